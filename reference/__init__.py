@@ -1,0 +1,20 @@
+"""The definition: masks, layouts and every algorithm in plain PyTorch, to be read and trusted."""
+
+from canon.reference.band import Band
+from canon.reference.layout import Layout
+from canon.reference.local import attention, attention_backward, attention_forward, merge
+from canon.reference.mask import Mask
+from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
+
+__all__ = [
+    "Band",
+    "Layout",
+    "Mask",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "merge",
+    "ring_attention",
+    "striped_attention",
+    "zigzag_attention",
+]

@@ -1,0 +1,253 @@
+"""Which rank holds which tokens, in which local order.
+
+    12 tokens, 3 ranks       rank 0          rank 1          rank 2
+    contiguous               0 1 2 3         4 5 6 7         8 9 10 11
+    zigzag                   0 1  10 11      2 3  8 9        4 5  6 7
+    striped                  0 3 6 9         1 4 7 10        2 5 8 11
+
+Under a causal mask contiguous shards are unbalanced (the last rank sees W times what the first one sees); zigzag and
+striped shards see nearly equal areas. Any number of tokens and ranks will do: shards may be uneven, and empty.
+
+A layout is the one source of four things that must never disagree: what the data loader hands out, the positions that
+the rotary embedding turns by, the labels, and the mask between two ranks (`local_mask`).
+
+Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brandon et al., Striped Attention (2023).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canon.reference.band import joined
+from canon.reference.mask import Ints, Mask, document_ends
+
+
+class Layout:
+    """The tokens 0 .. ``tokens`` - 1, each on one rank: per rank a tuple of ranges, in local order, all of one step.
+
+    Raises ValueError if a token is missing or held twice, or the steps differ.
+    """
+
+    __slots__ = ("_hash", "digest", "ranges_per_rank", "tokens")
+    ranges_per_rank: tuple[tuple[range, ...], ...]
+    tokens: int
+    digest: str  # of the content, equal in every process
+
+    def __init__(self, ranges_per_rank: Sequence[Sequence[range]], tokens: int):
+        held = tuple(tuple(_plain(piece) for piece in ranges if len(piece)) for ranges in ranges_per_rank)
+        if tokens < 0 or not held:
+            raise ValueError(f"a layout needs tokens >= 0 and at least one rank, got {tokens} and {len(held)}")
+        _check_partition(held, tokens)
+        content = (held, int(tokens))
+        object.__setattr__(self, "ranges_per_rank", held)
+        object.__setattr__(self, "tokens", int(tokens))
+        object.__setattr__(self, "_hash", hash(content))
+        object.__setattr__(self, "digest", hashlib.sha256(repr(content).encode()).hexdigest())
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"a Layout is immutable: cannot set {name}")
+
+    def __eq__(self, other) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        mine, others = ((x._hash, x.tokens, x.ranges_per_rank) for x in (self, other))
+        return self is other or mine == others
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self):
+        return Layout, (self.ranges_per_rank, self.tokens)
+
+    def __repr__(self) -> str:
+        shown = "; ".join(" ".join(f"{r.start}:{r.stop}:{r.step}" for r in held) for held in self.ranges_per_rank[:4])
+        return f"Layout({self.tokens} tokens on {self.ranks} ranks: {shown}{'; ...' if self.ranks > 4 else ''})"
+
+    # ------------------------------------------------------------------ constructors
+    @classmethod
+    def contiguous(cls, n: int, ranks: int) -> "Layout":
+        """One piece of n tokens for each rank; sizes differ by at most 1, larger ones first."""
+        return cls([[piece] for piece in _pieces(n, ranks, ranks)], n)
+
+    @classmethod
+    def zigzag(cls, n: int, ranks: int) -> "Layout":
+        """2 x ranks pieces; rank r holds pieces r and 2 * ranks - 1 - r: one cheap, one dear under a causal mask."""
+        pieces = _pieces(n, 2 * ranks, ranks)
+        return cls([[pieces[r], pieces[2 * ranks - 1 - r]] for r in range(ranks)], n)
+
+    @classmethod
+    def striped(cls, n: int, ranks: int) -> "Layout":
+        """Rank r holds the tokens r, r + ranks, r + 2 * ranks, ..."""
+        _pieces(n, ranks, ranks)  # for its errors
+        return cls([[range(r, n, ranks)] for r in range(ranks)], n)
+
+    # ------------------------------------------------------------------ what can be asked
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.ranges_per_rank)
+
+    def size(self, rank: int) -> int:
+        """The number of tokens that ``rank`` holds."""
+        return sum(map(len, self._held(rank)))
+
+    def positions(self, rank: int) -> Tensor:
+        """The place of each local token in the whole sequence: int64 [t], CPU."""
+        pieces = [torch.arange(r.start, r.stop, r.step) for r in self._held(rank)]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+
+    def document_positions(self, rank: int, cu_seqlens: Ints) -> Tensor:
+        """The place of each local token in its own document, for the rotary embedding: int64 [t], CPU.
+
+        Raises ValueError if cu_seqlens is malformed or ends elsewhere than at ``tokens``.
+        """
+        ends = torch.tensor(document_ends(cu_seqlens))
+        if ends[-1] != self.tokens:
+            raise ValueError(f"cu_seqlens ends at {ends[-1]}, the layout has {self.tokens} tokens")
+        positions = self.positions(rank)
+        document = torch.searchsorted(ends, positions, right=True) - 1
+        return positions - ends[document]
+
+    def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """The tokens of ``rank`` out of a full tensor, along ``dim`` (1; 0 where packed). Differentiable.
+
+        Raises ValueError if ``x`` does not hold ``tokens`` tokens along ``dim``.
+        """
+        if x.shape[dim] != self.tokens:
+            raise ValueError(f"shard: x holds {x.shape[dim]} tokens along dim {dim}, the layout {self.tokens}")
+        return x.index_select(dim, self.positions(rank).to(x.device))
+
+    def unshard(
+        self, x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1, *, partial_grad: bool = False
+    ) -> Tensor:
+        """The full tensor out of every rank's shard: a collective, forward and backward.
+
+        Args: ``x``, this rank's tokens along ``dim``; ``group``, whose size is ``ranks``. Its gradient is this rank's
+            part of the full gradient, taken to be the same on all ranks; with ``partial_grad`` each rank's full
+            gradient is a summand, and they are summed over the ranks in rank order.
+        Raises ValueError if the shard or the group does not fit the layout.
+        """
+        rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        if ranks != self.ranks or x.shape[dim] != self.size(rank):
+            raise ValueError(
+                f"unshard: rank {rank} of {ranks} has {x.shape[dim]} tokens along dim {dim}; the layout is for "
+                f"{self.ranks} ranks" + (f" and gives it {self.size(rank)}" if rank < self.ranks else "")
+            )
+        return _Unshard.apply(x.movedim(dim, 0), self, rank, group, partial_grad).movedim(0, dim)
+
+    def local_mask(self, mask: Mask, q_rank: int, k_ranks: int | Sequence[int]) -> Mask:
+        """The mask between the tokens of ``q_rank`` and those of ``k_ranks``, one after another, in local coordinates.
+
+        It speaks the coordinates of a buffer that holds the keys of ``k_ranks`` in that order: nothing is re-ordered.
+        Raises ValueError if the mask is not one of ``tokens`` x ``tokens``.
+        """
+        if (mask.queries, mask.keys) != (self.tokens, self.tokens):
+            raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {self.tokens} tokens")
+        return _local_mask(self, mask, q_rank, (k_ranks,) if isinstance(k_ranks, int) else tuple(k_ranks))
+
+    def _held(self, rank: int) -> tuple[range, ...]:
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} is not one of the layout's {self.ranks}")
+        return self.ranges_per_rank[rank]
+
+
+@lru_cache(maxsize=4096)
+def _local_mask(layout: Layout, mask: Mask, q_rank: int, k_ranks: tuple[int, ...]) -> Mask:
+    rows = _placed(layout._held(q_rank))
+    columns = _placed([piece for rank in k_ranks for piece in layout._held(rank)])
+    bands = []
+    for q_offset, q_piece in rows:
+        for band in mask.bands:
+            if band.q_start >= q_piece.stop or band.q_stop <= q_piece.start:
+                continue
+            for k_offset, k_piece in columns:
+                if band.k_start < k_piece.stop and band.k_stop > k_piece.start:
+                    cut = band.pick(q_piece, k_piece)
+                    if cut.area:
+                        bands.append(cut.shift(q_offset, k_offset))
+    return Mask(joined(bands), sum(len(p) for _, p in rows), sum(len(p) for _, p in columns))
+
+
+def _placed(pieces: Sequence[range]) -> list[tuple[int, range]]:
+    """(offset in the buffer, tokens) of each piece; pieces that go on where the one before ends are one."""
+    placed: list[tuple[int, range]] = []
+    end = 0
+    for piece in pieces:
+        offset, last = placed[-1] if placed else (0, range(0))
+        if len(last) and last[-1] + last.step == piece.start and last.step == piece.step:
+            placed[-1] = (offset, range(last.start, piece.stop, piece.step))
+        else:
+            placed.append((end, piece))
+        end += len(piece)
+    return placed
+
+
+class _Unshard(torch.autograd.Function):
+    """Tokens first: [t, ...] -> [tokens, ...]. Uneven shards travel padded to the largest."""
+
+    @staticmethod
+    def forward(ctx, x, layout, rank, group, partial_grad):
+        ctx.call = layout, rank, group, partial_grad
+        sizes = [layout.size(r) for r in range(layout.ranks)]
+        if layout.ranks == 1:
+            shards = [x]
+        else:
+            padded = x.new_zeros(max(sizes), *x.shape[1:])
+            padded[: len(x)] = x
+            shards = [torch.empty_like(padded) for _ in sizes]
+            dist.all_gather(shards, padded, group=group)
+        full = x.new_empty(layout.tokens, *x.shape[1:])
+        for r, shard in enumerate(shards):
+            full[layout.positions(r).to(x.device)] = shard[: sizes[r]]
+        return full
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (full,) = grads
+        layout, rank, group, partial_grad = ctx.call
+        mine = layout.shard(full, rank, dim=0)
+        if partial_grad and layout.ranks > 1:
+            sizes = [layout.size(r) for r in range(layout.ranks)]
+            send = torch.cat([layout.shard(full, r, dim=0) for r in range(layout.ranks)])
+            received = full.new_empty(layout.ranks * sizes[rank], *full.shape[1:])
+            dist.all_to_all_single(received, send, [sizes[rank]] * layout.ranks, sizes, group=group)
+            mine = received.unflatten(0, (layout.ranks, sizes[rank])).sum(0)  # in rank order on every rank
+        return mine, None, None, None, None
+
+
+def _plain(piece: range) -> range:
+    """The same tokens with the stop just behind the last one, so that equal pieces print equal."""
+    return range(piece.start, piece[-1] + 1, piece.step)
+
+
+def _pieces(n: int, count: int, ranks: int) -> list[range]:
+    if n < 0 or ranks < 1:
+        raise ValueError(f"a layout needs n >= 0 tokens and ranks >= 1, got {n} and {ranks}")
+    small, larger = divmod(n, count)
+    starts = [i * small + min(i, larger) for i in range(count + 1)]
+    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def _check_partition(held: tuple[tuple[range, ...], ...], tokens: int) -> None:
+    """Every token exactly once: in each residue class of the step the pieces must form one chain."""
+    pieces = sorted(((piece, rank) for rank, ranges in enumerate(held) for piece in ranges), key=lambda x: x[0].start)
+    steps = {piece.step for piece, _ in pieces}
+    if len(steps) > 1 or min(steps, default=1) < 1:
+        raise ValueError(f"the ranges of a layout must share one step >= 1, got {sorted(steps)}")
+    step = min(steps, default=1)
+    expected = list(range(min(step, tokens)))  # per residue class, the next token that must come
+    for piece, rank in pieces:
+        due = expected[piece.start % step] if piece.start % step < len(expected) else None
+        if piece.start != due or piece[-1] >= tokens:
+            raise ValueError(
+                f"a layout holds each of its {tokens} tokens once: {piece} of rank {rank} comes where "
+                f"token {due} is due"
+            )
+        expected[piece.start % step] = piece[-1] + step
+    missing = [token for token in expected if token < tokens]
+    if missing:
+        raise ValueError(f"a layout holds each of its {tokens} tokens once: no rank holds token {missing[0]}")
