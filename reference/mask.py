@@ -10,6 +10,7 @@ make equal plans without a word between them. `dense` writes the matrix out, for
 """
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -114,9 +115,11 @@ class Mask:
         Raises ValueError if ids and validity differ in length.
         """
         rows, columns = _runs("q", q_blocks, q_valid), _runs("k", q_blocks if k_blocks is None else k_blocks, k_valid)
-        seen = {}  # block of a query -> the runs of keys that it sees, neighbours merged
-        for block in {block for *_, block in rows}:
-            seen[block] = _merged((start, stop) for start, stop, key_block in columns if key_block <= block)
+        columns.sort(key=lambda run: run[2])
+        seen, union, ids, taken = {}, [], [block for *_, block in columns], 0
+        for block in sorted({block for *_, block in rows}):  # each sees the keys that the one before it saw, and more
+            new = slice(taken, taken := bisect_right(ids, block))
+            seen[block] = union = _merged(union + [(start, stop) for start, stop, _ in columns[new]])
         bands = [Band(a, b, start, stop) for a, b, block in rows for start, stop in seen[block]]
         sizes = len(q_blocks), len(q_blocks if k_blocks is None else k_blocks)
         return cls(joined(bands), *sizes)

@@ -1,0 +1,43 @@
+# Two commands do everything on a machine with Python 3.11 and network access to PyPI:
+#
+#   make check    every algorithm, on real documents, against the reference (4 CPU ranks, or all GPUs)
+#   make test     ruff, pyright, the tests and the notebooks
+#
+# Both first make .venv with the versions of requirements.txt and install the package in place.
+
+PYTHON  ?= python3
+WORKERS ?= 2
+
+BIN   := .venv/bin
+STAMP := .venv/.installed
+
+# Ranks and test workers already fill the cores: one thread each keeps them out of each other's way.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install check test notebooks clean
+.DEFAULT_GOAL := check
+
+install: $(STAMP)
+
+$(STAMP): requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+check: $(STAMP)
+	$(BIN)/canon check
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --nbval tests notebooks
+
+# Runs the .md twins and writes their outputs into the .ipynb beside them.
+notebooks: $(STAMP)
+	cd notebooks && ../$(BIN)/jupytext --to ipynb --update --execute *.md
+
+clean:
+	rm -rf .venv build dist canon-check .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -o -name '*.egg-info' | xargs rm -rf

@@ -1,0 +1,22 @@
+"""The same modules, functions, signatures and defaults as `canon.reference`, at the speed of the hardware."""
+
+from canon.fast.device import backend
+from canon.fast.local import attention, attention_backward, attention_forward, merge
+from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
+from canon.reference.band import Band
+from canon.reference.layout import Layout
+from canon.reference.mask import Mask
+
+__all__ = [
+    "Band",
+    "Layout",
+    "Mask",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "backend",
+    "merge",
+    "ring_attention",
+    "striped_attention",
+    "zigzag_attention",
+]

@@ -1,0 +1,1 @@
+"""Kernels, by family: ``triton`` is portable (any CUDA GPU, and Triton's interpreter on a CPU)."""

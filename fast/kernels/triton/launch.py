@@ -1,0 +1,244 @@
+"""From tensors to kernel launches: tables, configurations, strides and grids.
+
+Tensors are 4-D, checked, and on one device; lse, delta are (b, h, t). What is written is given, and may hold anything
+before (but for dq of the fused method, which is added to).
+"""
+
+from contextlib import nullcontext
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from canon.fast.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel, sum_heads_kernel
+from canon.fast.kernels.triton.config import Config, choose
+from canon.fast.kernels.triton.forward import forward_kernel
+from canon.fast.kernels.triton.merge import merge_kernel
+from canon.fast.tiles import WorkTable, work_table
+from canon.reference.call import accumulate_dtype
+from canon.reference.mask import Mask
+
+LOG2E = 1.4426950408889634
+L2_BYTES = 32 << 20  # what heads that run side by side may read again and again; caches hold 40 to 60 MB
+ROWS = Config(32, 1, 4, 1)  # of the kernels without products: tokens a program
+INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+    """Writes out (b, t, h, dv) and lse (b, h, t)."""
+    q, k, v = map(addressable, (q, k, v))
+    config = choose("forward", *pads(q, v), q.element_size(), q.device)
+    table = work_table(mask, config.rows, config.columns, False, q.device)
+    group = q.shape[2] // k.shape[2]
+    tma, k_source, v_source = sources(config, table, k, v)
+    arguments = (q, k_source, v_source, out, lse, table.tiles, table.spans, (abs(scale) or 1.0) * LOG2E, len(table), q.shape[2])
+    options = {"SIGN": (scale > 0) - (scale < 0), "GROUP": group, **product_options(config, tma, q, v, k, out)}
+    width = side_by_side(lines(q), group, bytes_each_head(k, v))
+    run(forward_kernel, len(table) * lines(q), config, arguments, width, (q, k, v, out, lse), options)
+
+
+def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:
+    """Writes result (b, h, t) = rowsum(dout * out) - dlse, 0 where lse is -inf."""
+    dout, out = map(addressable, (dout, out))
+    other = lse if dlse is None else dlse
+    arguments = (out, dout, lse, other, result, out.shape[1], out.shape[2])
+    options = {"HAS_DLSE": dlse is not None, **line_options(result.dtype, out, dout)}
+    run(delta_kernel, programs(out), ROWS, arguments, lines(out), (out, dout, lse, other, result), options)
+
+
+def dq(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, mask: Mask, scale: float, dq: Tensor
+) -> None:
+    """Writes dq (b, t, h, d)."""
+    q, k, v, dout = map(addressable, (q, k, v, dout))
+    lse, delta = (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
+    config = choose("dq", *pads(q, v), q.element_size(), q.device)
+    table = work_table(mask, config.rows, config.columns, False, q.device)
+    group = q.shape[2] // k.shape[2]
+    tma, k_source, v_source = sources(config, table, k, v)
+    arguments = (q, k_source, v_source, dout, lse, delta, dq, table.tiles, table.spans, scale, len(table), q.shape[2])
+    options = {"GROUP": group, **product_options(config, tma, q, v, k, dout, dq)}
+    width = side_by_side(lines(q), group, bytes_each_head(k, v))
+    run(dq_kernel, len(table) * lines(q), config, arguments, width, (q, k, v, dout, lse, dq), options)
+
+
+def dkdv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: Mask,
+    scale: float,
+    dk: Tensor,
+    dv: Tensor,
+    dq: Tensor | None = None,
+) -> None:
+    """Writes dk (b, s, o, d) and dv (b, s, o, dv); o, the owners, are the key heads, or the query heads.
+
+    With ``dq`` (b, t, h, d), in the accumulation dtype, adds to it by atomics: the fused method.
+    """
+    q, k, v, dout = map(addressable, (q, k, v, dout))
+    lse, delta = (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
+    config = choose("dkdv" if dq is None else "fused", *pads(q, v), q.element_size(), q.device)
+    table = work_table(mask, config.rows, config.columns, True, q.device)
+    heads = q.shape[2] // dk.shape[2]  # query heads of an owner
+    any_dq = dk if dq is None else dq
+    tensors = (q, k, v, dout, lse, delta, any_dq, dk, dv)
+    tma, q_source, dout_source = sources(config, table, q, dout)
+    arguments = (q_source, k, v, dout_source, *tensors[4:], table.tiles, table.spans, scale, len(table), dk.shape[2])
+    options = {"FUSED": dq is not None, "CLEAN": table.clean, "GROUP": q.shape[2] // k.shape[2], "HEADS": heads}
+    options |= product_options(config, tma, q, v, k, dout, any_dq, dk, dv)
+    width = side_by_side(lines(dk), 1, heads * bytes_each_head(q, dout))
+    strided = (q, k, v, dout, lse, any_dq, dk, dv)
+    run(dkdv_kernel, len(table) * lines(dk), config, arguments, width, strided, options)
+
+
+def sum_heads(x: Tensor, total: Tensor) -> None:
+    """Writes total (b, s, g, d) = the sum of each group of heads of x (b, s, h, d), first to last."""
+    group = x.shape[2] // total.shape[2]
+    arguments = (x, total, x.shape[1], total.shape[2])
+    run(
+        sum_heads_kernel,
+        programs(total),
+        ROWS,
+        arguments,
+        lines(total),
+        (x, total),
+        {"GROUP": group, **line_options(x.dtype, x, total)},
+    )
+
+
+def merge(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, new_out: Tensor, new_lse: Tensor
+) -> None:
+    """Writes new_out (b, t, h, dv), new_lse (b, h, t): the merge of two parts. They may be out and lse themselves."""
+    out, other_out = map(addressable, (out, other_out))
+    tensors = (out, lse, other_out, other_lse, new_out, new_lse)
+    options = line_options(accumulate_dtype(new_lse.dtype), out, other_out, new_out)
+    run(merge_kernel, programs(out), ROWS, (*tensors, out.shape[1], out.shape[2]), lines(out), tensors, options)
+
+
+def run(kernel, programs, config, arguments, width, strided, options) -> None:
+    """Launches ``programs`` of a kernel: its arguments, then the width of the grid, then the strides of ``strided``.
+
+    Raises ValueError if the device has too little shared memory after all.
+    """
+    if not programs:
+        return
+    device = strided[0].device
+    on_device = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+    strides = tuple(x.stride() for x in strided)
+    try:
+        with on_device:
+            kernel[(programs,)](
+                *arguments, width, *strides, **options, num_warps=config.warps, num_stages=config.stages
+            )
+    except OutOfResources as error:
+        raise ValueError(
+            f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "
+            "use a narrower dtype or canon.reference"
+        ) from error
+
+
+# ------------------------------------------------------------------ what kernels are told at compile time
+def product_options(config: Config, tma: bool, q: Tensor, v: Tensor, *others: Tensor) -> dict:
+    """Constants of the kernels with matrix products."""
+    d_pad, dv_pad = pads(q, v)
+    return {
+        "D": q.shape[-1],
+        "DV": v.shape[-1],
+        "D_PAD": d_pad,
+        "DV_PAD": dv_pad,
+        "UNIT": unit(q, v, *others),
+        "ACC": triton_dtype(accumulate_dtype(q.dtype)),
+        "PRECISION": "tf32" if q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
+        "TMA": tma,
+        "PARTIAL_STAGES": config.partial_stages,
+        "BM": config.rows,
+        "BN": config.columns,
+    }
+
+
+def line_options(accumulate: torch.dtype, *tensors: Tensor) -> dict:
+    """Constants of the kernels without."""
+    width = tensors[0].shape[-1]
+    return {"D": width, "D_PAD": padded(width), "UNIT": unit(*tensors), "ACC": triton_dtype(accumulate), "BM": ROWS.rows}
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """float32 or float64 as Triton names them."""
+    return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
+
+
+def padded(width: int) -> int:
+    """The next power of two, at least 16: the least that a matrix product takes."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
+    """Both widths, padded."""
+    return padded(q.shape[-1]), padded(v.shape[-1])
+
+
+def unit(*tensors: Tensor) -> int:
+    """What divides every stride but those inside a head: 8, 4, 2 or 1 elements. It decides how wide loads may be."""
+    return gcd(8, *(stride for x in tensors for stride in x.stride()[:-1]))
+
+
+# ------------------------------------------------------------------ grids and addresses
+def lines(x: Tensor) -> int:
+    """Batches times heads of x (b, t, h, d)."""
+    return x.shape[0] * x.shape[2]
+
+
+def programs(x: Tensor) -> int:
+    """How many programs of ROWS tokens each x (b, t, h, d) makes."""
+    return -(-x.shape[1] // ROWS.rows) * lines(x)
+
+
+def bytes_each_head(*tensors: Tensor) -> int:
+    """What one head of these (b, t, h, d) holds."""
+    return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
+
+
+@lru_cache
+def side_by_side(lines: int, group: int, bytes_each: int) -> int:
+    """How many of the ``lines`` run side by side: whole groups, a divisor, and what they read fits the L2 cache."""
+    groups = lines // group
+    fitting = [n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * bytes_each <= L2_BYTES)]
+    return group * max(fitting, default=1)
+
+
+def sources(config: Config, table: WorkTable, x: Tensor, y: Tensor) -> tuple[bool, Any, Any]:
+    """Whether the visited tensors x, y (b, t, h, d) are loaded by descriptors, and they or the descriptors."""
+    if not (config.tma and table.clean and describable(x) and describable(y)):
+        return False, x, y
+    blocks = ([1, config.columns, 1, z.shape[3]] for z in (x, y))
+    return True, *(TensorDescriptor(z, list(z.shape), list(z.stride()), block) for z, block in zip((x, y), blocks))
+
+
+def describable(x: Tensor) -> bool:
+    """Whether the hardware can load tiles of x by itself: sizes, strides and alignment fit a descriptor."""
+    strides = [stride * x.element_size() for stride in x.stride()[:-1]]
+    return (
+        (x.device.type == "cpu" or torch.cuda.get_device_capability(x.device) >= (9, 0))
+        and x.numel() > 0
+        and x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and x.shape[-1] == padded(x.shape[-1])
+        and all(stride % 16 == 0 and 0 < stride < 2**40 for stride in strides)
+    )
+
+
+def addressable(x: Tensor) -> Tensor:
+    """x, or a contiguous copy if the offsets inside one tile could leave 32 bits."""
+    reach = 256 * (x.stride(1) + x.stride(3))  # no tile has more rows or is wider
+    return x if reach < 2**31 else x.contiguous()

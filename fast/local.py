@@ -1,0 +1,159 @@
+"""Attention on one rank, in one kernel: no matrix of queries x keys is ever held.
+
+For each tile of queries, over the tiles of keys that it sees (the online softmax):
+
+    s = scale * q k^T        m' = max(m, rowmax s)        p = exp(s - m')
+    total = exp(m - m') total + rowsum p        out = exp(m - m') out + p v
+    at the end: out / total, and lse = m + log total
+
+A mask is a work table (`tiles.py`): tiles that are visible from end to end are computed without a compare. `merge` puts
+whole results together in one kernel. The backward pass is in `backward.py`.
+
+Cost: 2 b h area (d + dv) operations. Memory beyond inputs and outputs: the work table, about 1 KB for each 1000 tokens
+and 32 bytes a band and tile. Nothing is sent. It does not drop out, bias or soft-cap.
+
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from canon.fast.backward import attention_backward
+from canon.fast.device import check_device
+from canon.fast.kernels.triton import launch
+from canon.reference.call import (
+    accumulate_dtype,
+    batched,
+    check_mask,
+    check_method,
+    check_tensors,
+    default_mask,
+    default_scale,
+)
+from canon.reference.mask import Mask
+
+__all__ = ["attention", "attention_backward", "attention_forward", "merge"]
+
+
+def attention(
+    q: Float[Tensor, "*b t h d"],
+    k: Float[Tensor, "*b s g d"],
+    v: Float[Tensor, "*b s g dv"],
+    mask: Mask | None = None,
+    *,
+    scale: float | None = None,
+    backward: str = "auto",
+    return_lse: bool = False,
+) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+    """softmax(scale * q k^T) v over the visible cells, and on request the logarithm of the softmax's denominator.
+
+    A query that sees no key gets out 0 and lse -inf. Keys that no query sees and queries that see no key may hold
+    anything, NaN included. Differentiable in q, k, v, through out and through lse.
+
+    Args:
+        q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b; h a multiple of g; any strides.
+        mask: who sees whom; None is causal, for as many queries as keys.
+        scale: of the scores; None is 1 / sqrt(d).
+        backward: "fused", "split", "head_parallel", or "auto": see `attention_backward`.
+        return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64).
+
+    Raises:
+        ValueError: shapes, dtypes, devices or the mask do not fit together, ``backward`` is unknown, or the widths
+            are beyond what the device has shared memory for.
+        RuntimeError: CPU tensors without Triton's interpreter.
+
+    Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
+    """
+    check_tensors(q, k, v)
+    check_method("backward", backward)
+    mask = default_mask(q, k, mask)
+    out, lse = _Attention.apply(*batched(q, k, v), mask, default_scale(q, scale), backward)
+    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
+    return (out, lse) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, mask, scale, method):
+        out, lse = attention_forward(q, k, v, mask, scale=scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = mask, scale, method
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        mask, scale, method = ctx.call
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 6
+        dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
+        grads = attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
+        return *grads, None, None, None
+
+
+def attention_forward(
+    q: Float[Tensor, "*b t h d"],
+    k: Float[Tensor, "*b s g d"],
+    v: Float[Tensor, "*b s g dv"],
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+    """out (b, t, h, dv) and lse (b, h, t) of these queries over these keys alone: a result, or a part to `merge`.
+
+    Args: as `attention`; ``out_dtype`` of out, q's by default (the schedules ask for float32, which comes straight from
+    the accumulators, and round once, at the end). Not differentiable by itself.
+    Raises ValueError if the arguments do not fit, RuntimeError for CPU tensors without Triton's interpreter.
+    Source: Dao, FlashAttention-2 (2023), algorithm 1.
+    """
+    check_tensors(q, k, v)
+    check_mask(q, k, mask)
+    check_device(q)
+    packed, (q, k, v) = q.ndim == 3, batched(q, k, v)
+    b, t, h, _ = q.shape
+    out = torch.empty(b, t, h, v.shape[-1], dtype=out_dtype or q.dtype, device=q.device)
+    lse = torch.empty(b, h, t, dtype=accumulate_dtype(q.dtype), device=q.device)
+    launch.forward(q, k, v, mask, default_scale(q, scale), out, lse)
+    return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+
+
+def merge(
+    out: Float[Tensor, "*b t h dv"],
+    lse: Float[Tensor, "*b h t"],
+    other_out: Float[Tensor, "*b t h dv"],
+    other_lse: Float[Tensor, "*b h t"],
+) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+    """Attention over the keys of two disjoint parts: out in the dtype of ``out``, and lse.
+
+        lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse') other_out
+
+    A part that saw nothing (lse -inf) has no weight, whatever its out holds. Not differentiable by itself.
+    Raises ValueError if the shapes differ. Source: Dao, FlashAttention-2 (2023), section 2.3.1.
+    """
+    new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
+    _merge(out, lse, other_out, other_lse, new_out, new_lse)
+    return new_out, new_lse
+
+
+def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """As `merge`, but written over ``out`` and ``lse``: the running result of a schedule."""
+    _merge(out, lse, other_out, other_lse, out, lse)
+
+
+def _merge(out, lse, other_out, other_lse, new_out, new_lse) -> None:
+    if out.shape != other_out.shape or lse.shape != other_lse.shape:
+        raise ValueError(
+            f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
+            f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
+        )
+    check_device(out)
+    if out.ndim == 3:
+        out, lse, other_out, other_lse, new_out, new_lse = (
+            x.unsqueeze(0) for x in (out, lse, other_out, other_lse, new_out, new_lse)
+        )
+    launch.merge(out, lse, other_out, other_lse, new_out, new_lse)

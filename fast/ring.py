@@ -1,0 +1,253 @@
+"""Ring attention at speed: the next block travels while this one is computed.
+
+The algorithm, its order of sums and its messages are those of `canon.reference.ring`. What is added:
+
+    stream       step i                                   step i + 1
+    transport    K, V of step i + 1 | dk, dv of i - 1     K, V of step i + 2 | dk, dv of i
+    compute      kernel on K, V of step i, add, ...       kernel on K, V of step i + 1, add, ...
+
+- A hop is posted before the kernel that it runs under; K and V are one message, dk and dv another.
+- Each step computes only the queries and keys that its mask touches: zigzag's half steps cost half.
+- Parts are merged into the running float32 result by one kernel, in place; the first part is the running result.
+- A step whose mask is empty launches nothing, but its blocks are passed on.
+
+Cost, for b t g (d + dv) = N numbers of K and V a rank: forward W - 1 messages and (W - 1) N items of the inputs' dtype;
+backward as many again, and W - 1 messages and (W - 1) N items of reduce_dtype. Scratch: 2 N items (K, V) in the dtype of the
+inputs; forward the float32 running result, and one part of it; backward 2 N items of reduce_dtype, 2 N float32
+(own and newest dk, dv), and float32 dq twice.
+
+Sources: as `canon.reference.ring`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from canon.fast.exchange import Hop, Lane
+from canon.fast.backward import attention_backward, make_delta
+from canon.fast.local import attention_forward, merge_into
+from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
+from canon.reference.layout import Layout
+from canon.reference.mask import Mask
+
+__all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
+
+
+def ring_attention(
+    q: Float[Tensor, "*b t h d"],
+    k: Float[Tensor, "*b t g d"],
+    v: Float[Tensor, "*b t g dv"],
+    mask: Mask | None = None,
+    layout: Layout | None = None,
+    *,
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    backward: str = "auto",
+    return_lse: bool = False,
+) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+    """Attention of this rank's queries over the keys of all ranks: a collective, forward and backward.
+
+    Args:
+        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
+        mask: over the whole sequence; None is causal.
+        layout: which rank holds which tokens; None is contiguous.
+        scale: of the scores; None is 1 / sqrt(d).
+        group: the ranks; None is all. Without an initialised process group: one rank.
+        reduce_dtype: in which dk and dv travel; None is float32 (float64 for float64).
+        backward: "fused", "split", "head_parallel" or "auto", for each step's part.
+        return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
+
+    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options; the number of tokens is the
+    mask's, else the layout's, else W t.
+
+    Raises:
+        ValueError: on every rank, if the arguments of one do not fit or differ from the others'.
+
+    Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
+    """
+    return _ring("ring_attention", q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse)
+
+
+def zigzag_attention(
+    q: Float[Tensor, "*b t h d"],
+    k: Float[Tensor, "*b t g d"],
+    v: Float[Tensor, "*b t g dv"],
+    mask: Mask | None = None,
+    *,
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    backward: str = "auto",
+    return_lse: bool = False,
+) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+    """`ring_attention` over `Layout.zigzag`: under a causal mask every rank has the same work at every step.
+
+    Arguments, shapes, results and ValueErrors are those of `ring_attention`.
+    Source: Zilin Zhu, ring-flash-attention issue 2 (2024); mlc-ai/Pith-Train pull request 39.
+    """
+    return _ring("zigzag_attention", q, k, v, mask, Layout.zigzag, scale, group, reduce_dtype, backward, return_lse)
+
+
+def striped_attention(
+    q: Float[Tensor, "*b t h d"],
+    k: Float[Tensor, "*b t g d"],
+    v: Float[Tensor, "*b t g dv"],
+    mask: Mask | None = None,
+    *,
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    backward: str = "auto",
+    return_lse: bool = False,
+) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+    """`ring_attention` over `Layout.striped`: under a causal mask every step is causal, with or without its diagonal.
+
+    Arguments, shapes, results and ValueErrors are those of `ring_attention`.
+    Source: Brandon et al., Striped Attention (2023).
+    """
+    return _ring("striped_attention", q, k, v, mask, Layout.striped, scale, group, reduce_dtype, backward, return_lse)
+
+
+def _ring(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    layout: Layout | Callable[[int, int], Layout] | None,
+    scale: float | None,
+    group: dist.ProcessGroup | None,
+    reduce_dtype: torch.dtype | None,
+    backward: str,
+    return_lse: bool,
+):
+    call = agreed_call(
+        function, q, k, v, mask, layout, scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward
+    )
+    out, lse = _Ring.apply(*batched(q, k, v), call)
+    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
+    return (out, lse) if return_lse else out
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        out, lse = _forward(q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        return *_backward(*ctx.saved_tensors, dout, dlse, ctx.call), None
+
+
+@lru_cache(maxsize=4096)
+def _touched(mask: Mask) -> tuple[slice, slice, Mask]:
+    """The queries and keys from the first to the last that the mask touches, and the mask between them."""
+    if not mask.bands:
+        return slice(0, 0), slice(0, 0), mask.crop(range(0), range(0))
+    rows = range(min(b.q_start for b in mask.bands), max(b.q_stop for b in mask.bands))
+    columns = range(min(b.k_start for b in mask.bands), max(b.k_stop for b in mask.bands))
+    return slice(rows.start, rows.stop), slice(columns.start, columns.stop), mask.crop(rows, columns)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """out (b, t, h, dv) in the dtype of q, lse (b, h, t) in the accumulation dtype."""
+    if call.ranks == 1:
+        return attention_forward(q, k, v, call.local_mask(0), scale=call.scale)
+    keys = _KeysGoRound(k, v, call)
+    # The own keys first: their part is the running result, of every query, which the others are merged into.
+    with keys.step(0) as held:
+        out, lse = attention_forward(
+            q, *held, call.local_mask(call.rank), scale=call.scale, out_dtype=accumulate_dtype(q.dtype)
+        )
+    for step in range(1, call.ranks):
+        with keys.step(step) as held:
+            rows, columns, mask = _touched(call.local_mask(keys.owner(step)))
+            if mask.bands:
+                k_part, v_part = (x[:, columns] for x in held)
+                part = attention_forward(q[:, rows], k_part, v_part, mask, scale=call.scale, out_dtype=out.dtype)
+                merge_into(out[:, rows], lse[:, :, rows], *part)
+    return out.to(q.dtype), lse
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of this rank's tokens, in the dtype of q."""
+    delta = make_delta(dout, out, lse, dlse)
+
+    def gradients(held, rows, columns, mask, grad_dtype):
+        k_part, v_part = (x[:, columns] for x in held)
+        return attention_backward(
+            dout[:, rows], q[:, rows], k_part, v_part, out[:, rows], lse[:, :, rows], mask,
+            scale=call.scale, delta=delta[:, :, rows], method=call.backward, grad_dtype=grad_dtype,
+        )  # fmt: skip
+
+    whole, accumulate = slice(None), accumulate_dtype(q.dtype)
+    if call.ranks == 1:
+        return gradients((k, v), whole, whole, call.local_mask(0), q.dtype)
+    keys = _KeysGoRound(k, v, call)
+    sums = Lane(call, q.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)  # 0 is sent, 1 received
+    with keys.step(0) as held:
+        dq, *home = gradients(held, whole, whole, call.local_mask(call.rank), accumulate)  # home stays, is added last
+    hop = Hop([])
+    for step in range(1, call.ranks):
+        owner = keys.owner(step)
+        with keys.step(step) as held:
+            rows, columns, mask = _touched(call.local_mask(owner))
+            parts = None
+            if mask.bands:
+                dq_part, *parts = gradients(held, rows, columns, mask, accumulate)
+                dq[:, rows] += dq_part
+            hop.wait()
+            for i, total in enumerate(sums.block(0, owner)):
+                received = sums.block(1, owner)[i] if step > 1 else None
+                _sum_into(total, received, None if parts is None else parts[i], columns)
+            hop = sums.hop(0, owner, keys.owner(step + 1))
+    hop.wait()
+    dk, dv = (mine.add_(received) for mine, received in zip(home, sums.block(1, call.rank), strict=True))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class _KeysGoRound:
+    """Every rank's K and V, one block a step: the own one first, then that of the rank before, and so on."""
+
+    def __init__(self, k: Tensor, v: Tensor, call: Call):
+        self.call = call
+        self.lane = Lane(call, k.shape[0], (k.shape[2:], v.shape[2:]), k, k.dtype)
+        for target, source in zip(self.lane.block(0, call.rank), (k, v), strict=True):
+            target.copy_(source)
+
+    def owner(self, step: int) -> int:
+        return (self.call.rank - step) % self.call.ranks
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[list[Tensor]]:
+        """The block of this step; the next one is fetched under what the caller launches inside."""
+        following = step + 1 < self.call.ranks
+        hop = self.lane.hop(step % 2, self.owner(step), self.owner(step + 1)) if following else None
+        yield self.lane.block(step % 2, self.owner(step))
+        if hop:
+            hop.wait()
+
+
+def _sum_into(total: Tensor, received: Tensor | None, part: Tensor | None, columns: slice) -> None:
+    """total = received + part, where ``part`` holds the keys ``columns`` alone and a missing summand is 0."""
+    if part is None:
+        columns = slice(0, 0)
+    for outside in (slice(0, columns.start), slice(columns.stop, None)):
+        total[:, outside] = 0 if received is None else received[:, outside]
+    if part is not None and received is not None:
+        torch.add(received[:, columns], part, out=total[:, columns])
+    elif part is not None:
+        total[:, columns] = part

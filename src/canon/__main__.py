@@ -1,0 +1,43 @@
+"""The command line: ``canon check`` (or ``python -m canon check``)."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+DESCRIPTION = """\
+Run every attention function of MODULE over several ranks, on real documents, forward and backward, and compare:
+with canon.reference, in the same world on the same arguments, and both with dense attention in float64. An error may
+be twice that of honest dense attention in the same dtype, and one rounding; every case runs twice and must give the
+same bits.
+
+  canon check                                  canon.fast on the files of this repository
+  canon check --ranks 3 --documents a.txt b/   on your own documents, over three ranks
+  canon check my_attention --only zigzag       your own module, those cases alone
+"""
+EPILOG = """\
+Ranks are processes with a GPU each where there are several GPUs, threads that share it where there is one, and
+threads on the CPU, under Triton's interpreter, elsewhere. Exit status: 0 if everything agrees, 1 if anything does
+not, 2 if the command could not be carried out.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    from canon.testing import check
+
+    parser = argparse.ArgumentParser(prog="canon", description="Exact context-parallel attention, written twice.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    told = "prove that a module agrees with the reference"
+    command = commands.add_parser(
+        "check", help=told, description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    check.add_arguments(command)
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as ended:  # argparse has said why
+        return int(ended.code or 0)
+    return check.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,10 @@
+"""What shows that an implementation is right: the judge, the worlds, and the cases that `canon check` runs.
+
+    from canon.testing import agreement, dense, oracle, world
+
+Needs torch alone; `interpreter` repairs Triton's CPU interpreter and is imported where kernels run under it.
+"""
+
+from canon.testing.judge import Agreement, Attended, agreement, dense, oracle
+
+__all__ = ["Agreement", "Attended", "agreement", "dense", "oracle"]

@@ -1,0 +1,254 @@
+"""The cases of `canon check`: which functions, masks, layouts, dtypes and shapes are tried, and on which inputs.
+
+    function           masks                                    layouts                       methods
+    attention          all five                                 -                             auto
+    attention_forward  documents, block_causal                  -                             -
+    attention_backward documents, window                        -                             split, fused, head_parallel
+    merge              documents, block_causal                  -                             -
+    ring_attention     all five                                 contiguous, zigzag, striped   auto; two cases of the others
+    zigzag, striped    documents, causal, block_causal          their own                     auto
+
+Each mask comes with a shape and a form of its own: heads in groups, dv != d, packed and batched, and tensors
+that are not contiguous. The dtypes take turns, so that each meets every function and, over the layouts, every mask.
+What no query sees, and queries that see nothing, hold NaN. Functions that have no case here are named by `covered`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canon.reference import Layout, Mask
+from canon.testing.documents import Documents, projected
+from canon.testing.judge import Attended, dense, oracle
+
+LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
+METHODS = ("split", "fused", "head_parallel")
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DISTRIBUTED = {"ring_attention": None, "zigzag_attention": "zigzag", "striped_attention": "striped"}
+VOCABULARY = {"Band", "Mask", "Layout", "backend"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads and widths, packed or batched, contiguous or not."""
+
+    heads: tuple[int, int]
+    widths: tuple[int, int]
+    batch: int = 0  # 0 is packed
+    contiguous: bool = True
+    scale: float | None = None
+
+
+SHAPES = {  # by mask; the second is for GPUs
+    "documents": (Shape((4, 2), (32, 32)), Shape((8, 2), (128, 128))),
+    "causal": (Shape((2, 1), (64, 32), batch=1), Shape((4, 1), (128, 64), batch=1)),
+    "window": (Shape((2, 2), (48, 48), contiguous=False), Shape((4, 4), (96, 96), contiguous=False)),
+    "block_causal": (Shape((3, 1), (32, 32), scale=0.15), Shape((6, 1), (64, 64), scale=0.11)),
+    "full": (Shape((2, 1), (64, 64), batch=2), Shape((8, 1), (64, 64), batch=2)),
+}
+MASKS = tuple(SHAPES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One function on one input."""
+
+    function: str
+    mask: str
+    dtype: str
+    shape: Shape
+    layout: str | None = None
+    method: str = "auto"
+
+    @property
+    def name(self) -> str:
+        method = () if self.method == "auto" else (self.method,)
+        return "/".join((self.function, *((self.layout,) if self.layout else ()), self.mask, self.dtype, *method))
+
+    @property
+    def distributed(self) -> bool:
+        return self.function in DISTRIBUTED
+
+    def layout_of(self, tokens: int, ranks: int) -> Layout:
+        return LAYOUTS[self.layout or "contiguous"](tokens, ranks if self.distributed else 1)
+
+
+def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
+    """Every case, the dtypes taking turns. float64 is tried on two functions only where others are asked for too."""
+    turns = [name for name in dtypes if name != "float64"] or ["float64"]
+    cases: list[Case] = []
+
+    def add(function: str, mask: str, layout: str | None = None, method: str = "auto", dtype: str | None = None) -> None:
+        turn = MASKS.index(mask) + (list(LAYOUTS).index(layout) if layout else 0) + METHODS.count(method)
+        cases.append(Case(function, mask, dtype or turns[turn % len(turns)], SHAPES[mask][gpu], layout, method))
+
+    for mask in MASKS:
+        add("attention", mask)
+    for mask in ("documents", "block_causal"):
+        add("attention_forward", mask)
+        add("merge", mask)
+    for mask, method in (("documents", "split"), ("documents", "fused"), ("documents", "head_parallel"),
+                         ("window", "split"), ("block_causal", "fused")):  # fmt: skip
+        add("attention_backward", mask, method=method)
+    for mask in MASKS:
+        for layout in LAYOUTS:
+            add("ring_attention", mask, layout)
+    add("ring_attention", "documents", "zigzag", "fused")
+    add("ring_attention", "documents", "contiguous", "head_parallel")
+    for function, layout in (("zigzag_attention", "zigzag"), ("striped_attention", "striped")):
+        for mask in ("documents", "causal", "block_causal"):
+            add(function, mask, layout)
+    if "float64" in dtypes and turns != ["float64"]:
+        add("attention", "documents", dtype="float64")
+        add("ring_attention", "causal", "zigzag", dtype="float64")
+    return cases
+
+
+def covered(module: Any, reference: Any) -> tuple[list[str], list[str], list[str]]:
+    """(functions that are tried, those that ``module`` lacks, public ones that no case tries)."""
+    tried = {case.function for case in all_cases(["float32"], False)}
+
+    def public(half: Any) -> set[str]:
+        names = getattr(half, "__all__", None) or [name for name in vars(half) if not name.startswith("_")]
+        return {name for name in names if callable(getattr(half, name, None))} - VOCABULARY
+
+    def own(half: Any) -> set[str]:  # a module without __all__ shows what it imports, too
+        named = hasattr(half, "__all__")
+        return {n for n in public(half) if named or getattr(getattr(half, n), "__module__", "") == half.__name__}
+
+    known = {name for name in tried if callable(getattr(module, name, None))}
+    return sorted(known), sorted(tried - known), sorted((own(module) | public(reference)) - tried)
+
+
+# ---------------------------------------------------------------------- inputs
+@dataclass(frozen=True)
+class Inputs:
+    """A whole sequence, the same on every rank."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    mask: Mask
+    scale: float | None
+
+
+def inputs(case: Case, documents: Documents, device: str) -> Inputs:
+    """What ``case`` runs on; every layout, and every function, of one mask and dtype gets the same."""
+    return _inputs(case.mask, case.dtype, case.shape, documents, device)
+
+
+@lru_cache(maxsize=2)
+def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str) -> Inputs:
+    dtype, tokens = DTYPES[dtype_name], documents.tokens
+    rows = [projected(documents, Layout.zigzag(tokens, 3), shape.heads, shape.widths, row) for row in range(shape.batch or 1)]
+    q, k, v = (torch.stack(x) for x in zip(*rows, strict=True))
+    generator = torch.Generator().manual_seed(2309)
+    # Gradients lean to one side, column by column: long sums that grow show an accumulator that is too short.
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator) + torch.randn(v.shape[-1], generator=generator)
+    dlse = torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
+    mask = _mask(mask_name, documents)
+    q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+    for x, unseen in ((q, _unseen(mask, 0)), (dout, _unseen(mask, 0)), (k, _unseen(mask, 1)), (v, _unseen(mask, 1))):
+        x[:, unseen] = torch.nan
+    dlse = dlse.double() if dtype == torch.float64 else dlse
+    tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
+    return Inputs(*(x.to(device) for x in tensors), mask, shape.scale)
+
+
+def _mask(name: str, documents: Documents) -> Mask:
+    cu_seqlens, tokens = documents.cu_seqlens, documents.tokens
+    if name == "block_causal":  # each document sees itself and those before it, but for a little padding
+        blocks = torch.repeat_interleave(torch.arange(len(documents.lengths)), torch.tensor(documents.lengths))
+        padded = (torch.arange(tokens) * 8 // max(1, tokens)) == 5
+        valid = ~padded | (torch.arange(tokens) % 7 > 4)
+        return Mask.block_causal(blocks, q_valid=valid, k_valid=~padded)
+    return {
+        "documents": lambda: Mask.documents(cu_seqlens),
+        "causal": lambda: Mask.causal(tokens),
+        "window": lambda: Mask.window(tokens, tokens // 5, 16),
+        "full": lambda: Mask.documents(cu_seqlens, causal=False),
+    }[name]()
+
+
+def _unseen(mask: Mask, axis: int) -> Tensor:
+    """Queries (0) that see no key, or keys (1) that no query sees."""
+    unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
+    for band in mask.bands:  # every row and column of a band is seen
+        unseen[slice(band.k_start, band.k_stop) if axis else slice(band.q_start, band.q_stop)] = False
+    return unseen
+
+
+@lru_cache(maxsize=2)
+def _expected(mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str):
+    x = _inputs(mask_name, dtype_name, shape, documents, device)
+    arguments = (x.q, x.k, x.v, x.dout, x.mask, x.scale, x.dlse)
+    return oracle(*arguments), dense(*arguments)
+
+
+def expected(case: Case, documents: Documents, device: str) -> tuple[Attended, Attended]:
+    """The oracle's answer, and the honest one in the dtype of the case."""
+    return _expected(case.mask, case.dtype, case.shape, documents, device)
+
+
+# ---------------------------------------------------------------------- running
+def run(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Attended:
+    """What ``module`` gives for this rank's part of ``x``. Local functions get the whole."""
+    q, k, v, dout = (_own(t, layout, rank, -3, case.shape) for t in (x.q, x.k, x.v, x.dout))
+    dlse = layout.shard(x.dlse, rank, x.dlse.dim() - 1)
+    runner: Callable = _RUNNERS.get(case.function, _whole)
+    return runner(module, case, q, k, v, dout, dlse, x, layout)
+
+
+def _own(x: Tensor, layout: Layout, rank: int, dim: int, shape: Shape) -> Tensor:
+    """This rank's tokens, in its own memory; heads outermost and rows with a gap where the case asks for strides."""
+    mine = layout.shard(x, rank, x.dim() + dim)
+    if shape.contiguous:
+        return mine
+    apart = mine.new_empty(*mine.transpose(-3, -2).shape[:-1], mine.shape[-1] + 16)[..., : mine.shape[-1]]
+    return apart.copy_(mine.transpose(-3, -2)).transpose(-3, -2)
+
+
+def _whole(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
+    """A differentiable function, forward and backward."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    arguments = (*leaves, x.mask, layout) if case.function == "ring_attention" else (*leaves, x.mask)
+    function = getattr(module, case.function)
+    out, lse = function(*arguments, scale=x.scale, backward=case.method, return_lse=True)
+    return Attended(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+
+
+def _forward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
+    return Attended(*module.attention_forward(q, k, v, x.mask, scale=x.scale))
+
+
+def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
+    forward = module if hasattr(module, "attention_forward") else _reference()
+    out, lse = forward.attention_forward(q, k, v, x.mask, scale=x.scale)
+    grads = module.attention_backward(dout, q, k, v, out, lse, x.mask, scale=x.scale, dlse=dlse, method=case.method)
+    return Attended(None, None, *grads)
+
+
+def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
+    """Two uneven parts of the keys, attended to by the reference in float32, put together by the module."""
+    middle, n = x.mask.keys // 3, x.mask.keys
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    parts: list[Tensor] = []
+    for keys in (range(0, middle), range(middle, n)):
+        some = (t[..., keys.start : keys.stop, :, :] for t in (k, v))
+        parts += _reference().attention_forward(q, *some, x.mask.crop(keys=keys), scale=x.scale, out_dtype=wide)
+    return Attended(*module.merge(*parts))
+
+
+def _reference() -> Any:
+    from canon import reference
+
+    return reference
+
+
+_RUNNERS = {"attention_forward": _forward, "attention_backward": _backward, "merge": _merge}

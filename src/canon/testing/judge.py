@@ -1,0 +1,251 @@
+"""The judge: is this attention right? Measured against float64, and against the same mathematics in the same dtype.
+
+    exact = oracle(q, k, v, dout, mask)          float64 dense attention on the same rounded inputs
+    honest = dense(q, k, v, dout, mask)          the same in q's dtype, rounding what hardware rounds
+    verdict = agreement(got, exact, honest)      error <= 2 x honest error + one rounding, for each tensor and norm
+
+No tolerance is chosen by hand. The honest error is what the dtype costs on these very inputs; twice that allows another
+order of summation; one rounding of the output dtype, measured on the oracle itself, allows to round once more.
+
+**Norms.** Each tensor (out, lse, dq, dk, dv) is held to the rule in three norms, relative to the oracle's own: L2; maximum;
+and the worst token, ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)`` with L2 over the token's heads and
+width. Attention over n keys has size 1 / sqrt(n), so a whole late token may be lost without a trace in the first two.
+Numbers that are not finite where the oracle's are fail, and so does a tensor of zeros; lse is -inf at exactly the same places.
+
+**What `dense` rounds.** Operands of every matrix product are rounded to the dtype; sums are float32; softmax is float32;
+out, dq, dk and dv are rounded once, at the end; delta is made from the rounded out, which is what a backward pass is given.
+So P is rounded before P V and P^T dO, dS before dS K and dS^T Q, and nothing else.
+
+**lse** is never rounded to 16 bits, so it is held to float32 even then. It is 1-Lipschitz in the scores: its error is
+that of q.k, whose products are exact in float32 (8 + 8 or 11 + 11 bits), and of the sum over d. There tensor cores
+differ from CPUs: they add 16 products at a time and truncate the sum to float32, they do not round it (Fasi, Higham,
+Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). `dense` does the same for 16-bit inputs, which makes
+its error an honest one, about d/16 truncations, and the bound some 1e-6: a thousandth of what an lse kept in bfloat16
+would show.
+
+float64 is held to 1e-12 instead. ``mask=None`` is causal. Rows without keys have out 0, lse -inf, gradients 0; what nobody sees
+(keys without a query, queries without a key) may hold NaN.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from canon.reference import Mask
+
+EXACT = 1e-12
+_BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}  # scores held at once, all heads together
+
+
+class Attended(NamedTuple):
+    """What attention gives, forward and backward; None where a function does not give it."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+def oracle(q, k, v, dout, mask: Mask | None = None, scale: float | None = None, dlse=None) -> Attended:
+    """Dense attention and its gradients in float64: the definition, row by row, written out.
+
+    Shapes as everywhere: q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h, t),
+    or all without b. ``scale`` defaults to 1 / sqrt(d).
+    """
+    return _attend(q, k, v, dout, mask, scale, dlse, torch.float64, None)
+
+
+def dense(q, k, v, dout, mask: Mask | None = None, scale: float | None = None, dlse=None) -> Attended:
+    """The same in the dtype of q, as hardware does it: see the module's docstring. float64 is the oracle."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _attend(q, k, v, dout, mask, scale, dlse, wide, q.dtype)
+
+
+def _attend(q, k, v, dout, mask, scale, dlse, wide: torch.dtype, narrow: torch.dtype | None) -> Attended:
+    if q.dim() == 3:
+        one = _attend(*(x[None] for x in (q, k, v, dout)), mask, scale, None if dlse is None else dlse[None], wide, narrow)
+        return Attended(*(x[0] for x in one))
+    mask = Mask.causal(q.shape[1]) if mask is None else mask
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.shape[2] // k.shape[2]
+    q_seen, k_seen = _seen(mask, q.device)
+    q, dout = (_heads_first(x, q_seen, wide) for x in (q, dout))
+    k, v = (_heads_first(x, k_seen, wide).repeat_interleave(group, 1) for x in (k, v))
+    dlse = q.new_zeros(q.shape[:3]) if dlse is None else dlse.to(wide).masked_fill(~q_seen, 0)
+
+    def rounded(x: Tensor) -> Tensor:
+        return x if narrow is None else x.to(narrow).to(wide)
+
+    out, lse, dq = v.new_empty(dout.shape), q.new_empty(q.shape[:3]), torch.empty_like(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    with torch.no_grad(), _no_tf32():
+        for rows, visible in _row_blocks(mask, q):
+            scores = scale * _products(q[:, :, rows], k, narrow)
+            scores.masked_fill_(~visible, -torch.inf)
+            top = scores.amax(-1, keepdim=True)
+            p = torch.exp(scores - top.masked_fill(top == -torch.inf, 0))
+            total = p.sum(-1, keepdim=True)
+            sure = total.masked_fill(total == 0, 1)
+            out[:, :, rows] = rounded(rounded(p) @ v / sure)
+            lse[:, :, rows] = (top + total.log())[..., 0]
+            p /= sure
+            delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1) - dlse[:, :, rows]
+            ds = rounded(p * (dout[:, :, rows] @ v.mT - delta[..., None]))
+            dq[:, :, rows] = scale * (ds @ k)
+            dk += scale * (ds.mT @ q[:, :, rows])
+            dv += rounded(p).mT @ dout[:, :, rows]
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    narrow = wide if narrow is None else narrow
+    out, dq, dk, dv = (x.transpose(1, 2).to(narrow) for x in (out, dq, dk, dv))
+    return Attended(out, lse, dq, dk, dv)
+
+
+def _heads_first(x: Tensor, seen: Tensor, wide: torch.dtype) -> Tensor:
+    return x.detach().to(wide).masked_fill(~seen[:, None, None], 0).transpose(1, 2)
+
+
+def _row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(queries, bool [queries, keys]) a block at a time: a whole matrix of scores need not fit into memory."""
+    step = max(1, _BLOCK[q.device.type] // max(1, q.shape[0] * q.shape[1] * mask.keys))
+    for start in range(0, mask.queries, step):
+        rows = slice(start, min(start + step, mask.queries))
+        yield rows, _visible(mask, rows, q.device)
+
+
+def _visible(mask: Mask, rows: slice, device) -> Tensor:
+    """Rows of the mask as booleans, straight from the definition of a band."""
+    visible = torch.zeros(rows.stop - rows.start, mask.keys, dtype=torch.bool, device=device)
+    for band in mask.bands:
+        start, stop = max(band.q_start, rows.start), min(band.q_stop, rows.stop)
+        if start < stop:
+            i = torch.arange(start, stop, device=device)[:, None]
+            j = torch.arange(band.k_start, band.k_stop, device=device)
+            block = visible[start - rows.start : stop - rows.start, band.k_start : band.k_stop]
+            block |= (band.lo <= j - i) & (j - i <= band.hi)
+    return visible
+
+
+def _seen(mask: Mask, device) -> tuple[Tensor, Tensor]:
+    """Which queries see a key, and which keys are seen by a query."""
+    queries = torch.zeros(mask.queries, dtype=torch.bool, device=device)
+    keys = torch.zeros(mask.keys, dtype=torch.bool, device=device)
+    for start in range(0, mask.queries, 4096):
+        rows = slice(start, min(start + 4096, mask.queries))
+        visible = _visible(mask, rows, device)
+        queries[rows] = visible.any(1)
+        keys |= visible.any(0)
+    return queries, keys
+
+
+def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
+    """q k^T, for 16-bit operands as a tensor core adds it up: 16 products at a time, truncated to float32."""
+    if narrow not in (torch.float16, torch.bfloat16):
+        return q @ k.mT
+    total = q.new_zeros(*q.shape[:3], k.shape[2])
+    for some in range(0, q.shape[-1], 16):
+        exact = total.double() + q[..., some : some + 16].double() @ k[..., some : some + 16].double().mT
+        total = exact.float()
+        over = total.abs() > exact.abs()
+        total[over] = torch.nextafter(total[over], total.new_zeros(()))
+    return total
+
+
+class _no_tf32:
+    """float32 products in float32, whatever is set outside."""
+
+    def __enter__(self):
+        self.before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+
+    def __exit__(self, *_):
+        torch.set_float32_matmul_precision(self.before)
+
+
+# ---------------------------------------------------------------------- the verdict
+@dataclass(frozen=True)
+class Measure:
+    """One tensor in one norm."""
+
+    tensor: str
+    norm: str
+    error: float
+    bound: float
+
+    @property
+    def ratio(self) -> float:
+        """Error / bound: agrees up to 1."""
+        return self.error / self.bound if self.bound else 0.0 if self.error == 0 else float("inf")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The verdict: every measure, and in words what is wrong beyond them."""
+
+    measures: tuple[Measure, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        return not self.faults
+
+    @property
+    def worst(self) -> Measure | None:
+        """The measure that is nearest to its bound, or furthest over it."""
+        return max(self.measures, key=lambda m: m.ratio, default=None)
+
+    def __str__(self) -> str:
+        lines = [f"{m.tensor:4} {m.norm:5} error {m.error:.2e}  bound {m.bound:.2e}  {m.ratio:6.2f}" for m in self.measures]
+        return "\n".join([*lines, *self.faults])
+
+
+def agreement(got: Attended, exact: Attended, honest: Attended) -> Agreement:
+    """Whether ``got`` is as near to ``exact`` (from `oracle`) as ``honest`` (from `dense`) lets one expect.
+
+    Tensors that ``got`` leaves out (None) are not judged. Raises ValueError if it has none, or one of another shape.
+    """
+    measures, faults = [], []
+    for name, mine, true, theirs in zip(Attended._fields, got, exact, honest, strict=True):
+        if mine is not None:
+            if mine.shape != true.shape:
+                raise ValueError(f"{name} has shape {tuple(mine.shape)}, expected {tuple(true.shape)}")
+            some, wrong = _judge(name, mine.detach(), true, theirs)
+            measures += some
+            faults += wrong
+    if all(x is None for x in got):
+        raise ValueError("nothing to judge: every tensor is None")
+    return Agreement(tuple(measures), tuple(faults))
+
+
+def _judge(name: str, got: Tensor, exact: Tensor, honest: Tensor) -> tuple[list[Measure], list[str]]:
+    kept, unseen = honest.dtype, exact == -torch.inf
+    if name == "lse" and not torch.equal(got == -torch.inf, unseen):
+        return [], [f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at {int(unseen.sum())}"]
+    got, exact, honest = (x.to(exact.device).double().masked_fill(unseen, 0) for x in (got, exact, honest))
+    if not bool(got.isfinite().all()):
+        return [], [f"{name} has {int((~got.isfinite()).sum())} values that are not finite"]
+    faults = [f"{name} is zero everywhere"] if bool(exact.any()) and not bool(got.any()) else []
+    rounded = exact.to(kept).double()
+    measures = []
+    for norm in ("l2", "max", "token"):
+        error, theirs, once = (_relative(name, norm, x - exact, exact) for x in (got, honest, rounded))
+        bound = EXACT if kept == torch.float64 else 2 * theirs + once
+        measures.append(Measure(name, norm, error, bound))
+        if error > bound:
+            faults.append(f"{name} is off by {error:.2e} in the {norm} norm, {bound:.2e} is what its dtype explains")
+    return measures, faults
+
+
+def _relative(name: str, norm: str, error: Tensor, exact: Tensor) -> float:
+    if norm == "max":
+        error, size = error.abs().amax(), exact.abs().amax()
+    elif norm == "l2":
+        error, size = error.norm(), exact.norm()
+    else:
+        error, size = (x.norm(dim=-2) if name == "lse" else x.flatten(-2).norm(dim=-1) for x in (error, exact))
+        size = size.clamp(min=size[size > 0].median()) if bool(size.any()) else size
+        error, size = (error / size.masked_fill(size == 0, 1)).amax(), error.new_ones(())
+    return (error / size if size > 0 else error).item()

@@ -1,0 +1,82 @@
+"""Records of what was run, where and with which result: JSON, to be committed beside the claims that rest on them."""
+
+import json
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import canon
+
+
+def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> Path:
+    """Write ``path``: the command, the commit, the date, the machine, ``more`` and one entry per result."""
+    entry = {
+        "command": command,
+        "canon": canon.__version__,
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        **more,
+        "results": list(results),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_finite(entry), indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def machine() -> dict[str, Any]:
+    """Platform, GPUs and versions; no names of hosts, users or folders."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "numpy": _version("numpy"),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if on_gpu else [],
+        "cuda": torch.version.cuda,
+        "driver": _told(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if on_gpu else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+    }
+
+
+def commit() -> str | None:
+    """The commit that is checked out, with "+changes" where tracked files differ from it; None outside of git."""
+    here = ["git", "-C", str(Path(__file__).resolve().parent)]
+    found = _told([*here, "rev-parse", "HEAD"])
+    if found is None:
+        return None
+    return found + ("+changes" if _told([*here, "status", "--porcelain", "--untracked-files=no"]) else "")
+
+
+def _told(command: list[str]) -> str | None:
+    """The first line that a command prints, None where it fails or does not exist."""
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return next(iter(said.splitlines()), "")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinities: they become strings."""
+    if isinstance(value, dict):
+        return {key: _finite(some) for key, some in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(some) for some in value]
+    if isinstance(value, float) and not -float("inf") < value < float("inf"):
+        return str(value)
+    return value

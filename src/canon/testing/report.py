@@ -1,0 +1,69 @@
+"""What `canon check` shows: a table, what is wrong in words, and a picture of the errors."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+COLOURS = {"out": "#0072b2", "lse": "#56b4e9", "dq": "#e69f00", "dk": "#d55e00", "dv": "#009e73"}
+MARKS = {"agrees": "[green]agrees", "disagrees": "[bold red]disagrees", "failed": "[bold red]failed", "declined": "[dim]declined"}
+
+
+NUMBERS = {"error", "bound", "ratio", "time"}
+
+
+def table(results: Sequence[dict[str, Any]], module: str) -> Table:
+    """A row for each case: the measure that is nearest to its bound, or furthest over it."""
+    shown = Table(title=f"{module} against canon.reference and float64", title_justify="left")
+    for name in ("case", "worst", "error", "bound", "ratio", "time", "verdict"):
+        shown.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name != "case", overflow="fold")
+    for result in results:
+        worst = max(result["measures"], key=lambda m: m["ratio"], default=None)
+        numbers = ("", "", "", "")
+        if worst:
+            place = f"{worst['tensor']} {worst['norm']}"
+            numbers = (place, f"{worst['error']:.1e}", f"{worst['bound']:.1e}", f"{worst['ratio']:.2f}")
+        seconds = f"{1e3 * min(result['seconds']):.1f} ms" if result["seconds"] else ""
+        shown.add_row(result["case"], *numbers, seconds, MARKS[result["verdict"]])
+    return shown
+
+
+def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
+    """Everything that is wrong, case by case."""
+    for result in results:
+        for fault in result["faults"]:
+            colour = "dim" if result["verdict"] == "declined" else "red"
+            console.print(f"[{colour}]{result['case']}[/]: ", end="")
+            console.print(fault, markup=False, highlight=False)
+
+
+def picture(results: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
+    """Draw error / bound of every tensor of every case on a logarithmic axis; False where matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return False
+    results = [result for result in results if result["measures"]]
+    figure = Figure(figsize=(8, 1.5 + 0.2 * len(results)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for tensor, colour in COLOURS.items():
+        for row, result in enumerate(results):
+            ratios = [m["ratio"] for m in result["measures"] if m["tensor"] == tensor]
+            drawn = [min(max(ratio, 1e-4), 1e4) for ratio in ratios]
+            axes.plot(drawn, [row] * len(drawn), "o", color=colour, markersize=4, alpha=0.8)
+        axes.plot([], [], "o", color=colour, label=tensor)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlabel("error / bound (agrees up to 1)")
+    axes.set_yticks(range(len(results)), [result["case"] for result in results], fontsize=7)
+    axes.set_ylim(len(results) - 0.5, -0.5)
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(ncols=5, loc="outside lower right", frameon=False)
+    axes.set_title(title, loc="left", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return True

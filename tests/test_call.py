@@ -1,0 +1,106 @@
+"""Ranks that do not mean the same call find out before they compute: every rank raises, naming the field and the ranks."""
+
+import functools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon import Layout, Mask, fast, reference
+from canon.testing import world
+
+HALVES = {"reference": reference, "fast": fast}
+
+
+def inputs(tokens=4, h=2, g=2, d=8, dtype=torch.float32):
+    return [torch.ones(1, tokens, heads, d, dtype=dtype) for heads in (h, g, g)]
+
+
+def call(half, name="ring_attention", tensors=None, **options):
+    return getattr(half, name)(*(tensors or inputs()), **options)
+
+
+DIFFERENCES = {  # what rank 1 does instead, and the field that must be named
+    "mask": (dict(mask=Mask.window(12, 2, 0)), "mask"),
+    "layout": (dict(layout=Layout.striped(12, 3)), "layout"),
+    "dtype": (dict(tensors=inputs(dtype=torch.float64)), "dtype"),
+    "query heads": (dict(tensors=inputs(h=4)), "heads and width of q"),
+    "key heads": (dict(tensors=inputs(g=1)), "heads and width of k"),
+    "width": (dict(tensors=inputs(d=16)), "width of q"),
+    "scale": (dict(scale=0.25), "scale"),
+    "reduce_dtype": (dict(reduce_dtype=torch.bfloat16), "reduce_dtype"),
+    "backward": (dict(backward="split"), "backward"),
+    "function": (dict(name="striped_attention"), "function"),
+    "tokens": (dict(tensors=inputs(tokens=5)), "mask"),
+    "a wrong argument": (dict(tensors=inputs(h=3)), "rank 1: 3 query heads are not a multiple of 2"),
+    "requires_grad": (dict(tensors=[x.requires_grad_() for x in inputs()]), "requires_grad"),
+}
+
+
+def disagree(name, difference):
+    """What a rank is told, and how long it took."""
+    start = time.monotonic()
+    try:
+        call(HALVES[name], **(DIFFERENCES[difference][0] if dist.get_rank() == 1 else {}))
+    except ValueError as error:
+        return str(error), time.monotonic() - start
+    return "nothing was raised", time.monotonic() - start
+
+
+def disagree_in_every_way(name):
+    return {difference: disagree(name, difference) for difference in DIFFERENCES}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_every_disagreement_is_named_on_every_rank_of_gloo(name):
+    for told in world.processes(functools.partial(disagree_in_every_way, name), 3):
+        for difference, (message, seconds) in told.items():
+            assert DIFFERENCES[difference][1] in message, (difference, message)
+            assert "rank 1: " in message
+            assert "rank 0, 2: " in message
+            assert seconds < 5
+
+
+@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+def test_a_known_call_compares_nothing(half, monkeypatch):
+    gathers = []
+    gather = dist.all_gather
+    monkeypatch.setattr(
+        dist, "all_gather", lambda *args, **kw: (gathers.append(dist.get_rank()), gather(*args, **kw))[1]
+    )
+
+    def program():
+        for _ in range(3):
+            call(half)
+        call(half, scale=0.5)
+
+    world.threads(program, 2)
+    assert sorted(gathers) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+def test_what_all_ranks_do_wrong_alike_is_told_too(half):
+    def program():
+        with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
+            call(half, tensors=inputs(h=3))
+        with pytest.raises(ValueError, match="the layout is for 5 ranks, the group has 2"):
+            call(half, layout=Layout.contiguous(8, 5))
+        with pytest.raises(ValueError, match=r"layout gives rank \d \d tokens, q holds 4"):
+            call(half, layout=Layout([[range(0, 3)], [range(3, 8)]], 8))
+        with pytest.raises(ValueError, match="the mask is 9 x 9, the layout has 8 tokens"):
+            call(half, mask=Mask.causal(9), layout=Layout.contiguous(8, 2))
+        with pytest.raises(ValueError, match="floating dtype, got torch.int32"):
+            call(half, reduce_dtype=torch.int32)
+
+    world.threads(program, 2)
+
+
+def test_a_cu_seqlens_refilled_in_place_makes_another_call():
+    ends = torch.tensor([0, 4, 12])
+    q, k, v = (torch.randn(1, 12, 2, 8, dtype=torch.float64) for _ in range(3))
+    first = reference.attention(q, k, v, Mask.documents(ends))
+    ends[1] = 7
+    second = reference.attention(q, k, v, Mask.documents(ends))
+    assert not torch.equal(first, second)
+    assert torch.equal(second, reference.attention(q, k, v, Mask.documents([0, 7, 12])))

@@ -1,0 +1,259 @@
+"""A layout gives each token to one rank, and `local_mask` is the mask's matrix at the tokens that two ranks hold."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canon import Band, Layout, Mask
+from canon.testing import world
+
+KINDS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
+
+
+@st.composite
+def planned(draw, n, ranks):
+    """Any layout of step 1: pieces cut anywhere, dealt to any rank, in any order."""
+    cuts = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=5))})
+    pieces = draw(st.permutations([range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]))
+    held = [[] for _ in range(ranks)]
+    for piece in pieces:
+        held[draw(st.integers(0, ranks - 1))].append(piece)
+    return Layout(held, n)
+
+
+@st.composite
+def layouts(draw, n=None):
+    """Any kind; often more ranks than tokens, seldom a number that divides."""
+    n = draw(st.integers(0, 23)) if n is None else n
+    ranks = draw(st.integers(1, 7))
+    kind = draw(st.sampled_from([*KINDS, "planned"]))
+    return draw(planned(n, ranks)) if kind == "planned" else KINDS[kind](n, ranks)
+
+
+@st.composite
+def square_masks(draw, n):
+    """Masks of n x n tokens of every family, also ones with queries and keys that see nothing."""
+    family = draw(st.sampled_from(["window", "documents", "block_causal", "ranges"]))
+    if family == "window":
+        sides = st.none() | st.integers(0, n)
+        return Mask.window(n, draw(sides), draw(sides))
+    if family == "documents":
+        inner = sorted(draw(st.lists(st.integers(0, n), max_size=5)))  # repeated ends are empty documents
+        return Mask.documents([0, *inner, n], causal=draw(st.booleans()))
+    if family == "block_causal":
+        tokens = {"min_size": n, "max_size": n}
+        blocks = draw(st.lists(st.integers(0, 3), **tokens))
+        return Mask.block_causal(blocks, None, *(draw(st.none() | st.lists(st.booleans(), **tokens)) for _ in "qk"))
+    a, b = sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))
+    kinds = [draw(st.integers(0, 3)) for _ in range(2)]
+    return Mask.ranges([(0, a), (a, b)], [(a, n), (0, b)], kinds, queries=n, keys=n)
+
+
+def dense_between(mask, layout, q_rank, k_ranks):
+    columns = torch.cat([layout.positions(rank) for rank in k_ranks]) if k_ranks else torch.empty(0, dtype=torch.int64)
+    return mask.dense()[layout.positions(q_rank)][:, columns]
+
+
+# --- who holds what ---
+
+
+@given(layouts())
+def test_every_token_is_on_one_rank(layout):
+    held = [layout.positions(rank) for rank in range(layout.ranks)]
+    assert all(positions.dtype == torch.int64 for positions in held)
+    assert [len(positions) for positions in held] == [layout.size(rank) for rank in range(layout.ranks)]
+    assert torch.cat(held).sort().values.equal(torch.arange(layout.tokens))
+
+
+@given(st.sampled_from(sorted(KINDS)), st.integers(0, 40), st.integers(1, 9))
+def test_the_three_kinds_are_what_they_are_called(kind, n, ranks):
+    layout = KINDS[kind](n, ranks)
+    assert (layout.tokens, layout.ranks) == (n, ranks)
+    held = [layout.positions(rank).tolist() for rank in range(ranks)]
+    sizes = [len(tokens) for tokens in held]
+    if kind == "contiguous":
+        assert [token for tokens in held for token in tokens] == list(range(n))
+        assert sizes == sorted(sizes, reverse=True)
+        assert max(sizes) - min(sizes) <= 1
+    elif kind == "striped":
+        assert held == [list(range(n))[rank::ranks] for rank in range(ranks)]
+    else:
+        assert all(tokens == sorted(tokens) for tokens in held)
+        ends = Layout.contiguous(n, 2 * ranks)  # its pieces r and 2 * ranks - 1 - r, early and late
+        for rank, tokens in enumerate(held):
+            assert tokens == [*ends.positions(rank).tolist(), *ends.positions(2 * ranks - 1 - rank).tolist()]
+
+
+@given(layouts())
+def test_equality_and_hash_are_by_content(layout):
+    pieces = [[range(piece.start, piece[-1] + 1, piece.step) for piece in held] for held in layout.ranges_per_rank]
+    for twin in (Layout(pieces, layout.tokens), pickle.loads(pickle.dumps(layout))):
+        assert twin == layout
+        assert hash(twin) == hash(layout)
+        assert twin.digest == layout.digest
+    other = Layout([*pieces, []], layout.tokens)
+    assert other != layout
+    assert other.digest != layout.digest
+    with pytest.raises(AttributeError):
+        layout.tokens = 3
+
+
+# --- what follows from it ---
+
+
+@given(st.data(), layouts())
+def test_local_mask_is_the_matrix_at_the_tokens_that_the_ranks_hold(data, layout):
+    mask = data.draw(square_masks(layout.tokens))
+    q_rank = data.draw(st.integers(0, layout.ranks - 1))
+    k_ranks = data.draw(st.lists(st.integers(0, layout.ranks - 1), unique=True))  # any ranks in any order
+    local = layout.local_mask(mask, q_rank, k_ranks)
+    expected = dense_between(mask, layout, q_rank, k_ranks)
+    assert local.dense().equal(expected)
+    assert local.area == expected.sum()
+    for k_rank in k_ranks:
+        assert layout.local_mask(mask, q_rank, k_rank).dense().equal(dense_between(mask, layout, q_rank, [k_rank]))
+
+
+@given(st.data(), layouts())
+def test_hops_share_out_the_whole_mask(data, layout):
+    mask = data.draw(square_masks(layout.tokens))
+    ranks = range(layout.ranks)
+    hops = sum(layout.local_mask(mask, q_rank, k_rank).area for q_rank in ranks for k_rank in ranks)
+    assert hops == mask.area == sum(layout.local_mask(mask, q_rank, ranks).area for q_rank in ranks)
+
+
+@given(st.integers(1, 40), st.integers(1, 6))
+def test_zigzag_has_three_cases(n, ranks):
+    """Own hop: causal. An earlier rank: all queries, first half of its keys. A later one: second half of the queries,
+    all its keys. As the local order is ascending, "half" is where the late piece begins."""
+    layout, mask = Layout.zigzag(n, ranks), Mask.causal(n)
+    pieces = Layout.contiguous(n, 2 * ranks)  # rank r holds pieces r and 2 * ranks - 1 - r
+    for rank in range(ranks):
+        queries, q_half = layout.size(rank), pieces.size(rank)
+        for owner in range(ranks):
+            keys, k_half = layout.size(owner), pieces.size(owner)
+            case = {
+                owner < rank: [Band(0, queries, 0, k_half)],
+                owner > rank: [Band(q_half, queries, 0, keys)],
+                owner == rank: [Band(0, queries, 0, keys, None, 0)],
+            }[True]
+            assert layout.local_mask(mask, rank, owner) == Mask(case, queries, keys)
+
+
+@given(st.integers(1, 40), st.integers(1, 6))
+def test_striped_hops_are_causal_squares_with_or_without_the_diagonal(n, ranks):
+    layout, mask = Layout.striped(n, ranks), Mask.causal(n)
+    for rank in range(ranks):
+        for owner in range(ranks):
+            queries, keys = layout.size(rank), layout.size(owner)
+            hop = Band(0, queries, 0, keys, None, 0 if owner <= rank else -1)
+            assert layout.local_mask(mask, rank, owner) == Mask([hop], queries, keys)
+
+
+def test_zigzag_and_striped_balance_causal_work_where_contiguous_does_not():
+    n, ranks = 96, 4
+    work = {
+        kind: [make(n, ranks).local_mask(Mask.causal(n), rank, range(ranks)).area for rank in range(ranks)]
+        for kind, make in KINDS.items()
+    }
+    assert len(set(work["zigzag"])) == 1  # n divides by 2 x ranks
+    assert max(work["striped"]) - min(work["striped"]) == n // ranks * (ranks - 1)  # one key a query and rank
+    assert max(work["contiguous"]) > 6 * min(work["contiguous"])  # 7 for many tokens: (2 ranks - 1)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_causal_hops_stay_one_band_in_a_gathered_buffer(kind):
+    layout = KINDS[kind](48, 4)
+    assert all(len(layout.local_mask(Mask.causal(48), 3, k_rank).bands) == 1 for k_rank in range(4))
+    if kind == "contiguous":
+        assert all(len(layout.local_mask(Mask.causal(48), rank, range(4)).bands) == 1 for rank in range(4))
+
+
+@given(st.data(), layouts())
+def test_document_positions_count_from_the_start_of_each_document(data, layout):
+    ends = [0, *sorted(data.draw(st.lists(st.integers(0, layout.tokens), max_size=6))), layout.tokens]
+    in_document = [i for a, b in zip(ends, ends[1:], strict=False) for i in range(b - a)]
+    for rank in range(layout.ranks):
+        expected = [in_document[token] for token in layout.positions(rank)]
+        assert layout.document_positions(rank, ends).tolist() == expected
+        assert layout.document_positions(rank, torch.tensor(ends, dtype=torch.int32)).tolist() == expected
+
+
+@given(st.data(), layouts())
+def test_shard_takes_the_tokens_of_a_rank_and_its_gradient_puts_them_back(data, layout):
+    rank, dim = data.draw(st.integers(0, layout.ranks - 1)), data.draw(st.sampled_from([0, 1, 2, -1]))
+    shape = [2, 3, 2]
+    shape[dim] = layout.tokens
+    x = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_()
+    shard = layout.shard(x, rank, dim)
+    assert shard.equal(x.movedim(dim, 0)[layout.positions(rank)].movedim(0, dim))
+    shard.sum().backward()
+    held = torch.zeros(layout.tokens).index_fill(0, layout.positions(rank), 1)
+    assert x.grad.movedim(dim, -1).equal(held.expand(x.movedim(dim, -1).shape))
+
+
+@given(st.integers(0, 9))
+def test_one_rank_needs_no_process_group_to_unshard(n):
+    layout = Layout.zigzag(n, 1)
+    x = torch.randn(2, n, 3, requires_grad=True)
+    assert layout.unshard(layout.shard(x, 0)).equal(x)
+    (gradient,) = torch.autograd.grad((layout.unshard(x) * x.detach()).sum(), x)
+    assert gradient.equal(x)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize(("n", "ranks"), [(13, 4), (2, 5), (16, 2), (0, 3)])
+def test_unshard_puts_shards_together_and_its_gradient_takes_them_apart(kind, n, ranks):
+    layout = KINDS[kind](n, ranks)
+    x = torch.randn(2, 3, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def program():
+        rank = dist.get_rank()
+        mine = layout.shard(x, rank, dim=2).requires_grad_()
+        full = layout.unshard(mine, dim=2)
+        (replicated,) = torch.autograd.grad((full * x).sum(), mine, retain_graph=True)
+        full = layout.unshard(mine, dim=2, partial_grad=True)
+        (summed,) = torch.autograd.grad((full * x * (rank + 1)).sum(), mine)
+        return full.equal(x) and replicated.equal(mine) and torch.allclose(summed, mine * ranks * (ranks + 1) / 2)
+
+    assert all(world.threads(program, ranks))
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (lambda: Layout.contiguous(-1, 2), ["-1"]),
+        (lambda: Layout.zigzag(8, 0), ["8", "0"]),
+        (lambda: Layout.striped(8, -2), ["-2"]),
+        (lambda: Layout([], 0), ["0"]),
+        (lambda: Layout([[range(4)]], -4), ["-4"]),
+        (lambda: Layout([[range(4)], [range(5, 8)]], 8), ["range(5, 8)", "rank 1", "token 4"]),
+        (lambda: Layout([[range(4)], [range(3, 8)]], 8), ["range(3, 8)", "rank 1", "token 4"]),
+        (lambda: Layout([[range(4)], [range(4)]], 4), ["rank 1"]),
+        (lambda: Layout([[range(4)]], 8), ["token 4"]),
+        (lambda: Layout([[range(9)]], 8), ["range(0, 9)", "8"]),
+        (lambda: Layout([[range(-1, 8)]], 8), ["range(-1, 8)"]),
+        (lambda: Layout([[range(7, -1, -1)]], 8), ["-1"]),
+        (lambda: Layout([[range(0, 8, 2)], [range(1, 8, 1)]], 8), ["[1, 2]"]),
+        (lambda: Layout.striped(9, 3).positions(3), ["3"]),
+        (lambda: Layout.striped(9, 3).positions(-1), ["-1"]),
+        (lambda: Layout.striped(9, 3).shard(torch.zeros(1, 8, 2), 0), ["8", "9"]),
+        (lambda: Layout.striped(9, 3).document_positions(0, [0, 4]), ["4", "9"]),
+        (lambda: Layout.striped(9, 3).document_positions(0, [0, 10, 9]), ["10", "9"]),
+        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(8), 0, 0), ["8 x 8", "9"]),
+        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(9), 3, 0), ["3"]),
+        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(9), 0, [0, 5]), ["5"]),
+        (lambda: Layout.striped(9, 3).unshard(torch.zeros(1, 3, 2)), ["3 ranks"]),
+    ],
+)
+def test_what_makes_no_layout_raises_with_its_numbers(make, numbers):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert all(number in str(error.value) for number in numbers), str(error.value)

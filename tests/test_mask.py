@@ -1,0 +1,314 @@
+"""Bands and masks do what the boolean matrix does that they stand for."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from canon import Band, Mask
+
+small = st.integers(0, 9)
+bounds = st.none() | st.integers(-12, 12)
+
+
+@st.composite
+def intervals(draw, low=0, high=9):
+    start, stop = sorted((draw(st.integers(low, high)), draw(st.integers(low, high))))
+    return start, stop
+
+
+@st.composite
+def bands(draw):
+    return Band(*draw(intervals()), *draw(intervals()), draw(bounds), draw(bounds))
+
+
+@st.composite
+def masks(draw):
+    """Any rectangular mask: a band of its own, or none, in each field of an uneven grid."""
+    rows, columns = (sorted(draw(st.lists(st.integers(0, 11), min_size=1, max_size=4))) for _ in "qk")
+    fields = [
+        Band(a, b, c, d, draw(bounds), draw(bounds))
+        for a, b in zip(rows, rows[1:], strict=False)
+        for c, d in zip(columns, columns[1:], strict=False)
+    ]
+    return Mask(fields, rows[-1] + draw(st.integers(0, 2)), columns[-1] + draw(st.integers(0, 2)))
+
+
+@st.composite
+def ranges_inside(draw, size, step=1):
+    start, stop = draw(intervals(0, size))
+    return range(start, stop, step)
+
+
+@st.composite
+def packed(draw, documents=6):
+    lengths = draw(st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 7]), max_size=documents))
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+def offsets(queries, keys):
+    """j - i for every cell."""
+    return torch.arange(keys) - torch.arange(queries)[:, None]
+
+
+def cells(band, size=12):
+    """The definition of a band, cell by cell, on a matrix of size x size."""
+    i, j = torch.arange(size)[:, None], torch.arange(size)
+    rectangle = (band.q_start <= i) & (i < band.q_stop) & (band.k_start <= j) & (j < band.k_stop)
+    return rectangle & (band.lo <= j - i) & (j - i <= band.hi)
+
+
+def same(mask, matrix):
+    return mask.dense().shape == matrix.shape and torch.equal(mask.dense(), matrix) and mask.area == matrix.sum()
+
+
+# --- bands ---
+
+
+@given(intervals(), intervals(), bounds, bounds)
+def test_a_band_has_the_cells_of_its_definition_and_is_tight(q, k, lo, hi):
+    i, j = torch.arange(12)[:, None], torch.arange(12)
+    expected = (q[0] <= i) & (i < q[1]) & (k[0] <= j) & (j < k[1])
+    expected &= (j - i >= (-99 if lo is None else lo)) & (j - i <= (99 if hi is None else hi))
+    band = Band(*q, *k, lo, hi)
+    assert torch.equal(cells(band), expected)
+    assert band.area == expected.sum()
+    if band.area:
+        rows, columns = expected.any(1).nonzero(), expected.any(0).nonzero()
+        reached = (columns[:, None] - rows)[expected[rows.squeeze(1)][:, columns.squeeze(1)].T]
+        assert (band.q_start, band.q_stop) == (rows.min(), rows.max() + 1)
+        assert (band.k_start, band.k_stop) == (columns.min(), columns.max() + 1)
+        assert (band.lo, band.hi) == (reached.min(), reached.max())
+    else:
+        assert band == Band(0, 0, 0, 0)
+
+
+@given(bands(), bands())
+def test_intersect_and_join_of_bands(one, other):
+    assert torch.equal(cells(one.intersect(other)), cells(one) & cells(other))
+    if one.intersect(other).area == 0 and one.area and other.area:
+        both = one.join(other)
+        assert both is None or torch.equal(cells(both), cells(one) | cells(other))
+        assert both == other.join(one)
+
+
+@given(bands(), st.integers(-5, 5), st.integers(-5, 5))
+def test_shift_of_a_band_is_undone_by_the_opposite_shift(band, queries, keys):
+    moved = band.shift(queries, keys)
+    assert moved.area == band.area
+    assert moved.shift(-queries, -keys) == band
+
+
+@given(st.data(), bands(), st.integers(1, 5))
+def test_pick_of_a_band_is_slicing_of_its_matrix(data, band, step):
+    rows, columns = (data.draw(ranges_inside(12, step)) for _ in "qk")
+    picked = band.pick(rows, columns)
+    assert torch.equal(cells(picked)[: len(rows), : len(columns)], cells(band)[list(rows)][:, list(columns)])
+    assert picked.area == cells(picked)[: len(rows), : len(columns)].sum()
+
+
+# --- constructors ---
+
+
+@given(small, st.none() | st.integers(-1, 10), st.none() | st.integers(-1, 10))
+def test_full_causal_and_window(n, left, right):
+    offset = offsets(n, n)
+    assert same(Mask.full(n), offset == offset)
+    assert same(Mask.causal(n), offset <= 0)
+    expected = torch.ones(n, n, dtype=torch.bool)
+    expected &= (offset >= -left) if left not in (None, -1) else True
+    expected &= (offset <= right) if right not in (None, -1) else True
+    assert same(Mask.window(n, left, right), expected)
+
+
+@given(packed(), st.booleans(), st.none() | st.tuples(bounds, bounds))
+def test_documents(cu_seqlens, causal, window):
+    if window is not None:
+        window = tuple(None if bound is None else abs(bound) for bound in window)
+    n = cu_seqlens[-1]
+    document = torch.tensor(
+        [d for d, (a, b) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)) for _ in range(a, b)]
+    )
+    offset = offsets(n, n)
+    expected = document.view(n, 1) == document.view(1, n)
+    left, right = window or (None, None)
+    expected &= (offset >= -left) if left is not None else True
+    expected &= (offset <= right) if right is not None else True
+    expected &= (offset <= 0) if causal else True
+    mask = Mask.documents(cu_seqlens, causal=causal, window=window)
+    assert same(mask, expected)
+    assert mask == Mask.documents(torch.tensor(cu_seqlens, dtype=torch.int32), causal, window)
+    if window is None and causal:
+        assert mask == Mask.concat([Mask.causal(b - a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)])
+
+
+@given(st.data(), st.lists(st.integers(-2, 3), max_size=10), st.none() | st.lists(st.integers(-2, 3), max_size=10))
+def test_block_causal_with_any_ids(data, q_blocks, k_blocks):
+    columns = q_blocks if k_blocks is None else k_blocks
+    flags = [
+        data.draw(st.none() | st.lists(st.booleans(), min_size=len(x), max_size=len(x))) for x in (q_blocks, columns)
+    ]
+    q, k = torch.tensor(q_blocks, dtype=torch.int64), torch.tensor(columns, dtype=torch.int64)
+    expected = k[None, :] <= q[:, None]
+    expected &= True if flags[0] is None else torch.tensor(flags[0], dtype=torch.bool)[:, None]
+    expected &= True if flags[1] is None else torch.tensor(flags[1], dtype=torch.bool)
+    assert same(Mask.block_causal(q_blocks, k_blocks, *flags), expected)
+    as_tensors = [None if x is None else torch.tensor(x, dtype=torch.bool) for x in flags]
+    assert Mask.block_causal(q, k, *as_tensors) == Mask.block_causal(q_blocks, k_blocks, *flags)
+
+
+@given(small)
+def test_block_causal_of_ascending_ids_is_one_band(n):
+    assert Mask.block_causal(range(n)) == Mask.causal(n)
+    assert Mask.block_causal([7] * n) == Mask.full(n)
+
+
+@given(small, small)
+def test_prefix(n, prefix):
+    assume(prefix <= n)
+    j = torch.arange(n)
+    assert same(Mask.prefix(n, prefix), (offsets(n, n) <= 0) | ((j < prefix)[:, None] & (j < prefix)))
+
+
+TYPES = ["full", "causal", "inverse_causal", "bi_causal"]
+
+
+@given(intervals(), intervals(), st.integers(0, 3))
+def test_ranges_has_the_four_slice_types_of_magiattention(q, k, kind):
+    (q0, q1), (k0, k1) = q, k
+    sq, sk = q1 - q0, k1 - k0
+    i, j = torch.arange(sq)[:, None], torch.arange(sk)
+    visible = [i == i, j - i <= sk - sq, j >= i, (i <= j) & (j <= i + sk - sq)][kind] & (j == j)
+    expected = torch.zeros(q1, k1, dtype=torch.bool)
+    expected[q0:, k0:] = visible
+    mask = Mask.ranges([q], [k], [kind])
+    assert same(mask, expected)
+    one_side = (2 * sk - sq + 1) * sq // 2 if sk >= sq else sk * (sk + 1) // 2
+    assert mask.area == [sq * sk, one_side, one_side, max(0, (sk - sq + 1) * sq)][kind]
+    assert mask == Mask.ranges(torch.tensor([q]), torch.tensor([k]), torch.tensor([kind]))
+    assert mask == Mask.ranges([range(*q)], [range(*k)], [TYPES[kind]], queries=q1, keys=k1)
+    assert same(
+        Mask.ranges([q], [k], [kind], queries=10, keys=11), torch.nn.functional.pad(expected, (0, 11 - k1, 0, 10 - q1))
+    )
+
+
+# --- what can be done with a mask ---
+
+
+@given(st.data(), masks(), st.integers(1, 4))
+def test_crop_is_slicing_of_the_matrix(data, mask, step):
+    rows, columns = data.draw(ranges_inside(mask.queries, step)), data.draw(ranges_inside(mask.keys, step))
+    dense = mask.dense()
+    assert same(mask.crop(rows, columns), dense[list(rows)][:, list(columns)])
+    if step == 1:
+        assert same(mask.crop(queries=rows), dense[list(rows)])
+        assert same(mask.crop(keys=columns), dense[:, list(columns)])
+    assert mask.crop() == mask
+
+
+@given(masks(), st.integers(-13, 4), st.integers(-13, 4))
+def test_shift_pads_or_cuts_at_the_start(mask, queries, keys):
+    dense = torch.nn.functional.pad(mask.dense(), (max(0, keys), 0, max(0, queries), 0))
+    assert same(mask.shift(queries, keys), dense[max(0, -queries) :, max(0, -keys) :])
+
+
+@given(st.lists(masks(), max_size=3))
+def test_concat_is_block_diagonal(several):
+    dense = torch.block_diag(*(mask.dense().int() for mask in several)).bool() if several else torch.zeros(0, 0).bool()
+    sizes = sum(mask.queries for mask in several), sum(mask.keys for mask in several)
+    assert same(Mask.concat(several), dense.reshape(sizes))
+
+
+@given(st.data(), masks(), st.integers(1, 4))
+def test_needed_keys_are_the_columns_that_some_row_shows(data, mask, step):
+    rows = data.draw(st.lists(ranges_inside(mask.queries, step), max_size=3))
+    picked = [i for piece in rows for i in piece]
+    needed = mask.needed_keys(rows)
+    assert [j for piece in needed for j in piece] == mask.dense()[picked].any(0).nonzero().flatten().tolist()
+    assert all(len(piece) and piece.step == 1 for piece in needed)
+    assert all(before.stop < after.start for before, after in zip(needed, needed[1:], strict=False))
+
+
+# --- content ---
+
+
+@given(masks())
+def test_equality_and_hash_are_by_content(mask):
+    rebuilt = Mask(reversed(mask.bands), mask.queries, mask.keys)
+    for twin in (rebuilt, copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert twin == mask
+        assert hash(twin) == hash(mask)
+        assert twin.digest == mask.digest
+    wider = Mask(mask.bands, mask.queries, mask.keys + 1)
+    assert wider != mask
+    assert wider.digest != mask.digest
+
+
+def test_a_mask_is_immutable_and_remembers_nothing_of_the_tensor_it_was_read_from():
+    cu_seqlens = torch.tensor([0, 3, 8])
+    before = Mask.documents(cu_seqlens)
+    cu_seqlens[1] = 5
+    after = Mask.documents(cu_seqlens)
+    assert before == Mask.documents([0, 3, 8])
+    assert after == Mask.documents([0, 5, 8])
+    assert before != after
+    with pytest.raises(AttributeError):
+        before.queries = 9
+    with pytest.raises(AttributeError):
+        before.bands[0].lo = 0
+
+
+# --- errors ---
+
+
+@given(bands(), bands())
+def test_bands_that_share_a_cell_are_refused_and_named(one, other):
+    if one.intersect(other).area:
+        with pytest.raises(ValueError, match="share cells") as error:
+            Mask([one, other], 12, 12)
+        assert repr(one) in str(error.value)
+        assert repr(other) in str(error.value)
+    else:
+        assert Mask([one, other], 12, 12).area == one.area + other.area
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (lambda: Mask.causal(-3), ["-3"]),
+        (lambda: Mask.full(-3), ["-3"]),
+        (lambda: Mask([], 4, -2), ["4", "-2"]),
+        (lambda: Mask([Band(0, 5, 0, 4)], 4, 4), ["0:5", "4 queries"]),
+        (lambda: Mask([Band(0, 4, -1, 4)], 4, 4), ["-1:4", "4 keys"]),
+        (lambda: Mask.window(8, left=-2), ["-2"]),
+        (lambda: Mask.window(8, right=-5), ["-5"]),
+        (lambda: Mask.documents([0, 3, 8], window=(-7, 0)), ["-7"]),
+        (lambda: Mask.documents([]), ["[]"]),
+        (lambda: Mask.documents([1, 3]), ["[1, 3]"]),
+        (lambda: Mask.documents([0, 5, 3]), ["5", "3"]),
+        (lambda: Mask.documents(torch.tensor([0, -4])), ["-4"]),
+        (lambda: Mask.documents(torch.tensor([0, 2.5])), ["2.5"]),
+        (lambda: Mask.prefix(4, 5), ["4", "5"]),
+        (lambda: Mask.prefix(4, -1), ["4", "-1"]),
+        (lambda: Mask.block_causal([0, 1, 2], q_valid=[True]), ["3", "1"]),
+        (lambda: Mask.ranges([(3, 1)], [(0, 2)], [0]), ["(3, 1)"]),
+        (lambda: Mask.ranges([(0, 1)], [(-2, 2)], [0]), ["(-2, 2)"]),
+        (lambda: Mask.ranges([(0, 1)], [(0, 2)], [4]), ["4"]),
+        (lambda: Mask.ranges([(0, 1)], [(0, 2)], ["casual"]), ["casual"]),
+        (lambda: Mask.ranges([(0, 1)], [(0, 2)], []), ["1 q_ranges", "0 types"]),
+        (lambda: Mask.ranges([(0, 4), (2, 6)], [(0, 4), (3, 5)], [0, 0]), ["q 0:4", "q 2:6"]),
+        (lambda: Mask.ranges([(0, 4)], [(0, 4)], [0], queries=3), ["0:4", "3 queries"]),
+        (lambda: Mask.causal(4).crop(range(2, 6)), ["range(2, 6)", "4"]),
+        (lambda: Mask.causal(4).crop(range(3, 0, -1)), ["range(3, 0, -1)"]),
+        (lambda: Mask.causal(4).crop(range(0, 4, 2), range(4)), ["2", "1"]),
+        (lambda: Mask.causal(4).crop(range(0, 4, 2)), ["2"]),
+        (lambda: Mask.causal(4).crop(keys=range(0, 4, 3)), ["3"]),
+    ],
+)
+def test_what_makes_no_mask_raises_with_its_numbers(make, numbers):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert all(number in str(error.value) for number in numbers), str(error.value)

@@ -1,0 +1,224 @@
+"""A ring of any number of ranks is the dense oracle, sends what its docstring says, and repeats its bits."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon import Layout, Mask, fast, reference
+from canon.testing import world
+from canon.testing.judge import Attended, agreement, dense, oracle
+
+HALVES = {"reference": reference, "fast": fast}
+LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
+FUNCTIONS = {"zigzag": "zigzag_attention", "striped": "striped_attention"}
+
+
+@pytest.fixture(params=HALVES)
+def half(request):
+    return HALVES[request.param]
+
+
+def packs(n):
+    """Masks over n tokens: one document, several of which some are empty and one has one token, and a window."""
+    ends = sorted({0, min(1, n), n // 2, n})
+    return [
+        Mask.causal(n),
+        Mask.documents([*ends, n]),
+        Mask.window(n, 3, 5),
+        Mask.documents([0, n // 3, n], causal=False),
+    ]
+
+
+def whole(mask, b=1, h=4, g=2, d=8, dv=6, dtype=torch.float64, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(h, d), (g, d), (g, dv), (h, dv)]
+    q, k, v, dout = (torch.randn(b, mask.queries, *x, generator=draw, dtype=torch.float64).to(dtype) for x in shapes)
+    dlse = torch.randn(b, h, mask.queries, generator=draw, dtype=torch.float64)
+    return q, k, v, dout, dlse.to(torch.promote_types(dtype, torch.float32))
+
+
+def on_this_rank(attend, layout, tensors, group=None):
+    """Shard, attend, differentiate, and put the results together again, on every rank."""
+    rank = dist.get_rank(group)
+    q, k, v, dout, dlse = tensors
+    q, k, v = (layout.shard(x, rank).detach().requires_grad_() for x in (q, k, v))
+    out, lse = attend(q, k, v)
+    torch.autograd.backward((out, lse), (layout.shard(dout, rank), layout.shard(dlse, rank, 2)))
+    got = Attended(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+    return Attended(
+        *(layout.unshard(x, group, 2 if name == "lse" else 1) for name, x in zip(got._fields, got, strict=True))
+    )
+
+
+def assert_agrees(got, mask, q, k, v, dout, dlse):
+    verdict = agreement(got, oracle(q, k, v, dout, mask, dlse=dlse), dense(q, k, v, dout, mask, dlse=dlse))
+    assert verdict.agrees, str(verdict)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+def test_equals_the_dense_oracle(half, ranks, kind):
+    for n in (29,) if half is fast else (1, 3, 37, 50):  # fewer tokens than ranks; divisible by nothing
+        layout = LAYOUTS[kind](n, ranks)
+        for mask in packs(n)[1:3] if half is fast else packs(n):  # the interpreter takes its time
+            tensors = whole(mask)
+            name = FUNCTIONS.get(kind, "ring_attention")
+            extra = {} if kind in FUNCTIONS else {"layout": layout}
+            attend = functools.partial(getattr(half, name), mask=mask, return_lse=True, **extra)
+            for got in world.threads(lambda: on_this_rank(attend, layout, tensors), ranks):
+                assert_agrees(got, mask, *tensors)
+
+
+@pytest.mark.parametrize("method", ["fused", "split", "head_parallel"])
+def test_every_backward_and_any_layout(half, method):
+    n = 31
+    layout = Layout(
+        [[range(20, 31)], [], [range(0, 3), range(7, 20)], [range(3, 7)]], n
+    )  # uneven; one rank has nothing
+    mask = Mask.block_causal([(5 * (i // 6)) % 7 for i in range(n)])
+    tensors = whole(mask, b=2)
+    attend = functools.partial(half.ring_attention, mask=mask, layout=layout, backward=method, return_lse=True)
+    assert_agrees(world.threads(lambda: on_this_rank(attend, layout, tensors), 4)[0], mask, *tensors)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_more_ranks_than_tokens(half, kind):
+    mask, layout = Mask.documents([0, 1, 3]), LAYOUTS[kind](3, 5)
+    tensors = whole(mask)
+    name = FUNCTIONS.get(kind, "ring_attention")
+    attend = functools.partial(getattr(half, name), mask=mask, return_lse=True)
+    for got in world.threads(lambda: on_this_rank(attend, layout, tensors), 5):
+        assert_agrees(got, mask, *tensors)
+
+
+def test_packed_tensors_and_default_mask_and_layout(half):
+    q, k, v, dout, _ = whole(Mask.causal(12))
+    layout = Layout.contiguous(12, 3)
+
+    def program():
+        shards = [layout.shard(x[0], dist.get_rank(), 0) for x in (q, k, v)]
+        return layout.unshard(half.ring_attention(*shards), dim=0)
+
+    for got in world.threads(program, 3):
+        torch.testing.assert_close(got, oracle(q, k, v, dout).out[0], rtol=0, atol=1e-12)
+
+
+def test_tensors_of_any_strides(half):
+    mask, layout = Mask.causal(22), Layout.zigzag(22, 2)
+    q, k, v, dout, dlse = whole(mask, b=2, dv=8)
+    v = v[:, :, :1].expand(-1, -1, 2, -1)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
+    attend = lambda q, k, v: half.zigzag_attention(
+        q.transpose(0, 3).contiguous().transpose(0, 3), k, v, mask, return_lse=True
+    )
+    got = world.threads(lambda: on_this_rank(attend, layout, (*strided, v, dout, dlse)), 2)[0]
+    assert_agrees(got, mask, q, k, v, dout, dlse)
+
+
+def test_what_nobody_sees_may_be_nan(half):
+    n = 26
+    mask = Mask.documents([0, 9, n - 4], window=(3, 0))
+    mask = Mask(mask.bands, n, n)  # four tokens of padding at the end
+    clean = whole(mask)
+    dirty = [x.clone() for x in clean]
+    for x in dirty[:4]:
+        x[:, -4:] = torch.nan
+    dirty[4][:, :, -4:] = 0
+    layout = Layout.zigzag(n, 3)
+    attend = functools.partial(half.zigzag_attention, mask=mask, return_lse=True)
+    got = world.threads(lambda: on_this_rank(attend, layout, dirty), 3)[0]
+    assert_agrees(got, mask, *dirty)
+
+
+def test_without_a_process_group_it_is_one_rank(half):
+    q, k, v, dout, dlse = whole(Mask.causal(9))
+    torch.testing.assert_close(half.zigzag_attention(q, k, v), oracle(q, k, v, dout).out, rtol=0, atol=1e-12)
+
+
+def test_two_disjoint_groups_at_once(half):
+    mask = Mask.causal(17)
+    tensors = [whole(mask, seed=seed) for seed in (1, 2)]
+
+    def program():
+        groups = [dist.new_group([0, 1, 2]), dist.new_group([3, 4])]
+        mine = int(dist.get_rank() > 2)
+        layout = Layout.zigzag(17, 2 + (mine == 0))
+        attend = functools.partial(half.zigzag_attention, mask=mask, group=groups[mine], return_lse=True)
+        return on_this_rank(attend, layout, tensors[mine], groups[mine])
+
+    for rank, got in enumerate(world.threads(program, 5)):
+        assert_agrees(got, mask, *tensors[int(rank > 2)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parts_stay_in_float32(half, dtype):
+    n = 90
+    mask, layout = Mask.documents([0, 11, n]), Layout.zigzag(n, 5)
+    tensors = whole(mask, d=16, dv=16, dtype=dtype)
+    attend = functools.partial(half.zigzag_attention, mask=mask, return_lse=True)
+    runs = [world.threads(lambda: on_this_rank(attend, layout, tensors), 5) for _ in range(2)]
+    assert_agrees(runs[0][3], mask, *tensors)
+    for first, second in zip(*runs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # the same bits
+
+
+def test_reduce_dtype_rounds_what_travels(half):
+    """Three ranks add 256, 1/3 and -256 to one key's dv: in bfloat16 the third is lost, in float32 it is not."""
+    layout = Layout.contiguous(4, 4)
+    parts = torch.tensor([0.0, 256.0, 1 / 3, -256.0])
+
+    def program(reduce_dtype):
+        rank = dist.get_rank()
+        q, k = torch.zeros(2, 1, 1, 1, 16)
+        v = torch.zeros(1, 1, 1, 16, requires_grad=True)
+        mask = Mask.ranges([(0, 4)], [(0, 1)], ["full"], queries=4, keys=4)  # all see the first key alone
+        out = half.ring_attention(q, k, v, mask, layout, reduce_dtype=reduce_dtype)
+        out.backward(parts[rank].expand_as(out))
+        return v.grad[0, 0, 0, 0].item()
+
+    exact = world.threads(lambda: program(None), 4)[0]
+    assert abs(exact - 1 / 3) <= 2**-16  # one rounding at 256, where float32 steps by 2**-15
+    assert abs(world.threads(lambda: program(torch.bfloat16), 4)[0] - 1 / 3) > 0.1
+
+
+def test_sends_what_the_docstring_says(half, monkeypatch):
+    sent = {}
+    batch = dist.batch_isend_irecv
+
+    def counting(operations):
+        for operation in operations:
+            if operation.op is dist.isend:
+                count = sent.setdefault(dist.get_rank(), [])
+                count.append((operation.tensor.dtype, operation.tensor.numel()))
+        return batch(operations)
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", counting)
+    ranks, n, b, g, d, dv = 4, 32, 2, 2, 8, 6
+    tensors = whole(Mask.causal(n), b=b, g=g, d=d, dv=dv, dtype=torch.bfloat16)
+    layout = Layout.zigzag(n, ranks)
+    attend = functools.partial(half.zigzag_attention, return_lse=True)
+    world.threads(lambda: on_this_rank(attend, layout, tensors), ranks)
+    block = b * (n // ranks) * g * (d + dv)
+    assert set(sent) == set(range(ranks))
+    for operations in sent.values():
+        items = {dtype: sum(n for of, n in operations if of == dtype) for dtype in {of for of, _ in operations}}
+        assert items == {torch.bfloat16: 2 * (ranks - 1) * block, torch.float32: (ranks - 1) * block}
+
+
+def run_as_processes(name):
+    """The whole path over gloo, whose messages really travel; a module's function, so that it can be pickled."""
+    half, layout, mask = HALVES[name], Layout.zigzag(29, 3), Mask.documents([0, 1, 17, 29])
+    if name == "fast":
+        import canon.testing.interpreter  # noqa: F401
+    tensors = whole(mask)
+    attend = functools.partial(half.zigzag_attention, mask=mask, return_lse=True)
+    return on_this_rank(attend, layout, tensors)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_runs_as_processes(name):
+    mask = Mask.documents([0, 1, 17, 29])
+    for got in world.processes(functools.partial(run_as_processes, name), 3):
+        assert_agrees(got, mask, *whole(mask))

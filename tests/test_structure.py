@@ -1,0 +1,194 @@
+"""The two halves are twins, import only what they may, and say what they do."""
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import canon
+from canon import fast, reference
+
+ROOT = Path(__file__).parents[1]
+VOCABULARY = {"band", "mask", "layout", "call"}
+BY_DESIGN_ONLY_FAST = {"backend"}
+
+# Folders and the packages that their files belong to.
+PACKAGES = {
+    "reference": "canon.reference",
+    "fast": "canon.fast",
+    "src/canon": "canon",
+    "tests": "tests",
+    "notebooks": "notebooks",
+    "paper": "paper",
+}
+
+
+def modules_of(half):
+    return {path.stem for path in (ROOT / half).glob("*.py")} - {"__init__"}
+
+
+def exported_modules(half):
+    """The modules whose names the half exports flat."""
+    tree = ast.parse((ROOT / half / "__init__.py").read_text())
+    return {node.module.split(".")[-1] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+
+
+ALGORITHMS = sorted(exported_modules("reference") - VOCABULARY)
+
+
+def python_files(*folders):
+    """(path, module name) of every Python file under the folders, following no links: each file once."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT / folder)
+            linked = any((ROOT / folder / parent).is_symlink() for parent in inside.parents)
+            if not linked:
+                parts = [PACKAGES[folder], *inside.with_suffix("").parts]
+                yield path, ".".join(parts)
+
+
+def imports(tree, module, is_package=False):
+    """Every dotted name that the code imports: the module itself and, for `from`, each name below it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")
+            base = parents[: len(parents) - node.level + is_package] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def imports_of_file(path, module):
+    tree = ast.parse(path.read_text())
+    is_package = path.name == "__init__.py"
+    return set(imports(tree, module.removesuffix(".__init__"), is_package))
+
+
+def notebook_code(path):
+    cells = json.loads(path.read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    return "\n".join(line for line in source.splitlines() if not line.startswith(("%", "!")))
+
+
+# --- twins ---
+
+
+def test_every_algorithm_of_the_reference_has_a_twin_in_fast():
+    assert {"local", "ring"} <= set(ALGORITHMS)
+    assert set(ALGORITHMS) <= modules_of("fast")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_twins_have_the_same_names_and_signatures(name):
+    halves = [importlib.import_module(f"canon.{half}.{name}") for half in ("reference", "fast")]
+    read, quick = ({f: str(inspect.signature(getattr(half, f))) for f in half.__all__} for half in halves)
+    assert read == quick
+
+
+def test_flat_exports_agree():
+    assert set(fast.__all__) - set(reference.__all__) == BY_DESIGN_ONLY_FAST
+    assert set(reference.__all__) <= set(fast.__all__)
+    for name in ("Band", "Mask", "Layout"):
+        assert getattr(canon, name) is getattr(reference, name) is getattr(fast, name)
+
+
+@pytest.mark.parametrize("half", ["reference", "fast"])
+def test_flat_exports_hold_every_public_function_and_hide_no_module(half):
+    package = importlib.import_module(f"canon.{half}")
+    for name in ALGORITHMS:
+        assert set(importlib.import_module(f"canon.{half}.{name}").__all__) <= set(package.__all__)
+    for name in modules_of(half):
+        importlib.import_module(f"canon.{half}.{name}")
+        assert inspect.ismodule(getattr(package, name)), f"{name} is hidden by something of the same name"
+
+
+# --- imports ---
+
+
+def test_reference_imports_torch_and_jaxtyping_alone():
+    allowed = {"torch", "jaxtyping", *sys.stdlib_module_names}
+    for path, module in python_files("reference"):
+        for name in imports_of_file(path, module):
+            assert name.split(".")[0] in allowed or name.startswith("canon.reference."), f"{path.name} imports {name}"
+
+
+def test_reference_runs_without_triton_and_without_fast():
+    program = """
+import importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "cuda") or name.startswith("canon.fast"):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocked())
+import torch
+from canon import Mask, reference as attn
+
+q, k, v = (torch.randn(1, 5, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+attn.attention(q, k, v, Mask.window(5, left=1, right=0)).sum().backward()
+attn.zigzag_attention(q, k, v).sum().backward()
+assert q.grad.isfinite().all() and k.grad.isfinite().all() and v.grad.isfinite().all()
+assert not any(name == "triton" or name.startswith(("triton.", "canon.fast")) for name in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_fast_takes_only_the_vocabulary_from_reference():
+    allowed = tuple(f"canon.reference.{name}" for name in VOCABULARY)
+    for path, module in python_files("fast"):
+        for name in imports_of_file(path, module):
+            if name == "canon.reference" or name.startswith("canon.reference."):
+                assert name.startswith(allowed), f"{path.name} imports {name}"
+
+
+def test_nothing_imports_tests_or_a_half_by_its_folder_name():
+    forbidden = {"tests", "conftest", "reference", "fast", *(path.stem for path in (ROOT / "tests").glob("test_*.py"))}
+    found = {path: imports_of_file(path, module) for path, module in python_files(*PACKAGES)}
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        found[path] = set(imports(ast.parse(notebook_code(path)), "notebook"))
+    for path, names in found.items():
+        for name in names:
+            assert name.split(".")[0] not in forbidden, f"{path.relative_to(ROOT)} imports {name}"
+
+
+# --- docstrings ---
+
+
+def public_definitions(tree):
+    """Public functions and classes of a module or of a class."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name, node
+
+
+def test_every_module_and_every_public_name_has_a_docstring():
+    missing = []
+    for path, module in python_files("reference", "fast", "src/canon", "notebooks"):
+        tree = ast.parse(path.read_text())
+        named = [("the module", tree), *public_definitions(tree)]
+        if path.stem in VOCABULARY:  # the classes that everyone uses
+            named += [(f"{name}.{part}", inner) for name, node in named[1:] for part, inner in public_definitions(node)]
+        missing += [f"{module}: {name}" for name, node in named if not ast.get_docstring(node)]
+    assert not missing
+
+
+@pytest.mark.parametrize("half", ["reference", "fast"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_give_shapes_errors_and_source(half, name):
+    module = importlib.import_module(f"canon.{half}.{name}")
+    assert re.search(r"\bSources?:|\b(19|20)\d\d\b", module.__doc__ or ""), "no source: authors, title, year"
+    for function in map(module.__dict__.get, module.__all__):
+        doc = inspect.getdoc(function) or ""
+        assert "Tensor, '" in str(inspect.signature(function)), f"{function.__name__}: no shapes in the signature"
+        assert re.search(r"[Rr]aise|Error", doc), f"{function.__name__}: not a word on what is raised"
+        source = r"\bSource|[Aa]lgorithm \d|[Ee]quation|\bet al\b|\b(19|20)\d\d\b|module's docstring"
+        assert re.search(source, doc), f"{function.__name__}: no source"
