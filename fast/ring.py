@@ -29,8 +29,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.fast.exchange import Hop, Lane
 from canon.fast.backward import attention_backward, make_delta
+from canon.fast.exchange import Hop, Lane
 from canon.fast.local import attention_forward, merge_into
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
@@ -115,6 +115,7 @@ def striped_attention(
     return _ring("striped_attention", q, k, v, mask, Layout.striped, scale, group, reduce_dtype, backward, return_lse)
 
 
+@torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
 def _ring(
     function: str,
     q: Tensor,

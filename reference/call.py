@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -172,8 +173,8 @@ def _filled(rank, ranks, group, q, k, v, mask, layout, scale, reduce_dtype, back
     if q.shape[-3] != k.shape[-3]:
         raise ValueError(f"a rank holds the queries and keys of the same tokens, got {q.shape[-3]} and {k.shape[-3]}")
     given = mask.queries if mask is not None else layout.tokens if isinstance(layout, Layout) else ranks * q.shape[-3]
-    layout = layout if isinstance(layout, Layout) else (layout or Layout.contiguous)(given, ranks)
-    mask = Mask.causal(given) if mask is None else mask
+    layout = layout if isinstance(layout, Layout) else _made(layout or Layout.contiguous, given, ranks)
+    mask = _made(Mask.causal, given) if mask is None else mask
     if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
         raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
     if layout.ranks != ranks:
@@ -184,6 +185,12 @@ def _filled(rank, ranks, group, q, k, v, mask, layout, scale, reduce_dtype, back
         raise ValueError(f"reduce_dtype must be a floating dtype, got {reduce_dtype}")
     travels = accumulate_dtype(q.dtype) if reduce_dtype is None else reduce_dtype
     return Call(rank, ranks, group, mask, layout, default_scale(q, scale), travels, backward)
+
+
+@lru_cache(maxsize=256)
+def _made(make: Callable[..., Any], *sizes: int) -> Any:
+    """A default mask or layout: made once, whatever the number of layers that ask for it."""
+    return make(*sizes)
 
 
 def _compare(group: Any, rank: int, ranks: int, fields: dict[str, Any], device: torch.device) -> None:
@@ -207,7 +214,11 @@ def _compare(group: Any, rank: int, ranks: int, fields: dict[str, Any], device: 
 
 def _disagreement(group: Any, ranks: int, fields: dict[str, Any], equal: list[bool]) -> str:
     """Every rank sees the same table of digests, so all of them come here and exchange what they hold."""
-    mine = {name: value if isinstance(value, str) else repr(value) for (name, value), same in zip(fields.items(), equal, strict=True) if not same}
+    mine = {
+        name: value if isinstance(value, str) else repr(value)
+        for (name, value), same in zip(fields.items(), equal, strict=True)
+        if not same
+    }
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, mine, group=group)
     lines = ["the ranks disagree:"]

@@ -32,10 +32,9 @@ class Layout:
     Raises ValueError if a token is missing or held twice, or the steps differ.
     """
 
-    __slots__ = ("_hash", "digest", "ranges_per_rank", "tokens")
+    __slots__ = ("_digest", "_hash", "ranges_per_rank", "tokens")
     ranges_per_rank: tuple[tuple[range, ...], ...]
     tokens: int
-    digest: str  # of the content, equal in every process
 
     def __init__(self, ranges_per_rank: Sequence[Sequence[range]], tokens: int):
         held = tuple(tuple(_plain(piece) for piece in ranges if len(piece)) for ranges in ranges_per_rank)
@@ -46,7 +45,7 @@ class Layout:
         object.__setattr__(self, "ranges_per_rank", held)
         object.__setattr__(self, "tokens", int(tokens))
         object.__setattr__(self, "_hash", hash(content))
-        object.__setattr__(self, "digest", hashlib.sha256(repr(content).encode()).hexdigest())
+        object.__setattr__(self, "_digest", None)
 
     def __setattr__(self, name, value):
         raise AttributeError(f"a Layout is immutable: cannot set {name}")
@@ -86,6 +85,14 @@ class Layout:
         return cls([[range(r, n, ranks)] for r in range(ranks)], n)
 
     # ------------------------------------------------------------------ what can be asked
+    @property
+    def digest(self) -> str:
+        """A digest of the content, equal in every process."""
+        if self._digest is None:
+            content = repr((self.ranges_per_rank, self.tokens))
+            object.__setattr__(self, "_digest", hashlib.sha256(content.encode()).hexdigest())
+        return self._digest
+
     @property
     def ranks(self) -> int:
         """The number of ranks."""

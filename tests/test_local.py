@@ -17,7 +17,8 @@ MASKS = {
     "documents": Mask.documents([0, 1, 1, 30, 31, N]),
     "documents in a window": Mask.documents([0, 20, N], window=(5, 0)),
     "prefix": Mask.prefix(N, 17),
-    "block causal, ids in any order": Mask.block_causal([(7 * (i // 8)) % 5 for i in range(N)], q_valid=[i % 15 > 0 for i in range(N)]),
+    "block causal, ids in any order":
+        Mask.block_causal([(7 * (i // 8)) % 5 for i in range(N)], q_valid=[i % 15 > 0 for i in range(N)]),
     "slices": Mask.ranges([(0, 20), (20, 33)], [(3, 40), (0, 9)], ["bi_causal", "causal"], queries=N, keys=N),
     "nothing": Mask([], N, N),
 }  # fmt: skip
@@ -161,7 +162,8 @@ def test_parts_of_the_keys_merge_to_the_whole(half):
         cut = mask.crop(keys=part)
         k_part, v_part = k[:, part.start : part.stop], v[:, part.start : part.stop]
         grads.append(half.attention_backward(dout, q, k_part, v_part, out, lse, cut, delta=delta))
-    got = Attended(dq=sum(g[0] for g in grads), dk=torch.cat([g[1] for g in grads], 1), dv=torch.cat([g[2] for g in grads], 1))  # fmt: skip
+    dq, dk, dv = zip(*grads, strict=True)
+    got = Attended(dq=sum(dq), dk=torch.cat(dk, 1), dv=torch.cat(dv, 1))
     assert_agrees(got, q, k, v, dout, mask, dlse)
     assert (whole.dq - got.dq).abs().max() < 1e-12
 
@@ -238,3 +240,20 @@ def test_wrong_arguments_are_named(half, unchecked_shapes):
     for message, call in calls.items():
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of its own doing
+@pytest.mark.parametrize("name", ["attention", "ring_attention"])
+def test_a_compiled_model_computes_the_same(half, name, unchecked_shapes):
+    mask = Mask.documents([0, 3, 19])
+    q, k, v, dout, _ = inputs(mask, d=16, dv=16, dtype=torch.float32)
+    step = lambda q, k, v: 2 * getattr(half, name)(q + 1, k, v, mask)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    for compiled, eager in zip(
+        *(
+            torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
+            for attend in (torch.compile(step, backend="eager"), step)
+        ),
+        strict=True,
+    ):
+        assert torch.equal(compiled, eager)

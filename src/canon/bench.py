@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from canon.reference.mask import Mask
-from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing import record
+from canon.testing.judge import Attended, agreement, dense, oracle
 
 SHAPES = ["1,16384,32,8,128", "8,2048,32,8,128", "1,16384,32,32,64", "1,16384,16,16,256"]
 MASKS = ["causal"]
@@ -145,9 +145,7 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, only: str, r
     """A row per contender: agreement, and the milliseconds of each forward and backward run."""
     draw = torch.Generator(device).manual_seed(0)
     sizes = [(shape.h, shape.d), (shape.g, shape.d), (shape.g, shape.d), (shape.h, shape.d)]
-    q, k, v, dout = (
-        torch.randn(shape.b, shape.n, *x, generator=draw, dtype=dtype, device=device) for x in sizes
-    )
+    q, k, v, dout = (torch.randn(shape.b, shape.n, *x, generator=draw, dtype=dtype, device=device) for x in sizes)
     group = shape.h // shape.g
     one = [q[:1, :, :group], k[:1, :, :1], v[:1, :, :1], dout[:1, :, :group]]  # a key head and its queries: all alike
     exact, honest = oracle(*one, shape.mask), dense(*one, shape.mask)
