@@ -32,7 +32,8 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --nbval tests notebooks
+	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal tests
+	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --nbval notebooks # a notebook's cells in one worker
 
 # Runs the .md twins and writes their outputs into the .ipynb beside them.
 notebooks: $(STAMP)

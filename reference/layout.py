@@ -37,10 +37,14 @@ class Layout:
     tokens: int
 
     def __init__(self, ranges_per_rank: Sequence[Sequence[range]], tokens: int):
-        held = tuple(tuple(_plain(piece) for piece in ranges if len(piece)) for ranges in ranges_per_rank)
+        steps = {piece.step for ranges in ranges_per_rank for piece in ranges if len(piece) > 1} or {1}
+        if len(steps) > 1 or min(steps) < 1:
+            raise ValueError(f"the ranges of a layout must share one step >= 1, got {sorted(steps)}")
+        (step,) = steps
+        held = tuple(tuple(range(p[0], p[-1] + 1, step) for p in ranges if len(p)) for ranges in ranges_per_rank)
         if tokens < 0 or not held:
             raise ValueError(f"a layout needs tokens >= 0 and at least one rank, got {tokens} and {len(held)}")
-        _check_partition(held, tokens)
+        _check_partition(held, tokens, step)
         content = (held, int(tokens))
         object.__setattr__(self, "ranges_per_rank", held)
         object.__setattr__(self, "tokens", int(tokens))
@@ -226,11 +230,6 @@ class _Unshard(torch.autograd.Function):
         return mine, None, None, None, None
 
 
-def _plain(piece: range) -> range:
-    """The same tokens with the stop just behind the last one, so that equal pieces print equal."""
-    return range(piece.start, piece[-1] + 1, piece.step)
-
-
 def _pieces(n: int, count: int, ranks: int) -> list[range]:
     if n < 0 or ranks < 1:
         raise ValueError(f"a layout needs n >= 0 tokens and ranks >= 1, got {n} and {ranks}")
@@ -239,13 +238,9 @@ def _pieces(n: int, count: int, ranks: int) -> list[range]:
     return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
 
 
-def _check_partition(held: tuple[tuple[range, ...], ...], tokens: int) -> None:
+def _check_partition(held: tuple[tuple[range, ...], ...], tokens: int, step: int) -> None:
     """Every token exactly once: in each residue class of the step the pieces must form one chain."""
     pieces = sorted(((piece, rank) for rank, ranges in enumerate(held) for piece in ranges), key=lambda x: x[0].start)
-    steps = {piece.step for piece, _ in pieces}
-    if len(steps) > 1 or min(steps, default=1) < 1:
-        raise ValueError(f"the ranges of a layout must share one step >= 1, got {sorted(steps)}")
-    step = min(steps, default=1)
     expected = list(range(min(step, tokens)))  # per residue class, the next token that must come
     for piece, rank in pieces:
         due = expected[piece.start % step] if piece.start % step < len(expected) else None
