@@ -211,9 +211,14 @@ class Mask:
         return Mask([band.shift(queries, keys).intersect(inside) for band in self.bands], *sizes)
 
     def needed_keys(self, query_ranges: Iterable[range]) -> tuple[range, ...]:
-        """The keys that some query of the ranges sees, as ascending ranges that do not touch."""
+        """The keys that some query of the ranges sees, as ascending ranges that do not touch.
+
+        Raises ValueError for a range that runs backwards.
+        """
         pieces: list[tuple[int, int]] = []
         for rows in query_ranges:
+            if rows.step < 1:
+                raise ValueError(f"needed_keys takes ascending ranges, got {rows}")
             for band in self.bands:
                 pieces += _columns(band, rows)
         return tuple(range(start, stop) for start, stop in _merged(pieces))

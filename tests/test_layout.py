@@ -257,3 +257,10 @@ def test_what_makes_no_layout_raises_with_its_numbers(make, numbers):
     with pytest.raises(ValueError) as error:
         make()
     assert all(number in str(error.value) for number in numbers), str(error.value)
+
+
+def test_equal_layouts_have_equal_digests():
+    """Ranks compare digests: a token that is alone on its rank has no step of its own."""
+    assert Layout.striped(5, 5) == Layout.contiguous(5, 5)
+    assert Layout.striped(5, 5).digest == Layout.contiguous(5, 5).digest
+    assert Layout.striped(6, 5).digest != Layout.contiguous(6, 5).digest

@@ -312,3 +312,8 @@ def test_what_makes_no_mask_raises_with_its_numbers(make, numbers):
     with pytest.raises(ValueError) as error:
         make()
     assert all(number in str(error.value) for number in numbers), str(error.value)
+
+
+def test_needed_keys_refuses_ranges_that_run_backwards():
+    with pytest.raises(ValueError, match=r"ascending ranges, got range\(5, 0, -1\)"):
+        Mask.causal(8).needed_keys([range(5, 0, -1)])
