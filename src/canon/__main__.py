@@ -1,4 +1,4 @@
-"""The command line: ``canon check`` (or ``python -m canon check``)."""
+"""The command line: ``canon check`` and ``canon bench`` (or ``python -m canon ...``)."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ not, 2 if the command could not be carried out.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from canon.testing import check
+    from canon.testing import bench, check
 
     parser = argparse.ArgumentParser(prog="canon", description="Exact context-parallel attention, written twice.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -32,11 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "check", help=told, description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     check.add_arguments(command)
+    told = "measure kernels on one GPU, beside their peers or in many tile sizes"
+    raw = argparse.RawDescriptionHelpFormatter
+    bench.add_arguments(commands.add_parser("bench", help=told, description=bench.__doc__, formatter_class=raw))
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as ended:  # argparse has said why
         return int(ended.code or 0)
-    return check.run(arguments)
+    return {"check": check.run, "bench": bench.run}[arguments.command](arguments)
 
 
 if __name__ == "__main__":

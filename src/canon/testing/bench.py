@@ -3,6 +3,7 @@
     canon bench kernels                        the default shapes
     canon bench kernels --shape 1,16384,32,8,128 --mask documents:1024
     canon bench kernels --only split --rounds 20
+    canon bench tune                           tile sizes instead of peers: see `canon.testing.tune`
 
 Every contender gets the same inputs in the same process, and they take turns: round by round each runs once warm, so
 that a clock that drifts drifts for all. TFLOP/s count visible cells alone: forward 4 h d area, backward 2.5 times that.
@@ -15,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,15 +90,19 @@ def contenders(shape: Shape, device: torch.device, only: str) -> list[Contender]
     from canon import fast
 
     def canon(method):
-        return lambda q, k, v: fast.attention(q, k, v, shape.mask, backward=method)
+        return lambda: Contender(
+            f"canon {method}", lambda q, k, v: fast.attention(q, k, v, shape.mask, backward=method), method == "split"
+        )
 
-    found = [Contender(f"canon {m}", canon(m), m == "split") for m in ("split", "fused", "head_parallel")]
-    if shape.h == shape.g:  # then head_parallel is split
-        found.pop()
+    methods = (
+        ("split", "fused") if shape.h == shape.g else ("split", "fused", "head_parallel")
+    )  # MHA: the last is split
+    makers = {f"canon {method}": canon(method) for method in methods}
     if shape.mask_name in ("causal", "full"):
-        found += [_sdpa(name, shape.mask_name == "causal") for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION")]
-    found.append(_flex(shape, device))
-    return [c for c in found if only in c.name]
+        for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+            makers[f"SDPA {name.split('_')[0].lower()}"] = partial(_sdpa, name, shape.mask_name == "causal")
+    makers["FlexAttention"] = partial(_flex, shape, device)
+    return [make() for name, make in makers.items() if only in name]
 
 
 def _sdpa(backend: str, causal: bool) -> Contender:
@@ -195,40 +201,84 @@ def _take_turns(runs: list[tuple[Callable[[], object], list[float]]], rounds: in
                 times += [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
 
 
+def milliseconds(run: Callable[[], object], times: int = 10) -> list[float]:
+    """Of each run, between events, after two to warm up."""
+    run()
+    run()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+
+
 # ---------------------------------------------------------------------- the command
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
-    parser.add_argument("what", choices=["kernels"], help="kernels: one GPU, forward and every backward, beside peers")
+    what = "kernels: forward and every backward beside peers; tune: each kernel in many tile sizes; on one GPU"
+    parser.add_argument("what", choices=["kernels", "tune"], help=what)
     parser.add_argument("--shape", action="append", help="b,n,h,g,d (repeatable)", metavar="SHAPE")
     parser.add_argument("--mask", action="append", help="causal, full, window:LEFT, documents:MEAN", metavar="MASK")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--only", default="", help="contenders whose names hold this text")
-    parser.add_argument("--rounds", type=int, default=10, help="three timed runs each (default 10)")
-    parser.add_argument("--record", type=Path, default=Path("canon-bench/kernels.json"), help="where to write JSON")
+    parser.add_argument("--only", default="", help="contenders, or kernels, whose names hold this text")
+    parser.add_argument("--rounds", type=int, default=10, help="kernels: three timed runs each (default 10)")
+    parser.add_argument(
+        "--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG"
+    )
+    parser.add_argument(
+        "--record", type=Path, help="where to write JSON (default canon-bench/kernels.json or tune.json)"
+    )
 
 
-def main(options: argparse.Namespace) -> int:
-    """Measure, print, write the record. Returns 1 if Canon disagreed anywhere, 2 without a GPU."""
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, write the record. Returns 1 if Canon disagreed anywhere, 2 if it cannot be measured."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     if not torch.cuda.is_available():
         console.print("canon bench measures GPUs, and there is none here")
         return 2
-    device = torch.device("cuda", torch.cuda.current_device())
-    rows = []
-    for text in options.shape or SHAPES:
-        for mask_name in options.mask or MASKS:
-            shape = shape_of(text, mask_name)
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, options.dtype)
+    try:
+        shapes = [shape_of(text, mask) for text in options.shape or SHAPES for mask in options.mask or MASKS]
+        rows = []
+        for shape in shapes:
             console.print(f"[dim]{shape} ...")
-            rows += measure(shape, getattr(torch, options.dtype), device, options.only, options.rounds)
+            if options.what == "tune":
+                from canon.testing.tune import config_of, tune
+
+                rows += tune(shape, dtype, device, options.only, [config_of(text) for text in options.config])
+            else:
+                rows += measure(shape, dtype, device, options.only, options.rounds)
             torch.cuda.empty_cache()
+    except ValueError as error:
+        console.print(f"canon bench: {error}")
+        return 2
+    console.print(_tuned(rows) if options.what == "tune" else _compared(rows))
+    path = options.record or Path(f"canon-bench/{options.what}.json")
+    kept = record.write(path, shlex.join(["canon", *sys.argv[1:]]), rows, dtype=options.dtype)
+    console.print(f"record: {kept}")
+    return int(options.what == "kernels" and any("failed" in x for x in rows if x["contender"].startswith("canon")))
+
+
+def _compared(rows: list[dict]):
+    from rich.table import Table
+
     table = Table("shape", "contender", "agrees", "forward", "backward", title="TFLOP/s (median)")
     for row in rows:
         speeds = [f"{row[x]:.0f}" if x in row else "-" for x in ("forward_tflops", "backward_tflops")]
-        table.add_row(row["shape"], row["contender"], row.get("failed") or f"{row['agrees']} ({row['worst']})", *speeds)
-    console.print(table)
-    kept = record.write(options.record, shlex.join(["canon", *sys.argv[1:]]), rows, dtype=options.dtype)
-    console.print(f"record: {kept}")
-    return int(any("failed" in row for row in rows if row["contender"].startswith("canon")))
+        verdict = row.get("failed") or f"{row['agrees']} ({row['worst']})"
+        table.add_row(row["shape"], row["contender"], verdict, *speeds)
+    return table
+
+
+def _tuned(rows: list[dict]):
+    from rich.table import Table
+
+    table = Table("shape", "kernel", "configuration", "TFLOP/s", title="fastest first; * is the table's own")
+    for row in sorted(rows, key=lambda x: (x["shape"], x["kernel"], -x.get("tflops", 0.0))):
+        speed = row.get("failed") or f"{row['tflops']:.0f}"
+        table.add_row(row["shape"], row["kernel"], row["config"] + " *" * row["table"], speed)
+    return table
