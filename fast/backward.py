@@ -78,7 +78,8 @@ def attention_backward(
     check_device(q)
     packed, scale, grad_dtype = q.ndim == 3, default_scale(q, scale), grad_dtype or q.dtype
     q, k, v, dout, out = batched(q, k, v, dout.to(q.dtype), out)
-    lse, dlse, delta = (x.unsqueeze(0) if packed and x is not None else x for x in (lse, dlse, delta))
+    lse = lse.unsqueeze(0) if packed else lse
+    dlse, delta = (x.unsqueeze(0) if packed and x is not None else x for x in (dlse, delta))
     if delta is None:
         delta = make_delta(dout, out, lse, dlse)
     arguments = (q, k, v, dout, lse, delta, mask, scale)

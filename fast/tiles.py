@@ -37,16 +37,15 @@ class WorkTable:
     """What a kernel reads.
 
     ``tiles`` (n, 5) int32, longest first: the rows start:stop of the tile, then its partial spans
-    spans[partial:full] and its full ones spans[full:end]. ``spans`` (m, 8) int32: first column, number of
-    column tiles, and the band in the table's orientation (zeros where full). The tiles hold every row once,
-    rows that see nothing included. ``visits``: (tile, column tile) pairs, the unit of work.
-    ``clean``: every query sees a key and every key is seen, so that nothing in the tensors may be NaN.
+    spans[partial:full] and its full ones spans[full:end]; the tiles hold every row once, rows that see nothing included.
+    ``spans`` (m, 8) int32: first column, number of tiles (``columns`` wide if full, else ``partial_columns``), and
+    the band in the table's orientation (zeros where full). ``visits``: how often a tile of rows visits one of columns;
+    partial ones count by their number of columns.
     """
 
     tiles: Tensor
     spans: Tensor
-    visits: int
-    clean: bool
+    visits: float
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -54,32 +53,35 @@ class WorkTable:
 
 @lru_cache(maxsize=1024)
 def work_table(
-    mask: Mask, rows: int, columns: int, transposed: bool = False, device: torch.device | str = "cpu"
+    mask: Mask,
+    rows: int,
+    columns: int,
+    partial_columns: int | None = None,
+    transposed: bool = False,
+    device: torch.device | str = "cpu",
 ) -> WorkTable:
     """The table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x queries if ``transposed``.
 
+    Partial tiles have ``partial_columns`` columns, a divisor of ``columns``, by default as many.
     Raises ValueError if the mask is too large for 32-bit coordinates.
     """
+    partial_columns = partial_columns or columns
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
-    bands = np.array([(b.q_start, b.q_stop, b.k_start, b.k_stop, b.lo, b.hi) for b in mask.bands], np.int64)
-    bands, size = bands.reshape(-1, 6), mask.queries
+    bands, size = _numbers(mask), mask.queries
     if transposed:
         bands, size = bands[:, [2, 3, 0, 1, 5, 4]] * [1, 1, 1, 1, -1, -1], mask.keys
     even, cut = np.arange(0, size, rows), _cut_starts(bands, size, rows)
     candidates = [even] if np.array_equal(even, cut) else [even, cut]
-    tables = [_table(bands, size, starts, columns) for starts in candidates]
-    tiles, spans = min(tables, key=lambda table: len(table[0]) + table[1][:, 1].sum())  # a tile costs about a visit
-    clean = _covered(bands[:, :2], size) and _covered(bands[:, 2:4], mask.queries if transposed else mask.keys)
+    tables = [_table(bands, size, starts, columns, partial_columns) for starts in candidates]
+    tiles, spans, visits = min(tables, key=lambda table: len(table[0]) + table[2])  # a tile costs about a visit
     upload = lambda array: torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
-    return WorkTable(upload(tiles), upload(spans), int(spans[:, 1].sum()), clean)
+    return WorkTable(upload(tiles), upload(spans), visits)
 
 
-def _covered(ranges: np.ndarray, size: int) -> bool:
-    """Whether the start:stop ranges leave out nothing of 0:size."""
-    ranges = ranges[np.argsort(ranges[:, 0])]
-    reached = np.maximum.accumulate(np.append(0, ranges[:, 1]))
-    return bool(reached[-1] == size and (ranges[:, 0] <= reached[:-1]).all())
+def _numbers(mask: Mask) -> np.ndarray:
+    bands = [(b.q_start, b.q_stop, b.k_start, b.k_stop, b.lo, b.hi) for b in mask.bands]
+    return np.array(bands, np.int64).reshape(-1, 6)
 
 
 def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
@@ -92,25 +94,29 @@ def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
     return np.concatenate(starts) if starts else np.arange(0)
 
 
-def _table(bands: np.ndarray, size: int, starts: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tiles and spans, as in WorkTable, of tiles that begin at ``starts``."""
+def _table(
+    bands: np.ndarray, size: int, starts: np.ndarray, columns: int, small: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Tiles, spans and visits, as in WorkTable, of tiles that begin at ``starts``; partial tiles are ``small``."""
     stops = np.append(starts[1:], size)[: len(starts)]
     band, tile = _touched(bands, starts)
     row_start, row_stop, start, stop, lo, hi = bands[band].T
     first, last = np.maximum(row_start, starts[tile]), np.minimum(row_stop, stops[tile])
     begin, end = np.maximum(start, first + lo), np.minimum(stop, last + hi)  # columns that some row of the tile sees
     all_begin, all_end = np.maximum(start, last - 1 + lo), np.minimum(stop, first + hi + 1)  # that every row sees
-    count = -(-(end - begin) // columns)
     whole = (first == starts[tile]) & (last == stops[tile])  # the band holds every row of the tile
-    full_from, full_to = -(-(all_begin - begin) // columns), (all_end - begin) // columns
-    some = whole & (full_from < full_to)
-    full_from, full_to = np.where(some, full_from, count), np.where(some, full_to, count)
+    ratio, count = columns // small, -(-(end - begin) // small)  # in small tiles from here on
+    full_from = -(-(all_begin - begin) // small)
+    fulls = np.where(whole, np.maximum(0, (all_end - begin - full_from * small) // columns), 0)
+    full_from = np.where(fulls > 0, full_from, count)
+    full_to = full_from + fulls * ratio
 
     edges = np.stack([np.zeros_like(count), full_from, full_to, count])
     number = np.diff(edges, axis=0)  # tiles of three spans: partial, full, partial
+    number[1] = fulls
     kind = np.broadcast_to(np.array([[0], [1], [0]]), number.shape)
     spans = np.zeros((*number.shape, SPAN_FIELDS), np.int64)
-    spans[..., 0], spans[..., 1] = begin + edges[:3] * columns, number
+    spans[..., 0], spans[..., 1] = begin + edges[:3] * small, number
     spans[[0, 2], :, 2:] = bands[band]
     spans, number, kind = spans.reshape(-1, SPAN_FIELDS), number.ravel(), kind.ravel()
     owner = np.tile(tile, 3)
@@ -123,8 +129,8 @@ def _table(bands: np.ndarray, size: int, starts: np.ndarray, columns: int) -> tu
     partials = np.bincount(owner, kind == 0, minlength=n).astype(np.int64)
     begins = np.append(0, ends[:-1])[:n]
     tiles = np.stack([starts, stops, begins, begins + partials, ends], 1)
-    work = np.bincount(owner, spans[:, 1], minlength=n)
-    return tiles[np.argsort(-work, kind="stable")], spans
+    work = np.bincount(owner, spans[:, 1] * np.where(kind == 1, ratio, 1), minlength=n)
+    return tiles[np.argsort(-work, kind="stable")], spans, float(work.sum()) / ratio
 
 
 def _touched(bands: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -23,10 +23,10 @@ def program_work(tiles, count, heads, width):
 @triton.jit
 def head_pointer(x, batch, head, strides, UNIT: tl.constexpr):
     """Where one head of x (b, t, h, d) begins. Every stride but the last is a multiple of UNIT elements."""
-    per_batch, per_head = strides[0], strides[2]
-    if UNIT > 1:
-        per_batch, per_head = tl.multiple_of(per_batch, UNIT), tl.multiple_of(per_head, UNIT)
-    return x + tl.cast(batch, tl.int64) * per_batch + tl.cast(head, tl.int64) * per_head
+    start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
+    if UNIT > 1:  # said of the product: of an argument the compiler would forget it
+        start = tl.multiple_of(start, UNIT)
+    return x + start
 
 
 @triton.jit
@@ -38,15 +38,24 @@ def line_pointer(x, batch, head, strides):
 @triton.jit
 def offsets(strides, ROWS: tl.constexpr, PAD: tl.constexpr, UNIT: tl.constexpr):
     """Offsets inside a tile of ROWS tokens, PAD wide. Every stride but the last is a multiple of UNIT elements."""
-    row = strides[1]
+    rows = tl.arange(0, ROWS)[:, None] * strides[1]
     if UNIT > 1:
-        row = tl.multiple_of(row, UNIT)
-    return tl.arange(0, ROWS)[:, None] * row + tl.arange(0, PAD)[None, :] * strides[3]
+        rows = tl.multiple_of(rows, [UNIT, UNIT])
+    return rows + tl.arange(0, PAD)[None, :] * strides[3]
 
 
 @triton.jit
-def visited(x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, UNIT: tl.constexpr, TMA: tl.constexpr):
-    """What `visit` loads tiles of one head from: the descriptor itself, or a pointer to the head, and offsets."""
+def row_start(first, stride, UNIT: tl.constexpr):
+    """Where row ``first`` (or head, with that stride) begins, counted from the pointer of its head."""
+    start = tl.cast(first, tl.int64) * stride
+    if UNIT > 1:
+        start = tl.multiple_of(start, UNIT)
+    return start
+
+
+@triton.jit
+def whole_source(x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, UNIT: tl.constexpr, TMA: tl.constexpr):
+    """What `load_whole` takes tiles of one head from: its descriptor, or a pointer and offsets."""
     if TMA:
         return x, head
     else:
@@ -54,43 +63,59 @@ def visited(x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, UNIT
 
 
 @triton.jit
-def visit(source, batch, first, head, strides, inside, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, SOME: tl.constexpr, TMA: tl.constexpr):
-    """The tile that begins at row ``first``; 0 beyond WIDTH, and, if SOME, in rows that are not ``inside``.
+def load_whole(
+    source,
+    batch,
+    first,
+    head,
+    strides,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    UNIT: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """The tile that begins at row ``first``, all of whose rows exist; 0 beyond WIDTH.
 
-    A descriptor gives zeros beyond the last row, and other bands' rows as they are: for masks without unseen rows.
     ``head`` counts from the head that ``source`` was made for.
     """
     if TMA:
         return tl.reshape(source[0].load([batch, first, source[1] + head, 0]), [ROWS, PAD])
     else:
-        x = source[0] + tl.cast(first, tl.int64) * strides[1] + tl.cast(head, tl.int64) * strides[2] + source[1]
-        if SOME:
-            keep = inside[:, None]
-            if WIDTH != PAD:
-                keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
-            return tl.load(x, mask=keep, other=0.0)
-        elif WIDTH == PAD:
+        x = source[0] + row_start(first, strides[1], UNIT) + row_start(head, strides[2], UNIT) + source[1]
+        if WIDTH == PAD:
             return tl.load(x)
         else:
             return tl.load(x, mask=(tl.arange(0, PAD) < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def load_some_rows(pointer, offset, first, stride, inside, WIDTH: tl.constexpr, PAD: tl.constexpr):
+def load_some_rows(
+    pointer, offset, first, stride, inside, WIDTH: tl.constexpr, PAD: tl.constexpr, UNIT: tl.constexpr = 1
+):
     """The tile that begins at row ``first``; 0 in rows that are not ``inside`` and beyond WIDTH."""
     keep = inside[:, None]
     if WIDTH != PAD:
         keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
-    return tl.load(pointer + tl.cast(first, tl.int64) * stride + offset, mask=keep, other=0.0)
+    return tl.load(pointer + row_start(first, stride, UNIT) + offset, mask=keep, other=0.0)
 
 
 @triton.jit
-def store_rows(pointer, offset, first, stride, inside, x, WIDTH: tl.constexpr, PAD: tl.constexpr):
+def store_rows(
+    pointer, offset, first, stride, inside, x, WIDTH: tl.constexpr, PAD: tl.constexpr, UNIT: tl.constexpr = 1
+):
     """Writes the rows of a tile that are ``inside``, in the dtype of the destination."""
     keep = inside[:, None]
     if WIDTH != PAD:
         keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
-    tl.store(pointer + tl.cast(first, tl.int64) * stride + offset, x.to(pointer.dtype.element_ty), mask=keep)
+    tl.store(pointer + row_start(first, stride, UNIT) + offset, x.to(pointer.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def line_rows(pointer, first, head, strides, ROWS: tl.constexpr):
+    """Addresses of ROWS numbers of a line (b, h, t), from ``first`` on; ``head`` counts from the pointer's."""
+    start = tl.cast(first, tl.int64) * strides[2] + tl.cast(head, tl.int64) * strides[1]
+    return pointer + start + tl.arange(0, ROWS) * strides[2]
 
 
 @triton.jit

@@ -13,13 +13,13 @@ from canon.fast.kernels.triton.blocks import (
     head_pointer,
     line_pointer,
     load_some_rows,
+    load_whole,
     offsets,
     program_work,
     seen_cells,
     seen_columns,
     store_rows,
-    visit,
-    visited,
+    whole_source,
 )
 
 
@@ -45,6 +45,8 @@ def forward_kernel(
     q,
     k,
     v,
+    k_whole,
+    v_whole,
     out,
     lse,
     tiles,
@@ -71,19 +73,24 @@ def forward_kernel(
     PARTIAL_STAGES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    PARTIAL_BN: tl.constexpr,
 ):
     """out (b, t, h, dv) and natural lse (b, h, t); rows that see no key get 0 and -inf."""
     tile, batch, head = program_work(tiles, tile_count, heads, width)
     first, stop = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale = tl.full((), scale_log2, ACC)
-    k_source = visited(k, batch, head // GROUP, k_strides, BN, D_PAD, UNIT, TMA)
-    v_source = visited(v, batch, head // GROUP, v_strides, BN, DV_PAD, UNIT, TMA)
+    k_head = head_pointer(k, batch, head // GROUP, k_strides, UNIT)
+    v_head = head_pointer(v, batch, head // GROUP, v_strides, UNIT)
+    k_offset = offsets(k_strides, PARTIAL_BN, D_PAD, UNIT)
+    v_offset = offsets(v_strides, PARTIAL_BN, DV_PAD, UNIT)
+    k_source = whole_source(k_whole, batch, head // GROUP, k_strides, BN, D_PAD, UNIT, TMA)
+    v_source = whole_source(v_whole, batch, head // GROUP, v_strides, BN, DV_PAD, UNIT, TMA)
     rows = first + tl.arange(0, BM)
     here = rows < stop
     q_head = head_pointer(q, batch, head, q_strides, UNIT)
     q_offset = offsets(q_strides, BM, D_PAD, UNIT)
-    q_tile = load_some_rows(q_head, q_offset, first, q_strides[1], here, D, D_PAD)
+    q_tile = load_some_rows(q_head, q_offset, first, q_strides[1], here, D, D_PAD, UNIT)
     if SIGN != 1:  # a scale <= 0 turns the maximum round: give its sign to q
         q_tile = (q_tile.to(ACC) * SIGN).to(q_tile.dtype)
     m = tl.full([BM], float("-inf"), ACC)
@@ -94,25 +101,25 @@ def forward_kernel(
         span = spans + index * 8
         left, right = seen_columns(span, rows)
         begin, key_start, key_stop = tl.load(span), tl.load(span + 4), tl.load(span + 5)
-        for j in tl.range(begin, begin + tl.load(span + 1) * BN, BN, num_stages=PARTIAL_STAGES):
-            keys = j + tl.arange(0, BN)
+        for j in tl.range(begin, begin + tl.load(span + 1) * PARTIAL_BN, PARTIAL_BN, num_stages=PARTIAL_STAGES):
+            keys = j + tl.arange(0, PARTIAL_BN)
             inside = (keys >= key_start) & (keys < key_stop)  # what no query sees may be NaN: load 0 there
-            k_tile = visit(k_source, batch, j, 0, k_strides, inside, BN, D, D_PAD, True, TMA)
-            v_tile = visit(v_source, batch, j, 0, v_strides, inside, BN, DV, DV_PAD, True, TMA)
-            seen = seen_cells(left - j, right - j, BN)
+            k_tile = load_some_rows(k_head, k_offset, j, k_strides[1], inside, D, D_PAD, UNIT)
+            v_tile = load_some_rows(v_head, v_offset, j, v_strides[1], inside, DV, DV_PAD, UNIT)
+            seen = seen_cells(left - j, right - j, PARTIAL_BN)
             m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, seen, True, PRECISION)
 
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
         for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
-            k_tile = visit(k_source, batch, j, 0, k_strides, None, BN, D, D_PAD, False, TMA)
-            v_tile = visit(v_source, batch, j, 0, v_strides, None, BN, DV, DV_PAD, False, TMA)
+            k_tile = load_whole(k_source, batch, j, 0, k_strides, BN, D, D_PAD, UNIT, TMA)
+            v_tile = load_whole(v_source, batch, j, 0, v_strides, BN, DV, DV_PAD, UNIT, TMA)
             m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, False, PRECISION)
 
     blind = l == 0.0
     l = tl.where(blind, 1.0, l)
     acc = tl.where(blind[:, None], 0.0, acc / l[:, None])
     out_head = head_pointer(out, batch, head, out_strides, UNIT)
-    store_rows(out_head, offsets(out_strides, BM, DV_PAD, UNIT), first, out_strides[1], here, acc, DV, DV_PAD)
+    store_rows(out_head, offsets(out_strides, BM, DV_PAD, UNIT), first, out_strides[1], here, acc, DV, DV_PAD, UNIT)
     natural = tl.where(blind, float("-inf"), (m * scale + tl.log2(l)) * 0.6931471805599453)
     tl.store(line_pointer(lse, batch, head, lse_strides) + tl.cast(rows, tl.int64) * lse_strides[2], natural, mask=here)

@@ -5,9 +5,9 @@ before (but for dq of the fused method, which is added to).
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from math import gcd
-from typing import Any
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from canon.fast.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel, sum_heads_kernel
-from canon.fast.kernels.triton.config import Config, choose
+from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.forward import forward_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
 from canon.fast.tiles import WorkTable, work_table
@@ -33,12 +33,12 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Writes out (b, t, h, dv) and lse (b, h, t)."""
     q, k, v = map(addressable, (q, k, v))
-    config = choose("forward", *pads(q, v), q.element_size(), q.device)
-    table = work_table(mask, config.rows, config.columns, False, q.device)
+    config, table = plan("forward", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
-    tma, k_source, v_source = sources(config, table, k, v)
-    arguments = (q, k_source, v_source, out, lse, table.tiles, table.spans, (abs(scale) or 1.0) * LOG2E, len(table), q.shape[2])
-    options = {"SIGN": (scale > 0) - (scale < 0), "GROUP": group, **product_options(config, tma, q, v, k, out)}
+    base2_scale = (abs(scale) or 1.0) * LOG2E  # its sign, or 0, goes to q
+    tensors = (q, k, v, source(k, config), source(v, config), out, lse)
+    arguments = (*tensors, table.tiles, table.spans, base2_scale, len(table), q.shape[2])
+    options = {"SIGN": (scale > 0) - (scale < 0), "GROUP": group, **product_options(config, q, v, k, out)}
     width = side_by_side(lines(q), group, bytes_each_head(k, v))
     run(forward_kernel, len(table) * lines(q), config, arguments, width, (q, k, v, out, lse), options)
 
@@ -58,12 +58,11 @@ def dq(
     """Writes dq (b, t, h, d)."""
     q, k, v, dout = map(addressable, (q, k, v, dout))
     lse, delta = (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
-    config = choose("dq", *pads(q, v), q.element_size(), q.device)
-    table = work_table(mask, config.rows, config.columns, False, q.device)
+    config, table = plan("dq", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
-    tma, k_source, v_source = sources(config, table, k, v)
-    arguments = (q, k_source, v_source, dout, lse, delta, dq, table.tiles, table.spans, scale, len(table), q.shape[2])
-    options = {"GROUP": group, **product_options(config, tma, q, v, k, dout, dq)}
+    tensors = (q, k, v, source(k, config), source(v, config), dout, lse, delta, dq)
+    arguments = (*tensors, table.tiles, table.spans, scale, len(table), q.shape[2])
+    options = {"GROUP": group, **product_options(config, q, v, k, dout, dq)}
     width = side_by_side(lines(q), group, bytes_each_head(k, v))
     run(dq_kernel, len(table) * lines(q), config, arguments, width, (q, k, v, dout, lse, dq), options)
 
@@ -87,18 +86,22 @@ def dkdv(
     """
     q, k, v, dout = map(addressable, (q, k, v, dout))
     lse, delta = (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
-    config = choose("dkdv" if dq is None else "fused", *pads(q, v), q.element_size(), q.device)
-    table = work_table(mask, config.rows, config.columns, True, q.device)
+    config, table = plan("dkdv" if dq is None else "fused", q, v, mask, q, dout)
     heads = q.shape[2] // dk.shape[2]  # query heads of an owner
     any_dq = dk if dq is None else dq
-    tensors = (q, k, v, dout, lse, delta, any_dq, dk, dv)
-    tma, q_source, dout_source = sources(config, table, q, dout)
-    arguments = (q_source, k, v, dout_source, *tensors[4:], table.tiles, table.spans, scale, len(table), dk.shape[2])
-    options = {"FUSED": dq is not None, "CLEAN": table.clean, "GROUP": q.shape[2] // k.shape[2], "HEADS": heads}
-    options |= product_options(config, tma, q, v, k, dout, any_dq, dk, dv)
+    tensors = (q, k, v, dout, source(q, config), source(dout, config), lse, delta, any_dq, dk, dv)
+    arguments = (*tensors, table.tiles, table.spans, scale, len(table), dk.shape[2])
+    options: dict = {
+        "FUSED": dq is not None,
+        "GROUP": q.shape[2] // k.shape[2],
+        "HEADS": heads,
+    }
+    options |= product_options(config, q, v, k, dout, any_dq, dk, dv)
     width = side_by_side(lines(dk), 1, heads * bytes_each_head(q, dout))
     strided = (q, k, v, dout, lse, any_dq, dk, dv)
-    run(dkdv_kernel, len(table) * lines(dk), config, arguments, width, strided, options)
+    for made in [(True, False), (False, True)] if config.apart else [(True, True)]:
+        options |= {"MAKE_DK": made[0], "MAKE_DV": made[1]}
+        run(dkdv_kernel, len(table) * lines(dk), config, arguments, width, strided, options)
 
 
 def sum_heads(x: Tensor, total: Tensor) -> None:
@@ -116,9 +119,7 @@ def sum_heads(x: Tensor, total: Tensor) -> None:
     )
 
 
-def merge(
-    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, new_out: Tensor, new_lse: Tensor
-) -> None:
+def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Writes new_out (b, t, h, dv), new_lse (b, h, t): the merge of two parts. They may be out and lse themselves."""
     out, other_out = map(addressable, (out, other_out))
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
@@ -149,7 +150,7 @@ def run(kernel, programs, config, arguments, width, strided, options) -> None:
 
 
 # ------------------------------------------------------------------ what kernels are told at compile time
-def product_options(config: Config, tma: bool, q: Tensor, v: Tensor, *others: Tensor) -> dict:
+def product_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
     """Constants of the kernels with matrix products."""
     d_pad, dv_pad = pads(q, v)
     return {
@@ -159,18 +160,27 @@ def product_options(config: Config, tma: bool, q: Tensor, v: Tensor, *others: Te
         "DV_PAD": dv_pad,
         "UNIT": unit(q, v, *others),
         "ACC": triton_dtype(accumulate_dtype(q.dtype)),
-        "PRECISION": "tf32" if q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
-        "TMA": tma,
+        "PRECISION": "tf32"
+        if q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        else "ieee",
+        "TMA": config.tma,
         "PARTIAL_STAGES": config.partial_stages,
         "BM": config.rows,
         "BN": config.columns,
+        "PARTIAL_BN": config.partial_columns or config.columns,
     }
 
 
 def line_options(accumulate: torch.dtype, *tensors: Tensor) -> dict:
     """Constants of the kernels without."""
     width = tensors[0].shape[-1]
-    return {"D": width, "D_PAD": padded(width), "UNIT": unit(*tensors), "ACC": triton_dtype(accumulate), "BM": ROWS.rows}
+    return {
+        "D": width,
+        "D_PAD": padded(width),
+        "UNIT": unit(*tensors),
+        "ACC": triton_dtype(accumulate),
+        "BM": ROWS.rows,
+    }
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -189,8 +199,12 @@ def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
 
 
 def unit(*tensors: Tensor) -> int:
-    """What divides every stride but those inside a head: 8, 4, 2 or 1 elements. It decides how wide loads may be."""
-    return gcd(8, *(stride for x in tensors for stride in x.stride()[:-1]))
+    """What divides every stride but the last: 8, 4, 2 elements or 1; it decides how wide loads may be.
+
+    Multiples of 16 Triton finds by itself: then 1, so that nothing is compiled twice.
+    """
+    divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
+    return 1 if divisor == 16 else divisor
 
 
 # ------------------------------------------------------------------ grids and addresses
@@ -217,19 +231,28 @@ def side_by_side(lines: int, group: int, bytes_each: int) -> int:
     return group * max(fitting, default=1)
 
 
-def sources(config: Config, table: WorkTable, x: Tensor, y: Tensor) -> tuple[bool, Any, Any]:
-    """Whether the visited tensors x, y (b, t, h, d) are loaded by descriptors, and they or the descriptors."""
-    if not (config.tma and table.clean and describable(x) and describable(y)):
-        return False, x, y
-    blocks = ([1, config.columns, 1, z.shape[3]] for z in (x, y))
-    return True, *(TensorDescriptor(z, list(z.shape), list(z.stride()), block) for z, block in zip((x, y), blocks))
+def plan(kernel: str, q: Tensor, v: Tensor, mask: Mask, *visited: Tensor) -> tuple[Config, WorkTable]:
+    """Configuration and table of a kernel that visits tiles of ``visited``."""
+    describable = all(map(has_descriptor, visited))
+    config = choose(kernel, *pads(q, v), q.element_size(), q.device, describable)
+    if config.tma and not describable:  # only where it was forced
+        config = replace(config, tma=False)
+    transposed = kernel in ("dkdv", "fused")
+    return config, work_table(mask, config.rows, config.columns, config.partial_columns, transposed, q.device)
 
 
-def describable(x: Tensor) -> bool:
+def source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
+    """What a kernel loads tiles of x (b, t, h, d) from: x, or its descriptor."""
+    if not config.tma:
+        return x
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, config.columns, 1, x.shape[3]])
+
+
+def has_descriptor(x: Tensor) -> bool:
     """Whether the hardware can load tiles of x by itself: sizes, strides and alignment fit a descriptor."""
     strides = [stride * x.element_size() for stride in x.stride()[:-1]]
     return (
-        (x.device.type == "cpu" or torch.cuda.get_device_capability(x.device) >= (9, 0))
+        (x.device.type == "cpu" or is_hopper(x.device))
         and x.numel() > 0
         and x.stride(-1) == 1
         and x.data_ptr() % 16 == 0

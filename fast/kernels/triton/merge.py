@@ -43,7 +43,9 @@ def merge_kernel(
     rows = first + tl.arange(0, BM)
     here, line = rows < tokens, tl.cast(rows, tl.int64)
     a = tl.load(line_pointer(lse, batch, head, lse_strides) + line * lse_strides[2], mask=here, other=0.0)
-    b = tl.load(line_pointer(other_lse, batch, head, other_lse_strides) + line * other_lse_strides[2], mask=here, other=0.0)
+    b = tl.load(
+        line_pointer(other_lse, batch, head, other_lse_strides) + line * other_lse_strides[2], mask=here, other=0.0
+    )
     a, b = a.to(ACC), b.to(ACC)
     a_blind, b_blind = a == float("-inf"), b == float("-inf")
     top = tl.maximum(a, b)
@@ -55,11 +57,15 @@ def merge_kernel(
 
     x = head_pointer(out, batch, head, out_strides, UNIT)
     y = head_pointer(other_out, batch, head, other_out_strides, UNIT)
-    x = load_some_rows(x, offsets(out_strides, BM, D_PAD, UNIT), first, out_strides[1], here & (a_blind == 0), D, D_PAD)
+    x = load_some_rows(
+        x, offsets(out_strides, BM, D_PAD, UNIT), first, out_strides[1], here & (a_blind == 0), D, D_PAD, UNIT
+    )
     y = load_some_rows(
         y, offsets(other_out_strides, BM, D_PAD, UNIT), first, other_out_strides[1], here & (b_blind == 0), D, D_PAD
     )
     both = x.to(ACC) * (a_weight / total)[:, None] + y.to(ACC) * (b_weight / total)[:, None]
     new_head = head_pointer(new_out, batch, head, new_out_strides, UNIT)
-    store_rows(new_head, offsets(new_out_strides, BM, D_PAD, UNIT), first, new_out_strides[1], here, both, D, D_PAD)
+    store_rows(
+        new_head, offsets(new_out_strides, BM, D_PAD, UNIT), first, new_out_strides[1], here, both, D, D_PAD, UNIT
+    )
     tl.store(line_pointer(new_lse, batch, head, new_lse_strides) + line * new_lse_strides[2], merged, mask=here)

@@ -1,0 +1,199 @@
+"""Every Triton kernel compiled ahead of time, on any machine: registers, spills and shared memory, without a GPU.
+
+    python -m canon.testing.compile --arch 80 90 [--json]
+
+The kernels are taken through the launcher of `canon.fast` itself, with CPU tensors in place of device tensors and a
+driver that knows nothing but its target; so types, alignment and specialisation are those of a real launch. Triton's
+wheel brings the assembler (ptxas), which is asked once more for its statistics. Not under TRITON_INTERPRET=1.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.runtime import driver
+
+from canon.fast.kernels.triton import config, launch
+from canon.fast.kernels.triton.config import Config
+from canon.reference.mask import Mask
+
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a program may use: CUDA Programming Guide, 16.2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel for one dtype and head width; ``describable``, whether tensor descriptors may be used."""
+
+    kernel: str
+    arch: int
+    dtype: str = "bfloat16"
+    d: int = 128
+    dv: int = 128
+    describable: bool = False
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the assembler says of one kernel of a case."""
+
+    name: str
+    case: Case
+    config: Config
+    registers: int
+    spilled: int  # bytes, stores and loads
+    shared: int  # bytes
+    expected_shared: int  # what config.shared_bytes says
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        case, c = self.case, self.config
+        how = "descriptors" if c.tma else "pointers"
+        text = f"sm_{case.arch} {self.name:17s} {case.dtype:9s} {case.d:3d}/{case.dv:<3d} {how:11s} "
+        text += f"{c.rows:3d}x{c.columns:<3d} {c.warps:2d} warps {c.stages} stages  {self.registers:3d} registers "
+        text += f"{self.spilled:5d} B spilled {self.shared / 1024:6.1f} KB shared"
+        return "\n  ".join((text, *self.warnings))
+
+
+def main_cases(arch: int) -> list[Case]:
+    """What is shipped: bfloat16 at 64, 128 and 256 by every kernel, padded and unequal widths, float32 and float64."""
+    cases = [Case(kernel, arch, "bfloat16", d, d) for kernel in config.KERNELS for d in (64, 128, 256)]
+    if arch >= 90:
+        cases += [Case(kernel, arch, "bfloat16", d, d, True) for kernel in config.KERNELS for d in (64, 128, 256)]
+    for d, dv in ((96, 96), (192, 128), (40, 24)):
+        cases += [Case(kernel, arch, "float16", d, dv) for kernel in ("forward", "dkdv")]
+    cases += [Case(kernel, arch, "float32", 128, 128) for kernel in config.KERNELS]
+    cases += [Case("forward", arch, "float64", 64, 64), Case("dkdv", arch, "float64", 64, 64)]
+    return cases + [Case(kernel, arch) for kernel in ("delta", "sum_heads", "merge")]
+
+
+def compile_case(case: Case) -> list[Compiled]:
+    """The kernels of a case, compiled; more than one where dk and dv are made apart. Raises whatever Triton raises."""
+    dtype = getattr(torch, case.dtype)
+    tensors = _tensors(case, dtype)
+    pads = launch.padded(case.d), launch.padded(case.dv)
+    limit, hopper = SHARED_LIMIT[case.arch], case.arch >= 90
+    forced = {}
+    if case.kernel in config.KERNELS:
+        forced[case.kernel] = config.fitting(case.kernel, *pads, dtype.itemsize, limit, case.describable, hopper)
+    results = []
+
+    def keep(kernel, programs, used, arguments, width, strided, options):
+        strides = tuple(x.stride() for x in strided)
+        stages = {"num_warps": used.warps, "num_stages": used.stages}
+        binary = kernel.warmup(*arguments, width, *strides, **options, **stages, grid=(1,))
+        expected = config.shared_bytes(case.kernel, used, *pads, dtype.itemsize) if forced else 4096
+        results.append(_report(case, used, binary, expected))
+
+    with _target(case.arch), _launching(keep), config.forced(**forced):
+        _launch(case.kernel, *tensors)
+    return results
+
+
+def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    tokens, h, g = 256, 32, 8
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k = (torch.empty(1, tokens, heads, case.d, dtype=dtype) for heads in (h, g))
+    v, dout = (torch.empty(1, tokens, heads, case.dv, dtype=dtype) for heads in (g, h))
+    return q, k, v, dout, torch.empty(1, h, tokens, dtype=wide), torch.empty(q.shape, dtype=wide)
+
+
+def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
+    mask = Mask.causal(q.shape[1])
+    calls = {
+        "forward": lambda: launch.forward(q, k, v, mask, 0.1, dout, lse),
+        "dq": lambda: launch.dq(q, k, v, dout, lse, lse, mask, 0.1, q),
+        "dkdv": lambda: launch.dkdv(q, k, v, dout, lse, lse, mask, 0.1, k, v),
+        "fused": lambda: launch.dkdv(q, k, v, dout, lse, lse, mask, 0.1, k, v, wide),
+        "delta": lambda: launch.delta(dout, dout, lse, lse, lse),
+        "sum_heads": lambda: launch.sum_heads(wide, k),
+        "merge": lambda: launch.merge(wide, lse, wide, lse, wide, lse),
+    }
+    calls[kernel]()
+
+
+class _CompileOnly:
+    """A driver without a device."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self):
+        return self.arch  # Triton keeps kernels by device: one for each target
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+@contextmanager
+def _target(arch: int) -> Iterator[None]:
+    if launch.INTERPRETED:
+        raise RuntimeError("kernels are interpreted, not compiled: unset TRITON_INTERPRET before the program starts")
+    before = driver._active  # reset_active would look for a GPU
+    driver.set_active(_CompileOnly(arch))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+@contextmanager
+def _launching(keep) -> Iterator[None]:
+    run, launch.run = launch.run, keep
+    try:
+        yield
+    finally:
+        launch.run = run
+
+
+def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
+    target = f"sm_{case.arch}" + ("a" if case.arch >= 90 else "")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(binary.asm["ptx"])
+        command = [get_ptxas(case.arch).path, "-v", f"--gpu-name={target}", source, "-o", source.with_suffix(".cubin")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    log = done.stderr + done.stdout
+    numbers = lambda pattern: [int(number) for number in re.findall(pattern, log)]
+    return Compiled(
+        binary.metadata.name,
+        case,
+        used,
+        max(numbers(r"Used (\d+) registers")),
+        sum(numbers(r"(\d+) bytes spill (?:stores|loads)")),
+        binary.metadata.shared,
+        expected,
+        tuple(sorted(set(re.findall(r"Potential Performance Loss[^\n]*", log)))),
+    )
+
+
+def main() -> None:
+    """Compile the main cases and print a line for each kernel."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=SHARED_LIMIT)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    arguments = parser.parse_args()
+    if not arguments.json:
+        print(f"triton {triton.__version__}")
+    for case in [case for arch in arguments.arch for case in main_cases(arch)]:
+        for compiled in compile_case(case):
+            print(json.dumps(asdict(compiled)) if arguments.json else compiled, flush=True)
+
+
+if __name__ == "__main__":
+    main()

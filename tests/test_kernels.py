@@ -1,0 +1,318 @@
+"""The Triton kernels, small tiles, under the interpreter or on a GPU: every claim that the readable half cannot make.
+
+That `canon.fast` is attention at all is shown beside the reference in test_local.py. Here: tile sizes, loads by pointer
+and by descriptor, strides, unwritten outputs, repetition bit by bit.
+"""
+
+import pytest
+import torch
+
+from canon import Mask
+from canon.fast import backward, local
+from canon.fast.device import backend
+from canon.fast.kernels.triton import config, launch
+from canon.fast.kernels.triton.config import Config, forced
+from canon.testing.judge import Attended, agreement, dense, oracle
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+METHODS = ("split", "fused", "head_parallel")
+KERNELS = ("forward", "dq", "dkdv", "fused")
+N = 52
+
+
+def tiles(rows, columns, **options):
+    """Force one tile size on all kernels."""
+    return forced(**dict.fromkeys(KERNELS, Config(rows, columns, 4, 1, **options)))
+
+
+@pytest.fixture(autouse=True)
+def small_tiles():
+    with tiles(32, 16):
+        yield
+
+
+def inputs(mask, b=1, h=2, g=1, d=16, dv=16, dtype=torch.float64, seed=0):
+    """q, k, v, dout, dlse; NaN in queries that see nothing and in keys that nobody sees."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)]
+    q, k, v, dout = (torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes)
+    dlse = torch.randn(b, h, mask.queries, generator=draw).to(torch.promote_types(dtype, torch.float32)).to(DEVICE)
+    seen = mask.dense().to(DEVICE)
+    for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
+        x[:, ~used] = torch.nan
+    return q, k, v, dout, dlse
+
+
+def attend(q, k, v, dout, dlse, mask, scale=None, method="split") -> Attended:
+    out, lse = local.attention_forward(q, k, v, mask, scale=scale)
+    grads = backward.attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
+    return Attended(out, lse, *grads)
+
+
+def assert_exact(got, q, k, v, dout, dlse, mask, scale=None):
+    verdict = agreement(
+        got, oracle(q, k, v, dout, mask, scale, dlse=dlse), dense(q, k, v, dout, mask, scale, dlse=dlse)
+    )
+    assert verdict.agrees, str(verdict)
+
+
+MASKS = {
+    "causal": Mask.causal(N),
+    "window": Mask.window(N, 9, 4),
+    "documents": Mask.documents([0, 1, 1, 33, 34, N]),
+    "queries without keys and keys without queries": Mask.causal(N - 12).shift(6, 3).shift(-1, 0),
+    "a late rectangle": Mask.causal(N).crop(range(29, N)),
+    "one token": Mask.causal(1),
+    "no bands": Mask([], 5, 7),
+}
+EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at all": Mask([], 0, 0)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_every_method_equals_the_oracle(mask, method):
+    arguments = inputs(mask, h=4, g=2)
+    assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 64), (64, 16), (64, 64)])
+def test_the_tile_size_does_not_matter(rows, columns):
+    mask = Mask.documents([0, 20, 25, N], window=(17, 0))
+    arguments = inputs(mask)
+    with tiles(rows, columns):
+        for method in METHODS:
+            assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+
+
+@pytest.mark.parametrize("partial_columns", [16, 32])
+def test_partial_tiles_may_be_smaller_than_full_ones(partial_columns):
+    mask = Mask.documents([0, 90, 110], window=(70, 3))
+    arguments = inputs(mask)
+    with tiles(16, 32, partial_columns=partial_columns, tma=True):
+        for method in METHODS:
+            assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+
+
+@pytest.mark.parametrize(
+    ("d", "dv"), [(16, 16), (24, 24), (40, 40), (80, 80), (64, 32), (32, 64), (8, 5), (192, 128), (256, 256)]
+)
+def test_head_widths(d, dv):
+    mask = Mask.causal(20)
+    arguments = inputs(mask, d=d, dv=dv, h=2, g=2)
+    for method in METHODS:
+        assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+
+
+@pytest.mark.parametrize(("h", "g"), [(8, 1), (6, 2), (3, 3)])
+def test_the_heads_of_a_group_are_summed(h, g):
+    mask = Mask.causal(20)
+    arguments = inputs(mask, b=2, h=h, g=g)
+    for method in METHODS:
+        assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-3, 2.5])
+def test_any_scale(scale):
+    mask = Mask.window(24, 9, 4)
+    arguments = inputs(mask)
+    for method in METHODS:
+        assert_exact(attend(*arguments, mask, scale, method), *arguments, mask, scale)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_dtype_passes_the_judge(dtype, method):
+    mask = Mask.documents([0, 20, N])
+    arguments = inputs(mask, h=4, g=2, d=32, dv=32, dtype=dtype)
+    assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+
+
+@pytest.mark.parametrize("name", ["forward", "dq", "dkdv", "fused"])
+def test_descriptors_load_what_pointers_load(name):
+    mask = Mask.documents([0, 20, N])
+    arguments = inputs(mask, h=4, g=2, d=32, dv=32, dtype=torch.bfloat16)
+    method = "fused" if name == "fused" else "split"
+    by_pointer = attend(*arguments, mask, method=method)
+    with forced(**{name: Config(32, 16, 4, 1, tma=True)}):
+        by_descriptor = attend(*arguments, mask, method=method)
+    assert_exact(by_descriptor, *arguments, mask)
+    if name != "fused" or DEVICE == "cpu":
+        assert all(torch.equal(a, b) for a, b in zip(by_pointer, by_descriptor, strict=True))
+
+
+def test_dk_and_dv_may_be_made_one_after_the_other():
+    mask = Mask.causal(N)
+    arguments = inputs(mask, h=4, g=2)
+    with forced(dkdv=Config(32, 16, 4, 1, apart=True)):
+        assert_exact(attend(*arguments, mask), *arguments, mask)
+
+
+def strided(x, how):
+    """The same numbers behind other strides."""
+    if how == "heads before tokens":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "width first":
+        return x.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
+    if how == "part of a wider tensor":
+        return torch.cat([x, x.new_full(x.shape, torch.nan)], 2)[:, :, : x.shape[2]]
+    if how == "a misaligned pointer":
+        flat = x.new_full((x.numel() + 1,), torch.nan)
+        flat[1:] = x.reshape(-1)
+        return flat[1:].view(x.shape)
+    raise AssertionError(how)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(
+    "how", ["heads before tokens", "width first", "part of a wider tensor", "a misaligned pointer"]
+)
+def test_any_strides(how, tma):
+    mask = Mask.causal(20)
+    *tensors, dlse = inputs(mask, b=2, h=2, g=2)
+    arguments = *(strided(x, how) for x in tensors), dlse.transpose(1, 2).contiguous().transpose(1, 2)
+    with tiles(16, 16, tma=tma):
+        for method in METHODS:
+            assert_exact(attend(*arguments, mask, method=method), *tensors, dlse, mask)
+
+
+def test_expanded_tensors():
+    mask = Mask.causal(20)
+    q, k, v, dout, dlse = inputs(mask, b=2, h=2, g=2)
+    k, v = (x[:1, :, :1].expand(2, -1, 2, -1) for x in (k, v))
+    dout = dout[:, :1, :, :1].expand(dout.shape)
+    with tiles(16, 16, tma=True):
+        for method in METHODS:
+            arguments = q, k, v, dout, dlse
+            assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+
+
+def test_packed_tensors_come_back_packed():
+    mask = Mask.documents([0, 7, 20])
+    q, k, v, dout, dlse = inputs(mask, h=4, g=2)
+    got = attend(*(x.squeeze(0) for x in (q, k, v, dout, dlse)), mask)
+    want = attend(q, k, v, dout, dlse, mask)
+    assert all(torch.equal(a, b.squeeze(0)) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("mask", [*MASKS.values(), *EMPTY.values()], ids=[*MASKS, *EMPTY])
+def test_every_output_is_written(mask, monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(_shape(shape), torch.nan, **options))
+    q, k, v, dout, dlse = inputs(mask, h=2, g=1)
+    for method in METHODS:
+        got = attend(q, k, v, dout, dlse, mask, method=method)
+        assert all(x.isfinite().all() for x in (got.out, got.dq, got.dk, got.dv))
+        assert not got.lse.isnan().any()
+
+
+def _shape(shape):
+    return shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+
+
+def test_what_no_query_sees_may_be_anything():
+    mask = Mask.documents([0, 18, 40]).shift(5, 5).shift(-2, -2)
+    finite = [x.nan_to_num(0.0) for x in inputs(mask)]
+    seen = mask.dense().to(DEVICE)
+    for value in (torch.nan, torch.inf):
+        arguments = [x.clone() for x in finite]
+        for x, used in zip(arguments, (seen.any(1), seen.any(0), seen.any(0), seen.any(1)), strict=False):
+            x[:, ~used] = value
+        for method in METHODS:
+            got, want = (attend(*x, mask, method=method) for x in (arguments, finite))
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_seen_key_of_nan_is_not_hidden():
+    mask = Mask.causal(20)
+    q, k, v, *_ = inputs(mask)
+    k[:, 10] = torch.nan
+    out, lse = local.attention_forward(q, k, v, mask)
+    assert out[:, 10:].isnan().all()
+    assert lse[..., 10:].isnan().all()
+    assert out[:, :10].isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["split", "head_parallel"])
+def test_the_same_bits_again(method):
+    mask = Mask.documents([0, 20, N])
+    arguments = inputs(mask, h=8, g=2, dtype=torch.float32)
+    first, second = (attend(*arguments, mask, method=method) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_partial_results_come_in_float32():
+    mask = Mask.causal(20)
+    q, k, v, dout, dlse = inputs(mask, h=2, g=1, dtype=torch.float16)
+    wide, lse = local.attention_forward(q, k, v, mask, out_dtype=torch.float32)
+    narrow, _ = local.attention_forward(q, k, v, mask)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.half(), narrow)
+    assert not torch.equal(wide, narrow.float())
+    for method in METHODS:
+        call = dout, q, k, v, narrow, lse, mask
+        wide_grads = backward.attention_backward(*call, dlse=dlse, method=method, grad_dtype=torch.float32)
+        narrow_grads = backward.attention_backward(*call, dlse=dlse, method=method)
+        assert all(torch.equal(a.half(), b) for a, b in zip(wide_grads, narrow_grads, strict=True)) or DEVICE == "cuda"
+
+
+def test_parts_merge_in_place_whatever_blind_parts_hold():
+    mask = Mask.causal(N)
+    q, k, v, *_ = inputs(mask, h=2, g=1)
+    whole = local.attention_forward(q, k, v, mask)
+    parts = [
+        local.attention_forward(q, k[:, a:b], v[:, a:b], mask.crop(keys=range(a, b)))
+        for a, b in ((20, 40), (40, N), (0, 20))
+    ]
+    for out, lse in parts:
+        out.masked_fill_((lse == -torch.inf).transpose(1, 2)[..., None], torch.nan)
+    out, lse = parts[0]
+    apart = local.merge(*local.merge(*parts[0], *parts[1]), *parts[2])
+    local.merge_into(out, lse, *parts[1])
+    local.merge_into(out, lse, *parts[2])
+    for got in (apart, (out, lse)):
+        torch.testing.assert_close(got[0], whole[0], rtol=1e-12, atol=1e-13)  # a few roundings of float64
+        torch.testing.assert_close(got[1], whole[1], rtol=1e-12, atol=1e-13)
+
+
+def test_two_blind_parts_merge_to_nothing():
+    blind = torch.full((1, 3, 2, 8), torch.nan), torch.full((1, 2, 3), -torch.inf)
+    out, lse = local.merge(*(x.to(DEVICE) for x in (*blind, *blind)))
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+# --- choosing ---
+
+
+@pytest.mark.parametrize("name", ["gluon", "cuda"])
+def test_a_family_that_does_not_exist_yet_raises_on_entry(name):
+    with pytest.raises(NotImplementedError, match=name), backend(name):
+        pass
+
+
+def test_backends_are_named():
+    with pytest.raises(ValueError, match="'triton', 'gluon', 'cuda'"), backend("tritn"):
+        pass
+    with backend("triton"):
+        local.attention_forward(*inputs(Mask.causal(3))[:3], Mask.causal(3))
+
+
+def test_configurations_that_do_not_fit_are_passed_over(monkeypatch):
+    monkeypatch.setattr(config, "_forced", {})
+    sizes = []
+    for limit in (232448, 166912, 101376):  # sm_90, sm_80, sm_86 and sm_89
+        chosen = [
+            config.fitting(name, d, d, 2, limit, False, limit > 200000) for name in KERNELS for d in (64, 128, 256)
+        ]
+        sizes.append(sum(c.rows * c.columns for c in chosen))
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_too_little_shared_memory_names_need_and_limit():
+    with pytest.raises(ValueError, match=r"needs at least \d+ bytes.*this device has 1000"):
+        config.fitting("dkdv", 128, 128, 2, 1000, False, False)
+
+
+def test_heads_run_side_by_side_as_the_cache_allows():
+    assert launch.side_by_side(64, 8, 1 << 20) == 64
+    assert launch.side_by_side(64, 8, 16 << 20) == 16
+    assert launch.side_by_side(64, 8, 1 << 30) == 8

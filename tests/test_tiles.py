@@ -1,0 +1,133 @@
+"""The work table covers exactly the visible cells, whatever the mask and the tile size."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canon import Band, Mask
+from canon.fast.tiles import work_table
+
+SIZES = st.sampled_from([1, 2, 4, 8, 16])
+
+
+def coverage(mask, rows, columns, small, transposed):
+    """How often the table's spans compute each cell, and by which full spans; each row's tile; each tile's work."""
+    table = work_table(mask, rows, columns, small, transposed)
+    height, width = (mask.keys, mask.queries) if transposed else (mask.queries, mask.keys)
+    times = np.zeros((height, width), int)
+    full = np.zeros((height, width), bool)
+    owners = np.zeros(height, int)
+    work = []
+    for first, stop, partial, whole, end in table.tiles.tolist():
+        assert 0 < stop - first <= rows
+        owners[first:stop] += 1
+        wide, narrow = (sum(table.spans[a:b, 1].tolist()) for a, b in ((whole, end), (partial, whole)))
+        work.append(wide + narrow * small / columns)
+        for index in range(partial, end):
+            start, count, *band = table.spans[index].tolist()
+            assert count > 0
+            end_column = start + count * (columns if index >= whole else small)
+            cells = slice(first, stop), slice(start, end_column)
+            if index >= whole:
+                assert 0 <= start <= end_column <= width, "a full span reads beyond the tokens"
+                times[cells] += 1
+                full[cells] = True
+            else:
+                times[cells] += cells_of(band, first, stop, start, end_column)[:, : width - start]
+    return table, times, full, owners, work
+
+
+def cells_of(band, first, stop, start, end):
+    row_start, row_stop, column_start, column_stop, lo, hi = band
+    i, j = np.arange(first, stop)[:, None], np.arange(start, end)
+    return (row_start <= i) & (i < row_stop) & (column_start <= j) & (j < column_stop) & (lo <= j - i) & (j - i <= hi)
+
+
+def assert_exact(mask, rows, columns, transposed, small=None):
+    table, times, full, owners, work = coverage(mask, rows, columns, small or columns, transposed)
+    dense = mask.dense().numpy().T if transposed else mask.dense().numpy()
+    assert (owners == 1).all(), "every row belongs to one tile"
+    assert (times == dense).all(), "every visible cell is computed once, no other is"
+    assert dense[full].all(), "a full span is visible from end to end"
+    assert work == sorted(work, reverse=True), "longest first"
+    assert sum(work) == table.visits
+
+
+@st.composite
+def masks(draw):
+    """Documents, windows and slices, shifted, cropped and put together: most of what a mask can be."""
+    kind = draw(st.sampled_from(["documents", "window", "blocks", "prefix", "bands"]))
+    n = draw(st.integers(0, 40))
+    if kind == "documents":
+        lengths = draw(st.lists(st.integers(0, 17), max_size=6))
+        window = draw(st.sampled_from([None, (3, 0), (None, 2), (0, 0)]))
+        mask = Mask.documents([0, *np.cumsum(lengths).tolist()], causal=draw(st.booleans()), window=window)
+    elif kind == "window":
+        mask = Mask.window(n, draw(st.sampled_from([None, 0, 5])), draw(st.sampled_from([None, 0, 7])))
+    elif kind == "blocks":
+        mask = Mask.block_causal(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
+    elif kind == "prefix":
+        mask = Mask.prefix(n, draw(st.integers(0, n)))
+    else:
+        queries, keys = draw(st.integers(0, 30)), draw(st.integers(0, 30))
+        lo = draw(st.integers(-30, 30))
+        band = Band(0, queries, 0, keys, lo, lo + draw(st.integers(0, 40)))
+        mask = Mask([band], queries + draw(st.integers(0, 9)), keys + draw(st.integers(0, 9)))
+    mask = mask.shift(draw(st.integers(0, 5)), draw(st.integers(0, 5)))
+    keep = range(draw(st.integers(0, mask.queries)), mask.queries)
+    return mask.crop(queries=keep)
+
+
+@given(masks(), SIZES, SIZES, SIZES, st.booleans())
+def test_every_visible_cell_is_covered_once_and_full_spans_are_full(mask, rows, columns, small, transposed):
+    assert_exact(mask, rows, columns, transposed, min(small, columns))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("mask", [Mask([], 0, 0), Mask([], 5, 0), Mask([], 0, 5), Mask([], 5, 7), Mask.causal(1)])
+def test_tables_of_nothing_still_own_every_row(mask, transposed):
+    assert_exact(mask, 4, 2, transposed)
+
+
+def test_causal_work_is_half_and_full_but_for_the_diagonal():
+    table = work_table(Mask.causal(1024), 128, 128)
+    spans = table.spans.numpy()
+    assert table.visits == 8 * 9 // 2
+    assert sum(count for _, count, *band in spans.tolist() if any(band)) == 8  # one partial tile a row of tiles
+    assert table.tiles[:, 0].tolist() == [*range(896, -1, -128)]  # longest first
+
+
+def test_tiles_start_where_documents_do():
+    ends = [0, 1000, 2100, 3000]
+    table = work_table(Mask.documents(ends), 128, 128)
+    assert set(ends[:-1]) <= set(table.tiles[:, 0].tolist())
+    assert table.visits == sum(n * (n + 1) // 2 for n in (8, 9, 8))  # no tile reads two documents
+
+
+def test_many_tiny_documents_share_tiles():
+    table = work_table(Mask.documents(list(range(0, 1025, 8))), 128, 128)
+    assert len(table) == 8
+
+
+def test_the_table_is_made_once_for_each_mask_content():
+    first = work_table(Mask.documents([0, 5, 9]), 4, 4, None, False, torch.device("cpu"))
+    assert work_table(Mask.documents(torch.tensor([0, 5, 9])), 4, 4, None, False, torch.device("cpu")) is first
+    assert work_table(Mask.documents([0, 4, 9]), 4, 4, None, False, torch.device("cpu")) is not first
+
+
+def test_a_million_tokens_in_a_thousand_documents_are_planned_in_closed_form():
+    ends = np.cumsum([0, *np.random.default_rng(0).integers(1, 2048, 1000)]).tolist()
+    mask = Mask.documents(ends)
+    begin = time.perf_counter()
+    table = work_table(mask, 128, 64)
+    print(f"{ends[-1]} tokens: {len(table)} tiles, {table.visits} visits in {time.perf_counter() - begin:.3f} s")
+    assert table.visits < 1.3 * mask.area / (128 * 64)
+
+
+def test_more_tokens_than_32_bits_count_raise():
+    with pytest.raises(ValueError, match="32 bits"):
+        work_table(Mask([], 1 << 30, 1), 128, 128)
