@@ -1,10 +1,10 @@
 """What shows that an implementation is right: the judge, the worlds, and the cases that `canon check` runs.
 
-    from canon.testing import agreement, dense, oracle, world
+    from canon.testing import agreement, oracle, orders, world
 
 Needs torch alone; `interpreter` repairs Triton's CPU interpreter and is imported where kernels run under it.
 """
 
-from canon.testing.judge import Agreement, Attended, agreement, dense, oracle
+from canon.testing.judge import Agreement, Attended, agreement, dense, oracle, orders
 
-__all__ = ["Agreement", "Attended", "agreement", "dense", "oracle"]
+__all__ = ["Agreement", "Attended", "agreement", "dense", "oracle", "orders"]

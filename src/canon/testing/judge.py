@@ -1,33 +1,37 @@
 """The judge: is this attention right? Measured against float64, and against the same mathematics in the same dtype.
 
     exact = oracle(q, k, v, dout, mask)          float64 dense attention on the same rounded inputs
-    honest = dense(q, k, v, dout, mask)          the same in q's dtype, rounding what hardware rounds
+    honest = orders(q, k, v, dout, mask)         the same in q's dtype, rounding what hardware rounds, in four orders
     verdict = agreement(got, exact, honest)      error <= 2 x honest error + one rounding, for each tensor and norm
 
-No tolerance is chosen by hand. The honest error is what the dtype costs on these very inputs; twice that allows another
-order of summation; one rounding of the output dtype, measured on the oracle itself, allows to round once more.
+No tolerance is chosen by hand. The honest error is what the dtype costs on these very inputs: the largest of four
+evaluations, which sum in different orders and merge 1, 2, 4 and 8 parts of the keys through their lse, as the hops of
+a ring do. (In float32 a merge costs |lse| roundings of a whole row, and one evaluation alone may be lucky in the token that
+decides a maximum.) Twice that allows for what kernels do besides; one rounding of the output dtype, measured on the
+oracle itself, allows to round once more.
 
 **Norms.** Each tensor (out, lse, dq, dk, dv) is held to the rule in three norms, relative to the oracle's own: L2; maximum;
 and the worst token, ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)`` with L2 over the token's heads and
 width. Attention over n keys has size 1 / sqrt(n), so a whole late token may be lost without a trace in the first two.
 Numbers that are not finite where the oracle's are fail, and so does a tensor of zeros; lse is -inf at exactly the same places.
 
-**What `dense` rounds.** Operands of every matrix product are rounded to the dtype; sums are float32; softmax is float32;
-out, dq, dk and dv are rounded once, at the end; delta is made from the rounded out, which is what a backward pass is given.
-So P is rounded before P V and P^T dO, dS before dS K and dS^T Q, and nothing else.
+**What `dense` rounds.** Operands of every matrix product are rounded to the dtype; sums are float32; so is the softmax, in
+base 2, the only one that hardware has, with lse turned into a natural logarithm and back; out, dq, dk and dv are rounded
+once, at the end. The backward half starts from what a backward pass is given, the rounded out and lse: delta =
+rowsum(dO * out), P = exp(S - lse). P is rounded before P V and P^T dO, dS before dS K and dS^T Q.
 
 **lse** is never rounded to 16 bits, so it is held to float32 even then. It is 1-Lipschitz in the scores: its error is
 that of q.k, whose products are exact in float32 (8 + 8 or 11 + 11 bits), and of the sum over d. There tensor cores
 differ from CPUs: they add 16 products at a time and truncate the sum to float32, they do not round it (Fasi, Higham,
 Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). `dense` does the same for 16-bit inputs, which makes
-its error an honest one, about d/16 truncations, and the bound some 1e-6: a thousandth of what an lse kept in bfloat16
-would show.
+its error an honest one, that of d/16 truncations. The bound is a few units of float32: an lse that passed through
+bfloat16 anywhere is ten thousand times over it.
 
 float64 is held to 1e-12 instead. ``mask=None`` is causal. Rows without keys have out 0, lse -inf, gradients 0; what nobody sees
 (keys without a query, queries without a key) may hold NaN.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +41,8 @@ from torch import Tensor
 from canon.reference import Mask
 
 EXACT = 1e-12
+NORMS = ("l2", "max", "token")
+LOG2E = 1.4426950408889634
 _BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}  # scores held at once, all heads together
 
 
@@ -56,19 +62,26 @@ def oracle(q, k, v, dout, mask: Mask | None = None, scale: float | None = None, 
     Shapes as everywhere: q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h, t),
     or all without b. ``scale`` defaults to 1 / sqrt(d).
     """
-    return _attend(q, k, v, dout, mask, scale, dlse, torch.float64, None)
+    return _attend(q, k, v, dout, mask, scale, dlse, torch.float64, None, 0)
 
 
-def dense(q, k, v, dout, mask: Mask | None = None, scale: float | None = None, dlse=None) -> Attended:
-    """The same in the dtype of q, as hardware does it: see the module's docstring. float64 is the oracle."""
+def dense(
+    q, k, v, dout, mask: Mask | None = None, scale: float | None = None, dlse=None, *, order: int = 0
+) -> Attended:
+    """The same in the dtype of q, as hardware does it: see the module's docstring. ``order`` > 0 shuffles and merges."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _attend(q, k, v, dout, mask, scale, dlse, wide, q.dtype)
+    return _attend(q, k, v, dout, mask, scale, dlse, wide, q.dtype, order)
 
 
-def _attend(q, k, v, dout, mask, scale, dlse, wide: torch.dtype, narrow: torch.dtype | None) -> Attended:
+def orders(q, k, v, dout, mask: Mask | None = None, scale: float | None = None, dlse=None) -> list[Attended]:
+    """`dense` four times over, in other orders of summation and other numbers of parts."""
+    return [dense(q, k, v, dout, mask, scale, dlse, order=order) for order in range(4)]
+
+
+def _attend(q, k, v, dout, mask, scale, dlse, wide: torch.dtype, narrow: torch.dtype | None, order: int) -> Attended:
     if q.dim() == 3:
-        one = _attend(*(x[None] for x in (q, k, v, dout)), mask, scale, None if dlse is None else dlse[None], wide, narrow)
-        return Attended(*(x[0] for x in one))
+        packed, dlse = (x[None] for x in (q, k, v, dout)), None if dlse is None else dlse[None]
+        return Attended(*(x[0] for x in _attend(*packed, mask, scale, dlse, wide, narrow, order)))
     mask = Mask.causal(q.shape[1]) if mask is None else mask
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
@@ -76,6 +89,8 @@ def _attend(q, k, v, dout, mask, scale, dlse, wide: torch.dtype, narrow: torch.d
     q, dout = (_heads_first(x, q_seen, wide) for x in (q, dout))
     k, v = (_heads_first(x, k_seen, wide).repeat_interleave(group, 1) for x in (k, v))
     dlse = q.new_zeros(q.shape[:3]) if dlse is None else dlse.to(wide).masked_fill(~q_seen, 0)
+    widths, keys = _shuffled(q.shape[-1], order, q.device), _shuffled(mask.keys, order, q.device)
+    q, k, v = q[..., widths], k[:, :, keys][..., widths], v[:, :, keys]
 
     def rounded(x: Tensor) -> Tensor:
         return x if narrow is None else x.to(narrow).to(wide)
@@ -84,28 +99,53 @@ def _attend(q, k, v, dout, mask, scale, dlse, wide: torch.dtype, narrow: torch.d
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     with torch.no_grad(), _no_tf32():
         for rows, visible in _row_blocks(mask, q):
-            scores = scale * _products(q[:, :, rows], k, narrow)
-            scores.masked_fill_(~visible, -torch.inf)
-            top = scores.amax(-1, keepdim=True)
-            p = torch.exp(scores - top.masked_fill(top == -torch.inf, 0))
-            total = p.sum(-1, keepdim=True)
-            sure = total.masked_fill(total == 0, 1)
-            out[:, :, rows] = rounded(rounded(p) @ v / sure)
-            lse[:, :, rows] = (top + total.log())[..., 0]
-            p /= sure
+            scores = scale * LOG2E * _products(q[:, :, rows], k, narrow)
+            scores.masked_fill_(~visible[:, keys], -torch.inf)
+            out[:, :, rows], lse[:, :, rows] = _softmax(scores, v, 1 << order, rounded)
+            out[:, :, rows] = rounded(out[:, :, rows])
+            p = torch.exp2(scores - LOG2E * _finite(lse[:, :, rows, None]))
             delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1) - dlse[:, :, rows]
             ds = rounded(p * (dout[:, :, rows] @ v.mT - delta[..., None]))
             dq[:, :, rows] = scale * (ds @ k)
             dk += scale * (ds.mT @ q[:, :, rows])
             dv += rounded(p).mT @ dout[:, :, rows]
+    dq, dk, dv = dq[..., widths.argsort()], dk[:, :, keys.argsort()][..., widths.argsort()], dv[:, :, keys.argsort()]
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     narrow = wide if narrow is None else narrow
     out, dq, dk, dv = (x.transpose(1, 2).to(narrow) for x in (out, dq, dk, dv))
     return Attended(out, lse, dq, dk, dv)
 
 
+def _softmax(scores: Tensor, v: Tensor, parts: int, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """out, and lse as a natural logarithm, from scores in base 2: over parts of the keys, merged through their lse."""
+    out = v.new_zeros(*scores.shape[:-1], v.shape[-1])
+    lse = v.new_full((*scores.shape[:-1], 1), -torch.inf)
+    for some, v_part in zip(scores.tensor_split(parts, -1), v.tensor_split(parts, -2), strict=True):
+        if some.shape[-1]:
+            top = some.amax(-1, keepdim=True)
+            p = torch.exp2(some - _finite(top))
+            total = p.sum(-1, keepdim=True)
+            part = rounded(p) @ v_part / total.masked_fill(total == 0, 1)
+            part_lse = (top + total.log2()) / LOG2E
+            merged = torch.logaddexp(lse, part_lse)
+            out = torch.exp(lse - _finite(merged)) * out + torch.exp(part_lse - _finite(merged)) * part
+            lse = merged
+    return out, lse[..., 0]
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.masked_fill(x == -torch.inf, 0)
+
+
 def _heads_first(x: Tensor, seen: Tensor, wide: torch.dtype) -> Tensor:
     return x.detach().to(wide).masked_fill(~seen[:, None, None], 0).transpose(1, 2)
+
+
+def _shuffled(n: int, order: int, device) -> Tensor:
+    """The ``order``-th order of n things; 0 leaves them as they are."""
+    if order == 0:
+        return torch.arange(n, device=device)
+    return torch.randperm(n, generator=torch.Generator().manual_seed(order)).to(device)
 
 
 def _row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -149,8 +189,7 @@ def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
     for some in range(0, q.shape[-1], 16):
         exact = total.double() + q[..., some : some + 16].double() @ k[..., some : some + 16].double().mT
         total = exact.float()
-        over = total.abs() > exact.abs()
-        total[over] = torch.nextafter(total[over], total.new_zeros(()))
+        total = torch.where(total.abs() > exact.abs(), torch.nextafter(total, torch.zeros_like(total)), total)
     return total
 
 
@@ -159,10 +198,14 @@ class _no_tf32:
 
     def __enter__(self):
         self.before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
+        self._set("highest")
 
     def __exit__(self, *_):
-        torch.set_float32_matmul_precision(self.before)
+        self._set(self.before)
+
+    def _set(self, precision: str):
+        if precision != torch.get_float32_matmul_precision():  # a setting of the process: touched only where it must be
+            torch.set_float32_matmul_precision(precision)
 
 
 # ---------------------------------------------------------------------- the verdict
@@ -198,17 +241,20 @@ class Agreement:
         return max(self.measures, key=lambda m: m.ratio, default=None)
 
     def __str__(self) -> str:
-        lines = [f"{m.tensor:4} {m.norm:5} error {m.error:.2e}  bound {m.bound:.2e}  {m.ratio:6.2f}" for m in self.measures]
+        lines = [
+            f"{m.tensor:4} {m.norm:5} error {m.error:.2e}  bound {m.bound:.2e}  {m.ratio:6.2f}" for m in self.measures
+        ]
         return "\n".join([*lines, *self.faults])
 
 
-def agreement(got: Attended, exact: Attended, honest: Attended) -> Agreement:
-    """Whether ``got`` is as near to ``exact`` (from `oracle`) as ``honest`` (from `dense`) lets one expect.
+def agreement(got: Attended, exact: Attended, honest: Attended | list[Attended]) -> Agreement:
+    """Whether ``got`` is as near to ``exact`` (from `oracle`) as ``honest`` (from `orders`, or one `dense`) lets one expect.
 
     Tensors that ``got`` leaves out (None) are not judged. Raises ValueError if it has none, or one of another shape.
     """
     measures, faults = [], []
-    for name, mine, true, theirs in zip(Attended._fields, got, exact, honest, strict=True):
+    honest = [honest] if isinstance(honest, Attended) else honest
+    for name, mine, true, *theirs in zip(Attended._fields, got, exact, *honest, strict=True):
         if mine is not None:
             if mine.shape != true.shape:
                 raise ValueError(f"{name} has shape {tuple(mine.shape)}, expected {tuple(true.shape)}")
@@ -220,26 +266,27 @@ def agreement(got: Attended, exact: Attended, honest: Attended) -> Agreement:
     return Agreement(tuple(measures), tuple(faults))
 
 
-def _judge(name: str, got: Tensor, exact: Tensor, honest: Tensor) -> tuple[list[Measure], list[str]]:
-    kept, unseen = honest.dtype, exact == -torch.inf
+def _judge(name: str, got: Tensor, exact: Tensor, honest: list[Tensor]) -> tuple[list[Measure], list[str]]:
+    kept, unseen = honest[0].dtype, exact == -torch.inf
     if name == "lse" and not torch.equal(got == -torch.inf, unseen):
         return [], [f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at {int(unseen.sum())}"]
-    got, exact, honest = (x.to(exact.device).double().masked_fill(unseen, 0) for x in (got, exact, honest))
+    got, exact, *honest = (x.to(exact.device).double().masked_fill(unseen, 0) for x in (got, exact, *honest))
     if not bool(got.isfinite().all()):
         return [], [f"{name} has {int((~got.isfinite()).sum())} values that are not finite"]
     faults = [f"{name} is zero everywhere"] if bool(exact.any()) and not bool(got.any()) else []
     rounded = exact.to(kept).double()
     measures = []
-    for norm in ("l2", "max", "token"):
-        error, theirs, once = (_relative(name, norm, x - exact, exact) for x in (got, honest, rounded))
-        bound = EXACT if kept == torch.float64 else 2 * theirs + once
+    for norm in NORMS:
+        error, once, *theirs = (relative(name, norm, x - exact, exact) for x in (got, rounded, *honest))
+        bound = EXACT if kept == torch.float64 else 2 * max(theirs) + once
         measures.append(Measure(name, norm, error, bound))
         if error > bound:
             faults.append(f"{name} is off by {error:.2e} in the {norm} norm, {bound:.2e} is what its dtype explains")
     return measures, faults
 
 
-def _relative(name: str, norm: str, error: Tensor, exact: Tensor) -> float:
+def relative(name: str, norm: str, error: Tensor, exact: Tensor) -> float:
+    """The size of ``error`` against that of ``exact``, the tensor called ``name``, in one of the three norms."""
     if norm == "max":
         error, size = error.abs().amax(), exact.abs().amax()
     elif norm == "l2":

@@ -8,7 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 COLOURS = {"out": "#0072b2", "lse": "#56b4e9", "dq": "#e69f00", "dk": "#d55e00", "dv": "#009e73"}
-MARKS = {"agrees": "[green]agrees", "disagrees": "[bold red]disagrees", "failed": "[bold red]failed", "declined": "[dim]declined"}
+MARKS = {
+    "agrees": "[green]agrees",
+    "disagrees": "[bold red]disagrees",
+    "failed": "[bold red]failed",
+    "declined": "[dim]declined",
+}
 
 
 NUMBERS = {"error", "bound", "ratio", "time"}
@@ -46,7 +51,7 @@ def picture(results: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return False
-    results = [result for result in results if result["measures"]]
+    results = [result for result in results if result["measures"]] or [{"case": "nothing ran", "measures": []}]
     figure = Figure(figsize=(8, 1.5 + 0.2 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

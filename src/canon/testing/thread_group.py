@@ -15,7 +15,6 @@ What it does not do: sends are buffered, so unmatched blocking sends pass here (
 receive from any source; reductions are SUM, AVG, PRODUCT, MIN and MAX, added in rank order in the dtype given.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,56 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-class Ended(BaseException):
-    """Ends a rank that waits for what will never come; not an Exception, so that no program swallows it."""
-
-
-class Meeting:
-    """What the ranks of one world share: who is running, who waits for what, calls under way, letters sent."""
-
-    def __init__(self, ranks: int):
-        self.ranks = ranks
-        self.changed = threading.Condition()
-        self.running = set(range(ranks))
-        self.waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
-        self.ended: str | None = None
-        self.calls: dict[tuple, _Call] = {}
-        self.letters: dict[tuple, tuple[Tensor, Any]] = {}
-
-    def wait(self, rank: int, ready: Callable[[], bool], told: Callable[[], str]) -> None:
-        """Return when ``ready()``; raise Ended when another rank has failed, or when no rank can go on."""
-        with self.changed:
-            self.waiting[rank] = (ready, told)
-            try:
-                while not ready():
-                    self._end_if_stuck()
-                    if self.ended is not None:
-                        raise Ended(self.ended)
-                    self.changed.wait()
-            finally:
-                del self.waiting[rank]
-
-    def leave(self, rank: int, failure: str | None = None) -> None:
-        """``rank`` has returned, or failed: then whoever waits is ended."""
-        with self.changed:
-            self.running.discard(rank)
-            self.ended = self.ended or failure
-            self._end_if_stuck()
-            self.changed.notify_all()
-
-    def _end_if_stuck(self) -> None:
-        if self.ended or not self.waiting or self.waiting.keys() < self.running:
-            return
-        if not any(ready() for ready, _ in self.waiting.values()):
-            told = [f"rank {rank} waits in {told()}" for rank, (_, told) in sorted(self.waiting.items())]
-            told += [f"rank {rank} has returned" for rank in range(self.ranks) if rank not in self.running]
-            self.ended = f"no rank can go on: {'; '.join(told)}"
-            self.changed.notify_all()
+from canon.testing.meeting import Meeting
 
 
 @dataclass
-class _Call:
+class Call:
     """One collective of one group, under way."""
 
     size: int
@@ -181,7 +135,7 @@ class ThreadGroup(dist.ProcessGroup):
         key, who = (self.pg_name, self.calls), self._who()
         self.calls += 1
         with self.meeting.changed:
-            call = self.meeting.calls.setdefault(key, _Call(self.ranks))
+            call = self.meeting.calls.setdefault(key, Call(self.ranks))
             call.names[self.place], call.data[self.place] = name, data
             if any(x.is_cuda for x in tensors):
                 call.posted.append(_event())

@@ -25,7 +25,7 @@ from canon.reference import Layout
 from canon.testing import cases as tried
 from canon.testing.cases import Case
 from canon.testing.documents import Documents
-from canon.testing.judge import Attended, agreement
+from canon.testing.judge import Attended, Measure, agreement, relative
 
 _making = threading.Lock()  # ranks as threads share one set of inputs
 
@@ -60,7 +60,7 @@ class Trial:
                 raise CaseFailed(case.name, f"{type(error).__name__}: {error}") from error
             if result is not None:
                 with self.sink.open("a") as lines:
-                    lines.write(json.dumps(result) + "\n")
+                    lines.write(json.dumps(result) + "\n")  # in one piece: the lines are read as they come
 
 
 def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str, Any] | None:
@@ -92,9 +92,13 @@ def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str
     if not same and not (case.method == "fused" and device == "cuda"):  # there its dq is added up by atomics
         faults.append("the second run gave other bits than the first")
     errors = {(m.tensor, m.norm): m.error for m in of_reference.measures}
-    measures = [
-        asdict(m) | {"ratio": m.ratio, "reference_error": errors.get((m.tensor, m.norm))} for m in verdict.measures
-    ]
+    measures = []
+    for m in verdict.measures:
+        between = {
+            "difference": _difference(m, first, theirs, exact),
+            "reference_error": errors.get((m.tensor, m.norm)),
+        }
+        measures.append(asdict(m) | {"ratio": m.ratio} | between)
     return {
         "case": case.name,
         "verdict": "disagrees" if faults else "agrees",
@@ -104,6 +108,13 @@ def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str
         "seconds": [cold, warm],
         "reference_seconds": [reference_seconds],
     }
+
+
+def _difference(m: Measure, first: Attended, theirs: Attended, exact: Attended) -> float:
+    """The module's result against the reference's. It needs no bound of its own: both have one to the oracle."""
+    a, b, true = (getattr(x, m.tensor).double() for x in (first, theirs, exact))
+    unseen = true == -torch.inf
+    return relative(m.tensor, m.norm, (a - b).masked_fill(unseen, 0), true.masked_fill(unseen, 0))
 
 
 def _ready(case: Case, device: str) -> None:

@@ -11,33 +11,20 @@ not finished and where it was. Programs for processes must be picklable: a funct
 ``functools.partial`` of one.
 """
 
-import contextlib
 import contextvars
-import faulthandler
-import io
-import os
-import pickle
-import signal
 import sys
-import tempfile
 import threading
-import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import wait as wait_for_any
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
-from canon.testing.thread_group import Ended, Meeting, ThreadGroup
+from canon.testing.meeting import Ended, Meeting, failed, tell
+from canon.testing.process_world import run_processes
+from canon.testing.thread_group import ThreadGroup
 
 Program = Callable[[], Any]
-_UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
-GRACE = 3.0  # seconds that the other ranks get to end by themselves once one has failed
 
 
 def threads(program: Program, ranks: int = 4) -> list[Any]:
@@ -108,9 +95,9 @@ def _threads(program: Program, ranks: int) -> list[Any]:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         dist.distributed_c10d._world = outside
         torch.set_num_threads(cores)
-    _tell(["".join(said) for said in voices.said])
+    tell(["".join(said) for said in voices.said])
     for rank, error in failures.items():
-        raise _failed(rank, error) from error
+        raise failed(rank, error) from error
     if meeting.ended:
         raise RuntimeError(meeting.ended)
     return results
@@ -144,10 +131,11 @@ class _Voices:
 def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list[Any]:
     """Results of the picklable ``program()`` by rank, each rank a process on the CPU, over gloo.
 
-    Raises RuntimeError naming the first rank that failed; TimeoutError after ``timeout`` seconds, naming the ranks
-    that had not finished and where they were. No process outlives the call.
+    Raises RuntimeError naming the first rank that failed; TimeoutError ``timeout`` seconds after the processes have
+    started, naming the ranks that had not finished and where they were. No process outlives the call.
     """
-    return _processes(program, ranks, "gloo", timeout)
+    _check_ranks(ranks)
+    return run_processes(program, ranks, "gloo", timeout)
 
 
 def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) -> list[Any]:
@@ -159,132 +147,8 @@ def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) ->
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if ranks > torch.cuda.device_count():
         raise ValueError(f"{ranks} ranks need as many GPUs, this machine has {torch.cuda.device_count()}")
-    return _processes(program, ranks, "nccl", timeout)
-
-
-def _processes(program: Program, ranks: int, backend: str, timeout: float) -> list[Any]:
     _check_ranks(ranks)
-    try:
-        packed = pickle.dumps(program)
-    except _UNPICKLABLE as error:
-        raise ValueError(
-            f"ranks as processes need a picklable program, a function of a module or a partial of one: {error}"
-        ) from error
-    context = _starter(backend)
-    with tempfile.TemporaryDirectory(prefix="canon-world-") as folder:
-        where = Path(folder)
-        environment = dict(os.environ)  # a server keeps the one it was started with
-        arguments = [(rank, ranks, backend, timeout, packed, folder, environment) for rank in range(ranks)]
-        children = [context.Process(target=_child, args=given, daemon=True) for given in arguments]
-        try:
-            for child in children:
-                child.start()
-            _watch(children, time.monotonic() + timeout)
-            told = [_read(where / f"rank{rank}") for rank in range(ranks)]
-            unfinished = [r for r, child in enumerate(children) if told[r] is None and child.is_alive()]
-            stuck = {rank: _stack(where / f"stack{rank}", children[rank].pid) for rank in unfinished}
-        finally:
-            for child in children:
-                child.kill()
-                child.join()
-    _tell([said["prints"] if said else "" for said in told])
-    failed = [(said["time"], rank) for rank, said in enumerate(told) if said and said["error"]]
-    for _, rank in sorted(failed):
-        raise _failed(rank, told[rank]["error"], told[rank]["traceback"]) from told[rank]["error"]
-    codes = {rank: child.exitcode for rank, child in enumerate(children) if told[rank] is None and rank not in stuck}
-    if codes:
-        raise RuntimeError("; ".join(f"rank {rank} ended with exit code {code}" for rank, code in codes.items()))
-    if stuck:
-        where_told = "".join(f"\nrank {rank} was at\n{stack}" for rank, stack in stuck.items())
-        raise TimeoutError(f"after {timeout} s rank {', '.join(map(str, stuck))} had not finished{where_told}")
-    return [said["result"] for said in told]
-
-
-def _starter(backend: str):
-    """How processes start: for the CPU forked off a server that has imported torch, which saves seconds a world."""
-    if backend == "nccl" or "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    return context
-
-
-def _watch(children: list, deadline: float) -> None:
-    """Return when all children have ended, at the deadline, or a moment after the first one that failed."""
-    alive = {child.sentinel: child for child in children}
-    while alive and (left := deadline - time.monotonic()) > 0:
-        for sentinel in wait_for_any(list(alive), left):
-            child = alive.pop(sentinel)
-            child.join()
-            if child.exitcode != 0:
-                deadline = min(deadline, time.monotonic() + GRACE)
-
-
-def _child(rank: int, ranks: int, backend: str, timeout: float, packed: bytes, folder: str, environment) -> None:
-    where = Path(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=open(where / f"stack{rank}", "w"))  # noqa: SIM115  open to the end
-    if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of the host need not resolve
-    store = dist.FileStore(str(where / "store"), ranks)
-    said: dict[str, Any] = {"result": None, "error": None, "traceback": "", "time": 0.0}
-    prints = sys.stdout = io.StringIO()
-    try:
-        device = torch.device("cuda", rank) if backend == "nccl" else None
-        if device is not None:
-            torch.cuda.set_device(device)
-        limit = timedelta(seconds=timeout + 60)  # the watcher, who can say where each rank is, comes first
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=device)
-        said["result"] = pickle.loads(packed)()
-    except BaseException as error:
-        said |= {"error": error, "traceback": traceback.format_exc(), "time": time.time()}
-    said["prints"] = prints.getvalue()
-    _write(where / f"rank{rank}", said)
-    if said["error"] is not None:
-        os._exit(1)  # collectives that others are in would hold up an orderly end
-    store.add("finished", 1)
-    while store.add("finished", 0) < ranks:  # who ends early closes the connections that others still read from
-        time.sleep(0.01)
-    dist.destroy_process_group()
-
-
-def _write(path: Path, said: dict[str, Any]) -> None:
-    try:
-        pickle.loads(pickle.dumps(said["error"]))
-        torch.save(said, path.with_suffix(".part"))
-    except _UNPICKLABLE as error:
-        told = said["error"] or error
-        said |= {"result": None, "error": RuntimeError(f"{type(told).__name__}: {told}"), "time": time.time()}
-        torch.save(said, path.with_suffix(".part"))
-    path.with_suffix(".part").rename(path)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return torch.load(path, map_location="cpu", weights_only=False) if path.exists() else None
-
-
-def _stack(path: Path, pid: int) -> str:
-    """Where a process that has not finished is, innermost call first."""
-    if path.exists():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.2)
-    lines = path.read_text().splitlines() if path.exists() else []
-    start = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
-    end = next((i for i, line in enumerate(lines) if line.endswith("in _child")), len(lines))
-    return "\n".join(lines[start + 1 : end][:8]) or "  a place unknown"
-
-
-def _failed(rank: int, error: BaseException, told: str = "") -> RuntimeError:
-    return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}" + (f"\n{told}" if told else ""))
-
-
-def _tell(said: list[str]) -> None:
-    for rank, text in enumerate(said):
-        for line in text.splitlines():
-            print(f"rank {rank} │ {line}")
+    return run_processes(program, ranks, "nccl", timeout)
 
 
 def _check_ranks(ranks: int) -> None:

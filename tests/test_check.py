@@ -1,0 +1,200 @@
+"""`canon check`: agrees with the reference, sees faults, says what it did, and its exit status can be trusted."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from canon.__main__ import main
+from canon.testing import cases
+from canon.testing.documents import Documents, projected
+
+FAULTY = """
+from canon.reference import *
+from canon import reference
+
+def zigzag_attention(q, k, v, mask=None, **options):
+    out, lse = reference.zigzag_attention(q, k, v, mask, **options)
+    return out * {factor}, lse
+
+def a_new_one(q):
+    return q
+
+del striped_attention
+"""
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """Documents of the lengths at which off-by-one errors show."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for number, length in enumerate((1, 2, 137, 2041, 89)):
+        text = f"document {number}, of {length} bytes. " * (length // 20 + 1)
+        (folder / f"{number}.txt").write_text(text[:length])
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """``run(*words)``: status, what was printed, record."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        status = main(["check", *map(str, words)])
+        kept = tmp_path / "canon-check" / "record.json"
+        return status, capsys.readouterr(), json.loads(kept.read_text()) if kept.exists() else None
+
+    return run
+
+
+def module_in(folder, monkeypatch, name, text):
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def verdicts(record):
+    """By function; these tests change one function, and all its cases fare alike."""
+    return {result["case"].split("/")[0]: result["verdict"] for result in record["results"]}
+
+
+def test_the_reference_agrees_with_itself(run, tmp_path):
+    status, printed, record = run("canon.reference", "--tokens", 300)
+    assert status == 0
+    assert "cases agree." in printed.out
+    tried = {result["case"].split("/")[0] for result in record["results"]}
+    assert tried >= {"attention", "attention_forward", "attention_backward", "merge", "ring_attention",
+                     "zigzag_attention", "striped_attention"}  # fmt: skip
+    assert all(result["verdict"] == "agrees" and result["same_bits"] for result in record["results"])
+    for dtype in ("float32", "bfloat16", "float64"):
+        assert any(f"/{dtype}" in result["case"] for result in record["results"])
+    assert record["command"].startswith("canon check canon.reference --ranks 4")
+    assert record["machine"]["torch"] == torch.__version__
+    assert (tmp_path / "canon-check" / "errors.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_documents_of_awkward_lengths(run, documents, ranks):
+    status, _, record = run(
+        "canon.reference", "--ranks", ranks, "--documents", documents, "--only", "ring_attention/*/documents/bfloat16"
+    )
+    assert status == 0
+    assert sorted(record["documents"].values()) == [1, 2, 89, 137, 2041]
+    assert record["ranks"] == ranks
+    assert str(documents) not in json.dumps(record), "a record holds no path of whoever made it"
+
+
+def test_the_portable_kernels_agree(run, documents):
+    status, printed, record = run(
+        "canon.fast", "--ranks", 3, "--documents", documents, "--tokens", 230, "--only", "zigzag_attention/*/documents"
+    )
+    assert status == 0, printed.out
+    assert len(record["results"]) == 1
+
+
+def test_a_faulty_module_is_found_out(run, tmp_path, monkeypatch):
+    module_in(tmp_path, monkeypatch, "faulty_attention", FAULTY.format(factor=1.01))
+    status, printed, record = run("faulty_attention", "--tokens", 200, "--only", "zigzag")
+    assert status == 1
+    assert {name: verdict for name, verdict in verdicts(record).items() if verdict != "agrees"} == {
+        "zigzag_attention": "disagrees"
+    }
+    assert "out is off by" in printed.out
+    assert "does not have them: striped_attention" in " ".join(printed.out.split())
+    assert "a_new_one" in record["untried"]
+
+
+def test_a_module_that_raises_on_one_rank_fails_that_case_alone(run, tmp_path, monkeypatch):
+    text = FAULTY.format(factor=1).replace(
+        "    out, lse",
+        "    import torch.distributed as dist\n    assert dist.get_rank() != 2, 'no rank two'\n    out, lse",
+        1,
+    )
+    module_in(tmp_path, monkeypatch, "raising_attention", text)
+    status, printed, record = run("raising_attention", "--tokens", 200, "--only", "zigzag/documents")
+    assert status == 1
+    assert {name: verdict for name, verdict in verdicts(record).items() if verdict != "agrees"} == {
+        "zigzag_attention": "failed"
+    }
+    assert "rank 2: AssertionError: no rank two" in printed.out
+
+
+def test_a_module_that_gives_other_bits_each_time_is_found_out(run, tmp_path, monkeypatch):
+    text = (
+        FAULTY.format(factor="next(numbers)")
+        + "\nimport itertools\nnumbers = itertools.cycle([1, 1, 1, 1, 1 + 2**-23])\n"
+    )
+    module_in(tmp_path, monkeypatch, "wavering_attention", text)
+    status, printed, _ = run(
+        "wavering_attention", "--tokens", 200, "--only", "zigzag_attention/zigzag/causal", "--dtype", "float32"
+    )
+    assert status == 1
+    assert "the second run gave other bits than the first" in printed.out
+
+
+def test_processes_agree_too(run):
+    status, printed, _ = run(
+        "canon.reference", "--world", "processes", "--ranks", 2, "--tokens", 200, "--only", "zigzag/causal"
+    )
+    assert status == 0, printed
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["no.such.module"], "cannot import no.such.module"),
+        (["canon.reference", "--only", "nothing"], "no case matches 'nothing'"),
+        (["canon.reference", "--ranks", "0"], "--ranks must be at least 1"),
+        (["canon.reference", "--documents", "missing.txt"], "no such file or folder: missing.txt"),
+        (["canon.testing.record"], "has none of the functions"),
+        (["canon.reference", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["canon.reference", "--world", "gpus", "--ranks", "99"], "99 ranks need as many GPUs"),
+    ],
+)
+def test_commands_that_cannot_be_carried_out(run, words, told):
+    status, printed, _ = run(*words)
+    assert status == 2
+    assert told in printed.err
+
+
+def test_help_and_list(run):
+    status, printed, _ = run("--help")
+    assert status == 0
+    assert "Exit status: 0 if everything agrees" in printed.out
+    status, printed, _ = run("canon.reference", "--list", "--dtype", "float16")
+    assert status == 0
+    assert "ring_attention/zigzag/documents/float16" in printed.out.split()
+
+
+# ---------------------------------------------------------------------- input
+def test_inputs_are_the_same_for_every_layout():
+    """Positions come from the layout; a layout that numbers tokens otherwise would give other inputs."""
+    documents = Documents(("a", "b"), (b"some text, and " * 3, b"some more"))
+    results = [
+        projected(documents, cases.LAYOUTS[name](documents.tokens, ranks), (2, 1), (8, 4))
+        for name in cases.LAYOUTS
+        for ranks in (1, 3)
+    ]
+    for q, k, v in results:
+        assert all(torch.equal(x, y) for x, y in zip((q, k, v), results[0], strict=True))
+
+
+def test_documents_are_chosen_whole_and_of_various_lengths(tmp_path):
+    for number, length in enumerate((300, 10, 11, 12, 40, 5000)):
+        (tmp_path / f"{number}.md").write_bytes(b"x" * length)
+    assert Documents.of([tmp_path], 400).lengths == (300, 10, 11, 12, 40)
+    assert Documents.of([tmp_path], 70).lengths == (10, 11, 40)
+    assert Documents.of([tmp_path], 5).lengths == (10,), "at least one"
+    assert Documents.of([tmp_path]).tokens == 5373
+    assert Documents.of([], 500).tokens > 0
+
+
+def test_unseen_tokens_hold_nan():
+    documents = Documents(("a", "b"), (b"0123456789" * 8, b"abcdef" * 9))
+    case = next(c for c in cases.all_cases(["float32"], gpu=False) if c.mask == "block_causal")
+    x = cases.inputs(case, documents, "cpu")
+    assert x.q.isnan().any()
+    assert x.k.isnan().any()
+    assert not x.q.isnan().all()

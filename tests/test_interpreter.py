@@ -1,0 +1,163 @@
+"""The repairs of Triton's interpreter: each against what the same kernel gives on a GPU, by PyTorch's arithmetic."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from canon.testing import interpreter, world
+
+if not interpreter.repair():
+    pytest.skip("kernels run on the GPU here, not in the interpreter", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dot_kernel(a, b, c, M: tl.constexpr, K: tl.constexpr):
+    i, j = tl.arange(0, M), tl.arange(0, K)
+    x = tl.load(a + i[:, None] * K + j[None, :])
+    y = tl.load(b + j[:, None] * M + i[None, :])
+    tl.store(c + i[:, None] * M + i[None, :], tl.dot(x, y, input_precision="ieee").to(c.dtype.element_ty))
+
+
+@triton.jit
+def arithmetic_kernel(a, b, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x, y = tl.load(a + i), tl.load(b + i)
+    tl.store(out + i, x + y)
+    tl.store(out + N + i, x * y)
+    tl.store(out + 2 * N + i, tl.where(x < y, x, y))
+    tl.store(out + 3 * N + i, tl.maximum(x, y))
+    tl.store(out + 4 * N + i, tl.zeros((N,), tl.bfloat16) + 1.5)
+    tl.store(out + 5 * N + i, (i * 3).to(tl.bfloat16))
+    tl.store(out + 6 * N + i, -x)
+
+
+@triton.jit
+def reduction_kernel(a, out, N: tl.constexpr):
+    x = tl.load(a + tl.arange(0, N))
+    tl.store(out, tl.sum(x, 0))
+    tl.store(out + 1, tl.max(x, 0))
+    tl.store(out + 2, tl.min(x, 0))
+    tl.store(out + 3 + tl.arange(0, N), tl.cumsum(x.to(tl.float32), 0).to(tl.bfloat16))
+
+
+@triton.jit
+def plus_one(x):
+    return x + 1
+
+
+@triton.jit
+def loop_kernel(bounds, out):
+    total = 0
+    for _ in range(tl.load(bounds), tl.load(bounds + 1)):
+        total = plus_one(total)
+    tl.store(out, tl.cdiv(total, 2))
+
+
+@triton.jit
+def infinities_kernel(out):
+    x = tl.full([16], float("-inf"), tl.float32)
+    tl.store(out + tl.arange(0, 16), tl.exp2(x - x) + tl.exp2(tl.full([16], 1000.0, tl.float32)))
+
+
+@triton.jit
+def descriptor_kernel(x, out, n, B: tl.constexpr, D: tl.constexpr):
+    values = tl.make_tensor_descriptor(x, [n, D], [D, 1], [B, D]).load([0, 0])
+    tl.make_tensor_descriptor(out, [n, D], [D, 1], [B, D]).atomic_add([0, 0], values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_products_of_tiles(dtype, kept):
+    a, b, c = torch.randn(32, 64).to(dtype), torch.randn(64, 32).to(dtype), torch.empty(32, 32, dtype=kept)
+    dot_kernel[(1,)](a, b, c, M=32, K=64)
+    exact = a.double() @ b.double()
+    assert (c.double() - exact).norm() <= (
+        1e-6 + 2 * (exact.to(kept).double() - exact).norm() / exact.norm()
+    ) * exact.norm()
+
+
+def test_bfloat16_arithmetic_is_that_of_float32_rounded():
+    x, y = torch.randn(64).bfloat16(), torch.randn(64).bfloat16()
+    out = torch.empty(7, 64, dtype=torch.bfloat16)
+    arithmetic_kernel[(1,)](x, y, out, N=64)
+    numbers = torch.arange(64.0).bfloat16()
+    expected = [x + y, x * y, torch.minimum(x, y), torch.maximum(x, y), torch.full_like(x, 1.5), numbers * 3, -x]
+    assert torch.equal(out, torch.stack(expected))
+
+
+def test_bfloat16_reductions():
+    x, out = torch.randn(64).bfloat16(), torch.empty(67, dtype=torch.bfloat16)
+    reduction_kernel[(1,)](x, out, N=64)
+    assert out[:3].tolist() == [x.float().sum().bfloat16(), x.max(), x.min()]
+    assert torch.equal(out[3:], x.float().cumsum(0).bfloat16())
+
+
+def test_patterns_are_rounded_to_nearest_even():
+    x = torch.randn(10_000) * torch.logspace(-38, 38, 10_000)
+    x[:4] = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])
+    bits = x.bfloat16().view(torch.int16).numpy().view(np.uint16)
+    assert (interpreter.narrow(x.numpy()) == bits).all()
+    assert (interpreter.widen(bits) == x.bfloat16().float().numpy()).all()
+    assert np.isnan(interpreter.widen(interpreter.narrow(np.array([np.nan])))).all()
+
+
+def test_loop_bounds_may_be_loaded():
+    out = torch.zeros(1, dtype=torch.int32)
+    loop_kernel[(1,)](torch.tensor([3, 10], dtype=torch.int32), out)
+    assert out.item() == 4
+
+
+def test_numpy_does_not_warn_of_what_gpus_do_silently():
+    out = torch.zeros(16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        infinities_kernel[(1,)](out)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_descriptors_add(dtype):
+    x, out = torch.randn(16, 32).to(dtype), torch.ones(16, 32, dtype=dtype)
+    descriptor_kernel[(2,)](x, out, 16, B=16, D=32)
+    assert torch.equal(out, torch.ones_like(x) + x + x)
+
+
+def test_ranks_as_threads_launch_one_at_a_time():
+    def program():
+        out = torch.zeros(1, dtype=torch.int32)
+        for count in range(20):
+            loop_kernel[(1,)](torch.tensor([0, 2 * count], dtype=torch.int32), out)
+            assert out.item() == count
+        return out.item()
+
+    assert world.threads(program, 4) == [19] * 4
+
+
+def test_triton_may_have_been_imported_before(tmp_path):
+    (tmp_path / "kernels.py").write_text(
+        "import triton, torch, triton.language as tl\n"
+        "@triton.jit\n"
+        "def kernel(x, out):\n"
+        "    tl.store(out, tl.sum(tl.load(x + tl.arange(0, 16)), 0) + tl.cdiv(5, 2))\n"
+        "out = torch.zeros(1)\n"
+        "kernel[(1,)](torch.ones(16), out)\n"
+        "assert out.item() == 19, out\n"
+    )
+    program = (
+        "import triton.language, os; os.environ['TRITON_INTERPRET'] = '1'\n"
+        "from canon.testing import interpreter; interpreter.repair()\n"
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kernels\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr

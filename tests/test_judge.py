@@ -1,0 +1,192 @@
+"""The judge: honest attention passes, and every fault that others have shipped, planted on purpose, is caught."""
+
+import importlib
+import inspect
+import json
+import sys
+import types
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from canon.reference import Band, Mask
+from canon.testing import Attended, agreement, dense, oracle, orders, world
+from canon.testing.cases import all_cases
+from canon.testing.documents import Documents
+from canon.testing.trial import Trial
+
+DOCUMENTS = Documents(("a", "b", "c"), tuple(bytes(range(n)) * 4 for n in (30, 1, 250)))
+LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring_attention/contiguous/full"
+
+# fault: (case that meets it, file, text, what stands there instead). The first place where the text stands is changed.
+FAULTS = {
+    "a hop is dropped": (RING, "ring", "range(call.ranks):", "range(call.ranks - 1):"),
+    "K is stale: the first hop's is used in every hop": (
+        RING, "ring", "held = hop.wait() if hop else held", "hop and hop.wait()"),
+    "the merge skips a rescale": (
+        RING, "local", "weighted(out, lse) + weighted", "out.to(lse.dtype) + weighted"),
+    "the online softmax skips a rescale": (LOCAL, "local", "shrink[..., None] * weighted", "weighted"),
+    "dk and dv are swapped": (LOCAL, "backward", "in walk()]", "in [walk()[i] for i in (0, 2, 1)]]"),
+    "out is accumulated in bfloat16": (
+        FULL, "local", "weighted + p @ v_tile", "weighted.bfloat16() + (p @ v_tile).bfloat16()"),
+    "parts are merged in bfloat16": (
+        FULL, "ring", "merge(out, lse, *part)", "merge(out.bfloat16(), lse, *part)"),
+    "dk and dv are accumulated in bfloat16": (FULL, "backward", "dtype=self.accumulate", "dtype=torch.bfloat16"),
+    "the scale is off by 1 %": (LOCAL, "call", "q.shape[-1] ** -0.5", "1.01 * q.shape[-1] ** -0.5"),
+    "causal is off by one, a key too few": (
+        LOCAL, "tiles", "tiles = [", "mask = moved(mask, hi=-1)\n    tiles = ["),
+    "causal is off by one, a key too many": (LOCAL, "tiles", "tiles = [", "mask = moved(mask, hi=1)\n    tiles = ["),
+    "a document leaks into the next": (LOCAL, "tiles", "tiles = [", "mask = moved(mask, k_start=-1)\n    tiles = ["),
+    "query heads use the wrong key head": (
+        LOCAL, "tiles", ".repeat_interleave(group, dim=1)", ".repeat(1, group, 1, 1)"),
+    "lse is in base 2": (LOCAL, "local", "highest + torch.log(", "1.4427 * highest + torch.log2("),
+    "one token's row is zero": (
+        LOCAL, "local", "out = out.transpose(1, 2).to(out_dtype)", "out = out.transpose(1, 2).to(out_dtype); out[:, -9] = 0"),
+    "dlse is ignored": (LOCAL, "backward", "delta if dlse is None else delta - dlse", "delta"),
+    "delta is made for every hop from its own part": (
+        RING, "ring", "delta=delta, method", "delta=delta / call.ranks, method"),
+    "the ring sums gradients in bfloat16": (FULL, "ring", "x.to(call.reduce_dtype)", "x.bfloat16()"),
+}  # fmt: skip
+
+
+def moved(mask, k_start=0, hi=0):
+    """The same mask with its bands' corners or diagonals in the wrong place; bands may overlap no more than before."""
+    bands = [
+        Band(b.q_start, b.q_stop, max(0, b.k_start + k_start), b.k_stop, b.lo + k_start, b.hi + hi) for b in mask.bands
+    ]
+    return Mask(bands, mask.queries, mask.keys)
+
+
+def with_fault(file, text, instead):
+    """A module with the reference's public functions, made of its own source with one text changed in one file."""
+    module, changed = types.ModuleType("faulty"), 0
+    for name in ("call", "tiles", "backward", "local", "ring"):
+        source = inspect.getsource(importlib.import_module(f"canon.reference.{name}"))
+        if name == file:
+            changed += source.count(text)
+            source = source.replace(text, instead, 1)
+        scope = {"__name__": f"faulty_{name}", "moved": moved}
+        sys.modules[f"faulty_{name}"] = types.ModuleType(f"faulty_{name}")
+        for earlier in ("call", "tiles", "backward", "local"):
+            source = source.replace(f"from canon.reference.{earlier} import", f"from faulty_{earlier} import")
+        exec(compile(source, f"faulty {name}", "exec"), scope)
+        vars(sys.modules[f"faulty_{name}"]).update(scope)
+        vars(module).update({public: scope[public] for public in scope.get("__all__", ())})
+    assert changed, f"{text!r} no longer stands in reference/{file}.py: write this fault anew"
+    return module
+
+
+def verdict(module_name, case_name, dtype, tmp_path, ranks=4):
+    """What `canon check` finds out about one case."""
+    cases = tuple(case for case in all_cases([dtype], gpu=False) if case.name == f"{case_name}/{dtype}")
+    assert cases, case_name
+    sink = Path(tmp_path) / "results"
+    world.threads(Trial(module_name, cases, DOCUMENTS, "cpu", sink), ranks)
+    return json.loads(sink.read_text())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_caught(fault, dtype, tmp_path, monkeypatch):
+    case, *change = FAULTS[fault]
+    monkeypatch.setitem(sys.modules, "faulty", with_fault(*change))
+    result = verdict("faulty", case, dtype, tmp_path)
+    assert result["verdict"] == "disagrees", fault
+    assert not any(found.startswith("the reference itself") for found in result["faults"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("case", [LOCAL, RING])
+def test_the_honest_implementation_passes(case, dtype, tmp_path):
+    result = verdict("canon.reference", case, dtype, tmp_path)
+    assert result["verdict"] == "agrees", result["faults"]
+    assert result["same_bits"]
+
+
+# ---------------------------------------------------------------------- the judge itself
+def tensors(dtype=torch.float64, tokens=40, batch=()):
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(*batch, tokens, *shape).to(dtype) for shape in ((4, 16), (2, 16), (2, 24), (4, 24)))
+    return q, k, v, dout, torch.randn(*batch, 4, tokens).to(torch.promote_types(dtype, torch.float32))
+
+
+def by_autograd(q, k, v, dout, dlse, visible, scale):
+    """The same by torch's softmax and autograd, float64, packed."""
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    scores = scale * torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, 1)).masked_fill(~visible, -1e300)
+    out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.repeat_interleave(2, 1))
+    lse = scores.logsumexp(-1)
+    return Attended(out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout.double(), dlse.double())))
+
+
+def test_the_oracle_is_what_autograd_gives():
+    q, k, v, dout, dlse = tensors()
+    for mask in (Mask.causal(40), Mask.window(40, 5, 3), Mask.documents([0, 1, 17, 40])):
+        exact = oracle(q, k, v, dout, mask, 0.3, dlse)
+        for mine, theirs in zip(exact, by_autograd(q, k, v, dout, dlse, mask.dense(), 0.3), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        assert agreement(exact, exact, dense(q, k, v, dout, mask, 0.3, dlse)).agrees
+
+
+def test_batches_are_packed_sequences_side_by_side():
+    batched = tensors(batch=(2,))
+    exact = oracle(*batched[:4], dlse=batched[4])
+    for row in range(2):
+        q, k, v, dout, dlse = (x[row] for x in batched)
+        for whole, one in zip(exact, oracle(q, k, v, dout, dlse=dlse), strict=True):
+            torch.testing.assert_close(whole[row], one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("answer", [oracle, dense, partial(dense, order=2)])
+def test_what_nobody_sees_may_hold_nan(answer):
+    q, k, v, dout, dlse = tensors(torch.float32)
+    mask = Mask([Band(0, 30, 0, 20)], 40, 40)
+    clean = answer(q, k, v, dout, mask, dlse=dlse)
+    q[30:], dout[30:], k[20:], v[20:] = (torch.nan for _ in range(4))
+    for with_nan, without in zip(answer(q, k, v, dout, mask, dlse=dlse), clean, strict=True):
+        assert torch.equal(with_nan, without)
+    assert (clean.lse[:, 30:] == -torch.inf).all()
+    assert not clean.out[30:].any()
+    assert not clean.dq[30:].any()
+    assert not clean.dk[20:].any()
+
+
+def test_honest_orders_differ_in_rounding_alone():
+    q, k, v, dout, dlse = tensors(torch.bfloat16)
+    exact, honest = oracle(q, k, v, dout, dlse=dlse), orders(q, k, v, dout, dlse=dlse)
+    assert all(agreement(one, exact, honest).agrees for one in honest)
+    assert not torch.equal(honest[0].lse, honest[3].lse)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("out", lambda x: x.index_fill(0, torch.tensor([3]), torch.nan), "out has 96 values that are not finite"),
+        ("dq", lambda x: x.index_fill(0, torch.tensor([3]), torch.inf), "dq has 64 values that are not finite"),
+        ("dk", torch.zeros_like, "dk is zero everywhere"),
+        ("lse", lambda x: x.index_fill(1, torch.tensor([3]), -torch.inf), "lse is -inf at 4 places, the oracle at 0"),
+        ("lse", lambda x: x.bfloat16().float(), "lse is off by"),
+        ("lse", lambda x: x + 1e-5, "lse is off by"),
+        ("dv", lambda x: 1.02 * x, "dv is off by"),
+    ],
+)
+def test_verdicts_name_the_tensor_and_what_is_wrong(name, change, told):
+    q, k, v, dout, dlse = tensors(torch.bfloat16)
+    exact, honest = oracle(q, k, v, dout, dlse=dlse), orders(q, k, v, dout, dlse=dlse)
+    got = honest[1]._replace(**{name: change(getattr(honest[1], name))})
+    verdict = agreement(got, exact, honest)
+    assert not verdict.agrees
+    assert told in str(verdict)
+    assert all(name in fault for fault in verdict.faults)
+
+
+def test_only_what_is_given_is_judged():
+    q, k, v, dout, _ = tensors(torch.float32)
+    exact, honest = oracle(q, k, v, dout), dense(q, k, v, dout)
+    assert {m.tensor for m in agreement(Attended(honest.out, honest.lse), exact, honest).measures} == {"out", "lse"}
+    with pytest.raises(ValueError, match="nothing to judge"):
+        agreement(Attended(), exact, honest)
+    with pytest.raises(ValueError, match="out has shape"):
+        agreement(Attended(honest.out[1:]), exact, honest)

@@ -1,0 +1,300 @@
+"""Worlds: the same program gives the same results as threads and as processes, and none of them hangs."""
+
+import contextvars
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon.testing import world
+
+WORLDS = [world.threads, world.processes]
+ASK = contextvars.ContextVar("ask", default="nothing")
+# torch 2.13 renames these and warns about the old names.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def place():
+    return dist.get_rank(), dist.get_world_size()
+
+
+def collectives():
+    """Every collective and exchange that the library uses, synchronous and not; returns plain numbers."""
+    rank, ranks = place()
+    mine = torch.full((2, 3), float(rank))
+    told = {}
+    parts = [torch.empty(2, 3) for _ in range(ranks)]
+    dist.all_gather(parts, mine)
+    told["all_gather"] = torch.cat(parts)[:, 0].tolist()
+    whole = torch.empty(2 * ranks, 3)
+    work = gather_single(whole, mine, async_op=True)
+    work.wait()
+    told["all_gather_single"] = whole[:, 0].tolist()
+    objects = [None] * ranks
+    dist.all_gather_object(objects, {"rank": rank})
+    told["all_gather_object"] = objects
+    total = mine.clone()
+    dist.all_reduce(total)
+    told["all_reduce"] = total.tolist()
+    largest = torch.tensor([rank])
+    dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True).wait()
+    told["max"] = largest.tolist()
+    share = torch.empty(1)
+    dist.reduce_scatter(share, [torch.tensor([10.0 * rank + i]) for i in range(ranks)])
+    told["reduce_scatter"] = share.tolist()
+    scatter_single(share, torch.arange(ranks).float() + rank)
+    told["reduce_scatter_single"] = share.tolist()
+    root = mine.clone() if rank == 1 else torch.empty(2, 3)
+    dist.broadcast(root, 1)
+    told["broadcast"] = root.tolist()
+    dist.barrier()
+    return told
+
+
+def uneven_all_to_all():
+    rank, ranks = place()
+    sent = [rank + to for to in range(ranks)]  # rank r sends r + to copies of its number to each
+    received = [source + rank for source in range(ranks)]
+    out = torch.empty(sum(received), 2)
+    dist.all_to_all_single(out, torch.full((sum(sent), 2), float(rank)), received, sent)
+    return out[:, 0].tolist()
+
+
+def ring():
+    """One hop, posted in one batch; empty tensors travel too."""
+    rank, ranks = place()
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    received, nothing = torch.empty(4), torch.empty(0, 5)
+    operations = [
+        dist.P2POp(dist.isend, torch.arange(4.0) + rank, right),
+        dist.P2POp(dist.irecv, received, left),
+        dist.P2POp(dist.isend, torch.empty(0, 5), right),
+        dist.P2POp(dist.irecv, nothing, left),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received.tolist()
+
+
+def numbered():
+    """Two receives from one rank, waited for in the other order, get what was sent first and second."""
+    rank = dist.get_rank()
+    if rank == 0:
+        for number in (1.0, 2.0):
+            dist.send(torch.tensor([number]), 1)
+        return None
+    if rank > 1:
+        return None
+    first, second = torch.empty(1), torch.empty(1)
+    works = [dist.irecv(first, 0), dist.irecv(second, 0)]
+    works[1].wait()
+    works[0].wait()
+    return first.item(), second.item()
+
+
+def two_groups_at_once():
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = halves[rank // 2]
+    total = torch.tensor([float(rank)])
+    for _ in range(rank // 2 + 1):  # the second group makes one call more
+        dist.all_reduce(total, group=group)
+    received = torch.empty(1)
+    peer = rank ^ 1
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, torch.tensor([float(rank)]), peer, group),
+        dist.P2POp(dist.irecv, received, peer, group),
+    ])  # fmt: skip
+    for work in works:
+        work.wait()
+    return total.item(), received.item()
+
+
+def empty():
+    ranks = place()[1]
+    whole = torch.empty(0, 3)
+    gather_single(whole, torch.empty(0, 3))
+    dist.all_reduce(whole)
+    parts = [torch.empty(0) for _ in range(ranks)]
+    dist.all_gather(parts, torch.empty(0))
+    share = torch.empty(0, 2)
+    scatter_single(share, torch.empty(0, 2))
+    return tuple(whole.shape)
+
+
+class Summed(torch.autograd.Function):
+    """Its backward is a collective, which must find its rank."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        total = dx.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def backward():
+    x = torch.ones(3, requires_grad=True)
+    Summed.apply(x).mul(dist.get_rank()).sum().backward()
+    return x.grad.tolist()
+
+
+@pytest.mark.parametrize("start", WORLDS)
+def test_collectives(start):
+    results = start(collectives, 3)
+    for rank, told in enumerate(results):
+        assert told["all_gather"] == told["all_gather_single"] == [0, 0, 1, 1, 2, 2]
+        assert told["all_gather_object"] == [{"rank": r} for r in range(3)]
+        assert told["all_reduce"] == [[3.0] * 3] * 2
+        assert told["max"] == [2]
+        assert told["reduce_scatter"] == [30.0 + 3 * rank]
+        assert told["reduce_scatter_single"] == [3.0 + 3 * rank]
+        assert told["broadcast"] == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("start", WORLDS)
+def test_exchanges(start):
+    assert start(uneven_all_to_all, 3) == [
+        [source for source in range(3) for _ in range(source + rank)] for rank in range(3)
+    ]
+    assert start(ring, 3) == [[left + i for i in range(4)] for left in (2, 0, 1)]
+    assert start(numbered, 3)[1] == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("start", WORLDS)
+def test_disjoint_groups_work_side_by_side(start):
+    assert start(two_groups_at_once, 4) == [(1.0, 1.0), (1.0, 0.0), (10.0, 3.0), (10.0, 2.0)]
+
+
+@pytest.mark.parametrize("start", WORLDS)
+def test_empty_tensors(start):
+    assert start(empty, 2) == [(0, 3)] * 2
+
+
+@pytest.mark.parametrize("start", WORLDS)
+def test_a_backward_pass_may_communicate(start):
+    assert start(backward, 3) == [[3.0] * 3] * 3
+
+
+def test_backward_stays_in_the_thread_of_its_rank():
+    """On a GPU it would run in a thread of the device, which knows no rank."""
+    assert not any(world.threads(torch._C._is_multithreading_enabled, 2))
+
+
+def test_asynchronous_calls_wait_for_late_ranks():
+    def program():
+        rank = dist.get_rank()
+        total = torch.tensor([1.0])
+        if rank == 0:
+            work = dist.all_reduce(total, async_op=True)
+            early = work.is_completed()
+            dist.send(torch.zeros(1), 1)  # rank 1 joins only after this: a blocking call would never get here
+            work.wait()
+            return early, total.item()
+        dist.recv(torch.empty(1), 0)
+        dist.all_reduce(total)
+        return None, total.item()
+
+    assert world.threads(program, 2) == [(False, 2.0), (None, 2.0)]
+
+
+# ---------------------------------------------------------------------- failures
+def fails_on_one():
+    if dist.get_rank() == 1:
+        raise KeyError("lost")
+    dist.barrier()
+
+
+def returns_early():
+    if dist.get_rank() != 2:
+        dist.barrier()
+
+
+def sleeps_on_one():
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("start", WORLDS)
+def test_the_failing_rank_is_named_and_nobody_hangs(start):
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1: KeyError: 'lost'") as caught:
+        start(fails_on_one, 3)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert time.monotonic() - begun < 20
+
+
+def test_threads_that_wait_for_one_another_are_told():
+    told = "rank 0 waits in barrier for rank 2; rank 1 waits in barrier for rank 2; rank 2 has returned"
+    with pytest.raises(RuntimeError, match=told):
+        world.threads(returns_early, 3)
+    with pytest.raises(
+        RuntimeError, match="rank 0 waits in a receive from rank 1; rank 1 waits in a receive from rank 0"
+    ):
+        world.threads(lambda: dist.recv(torch.empty(1), 1 - dist.get_rank()), 2)
+
+
+def test_a_hard_timeout_names_the_ranks_that_had_not_finished():
+    with pytest.raises(TimeoutError, match="rank 0, 1 had not finished") as caught:
+        world.processes(sleeps_on_one, 2, timeout=3)
+    assert "in sleeps_on_one" in str(caught.value)
+
+
+def test_disagreements_are_errors():
+    def other_collectives():
+        dist.barrier() if dist.get_rank() else dist.all_reduce(torch.zeros(1))
+
+    with pytest.raises(RuntimeError, match="rank 0 called all_reduce, rank 1 called barrier"):
+        world.threads(other_collectives, 2)
+
+    def other_dtypes():
+        mine = torch.zeros(2, dtype=torch.float32 if dist.get_rank() else torch.float64)
+        dist.all_gather([torch.empty_like(mine) for _ in range(2)], mine)
+
+    with pytest.raises(RuntimeError, match="do not fit"):
+        world.threads(other_dtypes, 2)
+
+
+def test_a_world_leaves_nothing_behind():
+    with pytest.raises(RuntimeError):
+        world.threads(fails_on_one, 3)
+    assert not dist.is_initialized()
+    assert world.threads(dist.get_rank, 5) == [0, 1, 2, 3, 4]
+    with pytest.raises(RuntimeError, match="a rank cannot start"):
+        world.threads(partial(world.threads, dist.get_rank, 2), 2)
+    with pytest.raises(ValueError, match="at least one rank, got 0"):
+        world.threads(dist.get_rank, 0)
+    with pytest.raises(ValueError, match="picklable"):
+        world.processes(lambda: None, 2)
+
+
+def says():
+    print(f"I am {dist.get_rank()}")
+    dist.barrier()
+    print("done")
+
+
+@pytest.mark.parametrize("start", WORLDS)
+def test_prints_come_in_rank_order(start, capsys):
+    start(says, 2)
+    assert capsys.readouterr().out == "rank 0 │ I am 0\nrank 0 │ done\nrank 1 │ I am 1\nrank 1 │ done\n"
+
+
+def test_context_variables_reach_the_ranks():
+    token = ASK.set("gluon")
+    try:
+        assert world.threads(ASK.get, 2) == ["gluon", "gluon"]
+    finally:
+        ASK.reset(token)
+
+
+def test_gpus_are_not_invented():
+    with pytest.raises(ValueError, match="ranks need as many GPUs"):
+        world.gpus(dist.get_rank, torch.cuda.device_count() + 1)
