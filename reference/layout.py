@@ -168,8 +168,12 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def _local_mask(layout: Layout, mask: Mask, q_rank: int, k_ranks: tuple[int, ...]) -> Mask:
-    rows = _placed(layout._held(q_rank))
-    columns = _placed([piece for rank in k_ranks for piece in layout._held(rank)])
+    return mask_between(mask, layout._held(q_rank), [piece for rank in k_ranks for piece in layout._held(rank)])
+
+
+def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) -> Mask:
+    """The mask between the tokens of some ranges and those of others, in the coordinates of the two buffers."""
+    rows, columns = _placed(queries), _placed(keys)
     bands = []
     for q_offset, q_piece in rows:
         for band in mask.bands:

@@ -1,5 +1,7 @@
 """`canon bench` reads its shapes, measures nothing that disagrees, and says so where it cannot measure."""
 
+import json
+
 import pytest
 import torch
 
@@ -95,3 +97,12 @@ def test_candidates_are_read():
 def test_without_a_gpu_it_says_so(capsys):
     assert main(["bench", "kernels"]) == 2
     assert "there is none here" in capsys.readouterr().out
+
+
+def test_plans_are_reported_and_recorded(tmp_path):
+    path = tmp_path / "plans.json"
+    assert main(["bench", "plans", "--packs", "1", "--ranks", "8", "--record", str(path)]) == 0
+    rows = {row["kind"]: row for row in json.loads(path.read_text())["results"]}
+    assert set(rows) == {"packs", "one causal document", "a window of 1024", "1000 documents"}
+    assert rows["one causal document"]["volume"] == [0.75]
+    assert all(len(row["ms"]) == 1 for row in rows.values())

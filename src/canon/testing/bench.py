@@ -4,6 +4,7 @@
     canon bench kernels --shape 1,16384,32,8,128 --mask documents:1024
     canon bench kernels --only split --rounds 20
     canon bench tune                           tile sizes instead of peers: see `canon.testing.tune`
+    canon bench plans                          dispatch plans instead of kernels: see `canon.testing.plans`
 
 Every contender gets the same inputs in the same process, and they take turns: round by round each runs once warm, so
 that a clock that drifts drifts for all. TFLOP/s count visible cells alone: forward 4 h d area, backward 2.5 times that.
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from canon.reference.mask import Mask
-from canon.testing import record
+from canon.testing import plans, record
 from canon.testing.judge import Attended, agreement, dense, oracle
 
 SHAPES = ["1,16384,32,8,128", "8,2048,32,8,128", "1,16384,32,32,64", "1,16384,16,16,256"]
@@ -217,8 +218,10 @@ def milliseconds(run: Callable[[], object], times: int = 10) -> list[float]:
 # ---------------------------------------------------------------------- the command
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
-    what = "kernels: forward and every backward beside peers; tune: each kernel in many tile sizes; on one GPU"
-    parser.add_argument("what", choices=["kernels", "tune"], help=what)
+    what = "kernels: forward and every backward beside peers, on one GPU; tune: each kernel in many tile sizes; plans: "
+    parser.add_argument(
+        "what", choices=["kernels", "tune", "plans"], help=what + "what dispatch plans are worth, on a CPU"
+    )
     parser.add_argument("--shape", action="append", help="b,n,h,g,d (repeatable)", metavar="SHAPE")
     parser.add_argument("--mask", action="append", help="causal, full, window:LEFT, documents:MEAN", metavar="MASK")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -227,9 +230,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG"
     )
-    parser.add_argument(
-        "--record", type=Path, help="where to write JSON (default canon-bench/kernels.json or tune.json)"
-    )
+    plans.add_arguments(parser)
+    parser.add_argument("--record", type=Path, help="where to write JSON (default canon-bench/WHAT.json)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -237,6 +239,8 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console()
+    if options.what == "plans":
+        return _kept(console, options, rows := plans.plans(options), plans.table(rows))
     if not torch.cuda.is_available():
         console.print("canon bench measures GPUs, and there is none here")
         return 2
@@ -256,11 +260,16 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         console.print(f"canon bench: {error}")
         return 2
-    console.print(_tuned(rows) if options.what == "tune" else _compared(rows))
+    _kept(console, options, rows, _tuned(rows) if options.what == "tune" else _compared(rows))
+    return int(options.what == "kernels" and any("failed" in x for x in rows if x["contender"].startswith("canon")))
+
+
+def _kept(console, options: argparse.Namespace, rows: list[dict], table) -> int:
+    console.print(table)
     path = options.record or Path(f"canon-bench/{options.what}.json")
     kept = record.write(path, shlex.join(["canon", *sys.argv[1:]]), rows, dtype=options.dtype)
     console.print(f"record: {kept}")
-    return int(options.what == "kernels" and any("failed" in x for x in rows if x["contender"].startswith("canon")))
+    return 0
 
 
 def _compared(rows: list[dict]):

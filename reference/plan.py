@@ -1,0 +1,267 @@
+"""The vocabulary of plans: what is sent from whom to whom, and what a plan is worth. No algorithm: both halves make these.
+
+    CastPlan      for each cast and each rank: the pieces of other ranks' tokens that it receives, by source
+    PlanReport    the work and the traffic of each rank, and what they come to
+
+A cast is one exchange, all to all. With ``stages=0`` there is one, and one step of attention after it; with
+``stages=n`` step 0 uses a rank's own keys, and step i those of cast i - 1:
+
+    stages=0    step 0: own keys and cast 0
+    stages=2    step 0: own keys        step 1: cast 0        step 2: cast 1
+
+A step's keys stand in one buffer: the own ones first, if it has them, then what came, in the order of the sources.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canon.reference.layout import Layout, mask_between
+from canon.reference.mask import Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of rank ``source``, which lie there in the rows ``row``, ``row`` + 1, ..."""
+
+    source: int
+    tokens: range
+    row: int
+
+
+@dataclass(frozen=True)
+class CastPlan:
+    """Who receives what: ``received[cast][rank]`` are pieces by source, then by row. Pure, equal on all ranks."""
+
+    mask: Mask
+    layout: Layout
+    stages: int
+    received: tuple[tuple[tuple[Piece, ...], ...], ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mask, self.layout, self.stages))
+
+    @property
+    def casts(self) -> int:
+        """The number of exchanges; 0 if no rank needs another's keys."""
+        return len(self.received)
+
+    @property
+    def steps(self) -> int:
+        """The number of parts that attention is computed in."""
+        return 1 + (self.casts if self.stages else 0)
+
+    def holds_own(self, step: int) -> bool:
+        """Whether the keys of the step begin with the rank's own."""
+        return step == 0
+
+    def cast_of(self, step: int) -> int | None:
+        """The cast that a step waits for, or None."""
+        cast = step - 1 if self.stages else step
+        return cast if 0 <= cast < self.casts else None
+
+    def keys(self, step: int, rank: int) -> tuple[range, ...]:
+        """The tokens whose keys stand in the buffer of a step, in its order."""
+        own = self.layout.ranges_per_rank[rank] if self.holds_own(step) else ()
+        cast = self.cast_of(step)
+        return own + (() if cast is None else tuple(piece.tokens for piece in self.received[cast][rank]))
+
+    def local_mask(self, step: int, rank: int) -> Mask:
+        """The mask between the queries of a rank and the buffer of a step, in local coordinates."""
+        return _local_mask(self, step, rank)
+
+    def receive_sizes(self, cast: int, rank: int) -> list[int]:
+        """The tokens that ``rank`` receives from each rank."""
+        return [sizes[rank] for sizes in self._sizes[cast]]
+
+    def send_sizes(self, cast: int, rank: int) -> list[int]:
+        """The tokens that ``rank`` sends to each rank."""
+        return list(self._sizes[cast][rank])
+
+    def send_rows(self, cast: int, rank: int) -> Tensor:
+        """The rows that ``rank`` sends, those for rank 0 first, then those for rank 1, ...: int64, CPU."""
+        rows = [torch.arange(p.row, p.row + len(p.tokens)) for p in self._sent[cast][rank]]
+        return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+
+    def tokens_moved(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """By rank, the tokens that it receives and those that it sends in all casts; a K and a V move with each."""
+        ranks, casts = range(self.layout.ranks), range(self.casts)
+        received = tuple(sum(sum(self.receive_sizes(cast, rank)) for cast in casts) for rank in ranks)
+        return received, tuple(sum(sum(self.send_sizes(cast, rank)) for cast in casts) for rank in ranks)
+
+    @cached_property
+    def _sizes(self) -> list[list[list[int]]]:
+        """[cast][source][destination]"""
+        ranks = range(self.layout.ranks)
+        sizes = [[[0 for _ in ranks] for _ in ranks] for _ in self.received]
+        for cast, received in enumerate(self.received):
+            for rank, pieces in enumerate(received):
+                for piece in pieces:
+                    sizes[cast][piece.source][rank] += len(piece.tokens)
+        return sizes
+
+    @cached_property
+    def _sent(self) -> list[list[list[Piece]]]:
+        """[cast][source]: pieces by destination, then by row."""
+        sent: list[list[list[Piece]]] = [[[] for _ in received] for received in self.received]
+        for cast, received in enumerate(self.received):
+            for pieces in received:
+                for piece in pieces:
+                    sent[cast][piece.source].append(piece)
+        return sent
+
+
+@lru_cache(maxsize=4096)
+def _local_mask(plan: CastPlan, step: int, rank: int) -> Mask:
+    return mask_between(plan.mask, plan.layout.ranges_per_rank[rank], plan.keys(step, rank))
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a plan is worth: areas in visible cells, traffic in tokens, of which each means a K and a V."""
+
+    tokens: int
+    areas: tuple[int, ...]  # by rank
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+    largest_chunk: int  # the area of the largest piece that a plan may not divide
+
+    @property
+    def balance(self) -> float:
+        """The largest area over the lower bound; 1 is perfect."""
+        return max(self.areas) / self.lower_bound if self.lower_bound else 1.0
+
+    @property
+    def lower_bound(self) -> float:
+        """max(mean area, largest chunk): no plan of these chunks can have a smaller largest area."""
+        return max(sum(self.areas) / len(self.areas), self.largest_chunk)
+
+    @property
+    def volume(self) -> float:
+        """All tokens received, as a part of what an all-gather moves."""
+        return sum(self.received) / self._all_gather if self._all_gather else 0.0
+
+    @property
+    def worst_receive(self) -> float:
+        """The most that a rank receives, as a part of what it receives in an all-gather."""
+        return max(self.received) * len(self.areas) / self._all_gather if self._all_gather else 0.0
+
+    @property
+    def worst_send(self) -> float:
+        """The most that a rank sends, as a part of what it sends in an all-gather."""
+        return max(self.sent) * len(self.areas) / self._all_gather if self._all_gather else 0.0
+
+    @property
+    def _all_gather(self) -> int:
+        return (len(self.areas) - 1) * self.tokens
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.tokens} tokens on {len(self.areas)} ranks",
+            f"balance        {self.balance:.3f}   largest area / max(mean, largest chunk)",
+            f"volume         {self.volume:.3f}   of an all-gather",
+            f"worst receive  {self.worst_receive:.3f}   of a rank's part of it",
+            f"worst send     {self.worst_send:.3f}",
+        ]
+        return "\n".join(lines)
+
+    def picture(self, width: int = 24) -> str:
+        """A line for each rank: bars of its area, of what it receives and of what it sends."""
+        columns = [("area", self.areas), ("receives", self.received), ("sends", self.sent)]
+        lines = ["rank  " + "  ".join(f"{name:<{width + 2}}" for name, _ in columns).rstrip()]
+        for rank in range(len(self.areas)):
+            bars = (_bar(values[rank], max(values), width) for _, values in columns)
+            lines.append(f"{rank:>4}  " + "  ".join(f"|{bar:<{width}}|" for bar in bars))
+        return "\n".join(lines)
+
+
+def _bar(value: int, most: int, width: int) -> str:
+    """Eighths of a character: a bar of the full width is ``most``."""
+    eighths = 8 * width * value // most if most else 0
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def cut(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
+    """Pieces of one source as ``parts`` lists of nearly equal numbers of tokens, in order; the first ones are larger."""
+    tokens = sum(len(piece.tokens) for piece in pieces)
+    ends = [-(-tokens * part // parts) for part in range(parts + 1)]
+    lists: list[list[Piece]] = [[] for _ in range(parts)]
+    start = 0
+    for piece in pieces:
+        for part, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
+            inside = range(len(piece.tokens))[max(0, first - start) : max(0, last - start)]
+            if inside:
+                some = piece.tokens[inside.start : inside.stop]
+                lists[part].append(Piece(piece.source, some, piece.row + inside.start))
+        start += len(piece.tokens)
+    return [tuple(each) for each in lists]
+
+
+def staged(remote: list[list[tuple[Piece, ...]]], stages: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
+    """``CastPlan.received`` from [rank][source] pieces: each pair's are cut in ``stages`` parts; empty casts are dropped."""
+    parts = [[cut(pieces, max(1, stages)) for pieces in sources] for sources in remote]
+    casts = (
+        tuple(tuple(piece for pieces in sources for piece in pieces[cast]) for sources in parts)
+        for cast in range(max(1, stages))
+    )
+    return tuple(cast for cast in casts if any(cast))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The tokens that a rank sends to each rank and receives from each, in one cast."""
+
+    sent: list[int]
+    received: list[int]
+
+
+def check_rows(
+    name: str, x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, received: bool = False
+) -> tuple[int, Sizes]:
+    """This rank, and the sizes of its cast; ValueError unless ``x`` has a row for each of its (or the received) tokens."""
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    if ranks != plan.layout.ranks:
+        raise ValueError(f"{name}: the plan is for {plan.layout.ranks} ranks, the group has {ranks}")
+    if not 0 <= stage < plan.casts:
+        raise ValueError(f"{name}: stage {stage} is not one of the plan's {plan.casts} casts, counted from 0")
+    sizes = Sizes(plan.send_sizes(stage, rank), plan.receive_sizes(stage, rank))
+    expected = sum(sizes.received) if received else plan.layout.size(rank)
+    if x.shape[0] != expected:
+        raise ValueError(f"{name} has {x.shape[0]} rows, rank {rank} of the plan has {expected} tokens here")
+    return rank, sizes
+
+
+def check_into(into: Tensor, y: Tensor, plan: CastPlan, rank: int) -> None:
+    """Raise ValueError unless ``into`` has a row for each token of the rank, as wide as those of ``y``."""
+    expected = (plan.layout.size(rank), *y.shape[1:])
+    if tuple(into.shape) != expected:
+        raise ValueError(f"group_reduce: into must be {expected}, the tokens of rank {rank}, got {tuple(into.shape)}")
+
+
+def check_dispatch(
+    mask: Mask, ranks: int, chunk: int, imbalance: float, cells_per_us: int, tokens_per_us: int, swaps_per_chunk: int
+) -> None:
+    """Raise ValueError unless these are arguments of `dispatch`."""
+    if mask.queries != mask.keys:
+        raise ValueError(f"tokens are dispatched with their keys: the mask is {mask.queries} x {mask.keys}, not square")
+    whole = dict(ranks=ranks, chunk=chunk, cells_per_us=cells_per_us, tokens_per_us=tokens_per_us)
+    for name, value, least in (*((name, value, 1) for name, value in whole.items()), ("swaps_per_chunk", swaps_per_chunk, 0)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+    if not 1 <= imbalance < float("inf"):
+        raise ValueError(f"imbalance is largest work over the lower bound, so at least 1; got {imbalance}")
+
+
+def check_cast(mask: Mask, layout: Layout, stages: int) -> None:
+    """Raise ValueError unless these are arguments of `cast_plan`."""
+    if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
+        raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
+    if not isinstance(stages, int) or stages < 0:
+        raise ValueError(f"stages must be a whole number >= 0, got {stages!r}")
