@@ -3,6 +3,7 @@
 from canon.fast.device import backend
 from canon.fast.local import attention, attention_backward, attention_forward, merge
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
+from canon.fast.strided import strided_attention, suggest_strides
 from canon.reference.band import Band
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -17,6 +18,8 @@ __all__ = [
     "backend",
     "merge",
     "ring_attention",
+    "strided_attention",
     "striped_attention",
+    "suggest_strides",
     "zigzag_attention",
 ]

@@ -1,29 +1,40 @@
-"""What moves between the ranks of a ring: blocks of two tensors in one message a hop, between two flat buffers.
+"""What moves between ranks: blocks round a ring, gathered keys, and gradients to be added up; in buffers that are reused.
 
-A `Lane` has a near and a far buffer, each as large as the largest rank's block. A hop sends the block in one and receives
-the previous rank's block in the other; it starts before the kernel that it runs under, on the transport's own stream,
-and `wait` makes the compute stream wait, never the host. Two buffers are enough: a hop starts only after every kernel
-that reads its receiving buffer has been enqueued, and the transport waits for those.
+    schedule    fetch                                  reduce
+    ring        `Lane`: one block from rank to rank    `Lane`: a block's gradient, one step behind it
+    strided     `Gathers`: some heads of all ranks     `Reductions`: their gradients, all to all, summed in rank order
+
+Each holds two buffers, which take turns: one travels while the other one is read. A message starts before the kernel that it
+runs under, and `wait` makes the compute stream wait, never the host. Two are enough: a message starts only after every
+kernel that reads its receiving buffer has been enqueued, and the transport waits for those.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.fast.kernels.triton.sum_ranks import sum_ranks
+from canon.fast.transport import way_of
+from canon.reference.band import joined
 from canon.reference.call import Call
+from canon.reference.layout import Layout
+from canon.reference.mask import Mask
 
 
 class Hop:
-    """One started hop. `wait` lets the current stream go on once the block is here and the sent one has left."""
+    """One started hop. `wait` lets the current stream go on once the block is here, and gives it."""
 
-    def __init__(self, operations: list[dist.P2POp]):
-        self.requests = dist.batch_isend_irecv(operations) if operations else []
+    def __init__(self, operations: list[dist.P2POp], block: list[Tensor]):
+        self.requests, self.block = dist.batch_isend_irecv(operations) if operations else [], block
 
-    def wait(self) -> None:
-        for request in self.requests:
+    def wait(self) -> list[Tensor]:
+        for request in self.requests:  # also the sent block's: then its buffer is free
             request.wait()
+        return self.block
 
 
 class Lane:
@@ -58,4 +69,152 @@ class Lane:
             peer = dist.get_global_rank(everyone, (call.rank + way) % call.ranks)
             if items:
                 operations.append(dist.P2POp(kind, self.buffers[where][:items], peer, call.group))
-        return Hop(operations)
+        return Hop(operations, self.block(1 - buffer, received))
+
+
+class Gathers:
+    """The keys and values of all ranks, a group of heads at a time, in two buffers that take turns.
+
+    A buffer stands in rank order, tokens outermost: T tokens of each rank, T being the most that a rank holds, so the last
+    of a smaller shard's are left as they were. K and V are views of it, with one stride from token to token:
+
+        packed      (W T, b, heads, d + dv)                            one message for K and V
+        apart       (W T, b, heads, d), then (W T, b, heads, dv)       two
+
+    Memory: 2 (1 for a single step) x W T b (most heads of a step) (d + dv) items of the inputs' dtype. Traffic: with each step
+    every rank receives (W - 1) T b (heads) (d + dv) of them.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, call: Call, steps: Sequence[range], pack_first: bool):
+        self.k, self.v, self.call, self.steps, self.pack_first = k, v, call, steps, pack_first
+        self.way = way_of(call.group, k.device)
+        items = _items(call, k.shape[0], max(map(len, steps)), k.shape[-1] + v.shape[-1])
+        names = [f"gather {slot}" for slot in range(min(2, len(steps)))]
+        self.slots = [self.way.empty(name, items, k.dtype, k.device) for name in names]
+
+    def fetch(self, step: int) -> "Arriving":
+        """Start to gather the heads of a step; `wait` gives K (b, W T, heads, d) and V (b, W T, heads, dv)."""
+        heads, slot = self.steps[step], self.slots[step % 2]
+        own = [x[:, :, heads.start : heads.stop] for x in (self.k, self.v)]
+        widths = [x.shape[-1] for x in own]
+        messages = [sum(widths)] if self.pack_first and step == 0 else widths
+        size = self.call, self.k.shape[0], len(heads)
+        full = slot[: _items(*size, sum(widths))].split([_items(*size, width) for width in messages])
+        keys = [_rank_order(x, *size, width) for x, width in zip(full, messages, strict=True)]
+        keys = keys if len(keys) == 2 else list(keys[0].split(widths, -1))
+        first = self.call.rank * padded_tokens(self.call.layout)
+        with self.way.beside():
+            for target, source in zip(keys, own, strict=True):
+                target[:, first : first + source.shape[1]].copy_(source)
+            works = [self.way.all_gather(x) for x in full]
+        return Arriving(works, keys)
+
+
+class Arriving:
+    """A gather under way. `wait` lets the current stream go on once it is here, and gives K and V."""
+
+    def __init__(self, works: list[dist.Work], keys: list[Tensor]):
+        self.works, self.keys = works, keys
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.keys
+
+
+class Reductions:
+    """Sums over the ranks of dk and dv, a group of heads at a time, through two slots that take turns.
+
+    `stage` copies a step's partial gradients of all ranks' keys into the slot's buffer, in reduce_dtype: it may still
+    be on its way when the next step is staged in the other one. `start` exchanges them all to all, `drain` adds up what came,
+    in rank order, and writes it where it belongs. At most one exchange is under way in a slot.
+
+    Memory: 2 (1) buffers to send, and as many to receive, of W T b (most heads of a step) (d + dv) items of reduce_dtype.
+    Traffic: one message a step, with which every rank receives (W - 1) T b (heads) (d + dv) of them.
+    """
+
+    def __init__(self, dk: Tensor, dv: Tensor, call: Call, steps: Sequence[range]):
+        self.grads, self.call, self.steps = (dk, dv), call, steps
+        self.way = way_of(call.group, dk.device)
+        self.width = dk.shape[-1] + dv.shape[-1]
+        items = _items(call, dk.shape[0], max(map(len, steps)), self.width)
+        self.sent, self.received = (
+            [
+                self.way.empty(f"{what} {slot}", items, call.reduce_dtype, dk.device)
+                for slot in range(min(2, len(steps)))
+            ]
+            for what in ("send", "receive")
+        )
+        self.pending: list[tuple[dist.Work, int] | None] = [None, None]  # by slot: what is under way, and its step
+
+    def stage(self, step: int, parts: Sequence[Tensor], columns: slice) -> None:
+        """Copy dk and dv (b, keys, heads, width) of the keys ``columns`` of all ranks; those of the others are 0."""
+        full = self._view(self.sent, step)
+        full[:, : columns.start] = 0
+        full[:, columns.stop :] = 0
+        for target, part in zip(full.split([x.shape[-1] for x in parts], -1), parts, strict=True):
+            target[:, columns].copy_(part)
+
+    def start(self, step: int) -> "Leaving":
+        """Exchange what was staged. Raises RuntimeError if the slot's last exchange has not been drained."""
+        slot, heads = step % 2, len(self.steps[step])
+        if self.pending[slot] is not None:
+            raise RuntimeError(f"step {step} starts a reduction in slot {slot}, where one is under way: drain it first")
+        items = _items(self.call, self.grads[0].shape[0], heads, self.width)
+        work = self.way.all_to_all(self.received[slot][:items], self.sent[slot][:items])
+        self.pending[slot] = work, step
+        return Leaving(self, slot)
+
+    def drain(self, slot: int) -> None:
+        """Finish the slot's exchange, if there is one: the sums are in dk and dv for what is launched from here on."""
+        pending, self.pending[slot] = self.pending[slot], None
+        if pending is None:
+            return
+        (work, step), room = pending, padded_tokens(self.call.layout)
+        heads, tokens = self.steps[step], self.grads[0].shape[1]
+        with self.way.beside(after_all=False):
+            work.wait()
+            received = self._view(self.received, step).unflatten(1, (self.call.ranks, room))[:, :, :tokens]
+            parts = received.split([x.shape[-1] for x in self.grads], -1)
+            for grad, part in zip(self.grads, parts, strict=True):
+                sum_ranks(part, grad[:, :, heads.start : heads.stop])
+        self.way.join()
+
+    def _view(self, buffers: list[Tensor], step: int) -> Tensor:
+        batch, heads = self.grads[0].shape[0], len(self.steps[step])
+        items = _items(self.call, batch, heads, self.width)
+        return _rank_order(buffers[step % 2][:items], self.call, batch, heads, self.width)
+
+
+class Leaving:
+    """A reduction under way; `wait` drains it."""
+
+    def __init__(self, reductions: Reductions, slot: int):
+        self.reductions, self.slot = reductions, slot
+
+    def wait(self) -> None:
+        self.reductions.drain(self.slot)
+
+
+def padded_tokens(layout: Layout) -> int:
+    """T, the most tokens that a rank holds: what each rank has room for in a gathered buffer."""
+    return max(map(layout.size, range(layout.ranks)))
+
+
+@lru_cache(maxsize=1024)
+def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
+    """What the queries of ``rank`` see of a gathered buffer, in its coordinates: nobody sees what fills up small shards."""
+    room = padded_tokens(layout)
+    if room * layout.ranks == layout.tokens:
+        return layout.local_mask(mask, rank, range(layout.ranks))
+    bands = [band.shift(0, r * room) for r in range(layout.ranks) for band in layout.local_mask(mask, rank, r).bands]
+    return Mask(joined(bands), layout.size(rank), layout.ranks * room)
+
+
+def _items(call: Call, batch: int, heads: int, width: int) -> int:
+    return call.ranks * padded_tokens(call.layout) * batch * heads * width
+
+
+def _rank_order(flat: Tensor, call: Call, batch: int, heads: int, width: int) -> Tensor:
+    """A flat buffer, tokens outermost, as (b, W T, heads, width)."""
+    return flat.view(call.ranks * padded_tokens(call.layout), batch, heads, width).transpose(0, 1)

@@ -19,8 +19,7 @@ inputs; forward the float32 running result, and one part of it; backward 2 N ite
 Sources: as `canon.reference.ring`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -32,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from canon.fast.backward import attention_backward, make_delta
 from canon.fast.exchange import Hop, Lane
 from canon.fast.local import attention_forward, merge_into
+from canon.fast.schedule import pipeline
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -148,7 +148,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        return *_backward(*ctx.saved_tensors, dout, dlse, ctx.call), None
+        return *ring_backward(dout, *ctx.saved_tensors, dlse, ctx.call), None
 
 
 @lru_cache(maxsize=4096)
@@ -165,24 +165,27 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
     """out (b, t, h, dv) in the dtype of q, lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
         return attention_forward(q, k, v, call.local_mask(0), scale=call.scale)
-    keys = _KeysGoRound(k, v, call)
-    # The own keys first: their part is the running result, of every query, which the others are merged into.
-    with keys.step(0) as held:
-        out, lse = attention_forward(
-            q, *held, call.local_mask(call.rank), scale=call.scale, out_dtype=accumulate_dtype(q.dtype)
-        )
-    for step in range(1, call.ranks):
-        with keys.step(step) as held:
-            rows, columns, mask = _touched(call.local_mask(keys.owner(step)))
-            if mask.bands:
-                k_part, v_part = (x[:, columns] for x in held)
-                part = attention_forward(q[:, rows], k_part, v_part, mask, scale=call.scale, out_dtype=out.dtype)
-                merge_into(out[:, rows], lse[:, :, rows], *part)
+    keys, accumulate = _KeysGoRound(k, v, call), accumulate_dtype(q.dtype)
+    running: list[Tensor] = []  # out and lse of every query: first of the own keys, then the other parts merged in
+
+    def compute(step: int, held: list[Tensor]) -> None:
+        local = call.local_mask(keys.owner(step))
+        if step == 0:
+            running.extend(attention_forward(q, *held, local, scale=call.scale, out_dtype=accumulate))
+            return
+        (out, lse), (rows, columns, mask) = running, _touched(local)
+        if mask.bands:
+            k_part, v_part = (x[:, columns] for x in held)
+            part = attention_forward(q[:, rows], k_part, v_part, mask, scale=call.scale, out_dtype=accumulate)
+            merge_into(out[:, rows], lse[:, :, rows], *part)
+
+    pipeline(call.ranks, keys.fetch, compute)
+    out, lse = running
     return out.to(q.dtype), lse
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, call: Call
+def ring_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's tokens, in the dtype of q."""
     delta = make_delta(dout, out, lse, dlse)
@@ -198,25 +201,32 @@ def _backward(
     if call.ranks == 1:
         return gradients((k, v), whole, whole, call.local_mask(0), q.dtype)
     keys = _KeysGoRound(k, v, call)
+    own: list[Tensor] = []  # dq so far, and dk, dv of the own keys: they stay, and are added last
     sums = Lane(call, q.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)  # 0 is sent, 1 received
-    with keys.step(0) as held:
-        dq, *home = gradients(held, whole, whole, call.local_mask(call.rank), accumulate)  # home stays, is added last
-    hop = Hop([])
-    for step in range(1, call.ranks):
-        owner = keys.owner(step)
-        with keys.step(step) as held:
-            rows, columns, mask = _touched(call.local_mask(owner))
-            parts = None
-            if mask.bands:
-                dq_part, *parts = gradients(held, rows, columns, mask, accumulate)
-                dq[:, rows] += dq_part
-            hop.wait()
-            for i, total in enumerate(sums.block(0, owner)):
-                received = sums.block(1, owner)[i] if step > 1 else None
-                _sum_into(total, received, None if parts is None else parts[i], columns)
-            hop = sums.hop(0, owner, keys.owner(step + 1))
-    hop.wait()
-    dk, dv = (mine.add_(received) for mine, received in zip(home, sums.block(1, call.rank), strict=True))
+
+    def compute(step: int, held: list[Tensor]) -> tuple[list[Tensor] | None, slice]:
+        local = call.local_mask(keys.owner(step))
+        if step == 0:
+            own.extend(gradients(held, whole, whole, local, accumulate))
+            return None, whole
+        rows, columns, mask = _touched(local)
+        if not mask.bands:
+            return None, columns
+        dq_part, *parts = gradients(held, rows, columns, mask, accumulate)
+        own[0][:, rows] += dq_part
+        return parts, columns
+
+    def send_on(step: int, computed: tuple[list[Tensor] | None, slice], received: list[Tensor] | None) -> Hop | None:
+        if step == 0:
+            return None
+        (parts, columns), owner = computed, keys.owner(step)
+        for i, total in enumerate(sums.block(0, owner)):
+            _sum_into(total, None if received is None else received[i], None if parts is None else parts[i], columns)
+        return sums.hop(0, owner, keys.owner(step + 1))
+
+    received = pipeline(call.ranks, keys.fetch, compute, send_on)
+    dq, *home = own
+    dk, dv = (mine.add_(others) for mine, others in zip(home, received, strict=True))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -232,14 +242,11 @@ class _KeysGoRound:
     def owner(self, step: int) -> int:
         return (self.call.rank - step) % self.call.ranks
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[list[Tensor]]:
-        """The block of this step; the next one is fetched under what the caller launches inside."""
-        following = step + 1 < self.call.ranks
-        hop = self.lane.hop(step % 2, self.owner(step), self.owner(step + 1)) if following else None
-        yield self.lane.block(step % 2, self.owner(step))
-        if hop:
-            hop.wait()
+    def fetch(self, step: int) -> Hop:
+        """Start to bring the block of this step, by sending that of the step before on."""
+        if step == 0:
+            return Hop([], self.lane.block(0, self.call.rank))
+        return self.lane.hop((step - 1) % 2, self.owner(step - 1), self.owner(step))
 
 
 def _sum_into(total: Tensor, received: Tensor | None, part: Tensor | None, columns: slice) -> None:

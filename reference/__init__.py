@@ -5,6 +5,7 @@ from canon.reference.layout import Layout
 from canon.reference.local import attention, attention_backward, attention_forward, merge
 from canon.reference.mask import Mask
 from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
+from canon.reference.strided import strided_attention, suggest_strides
 
 __all__ = [
     "Band",
@@ -15,6 +16,8 @@ __all__ = [
     "attention_forward",
     "merge",
     "ring_attention",
+    "strided_attention",
     "striped_attention",
+    "suggest_strides",
     "zigzag_attention",
 ]

@@ -1,0 +1,41 @@
+"""The one order in which every schedule fetches, computes and reduces.
+
+    step          0          1          2          3
+    fetch     0 | 1          2          3
+    compute       0          1          2          3
+    reduce                   0          1          2     | 3
+
+While step i is computed, what step i + 1 needs is on its way, and so is what step i - 1 gave. Only the first fetch and
+the last reduction have nothing beside them. A schedule (head group, ring hop, stage) says what to fetch and where
+results go; how it travels is the transport's business.
+
+Source: double buffering; the order is that of aqlaboratory/ring-flash-attention pull request 12 (2025).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def pipeline(
+    steps: int,
+    fetch: Callable[[int], Any],
+    compute: Callable[[int, Any], Any],
+    reduce: Callable[[int, Any, Any], Any] | None = None,
+) -> Any:
+    """Run ``compute(step, fetched)`` for each step, with the next fetch and the last reduction under way beside it.
+
+    ``fetch(step)`` starts to bring what the step needs, and returns what waits for it: ``.wait()``.
+    ``reduce(step, computed, before)`` starts to send what was computed away, once the reduction of the step before is
+    finished: ``before`` is what its ``.wait()`` gave (None at first). At most one is under way. Returns what the last gave.
+    """
+    arriving, leaving = fetch(0), None
+    for step in range(steps):
+        fetched = arriving.wait()
+        if step + 1 < steps:
+            arriving = fetch(step + 1)
+        computed = compute(step, fetched)
+        if reduce:
+            before = leaving.wait() if leaving else None
+            leaving = reduce(step, computed, before)
+        fetched = computed = None  # the next step may have their memory
+    return leaving.wait() if leaving else None

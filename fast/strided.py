@@ -1,0 +1,184 @@
+"""Strided attention at speed: the next heads' keys travel while these are computed, and so do the last heads' gradients.
+
+The algorithm, its steps and its order of sums are those of `canon.reference.strided`, run by `schedule.pipeline`:
+
+    stream       step i
+    gathers      K, V of step i + 1                                       its own communicator
+    compute      kernel on K, V of step i, stage dk, dv of step i
+    reductions   dk, dv of step i - 1, all to all                         its own communicator
+    beside       copy K, V of step i + 1; sum dk, dv of step i - 1        one stream
+
+- Keys are used where they arrive: kernels read one stride from token to token, and `gathered_mask` speaks the coordinates
+  of the buffer. Only the keys from the first to the last that a rank's queries see are looked at.
+- dk and dv come out of the kernel in float32, are staged in reduce_dtype, exchanged all to all, and summed in rank order
+  by one kernel: the same inputs give the same bits. Keys that nobody here sees are staged as zeros, nothing else is.
+- The way that messages take is chosen once per group, and named: `canon.fast.transport`.
+
+Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps: forward 2 n messages (one less if packed)
+with which each rank receives (W - 1) N items of the inputs' dtype; backward as many again, and n messages and (W - 1) N
+items of reduce_dtype. Scratch, for w the most key heads of a step: two gather buffers of W N w / g items in the dtype
+of the inputs; backward also two buffers to send and two to receive, of W N w / g items of reduce_dtype, and one float32
+dk and dv of a step. One buffer each in place of two where there is one step.
+
+Sources: as `canon.reference.strided`.
+"""
+
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from canon.fast.backward import attention_backward, make_delta
+from canon.fast.exchange import Gathers, Reductions, gathered_mask
+from canon.fast.local import attention_forward
+from canon.fast.ring import ring_backward
+from canon.fast.schedule import pipeline
+from canon.fast.strides import Steps, strided_steps, suggest_strides
+from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
+from canon.reference.layout import Layout
+from canon.reference.mask import Mask
+
+__all__ = ["strided_attention", "suggest_strides"]
+
+
+def strided_attention(
+    q: Float[Tensor, "*b t h d"],
+    k: Float[Tensor, "*b t g d"],
+    v: Float[Tensor, "*b t g dv"],
+    mask: Mask | None = None,
+    layout: Layout | None = None,
+    *,
+    head_stride: int = 1,
+    forward_first_stride: int | None = None,
+    backward_first_stride: int | None = None,
+    backward_last_stride: int | None = None,
+    pack_first: bool = True,
+    backward_schedule: str = "scatter",
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    backward: str = "auto",
+    return_lse: bool = False,
+) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+    """Attention of this rank's queries over the keys of all ranks: a collective, forward and backward.
+
+    Args:
+        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
+        mask: over the whole sequence; None is causal.
+        layout: which rank holds which tokens; None is contiguous.
+        head_stride: how many key heads are gathered at a time; divides g.
+        forward_first_stride, backward_first_stride: how many of them are gathered first, to begin sooner; below head_stride.
+        backward_last_stride: how many of them are reduced last, to end sooner; below head_stride.
+        pack_first: K and V of the first step travel as one message.
+        backward_schedule: "scatter", as here, or "ring", as in `ring_attention`, which knows no backward strides.
+        scale: of the scores; None is 1 / sqrt(d).
+        group: the ranks; None is all. Without an initialised process group: one rank.
+        reduce_dtype: in which dk and dv travel and are added up; None is float32 (float64 for float64).
+        backward: "fused", "split", "head_parallel" or "auto", for each step's part.
+        return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
+
+    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options; the number of tokens is the
+    mask's, else the layout's, else W t. Results do not depend on the strides, but for the order of sums.
+
+    Raises:
+        ValueError: on every rank, if the arguments of one do not fit or differ from the others', or a stride is out of
+            range or of no use.
+
+    Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; aqlaboratory/ring-flash-attention pull request 12.
+    """
+    options = {
+        "head_stride": head_stride,
+        "forward_first_stride": forward_first_stride,
+        "backward_first_stride": backward_first_stride,
+        "backward_last_stride": backward_last_stride,
+        "pack_first": pack_first,
+        "backward_schedule": backward_schedule,
+    }
+    return _strided(q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse, options)
+
+
+@torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
+def _strided(q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse, options):
+    call = agreed_call(
+        "strided_attention", q, k, v, mask, layout,
+        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options,
+    )  # fmt: skip
+    steps = strided_steps(k.shape[-2], **options)  # after the ranks agree: what is wrong is wrong on all of them
+    out, lse = _Strided.apply(*batched(q, k, v), call, steps)
+    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
+    return (out, lse) if return_lse else out
+
+
+class _Strided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, call, steps):
+        out, lse = _forward(q, k, v, call, steps)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call, ctx.steps = call, steps
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        if ctx.steps.backward is None or ctx.call.ranks == 1:
+            return *ring_backward(dout, q, k, v, out, lse, dlse, ctx.call), None, None
+        return *_backward(dout, q, k, v, out, lse, dlse, ctx.call, ctx.steps), None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, steps: Steps) -> tuple[Tensor, Tensor]:
+    """out (b, t, h, dv) in the dtype of q, lse (b, h, t) in the accumulation dtype."""
+    if call.ranks == 1:
+        return attention_forward(q, k, v, call.local_mask(0), scale=call.scale)
+    b, t, h, _ = q.shape
+    out = torch.empty(b, t, h, v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, h, t, dtype=accumulate_dtype(q.dtype), device=q.device)
+    columns, mask = _seen(call.layout, call.mask, call.rank)
+
+    def compute(step: int, keys: list[Tensor]) -> None:
+        own = _query_heads(steps.forward[step], q, k)
+        k_part, v_part = (x[:, columns] for x in keys)
+        out[:, :, own], lse[:, own] = attention_forward(q[:, :, own], k_part, v_part, mask, scale=call.scale)
+
+    pipeline(len(steps.forward), Gathers(k, v, call, steps.forward, steps.pack_first).fetch, compute)
+    return out, lse
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor, call: Call, steps: Steps
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of this rank's tokens, in the dtype of q."""
+    delta = make_delta(dout, out, lse, dlse)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    columns, mask = _seen(call.layout, call.mask, call.rank)
+    reductions = Reductions(dk, dv, call, steps.backward)
+
+    def compute(step: int, keys: list[Tensor]) -> None:
+        own = _query_heads(steps.backward[step], q, k)
+        k_part, v_part = (x[:, columns] for x in keys)
+        dq[:, :, own], *parts = attention_backward(
+            dout[:, :, own], q[:, :, own], k_part, v_part, out[:, :, own], lse[:, own], mask,
+            scale=call.scale, delta=delta[:, own], method=call.backward, grad_dtype=accumulate_dtype(q.dtype),
+        )  # fmt: skip
+        reductions.stage(step, parts, columns)
+
+    fetch = Gathers(k, v, call, steps.backward, steps.pack_first).fetch
+    pipeline(len(steps.backward), fetch, compute, lambda step, *_: reductions.start(step))
+    return dq, dk, dv
+
+
+@lru_cache(maxsize=1024)
+def _seen(layout: Layout, mask: Mask, rank: int) -> tuple[slice, Mask]:
+    """The keys of a gathered buffer from the first to the last that the queries of ``rank`` see, and the mask over them."""
+    full = gathered_mask(layout, mask, rank)
+    first, stop = min((b.k_start for b in full.bands), default=0), max((b.k_stop for b in full.bands), default=0)
+    return slice(first, stop), full.crop(keys=range(first, stop))
+
+
+def _query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
+    """The query heads that share these key heads."""
+    share = q.shape[2] // k.shape[2]
+    return slice(share * heads.start, share * heads.stop)

@@ -1,0 +1,69 @@
+"""How notebook 03 draws: head groups, what travels beside what, and errors over the number of ranks.
+
+Only drawing happens here; what is drawn is computed in the notebook, by the package. One colour is one step.
+"""
+
+import matplotlib.pyplot as plt
+from drawing import INK, PALE, RANKS
+from matplotlib.patches import Rectangle
+
+LANES = ("gather", "compute", "reduce")
+
+
+def head_groups(patterns):
+    """One strip of key heads for each pattern, cut into its steps: patterns[name] is a tuple of ranges."""
+    figure, axes = plt.subplots(len(patterns), 1, figsize=(7, 0.55 * len(patterns)), squeeze=False)
+    for ax, (name, groups) in zip(axes.flat, patterns.items(), strict=True):
+        for step, heads in enumerate(groups):
+            colour = RANKS[step % len(RANKS)]
+            ax.add_patch(Rectangle((heads.start + 0.03, 0.06), len(heads) - 0.06, 0.88, color=colour))
+            for head in heads:
+                ax.text(head + 0.5, 0.5, head, ha="center", va="center", color="white", fontsize=8)
+        ax.set(xlim=(0, groups[-1].stop), ylim=(0, 1), yticks=[0.5], xticks=[])
+        ax.set_yticklabels([name], fontsize=9, color=INK)
+        ax.tick_params(length=0)
+        for side in ax.spines.values():
+            side.set_visible(False)
+    figure.tight_layout(h_pad=0.3)
+    plt.show()
+
+
+def pipelines(panels):
+    """What each stream does over time. panels[title] lists (lane, start, stop, step, text); hatched: nothing is computed."""
+    longest = max(stop for bars in panels.values() for _, _, stop, *_ in bars)
+    figure, axes = plt.subplots(len(panels), 1, figsize=(9.5, 1.35 * len(panels)), sharex=True, squeeze=False)
+    for ax, (title, bars) in zip(axes.flat, panels.items(), strict=True):
+        end = max(stop for _, _, stop, *_ in bars)
+        idle = {"facecolor": "white", "edgecolor": "#c9c9c4", "hatch": "////", "linewidth": 0}
+        ax.add_patch(Rectangle((0, LANES.index("compute") - 0.38), end, 0.76, **idle))
+        for lane, start, stop, step, text in bars:
+            place = (start, LANES.index(lane) - 0.38)
+            ax.add_patch(Rectangle(place, stop - start, 0.76, facecolor=RANKS[step % len(RANKS)], edgecolor="white"))
+            if stop - start > longest * 0.008 * len(text):
+                ax.text((start + stop) / 2, place[1] + 0.38, text, ha="center", va="center", color="white", fontsize=7)
+        ax.axvline(end, color=INK, linewidth=0.8, linestyle=(0, (3, 2)))
+        computing = sum(stop - start for lane, start, stop, *_ in bars if lane == "compute")
+        ax.set(ylim=(2.6, -0.6), yticks=range(3), yticklabels=LANES, xlim=(0, 1.01 * longest), xticks=[])
+        ax.set_title(f"{title}: {100 * computing / end:.0f} % of the time is computing", loc="left")
+        ax.tick_params(length=0)
+        ax.spines["left"].set_visible(False)
+    axes[-1, 0].set_xlabel("time")
+    figure.tight_layout()
+    plt.show()
+
+
+def errors(curves, rounding):
+    """Gradient error over the number of ranks. curves[name] is ({ranks: error}, colour number, line style)."""
+    figure, ax = plt.subplots(figsize=(6, 3.2))
+    for name, (points, colour, style) in curves.items():
+        ax.plot(list(points), list(points.values()), style, color=RANKS[colour], marker="o", markersize=4, label=name)
+    ax.axhline(rounding, color="#9a9a9a", linewidth=0.8, linestyle=(0, (2, 2)))
+    ax.text(1, 0.95 * rounding, "one rounding to bfloat16", fontsize=8, va="top", color="#6a6a6a")
+    ax.set_xscale("log", base=2)
+    ticks = list(next(iter(curves.values()))[0])
+    ax.set_xticks(ticks, [str(ranks) for ranks in ticks])
+    ax.set(ylim=(0, None), xlabel="ranks", ylabel="relative error")
+    ax.grid(color=PALE, linewidth=0.5)
+    ax.legend()
+    figure.tight_layout()
+    plt.show()

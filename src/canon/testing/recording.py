@@ -1,0 +1,182 @@
+"""What a schedule posts, waits for and computes, written down in order: so that overlap can be asserted on CPUs.
+
+    with recording(reference.strided) as log:
+        world.threads(program, ranks=4)
+    log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
+
+Messages are noted where they enter torch.distributed (those that do not block alone: all_gather in its forms,
+all_to_all_single, batch_isend_irecv), computations where the module calls attention_forward and attention_backward. Nothing is
+changed: what is recorded is the real run, with its real messages. Ranks as threads share one recording, made outside
+their world; ranks as processes record for themselves.
+
+On CPUs the order says everything and the clock nothing, so `timeline` lays a recording out in time by itself: with costs that
+are given, and the rules of streams.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+
+GATHERS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
+KINDS = {"forward": "attention_forward", "backward": "attention_backward"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that a rank did: ``what`` ("posted", "waited", "computed") to the ``number``-th of a ``kind``.
+
+    Kinds of messages are "gather", "reduce" and "hop", of computations "forward" and "backward". Of messages ``items`` and
+    ``nbytes`` are what this rank receives from others; of computations ``items`` are visible cells times query heads.
+    """
+
+    rank: int
+    what: str
+    kind: str
+    number: int
+    items: int = 0
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.kind} {self.number}"
+
+
+class Log:
+    """The events of all ranks; those of one rank in its own order."""
+
+    def __init__(self):
+        self.events: list[Event] = []
+        self._counts: Counter = Counter()
+        self._lock = threading.Lock()
+
+    def of(self, rank: int, *kinds: str) -> list[Event]:
+        """The events of one rank, of these kinds (all by default)."""
+        return [e for e in self.events if e.rank == rank and (not kinds or e.kind in kinds)]
+
+    def add(self, what: str, kind: str, number: int | None = None, items: int = 0, nbytes: int = 0) -> Event:
+        """Note what the calling rank does; ``number`` counts its events of this sort if it is not given."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        with self._lock:
+            if number is None:
+                number = self._counts[rank, what, kind]
+                self._counts[rank, what, kind] += 1
+            event = Event(rank, what, kind, number, items, nbytes)
+            self.events.append(event)
+        return event
+
+
+class _Noted:
+    """A request of torch.distributed whose first `wait` is noted."""
+
+    def __init__(self, requests: Sequence[Any], log: Log, event: Event):
+        self.requests, self.log, self.event = requests, log, event
+
+    def wait(self, *arguments: Any) -> None:
+        for request in self.requests:
+            request.wait(*arguments)
+        if self.event is not None:
+            self.log.add("waited", self.event.kind, self.event.number)
+            self.event = None
+
+
+@contextmanager
+def recording(*modules: ModuleType) -> Iterator[Log]:
+    """Record what happens inside the block: the computations of ``modules``, and all messages that do not block."""
+    log = Log()
+    patches = [
+        mock.patch.object(dist, name, _gather(log, getattr(dist, name))) for name in GATHERS if hasattr(dist, name)
+    ]
+    patches.append(mock.patch.object(dist, "all_to_all_single", _all_to_all(log, dist.all_to_all_single)))
+    patches.append(mock.patch.object(dist, "batch_isend_irecv", _hop(log, dist.batch_isend_irecv)))
+    for module in modules:
+        for kind, name in KINDS.items():
+            patches.append(mock.patch.object(module, name, _computed(log, kind, getattr(module, name))))
+    for patch in patches:
+        patch.start()
+    try:
+        yield log
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
+
+
+def _gather(log: Log, gather: Callable) -> Callable:
+    def noted(output, own, group=None, async_op=False):
+        if not async_op:
+            return gather(output, own, group=group)
+        everything = output.numel() if isinstance(output, Tensor) else sum(x.numel() for x in output)
+        items = everything - own.numel()
+        event = log.add("posted", "gather", items=items, nbytes=items * own.element_size())
+        return _Noted([gather(output, own, group=group, async_op=True)], log, event)
+
+    return noted
+
+
+def _all_to_all(log: Log, exchange: Callable) -> Callable:
+    def noted(received, sent, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+        arguments = received, sent, output_split_sizes, input_split_sizes
+        if not async_op:
+            return exchange(*arguments, group=group)
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        rows = output_split_sizes or [len(received) // ranks] * ranks
+        own = sum(x.numel() for x in received.split(rows)[rank : rank + 1])
+        items = received.numel() - own
+        event = log.add("posted", "reduce", items=items, nbytes=items * received.element_size())
+        return _Noted([exchange(*arguments, group=group, async_op=True)], log, event)
+
+    return noted
+
+
+def _hop(log: Log, batch: Callable) -> Callable:
+    def noted(operations):
+        incoming = [operation.tensor for operation in operations if operation.op is dist.irecv]
+        sizes = sum(x.numel() for x in incoming), sum(x.numel() * x.element_size() for x in incoming)
+        return [_Noted(batch(operations), log, log.add("posted", "hop", None, *sizes))]
+
+    return noted
+
+
+def _computed(log: Log, kind: str, function: Callable) -> Callable:
+    def noted(*arguments, **options):
+        q, mask = arguments[kind == "backward"], arguments[3 if kind == "forward" else 6]
+        log.add("computed", kind, items=mask.area * q.shape[-2])
+        return function(*arguments, **options)
+
+    return noted
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Where an event lies in time."""
+
+    event: Event
+    start: float
+    stop: float
+
+
+def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list[Bar]:
+    """One rank's events laid out in time, each as long as ``seconds`` says, by the rules of streams.
+
+    Computations follow one another. A message starts once what was computed before it was posted is done, and the last
+    message of its kind; what is computed after a wait starts once the message is there.
+    """
+    computing, free, arrival, bars = 0.0, Counter(), {}, []
+    for event in events:
+        if event.what == "waited":
+            computing = max(computing, arrival[event.kind, event.number])
+            continue
+        start = computing if event.what == "computed" else max(computing, free[event.kind])
+        stop = start + seconds(event)
+        if event.what == "computed":
+            computing = stop
+        else:
+            free[event.kind] = arrival[event.kind, event.number] = stop
+        bars.append(Bar(event, start, stop))
+    return bars

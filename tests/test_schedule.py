@@ -1,0 +1,227 @@
+"""Fetching, computing and reducing overlap as the schedules say, send what their docstrings say."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon import Layout, Mask, fast, reference
+from canon.fast import exchange, schedule
+from canon.reference.call import agreed_call
+from canon.testing import world
+from canon.testing.recording import Event, recording, timeline
+
+HALVES = {"reference": reference, "fast": fast}
+CPU = torch.device("cpu")
+B, G, D, DV = 2, 4, 8, 6
+PATTERNS = [
+    (dict(), [1, 1, 1, 1], [1, 1, 1, 1]),
+    (dict(head_stride=4), [4], [4]),
+    (dict(head_stride=2, forward_first_stride=1, pack_first=False), [1, 1, 2], [2, 2]),
+    (dict(head_stride=2, backward_first_stride=1, backward_last_stride=1), [2, 2], [1, 1, 1, 1]),
+    (dict(head_stride=4, backward_last_stride=1), [4], [3, 1]),
+]
+
+
+@pytest.fixture(params=HALVES)
+def half(request):
+    return HALVES[request.param]
+
+
+def inputs(tokens, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(1)
+    shapes = [(G, D), (G, D), (G, DV), (G, DV)]
+    return [torch.randn(B, tokens, *shape, generator=draw).to(dtype) for shape in shapes]
+
+
+def train(half, layout, tensors, **options):
+    """One forward and backward pass of this rank: out and the gradients."""
+    rank = dist.get_rank()
+    q, k, v = (layout.shard(x, rank).requires_grad_() for x in tensors[:3])
+    out = half.strided_attention(q, k, v, Mask.causal(layout.tokens), layout, **options)
+    out.backward(layout.shard(tensors[3], rank))
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+def recorded(half, layout, tensors, **options):
+    with recording(half.strided) as log:
+        world.threads(lambda: train(half, layout, tensors, **options), layout.ranks)
+    return log
+
+
+def order(events):
+    return {str(event): place for place, event in enumerate(events)}
+
+
+# --- the driver ---
+
+
+def test_the_driver_fetches_ahead_and_reduces_behind():
+    told = []
+
+    def message(kind, result=None):
+        told.append(f"post {kind}")
+        return SimpleNamespace(wait=lambda: (told.append(f"wait {kind}"), result)[1])
+
+    def compute(step, fetched):
+        told.append(f"compute {step} on {fetched}")
+        return step * 10
+
+    def reduce(step, computed, before):
+        return message(f"reduce {step} of {computed} after {before}", f"sum {step}")
+
+    last = schedule.pipeline(3, lambda step: message(f"fetch {step}", f"keys {step}"), compute, reduce)
+    assert last == "sum 2"
+    assert told == [
+        "post fetch 0", "wait fetch 0", "post fetch 1", "compute 0 on keys 0", "post reduce 0 of 0 after None",
+        "wait fetch 1", "post fetch 2", "compute 1 on keys 1",
+        "wait reduce 0 of 0 after None", "post reduce 1 of 10 after sum 0",
+        "wait fetch 2", "compute 2 on keys 2",
+        "wait reduce 1 of 10 after sum 0", "post reduce 2 of 20 after sum 1", "wait reduce 2 of 20 after sum 1",
+    ]  # fmt: skip
+
+
+# --- strided attention, recorded ---
+
+
+@pytest.mark.parametrize(("options", "forward", "backward"), PATTERNS)
+def test_steps_overlap_and_send_what_the_docstring_says(half, options, forward, backward):
+    ranks, n = 3, 12
+    layout, tensors = Layout.zigzag(n, ranks), inputs(n, torch.bfloat16)
+    log = recorded(half, layout, tensors, **options)
+    packed = options.get("pack_first", True)
+    items = (ranks - 1) * B * (n // ranks) * G * (D + DV)
+    for rank in range(ranks):
+        events = log.of(rank)
+        gathers, sums = ([e for e in events if e.what == "posted" and e.kind == kind] for kind in ("gather", "reduce"))
+        assert len(gathers) == 2 * len(forward) + 2 * len(backward) - 2 * packed
+        assert len(sums) == len(backward)
+        assert sum(e.items for e in gathers) == 2 * items
+        assert sum(e.nbytes for e in gathers) == 2 * 2 * items  # bfloat16, forward and backward
+        assert sum(e.nbytes for e in sums) == 4 * items  # float32
+        assert [e.items for e in sums] == [items * heads // G for heads in backward]
+        computed = [e for e in events if e.what == "computed"]
+        area = layout.local_mask(Mask.causal(n), rank, range(ranks)).area
+        assert [(e.kind, e.items) for e in computed] == [
+            (kind, heads * area) for kind, steps in (("forward", forward), ("backward", backward)) for heads in steps
+        ]
+        assert_overlap(events, len(forward), len(backward), packed)
+
+
+def assert_overlap(events, forward, backward, packed):
+    at, first = order(events), 0
+    for kind, steps in (("forward", forward), ("backward", backward)):
+        messages = [1 if packed and step == 0 else 2 for step in range(steps)]
+        edges = [first + sum(messages[:step]) for step in range(steps + 1)]
+        of_step = [range(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+        for step in range(steps):
+            computed = at[f"computed {kind} {step}"]
+            assert all(at[f"waited gather {i}"] < computed for i in of_step[step])
+            if step + 1 < steps:  # the next keys are on their way already
+                assert all(at[f"posted gather {i}"] < computed < at[f"waited gather {i}"] for i in of_step[step + 1])
+        first = edges[-1]
+    for step in range(backward - 1):  # the gradients travel while the next step is computed
+        assert at[f"posted reduce {step}"] < at[f"computed backward {step + 1}"] < at[f"waited reduce {step}"]
+    pending = 0
+    for event in events:
+        pending += {"posted": 1, "waited": -1}.get(event.what, 0) * (event.kind == "reduce")
+        assert pending in (0, 1)
+    assert pending == 0
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_the_ring_schedule_gathers_and_then_hops(name):
+    half, layout = HALVES[name], Layout.zigzag(12, 3)
+    log = recorded(half, layout, inputs(12), head_stride=2, backward_schedule="ring")
+    posted = [e for e in log.of(1) if e.what == "posted"]
+    assert [e.kind for e in posted[:3]] == ["gather"] * 3
+    assert {e.kind for e in posted[3:]} == {"hop"}
+    items = 2 * B * 4 * G * (D + DV)
+    assert sum(e.items for e in posted if e.kind == "gather") == items
+    assert sum(e.items for e in posted if e.kind == "hop") == 2 * items  # K, V and their gradients
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_rings_send_before_they_compute(name):
+    half, layout, tensors = HALVES[name], Layout.zigzag(12, 3), inputs(12)
+
+    def program():
+        mine = [layout.shard(x, dist.get_rank()) for x in tensors[:3]]
+        half.zigzag_attention(*mine)
+
+    with recording(half.ring) as log:
+        world.threads(program, 3)
+    at = order(log.of(2))
+    for step in range(2):
+        assert at[f"posted hop {step}"] < at[f"computed forward {step}"] < at[f"waited hop {step}"]
+
+
+def test_small_ends_expose_less():
+    """Where computing takes twice as long as moving, all but the ends is hidden, and small ends are less to see."""
+    layout, tensors, lasts = Layout.zigzag(12, 3), inputs(12), {}
+    for first, last in ((None, None), (1, None), (None, 1), (1, 1)):
+        log = recorded(
+            reference, layout, tensors, head_stride=2, backward_first_stride=first, backward_last_stride=last
+        )
+        events = log.of(0)
+        last_forward = order(events)["computed forward 1"]
+        area = layout.local_mask(Mask.causal(12), 0, range(3)).area
+        per_head = 2 * B * 4 * (D + DV)
+        seconds = lambda e, area=area: 2 * e.items / area if e.what == "computed" else e.items / per_head
+        bars = timeline(events[last_forward + 1 :], seconds)
+        lasts[first, last] = max(bar.stop for bar in bars)
+    assert lasts == {(None, None): 2 + 8 + 2, (1, None): 1 + 8 + 2, (None, 1): 2 + 8 + 1, (1, 1): 1 + 8 + 1}
+
+
+def test_a_timeline_keeps_the_rules_of_streams():
+    told = ["posted gather 0", "waited gather 0", "posted gather 1", "computed forward 0", "waited gather 1",
+            "computed forward 1"]  # fmt: skip
+    events = [Event(0, what, kind, int(number)) for what, kind, number in map(str.split, told)]
+    bars = timeline(events, lambda e: 5 if e.kind == "gather" else 1)
+    assert [(bar.start, bar.stop) for bar in bars] == [(0, 5), (5, 10), (5, 6), (10, 11)]
+
+
+# --- slots ---
+
+
+def test_a_slot_holds_one_reduction():
+    def program():
+        layout = Layout.contiguous(4, 2)
+        q, k, v = (torch.zeros(1, 2, 2, 8) for _ in range(3))
+        call = agreed_call("test", q, k, v, None, layout, scale=None, group=None, reduce_dtype=None, backward="auto")
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        reductions = exchange.Reductions(dk, dv, call, (range(0, 1), range(1, 2)))
+        reductions.drain(0)  # empty: nothing happens
+        for step in range(2):
+            parts = [torch.full((1, 4, 1, 8), float(step + 1)) for _ in range(2)]
+            reductions.stage(step, parts, slice(0, 4))
+            reductions.start(step)
+        with pytest.raises(RuntimeError, match="step 0 starts a reduction in slot 0, where one is under way"):
+            reductions.start(0)
+        for slot in (0, 1, 0):
+            reductions.drain(slot)
+        return dk, dv
+
+    for grads in world.threads(program, 2):
+        for grad in grads:
+            assert torch.equal(grad[:, :, 0], torch.full((1, 2, 8), 2.0))
+            assert torch.equal(grad[:, :, 1], torch.full((1, 2, 8), 4.0))
+
+
+def test_nobody_sees_what_fills_up_small_shards():
+    mask, layout = Mask.full(5), Layout([[range(0, 3)], [], [range(3, 5)]], 5)
+    seen = exchange.gathered_mask(layout, mask, 0)
+    assert (seen.queries, seen.keys) == (3, 9)
+    assert seen.dense().any(0).tolist() == [True] * 3 + [False] * 3 + [True, True, False]
+    even = Layout.zigzag(12, 3)
+    assert exchange.gathered_mask(even, Mask.causal(12), 1) == even.local_mask(Mask.causal(12), 1, range(3))
+
+
+def test_a_known_call_plans_nothing():
+    layout, tensors = Layout.contiguous(10, 3), inputs(10)
+    world.threads(lambda: train(fast, layout, tensors), 3)
+    caches = [exchange.gathered_mask, fast.strided._seen]
+    before = [cache.cache_info().misses for cache in caches]
+    world.threads(lambda: train(fast, layout, tensors), 3)
+    assert before == [cache.cache_info().misses for cache in caches]

@@ -1,0 +1,158 @@
+"""Which heads travel together: the pattern, the ends that leave the least to wait for, and what is refused."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon import Layout, Mask, fast, reference
+from canon.testing import world
+from canon.testing.judge import oracle
+from canon.testing.recording import Event, timeline
+
+HALVES = {"reference": reference, "fast": fast}
+
+
+@pytest.fixture(params=HALVES)
+def half(request):
+    return HALVES[request.param]
+
+
+@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+def test_the_stride_pattern(half):
+    def widths(*arguments):
+        groups = half.strides.head_groups(*arguments)
+        assert [head for heads in groups for head in heads] == list(range(arguments[0]))
+        return [len(heads) for heads in groups]
+
+    assert widths(8, 4) == [4, 4]
+    assert widths(8, 4, 1) == [1, 3, 4]
+    assert widths(8, 4, None, 2) == [4, 2, 2]
+    assert widths(8, 4, 1, 2) == [1, 3, 2, 2]
+    assert widths(12, 4, 3, 1) == [3, 1, 4, 3, 1]
+    assert widths(3, 1) == [1, 1, 1]
+    assert widths(2, 2, None, 1) == [1, 1]
+
+
+def test_both_halves_hold_the_same_words():
+    ours, theirs = (inspect.getsource(half.strides).split('"""', 2)[2] for half in HALVES.values())
+    assert ours == theirs
+
+
+def pass_in_time(groups, moving, computing):
+    """How long the gathers of a pass and its steps take together, by the rules of streams."""
+    fetch = [(Event(0, "posted", "gather", i), Event(0, "waited", "gather", i)) for i in range(len(groups))]
+    events = [*fetch[0]]
+    for step in range(len(groups)):
+        events += fetch[step + 1][:1] if step + 1 < len(groups) else ()
+        events.append(Event(0, "computed", "forward", step))
+        events += fetch[step + 1][1:] if step + 1 < len(groups) else ()
+    seconds = {"gather": moving, "forward": computing}
+    return timeline(events, lambda e: seconds[e.kind] * len(groups[e.number]))[-1].stop
+
+
+@pytest.mark.parametrize("kernel_flops", [1e12, 4e12, 20e12, 50e12, 100e12, 500e12])
+def test_suggested_strides_leave_the_least_exposed(half, kernel_flops):
+    mask = Mask.causal(4096)
+    for ranks, s, g in ((2, 4, 16), (4, 8, 16), (8, 8, 8), (8, 4, 8)):
+        layout = Layout.zigzag(4096, ranks)
+        q, k, v = (
+            torch.empty(1, 4096 // ranks, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (2 * g, g, g)
+        )
+        strides, told = half.suggest_strides(q, k, v, mask, layout, head_stride=s, kernel_flops=kernel_flops)
+        assert told["kernel_flops"] == kernel_flops
+        assert told["fetch"] == (ranks - 1) * 4096 / ranks * 128 * 2 / told["link_bytes"]
+        assert told["reduce"] == 2 * told["fetch"]
+        assert told["forward"] == pytest.approx(2 * mask.area / ranks * 128 * 2 / kernel_flops, rel=1e-12)
+        assert told["backward"] == pytest.approx(2.5 * told["forward"], rel=1e-12)
+        for name, moving, computing in (
+            ("forward_first_stride", "fetch", "forward"),
+            ("backward_first_stride", "fetch", "backward"),
+            ("backward_last_stride", "reduce", "backward"),  # a pass that ends like this one begins
+        ):
+            if g == s and name.startswith("backward"):
+                continue  # only one of the two may split the only group
+            lasts = {
+                first: pass_in_time(half.strides.head_groups(g, s, first), told[moving], told[computing])
+                for first in (None, *range(1, s))
+            }
+            assert lasts[strides[name]] <= min(lasts.values()) * (1 + 1e-9)
+        assert strides == reference.suggest_strides(q, k, v, mask, layout, head_stride=s, kernel_flops=kernel_flops)[0]
+
+
+def test_no_stride_is_suggested_where_none_helps(half):
+    q, k, v = torch.empty(3, 1, 64, 4, 16, device="meta").unbind()
+    layout = Layout.contiguous(256, 4)
+
+    def suggest(**options):
+        return half.suggest_strides(q, k, v, None, layout, **options)[0]
+
+    nothing = dict.fromkeys(["forward_first_stride", "backward_first_stride", "backward_last_stride"])
+    assert suggest(head_stride=1) == nothing
+    assert suggest(head_stride=4, link_bytes=1.0) == nothing  # moving is all there is
+    assert half.suggest_strides(q, k, v, head_stride=4)[0] == nothing  # one rank
+    one_group = suggest(head_stride=4, kernel_flops=1e9)  # then the reduction, of float32, gains more
+    assert one_group == {"forward_first_stride": 1, "backward_first_stride": None, "backward_last_stride": 1}
+    with pytest.raises(ValueError, match="head_stride=3 does not divide the 4"):
+        suggest(head_stride=3)
+
+
+def test_suggested_strides_are_taken(half):
+    mask, layout = Mask.causal(16), Layout.zigzag(16, 2)
+    q, k, v, dout = torch.randn(4, 1, 16, 4, 8, dtype=torch.float64).unbind()
+
+    def program():
+        mine = [layout.shard(x, dist.get_rank()) for x in (q, k, v)]
+        strides, _ = half.suggest_strides(*mine, mask, layout, head_stride=2, kernel_flops=1e6)
+        assert strides["forward_first_stride"] == 1
+        return layout.unshard(half.strided_attention(*mine, mask, layout, head_stride=2, **strides))
+
+    torch.testing.assert_close(world.threads(program, 2)[0], oracle(q, k, v, dout, mask).out, rtol=0, atol=1e-12)
+
+
+WRONG = {
+    "head_stride=3 does not divide the 4 key heads": dict(head_stride=3),
+    "head_stride=0 does not divide": dict(head_stride=0),
+    "forward_first_stride=2: expected 0 < first < head_stride, which is 2": dict(head_stride=2, forward_first_stride=2),
+    "backward_first_stride=0: expected 0 < first": dict(head_stride=2, backward_first_stride=0),
+    "backward_last_stride=5: expected 0 < last < head_stride, which is 4": dict(head_stride=4, backward_last_stride=5),
+    "backward_first_stride=1 and backward_last_stride=1 split two groups, but 4 key heads at head_stride=4 are one": dict(
+        head_stride=4, backward_first_stride=1, backward_last_stride=1
+    ),
+    "backward_schedule='rign': expected one of 'scatter', 'ring'": dict(backward_schedule="rign"),
+    'backward_first_stride=1 is of no use with backward_schedule="ring"': dict(
+        head_stride=2, backward_first_stride=1, backward_schedule="ring"
+    ),
+    'backward_last_stride=1 is of no use with backward_schedule="ring"': dict(
+        head_stride=2, backward_last_stride=1, backward_schedule="ring"
+    ),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_does_not_fit_is_refused_with_its_numbers(half, ranks):
+    def program():
+        for message, options in WRONG.items():
+            with pytest.raises(ValueError) as told:
+                half.strided_attention(*(torch.ones(1, 4, heads, 8) for heads in (8, 4, 4)), **options)
+            assert message in str(told.value)
+        with pytest.raises(ValueError, match="6 query heads are not a multiple of 4"):
+            half.strided_attention(*(torch.ones(1, 4, heads, 8) for heads in (6, 4, 4)))
+        with pytest.raises(TypeError, match="dropout"):
+            half.strided_attention(*(torch.ones(1, 4, 4, 8) for _ in range(3)), dropout_p=0.1)
+
+    world.threads(program, ranks)
+
+
+@pytest.mark.parametrize(
+    "other", [dict(head_stride=1), dict(backward_last_stride=1), dict(pack_first=False), dict(backward_schedule="ring")]
+)
+def test_ranks_that_disagree_on_strides_are_told(half, other):
+    def program():
+        options = dict(head_stride=2) | (other if dist.get_rank() == 1 else {})
+        with pytest.raises(ValueError, match="(?s)the ranks disagree.*options.*rank 0, 2: .*; rank 1: ") as told:
+            half.strided_attention(*(torch.ones(1, 4, 2, 8) for _ in range(3)), **options)
+        assert next(iter(other)) in str(told.value)
+
+    world.threads(program, 3)

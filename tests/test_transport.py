@@ -1,0 +1,148 @@
+"""The way of a group's messages is chosen once and named; where copy engines fail, all ranks take another: equal results."""
+
+import functools
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon import Layout, Mask, fast
+from canon.fast import transport
+from canon.testing import world
+
+CPU = torch.device("cpu")
+B, G, D, DV = 2, 4, 8, 6
+
+
+def inputs(tokens, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(1)
+    shapes = [(G, D), (G, D), (G, DV), (G, DV)]
+    return [torch.randn(B, tokens, *shape, generator=draw).to(dtype) for shape in shapes]
+
+
+def train(layout, tensors, **options):
+    """One forward and backward pass of this rank: out and the gradients."""
+    rank = dist.get_rank()
+    q, k, v = (layout.shard(x, rank).requires_grad_() for x in tensors[:3])
+    out = fast.strided_attention(q, k, v, Mask.causal(layout.tokens), layout, **options)
+    out.backward(layout.shard(tensors[3], rank))
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+def test_the_transport_is_reported():
+    assert transport.transport_report("cpu") == "none: one rank"
+    assert set(world.threads(lambda: transport.transport_report("cpu"), 2)) == {"threads"}
+
+
+def everything_by(fault):
+    """A pass by gloo, and one by what takes itself for NCCL and has no copy engines; for processes."""
+    layout, tensors = Layout.zigzag(10, 2), inputs(10)
+    plain = train(layout, tensors, head_stride=2)
+    report = transport.transport_report("cpu")
+    other = dist.new_group([0, 1])
+    transport.backend_of = lambda group, device: "nccl"
+    if fault == "one rank cannot":
+        transport.why_not_copy_engines = lambda: "CANON_COPY_ENGINE=0" if dist.get_rank() == 1 else ""
+        transport.CopyEngines = None  # not reached
+    else:
+        transport.why_not_copy_engines = lambda: ""
+        transport.CopyEngines = broken
+    pretended = train(layout, tensors, head_stride=2, group=other)
+    chosen = transport.way_of(other, CPU)
+    apart = chosen.gathers is other and chosen.reductions is not other
+    same = all(torch.equal(a, b) for a, b in zip(plain, pretended, strict=True))
+    return report, transport.transport_report("cpu", other), apart, same
+
+
+def broken(group, device):
+    raise RuntimeError("no windows here")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reasons"),
+    [
+        ("one rank cannot", ["another rank cannot", "CANON_COPY_ENGINE=0"]),
+        ("windows fail", ["RuntimeError: no windows here"] * 2),
+    ],
+)
+def test_without_copy_engines_all_ranks_take_plain_nccl_and_say_why(fault, reasons):
+    for told, reason in zip(world.processes(functools.partial(everything_by, fault), 2), reasons, strict=True):
+        assert told == ("gloo", f"nccl: {reason}", True, True)
+
+
+def test_what_a_rank_lacks_is_named(monkeypatch):
+    monkeypatch.setenv("CANON_COPY_ENGINE", "0")
+    assert transport.why_not_copy_engines() == "CANON_COPY_ENGINE=0"
+    monkeypatch.delenv("CANON_COPY_ENGINE")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", object(), raising=False)
+    assert "no zero-CTA policy" in transport.why_not_copy_engines()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(NCCL_CTA_POLICY_ZERO=2), raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    assert transport.why_not_copy_engines() == "NCCL 2.27.5 has no collectives by copy engines: 2.28 has"
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert transport.why_not_copy_engines() == ""
+
+
+def test_windows_stay_and_grow(monkeypatch):
+    """The copy engines' buffers, with ordinary memory in place of symmetric memory: nothing else is replaced."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    made = []
+
+    class Windows(transport.CopyEngines):
+        def __init__(self, group, device):
+            transport.Transport.__init__(self, transport.COPY_ENGINE, group, device)
+            self.windows = {}
+            self._try(device)
+
+        def _window(self, size, group, device):
+            made.append(size)
+            return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(transport, "_choose", lambda group, device: Windows(group, device))
+    small, large = (Layout.contiguous(n, 2) for n in (6, 11))
+
+    def program():
+        report, results, counts = transport.transport_report("cpu"), [], []
+        for layout in (small, small, large, small, large):
+            results.append(train(layout, inputs(layout.tokens), head_stride=2, backward_first_stride=1))
+            dist.barrier()
+            counts.append(len(made))
+            dist.barrier()
+        return report, results, counts
+
+    def plainly():
+        layouts = (small, small, large, small, large)
+        return [train(layout, inputs(layout.tokens), head_stride=2, backward_first_stride=1) for layout in layouts]
+
+    windowed = world.threads(program, 2)
+    monkeypatch.undo()
+    for (report, results, counts), expected in zip(windowed, world.threads(plainly, 2), strict=True):
+        assert report == "nccl copy engine"
+        assert counts[0] == counts[1] == 2 * (3 + 6)  # three to try it, then two each to gather, send and receive
+        assert counts[2] >= counts[1]
+        assert counts[2] == counts[3] == counts[4]
+        for some, others in zip(results, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def by_copy_engines_and_without():
+    """The same passes by what is chosen on these GPUs, and by plain NCCL; for processes."""
+    layout, tensors = Layout.zigzag(4096, dist.get_world_size()), [x.cuda() for x in inputs(4096, torch.bfloat16)]
+    options = dict(head_stride=2, backward_first_stride=1, backward_last_stride=1)
+    chosen = train(layout, tensors, **options)
+    plain = dist.new_group(range(dist.get_world_size()))
+    os.environ["CANON_COPY_ENGINE"] = "0"
+    others = train(layout, tensors, **options, group=plain)
+    device = torch.device("cuda", torch.cuda.current_device())
+    same = all(torch.equal(a, b) for a, b in zip(chosen, others, strict=True))
+    return transport.transport_report(device), transport.transport_report(device, plain), same
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus_both_ways_give_the_same_bits():
+    for chosen, plain, same in world.gpus(by_copy_engines_and_without, 2):
+        assert chosen.split(":")[0] in ("nccl copy engine", "nccl")
+        assert plain == "nccl: CANON_COPY_ENGINE=0"
+        assert same
