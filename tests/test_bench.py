@@ -87,8 +87,10 @@ def test_tuning_tries_what_it_is_given_and_drops_what_disagrees(monkeypatch):
 
 def test_candidates_are_read():
     assert tune.config_of("64,32,4,3") == Config(64, 32, 4, 3)
-    assert tune.config_of("128, 64, 8, 2, 1, tma") == Config(128, 64, 8, 2, 1, tma=True)
-    for text in ("64,32,4", "64,32,4,3,fast", ""):
+    assert tune.config_of("128, 64, 8, 2, tma, partial_columns=32") == Config(
+        128, 64, 8, 2, tma=True, partial_columns=32
+    )
+    for text in ("64,32,4", "64,32,4,3,2", "64,32,4,3,fast", "64,32,4,3,tma=2", "64,32,4,3,apart,7", ""):
         with pytest.raises(ValueError, match="expected rows,columns,warps,stages"):
             tune.config_of(text)
 

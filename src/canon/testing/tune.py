@@ -1,10 +1,11 @@
 """`canon bench tune`: which tile sizes are fastest on this GPU, kernel by kernel.
 
     canon bench tune --shape 1,16384,32,8,128 --mask causal --mask documents:1024
-    canon bench tune --only dkdv --config 128,64,8,2 --config 64,64,4,3,2,tma
+    canon bench tune --only dkdv --config 128,64,8,2 --config 64,64,4,3,tma,partial_columns=32
 
-A candidate is rows,columns,warps,stages[,partial_stages][,tma][,apart], as in `canon.fast.kernels.triton.config`. Without
-any, a grid around the table is tried. Each result must be what the table's own configuration gives before it is timed.
+A candidate is rows,columns,warps,stages and any of tma, apart, partial_stages=N, partial_columns=N, as in
+`canon.fast.kernels.triton.config`. Without any, a grid around the table is tried. Each result must be what the
+table's own configuration gives before it is timed.
 TFLOP/s count the products a kernel makes on visible cells: forward 2, dq 3, dkdv 4, fused 5, each 2 h d area.
 """
 
@@ -21,17 +22,23 @@ from canon.fast.kernels.triton import config, launch
 from canon.fast.kernels.triton.config import Config
 from canon.testing.bench import Shape, milliseconds
 
+SIZES = "partial_stages=N, partial_columns=N"
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}
 
 
 def config_of(text: str) -> Config:
-    """``"128,64,8,2"`` or ``"64,64,4,3,2,tma"`` as a configuration. Raises ValueError."""
+    """``"128,64,8,2"`` or ``"64,64,4,3,tma,partial_columns=32"`` as a configuration. Raises ValueError."""
     words = [word.strip() for word in text.split(",")]
-    flags = {word for word in words if not word.isdigit()}
     numbers = [int(word) for word in words if word.isdigit()]
-    if not 4 <= len(numbers) <= 5 or flags - {"tma", "apart"}:
-        raise ValueError(f"configuration {text!r}: expected rows,columns,warps,stages[,partial_stages][,tma][,apart]")
-    return Config(*numbers, **dict.fromkeys(flags, True))
+    options: dict[str, Any] = {}
+    for word in words[len(numbers) :]:
+        name, _, number = word.partition("=")
+        options[name] = int(number) if number.isdigit() else True
+    flags, sizes = {"tma", "apart"}, {"partial_stages", "partial_columns"}
+    right = all(name in flags if value is True else name in sizes for name, value in options.items())
+    if len(numbers) != 4 or not right:
+        raise ValueError(f"configuration {text!r}: expected rows,columns,warps,stages and any of tma, apart, {SIZES}")
+    return Config(*numbers, **options)
 
 
 def grid(kernel: str) -> list[Config]:
@@ -39,7 +46,7 @@ def grid(kernel: str) -> list[Config]:
     found = []
     for rows, columns, stages, tma in product((64, 128), (32, 64, 128), (1, 2, 3), (False, True)):
         if rows * columns * (2 if kernel == "forward" else 1) >= 64 * 64 and rows * columns <= 128 * 128:
-            found.append(Config(rows, columns, 4 if rows * columns <= 64 * 64 else 8, stages, min(stages, 2), tma))
+            found.append(Config(rows, columns, 4 if rows * columns <= 64 * 64 else 8, stages, min(stages, 2), tma=tma))
     return found
 
 
@@ -111,5 +118,6 @@ def _agree(call: Callable[[], None], results: list[Tensor], expected: list[Tenso
 
 
 def _text(candidate: Config) -> str:
-    numbers = (candidate.rows, candidate.columns, candidate.warps, candidate.stages, candidate.partial_stages)
-    return ",".join([*map(str, numbers), *(name for name in ("tma", "apart") if getattr(candidate, name))])
+    numbers = (candidate.rows, candidate.columns, candidate.warps, candidate.stages)
+    sizes = [f"{name}={getattr(candidate, name)}" for name in ("partial_stages", "partial_columns")]
+    return ",".join([*map(str, numbers), *sizes, *(name for name in ("tma", "apart") if getattr(candidate, name))])
