@@ -36,10 +36,10 @@ from canon.fast.exchange import Gathers, Reductions, gathered_mask
 from canon.fast.local import attention_forward
 from canon.fast.ring import ring_backward
 from canon.fast.schedule import pipeline
-from canon.fast.strides import Steps, strided_steps, suggest_strides
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.strides import Steps, strided_steps, suggest_strides
 
 __all__ = ["strided_attention", "suggest_strides"]
 

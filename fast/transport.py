@@ -13,7 +13,8 @@ and one stream beside the attention kernels, for what is copied and summed aroun
 The copy engines serve a group made with NCCL's zero-CTA policy, on buffers in symmetric windows. These are allocated
 once, grow to the largest call and are used by every call of the group; other ways allocate for each call. Before it is chosen
 the way is tried, with a small gather and a small exchange that must arrive whole; if anything fails on any rank, all
-take plain NCCL, and `transport_report` says why. ``CANON_COPY_ENGINE=0`` in the environment of one rank does the same.
+take plain NCCL, and `transport_report` says why. They serve only where every rank has ``CANON_COPY_ENGINE=1`` in
+its environment: this way has not yet been run on hardware, and what hangs there cannot be caught here.
 What is computed does not depend on the way: all move the same bytes, and no way adds anything up. (NCCL itself takes
 multiprocessors again, without a word, where its copy engines cannot reach a peer: a profile shows which.)
 
@@ -182,8 +183,8 @@ def backend_of(group, device: torch.device) -> str:
 
 def why_not_copy_engines() -> str:
     """What this rank lacks, or nothing; asks no other rank."""
-    if os.environ.get("CANON_COPY_ENGINE", "1") == "0":
-        return "CANON_COPY_ENGINE=0"
+    if os.environ.get("CANON_COPY_ENGINE") != "1":
+        return "CANON_COPY_ENGINE is not 1"
     if not hasattr(_nccl_group(), "NCCL_CTA_POLICY_ZERO"):
         return f"torch {torch.__version__} offers no zero-CTA policy"
     if nccl.version() < (2, 28):

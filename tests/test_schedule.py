@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
 from canon.fast import exchange, schedule
+from canon.fast.transport import Transport
 from canon.reference.call import agreed_call
 from canon.testing import world
 from canon.testing.recording import Event, recording, timeline
@@ -180,6 +181,29 @@ def test_a_timeline_keeps_the_rules_of_streams():
     events = [Event(0, what, kind, int(number)) for what, kind, number in map(str.split, told)]
     bars = timeline(events, lambda e: 5 if e.kind == "gather" else 1)
     assert [(bar.start, bar.stop) for bar in bars] == [(0, 5), (5, 10), (5, 6), (10, 11)]
+
+
+@pytest.mark.parametrize(("options", "forward", "backward"), PATTERNS)
+def test_buffers_are_as_large_as_the_docstring_says(options, forward, backward, monkeypatch):
+    layout, made, empty = Layout([[range(0, 5)], [], [range(5, 8)]], 8), [], Transport.empty
+
+    def counted(self, name, items, dtype, device):
+        if dist.get_rank() == 1:
+            made.append((name, items, dtype))
+        return empty(self, name, items, dtype, device)
+
+    monkeypatch.setattr(Transport, "empty", counted)
+    world.threads(lambda: train(fast, layout, inputs(8, torch.bfloat16), **options), 3)
+    per_head = 3 * B * 5 * (D + DV)  # W N / g, with T = 5
+    expected = []
+    for names, steps, dtype in (
+        (["gather"], forward, torch.bfloat16),
+        (["send", "receive"], backward, torch.float32),
+        (["gather"], backward, torch.bfloat16),
+    ):
+        slots = range(min(2, len(steps)))
+        expected += [(f"{name} {slot}", per_head * max(steps), dtype) for name in names for slot in slots]
+    assert sorted(made, key=str) == sorted(expected, key=str)
 
 
 # --- slots ---
