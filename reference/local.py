@@ -36,7 +36,6 @@ from canon.reference.tiles import read, read_keys, visible_tiles
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
 
-@torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
 def attention(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b s g d"],

@@ -131,7 +131,6 @@ def striped_attention(
     return _ring("striped_attention", q, k, v, mask, Layout.striped, scale, group, reduce_dtype, backward, return_lse)
 
 
-@torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
 def _ring(
     function: str,
     q: Tensor,

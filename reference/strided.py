@@ -102,7 +102,6 @@ def strided_attention(
     return _strided(q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse, options)
 
 
-@torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
 def _strided(q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse, options):
     call = agreed_call(
         "strided_attention", q, k, v, mask, layout,

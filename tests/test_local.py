@@ -244,10 +244,11 @@ def test_wrong_arguments_are_named(half, unchecked_shapes):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of its own doing
 @pytest.mark.parametrize("name", ["attention", "ring_attention"])
-def test_a_compiled_model_computes_the_same(half, name, unchecked_shapes):
+def test_a_compiled_model_computes_the_same(name, unchecked_shapes):
+    """In `fast`, attention is one opaque step to torch.compile: nothing of its plan is traced."""
     mask = Mask.documents([0, 3, 19])
     q, k, v, dout, _ = inputs(mask, d=16, dv=16, dtype=torch.float32)
-    step = lambda q, k, v: 2 * getattr(half, name)(q + 1, k, v, mask)
+    step = lambda q, k, v: 2 * getattr(fast, name)(q + 1, k, v, mask)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     for compiled, eager in zip(
         *(

@@ -119,6 +119,19 @@ def test_reference_imports_torch_and_jaxtyping_alone():
             assert name.split(".")[0] in allowed or name.startswith("canon.reference."), f"{path.name} imports {name}"
 
 
+def test_importing_canon_loads_neither_triton_nor_dynamo():
+    program = """
+import sys
+import torch
+before = set(sys.modules)
+import canon, canon.reference
+new = set(sys.modules) - before
+assert not any(name.split(".")[0] == "triton" or name.startswith(("torch._dynamo", "canon.fast")) for name in new), new
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_reference_runs_without_triton_and_without_fast():
     program = """
 import importlib.abc, sys

@@ -14,7 +14,6 @@ import time
 
 import torch
 
-from canon.fast import magi, planner
 from canon.reference.mask import Mask
 from canon.testing.packs import sampled_packs
 
@@ -44,6 +43,8 @@ def plans(options: argparse.Namespace) -> list[dict]:
 
 
 def _row(kind: str, ranks: int, masks: list[Mask]) -> dict:
+    from canon.fast import magi, planner  # Triton comes with it: not before it is asked for
+
     balance, volume, receive, milliseconds = [], [], [], []
     for mask in masks:
         planner._dispatch.cache_clear()

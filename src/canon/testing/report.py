@@ -68,7 +68,7 @@ def picture(results: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
     axes.set_ylim(len(results) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.3)
     figure.legend(ncols=5, loc="outside lower right", frameon=False)
-    axes.set_title(title, loc="left", fontsize=10)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return True

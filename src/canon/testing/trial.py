@@ -22,9 +22,9 @@ from torch import Tensor
 
 from canon import reference
 from canon.reference import Layout
-from canon.testing import cases as tried
-from canon.testing.cases import Case
+from canon.testing.cases import TAKE_A_LAYOUT, Case, Shape
 from canon.testing.documents import Documents
+from canon.testing.inputs import Inputs, expected, inputs
 from canon.testing.judge import Attended, Measure, agreement, relative
 
 _making = threading.Lock()  # ranks as threads share one set of inputs
@@ -67,14 +67,14 @@ def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if rank and not case.distributed:
         return None
-    layout = case.layout_of(documents.tokens, ranks)
     with _making:
-        x = tried.inputs(case, documents, device)
+        x = inputs(case, documents, device)
+    layout = case.layout_of(x.mask, ranks)
 
     def timed(half: Any) -> tuple[Attended, float]:
         _ready(case, device)
         start = time.perf_counter()
-        local = tried.run(half, case, x, layout, rank)
+        local = call(half, case, x, layout, rank)
         _ready(case, device)
         return local, time.perf_counter() - start
 
@@ -86,7 +86,7 @@ def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str
         first, theirs = (Attended(*map(_assembler(layout), range(5), part)) for part in (first, theirs))
     if rank:
         return None
-    exact, honest = tried.expected(case, documents, device)
+    exact, honest = expected(case, documents, device)
     verdict, of_reference = agreement(first, exact, honest), agreement(theirs, exact, honest)
     faults = list(verdict.faults) + [f"the reference itself: {fault}" for fault in of_reference.faults]
     if not same and not (case.method == "fused" and device == "cuda"):  # there its dq is added up by atomics
@@ -101,6 +101,9 @@ def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str
         measures.append(asdict(m) | {"ratio": m.ratio} | between)
     return {
         "case": case.name,
+        "heads": case.shape.heads,
+        "widths": case.shape.widths,
+        "options": dict(case.options),
         "verdict": "disagrees" if faults else "agrees",
         "faults": faults,
         "measures": measures,
@@ -153,3 +156,55 @@ def _assembler(layout: Layout) -> Callable[[int, Tensor | None], Tensor | None]:
         return full.movedim(0, dim)
 
     return assemble
+
+
+# ---------------------------------------------------------------------- calls
+def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Attended:
+    """What ``module`` gives for this rank's part of ``x``. Local functions get the whole."""
+    q, k, v, dout = (_own(t, layout, rank, -3, case.shape) for t in (x.q, x.k, x.v, x.dout))
+    dlse = layout.shard(x.dlse, rank, x.dlse.dim() - 1)
+    runner: Callable = _RUNNERS.get(case.function, _whole)
+    return runner(module, case, q, k, v, dout, dlse, x, layout)
+
+
+def _own(x: Tensor, layout: Layout, rank: int, dim: int, shape: Shape) -> Tensor:
+    """This rank's tokens, in its own memory; heads outermost and rows with a gap where the case asks for strides."""
+    mine = layout.shard(x, rank, x.dim() + dim)
+    if shape.contiguous:
+        return mine
+    apart = mine.new_empty(*mine.transpose(-3, -2).shape[:-1], mine.shape[-1] + 16)[..., : mine.shape[-1]]
+    return apart.copy_(mine.transpose(-3, -2)).transpose(-3, -2)
+
+
+def _whole(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
+    """A differentiable function, forward and backward."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    arguments = (*leaves, x.mask, layout) if case.function in TAKE_A_LAYOUT else (*leaves, x.mask)
+    options = dict(case.options, scale=x.scale, backward=case.method, return_lse=True)
+    out, lse = getattr(module, case.function)(*arguments, **options)
+    return Attended(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+
+
+def _forward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
+    return Attended(*module.attention_forward(q, k, v, x.mask, scale=x.scale))
+
+
+def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
+    forward = module if hasattr(module, "attention_forward") else reference
+    out, lse = forward.attention_forward(q, k, v, x.mask, scale=x.scale)
+    grads = module.attention_backward(dout, q, k, v, out, lse, x.mask, scale=x.scale, dlse=dlse, method=case.method)
+    return Attended(None, None, *grads)
+
+
+def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
+    """Two uneven parts of the keys, attended to by the reference in float32, put together by the module."""
+    middle, n = x.mask.keys // 3, x.mask.keys
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    parts: list[Tensor] = []
+    for keys in (range(0, middle), range(middle, n)):
+        some = (t[..., keys.start : keys.stop, :, :] for t in (k, v))
+        parts += reference.attention_forward(q, *some, x.mask.crop(keys=keys), scale=x.scale, out_dtype=wide)
+    return Attended(*module.merge(*parts))
+
+
+_RUNNERS = {"attention_forward": _forward, "attention_backward": _backward, "merge": _merge}
