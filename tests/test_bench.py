@@ -8,7 +8,7 @@ import torch
 from canon import Mask
 from canon.__main__ import main
 from canon.fast.kernels.triton.config import Config
-from canon.testing import bench, tune
+from canon.testing import bench, schedules, tune, world
 
 CPU = torch.device("cpu")
 
@@ -108,3 +108,15 @@ def test_plans_are_reported_and_recorded(tmp_path):
     assert set(rows) == {"packs", "one causal document", "a window of 1024", "1000 documents"}
     assert rows["one causal document"]["volume"] == [0.75]
     assert all(len(row["ms"]) == 1 for row in rows.values())
+
+
+def test_schedules_agree_before_they_are_timed(monkeypatch):
+    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), 1.0)[1])
+    monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
+    program = schedules.Bench((("1,64,2,2,16", "documents:20"),), torch.float32, "", 1, "cpu")
+    rows, others = world.threads(program, 2)
+    assert [row["schedule"] for row in rows] == [row["schedule"] for row in others]
+    names = [row["schedule"] for row in rows]
+    assert {"ring zigzag", "strided zigzag 2, small ends", "magi, 2 stages", "one GPU"} <= set(names)
+    assert all(row["agrees"] for row in rows if row["schedule"] != "one GPU")
+    assert all(row["forward_tflops"] > 0 and row["both_ms"] == [1.0] for row in rows)

@@ -4,6 +4,7 @@
     canon bench kernels --shape 1,16384,32,8,128 --mask documents:1024
     canon bench kernels --only split --rounds 20
     canon bench tune                           tile sizes instead of peers: see `canon.testing.tune`
+    canon bench schedules                      several GPUs: see `canon.testing.schedules`
     canon bench plans                          dispatch plans instead of kernels: see `canon.testing.plans`
 
 Every contender gets the same inputs in the same process, and they take turns: round by round each runs once warm, so
@@ -218,10 +219,9 @@ def milliseconds(run: Callable[[], object], times: int = 10) -> list[float]:
 # ---------------------------------------------------------------------- the command
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
-    what = "kernels: forward and every backward beside peers, on one GPU; tune: each kernel in many tile sizes; plans: "
-    parser.add_argument(
-        "what", choices=["kernels", "tune", "plans"], help=what + "what dispatch plans are worth, on a CPU"
-    )
+    what = "kernels: forward and every backward beside peers, on one GPU; tune: each kernel in many tile sizes; "
+    what += "schedules: ring, strided and Magi on several GPUs; plans: what dispatch plans are worth, on a CPU"
+    parser.add_argument("what", choices=["kernels", "tune", "schedules", "plans"], help=what)
     parser.add_argument("--shape", action="append", help="b,n,h,g,d (repeatable)", metavar="SHAPE")
     parser.add_argument("--mask", action="append", help="causal, full, window:LEFT, documents:MEAN", metavar="MASK")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -246,6 +246,12 @@ def run(options: argparse.Namespace) -> int:
         return 2
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, options.dtype)
     try:
+        if options.what == "schedules":
+            from canon.testing import schedules
+
+            rows = schedules.run(options)
+            _kept(console, options, rows, schedules.table(rows))
+            return int(any("failed" in row for row in rows))
         shapes = [shape_of(text, mask) for text in options.shape or SHAPES for mask in options.mask or MASKS]
         rows = []
         for shape in shapes:

@@ -23,7 +23,13 @@ CHUNK = 1024
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench plans`` besides those of ``canon bench``."""
-    parser.add_argument("--ranks", type=int, action="append", metavar="N", help="plans: repeatable (8, 16, 32 and 64)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        action="append",
+        metavar="N",
+        help="plans: repeatable (8, 16, 32 and 64); schedules: GPUs (all)",
+    )
     parser.add_argument("--packs", type=int, default=20, metavar="N", help="plans: packs for each number of ranks (20)")
 
 
