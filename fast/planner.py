@@ -29,6 +29,7 @@ __all__ = ["dispatch"]
 
 FAR = np.iinfo(np.int64).max
 RESERVE = 8  # a free slot is kept the smallest area, and an eighth of what an average chunk to come is larger
+HOPELESS = 2  # how many times the best peak x traffic found so far a start may have, to be worth swaps
 TOGETHER = 64  # ranks whose swaps are scored in one go: more is wasted where the first of them swaps
 
 
@@ -77,6 +78,9 @@ def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_
     found = [(each.score(), each.slots.copy()) for each in assignments]
     swaps = swaps_per_chunk * chunks.count
     for assignment in assignments:  # the best first: it gets what it needs of the swaps
+        (peak, best), (_, here) = min(score for score, _ in found), assignment.score()
+        if peak == chunks.allowed and here > HOPELESS * best:
+            continue
         swaps -= assignment.descend(swaps)
         found.append((assignment.score(), assignment.slots))
     slots = min(found, key=lambda x: x[0])[1]
@@ -110,6 +114,10 @@ class _Chunks:
         place = np.arange(len(owner)) - np.searchsorted(owner, owner)
         self.first, self.last = np.zeros((2, items, place.max(initial=0) + 1), np.int64)
         self.first[owner, place], self.last[owner, place] = np.searchsorted(edges, first), np.searchsorted(edges, last)
+        self.intervals: list[list[tuple[int, int]]] = [[] for _ in range(items)]  # the same, without empty ones
+        ends = (x[owner, place].tolist() for x in (self.first, self.last))
+        for number, *interval in zip(owner.tolist(), *ends, strict=True):
+            self.intervals[number].append(tuple(interval))
         self.need_of_all = int(self.cells.sum())
         self.need = self.between(np.append(0, np.cumsum(self.cells)), np.arange(items))
 
@@ -220,8 +228,9 @@ def _greedy(chunks: _Chunks, slack: Fraction) -> np.ndarray:
     held: list[list[int]] = [[] for _ in range(ranks)]
     left, smallest = int(chunks.area.sum()), int(chunks.area.min())
     order = np.argsort(-chunks.area, kind="stable").tolist()
+    smalls, areas = chunks.small.tolist(), chunks.area.tolist()
     for place, number in enumerate(order):
-        small, area = bool(chunks.small[number]), int(chunks.area[number])
+        small, area = smalls[number], areas[number]
         left -= area
         reserve = smallest + (left // max(1, len(order) - place - 1) - smallest) // RESERVE
         room = free > 0
@@ -230,10 +239,10 @@ def _greedy(chunks: _Chunks, slack: Fraction) -> np.ndarray:
         elif chunks.small_ones:
             room &= (whole < slots - 1) | (small_free & (complete < may_be))
         load_then = load + area + (free - 1) * reserve
-        fits = room & (load_then <= limit)
-        if fits.any():
-            added = np.where(fits, chunks.between(missing, number), FAR)
-            room = added == added.min()
+        added = sum(missing[:, last] - missing[:, first] for first, last in chunks.intervals[number])
+        added = np.where(room & (load_then <= limit), added, FAR)
+        if (fewest := added.min()) < FAR:
+            room = added == fewest
         rank = int(np.where(room, load_then, FAR).argmin())
         held[rank].append(number)
         load[rank] += area
@@ -243,7 +252,7 @@ def _greedy(chunks: _Chunks, slack: Fraction) -> np.ndarray:
         else:
             whole[rank] += 1
             complete += bool(whole[rank] == slots)
-        for first, last in zip(chunks.first[number].tolist(), chunks.last[number].tolist(), strict=True):
+        for first, last in chunks.intervals[number]:
             sizes[rank, first:last] = 0
         sizes[rank].cumsum(out=missing[rank, 1:])
     return np.sort(np.array(held, np.int64), axis=1)
@@ -293,8 +302,12 @@ class _Assignment:
                 after = rank + 1  # the first rank that is still to come
                 while made < most:
                     others = after + np.flatnonzero(~settled[rank, after:])
-                    others = others[self._may_gain(rank, others)][:TOGETHER]
-                    other = self._swap_with_first_of(rank, others) if len(others) else None
+                    if not len(others):
+                        break
+                    may, added = self._may_gain(rank, others)
+                    settled[rank, others[~may]] = True
+                    others, added = others[may][:TOGETHER], added[may][:TOGETHER]
+                    other = self._swap_with_first_of(rank, others, added) if len(others) else None
                     tried = others if other is None else others[others < other]
                     settled[rank, tried] = True
                     if other is not None:
@@ -308,60 +321,59 @@ class _Assignment:
         return made
 
     def _may_gain(self, rank, others):
-        """Whether the two ranks need a key in common, or one of them is over its limit."""
-        chunks, mine = self.chunks, self.slots[rank]
-        touch = (self._added(others, mine) < chunks.need[mine]).any(1)
-        return touch | (np.maximum(self.cost[others], self.cost[rank]) > chunks.allowed)
+        """Which share a key with ``rank``, or are over their limit, as it may be; and (others, chunks of ``rank``) the keys
+        that a chunk would add to those that they need."""
+        chunks, mine, flat = self.chunks, self.slots[rank], self.missing.reshape(-1)
+        row = (others * self.missing.shape[1])[:, None, None]
+        added = (flat[chunks.last[mine] + row] - flat[chunks.first[mine] + row]).sum(2)
+        over = np.maximum(self.cost[others], self.cost[rank]) > chunks.allowed
+        return over | (added < chunks.need[mine]).any(1), added
 
-    def _added(self, others, mine):
-        """(others, mine): keys that a chunk of mine would add to those that another rank needs."""
-        chunks, flat, row = self.chunks, self.missing.reshape(-1), (others * self.missing.shape[1])[:, None, None]
-        return (flat[chunks.last[mine] + row] - flat[chunks.first[mine] + row]).sum(2)
-
-    def _swap_with_first_of(self, rank, others):
+    def _swap_with_first_of(self, rank, others, to_other):
         """Make the best swap with the first of the ``others`` where one gains; which rank that is, or None."""
-        chunks, mine = self.chunks, self.slots[rank]
-        to_other = self._added(others, mine)
-        theirs = self.slots[others]
-        to_me = chunks.between(self.missing[rank], theirs)
-        shared_here, shared_there = self._shared(rank, mine, others, theirs)
+        chunks, mine, theirs = self.chunks, self.slots[rank], self.slots[others]
+        shared_here, shared_there, to_me = self._shared(rank, mine, others, theirs)
         # Axes from here: others, mine, theirs. What a leaver alone needed goes, unless who comes needs it too.
-        here = shared_here + to_me[:, None] - self.alone[mine][:, None]
-        there = shared_there + to_other[:, :, None] - self.alone[theirs][:, None]
-        size, area = (x[theirs][:, None] - x[mine][:, None] for x in (chunks.size, chunks.area))
-        column = lambda x: x[others][:, None, None]
+        here = shared_here + (to_me[:, None] - self.alone[mine][:, None])
+        there = shared_there + (to_other[:, :, None] - self.alone[theirs][:, None])
+        load, received, cost = (x[others] for x in (self.load, self.received, self.cost))
+        area = chunks.area[theirs][:, None] - chunks.area[mine][:, None]
+        size = chunks.size[theirs][:, None] - chunks.size[mine][:, None] if chunks.small_ones else 0
         peak = np.maximum(
-            chunks.cost(self.load[rank] + area, self.received[rank] + here - size),
-            chunks.cost(column(self.load) - area, column(self.received) + there + size),
+            chunks.cost(area + self.load[rank], here + (self.received[rank] - size)),
+            chunks.cost(load[:, None, None] - area, there + (received[:, None, None] + size)),
         )
-        peak = np.maximum(peak, chunks.allowed)
+        np.maximum(peak, chunks.allowed, out=peak)
         if chunks.small_ones:
             small, their_small = chunks.small[mine][:, None], chunks.small[theirs][:, None]
-            peak[(small & ~their_small & column(self.has_small)) | (~small & their_small & self.has_small[rank])] = FAR
-        lowest = peak.min((1, 2))
-        change = np.where(peak == lowest[:, None, None], here + there, FAR).reshape(len(others), -1)
-        best, least = change.argmin(1), change.min(1)
-        peak_now = np.maximum(np.maximum(self.cost[others], self.cost[rank]), chunks.allowed)
-        gains = (lowest < peak_now) | ((lowest == peak_now) & (least < 0))
-        if not gains.any():
-            return None
+            there_has_small = self.has_small[others][:, None, None]
+            peak[(small & ~their_small & there_has_small) | (~small & their_small & self.has_small[rank])] = FAR
+        peak = peak.reshape(len(others), -1)
+        lowest = peak.min(1)
+        change = np.where(peak == lowest[:, None], (here + there).reshape(peak.shape), FAR)
+        peak_now = np.maximum(cost, max(self.cost[rank], chunks.allowed))
+        gains = (lowest < peak_now) | ((lowest == peak_now) & (change.min(1) < 0))
         which = int(gains.argmax())
-        other, (x, y) = int(others[which]), divmod(int(best[which]), chunks.slots)
+        if not gains[which]:
+            return None
+        other, (x, y) = int(others[which]), divmod(int(change[which].argmin()), chunks.slots)
         self.slots[rank, x], self.slots[other, y] = self.slots[other, y], self.slots[rank, x]
         self._renew(np.array([rank, other]))
         return other
 
     def _shared(self, rank, mine, others, theirs):
-        """Keys that a chunk of mine and one of theirs both need, and that none else here, or none else there, needs."""
+        """Keys that a chunk of mine and one of theirs both need, and that none else here, or none else there, needs; and
+        the keys that theirs would add here."""
         chunks, intervals = self.chunks, self.chunks.first.shape[1]
-        flat = lambda x, numbers: x[numbers].reshape(*numbers.shape[:-1], -1)
-        first = np.maximum(flat(chunks.first, mine)[:, None], flat(chunks.first, theirs)[:, None])
-        last = np.minimum(flat(chunks.last, mine)[:, None], flat(chunks.last, theirs)[:, None])
-        last = np.maximum(last, first)
+        my_first, my_last = (x[mine].reshape(-1, 1) for x in (chunks.first, chunks.last))
+        first, last = (x[theirs].reshape(len(others), 1, -1) for x in (chunks.first, chunks.last))
+        added = (self.missing[rank][last] - self.missing[rank][first])[:, 0]
+        first, last = np.maximum(first, my_first), np.minimum(last, my_last)
+        np.maximum(last, first, out=last)
         here, there = self.once[rank], self.once.reshape(-1)
         offset = (others * self.once.shape[1])[:, None, None]
         shared = here[last] - here[first], there[last + offset] - there[first + offset]
         if intervals == 1:
-            return shared
+            return *shared, added
         split = (len(others), len(mine), intervals, theirs.shape[1], intervals)
-        return tuple(x.reshape(split).sum((2, 4)) for x in shared)
+        return *(x.reshape(split).sum((2, 4)) for x in shared), added.reshape(*theirs.shape, intervals).sum(2)

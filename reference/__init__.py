@@ -3,6 +3,7 @@
 from canon.reference.band import Band
 from canon.reference.layout import Layout
 from canon.reference.local import attention, attention_backward, attention_forward, merge
+from canon.reference.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
 from canon.reference.mask import Mask
 from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
 from canon.reference.strided import strided_attention, suggest_strides
@@ -14,7 +15,13 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
+    "cast_plan",
+    "dispatch",
+    "group_cast",
+    "group_reduce",
+    "magi_attention",
     "merge",
+    "plan_report",
     "ring_attention",
     "strided_attention",
     "striped_attention",

@@ -14,6 +14,7 @@ A step's keys stand in one buffer: the own ones first, if it has them, then what
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -141,7 +142,7 @@ class PlanReport:
     @property
     def lower_bound(self) -> float:
         """max(mean area, largest chunk): no plan of these chunks can have a smaller largest area."""
-        return max(sum(self.areas) / len(self.areas), self.largest_chunk)
+        return float(max(sum(self.areas) / len(self.areas), self.largest_chunk))
 
     @property
     def volume(self) -> float:
@@ -190,6 +191,8 @@ def _bar(value: int, most: int, width: int) -> str:
 
 def cut(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
     """Pieces of one source as ``parts`` lists of nearly equal numbers of tokens, in order; the first ones are larger."""
+    if parts == 1 or not pieces:
+        return [pieces] * parts
     tokens = sum(len(piece.tokens) for piece in pieces)
     ends = [-(-tokens * part // parts) for part in range(parts + 1)]
     lists: list[list[Piece]] = [[] for _ in range(parts)]
@@ -252,9 +255,15 @@ def check_dispatch(
     if mask.queries != mask.keys:
         raise ValueError(f"tokens are dispatched with their keys: the mask is {mask.queries} x {mask.keys}, not square")
     whole = dict(ranks=ranks, chunk=chunk, cells_per_us=cells_per_us, tokens_per_us=tokens_per_us)
-    for name, value, least in (*((name, value, 1) for name, value in whole.items()), ("swaps_per_chunk", swaps_per_chunk, 0)):
-        if not isinstance(value, int) or value < least:
+    for name, value in dict(whole, swaps_per_chunk=swaps_per_chunk).items():
+        least = int(name in whole)
+        if not isinstance(value, Integral) or value < least:
             raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+    if max(mask.area * tokens_per_us, mask.keys * cells_per_us) >= 2**62:
+        raise ValueError(
+            f"cells_per_us={cells_per_us} and tokens_per_us={tokens_per_us} are too large for {mask.area} cells in 64 bits: "
+            "their ratio decides, so divide both"
+        )
     if not 1 <= imbalance < float("inf"):
         raise ValueError(f"imbalance is largest work over the lower bound, so at least 1; got {imbalance}")
 
@@ -263,5 +272,5 @@ def check_cast(mask: Mask, layout: Layout, stages: int) -> None:
     """Raise ValueError unless these are arguments of `cast_plan`."""
     if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
         raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
-    if not isinstance(stages, int) or stages < 0:
+    if not isinstance(stages, Integral) or stages < 0:
         raise ValueError(f"stages must be a whole number >= 0, got {stages!r}")

@@ -10,8 +10,8 @@ together need and are not themselves:
 
 The aim, in whole numbers, so that every rank on any machine decides alike:
 
-    1. make  max over ranks of max(area / cells_per_us, received / tokens_per_us)  small; below `imbalance` times the lower bound
-       of the computing part, max(mean area, largest chunk), it is small enough
+    1. make  max over ranks of max(area / cells_per_us, received / tokens_per_us)  small; below `imbalance` times the lower
+       bound of the computing part, max(mean area, largest chunk), it is small enough
     2. receive few tokens in all
 
 and three steps towards it:
@@ -20,7 +20,7 @@ and three steps towards it:
               a limit, with room kept for the slots that are still free; for three limits from perfect balance to the
               imbalance allowed. *contiguous*, best for a window. *zigzag*, best for one causal document.
     swaps     pairs of ranks, one after another, exchange the two chunks that bring the most, until none gains or the number of
-              swaps is used up; first from the best start, then from the others
+              swaps is used up; first from the best start, then from the others that are not far behind
     choice    the best of the starts and of what the swaps made of them; where several are balanced well enough, the one with
               the least peak x traffic, so that balance is not given away for nothing
 
@@ -34,13 +34,24 @@ Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang,
 Bounds on multiprocessing timing anomalies (1969).
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import combinations, product
-from operator import or_
 
+from canon.reference.chunks import (
+    Aim,
+    Assignment,
+    Chunk,
+    Held,
+    area_of,
+    chunks_of,
+    is_real,
+    need_of,
+    received_by,
+    size_of,
+    tokens_of,
+)
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import check_dispatch
@@ -48,6 +59,8 @@ from canon.reference.plan import check_dispatch
 __all__ = ["dispatch"]
 
 RESERVE = 8  # a free slot is kept the smallest area, and an eighth of what an average chunk to come is larger
+
+HOPELESS = 2  # how many times the best peak x traffic found so far a start may have, to be worth swaps
 
 
 def dispatch(
@@ -87,100 +100,22 @@ def dispatch(
 
 @lru_cache(maxsize=256)
 def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) -> Layout:
-    chunks = _chunks(mask, ranks, chunk)
-    aim = _Aim(chunks, ranks, imbalance, cells_per_us, tokens_per_us)
+    chunks = chunks_of(mask, ranks, chunk)
+    aim = Aim(chunks, ranks, imbalance, cells_per_us, tokens_per_us)
     slacks = (Fraction(1), (1 + imbalance) / 2, imbalance)
     starts = [_greedy(chunks, ranks, int(aim.bound * slack)) for slack in slacks]
     starts += [_zigzag(chunks, ranks), _contiguous(chunks, ranks)]
     found = sorted(starts, key=aim.score)
-    swaps = swaps_per_chunk * sum(map(_is_real, chunks))
+    swaps = swaps_per_chunk * sum(map(is_real, chunks))
     for start in found[:]:  # the best first: it gets what it needs of the swaps
+        peak, best = min(map(aim.score, found))
+        if peak == aim.allowed and aim.score(start)[1] > HOPELESS * best:
+            continue
         better, made = _descended(start, aim, swaps)
         swaps -= made
         found.append(better)
     best = min(found, key=aim.score)
-    return Layout([_tokens(held) for held in best], mask.queries)
-
-
-# ---------------------------------------------------------------------- chunks, and what a plan of them is worth
-@dataclass(frozen=True)
-class _Chunk:
-    """A set of tokens is a whole number, one bit for each: | is union, & intersection, bit_count the size."""
-
-    number: int
-    tokens: range
-    area: int
-    need: int
-    small: bool  # empty, or the short last one
-
-
-Held = list[_Chunk]  # of one rank, ascending
-Assignment = list[Held]
-
-
-def _chunks(mask: Mask, ranks: int, chunk: int) -> Held:
-    """The chunks of the sequence, and empty ones that make their number a multiple of the ranks."""
-    n = mask.queries
-    count = -(-n // chunk)
-    pieces = [range(start, min(start + chunk, n)) for start in range(0, -(-count // ranks) * ranks * chunk, chunk)]
-    return [_chunk(mask, number, piece, chunk) for number, piece in enumerate(pieces)]
-
-
-def _chunk(mask: Mask, number: int, tokens: range, chunk: int) -> _Chunk:
-    need = reduce(or_, map(_bits, [tokens, *mask.needed_keys([tokens])]), 0)
-    return _Chunk(number, tokens, mask.crop(queries=tokens).area if tokens else 0, need, len(tokens) < chunk)
-
-
-def _bits(tokens: range) -> int:
-    return (1 << tokens.stop) - (1 << tokens.start) if tokens else 0
-
-
-def _is_real(chunk: _Chunk) -> bool:
-    return len(chunk.tokens) > 0
-
-
-def _area(held: Held) -> int:
-    return sum(chunk.area for chunk in held)
-
-
-def _need(held: Iterable[_Chunk]) -> int:
-    return reduce(or_, (chunk.need for chunk in held), 0)
-
-
-def _received(held: Held) -> int:
-    return _need(held).bit_count() - sum(len(chunk.tokens) for chunk in held)
-
-
-class _Aim:
-    """What makes a plan good. Costs are times, in units of a microsecond / (cells_per_us * tokens_per_us)."""
-
-    def __init__(self, chunks: Held, ranks: int, imbalance: Fraction, cells_per_us: int, tokens_per_us: int):
-        self.rates = cells_per_us, tokens_per_us
-        largest = max((chunk.area for chunk in chunks), default=0)
-        self.bound = max(-(-_area(chunks) // ranks), largest)
-        self.allowed = int(self.bound * imbalance) * tokens_per_us
-
-    def cost(self, area: int, received: int) -> int:
-        """max(computing, receiving)."""
-        cells_per_us, tokens_per_us = self.rates
-        return max(area * tokens_per_us, received * cells_per_us)
-
-    def score(self, assignment: Assignment) -> tuple[int, int]:
-        """The smaller, the better: (largest cost, no less than allowed; largest cost x traffic)."""
-        received = [_received(held) for held in assignment]
-        peak = max(self.cost(_area(held), each) for held, each in zip(assignment, received, strict=True))
-        return max(peak, self.allowed), peak * sum(received)
-
-
-def _tokens(held: Held) -> list[range]:
-    """The tokens of chunks as ascending ranges; neighbouring chunks are one."""
-    ranges: list[range] = []
-    for chunk in held:
-        if ranges and ranges[-1].stop == chunk.tokens.start:
-            ranges[-1] = range(ranges[-1].start, chunk.tokens.stop)
-        else:
-            ranges.append(chunk.tokens)
-    return ranges
+    return Layout([tokens_of(held) for held in best], mask.queries)
 
 
 # ---------------------------------------------------------------------- starts
@@ -199,7 +134,7 @@ def _zigzag(chunks: Held, ranks: int) -> Assignment:
 
 def _counts(chunks: Held, ranks: int) -> list[int]:
     """Chunks that are not empty, for each rank: fewer on the first ones."""
-    fewer, more = divmod(sum(map(_is_real, chunks)), ranks)
+    fewer, more = divmod(sum(map(is_real, chunks)), ranks)
     return [fewer + (rank >= ranks - more) for rank in range(ranks)]
 
 
@@ -223,20 +158,20 @@ def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
     for place, chunk in enumerate(order):
         to_come = order[place + 1 :]
         smallest = order[-1].area
-        reserve = smallest + (_area(to_come) // max(1, len(to_come)) - smallest) // RESERVE
+        reserve = smallest + (area_of(to_come) // max(1, len(to_come)) - smallest) // RESERVE
         area_then = {
-            rank: _area(held) + chunk.area + (slots - len(held) - 1) * reserve
+            rank: area_of(held) + chunk.area + (slots - len(held) - 1) * reserve
             for rank, held in enumerate(assignment)
             if _has_room(held, chunk, slots, assignment, most_full)
         }
         fits = [rank for rank, area in area_then.items() if area <= limit]
-        added = {rank: (chunk.need & ~_need(assignment[rank])).bit_count() for rank in fits}
+        added = {rank: (chunk.need & ~need_of(assignment[rank])).bit_count() for rank in fits}
         near = [rank for rank in fits if added[rank] == min(added.values())] or list(area_then)
         assignment[min(near, key=lambda rank: (area_then[rank], rank))].append(chunk)
     return [sorted(held, key=lambda chunk: chunk.number) for held in assignment]
 
 
-def _has_room(held: Held, chunk: _Chunk, slots: int, assignment: Assignment, most_full: int) -> bool:
+def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most_full: int) -> bool:
     """At most one small chunk a rank; so as many ranks as there are small chunks must keep a slot for one."""
     has_small = any(other.small for other in held)
     whole = len(held) - has_small
@@ -247,7 +182,7 @@ def _has_room(held: Held, chunk: _Chunk, slots: int, assignment: Assignment, mos
 
 
 # ---------------------------------------------------------------------- swaps
-def _descended(assignment: Assignment, aim: _Aim, most: int) -> tuple[Assignment, int]:
+def _descended(assignment: Assignment, aim: Aim, most: int) -> tuple[Assignment, int]:
     """The assignment after up to ``most`` swaps, pair after pair of ranks, until a round brings nothing; their number."""
     assignment, made = assignment[:], 0
     settled: set[tuple[int, int]] = set()  # pairs that had nothing to gain, and have not changed since
@@ -269,19 +204,19 @@ def _descended(assignment: Assignment, aim: _Aim, most: int) -> tuple[Assignment
     return assignment, made
 
 
-def _best_swap(mine: Held, theirs: Held, aim: _Aim) -> tuple[Held, Held] | None:
+def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
     """Both ranks after the exchange of two chunks that gains the most, or None. Ties: the first of mine, of theirs."""
 
     def worth(cost_here: int, cost_there: int, traffic: int) -> tuple[int, int]:
         return max(cost_here, cost_there, aim.allowed), traffic
 
-    received = [_received(held) for held in (mine, theirs)]
-    costs = [aim.cost(_area(held), each) for held, each in zip((mine, theirs), received, strict=True)]
+    received = [received_by(held) for held in (mine, theirs)]
+    costs = [aim.cost(area_of(held), each) for held, each in zip((mine, theirs), received, strict=True)]
     best, result = worth(*costs, sum(received)), None
-    if not _need(mine) & _need(theirs) and max(costs) <= aim.allowed:
+    if not need_of(mine) & need_of(theirs) and max(costs) <= aim.allowed:
         return None  # no key in common: a swap cannot save any
     rest_of_mine, rest_of_theirs = _rests(mine), _rests(theirs)
-    areas, sizes = ([f(held) for held in (mine, theirs)] for f in (_area, _size))
+    areas, sizes = ([f(held) for held in (mine, theirs)] for f in (area_of, size_of))
     for x, y in product(range(len(mine)), range(len(theirs))):
         give, take = mine[x], theirs[y]
         if _has_two_small(mine, give, take) or _has_two_small(theirs, take, give):
@@ -297,16 +232,12 @@ def _best_swap(mine: Held, theirs: Held, aim: _Aim) -> tuple[Held, Held] | None:
 
 def _rests(held: Held) -> list[int]:
     """For each chunk, what the others need."""
-    return [_need(held[:i] + held[i + 1 :]) for i in range(len(held))]
+    return [need_of(held[:i] + held[i + 1 :]) for i in range(len(held))]
 
 
-def _size(held: Held) -> int:
-    return sum(len(chunk.tokens) for chunk in held)
-
-
-def _has_two_small(held: Held, leaves: _Chunk, comes: _Chunk) -> bool:
+def _has_two_small(held: Held, leaves: Chunk, comes: Chunk) -> bool:
     return comes.small and not leaves.small and any(chunk.small for chunk in held)
 
 
-def _exchanged(held: Sequence[_Chunk], leaves: _Chunk, comes: _Chunk) -> Held:
+def _exchanged(held: Sequence[Chunk], leaves: Chunk, comes: Chunk) -> Held:
     return sorted([chunk for chunk in held if chunk is not leaves] + [comes], key=lambda chunk: chunk.number)

@@ -1,0 +1,193 @@
+"""Group-cast and group-reduce at speed: the plans of `canon.reference.casts`, and rows moved by one kernel each.
+
+The plans, the order of rows and the order of sums are the reference's. What is added:
+
+- Needs, areas and transfers are closed forms over NumPy arrays, for all ranks at once.
+- Index tables are uploaded once for each (plan, rank, device). They are pure functions of the plan: a rank whose cache has
+  dropped one makes it again without a word to the others.
+- Rows of K and V are gathered by one kernel for all casts of a pass, gradients are added by one kernel a cast.
+- Casts and reductions have a communicator each on GPUs, so that a cast never queues behind a reduction.
+
+Cost and memory: as `canon.reference.casts`; planning takes milliseconds for 64 ranks. Tables: 8 bytes a row that is
+sent, 8 more for its return, 8 for each own row.
+
+Source: as `canon.reference.casts`.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from canon.fast.kernels.triton.rows import add_rows
+from canon.fast.planner import merged, seen
+from canon.fast.transport import way_of
+from canon.reference.layout import Layout
+from canon.reference.mask import Mask
+from canon.reference.plan import CastPlan, Piece, PlanReport, check_cast, check_into, check_rows, staged
+
+__all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
+
+
+def cast_plan(mask: Mask, layout: Layout, *, stages: int = 1) -> CastPlan:
+    """Who receives which tokens from whom, for all ranks. Pure, cached; nothing is sent.
+
+    Args: ``mask`` over the whole sequence; any ``layout``; ``stages``, into how many casts the tokens are divided (fewer
+        if there are not as many); 0 means one cast whose keys are used together with the rank's own.
+    Raises ValueError if the mask is not one of the layout's tokens, or ``stages`` is not a whole number >= 0.
+    Source: the module's docstring.
+    """
+    check_cast(mask, layout, stages)
+    return _cast_plan(mask, layout, stages)
+
+
+@lru_cache(maxsize=256)
+def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
+    remote: list[list[list[Piece]]] = [[[] for _ in range(layout.ranks)] for _ in range(layout.ranks)]
+    for rank, source, first, stop, step, row in zip(*(x.tolist() for x in _transfers(mask, layout)), strict=True):
+        remote[rank][source].append(Piece(source, range(first, stop, step), row))
+    return CastPlan(mask, layout, stages, staged([[tuple(pieces) for pieces in line] for line in remote], stages))
+
+
+def plan_report(mask: Mask, layout: Layout, *, chunk: int = 1024) -> PlanReport:
+    """What a layout is worth under a mask: each rank's area, what it receives and sends, the largest chunk's area.
+
+    Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound.
+    Raises ValueError if the mask is not one of the layout's tokens, or chunk < 1.
+    Source: the module's docstring.
+    """
+    check_cast(mask, layout, 0)
+    if chunk < 1:
+        raise ValueError(f"chunk must be a whole number >= 1, got {chunk!r}")
+    held = _Held(layout)
+    area, *_ = seen(mask, *held.rows[:2])
+    areas = np.bincount(held.rows[2], area, layout.ranks)  # exact below 2^53
+    rank, source, first, stop, step, _ = _transfers(mask, layout)
+    moved = -(-(stop - first) // step)
+    received, sent = (np.bincount(x, moved, layout.ranks) for x in (rank, source))
+    starts = np.arange(0, layout.tokens, chunk)
+    largest = seen(mask, starts, np.minimum(starts + chunk, layout.tokens))[0].max(initial=0)
+    by_rank = (tuple(int(x) for x in values) for values in (areas, received, sent))
+    return PlanReport(layout.tokens, *by_rank, int(largest))
+
+
+class _Held:
+    """What the ranks of a layout hold, as arrays."""
+
+    def __init__(self, layout: Layout):
+        pieces = [(r.start, len(r), rank) for rank, ranges in enumerate(layout.ranges_per_rank) for r in ranges]
+        self.step = next((r.step for ranges in layout.ranges_per_rank for r in ranges), 1)
+        self.start, self.size, self.rank = np.array(pieces, np.int64).reshape(-1, 3).T
+        before = np.cumsum(self.size) - self.size
+        first_of_rank = np.searchsorted(self.rank, self.rank)
+        self.row = before - before[first_of_rank] if len(pieces) else before
+        if self.step == 1:
+            rows = self.start, self.start + self.size, self.rank
+        else:  # every row is a piece of its own
+            place = np.arange(self.size.sum()) - np.repeat(before, self.size)
+            start = np.repeat(self.start, self.size) + place * self.step
+            rows = start, start + 1, np.repeat(self.rank, self.size)
+        order = np.argsort(rows[0])
+        self.rows = tuple(x[order] for x in rows)  # (start, stop, rank) of rows that follow one another, ascending
+
+
+def _transfers(mask: Mask, layout: Layout) -> tuple[np.ndarray, ...]:
+    """(rank, source, first token, stop, step, row at the source) of all that moves, sorted by rank, source and row."""
+    held = _Held(layout)
+    _, piece, first, stop = seen(mask, *held.rows[:2])
+    rank, first, stop = merged(held.rows[2][piece], first, stop, layout.tokens)
+    if held.step == 1:  # pieces are disjoint: the ones that an interval meets follow one another
+        order = np.argsort(held.start)
+        start, end = held.start[order], (held.start + held.size)[order]
+        low, high = np.searchsorted(end, first, "right"), np.searchsorted(start, stop, "left")
+        need = np.repeat(np.arange(len(rank)), high - low)
+        piece = order[np.arange(len(need)) - np.repeat(np.cumsum(high - low) - high, high - low)]
+    else:
+        need, piece = (x.ravel() for x in np.indices((len(rank), len(held.start))))
+    need, piece = (x[rank[need] != held.rank[piece]] for x in (need, piece))
+    start, size = held.start[piece], held.size[piece]
+    low, high = (np.clip(-((start - end[need]) // held.step), 0, size) for end in (first, stop))
+    need, piece, start, low, high = (x[low < high] for x in (need, piece, start, low, high))
+    step = np.full(len(low), held.step)
+    table = rank[need], held.rank[piece], start + low * step, start + (high - 1) * step + 1, step, held.row[piece] + low
+    order = np.lexsort((table[5], table[1], table[0]))
+    return tuple(x[order] for x in table)
+
+
+# ---------------------------------------------------------------------- what moves
+def group_cast(
+    x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: dist.ProcessGroup | None = None
+) -> Float[Tensor, "received ..."]:
+    """The tokens of other ranks that this rank receives in cast ``stage``, by source and by row. A collective.
+
+    Args: ``x``, this rank's tokens, outermost; ``plan``, the same on all ranks; ``stage`` of its casts; ``group``, the ranks.
+    Not differentiable by itself: `group_reduce` is its transpose. Raises ValueError if x, the group or the stage do not
+    fit the plan. Source: the module's docstring.
+    """
+    rank, sizes = check_rows("group_cast: x", x, plan, stage, group)
+    received = x.new_empty(sum(sizes.received), *x.shape[1:])
+    sent = x.index_select(0, rows_sent(plan, stage, rank, x.device))
+    Exchange(received, sent, sizes.received, sizes.sent, way_of(group, x.device).gathers).wait()
+    return received
+
+
+def group_reduce(
+    y: Float[Tensor, "received ..."],
+    plan: CastPlan,
+    stage: int,
+    into: Float[Tensor, "t ..."],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Float[Tensor, "t ..."]:
+    """``into``, this rank's tokens, plus what every rank has for them in its ``y``, in rank order. A collective.
+
+    Args: ``y``, one row for each token that this rank received in cast ``stage``, in that order; it travels in its own
+        dtype and is added in that of ``into``, in place. The rest as `group_cast`, whose transpose this is.
+    Raises ValueError if y, into, the group or the stage do not fit the plan. Source: the module's docstring.
+    """
+    rank, sizes = check_rows("group_reduce: y", y, plan, stage, group, received=True)
+    check_into(into, y, plan, rank)
+    received = y.new_empty(sum(sizes.sent), *y.shape[1:])
+    Exchange(received, y.contiguous(), sizes.sent, sizes.received, way_of(group, y.device).reductions).wait()
+    total = into.contiguous()
+    add_rows(_lines(total), _lines(received), *rows_returned(plan, stage, rank, y.device), _lines(total))
+    return into if total is into else into.copy_(total)
+
+
+class Exchange:
+    """An exchange under way, all to all; sizes are the rows for, and from, each rank. `wait` holds up the stream only."""
+
+    def __init__(self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], group):
+        self.sent = sent  # kept alive until it has left
+        self.work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group, async_op=True)
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+@lru_cache(maxsize=4096)
+def rows_sent(plan: CastPlan, cast: int | None, rank: int, device: torch.device) -> Tensor:
+    """The rows that a rank sends in a cast (None: in all of them, one after another), on the device: int64."""
+    casts = range(plan.casts) if cast is None else [cast]
+    rows = [plan.send_rows(each, rank) for each in casts]
+    return (torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)).to(device)
+
+
+@lru_cache(maxsize=4096)
+def rows_returned(plan: CastPlan, cast: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For `add_rows`: where what comes back for each row stands, by row and then by the rank that it comes from."""
+    rows = plan.send_rows(cast, rank)
+    places = torch.argsort(rows, stable=True)
+    counts = torch.bincount(rows, minlength=plan.layout.size(rank))
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return first.to(device), places.to(device)
+
+
+def _lines(x: Tensor) -> Tensor:
+    """Contiguous (t, *width) as (1, t, lines, at most 128 wide)."""
+    width = x[0].numel() if len(x) else 0
+    narrow = max((n for n in range(1, 129) if width % n == 0), default=1) if width else 1
+    return x.reshape(1, len(x), width // narrow, narrow)

@@ -1,0 +1,119 @@
+"""Rows that travel: gathered by a table before they leave, and added to the rows that they belong to when they come back.
+
+`take_rows` reads each row of K and V that is sent, and writes it once. `add_rows` reads each row and all that came for it,
+in the table's order, and writes the sum once: one fixed order, no atomics, the same bits every time.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from canon.fast.kernels.triton import launch
+from canon.fast.kernels.triton.blocks import head_pointer
+from canon.reference.call import accumulate_dtype
+
+
+@triton.jit(do_not_specialize=["count", "heads", "lines"])
+def take_rows_kernel(
+    k,
+    v,
+    rows,
+    out,
+    count,
+    heads,
+    lines,
+    k_strides,
+    v_strides,
+    out_strides,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    UNIT: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """out[:, i] (b, n, g, d + dv) = k[:, rows[i]] beside v[:, rows[i]]."""
+    place = tl.program_id(0) // lines * BM + tl.arange(0, BM)
+    batch, head = tl.program_id(0) % lines // heads, tl.program_id(0) % lines % heads
+    here = place < count
+    row = tl.load(rows + place, mask=here, other=0)[:, None]
+    target = head_pointer(out, batch, head, out_strides, UNIT) + tl.cast(place, tl.int64)[:, None] * out_strides[1]
+    column = tl.arange(0, D_PAD)[None, :]
+    keep = here[:, None] & (column < D)
+    source = head_pointer(k, batch, head, k_strides, UNIT) + row * k_strides[1]
+    tl.store(target + column, tl.load(source + column * k_strides[3], mask=keep, other=0.0), mask=keep)
+    column = tl.arange(0, DV_PAD)[None, :]
+    keep = here[:, None] & (column < DV)
+    source = head_pointer(v, batch, head, v_strides, UNIT) + row * v_strides[1]
+    tl.store(target + D + column, tl.load(source + column * v_strides[3], mask=keep, other=0.0), mask=keep)
+
+
+@triton.jit(do_not_specialize=["count", "heads", "lines"])
+def add_rows_kernel(
+    x,
+    received,
+    first,
+    places,
+    total,
+    count,
+    heads,
+    lines,
+    x_strides,
+    received_strides,
+    total_strides,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    UNIT: tl.constexpr,
+    ACC: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """total[:, i] (b, t, g, d) = x[:, i] + the sum of received[:, places[j]] over first[i] <= j < first[i + 1], in order."""
+    row = tl.program_id(0) // lines * BM + tl.arange(0, BM)
+    batch, head = tl.program_id(0) % lines // heads, tl.program_id(0) % lines % heads
+    here, line = row < count, tl.cast(row, tl.int64)[:, None]
+    begin = tl.load(first + row, mask=here, other=0)
+    number = tl.load(first + row + 1, mask=here, other=0) - begin
+    column = tl.arange(0, D_PAD)[None, :]
+    keep = here[:, None] & (column < D)
+    source = head_pointer(x, batch, head, x_strides, UNIT) + line * x_strides[1]
+    acc = tl.load(source + column * x_strides[3], mask=keep, other=0.0).to(ACC)
+    part = head_pointer(received, batch, head, received_strides, UNIT)
+    for i in range(0, tl.max(number, 0)):
+        more = i < number
+        place = tl.load(places + begin + i, mask=more, other=0)[:, None]
+        some = part + place * received_strides[1] + column * received_strides[3]
+        acc += tl.load(some, mask=keep & more[:, None], other=0.0).to(ACC)
+    target = head_pointer(total, batch, head, total_strides, UNIT) + line * total_strides[1]
+    tl.store(target + column * total_strides[3], acc.to(total.dtype.element_ty), mask=keep)
+
+
+def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Writes out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k (b, t, g, d) and v (b, t, g, dv)."""
+    d, dv = k.shape[-1], v.shape[-1]
+    options = {
+        "D": d,
+        "DV": dv,
+        "D_PAD": launch.padded(d),
+        "DV_PAD": launch.padded(dv),
+        "UNIT": launch.unit(k, v, out),
+        "BM": launch.ROWS.rows,
+    }
+    arguments = (k, v, rows, out, len(rows), k.shape[2])
+    launch.run(take_rows_kernel, launch.programs(out), launch.ROWS, arguments, launch.lines(out), (k, v, out), options)
+
+
+def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
+    """Writes total (b, t, g, d) = x + what came for each row; it may be x itself.
+
+    ``received`` (b, n, g, d); row i's are received[:, places[first[i] : first[i + 1]]], added in this order; int64 both.
+    """
+    options = {
+        "D": x.shape[-1],
+        "D_PAD": launch.padded(x.shape[-1]),
+        "UNIT": launch.unit(x, received, total),
+        "ACC": launch.triton_dtype(accumulate_dtype(x.dtype)),
+        "BM": launch.ROWS.rows,
+    }
+    arguments = (x, received, first, places, total, x.shape[1], x.shape[2])
+    tensors = (x, received, total)
+    launch.run(add_rows_kernel, launch.programs(x), launch.ROWS, arguments, launch.lines(x), tensors, options)

@@ -1,0 +1,108 @@
+"""How notebook 04 draws plans: chunks by rank, work and traffic, who sends to whom, and balance against traffic.
+
+Only drawing happens here; what is drawn is computed in the notebook, by the package.
+"""
+
+import matplotlib.pyplot as plt
+from drawing import INK, PALE, RANKS
+from matplotlib.patches import Rectangle
+
+
+def chunks(cu_seqlens, layouts, chunk):
+    """The documents of a pack, and below them, for each layout, its chunks in the colours of their ranks."""
+    _, ax = plt.subplots(figsize=(9, 0.5 + 0.42 * (1 + len(layouts))))
+    for number, (start, stop) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)):
+        ax.add_patch(Rectangle((start, 0.1), stop - start, 0.8, facecolor=("#c9c9c4", PALE)[number % 2]))
+    for line, layout in enumerate(layouts.values(), 1):
+        for rank, ranges in enumerate(layout.ranges_per_rank):
+            for tokens in ranges:
+                for start in range(tokens.start, tokens.stop, chunk):
+                    width = min(start + chunk, tokens.stop) - start
+                    ax.add_patch(
+                        Rectangle((start, line + 0.1), width, 0.8, color=RANKS[rank % len(RANKS)], linewidth=0)
+                    )
+    ax.set(xlim=(0, cu_seqlens[-1]), ylim=(1 + len(layouts), 0), xticks=[])
+    ax.set_yticks([line + 0.5 for line in range(1 + len(layouts))], ["documents", *layouts], color=INK)
+    ax.tick_params(length=0)
+    for side in ax.spines.values():
+        side.set_visible(False)
+    plt.show()
+
+
+def work(reports):
+    """For each plan, the work of each rank as a part of the mean, and the tokens that it receives and sends."""
+    figure, axes = plt.subplots(2, len(reports), figsize=(3 * len(reports), 3.6), sharey="row", squeeze=False)
+    for (upper, lower), (name, report) in zip(axes.T, reports.items(), strict=True):
+        ranks, mean = range(len(report.areas)), sum(report.areas) / len(report.areas)
+        upper.bar(ranks, [area / mean for area in report.areas], color=[RANKS[rank % len(RANKS)] for rank in ranks])
+        upper.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        upper.set_title(f"{name}\nbalance {report.balance:.2f}, volume {report.volume:.2f}")
+        lower.bar([rank - 0.2 for rank in ranks], report.received, 0.36, color=INK, label="receives")
+        lower.bar([rank + 0.2 for rank in ranks], report.sent, 0.36, color="#b5b5ae", label="sends")
+        lower.set_xticks(ranks, [f"{rank}" for rank in ranks])
+    axes[0, 0].set_ylabel("area / mean")
+    axes[1, 0].set_ylabel("tokens")
+    axes[1, 0].legend()
+    figure.tight_layout()
+    plt.show()
+
+
+def exchanges(tables):
+    """Tokens that each rank (row) receives from each (column): one table for each plan."""
+    most = max(max(map(max, table)) for table in tables.values())
+    figure, axes = plt.subplots(1, len(tables), figsize=(3 * len(tables), 3), squeeze=False)
+    for ax, (name, table) in zip(axes.flat, tables.items(), strict=True):
+        ax.imshow(table, cmap="Greys", vmin=0, vmax=most)
+        for rank in range(len(table)):
+            ax.add_patch(Rectangle((rank - 0.5, rank - 0.5), 1, 1, color=RANKS[rank % len(RANKS)]))
+        ax.set(title=name, xticks=range(len(table)), yticks=range(len(table)), xlabel="from")
+        ax.tick_params(length=0)
+    axes[0, 0].set_ylabel("to")
+    figure.tight_layout()
+    plt.show()
+
+
+def volumes(lines):
+    """Volume, as a part of an all-gather, by number of ranks: lines[name] is {ranks: volume}."""
+    _, ax = plt.subplots(figsize=(5, 3))
+    for number, (name, points) in enumerate(lines.items()):
+        ax.plot(list(points), list(points.values()), "o-", color=RANKS[number], label=name, markersize=4)
+    ax.set_xscale("log", base=2)
+    ticks = list(next(iter(lines.values())))
+    ax.set_xticks(ticks, [f"{tick}" for tick in ticks])
+    ax.set(xlabel="ranks", ylabel="keys moved / all-gather", ylim=(0, None))
+    ax.legend()
+    plt.show()
+
+
+def trade(curves):
+    """Volume against the imbalance allowed: curves[name] is a list of (balance, volume)."""
+    _, ax = plt.subplots(figsize=(5, 3))
+    for number, (name, points) in enumerate(curves.items()):
+        ax.plot(*zip(*points, strict=True), "o-", color=RANKS[number], label=name, markersize=4)
+    ax.set(xlabel="balance: largest area / lower bound", ylabel="keys moved / all-gather", ylim=(0, None))
+    ax.legend()
+    plt.show()
+
+
+def buffer(mask, local, own, keys, owner):
+    """The global mask with one rank's queries and the keys that it uses marked, and its local mask over its buffer."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.4), width_ratios=[mask.keys, local.keys])
+    shown = mask.dense().float() * 0.25
+    for row in own:
+        for place, key in enumerate(keys):
+            if mask.dense()[row, key]:
+                left.add_patch(Rectangle((key - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0))
+    left.imshow(shown, cmap="Greys", vmin=0, vmax=1)
+    left.set(title="the mask; in colour what this rank computes", xlabel="keys", ylabel="queries", xticks=[], yticks=[])
+    cells = local.dense()
+    for row in range(local.queries):
+        for place in range(local.keys):
+            if cells[row, place]:
+                right.add_patch(Rectangle((place - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0))
+    right.set(xlim=(-0.5, local.keys - 0.5), ylim=(local.queries - 0.5, -0.5), title="its own tokens, its buffer")
+    right.set_xticks(range(local.keys), keys, fontsize=7)
+    right.set_yticks(range(local.queries), own, fontsize=7)
+    right.set_aspect("equal")
+    figure.tight_layout()
+    plt.show()

@@ -1,0 +1,260 @@
+"""Plans: equal from both halves, balanced, with few keys to move, and exact about what moves."""
+
+import random
+
+import pytest
+import torch
+
+from canon import Layout, Mask
+from canon.fast import magi as fast
+from canon.reference import magi as reference
+from canon.testing.packs import sampled_packs
+
+HALVES = {"reference": reference, "fast": fast}
+
+
+@pytest.fixture(params=HALVES)
+def half(request):
+    return HALVES[request.param]
+
+
+def drawn_mask(draw, n):
+    """A mask over n tokens: documents of any lengths, a window, blocks in any order, MagiAttention's slices."""
+    ends = sorted(draw.randint(0, n) for _ in range(draw.randint(0, 6)))
+    middle = draw.randint(0, n)
+    slices = [(0, middle), (middle, n)], [(0, n), (0, n)], [draw.randint(0, 3), draw.randint(0, 3)]
+    return draw.choice(
+        [
+            lambda: Mask.documents([0, *ends, n]),
+            lambda: Mask.documents([0, *ends, n], causal=False),
+            lambda: Mask.window(n, draw.randint(0, 20), draw.randint(0, 5)),
+            lambda: Mask.block_causal([block for block in draw.choices(range(4), k=n) for _ in range(1 + n // 16)][:n]),
+            lambda: Mask.prefix(n, middle),
+            lambda: Mask.ranges(*slices, queries=n, keys=n),
+            lambda: Mask([], n, n),
+        ]
+    )()
+
+
+def drawn_layout(draw, n, ranks):
+    """One of the named layouts, or any chunks on any ranks, some of which hold nothing."""
+    cuts = sorted({0, n, *(draw.randint(0, n) for _ in range(5))})
+    held = [[] for _ in range(ranks)]
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        held[draw.randrange(ranks)].append(range(start, stop))
+    for ranges in held:
+        draw.shuffle(ranges)
+    return draw.choice(
+        [Layout.contiguous(n, ranks), Layout.zigzag(n, ranks), Layout.striped(n, ranks), Layout(held, n)]
+    )
+
+
+# --- dispatch
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_halves_make_the_same_plan_and_chunks_are_shared_out_evenly(seed):
+    draw = random.Random(seed)
+    for _ in range(25):
+        n, ranks = draw.choice([0, 1, 5, 17, 64, 100, 257]), draw.choice([1, 2, 3, 4, 5, 8])
+        chunk = max(n // 40, draw.choice([1, 3, 8, 40, 999]))
+        mask = drawn_mask(draw, n)
+        options = {
+            "chunk": chunk,
+            "imbalance": draw.choice([1.0, 1.05, 1.3]),
+            "cells_per_us": draw.choice([1, 10, 4400]),
+            "tokens_per_us": draw.choice([1, 18, 200]),
+            "swaps_per_chunk": draw.choice([0, 1, 5]),
+        }
+        layout = reference.dispatch(mask, ranks, **options)
+        assert layout == fast.dispatch(mask, ranks, **options), (mask, ranks, options)
+        sizes = [layout.size(rank) for rank in range(ranks)]
+        assert max(sizes) - min(sizes) <= chunk
+        for ranges in layout.ranges_per_rank:
+            assert [r.start for r in ranges] == sorted(r.start for r in ranges)
+            assert all(r.start % chunk == 0 and (r.stop % chunk == 0 or r.stop == n) for r in ranges)
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_both_halves_make_the_same_plan_of_a_real_pack(ranks):
+    mask = Mask.documents(sampled_packs(4096 * ranks, 1)[0])
+    assert reference.dispatch(mask, ranks, chunk=512) == fast.dispatch(mask, ranks, chunk=512)
+
+
+def test_one_causal_document_becomes_zigzag(half):
+    mask = Mask.causal(4096)
+    for imbalance in (1.0, 1.05):
+        layout = half.dispatch(mask, 4, chunk=128, imbalance=imbalance)
+        assert all(torch.equal(layout.positions(r), Layout.zigzag(4096, 4).positions(r)) for r in range(4))
+    report = half.plan_report(mask, layout, chunk=128)
+    assert (report.balance, report.volume) == (1.0, 0.75)
+
+
+def test_a_window_becomes_contiguous(half):
+    mask = Mask.window(8192, 128, 0)
+    layout = half.dispatch(mask, 8, chunk=128)
+    assert layout == Layout.contiguous(8192, 8)
+    report = half.plan_report(mask, layout, chunk=128)
+    assert report.balance < 1.01
+    assert report.volume == 128 / 8192
+
+
+def test_window_of_1024_and_causal_on_8_ranks_of_8192():
+    window, causal = Mask.window(65536, 1024, 0), Mask.causal(65536)
+    assert fast.plan_report(window, fast.dispatch(window, 8)).volume <= 0.02
+    report = fast.plan_report(causal, fast.dispatch(causal, 8))
+    assert (report.balance, report.volume) == (1.0, 0.75)
+
+
+@pytest.mark.parametrize(("ranks", "volume"), [(8, 0.140), (16, 0.155), (32, 0.125), (64, 0.085)])
+def test_published_lengths_are_balanced_and_move_little(ranks, volume):
+    """Mean of 20 packs. MagiAttention 1.1's own planner: balance 1.004 to 1.03, volume .346, .301, .220, .148."""
+    reports = []
+    for cu_seqlens in sampled_packs(8192 * ranks, 20):
+        mask = Mask.documents(cu_seqlens)
+        reports.append(fast.plan_report(mask, fast.dispatch(mask, ranks)))
+    assert sum(report.balance for report in reports) / 20 <= 1.05
+    assert sum(report.volume for report in reports) / 20 <= volume
+
+
+def test_ten_million_tokens_on_1024_ranks():
+    mask = Mask.documents(sampled_packs(10_000_000, 1)[0])
+    report = fast.plan_report(mask, fast.dispatch(mask, 1024, swaps_per_chunk=0))
+    assert report.balance <= 1.05
+    assert report.volume <= 0.011
+
+
+def test_a_slow_network_moves_less(half):
+    """Where receiving takes the time, the plan gives up balance for it."""
+    mask = Mask.documents([0, 100, 130, 300, 420, 512])
+    quick, slow = (
+        half.plan_report(mask, half.dispatch(mask, 4, chunk=16, cells_per_us=cells, tokens_per_us=tokens), chunk=16)
+        for cells, tokens in ((1, 1000), (1000, 1))
+    )
+    assert quick.balance <= 1.05
+    assert slow.worst_receive < quick.worst_receive
+
+
+def test_plans_are_cached_by_content(half):
+    cu_seqlens = torch.tensor([0, 10, 64])
+    first = half.dispatch(Mask.documents(cu_seqlens), 2, chunk=4)
+    assert half.dispatch(Mask.documents([0, 10, 64]), 2, chunk=4) is first
+    plan = half.cast_plan(Mask.documents(cu_seqlens), first)
+    cu_seqlens[1] = 50  # the same tensor, refilled
+    assert half.dispatch(Mask.documents(cu_seqlens), 2, chunk=4) != first
+    assert half.cast_plan(Mask.documents(cu_seqlens), first) != plan
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"ranks": 0}, "ranks must be a whole number >= 1"),
+        ({"chunk": 0}, "chunk must be a whole number >= 1"),
+        ({"imbalance": 0.9}, "at least 1; got 0.9"),
+        ({"tokens_per_us": 0}, "tokens_per_us must be"),
+        ({"tokens_per_us": 2**58}, "their ratio decides"),
+        ({"swaps_per_chunk": -1}, "swaps_per_chunk must be a whole number >= 0, got -1"),
+        ({"mask": Mask([], 3, 4)}, "the mask is 3 x 4, not square"),
+    ],
+)
+def test_dispatch_says_what_is_wrong(half, option, told):
+    arguments = {"mask": Mask.causal(8), "ranks": 2, **option}
+    with pytest.raises(ValueError, match=told):
+        half.dispatch(arguments.pop("mask"), arguments.pop("ranks"), **arguments)
+
+
+# --- cast plans
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cast_plans_are_exact(seed):
+    """What a rank receives is what its queries see and it has not; its local masks are the global one, cell for cell."""
+    draw = random.Random(100 + seed)
+    for _ in range(8):
+        n, ranks, stages = draw.choice([1, 7, 40, 61]), draw.choice([1, 2, 3, 5]), draw.choice([0, 1, 2, 3])
+        mask, layout = drawn_mask(draw, n), drawn_layout(draw, n, ranks)
+        plan = reference.cast_plan(mask, layout, stages=stages)
+        assert plan == fast.cast_plan(mask, layout, stages=stages)
+        dense = mask.dense()
+        seen_cells = torch.zeros_like(dense)
+        for rank in range(ranks):
+            own = layout.positions(rank)
+            seen = dense[own].any(0)
+            seen[own] = False
+            received = [token for cast in plan.received for piece in cast[rank] for token in piece.tokens]
+            assert sorted(received) == seen.nonzero().flatten().tolist()
+            for step in range(plan.steps):
+                keys = torch.tensor([token for piece in plan.keys(step, rank) for token in piece], dtype=torch.int64)
+                local = plan.local_mask(step, rank).dense()
+                assert torch.equal(local, dense[own][:, keys])
+                seen_cells[own[:, None], keys] |= local
+        assert torch.equal(seen_cells, dense)
+
+
+def test_sizes_and_rows_say_the_same_on_both_sides():
+    draw = random.Random(7)
+    mask, layout = Mask.documents([0, 3, 3, 30, 61]), drawn_layout(draw, 61, 4)
+    for stages in (0, 3):
+        plan = reference.cast_plan(mask, layout, stages=stages)
+        for cast in range(plan.casts):
+            for rank in range(4):
+                assert plan.receive_sizes(cast, rank)[rank] == 0
+                assert [plan.send_sizes(cast, source)[rank] for source in range(4)] == plan.receive_sizes(cast, rank)
+                sent = layout.positions(rank)[plan.send_rows(cast, rank)].split(plan.send_sizes(cast, rank))
+                for to, tokens in enumerate(sent):
+                    pieces = [piece.tokens for piece in plan.received[cast][to] if piece.source == rank]
+                    assert tokens.tolist() == [token for piece in pieces for token in piece]
+
+
+def test_stages_divide_what_each_pair_of_ranks_exchanges():
+    plan = reference.cast_plan(Mask.causal(64), Layout.contiguous(64, 4), stages=3)
+    assert [plan.receive_sizes(cast, 3) for cast in range(3)] == [[6, 6, 6, 0], [5, 5, 5, 0], [5, 5, 5, 0]]
+    few = reference.cast_plan(Mask.window(8, 1, 0), Layout.contiguous(8, 4), stages=3)
+    assert few.casts == 1  # a single token for each rank
+    assert reference.cast_plan(Mask.documents([0, 4, 8]), Layout.contiguous(8, 2), stages=3).casts == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_closed_forms_of_the_volume(half, ranks):
+    n = 48 * ranks
+    causal, window = Mask.causal(n), Mask.window(n, 7, 0)
+    assert half.plan_report(causal, Layout.zigzag(n, ranks)).volume == 0.75
+    assert half.plan_report(causal, Layout.contiguous(n, ranks)).volume == 0.5
+    assert half.plan_report(causal, Layout.striped(n, ranks)).volume > 0.97
+    assert half.plan_report(Mask.full(n), Layout.zigzag(n, ranks)).volume == 1.0
+    assert half.plan_report(window, Layout.contiguous(n, ranks)).volume == 7 / n
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reports_are_what_counting_gives(seed):
+    draw = random.Random(200 + seed)
+    for _ in range(8):
+        n, ranks = draw.choice([7, 40, 61]), draw.choice([1, 2, 5])
+        mask, layout = drawn_mask(draw, n), drawn_layout(draw, n, ranks)
+        report = reference.plan_report(mask, layout, chunk=8)
+        assert report == fast.plan_report(mask, layout, chunk=8)
+        dense = mask.dense()
+        assert report.areas == tuple(int(dense[layout.positions(rank)].sum()) for rank in range(ranks))
+        assert report.largest_chunk == max(int(dense[a : a + 8].sum()) for a in range(0, n, 8))
+        casts = reference.cast_plan(mask, layout).received
+        moved = sum(len(piece.tokens) for cast in casts for pieces in cast for piece in pieces)
+        assert sum(report.sent) == sum(report.received) == moved
+        lines = report.picture().splitlines()
+        assert len(lines) == ranks + 1
+        assert f"{report.volume:.3f}" in str(report)
+
+
+def test_reports_and_casts_say_what_is_wrong(half):
+    with pytest.raises(ValueError, match="the mask is 8 x 8, the layout has 9 tokens"):
+        half.cast_plan(Mask.causal(8), Layout.contiguous(9, 2))
+    with pytest.raises(ValueError, match="stages must be a whole number >= 0, got -1"):
+        half.cast_plan(Mask.causal(8), Layout.contiguous(8, 2), stages=-1)
+    with pytest.raises(ValueError, match="chunk must be"):
+        half.plan_report(Mask.causal(8), Layout.contiguous(8, 2), chunk=0)
+
+
+def test_sampled_packs_are_the_published_ones():
+    """The mean number of documents and longest document of 20 packs of 64K, as MagiAttention's benchmark reports them."""
+    packs = [torch.tensor(pack).diff() for pack in sampled_packs(65536, 20)]
+    assert sum(map(len, packs)) / 20 == 44.95
+    assert sum(int(lengths.max()) for lengths in packs) / 20 == 14467.1
