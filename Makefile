@@ -35,9 +35,10 @@ test: $(STAMP)
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal tests
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --nbval notebooks # a notebook's cells in one worker
 
-# Runs the .md twins and writes them with their outputs into the .ipynb beside them: anew, or old outputs would stay.
+# Runs the .md twins and writes their outputs into the .ipynb beside them; cleared first, or old outputs would stay.
 notebooks: $(STAMP)
-	cd notebooks && rm -f *.ipynb && ../$(BIN)/jupytext --to ipynb --execute *.md
+	cd notebooks && ../$(BIN)/jupyter nbconvert --clear-output --inplace *.ipynb
+	cd notebooks && ../$(BIN)/jupytext --to ipynb --update --execute *.md
 
 clean:
 	rm -rf .venv build dist canon-check .pytest_cache .ruff_cache .hypothesis

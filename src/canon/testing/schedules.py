@@ -196,7 +196,7 @@ def _exposed(run: Callable[[], object], device: torch.device) -> float:
         torch.cuda.synchronize(device)
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
-        for event in profiled.events()
+        for event in profiled.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
     )
     busy = [(start, end) for start, end, name in spans if "nccl" not in name.lower() and "memcpy" not in name.lower()]
