@@ -1,6 +1,7 @@
 """Records of what was run, where and with which result: JSON, to be committed beside the claims that rest on them."""
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ def machine() -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     return {
         "platform": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -44,6 +47,15 @@ def machine() -> dict[str, Any]:
         "driver": _told(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if on_gpu else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
     }
+
+
+def _processor() -> str | None:
+    """Its model name, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def commit() -> str | None:
