@@ -3,16 +3,19 @@
 import functools
 
 import pytest
+import sharded
 import torch
 import torch.distributed as dist
+from sharded import assert_agrees, on_this_rank
 
 from canon import Layout, Mask
 from canon.fast import magi as fast
 from canon.reference import magi as reference
 from canon.reference.plan import CastPlan
 from canon.testing import world
-from canon.testing.judge import Attended, agreement, dense, oracle
+from canon.testing.judge import oracle
 
+whole = functools.partial(sharded.whole, h=2, g=1)
 HALVES = {"reference": reference, "fast": fast}
 
 
@@ -39,34 +42,8 @@ def planned(half, mask, ranks, chunk):
     return half.dispatch(mask, ranks, chunk=chunk, cells_per_us=1, tokens_per_us=1000)
 
 
-def whole(mask, b=1, h=2, g=1, d=8, dv=6, dtype=torch.float64, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    shapes = [(h, d), (g, d), (g, dv), (h, dv)]
-    q, k, v, dout = (torch.randn(b, mask.queries, *x, generator=draw, dtype=torch.float64).to(dtype) for x in shapes)
-    dlse = torch.randn(b, h, mask.queries, generator=draw, dtype=torch.float64)
-    return q, k, v, dout, dlse.to(torch.promote_types(dtype, torch.float32))
-
-
-def on_this_rank(attend, layout, tensors, group=None):
-    """Shard, attend, differentiate, and put the results together again, on every rank."""
-    rank = dist.get_rank(group)
-    q, k, v, dout, dlse = tensors
-    q, k, v = (layout.shard(x, rank).detach().requires_grad_() for x in (q, k, v))
-    out, lse = attend(q, k, v)
-    torch.autograd.backward((out, lse), (layout.shard(dout, rank), layout.shard(dlse, rank, 2)))
-    got = Attended(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
-    return Attended(
-        *(layout.unshard(x, group, 2 if name == "lse" else 1) for name, x in zip(got._fields, got, strict=True))
-    )
-
-
 def attending(half, mask, layout, **options):
     return functools.partial(half.magi_attention, mask=mask, layout=layout, return_lse=True, **options)
-
-
-def assert_agrees(got, mask, q, k, v, dout, dlse):
-    verdict = agreement(got, oracle(q, k, v, dout, mask, dlse=dlse), dense(q, k, v, dout, mask, dlse=dlse))
-    assert verdict.agrees, str(verdict)
 
 
 def check(half, mask, layout, tensors=None, **options):

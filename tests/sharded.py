@@ -1,0 +1,34 @@
+"""What the tests of all schedules share: a whole sequence, attention over its shards, and the judge's verdict."""
+
+import torch
+import torch.distributed as dist
+
+from canon.testing.judge import Attended, agreement, dense, oracle
+
+
+def whole(mask, b=1, h=4, g=2, d=8, dv=6, dtype=torch.float64, seed=0):
+    """q, k, v, dout and dlse of the whole sequence, the same on every rank."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(h, d), (g, d), (g, dv), (h, dv)]
+    q, k, v, dout = (torch.randn(b, mask.queries, *x, generator=draw, dtype=torch.float64).to(dtype) for x in shapes)
+    dlse = torch.randn(b, h, mask.queries, generator=draw, dtype=torch.float64)
+    return q, k, v, dout, dlse.to(torch.promote_types(dtype, torch.float32))
+
+
+def on_this_rank(attend, layout, tensors, group=None):
+    """Shard, attend, differentiate, and put the results together again, on every rank."""
+    rank = dist.get_rank(group)
+    q, k, v, dout, dlse = tensors
+    q, k, v = (layout.shard(x, rank).detach().requires_grad_() for x in (q, k, v))
+    out, lse = attend(q, k, v)
+    torch.autograd.backward((out, lse), (layout.shard(dout, rank), layout.shard(dlse, rank, 2)))
+    got = Attended(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+    return Attended(
+        *(layout.unshard(x, group, 2 if name == "lse" else 1) for name, x in zip(got._fields, got, strict=True))
+    )
+
+
+def assert_agrees(got, mask, q, k, v, dout, dlse):
+    """The judge finds nothing against ``got``."""
+    verdict = agreement(got, oracle(q, k, v, dout, mask, dlse=dlse), dense(q, k, v, dout, mask, dlse=dlse))
+    assert verdict.agrees, str(verdict)
