@@ -30,7 +30,7 @@ from canon.testing.trial import CaseFailed, Trial
 
 AGREES, DISAGREES, MISUSED = 0, 1, 2
 _RESTARTS = 5  # of worlds made of processes, after failures
-_BUDGET = {"cpu": 512, "cuda": 16_384}  # tokens of the repository's documents
+_BUDGET = {"cpu": 600, "cuda": 16_384}  # tokens of the repository's documents
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ numbers tokens wrongly shows. Weights and embeddings are small integers: every s
 inputs are the same bits on every rank and machine, whatever its BLAS.
 
     Documents.of([Path("README.md"), Path("paper")])      all text files there, whole
-    Documents.of([], budget=650)                          of this repository: short ones first, of various lengths
+    Documents.of([], budget=600)                          of this repository: short ones first, of various lengths
 """
 
 import subprocess
