@@ -8,7 +8,7 @@ The plans, the order of rows and the order of sums are the reference's. What is 
 - Rows of K and V are gathered by one kernel for all casts of a pass, gradients are added by one kernel a cast.
 - Casts and reductions have a communicator each on GPUs, so that a cast never queues behind a reduction.
 
-Cost and memory: as `canon.reference.casts`; planning takes milliseconds for 64 ranks. Tables: 8 bytes a row that is
+Cost and memory: as `canon.reference.casts`. Tables: 8 bytes a row that is
 sent, 8 more for its return, 8 for each own row.
 
 Source: as `canon.reference.casts`.

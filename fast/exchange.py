@@ -196,6 +196,7 @@ class Leaving:
         self.reductions.drain(self.slot)
 
 
+@lru_cache(maxsize=1024)
 def padded_tokens(layout: Layout) -> int:
     """T, the most tokens that a rank holds: what each rank has room for in a gathered buffer."""
     return max(map(layout.size, range(layout.ranks)))

@@ -30,6 +30,7 @@ from canon.fast.casts import Exchange, cast_plan, group_cast, group_reduce, plan
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.local import attention_backward, attention_forward, merge_into
 from canon.fast.planner import dispatch
+from canon.fast.tiles import touched
 from canon.fast.transport import way_of
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
@@ -151,9 +152,8 @@ def _seeing(plan: CastPlan, step: int, rank: int) -> tuple[slice, Mask]:
     mask = plan.local_mask(step, rank)
     if plan.holds_own(step):
         return slice(0, mask.queries), mask
-    first = min((band.q_start for band in mask.bands), default=0)
-    stop = max((band.q_stop for band in mask.bands), default=0)
-    return slice(first, stop), mask.crop(queries=range(first, stop))
+    rows, _ = touched(mask)
+    return slice(rows.start, rows.stop), mask.crop(queries=rows)
 
 
 def _forward(q: Tensor, keys: _Keys, call: Call, plan: CastPlan) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ plans are equal. What is added:
   scored again, as this rank has changed.
 - Ranks that have not changed since, or that share no key while neither is over its limit, cannot gain and are left out.
 
-Cost: O(chunks x ranks + chunks x cells) for a start; O(ranks x c^2 + cells) for a swap at c chunks a rank: about 0.1 ms.
+Cost: O(chunks x ranks + chunks x cells) for a start; O(ranks x c^2 + cells) for a swap at c chunks a rank.
 Memory: two tables of ranks x cells numbers. Nothing is sent.
 
 Source: as `canon.reference.planner`.

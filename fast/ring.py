@@ -32,6 +32,7 @@ from canon.fast.backward import attention_backward, make_delta
 from canon.fast.exchange import Hop, Lane
 from canon.fast.local import attention_forward, merge_into
 from canon.fast.schedule import pipeline
+from canon.fast.tiles import touched
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -154,10 +155,7 @@ class _Ring(torch.autograd.Function):
 @lru_cache(maxsize=4096)
 def _touched(mask: Mask) -> tuple[slice, slice, Mask]:
     """The queries and keys from the first to the last that the mask touches, and the mask between them."""
-    if not mask.bands:
-        return slice(0, 0), slice(0, 0), mask.crop(range(0), range(0))
-    rows = range(min(b.q_start for b in mask.bands), max(b.q_stop for b in mask.bands))
-    columns = range(min(b.k_start for b in mask.bands), max(b.k_stop for b in mask.bands))
+    rows, columns = touched(mask)
     return slice(rows.start, rows.stop), slice(columns.start, columns.stop), mask.crop(rows, columns)
 
 

@@ -36,6 +36,7 @@ from canon.fast.exchange import Gathers, Reductions, gathered_mask
 from canon.fast.local import attention_forward
 from canon.fast.ring import ring_backward
 from canon.fast.schedule import pipeline
+from canon.fast.tiles import touched
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -174,8 +175,8 @@ def _backward(
 def _seen(layout: Layout, mask: Mask, rank: int) -> tuple[slice, Mask]:
     """The keys of a gathered buffer from the first to the last that the queries of ``rank`` see, and the mask over them."""
     full = gathered_mask(layout, mask, rank)
-    first, stop = min((b.k_start for b in full.bands), default=0), max((b.k_stop for b in full.bands), default=0)
-    return slice(first, stop), full.crop(keys=range(first, stop))
+    _, columns = touched(full)
+    return slice(columns.start, columns.stop), full.crop(keys=columns)
 
 
 def _query_heads(heads: range, q: Tensor, k: Tensor) -> slice:

@@ -1,8 +1,8 @@
 """By which way the ranks of a group exchange gathered keys and scattered gradients: chosen once per group, and named.
 
     name                where                                     what it takes from attention
-    "nccl copy engine"  one host, NCCL >= 2.28, torch >= 2.11     copy engines move the bytes: 4 % of a kernel's speed on
-                                                                  4 H200, against 19 % for plain NCCL at the same rate
+    "nccl copy engine"  one host, NCCL >= 2.28, torch >= 2.11     copy engines move the bytes, and leave the
+                                                                  multiprocessors to the attention kernels
     "nccl"              other GPUs                                multiprocessors
     "gloo", "threads"   CPU ranks                                 -
     "none"              one rank                                  -

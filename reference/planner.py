@@ -27,7 +27,7 @@ and three steps towards it:
 Every rank gets as many chunks as the others, or one less: empty chunks fill up the last slots. A short last chunk counts as one
 of those, and no rank gets two of them, so token counts differ by at most a chunk.
 
-Cost: some tenths of a second for 8 ranks; `canon.fast.planner` makes the same plans in milliseconds. Nothing is sent. It
+Cost: a round of swaps scores chunks^2 / 2 of them; `canon.fast.planner` makes the same plans sooner. Nothing is sent. It
 does not move queries, cut chunks, or know one rank from another (nodes, faster links).
 
 Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025); longest first, Graham,

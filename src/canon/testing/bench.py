@@ -15,7 +15,6 @@ The record holds every single time, the machine and the versions (`canon.testing
 import argparse
 import shlex
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -192,21 +191,14 @@ def _take_turns(runs: list[tuple[Callable[[], object], list[float]]], rounds: in
     """Each round runs every contender once to warm up and three times between events."""
     for round_number in range(rounds + 1):  # the first round is not counted
         for run, times in runs:
-            run()
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-            events[0].record()
-            for event in events[1:]:
-                run()
-                event.record()
-            torch.cuda.synchronize()
-            if round_number:
-                times += [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+            taken = milliseconds(run, 3, warm=1)
+            times += taken if round_number else []
 
 
-def milliseconds(run: Callable[[], object], times: int = 10) -> list[float]:
-    """Of each run, between events, after two to warm up."""
-    run()
-    run()
+def milliseconds(run: Callable[[], object], times: int = 10, *, warm: int = 2) -> list[float]:
+    """Of each run, between events, after ``warm`` that are not counted."""
+    for _ in range(warm):
+        run()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
     events[0].record()
     for event in events[1:]:
@@ -273,9 +265,20 @@ def run(options: argparse.Namespace) -> int:
 def _kept(console, options: argparse.Namespace, rows: list[dict], table) -> int:
     console.print(table)
     path = options.record or Path(f"canon-bench/{options.what}.json")
-    kept = record.write(path, shlex.join(["canon", *sys.argv[1:]]), rows, dtype=options.dtype)
+    kept = record.write(path, _command(options), rows, dtype=options.dtype)
     console.print(f"record: {kept}")
     return 0
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command without the path of its record."""
+    words = ["canon", "bench", options.what]
+    for name, value in vars(options).items():
+        if name not in ("command", "what", "record") and value not in (None, "", []):
+            words += [
+                word for each in (value if isinstance(value, list) else [value]) for word in (f"--{name}", str(each))
+            ]
+    return shlex.join(words)
 
 
 def _compared(rows: list[dict]):

@@ -1,6 +1,6 @@
 """Worlds: one program on every rank, as threads, as processes over gloo, or as one process per GPU over NCCL.
 
-    world.threads(program, ranks=4)      ranks are threads of this process: about 10 ms, prints in rank order
+    world.threads(program, ranks=4)      ranks are threads of this process: quick, prints in rank order
     world.processes(program, ranks=4)    ranks are processes on the CPU: seconds, finds what buffered sends hide
     world.gpus(program)                  ranks are processes, each with a GPU of its own
 
