@@ -59,10 +59,13 @@ def work_table(
     partial_columns: int | None = None,
     transposed: bool = False,
     device: torch.device | str = "cpu",
+    boxes: bool = False,
 ) -> WorkTable:
     """The table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x queries if ``transposed``.
 
     Partial tiles have ``partial_columns`` columns, a divisor of ``columns``, by default as many.
+    ``boxes``: for kernels that load whole boxes. Spans begin at multiples of 4 columns (16 bytes of lse), and a tile that is
+    short of rows has partial spans alone, so that the rows behind its end, which are another tile's, see nothing.
     Raises ValueError if the mask is too large for 32-bit coordinates.
     """
     partial_columns = partial_columns or columns
@@ -73,7 +76,7 @@ def work_table(
         bands, size = bands[:, [2, 3, 0, 1, 5, 4]] * [1, 1, 1, 1, -1, -1], mask.keys
     even, cut = np.arange(0, size, rows), _cut_starts(bands, size, rows)
     candidates = [even] if np.array_equal(even, cut) else [even, cut]
-    tables = [_table(bands, size, starts, columns, partial_columns) for starts in candidates]
+    tables = [_table(bands, size, starts, rows, columns, partial_columns, boxes) for starts in candidates]
     tiles, spans, visits = min(tables, key=lambda table: len(table[0]) + table[2])  # a tile costs about a visit
     upload = lambda array: torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
     return WorkTable(upload(tiles), upload(spans), visits)
@@ -103,7 +106,7 @@ def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
 
 
 def _table(
-    bands: np.ndarray, size: int, starts: np.ndarray, columns: int, small: int
+    bands: np.ndarray, size: int, starts: np.ndarray, rows: int, columns: int, small: int, boxes: bool
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Tiles, spans and visits, as in WorkTable, of tiles that begin at ``starts``; partial tiles are ``small``."""
     stops = np.append(starts[1:], size)[: len(starts)]
@@ -113,6 +116,8 @@ def _table(
     begin, end = np.maximum(start, first + lo), np.minimum(stop, last + hi)  # columns that some row of the tile sees
     all_begin, all_end = np.maximum(start, last - 1 + lo), np.minimum(stop, first + hi + 1)  # that every row sees
     whole = (first == starts[tile]) & (last == stops[tile])  # the band holds every row of the tile
+    if boxes:
+        begin, whole = begin // 4 * 4, whole & (last - first == rows)
     ratio, count = columns // small, -(-(end - begin) // small)  # in small tiles from here on
     full_from = -(-(all_begin - begin) // small)
     fulls = np.where(whole, np.maximum(0, (all_end - begin - full_from * small) // columns), 0)
@@ -126,6 +131,8 @@ def _table(
     spans = np.zeros((*number.shape, SPAN_FIELDS), np.int64)
     spans[..., 0], spans[..., 1] = begin + edges[:3] * small, number
     spans[[0, 2], :, 2:] = bands[band]
+    if boxes:
+        spans[[0, 2], :, 3] = last
     spans, number, kind = spans.reshape(-1, SPAN_FIELDS), number.ravel(), kind.ravel()
     owner = np.tile(tile, 3)
     order = np.lexsort((spans[:, 0], kind, owner))

@@ -283,7 +283,7 @@ def test_two_blind_parts_merge_to_nothing():
 # --- choosing ---
 
 
-@pytest.mark.parametrize("name", ["gluon", "cuda"])
+@pytest.mark.parametrize("name", ["cuda"])
 def test_a_family_that_does_not_exist_yet_raises_on_entry(name):
     with pytest.raises(NotImplementedError, match=name), backend(name):
         pass

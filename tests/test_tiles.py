@@ -87,6 +87,25 @@ def test_every_visible_cell_is_covered_once_and_full_spans_are_full(mask, rows, 
     assert_exact(mask, rows, columns, transposed, min(small, columns))
 
 
+@given(masks(), SIZES, st.sampled_from([4, 8, 16]), st.booleans())
+def test_boxes_show_no_cell_behind_the_end_of_their_tile(mask, rows, columns, transposed):
+    table = work_table(mask, rows, columns, None, transposed, boxes=True)
+    dense = mask.dense().numpy().T if transposed else mask.dense().numpy()
+    height, width = dense.shape
+    times = np.zeros((height + rows, width + columns), int)
+    for first, stop, partial, whole, end in table.tiles.tolist():
+        seen = np.zeros((rows, width + columns), int)
+        for index in range(partial, end):
+            start, count, *band = table.spans[index].tolist()
+            assert start % 4 == 0
+            cells = cells_of(band, first, first + rows, start, start + count * columns)
+            seen[:, start : start + count * columns] += True if index >= whole else cells
+        assert not seen[stop - first :].any()
+        times[first : first + rows] += seen
+    assert (times[:height, :width] == dense).all()
+    assert times.sum() == dense.sum()
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("mask", [Mask([], 0, 0), Mask([], 5, 0), Mask([], 0, 5), Mask([], 5, 7), Mask.causal(1)])
 def test_tables_of_nothing_still_own_every_row(mask, transposed):

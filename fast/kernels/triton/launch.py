@@ -39,8 +39,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     tensors = (q, k, v, source(k, config), source(v, config), out, lse)
     arguments = (*tensors, table.tiles, table.spans, base2_scale, len(table), q.shape[2])
     options = {"SIGN": (scale > 0) - (scale < 0), "GROUP": group, **product_options(config, q, v, k, out)}
-    width = side_by_side(lines(q), group, bytes_each_head(k, v))
-    run(forward_kernel, len(table) * lines(q), config, arguments, width, (q, k, v, out, lse), options)
+    width = side_by_side(batch_heads(q), group, bytes_each_head(k, v))
+    run(forward_kernel, len(table) * batch_heads(q), config, arguments, width, (q, k, v, out, lse), options)
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:
@@ -49,22 +49,28 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
     other = lse if dlse is None else dlse
     arguments = (out, dout, lse, other, result, out.shape[1], out.shape[2])
     options = {"HAS_DLSE": dlse is not None, **line_options(result.dtype, out, dout)}
-    run(delta_kernel, programs(out), ROWS, arguments, lines(out), (out, dout, lse, other, result), options)
+    run(delta_kernel, programs(out), ROWS, arguments, batch_heads(out), (out, dout, lse, other, result), options)
 
 
-def dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, mask: Mask, scale: float, dq: Tensor
-) -> None:
+Lines = tuple[Tensor, Tensor]
+
+
+def prepared_lines(lse: Tensor, delta: Tensor) -> Lines:
+    """lse and delta (b, h, t) as `dq` and `dkdv` want them: strided alike."""
+    return (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
+
+
+def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lines: Lines, mask: Mask, scale: float, dq: Tensor) -> None:
     """Writes dq (b, t, h, d)."""
     q, k, v, dout = map(addressable, (q, k, v, dout))
-    lse, delta = (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
+    lse, delta = lines
     config, table = plan("dq", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, source(k, config), source(v, config), dout, lse, delta, dq)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table), q.shape[2])
     options = {"GROUP": group, **product_options(config, q, v, k, dout, dq)}
-    width = side_by_side(lines(q), group, bytes_each_head(k, v))
-    run(dq_kernel, len(table) * lines(q), config, arguments, width, (q, k, v, dout, lse, dq), options)
+    width = side_by_side(batch_heads(q), group, bytes_each_head(k, v))
+    run(dq_kernel, len(table) * batch_heads(q), config, arguments, width, (q, k, v, dout, lse, dq), options)
 
 
 def dkdv(
@@ -72,8 +78,7 @@ def dkdv(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    lines: Lines,
     mask: Mask,
     scale: float,
     dk: Tensor,
@@ -85,7 +90,7 @@ def dkdv(
     With ``dq`` (b, t, h, d), in the accumulation dtype, adds to it by atomics: the fused method.
     """
     q, k, v, dout = map(addressable, (q, k, v, dout))
-    lse, delta = (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
+    lse, delta = lines
     config, table = plan("dkdv" if dq is None else "fused", q, v, mask, q, dout)
     heads = q.shape[2] // dk.shape[2]  # query heads of an owner
     any_dq = dk if dq is None else dq
@@ -97,11 +102,11 @@ def dkdv(
         "HEADS": heads,
     }
     options |= product_options(config, q, v, k, dout, any_dq, dk, dv)
-    width = side_by_side(lines(dk), 1, heads * bytes_each_head(q, dout))
+    width = side_by_side(batch_heads(dk), 1, heads * bytes_each_head(q, dout))
     strided = (q, k, v, dout, lse, any_dq, dk, dv)
     for made in [(True, False), (False, True)] if config.apart else [(True, True)]:
         options |= {"MAKE_DK": made[0], "MAKE_DV": made[1]}
-        run(dkdv_kernel, len(table) * lines(dk), config, arguments, width, strided, options)
+        run(dkdv_kernel, len(table) * batch_heads(dk), config, arguments, width, strided, options)
 
 
 def sum_heads(x: Tensor, total: Tensor) -> None:
@@ -113,7 +118,7 @@ def sum_heads(x: Tensor, total: Tensor) -> None:
         programs(total),
         ROWS,
         arguments,
-        lines(total),
+        batch_heads(total),
         (x, total),
         {"GROUP": group, **line_options(x.dtype, x, total)},
     )
@@ -124,7 +129,7 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, new_ou
     out, other_out = map(addressable, (out, other_out))
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     options = line_options(accumulate_dtype(new_lse.dtype), out, other_out, new_out)
-    run(merge_kernel, programs(out), ROWS, (*tensors, out.shape[1], out.shape[2]), lines(out), tensors, options)
+    run(merge_kernel, programs(out), ROWS, (*tensors, out.shape[1], out.shape[2]), batch_heads(out), tensors, options)
 
 
 def run(kernel, programs, config, arguments, width, strided, options) -> None:
@@ -208,14 +213,14 @@ def unit(*tensors: Tensor) -> int:
 
 
 # ------------------------------------------------------------------ grids and addresses
-def lines(x: Tensor) -> int:
+def batch_heads(x: Tensor) -> int:
     """Batches times heads of x (b, t, h, d)."""
     return x.shape[0] * x.shape[2]
 
 
 def programs(x: Tensor) -> int:
     """How many programs of ROWS tokens each x (b, t, h, d) makes."""
-    return -(-x.shape[1] // ROWS.rows) * lines(x)
+    return -(-x.shape[1] // ROWS.rows) * batch_heads(x)
 
 
 def bytes_each_head(*tensors: Tensor) -> int:

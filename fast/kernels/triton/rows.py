@@ -99,7 +99,9 @@ def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
         "BM": launch.ROWS.rows,
     }
     arguments = (k, v, rows, out, len(rows), k.shape[2])
-    launch.run(take_rows_kernel, launch.programs(out), launch.ROWS, arguments, launch.lines(out), (k, v, out), options)
+    launch.run(
+        take_rows_kernel, launch.programs(out), launch.ROWS, arguments, launch.batch_heads(out), (k, v, out), options
+    )
 
 
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
@@ -116,4 +118,4 @@ def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: 
     }
     arguments = (x, received, first, places, total, x.shape[1], x.shape[2])
     tensors = (x, received, total)
-    launch.run(add_rows_kernel, launch.programs(x), launch.ROWS, arguments, launch.lines(x), tensors, options)
+    launch.run(add_rows_kernel, launch.programs(x), launch.ROWS, arguments, launch.batch_heads(x), tensors, options)

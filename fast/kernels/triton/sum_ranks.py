@@ -54,5 +54,5 @@ def sum_ranks(received: Tensor, total: Tensor) -> None:
         "UNIT": launch.unit(received, total),
         "BM": launch.ROWS.rows,
     }
-    lines = launch.lines(total)
+    lines = launch.batch_heads(total)
     launch.run(sum_ranks_kernel, launch.programs(total), launch.ROWS, arguments, lines, (first, total), options)

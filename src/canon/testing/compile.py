@@ -1,4 +1,4 @@
-"""Every Triton kernel compiled ahead of time, on any machine: registers, spills and shared memory, without a GPU.
+"""Every kernel, of Triton and of Gluon, compiled ahead of time without a GPU: registers, spills and shared memory.
 
     python -m canon.testing.compile --arch 80 90 [--json]
 
@@ -23,6 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
+from canon.fast.kernels.gluon import config as hopper_config
+from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
 from canon.fast.kernels.triton.config import Config
 from canon.reference.mask import Mask
@@ -40,6 +42,7 @@ class Case:
     d: int = 128
     dv: int = 128
     describable: bool = False
+    family: str = "triton"
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Compiled:
 
     name: str
     case: Case
-    config: Config
+    config: Config | hopper_config.Config
     registers: int
     spilled: int  # bytes, stores and loads
     shared: int  # bytes
@@ -57,9 +60,10 @@ class Compiled:
 
     def __str__(self) -> str:
         case, c = self.case, self.config
-        how = "descriptors" if c.tma else "pointers"
+        how = "gluon" if case.family == "gluon" else "descriptors" if c.tma else "pointers"
+        warps = 12 if case.family == "gluon" else c.warps
         text = f"sm_{case.arch} {self.name:17s} {case.dtype:9s} {case.d:3d}/{case.dv:<3d} {how:11s} "
-        text += f"{c.rows:3d}x{c.columns:<3d} {c.warps:2d} warps {c.stages} stages  {self.registers:3d} registers "
+        text += f"{c.rows:3d}x{c.columns:<3d} {warps:2d} warps {c.stages} stages  {self.registers:3d} registers "
         text += f"{self.spilled:5d} B spilled {self.shared / 1024:6.1f} KB shared"
         return "\n  ".join((text, *self.warnings))
 
@@ -73,11 +77,41 @@ def main_cases(arch: int) -> list[Case]:
         cases += [Case(kernel, arch, "float16", d, dv) for kernel in ("forward", "dkdv")]
     cases += [Case(kernel, arch, "float32", 128, 128) for kernel in config.KERNELS]
     cases += [Case("forward", arch, "float64", 64, 64), Case("dkdv", arch, "float64", 64, 64)]
-    return cases + [Case(kernel, arch) for kernel in ("delta", "sum_heads", "merge")]
+    cases += [Case(kernel, arch) for kernel in ("delta", "sum_heads", "merge")]
+    if arch == 90:
+        cases += [Case(name, 90, "bfloat16", *pads, True, "gluon") for name, pads in hopper_config.TABLE]
+        cases += [
+            Case("forward", 90, "float16", 96, 80, True, "gluon"),
+            Case("dkdv", 90, "float16", 96, 80, True, "gluon"),
+        ]
+    return cases
 
 
 def compile_case(case: Case) -> list[Compiled]:
     """The kernels of a case, compiled; more than one where dk and dv are made apart. Raises whatever Triton raises."""
+    return _compile_hopper(case) if case.family == "gluon" else _compile_portable(case)
+
+
+def _compile_hopper(case: Case) -> list[Compiled]:
+    q, k, v, dout, lse, wide = _tensors(case, getattr(torch, case.dtype))
+    lines, mask, results = torch.empty(1, q.shape[2], 2, q.shape[1]), Mask.causal(q.shape[1]), []
+
+    def keep(kernel, _, used, arguments, **options):
+        binary = kernel.warmup(*arguments, **hopper.constants(kernel, used), **options, grid=(1,))
+        _, d, dv = hopper_config.choose(case.kernel, case.d, case.dv)
+        results.append(_report(case, used, binary, hopper_config.shared_bytes(case.kernel, used, d, dv)))
+
+    calls = {
+        "forward": lambda: hopper.forward(q, k, v, mask, 0.1, dout, lse),
+        "dq": lambda: hopper.dq(q, k, v, dout, lines, mask, 0.1, q),
+        "fused": lambda: hopper.dkdv(q, k, v, dout, lines, mask, 0.1, k, v, wide),
+    }
+    with _target(case.arch), _launching(hopper, keep):
+        calls.get(case.kernel, lambda: hopper.dkdv(q, k, v, dout, lines, mask, 0.1, k, v))()
+    return results
+
+
+def _compile_portable(case: Case) -> list[Compiled]:
     dtype = getattr(torch, case.dtype)
     tensors = _tensors(case, dtype)
     pads = launch.padded(case.d), launch.padded(case.dv)
@@ -94,7 +128,7 @@ def compile_case(case: Case) -> list[Compiled]:
         expected = config.shared_bytes(case.kernel, used, *pads, dtype.itemsize) if forced else 4096
         results.append(_report(case, used, binary, expected))
 
-    with _target(case.arch), _launching(keep), config.forced(**forced):
+    with _target(case.arch), _launching(launch, keep), config.forced(**forced):
         _launch(case.kernel, *tensors)
     return results
 
@@ -111,9 +145,9 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
     mask = Mask.causal(q.shape[1])
     calls = {
         "forward": lambda: launch.forward(q, k, v, mask, 0.1, dout, lse),
-        "dq": lambda: launch.dq(q, k, v, dout, lse, lse, mask, 0.1, q),
-        "dkdv": lambda: launch.dkdv(q, k, v, dout, lse, lse, mask, 0.1, k, v),
-        "fused": lambda: launch.dkdv(q, k, v, dout, lse, lse, mask, 0.1, k, v, wide),
+        "dq": lambda: launch.dq(q, k, v, dout, (lse, lse), mask, 0.1, q),
+        "dkdv": lambda: launch.dkdv(q, k, v, dout, (lse, lse), mask, 0.1, k, v),
+        "fused": lambda: launch.dkdv(q, k, v, dout, (lse, lse), mask, 0.1, k, v, wide),
         "delta": lambda: launch.delta(dout, dout, lse, lse, lse),
         "sum_heads": lambda: launch.sum_heads(wide, k),
         "merge": lambda: launch.merge(wide, lse, wide, lse, wide, lse),
@@ -153,12 +187,12 @@ def _target(arch: int) -> Iterator[None]:
 
 
 @contextmanager
-def _launching(keep) -> Iterator[None]:
-    run, launch.run = launch.run, keep
+def _launching(module, keep) -> Iterator[None]:
+    run, module.run = module.run, keep
     try:
         yield
     finally:
-        launch.run = run
+        module.run = run
 
 
 def _report(case: Case, used: Config, binary, expected: int) -> Compiled:

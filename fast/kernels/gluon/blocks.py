@@ -1,0 +1,176 @@
+"""What the Hopper kernels share: barriers, the comparison with a band, and stores straight from accumulators.
+
+A program is three partitions: two *warpgroups* of four warps, which own half of a tile's rows each and do the products,
+and one *loader* warp, which fetches tiles by TMA. They talk through mbarriers: ``full`` (a tile has landed: one arrival,
+of the TMA unit) and ``free`` (a tile has been read: one arrival from each warpgroup that reads it). A ring of STAGES
+buffers counts its tiles t = 0, 1, ...: tile t is in buffer t % STAGES, and its barriers complete phase t // STAGES.
+
+Tiles are boxes of 4-D tensors (b, t, h, d): 1 batch, ROWS / PACK tokens, PACK heads, all of d. So a tile can hold the
+query heads of a group side by side (row r: token r // PACK, head r % PACK), any strides will do, rows behind the end and
+columns behind the width arrive as 0, and no load crosses into another sequence.
+
+All that a program has to do stands in one int32 tensor, ``work`` (`canon.fast.kernels.gluon.schedule`): for each program
+where its items begin; items of 8 numbers (first row, stop, batch, head, where its spans begin and end,
+batch * heads + head, 0); and the spans of `canon.fast.tiles`. One pointer, for want of registers.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+FIRST = gl.constexpr(0)  # the warpgroups
+SECOND = gl.constexpr(1)
+ITEM = gl.constexpr(8)  # numbers each
+SPAN = gl.constexpr(8)
+
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in Triton 3.8
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """How four warps hold the result of a product, 64 rows of ``columns``."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def row_layout(columns):
+    """How they hold one number for each column of it."""
+    return gl.SliceLayout(0, product_layout(columns))
+
+
+@gluon.constexpr_function
+def column_layout(columns):
+    """How they hold one number for each row of it."""
+    return gl.SliceLayout(1, product_layout(columns))
+
+
+@gluon.constexpr_function
+def shared_layout(columns):
+    """Factors of two-byte elements in shared memory, swizzled over at most 64 columns."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
+
+
+@gluon.constexpr_function
+def factor_layout(columns):
+    """How they hold the left factor of a product with ``columns`` columns, 2-byte elements."""
+    return gl.DotOperandLayout(0, product_layout(columns), 2)
+
+
+@builtin
+def tma_add(descriptor, coordinates, source, _semantic=None):
+    """global[coordinates] += shared memory, by the TMA unit. Triton 3.6 and 3.7 can, but have no name for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+@gluon.jit
+def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """NUMBER barriers that complete a phase after ARRIVALS."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def take_turn(WARPGROUP: gl.constexpr):
+    """Wait until the other warpgroup has called `pass_turn`: a named barrier, which Gluon has no function for."""
+    ID: gl.constexpr = 8 + WARPGROUP  # Triton itself takes the lower ones
+    gl.inline_asm_elementwise(f"bar.sync {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(WARPGROUP: gl.constexpr):
+    """Let the other warpgroup go on."""
+    ID: gl.constexpr = 9 - WARPGROUP
+    gl.inline_asm_elementwise(f"bar.arrive {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fetch(descriptor, batch, row, head, full, buffer):
+    """Start to load the box that begins there, and have it complete a phase of ``full``."""
+    mbarrier.expect(full, descriptor.block_type.nbytes)
+    tma_load(descriptor, [batch, row, head, 0], full, buffer)
+
+
+@gluon.jit
+def items_of(work):
+    """Where this program's items begin, and end."""
+    return gl.load(work + gl.program_id(0)), gl.load(work + gl.program_id(0) + 1)
+
+
+@gluon.jit
+def place_of(work, item):
+    """first row, stop, batch, head."""
+    return gl.load(work + item), gl.load(work + item + 1), gl.load(work + item + 2), gl.load(work + item + 3)
+
+
+@gluon.jit
+def spans_of(work, item):
+    """Where its spans begin, and end."""
+    return gl.load(work + item + 4), gl.load(work + item + 5)
+
+
+@gluon.jit
+def line_of(work, item):
+    """batch * heads + head."""
+    return gl.load(work + item + 6)
+
+
+@gluon.jit
+def columns_of(work, span, COLUMNS: gl.constexpr):
+    """The first column of a span, and that behind its last tile."""
+    column = gl.load(work + span)
+    return column, column + gl.load(work + span + 1) * COLUMNS
+
+
+@gluon.jit
+def is_partial(work, span):
+    """Whether its tiles have to be compared with its band; a full span has none."""
+    return gl.load(work + span + 3) > 0
+
+
+@gluon.jit
+def finite(m):
+    """0 in place of -inf, the maximum of a row that has seen no column yet: -inf - -inf would be NaN."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def hide_unseen(x, work, span, first, column, hidden, PACK: gl.constexpr):
+    """x, whose rows begin at ``first`` and columns at ``column``, but ``hidden`` where the span's band hides a cell."""
+    row_start, row_stop = gl.load(work + span + 2), gl.load(work + span + 3)
+    start, stop = gl.load(work + span + 4), gl.load(work + span + 5)
+    lo, hi = gl.load(work + span + 6), gl.load(work + span + 7)
+    zero = gl.minimum(
+        stop, 0
+    )  # which no compiler knows: what it is added to is not held in registers from the start on
+    rows = first + (gl.arange(0, x.shape[0], column_layout(x.shape[1])) ^ zero) // PACK
+    left = gl.maximum(rows + lo, start) - column  # the row sees left <= j < right of this tile
+    right = gl.minimum(rows + hi + 1, stop) - column
+    right = gl.where((rows >= row_start) & (rows < row_stop), right, 0)
+    j = gl.expand_dims(gl.arange(0, x.shape[1], row_layout(x.shape[1])), 0)
+    # bits 1 and 2 of a column are the lane's, the others constants: so written, no register holds a column number
+    lane = (j & 6) ^ zero
+    left, right = gl.expand_dims(left, 1) - lane, gl.expand_dims(right, 1) - lane
+    return gl.where(((j & ~6) >= left) & ((j & ~6) < right), x, hidden)
+
+
+@gluon.jit
+def store_tile(start, x, line, left, stride_t, stride_h, column: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr):
+    """Write the first ``left`` rows of x from the address ``start`` on, and its columns, the first of them ``column``."""
+    r = gl.arange(0, x.shape[0], column_layout(x.shape[1]))
+    zero = gl.minimum(line, 0)  # as in hide_unseen
+    d = gl.expand_dims(gl.arange(0, x.shape[1], row_layout(x.shape[1])), 0)
+    lane = gl.max_constancy(gl.multiple_of((d & 6) ^ zero, [1, 2]), [1, 2])
+    rest = gl.max_contiguous(gl.multiple_of(d & ~6, [1, 2]), [1, 2])
+    r = r ^ zero
+    offset = gl.expand_dims(r // PACK * stride_t + r % PACK * stride_h, 1)
+    keep = gl.expand_dims(r // PACK < left, 1)
+    if column + x.shape[1] > WIDTH:
+        keep = keep & (d < WIDTH - column)
+    gl.store(start + column + offset + lane + rest, x.to(start.dtype.element_ty), mask=keep)

@@ -1,0 +1,98 @@
+"""Tile sizes of the Hopper kernels, for each kernel and pair of padded head widths; two-byte elements.
+
+``rows`` are owned by an item, half of them by each warpgroup; ``columns`` are visited: queries x keys in "forward" and "dq",
+keys x queries in "dkdv" and "fused". Shared memory, in bytes, with s stages and b buffers:
+
+    forward    2 (b rows d + s columns (d + dv))
+    dq         2 (rows (d + dv) + s columns (d + dv))
+    dkdv       2 (b rows (d + dv) + s columns (d + dv)) + 8 s columns
+    fused      dkdv, and 4 rows columns + 4 columns d: ds twice, and the tile of dq on its way out
+    wide       dkdv, and 8 rows columns: p and ds, twice, which the warpgroups exchange
+
+and 1 KB for barriers. A processor of an H200 has 227 KB for a program.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel cuts its work: see the module's docstring."""
+
+    rows: int
+    columns: int
+    stages: int  # of the ring of visited tiles
+    buffers: int = 1  # of what an item owns: 2 let the next item's tiles be fetched under this one
+    turns: bool = False  # the warpgroups issue their products in turns, so that one computes exponentials meanwhile
+    math_registers: int = 240  # of each thread of the warpgroups; the loader has 24
+
+
+Widths = tuple[int, int]
+TABLE: dict[tuple[str, Widths], Config] = {
+    ("forward", (64, 64)): Config(128, 128, 4, 2),
+    ("forward", (128, 128)): Config(128, 128, 3),
+    ("forward", (256, 128)): Config(128, 64, 3),
+    ("forward", (256, 256)): Config(128, 64, 2),
+    ("dq", (64, 64)): Config(128, 128, 4),
+    ("dq", (128, 128)): Config(128, 128, 2),
+    ("dq", (256, 128)): Config(128, 64, 2),
+    ("dq", (256, 256)): Config(128, 32, 2),
+    ("dkdv", (64, 64)): Config(128, 64, 4, 2),
+    ("dkdv", (128, 128)): Config(128, 64, 3, 2),
+    ("wide", (256, 128)): Config(64, 64, 2, 2),
+    ("wide", (256, 256)): Config(64, 64, 2),
+    ("fused", (64, 64)): Config(128, 64, 3, 2),
+    ("fused", (128, 128)): Config(128, 64, 2),
+}
+KERNELS = ("forward", "dq", "dkdv", "fused", "wide")
+LIMIT = 232448  # bytes of shared memory that a program may use on sm_90: CUDA Programming Guide, 16.2
+
+_forced: dict[str, Config] = {}
+
+
+def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
+    """Shared memory, by the formula above; d and dv padded."""
+    c = config
+    owned = {"forward": c.buffers * d, "dq": d + dv}.get(kernel, c.buffers * (d + dv))
+    need = 1024 + 2 * c.rows * owned + 2 * c.stages * c.columns * (d + dv)
+    if kernel in ("dkdv", "fused", "wide"):
+        need += 8 * c.stages * c.columns
+    exchanged = {"fused": 4 * c.rows * c.columns + 4 * c.columns * d, "wide": 8 * c.rows * c.columns}
+    return need + exchanged.get(kernel, 0)
+
+
+def choose(kernel: str, d: int, dv: int) -> tuple[Config, int, int]:
+    """The configuration of a kernel for heads d and dv wide, and these widths padded to what it is compiled for.
+
+    Raises ValueError if there is none, or if it needs too much shared memory.
+    """
+    fitting = [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
+    if not fitting:
+        widest = max((pads for name, pads in TABLE if name == kernel), default=(0, 0))
+        raise ValueError(
+            f'the Hopper {kernel} kernel is for heads up to {widest} wide, got {(d, dv)}: use backend("triton")'
+        )
+    pads = min(fitting, key=sum)
+    config = _forced.get(kernel) or TABLE[kernel, pads]
+    if (need := shared_bytes(kernel, config, *pads)) > LIMIT:
+        raise ValueError(
+            f"the Hopper {kernel} kernel with {config} needs {need} bytes of shared memory for widths {pads}, a program "
+            f"may use {LIMIT}: use smaller tiles or fewer stages"
+        )
+    return config, *pads
+
+
+@contextmanager
+def forced(**configs: Config) -> Iterator[None]:
+    """Take these configurations, kernel=Config(...): for tests and for tuning. Holds for all threads."""
+    if unknown := set(configs) - set(KERNELS):
+        raise ValueError(f"unknown kernels {sorted(unknown)}: expected one of {', '.join(KERNELS)}")
+    before = dict(_forced)
+    _forced.update(configs)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)

@@ -1,0 +1,312 @@
+"""The dk, dv kernel for Hopper: four products a tile, or five with dq ("fused"). Tiles of keys are owned, of queries visited.
+
+    loader        Q 0   K    dO 0   V    Q 1   dO 1   Q 2   ...            (head by head of those that an owner sums)
+    warpgroup     S^T = K Q^T  and  dP^T = V dO^T, issued together
+                  wait S^T:    P = exp(scale S - lse)       while dP^T runs
+                               dV += P dO
+                  wait dP^T:   dS = P * (dP - delta)        while dV runs
+                               dK += dS Q
+    fused         dS of both warpgroups meets in shared memory; each makes one half of the columns of dQ = dS^T K,
+                  and the TMA unit adds it to float32 dq in global memory, in no fixed order
+
+An *owner* is a key head with all query heads of its group, summed in registers in order; or, for head_parallel, one query
+head, whose part is written in float32 and summed with the others afterwards, in order. But for the dq of "fused", same
+inputs give the same bits.
+
+Shared memory: 2 (BUFFERS rows (d + dv) + STAGES columns (d + dv)) + 8 STAGES columns bytes, and if fused
+4 rows columns + 4 columns d; widths padded to a power of 2.
+Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from canon.fast.kernels.gluon.blocks import (
+    FIRST,
+    ITEM,
+    SECOND,
+    SPAN,
+    barriers,
+    columns_of,
+    factor_layout,
+    fetch,
+    hide_unseen,
+    is_partial,
+    items_of,
+    line_of,
+    place_of,
+    product_layout,
+    row_layout,
+    shared_layout,
+    spans_of,
+    store_tile,
+    tma_add,
+    tma_load,
+)
+
+
+@gluon.jit
+def load_tiles(descriptors, work, io, begin, end, padded, query_heads, HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """The loader: Q with its lse and dO with its delta of every visited tile, and an item's K and V behind the first ones."""
+    q_desc, dout_desc, k_desc, v_desc, line_desc = descriptors
+    (
+        q_ring,
+        dout_ring,
+        lse_ring,
+        delta_ring,
+        k_tiles,
+        v_tiles,
+        q_full,
+        q_free,
+        dout_full,
+        dout_free,
+        k_full,
+        v_full,
+        free,
+    ) = io
+    STAGES: gl.constexpr = q_ring.shape[0]
+    BN: gl.constexpr = q_ring.shape[2]
+    BUFFERS: gl.constexpr = k_tiles.shape[0]
+    t, done = 0, 0
+    for item in range(begin, end, ITEM):
+        first, _, batch, owner = place_of(work, item)
+        span_first, span_end = spans_of(work, item)
+        each_head = (span_end - span_first) // HEADS
+        b = done % BUFFERS
+        fresh = True
+        for span in range(span_first, span_end, SPAN):
+            head = owner * HEADS + (span - span_first) // each_head
+            line = (batch * query_heads + head) * 2 * padded
+            column, stop = columns_of(work, span, BN)
+            for i in range(column, stop, BN):
+                slot = t % STAGES
+                turn = t // STAGES & 1
+                mbarrier.wait(q_free.index(slot), turn ^ 1)
+                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + line_desc.block_type.nbytes)
+                tma_load(q_desc, [batch, i, head, 0], q_full.index(slot), q_ring.index(slot))
+                tma_load(line_desc, [line + i], q_full.index(slot), lse_ring.index(slot))
+                if fresh:  # not before Q: it may have to wait until the warpgroups are done with the item before
+                    mbarrier.wait(free.index(b), (done // BUFFERS & 1) ^ 1)
+                    fetch(k_desc, batch, first, head // GROUP, k_full.index(b), k_tiles.index(b))
+                mbarrier.wait(dout_free.index(slot), turn ^ 1)
+                mbarrier.expect(dout_full.index(slot), dout_desc.block_type.nbytes + line_desc.block_type.nbytes)
+                tma_load(dout_desc, [batch, i, head, 0], dout_full.index(slot), dout_ring.index(slot))
+                tma_load(line_desc, [line + padded + i], dout_full.index(slot), delta_ring.index(slot))
+                if fresh:
+                    fetch(v_desc, batch, first, head // GROUP, v_full.index(b), v_tiles.index(b))
+                fresh = False
+                t += 1
+        done += 1
+
+
+@gluon.jit
+def begin_dq(ds, k, fused, t, W: gl.constexpr):
+    """This warpgroup's half of the columns of ds^T k, on its way: ds of both warpgroups meets in shared memory."""
+    _, ds_tiles, dq_tiles, met = fused
+    N: gl.constexpr = ds.shape[0]
+    BN: gl.constexpr = ds.shape[1]
+    HALF: gl.constexpr = dq_tiles.shape[4]
+    both = ds_tiles.index(t % 2)
+    both.slice(W * N, N, dim=0).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(met.index(t % 2), count=1)
+    mbarrier.wait(met.index(t % 2), t // 2 & 1)
+    nothing = gl.zeros([BN, HALF], gl.float32, product_layout(HALF))
+    half = k.slice(W * HALF, HALF, dim=1)
+    return hopper.warpgroup_mma(both.permute((1, 0)), half, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_dq(dq, fused, batch, i, head, W: gl.constexpr):
+    """Have the TMA unit add a half tile to dq in global memory."""
+    dq_desc, _, dq_tiles, _ = fused
+    tma.store_wait(0)  # that of the tile before has been read
+    dq_tiles.index(W).reshape([dq.shape[0], dq.shape[1]]).store(dq)
+    fence_async_shared()
+    tma_add(dq_desc, [batch, i, head, W * dq.shape[1]], dq_tiles.index(W))
+
+
+@gluon.jit
+def differentiate(
+    io,
+    fused,
+    result,
+    work,
+    begin,
+    end,
+    scale,
+    W: gl.constexpr,
+    HEADS: gl.constexpr,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    FUSED: gl.constexpr,
+):
+    """A warpgroup: dk and dv of its half of the keys of every item."""
+    (
+        q_ring,
+        dout_ring,
+        lse_ring,
+        delta_ring,
+        k_tiles,
+        v_tiles,
+        q_full,
+        q_free,
+        dout_full,
+        dout_free,
+        k_full,
+        v_full,
+        free,
+    ) = io
+    dk, dv, tokens, owners = result
+    STAGES: gl.constexpr = q_ring.shape[0]
+    BN: gl.constexpr = q_ring.shape[2]
+    D_PAD: gl.constexpr = q_ring.shape[4]
+    DV_PAD: gl.constexpr = dout_ring.shape[4]
+    BUFFERS: gl.constexpr = k_tiles.shape[0]
+    ROWS: gl.constexpr = k_tiles.shape[2]
+    N: gl.constexpr = ROWS // 2
+    scale_log2 = scale * 1.4426950408889634
+    nothing = gl.zeros([N, BN], gl.float32, product_layout(BN))
+    t, done = 0, 0
+    for item in range(begin, end, ITEM):
+        b = done % BUFFERS
+        row = gl.load(work + item) + W * N
+        span_first, span_end = spans_of(work, item)
+        acc_k = gl.zeros([N, D_PAD], gl.float32, product_layout(D_PAD))
+        acc_v = gl.zeros([N, DV_PAD], gl.float32, product_layout(DV_PAD))
+        mbarrier.wait(k_full.index(b), done // BUFFERS & 1)
+        mbarrier.wait(v_full.index(b), done // BUFFERS & 1)
+        for span in range(span_first, span_end, SPAN):
+            column, stop = columns_of(work, span, BN)
+            partial = is_partial(work, span)
+            if FUSED:
+                head = (span - span_first) // ((span_end - span_first) // HEADS)
+            for i in range(column, stop, BN):
+                slot = t % STAGES
+                turn = t // STAGES & 1
+                q = q_ring.index(slot).reshape([BN, D_PAD])
+                dout = dout_ring.index(slot).reshape([BN, DV_PAD])
+                now = b + (t >> 30)  # b, but not known before the loop: addresses of tiles are made where they are used
+                all_k = k_tiles.index(now).reshape([ROWS, D_PAD])
+                k = all_k.slice(W * N, N, dim=0)
+                v = v_tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
+                mbarrier.wait(q_full.index(slot), turn)
+                s = hopper.warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                mbarrier.wait(dout_full.index(slot), turn)
+                dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])
+                if partial:
+                    s = hide_unseen(s, work, span, row, i, float("-inf"), 1)
+                lse = lse_ring.index(slot).load(row_layout(BN))  # late, as delta below: registers are short
+                p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
+                p_factor = gl.convert_layout(p.to(q_ring.dtype), factor_layout(DV_PAD))
+                acc_v = hopper.warpgroup_mma(p_factor, dout, acc_v, is_async=True)
+                dp, acc_v = hopper.warpgroup_mma_wait(1, deps=[dp, acc_v])
+                delta = delta_ring.index(slot).load(row_layout(BN))
+                ds = (p * (dp - gl.expand_dims(delta, 0))).to(q_ring.dtype)
+                ds_factor = gl.convert_layout(ds, factor_layout(D_PAD))
+                if FUSED:
+                    dq = begin_dq(ds, all_k, fused, t, W)
+                    acc_k = hopper.warpgroup_mma(ds_factor, q, acc_k, is_async=True)
+                    dq, acc_k, acc_v = hopper.warpgroup_mma_wait(1, deps=[dq, acc_k, acc_v])
+                    mbarrier.arrive(dout_free.index(slot), count=1)
+                    _, _, batch, owner = place_of(work, item)
+                    add_dq(dq * scale, fused, batch, i, owner * HEADS + head, W)
+                else:
+                    acc_k = hopper.warpgroup_mma(ds_factor, q, acc_k, is_async=True)
+                    acc_v, acc_k = hopper.warpgroup_mma_wait(1, deps=[acc_v, acc_k])
+                    mbarrier.arrive(dout_free.index(slot), count=1)
+                acc_k = hopper.warpgroup_mma_wait(0, deps=[acc_k])
+                mbarrier.arrive(q_free.index(slot), count=1)
+                t += 1
+        mbarrier.arrive(free.index(b), count=1)
+        first, stop_row, batch, owner = place_of(work, item)  # again: registers are short in the loop
+        first += W * N
+        line = line_of(work, item)
+        at = (batch * tokens + first).to(gl.int64) * owners + owner
+        store_tile(dk + at * D, acc_k * scale, line, stop_row - first, owners * D, 0, 0, D, 1)
+        store_tile(dv + at * DV, acc_v, line, stop_row - first, owners * DV, 0, 0, DV, 1)
+        done += 1
+    if FUSED:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tokens", "padded", "query_heads", "owners"])
+def dkdv_kernel(
+    q_desc,
+    dout_desc,
+    k_desc,
+    v_desc,
+    line_desc,
+    dq_desc,
+    dk,
+    dv,
+    work,
+    scale,  # > 0
+    tokens,
+    padded,
+    query_heads,
+    owners,
+    FUSED: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    D_PAD: gl.constexpr,
+    DV_PAD: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    MATH_REGISTERS: gl.constexpr,
+):
+    """dk (b, s, o, d) and dv (b, s, o, dv), contiguous, of the items in ``work``: tiles of keys and owners.
+
+    An owner has HEADS query heads. ``line_desc``: of lines (b, h, 2, padded), flat. FUSED: adds to dq, float32 (b, t, h, d).
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], q_desc.layout)
+    dout_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout)
+    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, 1, ROWS, 1, D_PAD], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, 1, ROWS, 1, DV_PAD], v_desc.layout)
+    if FUSED:
+        ds_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, COLUMNS], shared_layout(COLUMNS))
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, COLUMNS, 1, D_PAD // 2], dq_desc.layout)
+        fused = (dq_desc, ds_tiles, dq_tiles, barriers(2, 2))
+    else:
+        fused = (line_desc, q_ring, q_ring, q_ring)  # not used
+    q_full, q_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    dout_full, dout_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    k_full, v_full, free = barriers(BUFFERS, 1), barriers(BUFFERS, 1), barriers(BUFFERS, 2)
+    fence_async_shared()
+    io = (
+        q_ring,
+        dout_ring,
+        lse_ring,
+        delta_ring,
+        k_tiles,
+        v_tiles,
+        q_full,
+        q_free,
+        dout_full,
+        dout_free,
+        k_full,
+        v_full,
+        free,
+    )
+    result = (dk, dv, tokens, owners)
+    descriptors = (q_desc, dout_desc, k_desc, v_desc, line_desc)
+    begin, end = items_of(work)
+    gl.warp_specialize(
+        [
+            (load_tiles, (descriptors, work, io, begin, end, padded, query_heads, HEADS, GROUP)),
+            (differentiate, (io, fused, result, work, begin, end, scale, FIRST, HEADS, D, DV, FUSED)),
+            (differentiate, (io, fused, result, work, begin, end, scale, SECOND, HEADS, D, DV, FUSED)),
+        ],
+        [4, 4],
+        [MATH_REGISTERS, MATH_REGISTERS],
+    )

@@ -1,0 +1,188 @@
+"""The dq kernel for Hopper: three products a tile, each processor walking through its own items, as in the forward kernel.
+
+    loader        K 0   Q    V 0   dO   K 1   V 1   K 2   ...
+    warpgroup     S = Q K^T  and  dP = dO V^T, issued together
+                  wait S:     P = exp(scale S - lse)     while dP runs
+                  wait dP:    dQ += (P * (dP - delta)) K
+
+Sums follow the order of the spans: same inputs, same bits. Rows that see no key get 0.
+
+Shared memory: e (rows (d + dv) + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
+Source: FlashAttention-2 (Tri Dao, 2023), algorithm 2, its part for dq alone: jax-ml/jax-triton, pull request 177.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from canon.fast.kernels.gluon.blocks import (
+    FIRST,
+    ITEM,
+    SECOND,
+    SPAN,
+    barriers,
+    column_layout,
+    columns_of,
+    factor_layout,
+    fetch,
+    hide_unseen,
+    is_partial,
+    items_of,
+    line_of,
+    place_of,
+    product_layout,
+    spans_of,
+    store_tile,
+)
+
+
+@gluon.jit
+def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, io, begin, end, GROUP: gl.constexpr):
+    """The loader: K and V of every visited tile; an item's Q behind its first K, its dO behind its first V."""
+    q_tiles, dout_tiles, k_ring, v_ring, q_full, q_free, dout_full, dout_free, k_full, k_free, v_full, v_free = io
+    TOKENS: gl.constexpr = q_tiles.shape[2]
+    STAGES: gl.constexpr = k_ring.shape[0]
+    BN: gl.constexpr = k_ring.shape[2]
+    t, done = 0, 0
+    for item in range(begin, end, ITEM):
+        first, _, batch, head = place_of(work, item)
+        span_first, span_end = spans_of(work, item)
+        fresh = True
+        for span in range(span_first, span_end, SPAN):
+            column, stop = columns_of(work, span, BN)
+            for j in range(column, stop, BN):
+                slot = t % STAGES
+                turn = t // STAGES & 1
+                mbarrier.wait(k_free.index(slot), turn ^ 1)
+                fetch(k_desc, batch, j, head // GROUP, k_full.index(slot), k_ring.index(slot))
+                if fresh:  # not before K: it may have to wait until the warpgroups are done with the item before
+                    for w in gl.static_range(2):
+                        mbarrier.wait(q_free.index(w), (done & 1) ^ 1)
+                        fetch(q_desc, batch, first + w * TOKENS, head, q_full.index(w), q_tiles.index(w))
+                mbarrier.wait(v_free.index(slot), turn ^ 1)
+                fetch(v_desc, batch, j, head // GROUP, v_full.index(slot), v_ring.index(slot))
+                if fresh:
+                    for w in gl.static_range(2):
+                        mbarrier.wait(dout_free.index(w), (done & 1) ^ 1)
+                        fetch(dout_desc, batch, first + w * TOKENS, head, dout_full.index(w), dout_tiles.index(w))
+                fresh = False
+                t += 1
+        done += 1
+
+
+@gluon.jit
+def differentiate(io, lines, padded, result, work, begin, end, scale, W: gl.constexpr, D: gl.constexpr):
+    """A warpgroup: dq of its half of the rows of every item."""
+    q_tiles, dout_tiles, k_ring, v_ring, q_full, q_free, dout_full, dout_free, k_full, k_free, v_full, v_free = io
+    dq, tokens, stride_t, stride_h = result
+    TOKENS: gl.constexpr = q_tiles.shape[2]
+    PACK: gl.constexpr = q_tiles.shape[3]
+    D_PAD: gl.constexpr = q_tiles.shape[4]
+    DV_PAD: gl.constexpr = v_ring.shape[4]
+    M: gl.constexpr = TOKENS * PACK
+    STAGES: gl.constexpr = k_ring.shape[0]
+    BN: gl.constexpr = k_ring.shape[2]
+    scale_log2 = scale * 1.4426950408889634
+    nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
+    t, done = 0, 0
+    for item in range(begin, end, ITEM):
+        first, end_row, _, _ = place_of(work, item)
+        first += W * TOKENS
+        span_first, span_end = spans_of(work, item)
+        r = gl.arange(0, M, column_layout(BN))
+        at = lines + (line_of(work, item) * 2 * padded + first) + (r // PACK + r % PACK * 2 * padded)
+        here = r // PACK < end_row - first
+        lse_row = gl.expand_dims(gl.load(at, mask=here, other=0.0), 1)
+        delta_row = gl.expand_dims(gl.load(at + padded, mask=here, other=0.0), 1)
+        acc = gl.zeros([M, D_PAD], gl.float32, product_layout(D_PAD))
+        mbarrier.wait(q_full.index(W), done & 1)
+        mbarrier.wait(dout_full.index(W), done & 1)
+        for span in range(span_first, span_end, SPAN):
+            column, stop = columns_of(work, span, BN)
+            partial = is_partial(work, span)
+            for j in range(column, stop, BN):
+                slot = t % STAGES
+                turn = t // STAGES & 1
+                is_last = (span + SPAN == span_end) & (j + BN == stop)
+                now = W + (t >> 30)  # W, but not known before the loop: addresses of tiles are made where they are used
+                q = q_tiles.index(now).reshape([M, D_PAD])
+                dout = dout_tiles.index(now).reshape([M, DV_PAD])
+                k = k_ring.index(slot).reshape([BN, D_PAD])
+                v = v_ring.index(slot).reshape([BN, DV_PAD])
+                mbarrier.wait(k_full.index(slot), turn)
+                s = hopper.warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(slot), turn)
+                dp = hopper.warpgroup_mma(dout, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])
+                if is_last:
+                    mbarrier.arrive(q_free.index(W), count=1)
+                p = gl.exp2(s * scale_log2 - lse_row)
+                if partial:
+                    p = hide_unseen(p, work, span, first, j, 0.0, PACK)
+                mbarrier.wait(
+                    v_full.index(slot), turn
+                )  # long done: keeps the assembler from waiting for dp any earlier
+                dp = hopper.warpgroup_mma_wait(0, deps=[dp])
+                mbarrier.arrive(v_free.index(slot), count=1)
+                if is_last:
+                    mbarrier.arrive(dout_free.index(W), count=1)
+                ds = gl.convert_layout((p * (dp - delta_row)).to(q_tiles.dtype), factor_layout(D_PAD))
+                acc = hopper.warpgroup_mma(ds, k, acc, is_async=True)
+                acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(k_free.index(slot), count=1)
+                t += 1
+        first, end_row, batch, head = place_of(work, item)
+        first += W * TOKENS
+        start = dq + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
+        store_tile(start, acc * scale, line_of(work, item), end_row - first, stride_t, stride_h, 0, D, PACK)
+        done += 1
+
+
+@gluon.jit(do_not_specialize=["tokens", "padded"])
+def dq_kernel(
+    q_desc,
+    dout_desc,
+    k_desc,
+    v_desc,
+    lines,
+    padded,
+    dq,
+    work,
+    scale,
+    tokens,
+    stride_t,
+    stride_h,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    D_PAD: gl.constexpr,
+    DV_PAD: gl.constexpr,
+    PACK: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    MATH_REGISTERS: gl.constexpr,
+):
+    """dq (b, t, h, d), evenly strided over b and t, of the items in ``work``; lines (b, h, 2, padded)."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, D_PAD], q_desc.layout)
+    dout_tiles = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, DV_PAD], dout_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
+    q_full, q_free = barriers(2, 1), barriers(2, 1)
+    dout_full, dout_free = barriers(2, 1), barriers(2, 1)
+    k_full, k_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    fence_async_shared()
+    io = (q_tiles, dout_tiles, k_ring, v_ring, q_full, q_free, dout_full, dout_free, k_full, k_free, v_full, v_free)
+    result = (dq, tokens, stride_t, stride_h)
+    begin, end = items_of(work)
+    gl.warp_specialize(
+        [
+            (load_tiles, (q_desc, dout_desc, k_desc, v_desc, work, io, begin, end, GROUP)),
+            (differentiate, (io, lines, padded, result, work, begin, end, scale, FIRST, D)),
+            (differentiate, (io, lines, padded, result, work, begin, end, scale, SECOND, D)),
+        ],
+        [4, 4],
+        [MATH_REGISTERS, MATH_REGISTERS],
+    )

@@ -1,0 +1,271 @@
+"""From tensors to launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with its arguments.
+
+What TMA cannot load as it stands is copied first: tensors whose base or strides are no multiples of 16 bytes, or whose last
+stride is not 1. So are tensors with tokens that the mask does not touch, which may hold NaN: the copy holds 0 there.
+Results that are strided unevenly are made apart and copied. Everything else is used in place.
+
+Elements are of two bytes, heads at most 256 wide, and the device is an sm_90: anything else is a ValueError.
+"""
+
+from contextlib import nullcontext
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.errors import OutOfResources
+
+from canon.fast.kernels.gluon.config import Config, choose
+from canon.fast.kernels.gluon.dkdv import dkdv_kernel
+from canon.fast.kernels.gluon.dq import dq_kernel
+from canon.fast.kernels.gluon.forward import forward_kernel
+from canon.fast.kernels.gluon.lines import make_lines
+from canon.fast.kernels.gluon.schedule import Heads, schedule
+from canon.fast.kernels.gluon.wide import wide_kernel
+from canon.fast.kernels.triton import launch as portable
+from canon.fast.tiles import work_table
+from canon.reference.mask import Mask
+
+LOG2E = 1.4426950408889634
+SIMULATED_PROCESSORS = 3
+TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+FLOAT_TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
+LINE = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # no products: nothing to gain here
+prepared_lines = make_lines
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+    """Writes out (b, t, h, dv) and lse (b, h, t)."""
+    check(q)
+    config, d, dv = choose("forward", q.shape[-1], v.shape[-1])
+    group = q.shape[2] // k.shape[2]
+    pack = packing(mask, config.rows, config.columns, group)
+    heads = Heads(q.shape[0], q.shape[2], group)
+    plan = schedule(mask, config.rows, config.columns, False, heads, pack, head_bytes(k, v), processors(q), q.device)
+    even_out, line_lse = evenly(out), lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
+    if not plan.complete:
+        even_out.zero_()
+        line_lse.fill_(float("-inf"))
+    if plan.items:
+        q, scale, _ = positive(q, scale)
+        tiles = (
+            box(q, config.rows // 2 // pack, pack, d),
+            box(k, config.columns, 1, d),
+            box(seen_only(v, mask, keys=True), config.columns, 1, dv),
+        )
+        strides = even_out.stride(1), even_out.stride(2)
+        arguments = (*tiles, even_out, line_lse, plan.work, scale * LOG2E, q.shape[1], *strides)
+        options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack, "TURNS": config.turns}
+        run(forward_kernel, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
+    settle(out, even_out)
+    settle(lse, line_lse)
+
+
+def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lines: Tensor, mask: Mask, scale: float, dq: Tensor) -> None:
+    """Writes dq (b, t, h, d)."""
+    check(q)
+    config, d, dv = choose("dq", q.shape[-1], v.shape[-1])
+    group = q.shape[2] // k.shape[2]
+    pack = packing(mask, config.rows, config.columns, group)
+    heads = Heads(q.shape[0], q.shape[2], group)
+    plan = schedule(mask, config.rows, config.columns, False, heads, pack, head_bytes(k, v), processors(q), q.device)
+    even = evenly(dq)
+    if not plan.complete:
+        even.zero_()
+    if plan.items:
+        queries, keys = (config.rows // 2 // pack, pack), (config.columns, 1)
+        q, dout = seen_only(q, mask, keys=False), seen_only(dout, mask, keys=False)
+        k, v = seen_only(k, mask, keys=True), seen_only(v, mask, keys=True)
+        tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
+        strides = even.stride(1), even.stride(2)
+        arguments = (*tiles, lines, lines.shape[3], even, plan.work, scale, q.shape[1], *strides)
+        run(dq_kernel, q, config, arguments, GROUP=group, D=q.shape[-1], D_PAD=d, DV_PAD=dv, PACK=pack)
+    settle(dq, even)
+
+
+def dkdv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lines: Tensor,
+    mask: Mask,
+    scale: float,
+    dk: Tensor,
+    dv: Tensor,
+    dq: Tensor | None = None,
+) -> None:
+    """Writes dk (b, s, o, d) and dv (b, s, o, dv); o, the owners, are the key heads, or the query heads.
+
+    With ``dq`` (b, t, h, d), float32, adds to it in any order: the fused method.
+    """
+    check(q)
+    wide = dq is None and max(q.shape[-1], v.shape[-1]) > 128
+    kernel = "wide" if wide else "dkdv" if dq is None else "fused"
+    config, d_pad, dv_pad = choose(kernel, q.shape[-1], v.shape[-1])
+    owners = dk.shape[2]
+    each = q.shape[2] // owners
+    heads = Heads(q.shape[0], owners, 1)
+    read = each * head_bytes(q, dout)
+    plan = schedule(mask, config.rows, config.columns, True, heads, 1, read, processors(q), q.device, each)
+    flat_dk, flat_dv = (x if x.is_contiguous() else torch.empty_like(x, memory_format=CONTIGUOUS) for x in (dk, dv))
+    if not plan.complete:
+        flat_dk.zero_()
+        flat_dv.zero_()
+    if plan.items:
+        q, dout = seen_only(q, mask, keys=False), seen_only(dout, mask, keys=False)
+        k, v = seen_only(k, mask, keys=True), seen_only(v, mask, keys=True)
+        q, scale, sign = positive(q, scale)
+        sums = dq if dq is None or (sign > 0 and addable(dq)) else blank(dq)
+        queries = box(q, config.columns, 1, d_pad), box(dout, config.columns, 1, dv_pad)
+        keys = box(k, config.rows, 1, d_pad), box(v, config.rows, 1, dv_pad)
+        line = TensorDescriptor(lines.view(-1), [lines.numel()], [1], [config.columns], LINE)
+        counts = k.shape[1], lines.shape[3], q.shape[2], owners
+        written = (flat_dk, flat_dv, plan.work, scale, *counts)
+        group = q.shape[2] // k.shape[2]
+        options = {"HEADS": each, "GROUP": group, "D": q.shape[-1], "DV": v.shape[-1], "D_PAD": d_pad, "DV_PAD": dv_pad}
+        if wide:
+            run(wide_kernel, q, config, (*queries, *keys, line, *written), **options)
+        else:
+            added = line if sums is None else float_box(sums, config.columns, d_pad // 2)
+            run(dkdv_kernel, q, config, (*queries, *keys, line, added, *written), FUSED=dq is not None, **options)
+        if dq is not None and sums is not dq:
+            dq.add_(sums, alpha=sign)
+    settle(dk, flat_dk)
+    settle(dv, flat_dv)
+
+
+# ------------------------------------------------------------------ inputs
+def check(q: Tensor) -> None:
+    """Raise ValueError unless there are Hopper kernels for q's dtype and device."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f'the Hopper kernels are for bfloat16 and float16, got {q.dtype}: use backend("triton")')
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) != (9, 0):
+        name = torch.cuda.get_device_name(q.device)
+        raise ValueError(f'the Hopper kernels are for compute capability 9.0, this is {name}: use backend("triton")')
+
+
+def positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
+    """q and scale such that scale > 0, and the sign that went into q: cells are hidden before scores are scaled."""
+    if scale > 0:
+        return q, scale, 1
+    return (-q, -scale, -1) if scale < 0 else (torch.zeros_like(q), 1.0, 0)
+
+
+def seen_only(x: Tensor, mask: Mask, keys: bool) -> Tensor:
+    """x (b, t, h, d), or a copy with 0 in the tokens that the mask does not touch, as keys or as queries."""
+    unseen = unseen_tokens(mask, keys, x.device)
+    return x if unseen is None else torch.where(unseen[:, None, None], 0.0, x)
+
+
+@lru_cache(maxsize=1024)
+def unseen_tokens(mask: Mask, keys: bool, device: torch.device) -> Tensor | None:
+    """Which keys, or queries, no band touches (bool); None if there are none. Bands are tight: all their rows see something."""
+    steps = np.zeros((mask.keys if keys else mask.queries) + 1, np.int64)
+    for band in mask.bands:
+        start, stop = (band.k_start, band.k_stop) if keys else (band.q_start, band.q_stop)
+        steps[start] += 1
+        steps[stop] -= 1
+    unseen = np.cumsum(steps)[:-1] == 0
+    return torch.from_numpy(unseen).to(device) if unseen.any() else None
+
+
+def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
+    """What TMA loads boxes of x (b, t, h, d) by; columns behind d, and rows behind t, arrive as 0."""
+    x = loadable(x)
+    unit = 16 // x.element_size()
+    strides = [stride if n > 1 else unit for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, tokens, heads, width], TILE)
+
+
+def addable(x: Tensor) -> bool:
+    """Whether TMA can add to x (b, t, h, d), float32, where it is."""
+    strides = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 4 == 0 and s * 4 < 2**40 for s in strides)
+
+
+def blank(x: Tensor) -> Tensor:
+    """Zeros like x, float32, that TMA can add to."""
+    return torch.zeros(*x.shape[:3], -(-x.shape[3] // 4) * 4, device=x.device)[..., : x.shape[3]]
+
+
+def float_box(x: Tensor, tokens: int, width: int) -> TensorDescriptor:
+    """What TMA adds boxes to x (b, t, h, d), float32, by."""
+    strides = [stride if n > 1 else 4 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, tokens, 1, width], FLOAT_TILE)
+
+
+def loadable(x: Tensor) -> Tensor:
+    """x (b, t, h, d), or a copy that TMA can load: base and strides multiples of 16 bytes, the last stride 1."""
+    unit = 16 // x.element_size()
+    strides = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
+    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 and s * 2 < 2**40 for s in strides):
+        return x
+    copy = x.new_empty(*x.shape[:3], -(-x.shape[3] // unit) * unit)[..., : x.shape[3]]
+    return copy.copy_(x)
+
+
+@lru_cache(maxsize=1024)
+def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
+    """How many query heads of a group share a tile: more than one where it saves a tenth of the visits.
+
+    A tile of 128 rows is then 64 tokens of two heads, or 32 of four: less is wasted at the edges of short documents.
+    """
+    candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
+    visits = {pack: work_table(mask, rows // pack, columns).visits / pack for pack in candidates}
+    best = min(candidates, key=lambda pack: visits[pack])
+    return best if visits[best] < 0.9 * visits[1] else 1
+
+
+# ------------------------------------------------------------------ outputs
+CONTIGUOUS = torch.contiguous_format
+
+
+def evenly(x: Tensor) -> Tensor:
+    """x (b, t, h, d) if kernels can write it: one stride from token to token through all batches, the last stride 1."""
+    even = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    reach = 256 * x.stride(1) + x.shape[2] * x.stride(2)
+    return x if even and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
+
+
+def settle(x: Tensor, made: Tensor) -> None:
+    """Copy what was made into x, unless it was made there."""
+    if made is not x:
+        x.copy_(made)
+
+
+# ------------------------------------------------------------------ launches
+def head_bytes(*tensors: Tensor) -> int:
+    """What one head of these (b, t, h, d) holds."""
+    return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
+
+
+def processors(x: Tensor) -> int:
+    """How many programs run at a time."""
+    if x.device.type == "cpu":
+        return SIMULATED_PROCESSORS
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+def constants(kernel, config: Config) -> dict:
+    """What a configuration says to a kernel at compile time."""
+    said = {"ROWS": config.rows, "COLUMNS": config.columns, "STAGES": config.stages}
+    if kernel is not dq_kernel:  # which owns its tiles once
+        said["BUFFERS"] = config.buffers
+    return {**said, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
+
+
+def run(kernel, q: Tensor, config: Config, arguments: tuple, **options) -> None:
+    """Launches a program on every processor. Raises ValueError if the device has too little shared memory after all."""
+    try:
+        with nullcontext() if q.device.type == "cpu" else torch.cuda.device(q.device):
+            kernel[(processors(q),)](*arguments, **constants(kernel, config), **options)
+    except OutOfResources as error:
+        raise ValueError(
+            f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "
+            'use backend("triton")'
+        ) from error

@@ -1,0 +1,114 @@
+"""Who does what when: the tiles of a work table, for every batch and head, dealt out to the processors beforehand.
+
+A Hopper program is *persistent*: there is one on each processor, and it walks through its own list of items, so that
+the end of one overlaps the beginning of the next. Heads that share keys, and whole groups of them, stand together while
+what they read fits the L2 cache; within such a group the longest tiles come first; and every round of as many items as
+there are processors is dealt longest item to least loaded processor. Tiles that see nothing are in no list.
+
+Cost: O(items log processors) on the host, once per mask, shapes and device; 32 bytes an item on the device.
+
+Source: longest processing time first: Graham, Bounds on multiprocessing timing anomalies (1969).
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from canon.fast.tiles import work_table
+from canon.reference.mask import Mask
+
+L2_BYTES = 32 << 20  # of what heads that run side by side read; the cache of an H200 holds 50 MB
+FIXED = 1.0  # what an item costs beyond its tiles, in tiles: its beginning, and the writing of its result
+PARTIAL = 1.2  # what a partial tile costs, in full ones
+
+
+class Heads(NamedTuple):
+    """The heads that walk through one table: ``number`` in each of ``batches``, in groups of ``group`` that share."""
+
+    batches: int
+    number: int
+    group: int
+
+
+class Schedule(NamedTuple):
+    """``work``: what the kernel reads (see `canon.fast.kernels.gluon.blocks`); ``complete``: no tile is without spans."""
+
+    work: Tensor
+    items: int
+    complete: bool
+
+
+@lru_cache(maxsize=1024)
+def schedule(
+    mask: Mask,
+    rows: int,
+    columns: int,
+    transposed: bool,
+    heads: Heads,
+    pack: int,
+    bytes_each_group: int,
+    programs: int,
+    device: torch.device,
+    repeat: int = 1,
+) -> Schedule:
+    """The schedule of a mask over ``programs`` processors; an item has the ``pack`` heads from its own on.
+
+    ``transposed``: tiles of keys, and ``boxes`` of queries as in `work_table`; ``repeat``: how often the spans of a tile come
+    after one another, once for each query head of an owner.
+    """
+    table = work_table(mask, rows // pack, columns, None, transposed, "cpu", transposed)
+    tiles, spans = table.tiles.numpy().astype(np.int64), table.spans.numpy()
+    first, stop, begin, full, end = tiles.T
+    number = np.concatenate([[0], np.cumsum(spans[:, 1] * 1.0)])  # tiles before each span
+    cost = repeat * ((number[full] - number[begin]) * PARTIAL + (number[end] - number[full])) + FIXED
+    if repeat > 1:
+        spans, begin, end = _repeated(spans, begin, end, repeat)
+    order = np.argsort(-cost, kind="stable")
+    order = order[(end > begin)[order]]
+    lines = _lines(heads, pack, bytes_each_group)
+    tile = np.broadcast_to(order[None, :, None], (len(lines), len(order), lines.shape[1])).ravel()
+    line = np.broadcast_to(lines[:, None, :], (len(lines), len(order), lines.shape[1])).ravel()
+    program = _dealt(cost[tile], programs)
+    by_program = np.argsort(program, kind="stable")
+    tile, line = tile[by_program], line[by_program]
+    counts = np.bincount(program, minlength=programs)
+
+    spans_from = programs + 1 + 8 * len(tile)
+    at = lambda spans: spans_from + 8 * spans[tile]
+    batch, head = line // heads.number, line % heads.number
+    items = np.stack([first[tile], stop[tile], batch, head, at(begin), at(end), line, 0 * line], 1)
+    starts = programs + 1 + 8 * np.concatenate([[0], np.cumsum(counts)])
+    work = np.concatenate([starts, items.ravel(), spans.ravel()]).astype(np.int32)
+    return Schedule(torch.from_numpy(work).to(device), len(tile), len(order) == len(tiles))
+
+
+def _repeated(
+    spans: np.ndarray, begin: np.ndarray, end: np.ndarray, repeat: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The spans of each tile, begin:end, ``repeat`` times after one another, and where they are then."""
+    by_begin = np.argsort(begin, kind="stable")
+    owner = np.repeat(by_begin, repeat * (end - begin)[by_begin])
+    place = np.arange(len(owner)) - repeat * begin[owner]
+    return spans[begin[owner] + place % (end - begin)[owner]], repeat * begin, repeat * end
+
+
+def _lines(heads: Heads, pack: int, bytes_each_group: int) -> np.ndarray:
+    """batch * heads + head of every item's first head: a row for each set that runs side by side."""
+    groups = heads.batches * heads.number // heads.group
+    fitting = max(n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * bytes_each_group <= L2_BYTES))
+    return np.arange(0, groups * heads.group, pack).reshape(groups // fitting, -1)
+
+
+def _dealt(cost: np.ndarray, programs: int) -> np.ndarray:
+    """The program of each item."""
+    load, program = np.zeros(programs), np.empty(len(cost), np.int64)
+    for start in range(0, len(cost), programs):
+        part = slice(start, start + programs)
+        longest = start + np.argsort(-cost[part], kind="stable")
+        least = np.argsort(load, kind="stable")[: len(longest)]
+        program[longest] = least
+        load[least] += cost[longest]
+    return program

@@ -1,0 +1,301 @@
+"""The Hopper kernels against the oracle: on an sm_90 they run, elsewhere the simulator runs their source.
+
+A simulated run also checks the protocol: every buffer that is read before it is full, or overwritten before it is read,
+is a fault, in whatever order loads land and warpgroups take turns.
+"""
+
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+from sharded import assert_agrees, on_this_rank, whole
+
+from canon import Layout, Mask, fast
+from canon.fast import backend, backward, local, ring_attention
+from canon.fast.kernels.gluon import config, launch, lines, schedule
+from canon.fast.kernels.gluon.config import Config
+from canon.fast.kernels.gluon.schedule import Heads
+from canon.testing import simulator, world
+from canon.testing.judge import Attended, agreement, dense, oracle
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+DEVICE = "cuda" if ON_HOPPER else "cpu"
+METHODS = ("split", "fused", "head_parallel")
+MASKS = {
+    "causal": Mask.causal(300),
+    "full": Mask.full(190),
+    "window": Mask.window(309, 77, 4),
+    "documents": Mask.documents([0, 1, 1, 133, 134, 270]),
+    "documents that see all of themselves": Mask.documents([0, 129, 200], causal=False),
+    "queries without keys and keys without queries": Mask.causal(140).shift(6, 3).shift(-1, 0),
+    "a late rectangle": Mask.causal(260).crop(range(29, 260)),
+    "blocks": Mask.block_causal([0] * 70 + [2] * 9 + [1] * 80, k_valid=[True] * 150 + [False] * 9),
+    "one token": Mask.causal(1),
+    "no bands": Mask([], 5, 7),
+}
+EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at all": Mask([], 0, 0)}
+
+
+@contextmanager
+def hopper(order="random", seed=0):
+    """Compute with the Hopper kernels."""
+    with backend("gluon"), nullcontext() if ON_HOPPER else simulator.simulated(order=order, seed=seed):
+        yield
+
+
+def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):
+    """q, k, v, dout, dlse; NaN in queries that see nothing and in keys that nobody sees."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)]
+    q, k, v, dout = (torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes)
+    dlse = torch.randn(b, h, mask.queries, generator=draw).to(DEVICE)
+    seen = mask.dense().to(DEVICE)
+    for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
+        x[:, ~used] = torch.nan
+    return q, k, v, dout, dlse
+
+
+def attend(q, k, v, dout, dlse, mask, scale=None, method="split", **how) -> Attended:
+    with hopper(**how):
+        out, lse = local.attention_forward(q, k, v, mask, scale=scale)
+        grads = backward.attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
+    return Attended(out, lse, *grads)
+
+
+def assert_exact(got, q, k, v, dout, dlse, mask, scale=None):
+    exact, honest = (f(q, k, v, dout, mask, scale, dlse=dlse) for f in (oracle, dense))
+    verdict = agreement(got, exact, honest)
+    assert verdict.agrees, str(verdict)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_every_method_equals_the_oracle(mask, method):
+    arguments = inputs(mask, h=4, g=2)
+    assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+
+
+@pytest.mark.parametrize("order", ["late", "early", "random"])
+@pytest.mark.parametrize(
+    ("d", "dv"), [(64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (42, 24), (20, 130), (8, 5)]
+)
+def test_head_widths(d, dv, order):
+    mask = Mask.documents([0, 70, 290])
+    arguments = inputs(mask, d=d, dv=dv, h=2, g=2)
+    for method in METHODS if max(d, dv) <= 128 else ("split", "head_parallel"):
+        assert_exact(attend(*arguments, mask, method=method, order=order, seed=d), *arguments, mask)
+
+
+@pytest.mark.parametrize(("h", "g"), [(8, 1), (6, 2), (3, 3)])
+def test_the_heads_of_a_group_are_summed(h, g):
+    mask = Mask.causal(150)
+    arguments = inputs(mask, b=2, h=h, g=g, dtype=torch.float16)
+    for method in METHODS:
+        assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+
+
+def test_heads_of_a_group_share_tiles_where_documents_are_short():
+    ends = list(range(0, 301, 30))
+    mask = Mask.documents(ends)
+    assert launch.packing(mask, 128, 128, 8) == 8  # tiles of 16 tokens and 8 heads
+    assert launch.packing(Mask.causal(4096), 128, 128, 8) == 1
+    arguments = inputs(mask, b=2, h=8, g=1)
+    assert_exact(attend(*arguments, mask), *arguments, mask)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-3, 2.5])
+def test_any_scale(scale):
+    mask = Mask.window(140, 39, 4)
+    arguments = inputs(mask)
+    for method in METHODS:
+        assert_exact(attend(*arguments, mask, scale, method), *arguments, mask, scale)
+
+
+@pytest.mark.parametrize("mask", EMPTY.values(), ids=EMPTY)
+def test_empty_inputs(mask):
+    arguments = inputs(mask)
+    for method in METHODS:
+        got = attend(*arguments, mask, method=method)
+        assert not any(x.any() for x in (got.out, got.dq, got.dk, got.dv))
+        assert got.lse.isneginf().all()
+
+
+# --- what TMA cannot load, kernels cannot write, or holds anything ---
+
+
+def test_any_strides_and_any_alignment():
+    mask = Mask.causal(140)
+    q, k, v, dout, dlse = inputs(mask, b=2, h=4, g=2, d=40, dv=24)
+    odd = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view(q.shape).copy_(q)  # 2 bytes off
+    heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
+    backwards = v.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)  # the width is not the last in memory
+    same = dout[:, :1].expand_as(dout)  # stride 0
+    arguments = odd, heads_first, backwards, same, dlse
+    for method in METHODS:
+        assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+
+
+def test_results_may_be_written_anywhere():
+    mask = Mask.documents([0, 30, 140])
+    q, k, v, dout, dlse = inputs(mask, b=2)
+    expected = attend(q, k, v, dout, dlse, mask)
+
+    def room(x):
+        return torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype, device=DEVICE)[..., ::2]
+
+    out, lse, dq, dk, dv = map(room, (expected.out, expected.lse, expected.dq, expected.dk, expected.dv))
+    with hopper():
+        local.forward_into(q, k, v, mask, 0.125, out, lse)
+        delta = backward.make_delta(dout, out, lse, dlse)
+        backward.backward_into(dout, q, k, v, lse, delta, mask, 0.125, "split", dq, dk, dv)
+    for name, made in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, dq, dk, dv), strict=True):
+        assert torch.equal(made, getattr(expected, name)), name
+
+
+def test_partial_results_come_in_float32():
+    mask = Mask.causal(140)
+    q, k, v, dout, dlse = inputs(mask)
+    with hopper():
+        out, lse = local.attention_forward(q, k, v, mask, out_dtype=torch.float32)
+        grads = backward.attention_backward(dout, q, k, v, out, lse, mask, dlse=dlse, grad_dtype=torch.float32)
+    exact = oracle(q, k, v, dout, mask, dlse=dlse)
+    assert all(x.dtype == torch.float32 for x in (out, *grads))
+    rounded = ((exact.out.to(torch.bfloat16) - exact.out).norm() / exact.out.norm()).item()
+    assert ((out - exact.out).norm() / exact.out.norm()).item() < 2 * rounded
+    whole, _ = local.merge(out, lse, torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf))
+    assert torch.equal(whole, out)
+
+
+# --- order ---
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_bits_whatever_the_interleaving(method):
+    mask = Mask.documents([0, 200, 330])
+    arguments = inputs(mask, h=4, g=2, d=128, dv=128)
+    first = attend(*arguments, mask, method=method, order="late", seed=1)
+    for order, seed in (("early", 2), ("random", 3)):
+        again = attend(*arguments, mask, method=method, order=order, seed=seed)
+        for name in ("out", "lse", "dk", "dv", *(["dq"] if method != "fused" else [])):
+            assert torch.equal(getattr(first, name), getattr(again, name)), name
+
+
+def test_taking_turns_changes_no_bit():
+    mask = Mask.causal(300)
+    arguments = inputs(mask, d=128, dv=128)
+    expected = attend(*arguments, mask).out
+    with config.forced(forward=Config(128, 128, 3, turns=True)):
+        assert torch.equal(attend(*arguments, mask).out, expected)
+
+
+# --- on several ranks ---
+
+
+@pytest.mark.parametrize("name", ["zigzag_attention", "strided_attention", "magi_attention"])
+def test_every_schedule_runs_on_them(name):
+    mask = Mask.documents([0, 5, 90, 161])
+    layout = Layout.zigzag(161, 3)
+    tensors = whole(mask, d=64, dv=64, dtype=torch.bfloat16)
+    extra = {} if name == "zigzag_attention" else {"layout": layout}
+
+    def run():
+        def attend(q, k, v):
+            with backend("gluon"):
+                return getattr(fast, name)(q, k, v, mask, return_lse=True, **extra)
+
+        return on_this_rank(attend, layout, tensors)
+
+    with simulator.simulated(order="random"):
+        for got in world.threads(run, 3):
+            assert_agrees(got, mask, *tensors)
+
+
+# --- the schedule ---
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["documents", "window", "queries without keys and keys without queries"])
+def test_every_tile_of_every_head_is_somebodys_once(name, transposed):
+    mask, heads, pack = MASKS[name], Heads(2, 4, 4), 1 if transposed else 2
+    made = schedule.schedule(mask, 128, 64, transposed, heads, pack, 1 << 20, 5, torch.device("cpu"), 3)
+    work = made.work.numpy()
+    items = work[work[0] : work[5]].reshape(-1, 8)
+    assert len(items) == made.items == (work[5] - work[0]) // 8
+    dense_mask = mask.dense().numpy().T if transposed else mask.dense().numpy()
+    seen = dense_mask.any(1)
+    times = np.zeros((2, 4, len(seen)), int)
+    for first, stop, batch, head, begin, end, line, _ in items.tolist():
+        assert line == 4 * batch + head
+        assert head % pack == 0
+        assert end > begin
+        times[batch, head : head + pack, first:stop] += 1
+        spans = work[begin:end].reshape(3, -1, 8)  # once for each of three heads
+        assert (spans == spans[0]).all()
+    assert times.max() == 1
+    assert (times[:, :, seen] == 1).all()
+    assert made.complete == (times == 1).all()
+
+
+def test_work_is_dealt_evenly():
+    made = schedule.schedule(Mask.causal(16384), 128, 128, False, Heads(1, 32, 4), 1, 8 << 20, 132, torch.device("cpu"))
+    work = made.work.numpy()
+    tiles = [
+        sum(work[span + 1] for item in range(begin, end, 8) for span in range(work[item + 4], work[item + 5], 8))
+        for begin, end in zip(work[:132], work[1:133], strict=True)
+    ]
+    assert max(tiles) < 1.02 * np.mean(tiles)
+
+
+def test_lines_are_whole_and_blind_rows_weigh_nothing():
+    lse = torch.randn(2, 3, 7, device=DEVICE)
+    lse[0, 1, 2] = -torch.inf
+    delta = torch.randn(2, 7, 3, device=DEVICE).transpose(1, 2)
+    made = lines.make_lines(lse, delta)
+    assert made.shape == (2, 3, 2, 8)
+    torch.testing.assert_close(made[:, :, 0, :7], torch.where(lse.isinf(), 1e30, lse * launch.LOG2E))
+    assert torch.equal(made[:, :, 1, :7], delta)
+    assert not made[..., 7].any()
+
+
+# --- choosing, and what is refused ---
+
+
+def test_the_backward_pass_computes_with_the_family_of_the_forward_pass(monkeypatch):
+    calls = []
+    run = launch.run
+    monkeypatch.setattr(launch, "run", lambda kernel, *a, **o: (calls.append(kernel.__name__), run(kernel, *a, **o)))
+    mask = Mask.causal(9)
+    q, k, v, dout, _ = inputs(mask)
+    q.requires_grad_()
+    for attend_to in (
+        lambda: local.attention(q, k, v, mask),
+        lambda: ring_attention(q, k, v, mask, Layout.contiguous(9, 1)),
+    ):
+        calls.clear()
+        with hopper():
+            out = attend_to()
+        assert calls == ["forward_kernel"]
+        with nullcontext() if ON_HOPPER else simulator.simulated():  # but not backend("gluon")
+            out.backward(dout)
+        assert calls == ["forward_kernel", "dq_kernel", "dkdv_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "message"),
+    [
+        ({"dtype": torch.float32}, "split", "bfloat16 and float16"),
+        ({"d": 264, "dv": 64}, "split", "264"),
+        ({"d": 256, "dv": 64}, "fused", "fused"),
+    ],
+)
+def test_what_the_family_cannot_do_is_refused(changes, method, message):
+    mask = Mask.causal(9)
+    with pytest.raises(ValueError, match=message):
+        attend(*inputs(mask, **changes), mask, method=method)
+
+
+def test_too_much_shared_memory_is_refused_with_numbers():
+    mask = Mask.causal(9)
+    with config.forced(forward=Config(128, 128, 9)), pytest.raises(ValueError, match=r"needs \d+ bytes.*232448"):
+        attend(*inputs(mask), mask)
