@@ -3,8 +3,8 @@
     method           kernels                                           products a tile    memory
     "split"          dq over tiles of queries; dk and dv over tiles    3 + 4              delta: 4 b h t bytes
                      of keys, the query heads of a group in turn
-    "head_parallel"  dq as before; dk and dv of each *query* head,     3 + 4              also 4 b h s (d + dv) bytes
-                     then summed over the group, in head order
+    "head_parallel"  dq as before; dk and dv of each *query* head,     3 + 4              also 4 b h s (d + dv) bytes; above
+                     then summed over the group, in head order                            256 MB, chunk by chunk of keys
     "fused"          one over tiles of keys, which adds to dq by       5                  delta, and 4 b h t d bytes
                      atomics in any order: not the same bits twice                        unless dq is float32 itself
 
@@ -18,12 +18,14 @@ Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton
 TensorAuto/OpenTau pull request 376.
 """
 
+from functools import lru_cache
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.fast.device import check_device
-from canon.fast.kernels.triton import launch
+from canon.fast.device import check_device, family
+from canon.fast.kernels.triton import launch as portable
 from canon.reference.call import (
     accumulate_dtype,
     batched,
@@ -36,6 +38,8 @@ from canon.reference.call import (
 from canon.reference.mask import Mask
 
 __all__ = ["attention_backward"]
+
+PARTIAL_BYTES = 1 << 28  # of the parts of dk and dv by query head, at a time
 
 
 def attention_backward(
@@ -82,16 +86,27 @@ def attention_backward(
     dlse, delta = (x.unsqueeze(0) if packed and x is not None else x for x in (dlse, delta))
     if delta is None:
         delta = make_delta(dout, out, lse, dlse)
-    arguments = (q, k, v, dout, lse, delta, mask, scale)
-    method = automatic(q, k) if method == "auto" else method
-    dq, dk, dv = {"split": _split, "head_parallel": _head_parallel, "fused": _fused}[method](*arguments, grad_dtype)
+    dq, dk, dv = (torch.empty(x.shape, dtype=grad_dtype, device=x.device) for x in (q, k, v))
+    backward_into(dout, q, k, v, lse, delta, mask, scale, method, dq, dk, dv)
     return (dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)) if packed else (dq, dk, dv)
+
+
+def backward_into(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, mask: Mask, scale: float, method: str,
+    dq: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
+    """As `attention_backward` of a batch, but written into ``dq``, ``dk`` and ``dv``, of any strides and dtypes."""
+    kernels = family()
+    lines = kernels.prepared_lines(lse, delta)
+    arguments = (q, k, v, dout, lines, mask, scale)
+    method = automatic(q, k) if method == "auto" else method
+    {"split": _split, "head_parallel": _head_parallel, "fused": _fused}[method](kernels, arguments, dq, dk, dv)
 
 
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse, (b, h, t), and 0 in rows that see no key, whatever dout holds there."""
     delta = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
-    launch.delta(dout, out, lse, dlse, delta)
+    portable.delta(dout, out, lse, dlse, delta)
     return delta
 
 
@@ -104,32 +119,41 @@ def automatic(q: Tensor, k: Tensor) -> str:
     return "head_parallel" if tiles < 2 * processors else "split"
 
 
-def _split(q, k, v, dout, lse, delta, mask, scale, grad_dtype):
-    dq, dk, dv = (_empty(x, grad_dtype) for x in (q, k, v))
-    launch.dq(q, k, v, dout, lse, delta, mask, scale, dq)
-    launch.dkdv(q, k, v, dout, lse, delta, mask, scale, dk, dv)
-    return dq, dk, dv
+def _split(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    kernels.dq(*arguments, dq)
+    kernels.dkdv(*arguments, dk, dv)
 
 
-def _head_parallel(q, k, v, dout, lse, delta, mask, scale, grad_dtype):
-    heads = q.shape[2]
-    if heads == k.shape[2]:
-        return _split(q, k, v, dout, lse, delta, mask, scale, grad_dtype)
-    dq, dk, dv = (_empty(x, grad_dtype) for x in (q, k, v))
-    dk_heads, dv_heads = (_empty(x, accumulate_dtype(x.dtype), heads) for x in (k, v))
-    launch.dq(q, k, v, dout, lse, delta, mask, scale, dq)
-    launch.dkdv(q, k, v, dout, lse, delta, mask, scale, dk_heads, dv_heads)
-    launch.sum_heads(dk_heads, dk)
-    launch.sum_heads(dv_heads, dv)
-    return dq, dk, dv
+def _head_parallel(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    q, k, v, dout, lines, mask, scale = arguments
+    b, _s, g, d = dk.shape
+    if q.shape[2] == g:
+        _split(kernels, arguments, dq, dk, dv)
+        return
+    kernels.dq(*arguments, dq)
+    accumulate = accumulate_dtype(q.dtype)
+    each_key = b * q.shape[2] * (d + dv.shape[3]) * accumulate.itemsize
+    for keys, part in _key_chunks(mask, max(1, PARTIAL_BYTES // each_key)):
+        here = slice(keys.start, keys.stop)
+        parts = [q.new_empty(b, len(keys), q.shape[2], x.shape[3], dtype=accumulate) for x in (dk, dv)]
+        kernels.dkdv(q, k[:, here], v[:, here], dout, lines, part, scale, *parts)
+        for x, total in zip(parts, (dk[:, here], dv[:, here]), strict=True):
+            kernels.sum_heads(x, total)
+        del parts, x  # before the next ones are made
 
 
-def _fused(q, k, v, dout, lse, delta, mask, scale, grad_dtype):
-    dq, dk, dv = _empty(q, accumulate_dtype(q.dtype)).zero_(), _empty(k, grad_dtype), _empty(v, grad_dtype)
-    launch.dkdv(q, k, v, dout, lse, delta, mask, scale, dk, dv, dq)
-    return dq.to(grad_dtype), dk, dv
+@lru_cache(maxsize=1024)
+def _key_chunks(mask: Mask, most: int) -> tuple[tuple[range, Mask], ...]:
+    """The keys in ranges of at most ``most``, whole tiles where that is possible, and the mask of each."""
+    step = most if most < 128 else most // 128 * 128
+    starts = range(0, mask.keys, step) if mask.keys > most else range(0, max(1, mask.keys), max(1, mask.keys))
+    ranges = [range(start, min(start + starts.step, mask.keys)) for start in starts]
+    return tuple((keys, mask.crop(keys=keys) if len(ranges) > 1 else mask) for keys in ranges)
 
 
-def _empty(like: Tensor, dtype: torch.dtype, heads: int | None = None) -> Tensor:
-    b, tokens, own_heads, width = like.shape
-    return torch.empty(b, tokens, heads or own_heads, width, dtype=dtype, device=like.device)
+def _fused(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    accumulate = accumulate_dtype(arguments[0].dtype)
+    sums = dq if dq.dtype == accumulate else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
+    kernels.dkdv(*arguments, dk, dv, sums.zero_())
+    if sums is not dq:
+        dq.copy_(sums)

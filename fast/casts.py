@@ -5,11 +5,10 @@ The plans, the order of rows and the order of sums are the reference's. What is 
 - Needs, areas and transfers are closed forms over NumPy arrays, for all ranks at once.
 - Index tables are uploaded once for each (plan, rank, device). They are pure functions of the plan: a rank whose cache has
   dropped one makes it again without a word to the others.
-- Rows of K and V are gathered by one kernel for all casts of a pass, gradients are added by one kernel a cast.
+- Rows of K and V are gathered by one kernel for each cast, and gradients added by one, on the stream beside the kernels.
 - Casts and reductions have a communicator each on GPUs, so that a cast never queues behind a reduction.
 
-Cost and memory: as `canon.reference.casts`. Tables: 8 bytes a row that is
-sent, 8 more for its return, 8 for each own row.
+Cost and memory: as `canon.reference.casts`. Tables: 8 bytes a row that is sent, 8 more for its return, 8 for each own row.
 
 Source: as `canon.reference.casts`.
 """
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.fast.kernels.triton.rows import add_rows
+from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import merged, seen
 from canon.fast.transport import way_of
 from canon.reference.layout import Layout
@@ -130,7 +129,7 @@ def group_cast(
     rank, sizes = check_rows("group_cast: x", x, plan, stage, group)
     received = x.new_empty(sum(sizes.received), *x.shape[1:])
     sent = x.index_select(0, rows_sent(plan, stage, rank, x.device))
-    Exchange(received, sent, sizes.received, sizes.sent, way_of(group, x.device).gathers).wait()
+    dist.all_to_all_single(received, sent, sizes.received, sizes.sent, group=way_of(group, x.device).gathers)
     return received
 
 
@@ -148,32 +147,52 @@ def group_reduce(
         dtype and is added in that of ``into``, in place. The rest as `group_cast`, whose transpose this is.
     Raises ValueError if y, into, the group or the stage do not fit the plan. Source: the module's docstring.
     """
-    rank, sizes = check_rows("group_reduce: y", y, plan, stage, group, received=True)
+    rank, _ = check_rows("group_reduce: y", y, plan, stage, group, received=True)
     check_into(into, y, plan, rank)
-    received = y.new_empty(sum(sizes.sent), *y.shape[1:])
-    Exchange(received, y.contiguous(), sizes.sent, sizes.received, way_of(group, y.device).reductions).wait()
     total = into.contiguous()
-    add_rows(_lines(total), _lines(received), *rows_returned(plan, stage, rank, y.device), _lines(total))
+    Return(y.contiguous(), plan, stage, rank, total, group).wait()
     return into if total is into else into.copy_(total)
 
 
-class Exchange:
-    """An exchange under way, all to all; sizes are the rows for, and from, each rank. `wait` holds up the stream only."""
+class Cast:
+    """A cast of K and V under way: after `wait` they are in ``rows`` (received, b, g, d + dv), by source and by row."""
 
-    def __init__(self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], group):
-        self.sent = sent  # kept alive until it has left
-        self.work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group, async_op=True)
+    def __init__(self, k: Tensor, v: Tensor, plan: CastPlan, cast: int, rank: int, rows: Tensor, group):
+        way, index = way_of(group, k.device), rows_sent(plan, cast, rank, k.device)
+        sizes = plan.receive_sizes(cast, rank), plan.send_sizes(cast, rank)
+        self.sent = k.new_empty(len(index), *rows.shape[1:])  # held until it has left
+        with way.beside():
+            take_rows(k, v, index, self.sent.transpose(0, 1))
+            self.work = dist.all_to_all_single(rows, self.sent, *sizes, group=way.gathers, async_op=True)
 
     def wait(self) -> None:
+        """What is launched from here on may read the rows."""
         self.work.wait()
 
 
+class Return:
+    """The way back of ``rows``, contiguous ones: `wait` adds what comes to the rows of ``into``, in rank order."""
+
+    def __init__(self, rows: Tensor, plan: CastPlan, cast: int, rank: int, into: Tensor, group):
+        self.way, self.into, self.table = way_of(group, rows.device), into, rows_returned(plan, cast, rank, rows.device)
+        sizes = plan.send_sizes(cast, rank), plan.receive_sizes(cast, rank)  # what had been sent comes back
+        self.sent, self.received = rows, rows.new_empty(sum(sizes[0]), *rows.shape[1:])
+        self.work = dist.all_to_all_single(self.received, rows, *sizes, group=self.way.reductions, async_op=True)
+
+    def wait(self) -> None:
+        """What is launched from here on may read the sums. They are made beside what was launched before."""
+        total = _lines(self.into)
+        with self.way.beside(after_all=False):
+            self.work.wait()
+            add_rows(total, _lines(self.received), *self.table, total)
+        self.way.join()
+        self.work = self.sent = self.received = None  # not before: the memory is the next kernel's
+
+
 @lru_cache(maxsize=4096)
-def rows_sent(plan: CastPlan, cast: int | None, rank: int, device: torch.device) -> Tensor:
-    """The rows that a rank sends in a cast (None: in all of them, one after another), on the device: int64."""
-    casts = range(plan.casts) if cast is None else [cast]
-    rows = [plan.send_rows(each, rank) for each in casts]
-    return (torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)).to(device)
+def rows_sent(plan: CastPlan, cast: int, rank: int, device: torch.device) -> Tensor:
+    """The rows that a rank sends in a cast, on the device: int64."""
+    return plan.send_rows(cast, rank).to(device)
 
 
 @lru_cache(maxsize=4096)

@@ -3,10 +3,12 @@
     schedule    fetch                                  reduce
     ring        `Lane`: one block from rank to rank    `Lane`: a block's gradient, one step behind it
     strided     `Gathers`: some heads of all ranks     `Reductions`: their gradients, all to all, summed in rank order
+    magi        `casts.Cast`: the tokens needed        `casts.Return`: their gradients, added in rank order
 
-Each holds two buffers, which take turns: one travels while the other one is read. A message starts before the kernel that it
-runs under, and `wait` makes the compute stream wait, never the host. Two are enough: a message starts only after every
-kernel that reads its receiving buffer has been enqueued, and the transport waits for those.
+Lanes, gathers and reductions hold two buffers, which take turns: one travels while the other one is read. (Casts differ in
+size, so each has a memory of its own.) A message starts before the kernel that it runs under, and `wait` makes the compute
+stream wait, never the host. Two buffers are enough: a message starts only after every kernel that reads its receiving
+buffer has been enqueued, and the transport waits for those.
 """
 
 from collections.abc import Sequence
@@ -111,23 +113,24 @@ class Gathers:
 
 
 class Arriving:
-    """A gather under way. `wait` lets the current stream go on once it is here, and gives K and V."""
+    """Messages under way. `wait` lets the current stream go on once they are here, and gives K and V."""
 
-    def __init__(self, works: list[dist.Work], keys: list[Tensor]):
+    def __init__(self, works: Sequence[dist.Work], keys: Sequence[Tensor]):
         self.works, self.keys = works, keys
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> Sequence[Tensor]:
         for work in self.works:
             work.wait()
+        self.works = ()  # what was sent may go
         return self.keys
 
 
 class Reductions:
     """Sums over the ranks of dk and dv, a group of heads at a time, through two slots that take turns.
 
-    `stage` copies a step's partial gradients of all ranks' keys into the slot's buffer, in reduce_dtype: it may still
-    be on its way when the next step is staged in the other one. `start` exchanges them all to all, `drain` adds up what came,
-    in rank order, and writes it where it belongs. At most one exchange is under way in a slot.
+    `stage` says where kernels write a step's partial gradients of all ranks' keys: the slot's buffer, in reduce_dtype. It may
+    still be on its way when the next step is written in the other one. `start` exchanges them all to all, `drain` adds up
+    what came, in rank order, and writes it where it belongs. At most one exchange is under way in a slot.
 
     Memory: 2 (1) buffers to send, and as many to receive, of W T b (most heads of a step) (d + dv) items of reduce_dtype.
     Traffic: one message a step, with which every rank receives (W - 1) T b (heads) (d + dv) of them.
@@ -147,13 +150,9 @@ class Reductions:
         )
         self.pending: list[tuple[dist.Work, int] | None] = [None, None]  # by slot: what is under way, and its step
 
-    def stage(self, step: int, parts: Sequence[Tensor], columns: slice) -> None:
-        """Copy dk and dv (b, keys, heads, width) of the keys ``columns`` of all ranks; those of the others are 0."""
-        full = self._view(self.sent, step)
-        full[:, : columns.start] = 0
-        full[:, columns.stop :] = 0
-        for target, part in zip(full.split([x.shape[-1] for x in parts], -1), parts, strict=True):
-            target[:, columns].copy_(part)
+    def stage(self, step: int, columns: slice) -> Sequence[Tensor]:
+        """dk and dv (b, keys, heads, width) of the keys ``columns`` of all ranks, to be written; those of the others are 0."""
+        return zero_outside(self._view(self.sent, step), columns).split([x.shape[-1] for x in self.grads], -1)
 
     def start(self, step: int) -> "Leaving":
         """Exchange what was staged. Raises RuntimeError if the slot's last exchange has not been drained."""
@@ -194,6 +193,13 @@ class Leaving:
 
     def wait(self) -> None:
         self.reductions.drain(self.slot)
+
+
+def zero_outside(x: Tensor, tokens: slice) -> Tensor:
+    """x[:, tokens], for a kernel to write; the rest of x becomes 0."""
+    x[:, : tokens.start] = 0
+    x[:, tokens.stop :] = 0
+    return x[:, tokens]
 
 
 @lru_cache(maxsize=1024)

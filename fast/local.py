@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from canon.fast.backward import attention_backward
-from canon.fast.device import check_device
+from canon.fast.device import check_device, family, remember_family, with_family
 from canon.fast.kernels.triton import launch
 from canon.reference.call import (
     accumulate_dtype,
@@ -82,10 +82,12 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = mask, scale, method
         ctx.set_materialize_grads(False)
+        remember_family(ctx)
         return out, lse
 
     @staticmethod
     @once_differentiable
+    @with_family
     def backward(ctx, dout, dlse):
         mask, scale, method = ctx.call
         q, k, v, out, lse = ctx.saved_tensors
@@ -114,13 +116,18 @@ def attention_forward(
     """
     check_tensors(q, k, v)
     check_mask(q, k, mask)
-    check_device(q)
     packed, (q, k, v) = q.ndim == 3, batched(q, k, v)
     b, t, h, _ = q.shape
     out = torch.empty(b, t, h, v.shape[-1], dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(b, h, t, dtype=accumulate_dtype(q.dtype), device=q.device)
-    launch.forward(q, k, v, mask, default_scale(q, scale), out, lse)
+    forward_into(q, k, v, mask, default_scale(q, scale), out, lse)
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+
+
+def forward_into(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+    """As `attention_forward` of a batch, but written into ``out``, of any strides and dtype, and ``lse``."""
+    check_device(q)
+    family().forward(q, k, v, mask, scale, out, lse)
 
 
 def merge(

@@ -1,22 +1,32 @@
-"""Magi attention at speed: the casts of `canon.reference.magi`, all started at once, each waited for where it is used.
+"""Magi attention at speed: the casts of `canon.reference.magi`, each under the kernel before it, by `schedule.pipeline`.
 
     stream       step 0           step 1                   step 2
     casts        keys of step 1   keys of step 2           .
     compute      own keys         keys of cast 0           keys of cast 1
     reductions   .                .                        dk, dv of cast 0       dk, dv of cast 1
 
-- All rows that a rank sends in a pass are gathered by one kernel; the casts follow one another without waiting for a kernel.
+- Two casts are held at most, the one that is computed on and the one that is coming; all of them with ``keep_kv``.
 - A step computes only the queries from the first to the last that see its keys; parts are merged by one kernel, in place.
 - With ``stages=0`` the own keys and the received ones stand in one buffer: one kernel, no merge, no float32 result.
-- Gradients of received keys leave after their kernel and are added under the next one; by rows, in rank order, no atomics.
+- Kernels write gradients of received keys where they leave from. They are added to the own part beside the next kernel: cast by
+  cast, and rank by rank in each, by rows and without atomics.
 - With ``keep_kv`` nothing is fetched in the backward pass; so the own keys come last, and every reduction is under a kernel.
+  Their gradient is then added last, too.
 
-Cost: as `canon.reference.magi`. Memory: what is sent, S N items, and received, R N (stages=0: own K and V once more), at
-once; backward as much again in reduce_dtype for one cast; float32 results and dq for more than one step.
+Cost: as `canon.reference.magi`. Memory while the keys of cast i are used, R_i and S_i being the tokens that this rank receives
+and sends in it, with N = b g (d + dv) numbers of K and V each:
+
+    K, V        (R_i + R_{i+1} + S_{i+1}) N    of the inputs' dtype; keep_kv: all R N, until they have been used again
+    dk, dv      (R_i + R_{i-1} + S_{i-1}) N    of reduce_dtype: written, leaving and coming back; then (R_i + S_i) N
+                t N                            of float32, of the own keys; keep_kv: twice in the last step
+    the rest    out and lse, or dq, twice      of float32, so far and the newest part; backward also delta
+    stages=0    K, V (t + R) N, and S N at first; dk, dv (t + R) N of float32, S N of reduce_dtype (and R N, if it is
+                another); delta
 
 Source: as `canon.reference.magi`.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -25,13 +35,14 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.fast.backward import make_delta
-from canon.fast.casts import Exchange, cast_plan, group_cast, group_reduce, plan_report, rows_returned, rows_sent
-from canon.fast.kernels.triton.rows import add_rows, take_rows
-from canon.fast.local import attention_backward, attention_forward, merge_into
+from canon.fast.backward import attention_backward, backward_into, make_delta
+from canon.fast.casts import Cast, Return, cast_plan, group_cast, group_reduce, plan_report
+from canon.fast.device import remember_family, with_family
+from canon.fast.exchange import Arriving, zero_outside
+from canon.fast.local import attention_forward, merge_into
 from canon.fast.planner import dispatch
+from canon.fast.schedule import pipeline
 from canon.fast.tiles import touched
-from canon.fast.transport import way_of
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -95,14 +106,16 @@ def _magi(q, k, v, mask, layout, stages, keep_kv, scale, group, reduce_dtype, ba
 class _Magi(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, call, plan, keep_kv):
-        keys = _Keys(k, v, call, plan)
+        keys = _Keys(k, v, call, plan, keep=keep_kv)
         out, lse = _forward(q, keys, call, plan)
-        ctx.save_for_backward(q, k, v, out, lse, *(keys.buffers if keep_kv else ()))
+        ctx.save_for_backward(q, k, v, out, lse, *keys.kept)
         ctx.call = call, plan
+        remember_family(ctx)
         return out, lse
 
     @staticmethod
     @once_differentiable
+    @with_family
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, *kept = ctx.saved_tensors
         call, plan = ctx.call
@@ -110,40 +123,41 @@ class _Magi(torch.autograd.Function):
 
 
 class _Keys:
-    """K and V of each step: the own ones, or a buffer of rows (tokens, b, g, d + dv) that a cast fills, used as it comes."""
+    """K and V of each step: the own ones, or rows as a cast brings them; ``kept`` are those of each cast, if they stay."""
 
-    def __init__(self, k: Tensor, v: Tensor, call: Call, plan: CastPlan, kept: list[Tensor] | None = None):
-        self.k, self.v, self.plan = k, v, plan
-        self.kept = bool(kept)
-        self.buffers, self.casts = kept or [], []
-        if plan.casts and not kept:
-            self._start(call)
+    def __init__(
+        self, k: Tensor, v: Tensor, call: Call, plan: CastPlan, kept: Sequence[Tensor] = (), keep: bool = False
+    ):
+        self.k, self.v, self.call, self.plan, self.kept, self.keep = k, v, call, plan, list(kept), keep
 
-    def _start(self, call: Call) -> None:
-        k, v, plan, rank = self.k, self.v, self.plan, call.rank
-        (b, t, g, d), dv = k.shape, v.shape[-1]
-        group, index = way_of(call.group, k.device).gathers, rows_sent(plan, None, rank, k.device)
-        sent = k.new_empty(len(index), b, g, d + dv)
-        take_rows(k, v, index, sent.transpose(0, 1))
-        sizes = [(plan.receive_sizes(cast, rank), plan.send_sizes(cast, rank)) for cast in range(plan.casts)]
-        own = 0 if plan.stages else t
-        for (received_sizes, sent_sizes), part in zip(sizes, sent.split([sum(sent) for _, sent in sizes]), strict=True):
-            buffer = k.new_empty(own + sum(received_sizes), b, g, d + dv)
-            self.buffers.append(buffer)
-            self.casts.append(Exchange(buffer[own:], part, received_sizes, sent_sizes, group))
-        if own:  # copied while the rest is on its way
-            k_rows, v_rows = (x[:own].transpose(0, 1) for x in self.buffers[0].split([d, dv], -1))
-            k_rows.copy_(k)
-            v_rows.copy_(v)
-
-    def at(self, step: int) -> tuple[Tensor, ...]:
-        """K (b, keys, g, d) and V (b, keys, g, dv), for what is launched from here on."""
-        cast = self.plan.cast_of(step)
+    def fetch(self, step: int) -> Arriving:
+        """Start to bring those of a step; `wait` gives K (b, keys, g, d) and V (b, keys, g, dv)."""
+        k, v, cast = self.k, self.v, self.plan.cast_of(step)
         if cast is None:
-            return self.k, self.v
-        if not self.kept:
-            self.casts[cast].wait()
-        return self.buffers[cast].transpose(0, 1).split([self.k.shape[-1], self.v.shape[-1]], -1)
+            return Arriving([], [k, v])
+        if cast < len(self.kept):
+            return Arriving([], _columns(self.kept[cast], k))
+        rows = _rows(k, v, self.plan, step, self.call.rank, k.dtype)
+        own = k.shape[1] if self.plan.holds_own(step) else 0
+        came = Cast(k, v, self.plan, cast, self.call.rank, rows[own:], self.call.group)
+        if own:  # copied while the others are on their way
+            for target, source in zip(_columns(rows[:own], k), (k, v), strict=True):
+                target.copy_(source)
+        if self.keep:
+            self.kept.append(rows)
+        return Arriving([came], _columns(rows, k))
+
+
+def _rows(k: Tensor, v: Tensor, plan: CastPlan, step: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Room for a step's K and V or their gradients, a row (b, g, d + dv) for each token: the own ones first, if any."""
+    (b, _, g, d), tokens = k.shape, plan.local_mask(step, rank).keys
+    return k.new_empty(tokens, b, g, d + v.shape[-1], dtype=dtype)
+
+
+def _columns(rows: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """Such rows as K (b, tokens, g, d) and V (b, tokens, g, dv)."""
+    d = k.shape[-1]
+    return rows.transpose(0, 1).split([d, rows.shape[-1] - d], -1)
 
 
 @lru_cache(maxsize=4096)
@@ -159,85 +173,60 @@ def _seeing(plan: CastPlan, step: int, rank: int) -> tuple[slice, Mask]:
 def _forward(q: Tensor, keys: _Keys, call: Call, plan: CastPlan) -> tuple[Tensor, Tensor]:
     """out (b, t, h, dv) in the dtype of q, lse (b, h, t) in the accumulation dtype."""
     dtype = q.dtype if plan.steps == 1 else accumulate_dtype(q.dtype)
-    out, lse = attention_forward(q, *keys.at(0), plan.local_mask(0, call.rank), scale=call.scale, out_dtype=dtype)
-    for step in range(1, plan.steps):
+    running: list[Tensor] = []  # out and lse of every query: first over the own keys, then the other parts merged in
+
+    def compute(step: int, held: Sequence[Tensor]) -> None:
         rows, mask = _seeing(plan, step, call.rank)
-        held = keys.at(step)
-        if mask.bands:
-            part = attention_forward(q[:, rows], *held, mask, scale=call.scale, out_dtype=dtype)
-            merge_into(out[:, rows], lse[:, :, rows], *part)
+        if not mask.bands and running:
+            return
+        part = attention_forward(q[:, rows], *held, mask, scale=call.scale, out_dtype=dtype)
+        if running:
+            merge_into(running[0][:, rows], running[1][:, :, rows], *part)
+        else:
+            running.extend(part)
+
+    pipeline(plan.steps, keys.fetch, compute)
+    out, lse = running
     return out.to(q.dtype), lse
 
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
     keys: _Keys, call: Call, plan: CastPlan,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """dq, dk, dv of this rank's tokens, in the dtype of q."""
-    delta, accumulate = make_delta(dout, out, lse, dlse), accumulate_dtype(q.dtype)
-    home = _Home(k, v, call, plan)
-    dq = None
-    for step in (*range(1, plan.steps), 0) if keys.kept else range(plan.steps):
-        (rows, mask), held = _seeing(plan, step, call.rank), keys.at(step)
-        if not mask.bands and not plan.holds_own(step):
-            home.take(step, [x[:, :0].to(accumulate) for x in held])
-            continue
-        dq_part, *parts = attention_backward(
-            dout[:, rows], q[:, rows], *held, out[:, rows], lse[:, :, rows], mask, scale=call.scale,
-            delta=delta[:, :, rows], method=call.backward, grad_dtype=accumulate if plan.casts else None,
-        )  # fmt: skip
-        if dq is None and plan.holds_own(step):  # of all queries
-            dq = dq_part
-        else:
-            dq = torch.zeros(q.shape, dtype=accumulate, device=q.device) if dq is None else dq
-            dq[:, rows] += dq_part
-        home.take(step, parts)
-    return dq.to(q.dtype), *home.finish()
+    if not plan.casts:
+        mask = plan.local_mask(0, call.rank)
+        return attention_backward(dout, q, k, v, out, lse, mask, scale=call.scale, dlse=dlse, method=call.backward)
+    delta, accumulate, own = make_delta(dout, out, lse, dlse), accumulate_dtype(q.dtype), k.shape[1]
+    order = (*range(1, plan.steps), 0) if keys.kept else range(plan.steps)
+    dq = torch.empty(q.shape, dtype=q.dtype if plan.steps == 1 else accumulate, device=q.device)
+    home: Tensor | None = None  # rows of dk and dv of the own tokens, so far
 
+    def compute(turn: int, held: Sequence[Tensor]) -> Tensor:
+        step = order[turn]
+        rows, mask = _seeing(plan, step, call.rank)
+        grads = _rows(k, v, plan, step, call.rank, accumulate if plan.holds_own(step) else call.reduce_dtype)
+        part = torch.empty_like(dq[:, rows]) if turn else zero_outside(dq, rows)
+        if mask.bands or plan.holds_own(step):
+            backward_into(
+                dout[:, rows], q[:, rows], *held, lse[:, :, rows], delta[:, :, rows], mask,
+                call.scale, call.backward, part, *_columns(grads, k),
+            )  # fmt: skip
+        if turn:
+            dq[:, rows] += part
+        return grads
 
-class _Home:
-    """dk and dv of the own tokens, to which the other ranks' parts come back; at most one reduction is under way."""
+    def send_home(turn: int, grads: Tensor, _: None) -> Return | None:
+        nonlocal home
+        step = order[turn]
+        if plan.holds_own(step):
+            mine, grads = grads[:own], grads[own:]
+            home = mine if home is None else home.add_(mine)
+        elif home is None:
+            home = torch.zeros(own, *grads.shape[1:], dtype=accumulate, device=grads.device)
+        cast = plan.cast_of(step)
+        return None if cast is None else Return(grads.to(call.reduce_dtype), plan, cast, call.rank, home, call.group)
 
-    def __init__(self, k: Tensor, v: Tensor, call: Call, plan: CastPlan):
-        self.k, self.v, self.call, self.plan = k, v, call, plan
-        self.sums: list[Tensor] = []  # the own part, float32, once it is there; then with what has come
-        self.waiting: list[tuple[Tensor, int]] = []  # what came before the own part was there
-        self.leaving: tuple[Exchange, Tensor, int] | None = None
-
-    def take(self, step: int, parts: list[Tensor]) -> None:
-        """What a step found, dk and dv (b, keys, g, width): the own part stays, the rest starts on its way."""
-        self._arrive()
-        t, cast = self.k.shape[1], self.plan.cast_of(step)
-        if self.plan.holds_own(step):
-            self.sums = [part[:, :t] for part in parts]
-            parts = [part[:, t:] for part in parts]
-        if cast is None:
-            return
-        sent_sizes, received_sizes = (f(cast, self.call.rank) for f in (self.plan.send_sizes, self.plan.receive_sizes))
-        sent = torch.cat([part.to(self.call.reduce_dtype) for part in parts], -1).transpose(0, 1).contiguous()
-        received = sent.new_empty(sum(sent_sizes), *sent.shape[1:])  # what had been sent comes back
-        group = way_of(self.call.group, self.k.device).reductions
-        self.leaving = Exchange(received, sent, sent_sizes, received_sizes, group), received, cast
-
-    def finish(self) -> list[Tensor]:
-        """dk and dv, in the dtype of k."""
-        self._arrive()
-        for received, cast in self.waiting:
-            self._add(received, cast)
-        return [x.to(self.k.dtype) for x in self.sums]
-
-    def _arrive(self) -> None:
-        if self.leaving is None:
-            return
-        (exchange, received, cast), self.leaving = self.leaving, None
-        exchange.wait()
-        if self.sums:
-            self._add(received, cast)
-        else:
-            self.waiting.append((received, cast))
-
-    def _add(self, received: Tensor, cast: int) -> None:
-        table = rows_returned(self.plan, cast, self.call.rank, self.k.device)
-        parts = received.transpose(0, 1).split([x.shape[-1] for x in self.sums], -1)
-        for total, part in zip(self.sums, parts, strict=True):
-            add_rows(total, part, *table, total)
+    pipeline(plan.steps, lambda turn: keys.fetch(order[turn]), compute, send_home)
+    return dq.to(q.dtype), *(x.to(k.dtype) for x in _columns(home, k))

@@ -7,6 +7,7 @@ The algorithm, its order of sums and its messages are those of `canon.reference.
     compute      kernel on K, V of step i, add, ...       kernel on K, V of step i + 1, add, ...
 
 - A hop is posted before the kernel that it runs under; K and V are one message, dk and dv another.
+- A block's gradient is added to where it arrived, and leaves from there; the first part of it is written there by the kernel.
 - Each step computes only the queries and keys that its mask touches: zigzag's half steps cost half.
 - Parts are merged into the running float32 result by one kernel, in place; the first part is the running result.
 - A step whose mask is empty launches nothing, but its blocks are passed on.
@@ -14,7 +15,7 @@ The algorithm, its order of sums and its messages are those of `canon.reference.
 Cost, for b t g (d + dv) = N numbers of K and V a rank: forward W - 1 messages and (W - 1) N items of the inputs' dtype;
 backward as many again, and W - 1 messages and (W - 1) N items of reduce_dtype. Scratch: 2 N items (K, V) in the dtype of the
 inputs; forward the float32 running result, and one part of it; backward 2 N items of reduce_dtype, 2 N float32
-(own and newest dk, dv), and float32 dq twice.
+(own dk, dv and, for W > 2, the newest), float32 dq twice (so far, and the newest), and delta.
 
 Sources: as `canon.reference.ring`.
 """
@@ -28,8 +29,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.fast.backward import attention_backward, make_delta
-from canon.fast.exchange import Hop, Lane
+from canon.fast.backward import attention_backward, backward_into, make_delta
+from canon.fast.device import remember_family, with_family
+from canon.fast.exchange import Hop, Lane, zero_outside
 from canon.fast.local import attention_forward, merge_into
 from canon.fast.schedule import pipeline
 from canon.fast.tiles import touched
@@ -144,10 +146,12 @@ class _Ring(torch.autograd.Function):
         out, lse = _forward(q, k, v, call)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
+        remember_family(ctx)
         return out, lse
 
     @staticmethod
     @once_differentiable
+    @with_family
     def backward(ctx, dout, dlse):
         return *ring_backward(dout, *ctx.saved_tensors, dlse, ctx.call), None
 
@@ -186,45 +190,46 @@ def ring_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's tokens, in the dtype of q."""
-    delta = make_delta(dout, out, lse, dlse)
+    if call.ranks == 1:
+        mask = call.local_mask(0)
+        return attention_backward(dout, q, k, v, out, lse, mask, scale=call.scale, dlse=dlse, method=call.backward)
+    delta, accumulate = make_delta(dout, out, lse, dlse), accumulate_dtype(q.dtype)
+    like = lambda x: torch.empty(x.shape, dtype=accumulate, device=x.device)
+    dq, dk, dv = map(like, (q, k, v))  # dq so far; dk and dv of the own keys stay here, what others found is added last
+    keys = _KeysGoRound(k, v, call)
+    sums = Lane(call, q.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)  # step i's block is in buffer i % 2
 
-    def gradients(held, rows, columns, mask, grad_dtype):
+    def write(held, rows, columns, mask, *grads):
         k_part, v_part = (x[:, columns] for x in held)
-        return attention_backward(
-            dout[:, rows], q[:, rows], k_part, v_part, out[:, rows], lse[:, :, rows], mask,
-            scale=call.scale, delta=delta[:, :, rows], method=call.backward, grad_dtype=grad_dtype,
+        backward_into(
+            dout[:, rows], q[:, rows], k_part, v_part, lse[:, :, rows], delta[:, :, rows], mask,
+            call.scale, call.backward, *grads,
         )  # fmt: skip
 
-    whole, accumulate = slice(None), accumulate_dtype(q.dtype)
-    if call.ranks == 1:
-        return gradients((k, v), whole, whole, call.local_mask(0), q.dtype)
-    keys = _KeysGoRound(k, v, call)
-    own: list[Tensor] = []  # dq so far, and dk, dv of the own keys: they stay, and are added last
-    sums = Lane(call, q.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)  # 0 is sent, 1 received
-
-    def compute(step: int, held: list[Tensor]) -> tuple[list[Tensor] | None, slice]:
+    def compute(step: int, held: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Returns what is to be added to the block that arrives meanwhile: where, and what."""
         local = call.local_mask(keys.owner(step))
         if step == 0:
-            own.extend(gradients(held, whole, whole, local, accumulate))
-            return None, whole
-        rows, columns, mask = _touched(local)
+            write(held, slice(None), slice(None), local, dq, dk, dv)
+            return []
+        (rows, columns, mask), block = _touched(local), sums.block(step % 2, keys.owner(step))
+        first = step == 1  # what a block is given first is written where it leaves from
+        targets = [zero_outside(x, columns) if first else x[:, columns] for x in block]
         if not mask.bands:
-            return None, columns
-        dq_part, *parts = gradients(held, rows, columns, mask, accumulate)
-        own[0][:, rows] += dq_part
-        return parts, columns
+            return []
+        dq_part, *parts = like(q[:, rows]), *(targets if first else map(like, targets))
+        write(held, rows, columns, mask, dq_part, *parts)
+        dq[:, rows] += dq_part
+        return [] if first else list(zip(targets, parts, strict=True))
 
-    def send_on(step: int, computed: tuple[list[Tensor] | None, slice], received: list[Tensor] | None) -> Hop | None:
-        if step == 0:
-            return None
-        (parts, columns), owner = computed, keys.owner(step)
-        for i, total in enumerate(sums.block(0, owner)):
-            _sum_into(total, None if received is None else received[i], None if parts is None else parts[i], columns)
-        return sums.hop(0, owner, keys.owner(step + 1))
+    def send_on(step: int, parts: list[tuple[Tensor, Tensor]], _: list[Tensor] | None) -> Hop | None:
+        for total, part in parts:
+            total += part
+        return sums.hop(step % 2, keys.owner(step), keys.owner(step + 1)) if step else None
 
     received = pipeline(call.ranks, keys.fetch, compute, send_on)
-    dq, *home = own
-    dk, dv = (mine.add_(others) for mine, others in zip(home, received, strict=True))
+    for mine, others in zip((dk, dv), received, strict=True):
+        mine += others
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -245,15 +250,3 @@ class _KeysGoRound:
         if step == 0:
             return Hop([], self.lane.block(0, self.call.rank))
         return self.lane.hop((step - 1) % 2, self.owner(step - 1), self.owner(step))
-
-
-def _sum_into(total: Tensor, received: Tensor | None, part: Tensor | None, columns: slice) -> None:
-    """total = received + part, where ``part`` holds the keys ``columns`` alone and a missing summand is 0."""
-    if part is None:
-        columns = slice(0, 0)
-    for outside in (slice(0, columns.start), slice(columns.stop, None)):
-        total[:, outside] = 0 if received is None else received[:, outside]
-    if part is not None and received is not None:
-        torch.add(received[:, columns], part, out=total[:, columns])
-    elif part is not None:
-        total[:, columns] = part

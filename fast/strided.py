@@ -4,21 +4,21 @@ The algorithm, its steps and its order of sums are those of `canon.reference.str
 
     stream       step i
     gathers      K, V of step i + 1                                       its own communicator
-    compute      kernel on K, V of step i, stage dk, dv of step i
+    compute      kernel on K, V of step i
     reductions   dk, dv of step i - 1, all to all                         its own communicator
     beside       copy K, V of step i + 1; sum dk, dv of step i - 1        one stream
 
 - Keys are used where they arrive: kernels read one stride from token to token, and `gathered_mask` speaks the coordinates
   of the buffer. Only the keys from the first to the last that a rank's queries see are looked at.
-- dk and dv come out of the kernel in float32, are staged in reduce_dtype, exchanged all to all, and summed in rank order
-  by one kernel: the same inputs give the same bits. Keys that nobody here sees are staged as zeros, nothing else is.
+- Kernels write out and dq of a step's heads where they belong, and dk and dv, rounded to reduce_dtype, where they are sent
+  from. These are exchanged all to all, and summed in rank order by one kernel: the same inputs give the same bits.
 - The way that messages take is chosen once per group, and named: `canon.fast.transport`.
 
 Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps: forward 2 n messages (one less if packed)
 with which each rank receives (W - 1) N items of the inputs' dtype; backward as many again, and n messages and (W - 1) N
 items of reduce_dtype. Scratch, for w the most key heads of a step: two gather buffers of W N w / g items in the dtype
-of the inputs; backward also two buffers to send and two to receive, of W N w / g items of reduce_dtype, and one float32
-dk and dv of a step. One buffer each in place of two where there is one step.
+of the inputs; backward also two buffers to send and two to receive, of W N w / g items of reduce_dtype, delta, and what
+the method takes for a step. One buffer each in place of two where there is one step.
 
 Sources: as `canon.reference.strided`.
 """
@@ -31,9 +31,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.fast.backward import attention_backward, make_delta
+from canon.fast.backward import backward_into, make_delta
+from canon.fast.device import remember_family, with_family
 from canon.fast.exchange import Gathers, Reductions, gathered_mask
-from canon.fast.local import attention_forward
+from canon.fast.local import attention_forward, forward_into
 from canon.fast.ring import ring_backward
 from canon.fast.schedule import pipeline
 from canon.fast.tiles import touched
@@ -119,10 +120,12 @@ class _Strided(torch.autograd.Function):
         out, lse = _forward(q, k, v, call, steps)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call, ctx.steps = call, steps
+        remember_family(ctx)
         return out, lse
 
     @staticmethod
     @once_differentiable
+    @with_family
     def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
         if ctx.steps.backward is None or ctx.call.ranks == 1:
@@ -142,7 +145,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, steps: Steps) -> tuple
     def compute(step: int, keys: list[Tensor]) -> None:
         own = _query_heads(steps.forward[step], q, k)
         k_part, v_part = (x[:, columns] for x in keys)
-        out[:, :, own], lse[:, own] = attention_forward(q[:, :, own], k_part, v_part, mask, scale=call.scale)
+        forward_into(q[:, :, own], k_part, v_part, mask, call.scale, out[:, :, own], lse[:, own])
 
     pipeline(len(steps.forward), Gathers(k, v, call, steps.forward, steps.pack_first).fetch, compute)
     return out, lse
@@ -160,11 +163,10 @@ def _backward(
     def compute(step: int, keys: list[Tensor]) -> None:
         own = _query_heads(steps.backward[step], q, k)
         k_part, v_part = (x[:, columns] for x in keys)
-        dq[:, :, own], *parts = attention_backward(
-            dout[:, :, own], q[:, :, own], k_part, v_part, out[:, :, own], lse[:, own], mask,
-            scale=call.scale, delta=delta[:, own], method=call.backward, grad_dtype=accumulate_dtype(q.dtype),
+        backward_into(
+            dout[:, :, own], q[:, :, own], k_part, v_part, lse[:, own], delta[:, own], mask, call.scale, call.backward,
+            dq[:, :, own], *reductions.stage(step, columns),
         )  # fmt: skip
-        reductions.stage(step, parts, columns)
 
     fetch = Gathers(k, v, call, steps.backward, steps.pack_first).fetch
     pipeline(len(steps.backward), fetch, compute, lambda step, *_: reductions.start(step))

@@ -218,8 +218,8 @@ def test_a_slot_holds_one_reduction():
         reductions = exchange.Reductions(dk, dv, call, (range(0, 1), range(1, 2)))
         reductions.drain(0)  # empty: nothing happens
         for step in range(2):
-            parts = [torch.full((1, 4, 1, 8), float(step + 1)) for _ in range(2)]
-            reductions.stage(step, parts, slice(0, 4))
+            for part in reductions.stage(step, slice(0, 4)):
+                part.fill_(step + 1)
             reductions.start(step)
         with pytest.raises(RuntimeError, match="step 0 starts a reduction in slot 0, where one is under way"):
             reductions.start(0)

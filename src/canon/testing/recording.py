@@ -5,9 +5,9 @@
     log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
 
 Messages are noted where they enter torch.distributed (those that do not block alone: all_gather in its forms,
-all_to_all_single, batch_isend_irecv), computations where the module calls attention_forward and attention_backward. Nothing is
-changed: what is recorded is the real run, with its real messages. Ranks as threads share one recording, made outside
-their world; ranks as processes record for themselves.
+all_to_all_single, batch_isend_irecv), computations where the module calls attention_forward and attention_backward, or
+forward_into and backward_into, which write where they are told. Nothing is changed: what is recorded is the real run, with its
+real messages. Ranks as threads share one recording, made outside their world; ranks as processes record for themselves.
 
 On CPUs the order says everything and the clock nothing, so `timeline` lays a recording out in time by itself: with costs that
 are given, and the rules of streams.
@@ -26,7 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 GATHERS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
-KINDS = {"forward": "attention_forward", "backward": "attention_backward"}
+KINDS = {
+    "attention_forward": "forward",
+    "forward_into": "forward",
+    "attention_backward": "backward",
+    "backward_into": "backward",
+}
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,8 @@ def recording(*modules: ModuleType) -> Iterator[Log]:
     patches.append(mock.patch.object(dist, "all_to_all_single", _all_to_all(log, dist.all_to_all_single)))
     patches.append(mock.patch.object(dist, "batch_isend_irecv", _hop(log, dist.batch_isend_irecv)))
     for module in modules:
-        for kind, name in KINDS.items():
-            patches.append(mock.patch.object(module, name, _computed(log, kind, getattr(module, name))))
+        for name in KINDS.keys() & vars(module).keys():
+            patches.append(mock.patch.object(module, name, _computed(log, KINDS[name], getattr(module, name))))
     for patch in patches:
         patch.start()
     try:

@@ -1,0 +1,146 @@
+"""What a schedule holds at most is what its docstring says: to the byte, on every rank."""
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded import whole
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from canon import Layout, Mask, fast
+from canon.fast.kernels.triton import launch
+from canon.testing import thread_group, world
+
+B, H, G, D, DV = 2, 4, 2, 4, 12
+KV, OUT, DQ = B * G * (D + DV), B * H * DV, B * H * D  # numbers a token
+LSE = DELTA = 4 * B * H  # bytes a token
+UNEVEN = Layout([[range(0, 7)], [range(7, 12)], [range(12, 22)]], 22)
+
+
+class Held(TorchDispatchMode):
+    """``peak``: the most bytes that storages made in the block, by this thread, held at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for storage in [x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]:
+            if storage._cdata not in given | self.sizes.keys():
+                self.sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return result
+
+
+@pytest.fixture(autouse=True)
+def memory_of_the_schedules_alone(monkeypatch):
+    """No kernel runs, and what the world of threads holds for its messages is not counted."""
+    complete, send = thread_group.Call.complete, thread_group.ThreadGroup.send
+
+    def complete_and_forget(call, move):
+        complete(call, move)
+        call.data.clear()
+
+    def send_uncounted(*arguments):
+        with _disable_current_modes():
+            return send(*arguments)
+
+    monkeypatch.setattr(launch, "run", lambda *_: None)
+    monkeypatch.setattr(thread_group.Call, "complete", complete_and_forget)
+    monkeypatch.setattr(thread_group.ThreadGroup, "send", send_uncounted)
+
+
+def peaks(attend, layout, **options):
+    """By rank, the most bytes that a forward and a backward pass hold, results included, of a call that is known."""
+    mask = Mask.full(layout.tokens)
+    tensors = whole(mask, b=B, h=H, g=G, d=D, dv=DV, dtype=torch.bfloat16)
+
+    def program():
+        rank = dist.get_rank()
+        q, k, v = (layout.shard(x, rank).requires_grad_() for x in tensors[:3])
+        dout, dlse = layout.shard(tensors[3], rank), layout.shard(tensors[4], rank, 2)
+        for _ in range(2):
+            with Held() as forward:
+                out, lse = attend(q, k, v, mask, layout, return_lse=True, **options)
+            with Held() as backward:
+                torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+        return forward.peak, backward.peak
+
+    return world.threads(program, layout.ranks)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_the_methods_take_what_their_table_says(grad_dtype):
+    t, mask = 12, Mask.causal(12)
+    q, k, v, dout, _ = whole(mask, b=B, h=H, g=G, d=D, dv=DV, dtype=torch.bfloat16)
+    delta = lse = torch.zeros(B, H, t)
+    more = {"split": 0, "head_parallel": 4 * B * H * (D + DV), "fused": 4 * DQ * (grad_dtype != torch.float32)}
+    for method, scratch in more.items():
+        with Held() as held:
+            fast.attention_backward(dout, q, k, v, dout, lse, mask, delta=delta, method=method, grad_dtype=grad_dtype)
+        assert held.peak == t * (grad_dtype.itemsize * (DQ + KV) + scratch)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_ring_holds_two_blocks_each_way(ranks):
+    t, layout = 12, Layout.zigzag(12 * ranks, ranks)
+    blocks, so_far, newest = 2 * (2 + 4) * KV, 4 * (DQ + KV) + DELTA, 4 * (DQ + KV * (ranks > 2))
+    rounded = 2 * (DQ + KV)  # the results, once the newest part has been added
+    expected = t * (2 * 2 * KV + 2 * (4 * OUT + LSE)), t * (blocks + so_far + max(newest, rounded))
+    assert peaks(fast.ring_attention, layout) == [expected] * ranks
+
+
+@pytest.mark.parametrize(("head_stride", "buffers"), [(1, 2), (2, 1)])
+def test_strided_attention_holds_two_groups_of_heads(head_stride, buffers):
+    gathered = buffers * UNEVEN.ranks * 10 * KV * head_stride // G  # 10 tokens are the most of a rank
+    for rank, got in enumerate(peaks(fast.strided_attention, UNEVEN, head_stride=head_stride)):
+        t = UNEVEN.size(rank)
+        results = t * 2 * (DQ + KV)
+        assert got == (
+            2 * gathered + t * (2 * OUT + LSE),
+            2 * gathered + 2 * 4 * gathered + results + t * DELTA,
+        )
+
+
+def casts_of(rank, stages):
+    """The tokens that a rank receives and those that it sends, step by step: none before the own keys', none after the last."""
+    plan = fast.cast_plan(Mask.full(UNEVEN.tokens), UNEVEN, stages=stages)
+    sizes = plan.receive_sizes, plan.send_sizes
+    return ([0, *(sum(size(cast, rank)) for cast in range(plan.casts)), 0] for size in sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("keep_kv", [False, True])
+@pytest.mark.parametrize("stages", [1, 3, 4])
+def test_magi_attention_holds_two_casts(stages, keep_kv, dtype):
+    steps, item = range(stages + 1), dtype.itemsize
+    options = dict(stages=stages, keep_kv=keep_kv, reduce_dtype=dtype)
+    for rank, got in enumerate(peaks(fast.magi_attention, UNEVEN, **options)):
+        t, (r, s), forward, backward, leaving = UNEVEN.size(rank), casts_of(rank, stages), [], [], 0
+        for i in steps:
+            keys = s[i + 1] + (sum(r[: i + 2]) if keep_kv else r[i] + r[i + 1])
+            forward.append(2 * KV * keys + (1 + (i > 0)) * t * (4 * OUT + LSE))
+        for turn, i in enumerate([*steps[1:], 0] if keep_kv else steps):
+            keys = 0 if keep_kv else s[i + 1] + r[i] + r[i + 1]  # kept ones are the forward pass's
+            own = 4 * KV * t * ((turn > 0) + (i == 0))
+            computed = own + item * KV * (r[i] + leaving) + (1 + (turn > 0)) * t * 4 * DQ
+            leaving = r[i] + s[i]
+            sent = 4 * KV * t + item * KV * leaving + t * 4 * DQ
+            backward.append(2 * KV * keys + max(computed, sent) + t * DELTA)
+        assert got == (max(forward), max(backward))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_magi_attention_in_one_step_holds_one_buffer_and_no_float32_result(dtype):
+    for rank, got in enumerate(peaks(fast.magi_attention, UNEVEN, stages=0, reduce_dtype=dtype)):
+        t, ((_, r, _), (_, s, _)) = UNEVEN.size(rank), casts_of(rank, 0)
+        keys = 2 * KV * (t + r)
+        forward = keys + max(2 * KV * s, t * (2 * OUT + LSE))
+        going_back = dtype.itemsize * KV * (s + r * (dtype != torch.float32))
+        backward = keys + 4 * KV * (t + r) + going_back + t * (2 * DQ + DELTA)
+        assert got == (forward, backward)
