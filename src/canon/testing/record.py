@@ -44,6 +44,7 @@ def machine() -> dict[str, Any]:
         "numpy": _version("numpy"),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if on_gpu else [],
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if on_gpu else None,
         "driver": _told(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if on_gpu else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
     }

@@ -1,7 +1,7 @@
-"""`canon bench schedules`: every schedule of `canon.fast` on several GPUs, on the same tokens, in the same run.
+"""`canon bench schedules`: every schedule of `canon.fast` on several GPUs, and torch's own, on the same tokens.
 
     canon bench schedules                                            all GPUs, causal, 32K and 128K tokens
-    canon bench schedules --shape 1,65536,64,8,128 --mask documents:2048 --only magi
+    canon bench schedules --shape 1,65536,64,8,128,documents:2048 --only magi
     canon bench schedules --ranks 4 --only strided
 
 A rank is a process with a GPU. First each schedule attends to a short sequence of the same kind, and must agree with float64 by
@@ -9,12 +9,16 @@ the judge, in out, lse and gradients; then all are timed, taking turns, between 
 on the slowest rank. TFLOP/s per GPU count visible cells alone: 4 h d area / ranks forward, 3.5 times that for both passes.
 "exposed" is the part of both passes in which no kernel but NCCL's runs, by the profiler, on the rank where it is longest: what
 neither computing nor copying hides. "one GPU" is `attention` of the whole sequence on each GPU alone, where it fits.
+
+torch's context parallel is measured afterwards, in processes of its own and under a limit of its own: what it breaks, or
+hangs in, takes nothing else with it. Whatever raises on one rank is left out on all.
 """
 
 import argparse
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -24,47 +28,15 @@ from torch import Tensor
 
 from canon.reference.layout import Layout
 from canon.testing import world
-from canon.testing.bench import Shape, shape_of
 from canon.testing.judge import Attended, agreement, dense, oracle
+from canon.testing.schedule_peers import Schedule, schedules, torch_schedules
+from canon.testing.shapes import Shape, shape_of, shapes_of
 
-SHAPES = ["1,32768,32,8,128", "1,131072,32,8,128"]
+SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
 LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A name, the layout of its tokens, and a function (q, k, v) -> (out, lse) of this rank's shards."""
-
-    name: str
-    layout: Layout
-    attend: Callable[..., tuple[Tensor, Tensor]]
-
-
-def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
-    """Everything that is compared, filtered by a part of the name."""
-    from canon import fast
-
-    n, mask = shape.n, shape.mask
-    layouts = {kind: getattr(Layout, kind)(n, ranks) for kind in ("contiguous", "zigzag", "striped")}
-    found = [
-        Schedule(f"ring {kind}", layout, partial(fast.ring_attention, mask=mask, layout=layout))
-        for kind, layout in layouts.items()
-    ]
-    for kind in ("contiguous", "zigzag"):
-        layout = layouts[kind]
-        for stride in (s for s in (1, 2, 4, 8) if shape.g % s == 0):
-            ends = {"forward_first_stride": 1, "backward_first_stride": 1}
-            ends |= {"backward_last_stride": 1} if shape.g >= 2 * stride else {}
-            for name, options in (("", {}), (", small ends", ends)):
-                if stride > 1 or not options:
-                    attend = partial(fast.strided_attention, mask=mask, layout=layout, head_stride=stride, **options)
-                    found.append(Schedule(f"strided {kind} {stride}{name}", layout, attend))
-    planned = fast.dispatch(mask, ranks, chunk=max(1, min(1024, n // (8 * ranks))))
-    for stages in (0, 1, 2):
-        attend = partial(fast.magi_attention, mask=mask, layout=planned, stages=stages)
-        found.append(Schedule(f"magi, {stages} stages", planned, attend))
-    return [schedule for schedule in found if only in schedule.name]
+LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context parallel
+AGREEING = timedelta(seconds=60)  # how long a rank that could not go on waits for the others to say whether they can
 
 
 # ---------------------------------------------------------------------- on every rank
@@ -72,47 +44,53 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
 class Bench:
     """A picklable program for every rank: returns a row per shape and schedule, the same on all ranks."""
 
-    shapes: tuple[tuple[str, str], ...]
+    shapes: tuple[Shape, ...]
     dtype: torch.dtype
     only: str
     rounds: int
     device: str = "cuda"
+    peers: bool = False  # torch's context parallel instead of Canon's schedules
 
     def __call__(self) -> list[dict]:
-        device = (
-            torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
-        )
+        on_gpu = self.device == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        group = dist.new_group(backend="gloo", timeout=AGREEING) if on_gpu else None
         rows = []
-        for text, mask_name in self.shapes:
-            rows += measure(shape_of(text, mask_name), self.dtype, device, self.only, self.rounds)
+        for shape in self.shapes:
+            rows += measure(shape, self.dtype, device, self.only, self.rounds, peers=self.peers, group=group)
         return rows
 
 
-def measure(shape: Shape, dtype: torch.dtype, device: torch.device, only: str, rounds: int) -> list[dict]:
-    """A row per schedule: agreement, and the milliseconds of forward and of both passes on the slowest rank."""
-    from canon.fast import attention
-    from canon.fast.transport import transport_report
+def measure(
+    shape: Shape, dtype: torch.dtype, device: torch.device, only: str, rounds: int, *, peers: bool = False, group=None
+) -> list[dict]:
+    """A row per schedule: agreement, and the milliseconds of forward and of both passes on the slowest rank.
 
-    ranks, way = dist.get_world_size(), transport_report(device)
-    short = _shorter(shape)
-    verdicts = {each.name: _agrees(each, short, dtype, device) for each in schedules(short, ranks, only)}
+    ``group`` is for words between the ranks about how it went: one that still works when a GPU's communicator does not.
+    """
+    ranks, short = dist.get_world_size(), _shorter(shape)
+    way = "torch" if peers else _transport(device)
+    listed = partial(torch_schedules, device=device.type) if peers else schedules
+    verdicts = {
+        each.name: _tried(each, partial(_agrees, each, short, dtype, device), group)
+        for each in listed(short, ranks, only)
+    }
+    contenders = listed(shape, ranks, only) + ([] if peers else _alone(shape, only))
     rows, runs = [], []
-    contenders = schedules(shape, ranks, only)
-    if only in "one GPU" and shape.n <= LARGEST_ALONE:
-        alone = Layout([[range(shape.n)]], shape.n)
-        contenders.append(Schedule("one GPU", alone, partial(attention, mask=shape.mask)))
     for each in contenders:
-        row: dict[str, Any] = {"schedule": each.name, "shape": str(shape), "ranks": ranks, "transport": way}
-        rows.append(row | verdicts.get(each.name, {}))
-        if "failed" in rows[-1]:
+        row = {"schedule": each.name, "shape": str(shape), "ranks": ranks, "transport": way, "peer": each.peer}
+        rows.append(row := row | verdicts.get(each.name, {}))
+        if "failed" in row:
             continue
-        forward, both = _passes(each, shape, dtype, device)
-        rows[-1] |= {"forward_ms": [], "both_ms": []}
-        runs += [(forward, rows[-1]["forward_ms"]), (both, rows[-1]["both_ms"])]
-        rows[-1]["exposed_ms"] = _exposed(both, device)
+        ready = _tried(each, partial(_ready, each, shape, dtype, device), group)
+        for name, run in ready.pop("passes", {}).items():
+            row[f"{name}_ms"] = []
+            runs.append((each, run, row[f"{name}_ms"]))
+        row |= ready
     for turn in range(rounds + 1):  # the first one is not counted
-        for run, times in runs:
-            taken = _slowest(_timed(run, device), device)
+        for each, run, times in runs:
+            with each.around():
+                taken = _slowest(_timed(run, device), device)
             times += [taken] if turn else []
     for row in rows:
         share = 1 if row["schedule"] == "one GPU" else ranks
@@ -122,21 +100,42 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, only: str, r
     return rows
 
 
+def _transport(device: torch.device) -> str:
+    from canon.fast.transport import transport_report
+
+    return transport_report(device)
+
+
+def _alone(shape: Shape, only: str) -> list[Schedule]:
+    from canon.fast import attention
+
+    if only not in "one GPU" or shape.n > LARGEST_ALONE:
+        return []
+    return [Schedule("one GPU", Layout([[range(shape.n)]], shape.n), partial(attention, mask=shape.mask))]
+
+
+def _tried(each: Schedule, call: Callable[[], dict[str, Any]], group) -> dict[str, Any]:
+    """What ``call`` gives if it gives it on all ranks, else why not: all of them go the same way from here."""
+    told: dict[str, Any] = {}
+    error = ""
+    try:
+        with each.around():
+            told = call()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"[:300]
+    fine = torch.tensor([int(not error)])
+    dist.all_reduce(fine, dist.ReduceOp.MIN, group=group)
+    return told if fine.item() else {"failed": error or "another rank failed"}
+
+
 def _shorter(shape: Shape) -> Shape:
     text = f"{shape.b},{min(shape.n, CHECKED)},{shape.h},{shape.g},{shape.d}"
     return shape_of(text, shape.mask_name)
 
 
-def _inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """q, k, v and dout of the whole sequence, the same on all ranks."""
-    draw = torch.Generator(device).manual_seed(0)
-    sizes = (shape.h, shape.g, shape.g, shape.h)
-    return [torch.randn(shape.b, shape.n, h, shape.d, generator=draw, dtype=dtype, device=device) for h in sizes]
-
-
 def _shards(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     rank = dist.get_rank() if each.layout.ranks > 1 else 0
-    return [each.layout.shard(x, rank) for x in _inputs(shape, dtype, device)]
+    return [each.layout.shard(x, rank) for x in shape.inputs(dtype, device)]
 
 
 def _agrees(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -144,18 +143,20 @@ def _agrees(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devi
     q, k, v, dout = _shards(each, shape, dtype, device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = each.attend(*leaves, return_lse=True)
-    got = [out, lse, *torch.autograd.grad(out, leaves, dout)]
-    full = [each.layout.unshard(x.detach(), dim=2 if i == 1 else 1) for i, x in enumerate(got)]
+    got = [out, *torch.autograd.grad(out, leaves, dout)]
     group = shape.h // shape.g
-    heads = [full[0][:, :, :group], full[1][:, :group], full[2][:, :, :group], full[3][:, :, :1], full[4][:, :, :1]]
-    one = [x[:, :, :h] for x, h in zip(_inputs(shape, dtype, device), (group, 1, 1, group), strict=True)]
-    verdict = agreement(Attended(*heads), oracle(*one, shape.mask), dense(*one, shape.mask))
+    full = [each.layout.unshard(x.detach())[:, :, :h] for x, h in zip(got, (group, group, 1, 1), strict=True)]
+    if lse is not None:
+        lse = each.layout.unshard(lse.detach(), dim=2)[:, :group]
+    one = [x[:, :, :h] for x, h in zip(shape.inputs(dtype, device), (group, 1, 1, group), strict=True)]
+    verdict = agreement(Attended(full[0], lse, *full[1:]), oracle(*one, shape.mask), dense(*one, shape.mask))
     worst = verdict.worst
     told = {"agrees": verdict.agrees, "worst": f"{worst.tensor} {worst.norm} {worst.ratio:.2f}" if worst else ""}
-    return told if verdict.agrees else told | {"failed": f"disagrees: {verdict}"}
+    return told if verdict.agrees or each.peer else told | {"failed": f"disagrees: {verdict}"}
 
 
-def _passes(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Callable, Callable]:
+def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Both passes, to be run again and again, and the time that is exposed."""
     q, k, v, dout = _shards(each, shape, dtype, device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -163,7 +164,10 @@ def _passes(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devi
         with torch.no_grad():
             each.attend(*leaves)
 
-    return forward, lambda: torch.autograd.grad(each.attend(*leaves), leaves, dout)
+    def both() -> None:
+        torch.autograd.grad(each.attend(*leaves), leaves, dout)
+
+    return {"passes": {"forward": forward, "both": both}, "exposed_ms": _exposed(both, device)}
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
@@ -209,17 +213,35 @@ def _exposed(run: Callable[[], object], device: torch.device) -> float:
 
 
 # ---------------------------------------------------------------------- the command
-def run(options: argparse.Namespace) -> list[dict]:
-    """The rows that ``canon bench schedules`` asks for. Raises ValueError if there are too few GPUs or a shape is wrong."""
-    shapes = tuple((text, mask) for text in options.shape or SHAPES for mask in options.mask or ["causal"])
-    for text, mask in shapes:
-        shape_of(text, mask)
-    program = Bench(shapes, getattr(torch, options.dtype), options.only, options.rounds)
-    return world.gpus(program, options.ranks[0] if options.ranks else None, timeout=580)[0]
+def program(options: argparse.Namespace) -> Bench:
+    """What ``canon bench schedules`` asks for. Raises ValueError if a shape is wrong or there are too few GPUs."""
+    shapes = shapes_of(options.shape or [], options.mask or [], SHAPES)
+    if any(shape.keys != shape.n for shape in shapes):
+        raise ValueError("schedules needs as many keys as queries: full, not full:KEYS")
+    if options.ranks and (len(options.ranks) > 1 or options.ranks[0] > torch.cuda.device_count()):
+        raise ValueError(f"--ranks {options.ranks}: expected one number, of the {torch.cuda.device_count()} GPUs here")
+    return Bench(tuple(shapes), getattr(torch, options.dtype), options.only, options.rounds)
+
+
+def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:
+    """The rows of Canon's schedules, and then those of torch's context parallel, or one that says how that ended."""
+    yield world.gpus(made, ranks, timeout=LIMIT)[0]
+    ranks = torch.cuda.device_count() if ranks is None else ranks
+    if any(torch_schedules(shape, ranks, made.only, made.device) for shape in made.shapes):
+        yield peer_rows(partial(world.gpus, replace(made, peers=True), ranks, timeout=PEERS_LIMIT))
+
+
+def peer_rows(run: Callable[[], list[list[dict]]]) -> list[dict]:
+    """The rows of a world of peers, or one that says how it ended."""
+    try:
+        return run()[0]
+    except (RuntimeError, TimeoutError) as error:
+        return [{"schedule": "torch", "shape": "all", "peer": True, "failed": f"{type(error).__name__}: {error}"[:300]}]
 
 
 def table(rows: list[dict]):
     """Medians, and what no kernel hides."""
+    from rich.markup import escape
     from rich.table import Table
 
     shown = Table("shape", "schedule", "agrees", "forward", "both", "exposed ms", title="TFLOP/s per GPU (median)")
@@ -227,5 +249,5 @@ def table(rows: list[dict]):
         speeds = [f"{row[x]:.0f}" if x in row else "-" for x in ("forward_tflops", "both_tflops")]
         verdict = row.get("failed") or (f"{row['agrees']} ({row['worst']})" if "agrees" in row else "-")
         exposed = f"{row['exposed_ms']:.2f}" if "exposed_ms" in row else "-"
-        shown.add_row(row["shape"], row["schedule"], verdict, *speeds, exposed)
+        shown.add_row(row["shape"], row["schedule"], escape(verdict), *speeds, exposed)
     return shown

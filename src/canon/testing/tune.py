@@ -1,73 +1,133 @@
 """`canon bench tune`: which tile sizes are fastest on this GPU, kernel by kernel.
 
-    canon bench tune --shape 1,16384,32,8,128 --mask causal --mask documents:1024
+    canon bench tune --shape 1,16384,32,8,128,causal --shape 1,16384,32,8,128,documents:1024
     canon bench tune --only dkdv --config 128,64,8,2 --config 64,64,4,3,tma,partial_columns=32
+    canon bench tune --family gluon --only forward --config 128,128,3,1,turns
 
-A candidate is rows,columns,warps,stages and any of tma, apart, partial_stages=N, partial_columns=N, as in
-`canon.fast.kernels.triton.config`. Without any, a grid around the table is tried. Each result must be what the
-table's own configuration gives before it is timed.
+A candidate is the first numbers of a configuration of the family, then any of its other fields by name: rows, columns,
+warps, stages in `canon.fast.kernels.triton.config`; rows, columns, stages, buffers in `canon.fast.kernels.gluon.config`.
+Without any, a grid around the table is tried. Each result must be what the table's own configuration gives before it is timed.
 TFLOP/s count the products a kernel makes on visible cells: forward 2, dq 3, dkdv 4, fused 5, each 2 h d area.
 """
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from canon.fast.backward import make_delta
+from canon.fast.kernels.gluon import config as hopper_config
+from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
-from canon.fast.kernels.triton.config import Config
-from canon.testing.bench import Shape, milliseconds
+from canon.testing.shapes import Shape
+from canon.testing.timing import milliseconds
 
-SIZES = "partial_stages=N, partial_columns=N"
+SHAPES = [
+    "1,16384,32,8,128,causal",
+    "8,2048,32,8,128,causal",
+    "1,16384,32,32,64,causal",
+    "1,16384,16,16,256,causal",
+]
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}
+Config = config.Config | hopper_config.Config
 
 
-def config_of(text: str) -> Config:
+@dataclass(frozen=True)
+class Family:
+    """Kernels that can be tuned: their launches and configurations."""
+
+    launch: ModuleType
+    config: ModuleType
+    table: Callable[[str, Tensor, Tensor, Tensor, Tensor, Shape], Config]  # what is taken by itself
+    grid: Callable[[str, Config], list[Config]]  # candidates around it
+    named: Callable[[str, Shape], str]  # what the configurations call a kernel
+    numbers: int  # that a candidate has to give
+
+
+def config_of(text: str, family: str = "triton") -> Config:
     """``"128,64,8,2"`` or ``"64,64,4,3,tma,partial_columns=32"`` as a configuration. Raises ValueError."""
+    made = FAMILIES[family].config.Config
+    names = [field.name for field in fields(made)]
+    flags = [field.name for field in fields(made) if field.type is bool]
     words = [word.strip() for word in text.split(",")]
     numbers = [int(word) for word in words if word.isdigit()]
     options: dict[str, Any] = {}
     for word in words[len(numbers) :]:
         name, _, number = word.partition("=")
         options[name] = int(number) if number.isdigit() else True
-    flags, sizes = {"tma", "apart"}, {"partial_stages", "partial_columns"}
-    right = all(name in flags if value is True else name in sizes for name, value in options.items())
-    if len(numbers) != 4 or not right:
-        raise ValueError(f"configuration {text!r}: expected rows,columns,warps,stages and any of tma, apart, {SIZES}")
-    return Config(*numbers, **options)
+    right = all(name in names[len(numbers) :] and (value is True) == (name in flags) for name, value in options.items())
+    if not FAMILIES[family].numbers <= len(numbers) <= 4 or not right:
+        raise ValueError(f"configuration {text!r}: expected {','.join(names[:4])}, then any of {', '.join(names[4:])}")
+    return made(*numbers, **options)
 
 
-def grid(kernel: str) -> list[Config]:
-    """Candidates that are worth trying; those that do not fit, or spill, show it by failing or by being slow."""
-    found = []
+def _portable_table(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape) -> Config:
+    visited = (k, v) if kernel in ("forward", "dq") else (q, dout)
+    return launch.plan(kernel, q, v, shape.mask, *visited)[0]
+
+
+def _portable_grid(kernel: str, _: Config) -> list[Config]:
+    """What is worth trying; what does not fit, or spills, shows it by failing or by being slow."""
+    found: list[Config] = []
     for rows, columns, stages, tma in product((64, 128), (32, 64, 128), (1, 2, 3), (False, True)):
         if rows * columns * (2 if kernel == "forward" else 1) >= 64 * 64 and rows * columns <= 128 * 128:
-            found.append(Config(rows, columns, 4 if rows * columns <= 64 * 64 else 8, stages, min(stages, 2), tma=tma))
+            warps = 4 if rows * columns <= 64 * 64 else 8
+            found.append(config.Config(rows, columns, warps, stages, min(stages, 2), tma=tma))
     return found
 
 
-def tune(shape: Shape, dtype: torch.dtype, device: torch.device, only: str, candidates: list[Config]) -> list[dict]:
+def _hopper_grid(kernel: str, table: Config) -> list[Config]:
+    """Rows are given by the registers: what remains are columns, the depth of rings, and turns."""
+    assert isinstance(table, hopper_config.Config)
+    sizes = product({table.columns // 2, table.columns, table.columns * 2}, (1, 2, 3, 4), (1, 2))
+    turns = (False, True) if kernel == "forward" else (False,)
+    return [
+        replace(table, columns=columns, stages=stages, buffers=buffers, turns=turn)
+        for columns, stages, buffers in sizes
+        for turn in turns
+        if 32 <= columns <= 128
+    ]
+
+
+FAMILIES = {
+    "triton": Family(launch, config, _portable_table, _portable_grid, lambda kernel, _: kernel, 4),
+    "gluon": Family(
+        hopper,
+        hopper_config,
+        lambda kernel, q, k, v, dout, shape: hopper_config.choose(kernel, q.shape[-1], v.shape[-1])[0],
+        _hopper_grid,
+        lambda kernel, shape: "wide" if kernel == "dkdv" and shape.d > 128 else kernel,
+        3,
+    ),
+}
+
+
+def tune(
+    shape: Shape, dtype: torch.dtype, device: torch.device, only: str, candidates: list[Config], family: str = "triton"
+) -> list[dict]:
     """A row per kernel and configuration, the table's own first: milliseconds of each run, or why it failed."""
-    draw = torch.Generator(device).manual_seed(0)
-    sizes = (shape.h, shape.g, shape.g, shape.h)
-    q, k, v, dout = (
-        torch.randn(shape.b, shape.n, heads, shape.d, generator=draw, dtype=dtype, device=device) for heads in sizes
-    )
-    rows = []
-    for kernel, (call, results) in _kernels(q, k, v, dout, shape).items():
+    q, k, v, dout = shape.inputs(dtype, device)
+    kernels, rows = FAMILIES[family], []
+    for kernel, (call, results) in _kernels(kernels.launch, q, k, v, dout, shape).items():
         if only not in kernel:
             continue
-        table, _ = launch.plan(kernel, q, v, shape.mask, *((k, v) if kernel in ("forward", "dq") else (q, dout)))
+        name = kernels.named(kernel, shape)
+        try:
+            table = kernels.table(name, q, k, v, dout, shape)
+        except ValueError as error:
+            rows.append({"shape": str(shape), "kernel": kernel, "config": "-", "table": True, "failed": str(error)})
+            continue
         expected: list[Tensor] = []
-        for candidate in dict.fromkeys([table, *(candidates or grid(kernel))]):
+        for candidate in dict.fromkeys([table, *(candidates or kernels.grid(kernel, table))]):
             row: dict[str, Any] = {"shape": str(shape), "kernel": kernel, "config": _text(candidate)}
-            rows.append(row | {"table": candidate == table})
+            rows.append(row | {"family": family, "table": candidate == table})
             try:
-                with config.forced(**{kernel: candidate}):
+                with kernels.config.forced(**{name: candidate}):
                     _agree(call, results, expected)
                     rows[-1]["ms"] = milliseconds(call)
             except (ValueError, RuntimeError) as error:
@@ -79,24 +139,24 @@ def tune(shape: Shape, dtype: torch.dtype, device: torch.device, only: str, cand
 
 
 def _kernels(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape
+    launch: ModuleType, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape
 ) -> dict[str, tuple[Callable[[], None], list[Tensor]]]:
     """Each kernel's launch, and what it writes."""
     mask, scale = shape.mask, shape.d**-0.5
     out, lse = torch.empty_like(q), torch.empty(shape.b, shape.h, shape.n, device=q.device)
     launch.forward(q, k, v, mask, scale, out, lse)
-    delta = make_delta(dout, out, lse, None)
+    lines = launch.prepared_lines(lse, make_delta(dout, out, lse, None))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     total = torch.zeros(q.shape, device=q.device)  # of the fused kernel, which adds to it
     out_again, lse_again = torch.empty_like(out), torch.empty_like(lse)
 
     def fused() -> None:
-        launch.dkdv(q, k, v, dout, lse, delta, mask, scale, dk, dv, total.zero_())
+        launch.dkdv(q, k, v, dout, lines, mask, scale, dk, dv, total.zero_())
 
     return {
         "forward": (lambda: launch.forward(q, k, v, mask, scale, out_again, lse_again), [out_again, lse_again]),
-        "dq": (lambda: launch.dq(q, k, v, dout, lse, delta, mask, scale, dq), [dq]),
-        "dkdv": (lambda: launch.dkdv(q, k, v, dout, lse, delta, mask, scale, dk, dv), [dk, dv]),
+        "dq": (lambda: launch.dq(q, k, v, dout, lines, mask, scale, dq), [dq]),
+        "dkdv": (lambda: launch.dkdv(q, k, v, dout, lines, mask, scale, dk, dv), [dk, dv]),
         "fused": (fused, [dk, dv, total]),
     }
 
@@ -118,6 +178,22 @@ def _agree(call: Callable[[], None], results: list[Tensor], expected: list[Tenso
 
 
 def _text(candidate: Config) -> str:
-    numbers = (candidate.rows, candidate.columns, candidate.warps, candidate.stages)
-    sizes = [f"{name}={getattr(candidate, name)}" for name in ("partial_stages", "partial_columns")]
-    return ",".join([*map(str, numbers), *sizes, *(name for name in ("tma", "apart") if getattr(candidate, name))])
+    names = [field.name for field in fields(candidate)]
+    numbers = [str(getattr(candidate, name)) for name in names[:4]]
+    defaults = type(candidate)(*(getattr(candidate, name) for name in names[:4]))
+    changed = {
+        name: getattr(candidate, name) for name in names[4:] if getattr(candidate, name) != getattr(defaults, name)
+    }
+    return ",".join([*numbers, *(name if value is True else f"{name}={value}" for name, value in changed.items())])
+
+
+def table(rows: list[dict]):
+    """The rows, kernel by kernel, fastest first."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = Table("shape", "kernel", "configuration", "TFLOP/s", title="fastest first; * is the table's own")
+    for row in sorted(rows, key=lambda x: (x["shape"], x["kernel"], -x.get("tflops", 0.0))):
+        speed = row.get("failed") or f"{row['tflops']:.0f}"
+        shown.add_row(row["shape"], row["kernel"], row["config"] + " *" * row["table"], escape(speed))
+    return shown

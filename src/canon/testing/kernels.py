@@ -1,0 +1,198 @@
+"""`canon bench kernels`: forward and every backward on one GPU, beside peers; agreement before any figure.
+
+    canon bench kernels                        the default shapes
+    canon bench kernels --shape 1,16384,32,8,128,causal --shape 1,65536,64,8,128,documents:4096 --only canon
+    canon bench kernels --sweep 128            512 to 131072 tokens at constant work for `canon bench figure`
+    canon bench kernels --auto                 is "auto" within 10 % of the fastest method, on twelve shapes?
+    canon bench kernels --partial              what do partial masks cost against an equal area of full tiles?
+
+Every contender gets the same inputs in the same process, and they take turns. A row says how fast it is, which share of
+the roofline that is and how it compares with the fastest peer (`canon.testing.rates`). A contender of Canon's that
+disagrees gets no figure.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from canon.testing import rates, shapes
+from canon.testing.judge import Attended, agreement, dense, oracle
+from canon.testing.peers import Contender, contenders, installed
+from canon.testing.shapes import Shape
+from canon.testing.timing import Run, ceilings, take_turns
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``canon bench kernels`` alone."""
+    widths = "64,128,256"
+    told = f"kernels: 512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths (default {widths})"
+    sets = parser.add_mutually_exclusive_group()
+    sets.add_argument("--sweep", nargs="?", const=widths, metavar="D,D", help=told)
+    sets.add_argument(
+        "--auto", action="store_true", help="kernels: Canon's methods beside its own choice, on 12 shapes"
+    )
+    told = "kernels: Canon on a causal mask beside a full one of the same area; --shape without masks"
+    sets.add_argument("--partial", action="store_true", help=told)
+
+
+def jobs(options: argparse.Namespace) -> list[tuple[Shape, ...]]:
+    """What is measured one after the other; shapes of one job take turns. Raises ValueError."""
+    texts, masks = options.shape or [], options.mask or []
+    if (options.sweep or options.auto) and (texts or masks):
+        raise ValueError("--sweep and --auto have shapes and masks of their own: leave --shape and --mask out")
+    if options.sweep:
+        widths = options.sweep.split(",")
+        if not all(width.strip().isdigit() and int(width) for width in widths):
+            raise ValueError(f"--sweep {options.sweep!r}: expected widths, for example 64,128")
+        return [(shape,) for shape in shapes.sweep([int(width) for width in widths])]
+    if options.auto:
+        return [(shape,) for shape in shapes.auto()]
+    if options.partial:
+        if masks:
+            raise ValueError("--partial has masks of its own: leave --mask out")
+        return list(shapes.partial_pairs(texts or shapes.PARTIAL))
+    return [(shape,) for shape in shapes.shapes_of(texts, masks, shapes.KERNELS)]
+
+
+def measured(
+    options: argparse.Namespace, found: list[tuple[Shape, ...]], device: torch.device
+) -> Iterator[tuple[list[dict], dict[str, Any]]]:
+    """After each job its rows, and what the record holds beside all rows so far: ceilings, peers, verdicts."""
+    dtype = getattr(torch, options.dtype)
+    others = not (options.auto or options.partial)
+    more: dict[str, Any] = {"ceilings": ceilings(dtype, device), "peers": installed()}
+    for job in found:
+        parts = measure(job, dtype, device, options.only, options.rounds, more["ceilings"], others=others)
+        rows = [row for part in parts for row in part]
+        if options.auto:
+            more["auto"] = [*more.get("auto", []), *rates.auto_verdicts(rows)]
+        if options.partial:
+            more["partial"] = [*more.get("partial", []), *rates.partial_costs(*parts)]
+        yield rows, more
+        torch.cuda.empty_cache()
+
+
+def measure(
+    job: Sequence[Shape],
+    dtype: torch.dtype,
+    device: torch.device,
+    only: str,
+    rounds: int,
+    ceilings: dict[str, float],
+    *,
+    others: bool = True,
+) -> list[list[dict]]:
+    """For each shape a row per contender: agreement, the milliseconds of each forward and backward run, and speeds."""
+    rows, runs = [], []
+    for shape in job:
+        some, timed = _prepare(shape, dtype, device, contenders(shape, device, only, others=others))
+        rows.append(some)
+        runs += timed
+    take_turns(runs, rounds)
+    for shape, some in zip(job, rows, strict=True):
+        rates.add_speeds(some, shape, dtype.itemsize, ceilings)
+    return rows
+
+
+def _prepare(
+    shape: Shape, dtype: torch.dtype, device: torch.device, found: list[Contender]
+) -> tuple[list[dict], list[tuple[Run, list[float]]]]:
+    """A row per contender, judged; and what is to be timed, with the list of its row for the times."""
+    q, k, v, dout = shape.inputs(dtype, device)
+    group = shape.h // shape.g
+    one = [q[:1, :, :group], k[:1, :, :1], v[:1, :, :1], dout[:1, :, :group]]  # a key head and its queries: all alike
+    exact, honest = oracle(*one, shape.mask), dense(*one, shape.mask)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    rows, runs, forwards = [], [], set()
+    for contender in found:
+        rows.append(row := _row(shape, contender))
+        try:
+            forward = _inside(contender, contender.make())
+            out = forward(q, k, v)
+            backward = _inside(contender, partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True))
+            dq, dk, dv = backward()
+        except Exception as error:  # a peer may lack a width or a mask: said in its row
+            declined = contender.declines and isinstance(error, (ValueError, NotImplementedError))
+            row["declined" if declined else "failed"] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        heads = out[:1, :, :group], None, dq[:1, :, :group], dk[:1, :, :1], dv[:1, :, :1]
+        verdict = agreement(Attended(*heads), exact, honest)
+        worst = verdict.worst
+        row |= {"agrees": verdict.agrees, "worst": f"{worst.tensor} {worst.norm} {worst.ratio:.2f}" if worst else ""}
+        if not verdict.agrees and contender.canon:
+            row["failed"] = f"disagrees: {verdict}"
+            continue
+        row["backward_ms"] = []
+        runs.append((backward, row["backward_ms"]))
+        if contender.forward not in forwards:
+            forwards.add(contender.forward)
+            row["forward_ms"] = []
+            runs.append((partial(forward, q, k, v), row["forward_ms"]))
+    return rows, runs
+
+
+def _inside(contender: Contender, call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments):
+        with contender.around():
+            return call(*arguments)
+
+    return run
+
+
+def _row(shape: Shape, contender: Contender) -> dict:
+    row = {"contender": contender.name, "forward_of": contender.forward, "canon": contender.canon, "shape": str(shape)}
+    return row | {name: getattr(shape, name) for name in ("b", "n", "h", "g", "d")} | {"mask": shape.mask_name}
+
+
+# ---------------------------------------------------------------------- shown
+def verdicts(more: dict[str, Any]) -> list:
+    """Tables of what --auto and --partial ask."""
+    return [show(more[name]) for name, show in (("auto", _auto), ("partial", _partial)) if name in more]
+
+
+def summary(more: dict[str, Any]) -> str:
+    """The ceilings, and which peers there are."""
+    measured = "{matmul_tflops:.0f} TFLOP/s in a product, {copy_tbs:.2f} TB/s in a copy".format(**more["ceilings"])
+    return "; ".join([f"ceilings: {measured}", *(f"{name}: {told}" for name, told in more["peers"].items())])
+
+
+def speeds(rows: list[dict]) -> Iterator[Any]:
+    """A table for each shape."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    columns = ("contender", "agrees", "forward", "of roof", "to peer", "backward", "of roof", "to peer")
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        shown = Table(*columns, title=f"{shape}: TFLOP/s (median), share of the roofline, ratio to the fastest peer")
+        for row in (row for row in rows if row["shape"] == shape):
+            speeds = []
+            for name in rates.PASSES:
+                for kind, form in (("tflops", ".0f"), ("roofline", ".0%"), ("to_peer", ".2f")):
+                    key = f"{name}_{kind}"
+                    speeds.append(format(row[key], form) if key in row else "-")
+            verdict = row.get("failed") or row.get("declined") or f"{row['agrees']} ({row['worst']})"
+            shown.add_row(row["contender"], escape(verdict), *speeds)
+        yield shown
+
+
+def _auto(verdicts: list[dict]):
+    from rich.table import Table
+
+    shown = Table("shape", "pass", "fastest", "auto takes", "within 10 %", title='"auto" against the fastest method')
+    for row in verdicts:
+        shown.add_row(row["shape"], row["pass"], row["best"], f"{row['auto_to_best']:.2f} x", str(row["within"]))
+    return shown
+
+
+def _partial(costs: list[dict]):
+    from rich.table import Table
+
+    shown = Table("partial", "full", "contender", "pass", "cost", "within 8 %", title="partial masks, equal area")
+    for row in costs:
+        shown.add_row(
+            row["partial"], row["full"], row["contender"], row["pass"], f"{row['cost']:+.1%}", str(row["within"])
+        )
+    return shown

@@ -1,0 +1,194 @@
+"""Who is measured by `canon bench kernels`: Canon's kernel families and methods, and other people's attention.
+
+    canon FAMILY METHOD             every family that there is, every backward method: forced, or declined with a reason
+    canon auto                      what a user gets who asks for nothing
+    SDPA cudnn, SDPA flash          torch's attention, causal or full; "flash" is FlashAttention-2
+    FlexAttention                   compiled, with the BlockMask of the same mask
+    flash-attn-4 (deterministic)    where it is installed: dense, windows, and packed documents by its varlen function
+
+A contender is made only when its turn comes: a block mask takes memory, a first call compiles.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canon.testing.shapes import Shape, documents
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+FLASH4 = "flash-attn-4"
+LARGEST_DENSE = 1 << 32  # cells of a mask that may be written out to make a BlockMask
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``make()`` gives a function (q, k, v) -> out that autograd can differentiate; q (b, t, h, d)."""
+
+    name: str
+    make: Callable[[], Attend]
+    forward: str  # whose forward pass it has: contenders that share one have it timed once
+    declines: bool = False  # ValueError and NotImplementedError say that it does not do this shape, and are no failure
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # both passes run inside
+
+    @property
+    def canon(self) -> bool:
+        """Whether it is Canon's."""
+        return self.name.startswith("canon")
+
+
+def contenders(shape: Shape, device: torch.device, only: str, *, others: bool = True) -> list[Contender]:
+    """Canon and, with ``others``, every peer that has this kind of mask, filtered by a part of the name."""
+    found = [*_canon(shape)]
+    if others:
+        found += [*_sdpa(shape), Contender("FlexAttention", partial(_flex, shape, device), "FlexAttention")]
+        found += _flash4(shape, device)
+    return [contender for contender in found if only in contender.name]
+
+
+def installed() -> dict[str, str]:
+    """The peers that do not come with torch: their version, or why they are not there."""
+    return {FLASH4: _flash4_module()[1]}
+
+
+# ---------------------------------------------------------------------- Canon
+def _canon(shape: Shape) -> Iterator[Contender]:
+    from canon.fast import device
+
+    methods = ["split", "fused", "head_parallel"]
+    if shape.h == shape.g:
+        methods.remove("head_parallel")  # is split where every head has keys of its own
+    for family in device.AVAILABLE:
+        for method in methods:
+            name, make, around = f"canon {family}", partial(_attention, shape, method), partial(_forced, family)
+            yield Contender(f"{name} {method}", make, name, declines=True, around=around)
+    yield Contender("canon auto", partial(_attention, shape, "auto"), "canon auto")
+
+
+def _attention(shape: Shape, method: str) -> Attend:
+    from canon import fast
+
+    return lambda q, k, v: fast.attention(q, k, v, shape.mask, backward=method)
+
+
+@contextmanager
+def _forced(family: str) -> Iterator[None]:
+    """The family computes both passes: the backward in this thread, where the choice is known, not in one of autograd's."""
+    from canon import fast
+
+    with fast.backend(family), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+# ---------------------------------------------------------------------- torch's
+def _sdpa(shape: Shape) -> Iterator[Contender]:
+    if shape.mask_name.partition(":")[0] in ("causal", "full"):
+        for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+            name = f"SDPA {backend.split('_')[0].lower()}"
+            yield Contender(name, partial(_sdpa_by, backend, shape), name)
+
+
+def _sdpa_by(backend: str, shape: Shape) -> Attend:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    options: dict[str, Any] = {"is_causal": shape.mask_name == "causal", "enable_gqa": shape.h != shape.g}
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+    return attend
+
+
+def _flex(shape: Shape, device: torch.device) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()  # a function is compiled for eight shapes, and then no more
+    block_mask = None
+    if shape.mask.area < shape.n * shape.keys:
+        make = torch.compile(create_block_mask) if shape.n * shape.keys > LARGEST_DENSE else create_block_mask
+        block_mask = make(visible(shape, device), None, None, shape.n, shape.keys, device=device.type)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(q, k, v, block_mask=block_mask, enable_gqa=shape.h != shape.g).transpose(1, 2)
+
+    return attend
+
+
+def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
+    """The mask as FlexAttention's function of batch, head, query i and key j."""
+    kind, _, number = shape.mask_name.partition(":")
+    if kind == "causal":
+        return lambda b, h, i, j: i >= j
+    if kind == "window":
+        left = int(number)
+        return lambda b, h, i, j: (i >= j) & (j >= i - left)
+    if kind == "documents":
+        ends = torch.tensor(documents(shape.n, int(number)), device=device)
+        document = (torch.searchsorted(ends, torch.arange(shape.n, device=device), right=True) - 1).int()
+        return lambda b, h, i, j: (i >= j) & (document[i] == document[j])
+    return lambda b, h, i, j: i >= 0
+
+
+# ---------------------------------------------------------------------- flash-attn-4
+@functools.cache
+def _flash4_module() -> tuple[Any, str]:
+    """The module, and its version; or None, and why it is not there."""
+    try:
+        module = importlib.import_module("flash_attn.cute")
+    except ModuleNotFoundError as error:
+        return None, f"not installed ({error})"
+    except Exception as error:  # compiled parts of what it needs may not fit together
+        return None, f"cannot be imported ({type(error).__name__}: {error})"[:300]
+    try:
+        return module, version(FLASH4)
+    except PackageNotFoundError:
+        return module, "unknown version"
+
+
+def _flash4(shape: Shape, device: torch.device) -> list[Contender]:
+    module, _ = _flash4_module()
+    if module is None:
+        return []
+    packed = shape.mask_name.startswith("documents")
+    make = partial(_flash4_packed if packed else _flash4_dense, module, shape, device)
+    names = {FLASH4: False, f"{FLASH4} deterministic": True}  # the same forward pass
+    return [Contender(name, partial(make, deterministic), FLASH4) for name, deterministic in names.items()]
+
+
+def _flash4_dense(module, shape: Shape, device: torch.device, deterministic: bool) -> Attend:
+    kind, _, number = shape.mask_name.partition(":")
+    options: dict[str, Any] = {"causal": kind == "causal", "deterministic": deterministic}
+    if kind == "window":
+        options["window_size"] = (int(number), 0)
+    return lambda q, k, v: _first(module.flash_attn_func(q, k, v, **options))
+
+
+def _flash4_packed(module, shape: Shape, device: torch.device, deterministic: bool) -> Attend:
+    own = documents(shape.n, int(shape.mask_name.partition(":")[2]))
+    ends = [0, *(i * shape.n + end for i in range(shape.b) for end in own[1:])]
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    longest = max(b - a for a, b in zip(own, own[1:], strict=False))
+    options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "causal": True}
+    options |= {"max_seqlen_q": longest, "max_seqlen_k": longest, "deterministic": deterministic}
+
+    def attend(q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        return _first(module.flash_attn_varlen_func(q, k, v, **options)).unflatten(0, (shape.b, shape.n))
+
+    return attend
+
+
+def _first(result) -> Tensor:
+    """out: some versions return (out, lse)."""
+    return result[0] if isinstance(result, tuple) else result
