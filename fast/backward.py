@@ -8,9 +8,9 @@
     "fused"          one over tiles of keys, which adds to dq by       5                  delta, and 4 b h t d bytes
                      atomics in any order: not the same bits twice                        unless dq is float32 itself
 
-"auto" is "head_parallel" where "split" would leave the device idle: heads share keys, and there are fewer tiles of
-keys times key heads than twice the processors of the device; else "split". It is never "fused", so it is the same under
-`torch.use_deterministic_algorithms(True)`.
+"auto" is "head_parallel" where "split" would leave processors idle: where heads share keys, and the busiest processor would
+have a quarter more to do than it has with an owner for every query head (a rule from counts, to be replaced by a
+measured one); else "split". It is never "fused", so it is the same under `torch.use_deterministic_algorithms(True)`.
 
 delta = rowsum(dout * out) - dlse is made by a kernel of its own, or given: once per call, whatever the number of steps.
 
@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.fast.device import check_device, family
+from canon.fast.kernels.gluon.schedule import unevenness
 from canon.fast.kernels.triton import launch as portable
 from canon.reference.call import (
     accumulate_dtype,
@@ -39,6 +40,7 @@ from canon.reference.mask import Mask
 
 __all__ = ["attention_backward"]
 
+TILE = 128, 64  # keys x queries, by which work is counted
 PARTIAL_BYTES = 1 << 28  # of the parts of dk and dv by query head, at a time
 
 
@@ -99,7 +101,7 @@ def backward_into(
     kernels = family()
     lines = kernels.prepared_lines(lse, delta)
     arguments = (q, k, v, dout, lines, mask, scale)
-    method = automatic(q, k) if method == "auto" else method
+    method = automatic(q, k, mask) if method == "auto" else method
     {"split": _split, "head_parallel": _head_parallel, "fused": _fused}[method](kernels, arguments, dq, dk, dv)
 
 
@@ -110,13 +112,15 @@ def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> T
     return delta
 
 
-def automatic(q: Tensor, k: Tensor) -> str:
-    """The method that "auto" stands for: see the module's docstring."""
-    if q.shape[2] == k.shape[2] or q.device.type == "cpu":
+def automatic(q: Tensor, k: Tensor, mask: Mask, processors: int | None = None) -> str:
+    """The method that "auto" stands for: see the module's docstring. ``processors``: those of q's device."""
+    (b, _, h, _), g = q.shape, k.shape[2]
+    if processors is None:
+        processors = 1 if q.device.type == "cpu" else torch.cuda.get_device_properties(q.device).multi_processor_count
+    if h == g or processors == 1:
         return "split"
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    tiles = -(-k.shape[1] // 128) * k.shape[0] * k.shape[2]
-    return "head_parallel" if tiles < 2 * processors else "split"
+    split = unevenness(mask, *TILE, b * g, h // g, processors)
+    return "head_parallel" if split > 1.25 * unevenness(mask, *TILE, b * h, 1, processors) else "split"
 
 
 def _split(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:

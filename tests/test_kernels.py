@@ -283,6 +283,30 @@ def test_two_blind_parts_merge_to_nothing():
 # --- choosing ---
 
 
+def test_auto_makes_an_owner_of_every_query_head_where_processors_would_idle():
+    def chosen(b, t, h, g, mask=None):
+        q, k = (torch.empty(b, t, heads, 64, device="meta") for heads in (h, g))
+        return backward.automatic(q, k, mask or Mask.causal(t), 132)
+
+    assert chosen(1, 16384, 32, 8) == "split"  # 1024 tiles of keys and key heads
+    assert chosen(2, 1024, 8, 1) == "head_parallel"  # 16
+    assert chosen(2, 1024, 8, 8) == "split"  # nothing is shared
+    one_long = Mask.documents([0, 8192, *range(8200, 16384, 8)])  # many tiles, but the long ones are few
+    assert chosen(1, 16384, 8, 1, one_long) == "head_parallel"
+    assert chosen(1, 16384, 8, 1, Mask.documents(range(0, 16385, 8))) == "split"
+
+
+def test_parts_of_query_heads_are_capped_key_by_key(monkeypatch):
+    mask = Mask.window(N, 30, 2)
+    arguments = inputs(mask, b=2, h=4, g=2)
+    expected = attend(*arguments, mask, method="head_parallel")
+    monkeypatch.setattr(backward, "PARTIAL_BYTES", 2 * 4 * 32 * 8 * 20)  # of 20 keys
+    backward._key_chunks.cache_clear()
+    got = attend(*arguments, mask, method="head_parallel")
+    assert torch.equal(got.dq, expected.dq)
+    assert_exact(got, *arguments, mask)
+
+
 @pytest.mark.parametrize("name", ["cuda"])
 def test_a_family_that_does_not_exist_yet_raises_on_entry(name):
     with pytest.raises(NotImplementedError, match=name), backend(name):

@@ -31,10 +31,10 @@ class Config:
 
 Widths = tuple[int, int]
 TABLE: dict[tuple[str, Widths], Config] = {
-    ("forward", (64, 64)): Config(128, 128, 4, 2),
-    ("forward", (128, 128)): Config(128, 128, 3),
-    ("forward", (256, 128)): Config(128, 64, 3),
-    ("forward", (256, 256)): Config(128, 64, 2),
+    ("forward", (64, 64)): Config(128, 128, 4, 2, turns=True),
+    ("forward", (128, 128)): Config(128, 128, 3, turns=True),
+    ("forward", (256, 128)): Config(128, 64, 3, turns=True),
+    ("forward", (256, 256)): Config(128, 64, 2, turns=True),
     ("dq", (64, 64)): Config(128, 128, 4),
     ("dq", (128, 128)): Config(128, 128, 2),
     ("dq", (256, 128)): Config(128, 64, 2),

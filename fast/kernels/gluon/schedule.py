@@ -59,11 +59,8 @@ def schedule(
     ``transposed``: tiles of keys, and ``boxes`` of queries as in `work_table`; ``repeat``: how often the spans of a tile come
     after one another, once for each query head of an owner.
     """
-    table = work_table(mask, rows // pack, columns, None, transposed, "cpu", transposed)
-    tiles, spans = table.tiles.numpy().astype(np.int64), table.spans.numpy()
-    first, stop, begin, full, end = tiles.T
-    number = np.concatenate([[0], np.cumsum(spans[:, 1] * 1.0)])  # tiles before each span
-    cost = repeat * ((number[full] - number[begin]) * PARTIAL + (number[end] - number[full])) + FIXED
+    tiles, spans, cost = _costs(mask, rows // pack, columns, transposed, repeat)
+    first, stop, begin, _, end = tiles.T
     if repeat > 1:
         spans, begin, end = _repeated(spans, begin, end, repeat)
     order = np.argsort(-cost, kind="stable")
@@ -83,6 +80,26 @@ def schedule(
     starts = programs + 1 + 8 * np.concatenate([[0], np.cumsum(counts)])
     work = np.concatenate([starts, items.ravel(), spans.ravel()]).astype(np.int32)
     return Schedule(torch.from_numpy(work).to(device), len(tile), len(order) == len(tiles))
+
+
+@lru_cache(maxsize=1024)
+def unevenness(mask: Mask, rows: int, columns: int, owners: int, each: int, programs: int) -> float:
+    """What the busiest processor has to do for dk and dv, over the mean: ``owners`` that sum ``each`` query heads."""
+    tiles, _, cost = _costs(mask, rows, columns, True, each)
+    cost = np.sort(cost[tiles[:, 4] > tiles[:, 2]])[::-1].repeat(owners)
+    load = np.bincount(_dealt(cost, programs), cost, minlength=programs)
+    return float(load.max() / load.mean()) if len(cost) else 1.0
+
+
+def _costs(
+    mask: Mask, rows: int, columns: int, transposed: bool, repeat: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tiles and spans of the work table, and what each tile costs, in full tiles of columns."""
+    table = work_table(mask, rows, columns, None, transposed, "cpu", transposed)
+    tiles, spans = table.tiles.numpy().astype(np.int64), table.spans.numpy()
+    number = np.concatenate([[0], np.cumsum(spans[:, 1] * 1.0)])  # tiles before each span
+    _, _, begin, full, end = tiles.T
+    return tiles, spans, repeat * ((number[full] - number[begin]) * PARTIAL + (number[end] - number[full])) + FIXED
 
 
 def _repeated(

@@ -1,6 +1,6 @@
 """Every kernel, of Triton and of Gluon, compiled ahead of time without a GPU: registers, spills and shared memory.
 
-    python -m canon.testing.compile --arch 80 90 [--json]
+    python -m canon.testing.compile --arch 80 90 [--json] [--record PATH]
 
 The kernels are taken through the launcher of `canon.fast` itself, with CPU tensors in place of device tensors and a
 driver that knows nothing but its target; so types, alignment and specialisation are those of a real launch. Triton's
@@ -28,6 +28,7 @@ from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
 from canon.fast.kernels.triton.config import Config
 from canon.reference.mask import Mask
+from canon.testing import record
 
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a program may use: CUDA Programming Guide, 16.2
 
@@ -217,16 +218,22 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
 
 
 def main() -> None:
-    """Compile the main cases and print a line for each kernel."""
+    """Compile the main cases, print a line for each kernel, and on request write a record."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=SHARED_LIMIT)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--record", type=Path, help="where to write JSON")
     arguments = parser.parse_args()
     if not arguments.json:
         print(f"triton {triton.__version__}")
+    rows = []
     for case in [case for arch in arguments.arch for case in main_cases(arch)]:
         for compiled in compile_case(case):
-            print(json.dumps(asdict(compiled)) if arguments.json else compiled, flush=True)
+            rows.append(asdict(compiled))
+            print(json.dumps(rows[-1]) if arguments.json else compiled, flush=True)
+    if arguments.record:
+        targets = " ".join(map(str, arguments.arch))
+        record.write(arguments.record, f"python -m canon.testing.compile --arch {targets}", rows)
 
 
 if __name__ == "__main__":
