@@ -34,8 +34,9 @@ def pipeline(
         if step + 1 < steps:
             arriving = fetch(step + 1)
         computed = compute(step, fetched)
+        fetched = None  # what follows may have its memory
         if reduce:
             before = leaving.wait() if leaving else None
             leaving = reduce(step, computed, before)
-        fetched = computed = None  # the next step may have their memory
+        computed = None
     return leaving.wait() if leaving else None

@@ -40,18 +40,13 @@ class Held(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def memory_of_the_schedules_alone(monkeypatch):
     """No kernel runs, and what the world of threads holds for its messages is not counted."""
-    complete, send = thread_group.Call.complete, thread_group.ThreadGroup.send
-
-    def complete_and_forget(call, move):
-        complete(call, move)
-        call.data.clear()
+    send = thread_group.ThreadGroup.send
 
     def send_uncounted(*arguments):
         with _disable_current_modes():
             return send(*arguments)
 
     monkeypatch.setattr(launch, "run", lambda *_: None)
-    monkeypatch.setattr(thread_group.Call, "complete", complete_and_forget)
     monkeypatch.setattr(thread_group.ThreadGroup, "send", send_uncounted)
 
 

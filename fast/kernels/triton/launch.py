@@ -139,6 +139,9 @@ def run(kernel, programs, config, arguments, width, strided, options) -> None:
     """
     if not programs:
         return
+    for x in strided:
+        if x.ndim == 4 and _reach(x) >= 2**31:  # what is read was made `addressable`: this is written
+            raise ValueError(f"strides {x.stride()} are too wide for {kernel.__name__}, which counts in 32 bits in a tile")
     device = strided[0].device
     on_device = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
     strides = tuple(x.stride() for x in strided)
@@ -268,5 +271,9 @@ def has_descriptor(x: Tensor) -> bool:
 
 def addressable(x: Tensor) -> Tensor:
     """x, or a contiguous copy if the offsets inside one tile could leave 32 bits."""
-    reach = 256 * (x.stride(1) + x.stride(3))  # no tile has more rows or is wider
-    return x if reach < 2**31 else x.contiguous()
+    return x if _reach(x) < 2**31 else x.contiguous()
+
+
+def _reach(x: Tensor) -> int:
+    """How far offsets inside a tile of x (b, t, h, d) may go: no tile has more rows, or is wider, than 256."""
+    return 256 * (x.stride(1) + x.stride(3))

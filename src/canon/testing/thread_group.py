@@ -52,6 +52,7 @@ class Call:
             except Exception as error:
                 self.error = error
             self.moved = _event() if self.posted else None
+        self.data.clear()  # as a real group would: who wants to keep what was sent, keeps it
         self.done = True
 
     def told(self, who: list[int]) -> str:
