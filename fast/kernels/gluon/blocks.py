@@ -1,9 +1,10 @@
 """What the Hopper kernels share: barriers, the comparison with a band, and stores straight from accumulators.
 
 A program is three partitions: two *warpgroups* of four warps, which own half of a tile's rows each and do the products,
-and one *loader* warp, which fetches tiles by TMA. They talk through mbarriers: ``full`` (a tile has landed: one arrival,
-of the TMA unit) and ``free`` (a tile has been read: one arrival from each warpgroup that reads it). A ring of STAGES
-buffers counts its tiles t = 0, 1, ...: tile t is in buffer t % STAGES, and its barriers complete phase t // STAGES.
+and one *loader*, which fetches tiles by TMA (the forward kernel may have three warpgroups, and thirds). They talk
+through mbarriers: ``full`` (a tile has landed: one arrival, of the TMA unit) and ``free`` (a tile has been read: one
+arrival from each warpgroup that reads it). A ring of STAGES buffers counts its tiles t = 0, 1, ...: tile t is in buffer
+t % STAGES, and its barriers complete phase t // STAGES.
 
 Tiles are boxes of 4-D tensors (b, t, h, d): 1 batch, ROWS / PACK tokens, PACK heads, all of d. So a tile can hold the
 query heads of a group side by side (row r: token r // PACK, head r % PACK), any strides will do, rows behind the end and
@@ -22,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 FIRST = gl.constexpr(0)  # the warpgroups
 SECOND = gl.constexpr(1)
+THIRD = gl.constexpr(2)
 ITEM = gl.constexpr(8)  # numbers each
 SPAN = gl.constexpr(8)
 
@@ -78,15 +80,15 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def take_turn(WARPGROUP: gl.constexpr):
-    """Wait until the other warpgroup has called `pass_turn`: a named barrier, which Gluon has no function for."""
+    """Wait until the warpgroup before has called `pass_turn`: a named barrier, which Gluon has no function for."""
     ID: gl.constexpr = 8 + WARPGROUP  # Triton itself takes the lower ones
     gl.inline_asm_elementwise(f"bar.sync {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def pass_turn(WARPGROUP: gl.constexpr):
-    """Let the other warpgroup go on."""
-    ID: gl.constexpr = 9 - WARPGROUP
+def pass_turn(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Let the next warpgroup go on."""
+    ID: gl.constexpr = 8 + (WARPGROUP + 1) % WARPGROUPS
     gl.inline_asm_elementwise(f"bar.arrive {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

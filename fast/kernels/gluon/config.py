@@ -1,7 +1,8 @@
 """Tile sizes of the Hopper kernels, for each kernel and pair of padded head widths; two-byte elements.
 
-``rows`` are owned by an item, half of them by each warpgroup; ``columns`` are visited: queries x keys in "forward" and "dq",
-keys x queries in "dkdv" and "fused". Shared memory, in bytes, with s stages and b buffers:
+``rows`` are owned by an item, half of them by each warpgroup (in "forward" 128 by two, or 192 by three); ``columns`` are
+visited: queries x keys in "forward" and "dq", keys x queries in "dkdv", "fused" and "wide". Shared memory, in bytes, with
+s stages and b buffers:
 
     forward    2 (b rows d + s columns (d + dv))
     dq         2 (rows (d + dv) + s columns (d + dv))
@@ -26,7 +27,11 @@ class Config:
     stages: int  # of the ring of visited tiles
     buffers: int = 1  # of what an item owns: 2 let the next item's tiles be fetched under this one
     turns: bool = False  # the warpgroups issue their products in turns, so that one computes exponentials meanwhile
-    math_registers: int = 240  # of each thread of the warpgroups; the loader has 24
+
+    @property
+    def math_registers(self) -> int:
+        """Of each thread of the warpgroups; what is left, 24 or 32, is the loader's."""
+        return 160 if self.rows == 192 else 240
 
 
 Widths = tuple[int, int]

@@ -22,6 +22,7 @@ from canon.fast.kernels.gluon.blocks import (
     ITEM,
     SECOND,
     SPAN,
+    THIRD,
     barriers,
     column_layout,
     columns_of,
@@ -42,10 +43,10 @@ from canon.fast.kernels.gluon.blocks import (
 
 
 @gluon.jit
-def load_tiles(q_desc, k_desc, v_desc, work, io, begin, end, GROUP: gl.constexpr):
+def load_tiles(q_desc, k_desc, v_desc, work, io, begin, end, GROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     """The loader: K and V of every visited tile, and an item's Q behind its first K."""
     q_tiles, k_ring, v_ring, q_full, q_free, k_full, k_free, v_full, v_free = io
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
+    BUFFERS: gl.constexpr = q_tiles.shape[0] // WARPGROUPS
     TOKENS: gl.constexpr = q_tiles.shape[2]
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
@@ -62,7 +63,7 @@ def load_tiles(q_desc, k_desc, v_desc, work, io, begin, end, GROUP: gl.constexpr
                 mbarrier.wait(k_free.index(slot), turn ^ 1)
                 fetch(k_desc, batch, j, head // GROUP, k_full.index(slot), k_ring.index(slot))
                 if fresh:  # not before K: it may have to wait until the warpgroups are done with the item before
-                    for w in gl.static_range(2):
+                    for w in gl.static_range(WARPGROUPS):
                         b = w * BUFFERS + done % BUFFERS
                         mbarrier.wait(q_free.index(b), (done // BUFFERS & 1) ^ 1)
                         fetch(q_desc, batch, first + w * TOKENS, head, q_full.index(b), q_tiles.index(b))
@@ -115,6 +116,7 @@ def step(
     is_last,
     FRESH: gl.constexpr,
     W: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     TURNS: gl.constexpr,
     DV: gl.constexpr,
     PACK: gl.constexpr,
@@ -145,7 +147,7 @@ def step(
     s = hopper.warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     o = hopper.warpgroup_mma(p, v, o, is_async=True)
     if TURNS:
-        pass_turn(W)
+        pass_turn(W, WARPGROUPS)
     s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
     mbarrier.arrive(k_free.index(slot), count=1)
     if is_last:
@@ -183,12 +185,13 @@ def attend(
     end,
     scale_log2,
     W: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     TURNS: gl.constexpr,
     DV: gl.constexpr,
 ):
-    """A warpgroup: its half of the rows of every item."""
+    """A warpgroup: its part of the rows of every item."""
     q_tiles, k_ring, v_ring, q_full, _, _, _, _, _ = io
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
+    BUFFERS: gl.constexpr = q_tiles.shape[0] // WARPGROUPS
     TOKENS: gl.constexpr = q_tiles.shape[2]
     PACK: gl.constexpr = q_tiles.shape[3]
     M: gl.constexpr = TOKENS * PACK
@@ -200,8 +203,8 @@ def attend(
     m = gl.zeros([M], gl.float32, column_layout(BN))
     l = gl.zeros([M], gl.float32, column_layout(BN))
     t, done = 0, 0
-    if TURNS and W == SECOND:
-        pass_turn(W)  # the first turn is the first warpgroup's
+    if TURNS and W == WARPGROUPS - 1:
+        pass_turn(W, WARPGROUPS)  # the first turn is the first warpgroup's
     for item in range(begin, end, ITEM):
         row = gl.load(work + item) + W * TOKENS
         span_first, span_end = spans_of(work, item)
@@ -212,7 +215,7 @@ def attend(
         is_last = (span_first + SPAN == span_end) & (column + BN == stop)
         o, p, m, l = step(
             o, p, m, l, b, io, result, work, item, t, span_first, row, column, scale_log2, partial, is_last,
-            True, W, TURNS, DV, PACK,
+            True, W, WARPGROUPS, TURNS, DV, PACK,
         )  # fmt: skip
         t += 1
         for span in range(span_first, span_end, SPAN):
@@ -222,7 +225,7 @@ def attend(
                 is_last = (span + SPAN == span_end) & (j + BN == stop)
                 o, p, m, l = step(
                     o, p, m, l, b, io, result, work, item, t, span, row, j, scale_log2, partial, is_last,
-                    False, W, TURNS, DV, PACK,
+                    False, W, WARPGROUPS, TURNS, DV, PACK,
                 )  # fmt: skip
                 t += 1
         done += 1
@@ -259,23 +262,36 @@ def forward_kernel(
     MATH_REGISTERS: gl.constexpr,
 ):
     """out (b, t, h, dv), evenly strided over b and t, and natural lse (b, h, t), contiguous, of the items in ``work``."""
+    WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [2 * BUFFERS, 1, ROWS // 2 // PACK, PACK, D_PAD], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS * BUFFERS, 1, 64 // PACK, PACK, D_PAD], q_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
-    q_full, q_free = barriers(2 * BUFFERS, 1), barriers(2 * BUFFERS, 1)
-    k_full, k_free = barriers(STAGES, 1), barriers(STAGES, 2)
-    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    q_full, q_free = barriers(WARPGROUPS * BUFFERS, 1), barriers(WARPGROUPS * BUFFERS, 1)
+    k_full, k_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
+    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
     fence_async_shared()
     io = (q_tiles, k_ring, v_ring, q_full, q_free, k_full, k_free, v_full, v_free)
     result = (out, lse, tokens, stride_t, stride_h)
     begin, end = items_of(work)
-    gl.warp_specialize(
-        [
-            (load_tiles, (q_desc, k_desc, v_desc, work, io, begin, end, GROUP)),
-            (attend, (io, result, work, begin, end, scale_log2, FIRST, TURNS, DV)),
-            (attend, (io, result, work, begin, end, scale_log2, SECOND, TURNS, DV)),
-        ],
-        [4, 4],
-        [MATH_REGISTERS, MATH_REGISTERS],
-    )
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (load_tiles, (q_desc, k_desc, v_desc, work, io, begin, end, GROUP, WARPGROUPS)),
+                (attend, (io, result, work, begin, end, scale_log2, FIRST, WARPGROUPS, TURNS, DV)),
+                (attend, (io, result, work, begin, end, scale_log2, SECOND, WARPGROUPS, TURNS, DV)),
+            ],
+            [4, 4],
+            [MATH_REGISTERS, MATH_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (load_tiles, (q_desc, k_desc, v_desc, work, io, begin, end, GROUP, WARPGROUPS)),
+                (attend, (io, result, work, begin, end, scale_log2, FIRST, WARPGROUPS, TURNS, DV)),
+                (attend, (io, result, work, begin, end, scale_log2, SECOND, WARPGROUPS, TURNS, DV)),
+                (attend, (io, result, work, begin, end, scale_log2, THIRD, WARPGROUPS, TURNS, DV)),
+            ],
+            [4, 4, 4],
+            [MATH_REGISTERS, MATH_REGISTERS, MATH_REGISTERS],
+        )

@@ -53,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     if plan.items:
         q, scale, _ = positive(q, scale)
         tiles = (
-            box(q, config.rows // 2 // pack, pack, d),
+            box(q, 64 // pack, pack, d),
             box(k, config.columns, 1, d),
             box(seen_only(v, mask, keys=True), config.columns, 1, dv),
         )

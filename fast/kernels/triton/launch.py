@@ -141,7 +141,9 @@ def run(kernel, programs, config, arguments, width, strided, options) -> None:
         return
     for x in strided:
         if x.ndim == 4 and _reach(x) >= 2**31:  # what is read was made `addressable`: this is written
-            raise ValueError(f"strides {x.stride()} are too wide for {kernel.__name__}, which counts in 32 bits in a tile")
+            raise ValueError(
+                f"strides {x.stride()} are too wide for {kernel.__name__}, which counts in 32 bits in a tile"
+            )
     device = strided[0].device
     on_device = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
     strides = tuple(x.stride() for x in strided)

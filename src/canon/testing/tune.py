@@ -82,16 +82,17 @@ def _portable_grid(kernel: str, _: Config) -> list[Config]:
 
 
 def _hopper_grid(kernel: str, table: Config) -> list[Config]:
-    """Rows are given by the registers: what remains are columns, the depth of rings, and turns."""
+    """Rows are given by the registers: what remains are columns, the depth of rings, turns, and a third warpgroup."""
     assert isinstance(table, hopper_config.Config)
     sizes = product({table.columns // 2, table.columns, table.columns * 2}, (1, 2, 3, 4), (1, 2))
     turns = (False, True) if kernel == "forward" else (False,)
-    return [
+    found = [
         replace(table, columns=columns, stages=stages, buffers=buffers, turns=turn)
         for columns, stages, buffers in sizes
         for turn in turns
         if 32 <= columns <= 128
     ]
+    return found + [replace(c, rows=192) for c in found if kernel == "forward" and c.columns == 64]
 
 
 FAMILIES = {
