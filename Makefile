@@ -35,10 +35,9 @@ test: $(STAMP)
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal tests
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --nbval notebooks # a notebook's cells in one worker
 
-# Runs the .md twins and writes their outputs into the .ipynb beside them; cleared first, or old outputs would stay.
+# Runs the .md twins and writes them, with their outputs, as .ipynb beside them.
 notebooks: $(STAMP)
-	cd notebooks && ../$(BIN)/jupyter nbconvert --clear-output --inplace *.ipynb
-	cd notebooks && ../$(BIN)/jupytext --to ipynb --update --execute *.md
+	cd notebooks && ../$(BIN)/jupytext --to ipynb --execute *.md
 
 clean:
 	rm -rf .venv build dist canon-check .pytest_cache .ruff_cache .hypothesis

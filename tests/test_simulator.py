@@ -136,9 +136,9 @@ def product_kernel(a, b, out, steps, STAGES: gl.constexpr, FAULT: gl.constexpr):
     gl.warp_specialize([(multiply, (out, io, steps, FAULT)), (load_tiles, (a, b, io, steps, FAULT))], [1], [24])
 
 
-def product(order, seed, fault="", stages=2, steps=5):
+def product(order, seed, fault="", stages=2, steps=5, log=None):
     a, b, out = numbers(64, 64 * steps), numbers(64 * steps, 64), torch.full((64, 64), math.nan)
-    with simulator.simulated(order, seed):
+    with simulator.simulated(order, seed, log):
         product_kernel[(1,)](box(a), box(b), out, steps, STAGES=stages, FAULT=fault, num_warps=4)
     exact = a.double() @ b.double()
     assert (out - exact).norm() <= 1e-6 * exact.norm()  # sums of 320 products in float32
@@ -170,6 +170,25 @@ FAULTS = [  # and the number of buffers
 def test_faults_of_a_ring_are_found(fault, stages, message, order, seed):
     with pytest.raises(simulator.Fault, match=message):
         product(order, seed, fault, stages)
+
+
+@every_interleaving
+def test_a_log_holds_what_happens_in_order(order, seed):
+    product(order, seed, log=(log := []))
+    place = {id(event): i for i, event in enumerate(log)}
+    ends = {id(event.of): event for event in log if event.kind == "done"}
+    for kind, partition, number, size in (
+        ("load", "load_tiles [1]", 10, 2 * 64**2),
+        ("wgmma", "multiply [0]", 5, 2 * 64**3),
+    ):
+        events = [event for event in log if event.kind == kind]
+        assert [(event.partition, event.size) for event in events] == [(partition, size)] * number
+        assert all(place[id(event)] < place[id(ends[id(event)])] for event in events)
+        assert kind == "load" or all("warpgroup_mma(ring_a" in event.place.source()[0] for event in events)
+    waits = [(i, event.barrier) for i, event in enumerate(log) if event.kind == "wait" and event.barrier[1] >= 0]
+    assert len(waits) == 5 + 3  # for five full buffers; for three to be free again, of two that are at first
+    for i, barrier in waits:
+        assert {event.kind for event in log[:i] if event.barrier == barrier} & {"arrive", "done"}
 
 
 @gluon.jit
