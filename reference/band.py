@@ -15,18 +15,10 @@ Source: this form replaces the four slice types of MagiAttention (Zewei Tao and 
 which are four choices of lo and hi.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True, init=False)
-class Band:
-    """Query i sees key j iff q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi.
-
-    ``lo=None`` and ``hi=None`` mean no bound. A band is kept tight: the rectangle and the bounds shrink to what
-    its cells reach, so that two bands with the same cells are equal, every query from q_start to q_stop sees a
-    key and every key from k_start to k_stop is seen. A band without cells is (0, 0, 0, 0, 0, -1).
-    """
-
+class _Bounds(NamedTuple):
     q_start: int
     q_stop: int
     k_start: int
@@ -34,12 +26,27 @@ class Band:
     lo: int
     hi: int
 
-    def __init__(
-        self, q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int | None = None, hi: int | None = None
+
+class Band(_Bounds):
+    """Query i sees key j iff q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi.
+
+    ``lo=None`` and ``hi=None`` mean no bound. A band is kept tight: the rectangle and the bounds shrink to what
+    its cells reach, so that two bands with the same cells are equal, every query from q_start to q_stop sees a
+    key and every key from k_start to k_stop is seen. A band without cells is (0, 0, 0, 0, 0, -1).
+
+    A band is the tuple of its six numbers: immutable, and cheap to compare, to sort and to hash.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls, q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int | None = None, hi: int | None = None
     ):
         lowest, highest = k_start - q_stop + 1, k_stop - 1 - q_start  # what j - i reaches in the rectangle
         lo = lowest if lo is None else max(lo, lowest)
         hi = highest if hi is None else min(hi, highest)
+        if q_start >= q_stop or k_start >= k_stop or lo > hi:
+            return super().__new__(cls, 0, 0, 0, 0, 0, -1)
         # Three unknowns i, j and 0 with a bound on each difference: a bound can only be tightened through the third.
         tight = (
             max(q_start, k_start - hi),
@@ -49,10 +56,7 @@ class Band:
             lo,
             hi,
         )
-        if q_start >= q_stop or k_start >= k_stop or lo > hi:
-            tight = (0, 0, 0, 0, 0, -1)
-        for name, value in zip(self.__dataclass_fields__, tight, strict=True):
-            object.__setattr__(self, name, int(value))
+        return super().__new__(cls, *map(int, tight))
 
     def __repr__(self) -> str:
         return f"Band(q {self.q_start}:{self.q_stop}, k {self.k_start}:{self.k_stop}, {self.lo} <= j-i <= {self.hi})"

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from canon.__main__ import main
-from canon.reference import Mask
+from canon.reference import Layout, Mask, cast_plan
 from canon.testing import cases
 from canon.testing.documents import Documents, projected
-from canon.testing.inputs import inputs
+from canon.testing.inputs import inputs, mask_of
 
 FAULTY = """
 from canon.reference import *
@@ -25,6 +25,46 @@ def a_new_one(q):
 
 del striped_attention
 """
+
+MOVES = """
+import itertools
+import torch
+import torch.distributed as dist
+from canon import reference
+
+earlier, calls = {{}}, itertools.count()
+
+def group_cast(x, plan, stage, *, group=None):
+    rank, received = dist.get_rank(), reference.group_cast(x, plan, stage, group=group)
+    {cast}
+    return received
+
+def group_reduce(y, plan, stage, into, *, group=None):
+    {reduce}
+    return reference.group_reduce(y, plan, stage, into, group=group)
+
+def dispatch(mask, ranks, **options):
+    {plan}
+    return reference.dispatch(mask, ranks, **options)
+
+class Layout(reference.Layout):
+    def unshard(self, x, group=None, dim=1, *, partial_grad=False):
+        {gradient}
+        return super().unshard(x, group, dim, partial_grad=partial_grad)
+"""
+STALE = "old, n = earlier.setdefault(rank, received), plan.receive_sizes(stage, rank)[0]; "
+WRONG_MOVES = {  # fault: (what is told, the function, the line that goes wrong)
+    "two tokens change places": (
+        "cast 0: 2 of ", "group_cast", {"cast": "received[:2] = received[:2].flip(0)"}),
+    "the tokens of one source are those of the cast before": (
+        "cast 1: ", "group_cast", {"cast": STALE + "received = torch.cat([old[:n], received[n:]]) if stage else received"}),
+    "a sum travels in bfloat16": ("sum is off by", "group_reduce", {"reduce": "y = y.bfloat16().to(y.dtype)"}),
+    "a rank is left out": ("sum is off by", "group_reduce", {"reduce": "y = y * (dist.get_rank() != 2)"}),
+    "sums differ from run to run": (
+        "the second run gave other bits", "group_reduce", {"reduce": "y = y * (1 + next(calls) * 2**-22)"}),
+    "another plan": ("plan: ", "dispatch", {"plan": "return reference.Layout.zigzag(mask.queries, ranks)"}),
+    "a gradient is not summed over the ranks": ("sum is off by", "Layout", {"gradient": "partial_grad = False"}),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -51,6 +91,13 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
+class Right(dict):
+    """Nothing goes wrong in the other lines."""
+
+    def __missing__(self, line):
+        return "pass"
+
+
 def module_in(folder, monkeypatch, name, text):
     (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(folder))
@@ -68,7 +115,9 @@ def test_the_reference_agrees_with_itself(run, tmp_path):
     assert "cases agree." in printed.out
     tried = {result["case"].split("/")[0] for result in record["results"]}
     assert tried >= {"attention", "attention_forward", "attention_backward", "merge", "ring_attention",
-                     "zigzag_attention", "striped_attention"}  # fmt: skip
+                     "zigzag_attention", "striped_attention", "strided_attention", "magi_attention",
+                     "dispatch", "cast_plan", "plan_report", "group_cast", "group_reduce", "Layout"}  # fmt: skip
+    assert not record["untried"], "no public function without a case"
     assert all(result["verdict"] == "agrees" and result["same_bits"] for result in record["results"])
     for dtype in ("float32", "bfloat16", "float64"):
         assert any(f"/{dtype}" in result["case"] for result in record["results"])
@@ -136,6 +185,26 @@ def test_a_module_that_gives_other_bits_each_time_is_found_out(run, tmp_path, mo
     assert "the second run gave other bits than the first" in printed.out
 
 
+@pytest.mark.parametrize("fault", WRONG_MOVES)
+def test_wrong_moves_plans_and_sums_are_found_out(fault, run, tmp_path, monkeypatch):
+    told, function, change = WRONG_MOVES[fault]
+    module_in(tmp_path, monkeypatch, "moving", MOVES.format_map(Right(change)))
+    status, printed, record = run("moving", "--tokens", 200, "--dtype", "float32")
+    assert status == 1
+    assert {name for name, verdict in verdicts(record).items() if verdict != "agrees"} == {function}
+    assert told in printed.out
+    assert "the reference itself" not in printed.out
+
+
+def test_a_module_is_checked_for_the_functions_that_it_has(run, tmp_path, monkeypatch):
+    module_in(tmp_path, monkeypatch, "one_function", "from canon.reference import group_reduce\n")
+    status, printed, record = run("one_function", "--tokens", 200)
+    assert status == 0, printed.out
+    assert set(verdicts(record)) == {"group_reduce"}
+    assert {"attention", "dispatch", "group_cast"} <= set(record["absent"])
+    assert {"one_stage", "two_stages"} == {result["case"].split("/")[-1] for result in record["results"]}
+
+
 def test_processes_agree_too(run):
     status, printed, _ = run(
         "canon.reference", "--world", "processes", "--ranks", 2, "--tokens", 200, "--only", "zigzag/causal"
@@ -201,3 +270,22 @@ def test_unseen_tokens_hold_nan():
     assert x.q.isnan().any()
     assert x.k.isnan().any()
     assert not x.q.isnan().all()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_planned_cases_interleave_the_chunks_of_their_ranks_and_cast_something(ranks):
+    """The default rates would leave so few tokens in contiguous shards: nothing interleaved, some stages empty."""
+    documents = Documents(tuple("abcd"), tuple(b"x" * n for n in (72, 100, 150, 257)))
+    planned = [case for case in cases.all_cases(["float32"], gpu=False) if case.layout == "planned"]
+    assert {case.mask for case in planned} == set(cases.MASKS) - {"full"}
+    for case in planned:
+        mask = mask_of(case, documents)
+        layout = case.layout_of(mask, ranks)
+        assert layout != Layout.contiguous(mask.queries, ranks)
+        pieces = [len(ranges) for ranges in layout.ranges_per_rank]
+        assert max(pieces) > 2, case.name
+        assert sum(pieces) > 2 * ranks - 1, case.name
+        stages = dict(case.options).get("stages", 1)
+        plan = cast_plan(mask, layout, stages=stages)
+        assert plan.casts == max(1, stages), case.name
+        assert all(any(plan.receive_sizes(cast, rank)) for cast in range(plan.casts) for rank in range(1, ranks))

@@ -19,6 +19,8 @@ from canon.testing.trial import Trial
 
 DOCUMENTS = Documents(("a", "b", "c"), tuple(bytes(range(n)) * 4 for n in (30, 1, 250)))
 LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring_attention/contiguous/full"
+CAST, REDUCE = "group_cast/planned/documents/two_stages", "group_reduce/striped/documents/one_stage"
+FILES = ("call", "tiles", "backward", "local", "casts", "ring")  # of which a faulty module is made, in order of imports
 
 # fault: (case that meets it, file, text, what stands there instead). The first place where the text stands is changed.
 FAULTS = {
@@ -48,6 +50,25 @@ FAULTS = {
     "delta is made for every hop from its own part": (
         RING, "ring", "delta=delta, method", "delta=delta / call.ranks, method"),
     "the ring sums gradients in bfloat16": (FULL, "ring", "x.to(call.reduce_dtype)", "x.bfloat16()"),
+    "no mask is no mask": ("attention/causal/plain", "call", "Mask.causal(q.shape[-3])", "Mask.full(q.shape[-3])"),
+    "delta is made anew where it is given": (
+        "attention_backward/causal/split/part", "backward", "if delta is None:", "if True:"),
+    "grad_dtype is ignored": (  # where it is not the dtype of q
+        "attention_backward/causal/split/part", "backward", "grad_dtype or q.dtype", "torch.bfloat16"),
+    "two tokens change places on their way": (
+        CAST, "casts", "return self.received\n", "return self.received[[1, 0, *range(2, len(self.received))]]\n"),
+    "the tokens of one source are stale": (
+        CAST, "casts", "self.sent = x[", "self.sent = (x if rank != 1 else x.roll(1, 0))["),
+    "every cast sends the rows of the first": (
+        CAST, "casts", "x[plan.send_rows(stage, rank).to(x.device)]", "x[plan.send_rows(0, rank)[: sum(sizes.sent)]]"),
+    "gradients are added in bfloat16": (
+        REDUCE, "casts", "self.into[rows] += part", "self.into[rows] = (self.into[rows].bfloat16() + part).to(part.dtype)"),
+    "the gradients of one rank are left out": (
+        REDUCE, "casts", "self.sizes.sent), parts, ", "self.sizes.sent)[1:], parts[1:], "),
+    "gradients are added, but not in place": (
+        REDUCE, "casts", "parts = self.received", "self.into = self.into.clone(); parts = self.received"),
+    "a plan forgets a token": (
+        "cast_plan/planned/documents", "casts", "common := owned[first:last]", "common := owned[first : last - 1]"),
 }  # fmt: skip
 
 
@@ -62,14 +83,14 @@ def moved(mask, k_start=0, hi=0):
 def with_fault(file, text, instead):
     """A module with the reference's public functions, made of its own source with one text changed in one file."""
     module, changed = types.ModuleType("faulty"), 0
-    for name in ("call", "tiles", "backward", "local", "ring"):
+    for name in FILES:
         source = inspect.getsource(importlib.import_module(f"canon.reference.{name}"))
         if name == file:
             changed += source.count(text)
             source = source.replace(text, instead, 1)
         scope = {"__name__": f"faulty_{name}", "moved": moved}
         sys.modules[f"faulty_{name}"] = types.ModuleType(f"faulty_{name}")
-        for earlier in ("call", "tiles", "backward", "local"):
+        for earlier in FILES:
             source = source.replace(f"from canon.reference.{earlier} import", f"from faulty_{earlier} import")
         exec(compile(source, f"faulty {name}", "exec"), scope)
         vars(sys.modules[f"faulty_{name}"]).update(scope)
@@ -80,7 +101,7 @@ def with_fault(file, text, instead):
 
 def verdict(module_name, case_name, dtype, tmp_path, ranks=4):
     """What `canon check` finds out about one case."""
-    cases = tuple(case for case in all_cases([dtype], gpu=False) if case.name == f"{case_name}/{dtype}")
+    cases = tuple(case for case in all_cases([dtype], gpu=False) if case.name.replace(f"/{dtype}", "") == case_name)
     assert cases, case_name
     sink = Path(tmp_path) / "results"
     world.threads(Trial(module_name, cases, DOCUMENTS, "cpu", sink), ranks)
@@ -97,8 +118,28 @@ def test_faults_are_caught(fault, dtype, tmp_path, monkeypatch):
     assert not any(found.startswith("the reference itself") for found in result["faults"])
 
 
+@pytest.mark.parametrize(
+    ("case", "text", "instead", "told"),
+    [
+        (LOCAL, ".to(out_dtype)", ".float()", "out is torch.float32, expected torch.bfloat16"),
+        (
+            "attention_forward/window/part",
+            ".to(out_dtype)",
+            ".to(q.dtype)",
+            "out is torch.bfloat16, expected torch.float32",
+        ),
+        ("attention_forward/window/part", ".to(out_dtype)", ".to(q.dtype).to(out_dtype)", "in name, but was rounded"),
+        ("merge/documents", ".to(out.dtype), merged", ".bfloat16().to(out.dtype), merged", "in name, but was rounded"),
+    ],
+)
+def test_results_in_another_dtype_are_caught(case, text, instead, told, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faulty", with_fault("local", text, instead))
+    result = verdict("faulty", case, "bfloat16", tmp_path)
+    assert any(told in fault for fault in result["faults"]), result["faults"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-@pytest.mark.parametrize("case", [LOCAL, RING])
+@pytest.mark.parametrize("case", [LOCAL, RING, CAST, REDUCE])
 def test_the_honest_implementation_passes(case, dtype, tmp_path):
     result = verdict("canon.reference", case, dtype, tmp_path)
     assert result["verdict"] == "agrees", result["faults"]

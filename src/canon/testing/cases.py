@@ -1,14 +1,21 @@
 """The cases of `canon check`: which functions, masks, layouts, dtypes and shapes are tried. `inputs` makes what they run on.
 
     function           masks                                    layouts                       methods
-    attention          all five                                 -                             auto
-    attention_forward  documents, block_causal                  -                             -
-    attention_backward documents, window                        -                             split, fused, head_parallel
+    attention          all five; plain causal                   -                             auto
+    attention_forward  documents, block_causal; a part, window  -                             -
+    attention_backward documents, window; a part, causal        -                             split, fused, head_parallel
     merge              documents, block_causal                  -                             -
-    ring_attention     all five                                 contiguous, zigzag, striped   auto; two cases of the others
+    ring_attention     all five; plain causal                   contiguous, zigzag, striped   auto; two cases of the others
     zigzag, striped    documents, causal, block_causal          their own                     auto
     strided_attention  all five                                 contiguous, zigzag, striped   auto, strides of several kinds
     magi_attention     all five                                 as dispatch plans, zigzag     auto, stages of several kinds
+    group_cast, reduce documents, window                        as planned, zigzag, striped   one stage, two stages
+    dispatch           all five                                 -                             -
+    cast_plan, report  all five                                 all four                      stages 0 to 3
+    Layout             all but full                             all four                      shard, unshard, their gradients
+
+*plain* is (q, k, v) without a mask and without lse; a *part* is what the schedules ask for, delta given and results in
+float32. Attention and sums are near the truth, plans and what is moved are equal to it (`exchanges`).
 
 Each mask comes with a shape and a form of its own: heads in groups, dv != d, packed and batched, and tensors
 that are not contiguous. The dtypes take turns, so that each meets every function and, over the layouts, every mask.
@@ -28,12 +35,14 @@ LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
     "contiguous": lambda mask, ranks: Layout.contiguous(mask.queries, ranks),
     "zigzag": lambda mask, ranks: Layout.zigzag(mask.queries, ranks),
     "striped": lambda mask, ranks: Layout.striped(mask.queries, ranks),
-    "planned": lambda mask, ranks: reference.dispatch(mask, ranks, chunk=max(16, mask.queries // (8 * ranks))),
+    "planned": lambda mask, ranks: reference.dispatch(mask, ranks, **interleaving(mask, ranks)),
 }
 METHODS = ("split", "fused", "head_parallel")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TAKE_A_LAYOUT = {"ring_attention", "strided_attention", "magi_attention"}
-DISTRIBUTED = TAKE_A_LAYOUT | {"zigzag_attention", "striped_attention"}
+PLANS = {"dispatch", "cast_plan", "plan_report"}  # pure functions of masks: their cases have no dtype
+EXCHANGES = PLANS | {"group_cast", "group_reduce", "Layout"}  # what is no attention: `canon.testing.exchanges`
+DISTRIBUTED = TAKE_A_LAYOUT | {"zigzag_attention", "striped_attention"} | EXCHANGES
 STRIDED = {  # variant: mask, layout, options
     "": ("documents", "contiguous", {}),
     "split_last": ("documents", "zigzag", {"head_stride": 2, "backward_last_stride": 1}),
@@ -49,9 +58,29 @@ MAGI = {
     "kept": ("block_causal", "planned", {"stages": 2, "keep_kv": True}),
     "three_stages": ("full", "zigzag", {"stages": 3}),
 }
-VOCABULARY = {  # nothing here can disagree with an oracle
-    "Band", "Mask", "Layout", "backend", "suggest_strides", "dispatch", "cast_plan", "plan_report",
-}  # fmt: skip
+CASTS = (  # variant, mask, layout
+    ("one_stage", "documents", "planned"),
+    ("two_stages", "documents", "planned"),
+    ("one_stage", "documents", "striped"),
+    ("two_stages", "documents", "striped"),
+    ("two_stages", "window", "zigzag"),
+)
+CAST_PLANS = {  # mask: layout, stages
+    "documents": ("planned", 2),
+    "causal": ("zigzag", 0),
+    "window": ("striped", 1),
+    "block_causal": ("planned", 3),
+    "full": ("contiguous", 1),
+}
+VOCABULARY = {"Band", "Mask", "Layout", "backend", "suggest_strides"}  # no case is owed to what both halves share
+
+
+def interleaving(mask: Mask, ranks: int) -> dict[str, Any]:
+    """Arguments of `dispatch` for chunks that interleave however short the sequence: balance is all, receiving is free.
+
+    (With the default rates keys are dear: a few hundred tokens stay together, as contiguous shards.)
+    """
+    return dict(chunk=max(1, mask.queries // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000)
 
 
 @dataclass(frozen=True)
@@ -81,7 +110,7 @@ class Case:
 
     function: str
     mask: str
-    dtype: str
+    dtype: str  # "" where no tensor is asked for
     shape: Shape
     layout: str | None = None
     method: str = "auto"
@@ -110,29 +139,42 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
         function: str, mask: str, layout: str | None = None, method="auto", dtype="", variant="", **options
     ) -> None:
         turn = MASKS.index(mask) + (list(LAYOUTS).index(layout) if layout else 0) + METHODS.count(method)
-        dtype = dtype or turns[turn % len(turns)]
+        dtype = "" if function in PLANS else dtype or turns[turn % len(turns)]
         chosen = tuple(options.items())
         cases.append(Case(function, mask, dtype, SHAPES[mask][gpu], layout, method, variant, chosen))
 
     for mask in MASKS:
         add("attention", mask)
+    add("attention", "causal", variant="plain")
     for mask in ("documents", "block_causal"):
         add("attention_forward", mask)
         add("merge", mask)
     for mask, method in (("documents", "split"), ("documents", "fused"), ("documents", "head_parallel"),
                          ("window", "split"), ("block_causal", "fused")):  # fmt: skip
         add("attention_backward", mask, method=method)
+    add("attention_forward", "window", variant="part")
+    add("attention_backward", "causal", method="split", variant="part")
     for mask in MASKS:
         for layout in ("contiguous", "zigzag", "striped"):
             add("ring_attention", mask, layout)
     add("ring_attention", "documents", "zigzag", "fused")
     add("ring_attention", "documents", "contiguous", "head_parallel")
+    add("ring_attention", "causal", "zigzag", variant="plain")
     for function, layout in (("zigzag_attention", "zigzag"), ("striped_attention", "striped")):
         for mask in ("documents", "causal", "block_causal"):
             add(function, mask, layout)
     for function, variants in (("strided_attention", STRIDED), ("magi_attention", MAGI)):
         for variant, (mask, layout, options) in variants.items():
             add(function, mask, layout, variant=variant, **options)
+    for function in ("group_cast", "group_reduce"):
+        for variant, mask, layout in CASTS:
+            add(function, mask, layout, variant=variant, stages=1 + (variant == "two_stages"))
+    for mask, (layout, stages) in CAST_PLANS.items():
+        add("dispatch", mask)
+        add("cast_plan", mask, layout, stages=stages)
+        add("plan_report", mask, layout)
+    for layout, mask in zip(LAYOUTS, ("documents", "window", "block_causal", "causal"), strict=True):
+        add("Layout", mask, layout)
     if "float64" in dtypes and turns != ["float64"]:
         add("attention", "documents", dtype="float64")
         add("ring_attention", "causal", "zigzag", dtype="float64")

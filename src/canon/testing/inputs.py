@@ -33,6 +33,11 @@ def inputs(case: Case, documents: Documents, device: str) -> Inputs:
     return _inputs(case.mask, case.dtype, case.shape, documents, device)
 
 
+def mask_of(case: Case, documents: Documents) -> Mask:
+    """The mask of ``case``, for cases that need no more."""
+    return _mask(case.mask, documents)
+
+
 @lru_cache(maxsize=12)
 def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str) -> Inputs:
     dtype, tokens = DTYPES[dtype_name], documents.tokens
@@ -89,13 +94,16 @@ def _unseen(mask: Mask, axis: int) -> Tensor:
 
 
 @lru_cache(maxsize=12)
-def _expected(mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str, wide: bool):
+def _expected(
+    mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str, wide: bool, with_lse: bool
+):
     x = _inputs(mask_name, dtype_name, shape, documents, device)
     tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t for t in (x.q, x.k, x.v, x.dout)]
-    arguments = (*tensors, x.mask, x.scale, x.dlse)
+    arguments = (*tensors, x.mask, x.scale, x.dlse if with_lse else None)
     return oracle(*arguments), orders(*arguments)
 
 
 def expected(case: Case, documents: Documents, device: str) -> tuple[Attended, list[Attended]]:
     """The oracle's answer, and honest ones in the dtype of the case; a merge is of float32 parts, and held to that."""
-    return _expected(case.mask, case.dtype, case.shape, documents, device, case.function == "merge")
+    wide, with_lse = case.function == "merge", case.variant != "plain"
+    return _expected(case.mask, case.dtype, case.shape, documents, device, wide, with_lse)

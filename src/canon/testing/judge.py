@@ -173,12 +173,17 @@ def _seen(mask: Mask, device) -> tuple[Tensor, Tensor]:
     """Which queries see a key, and which keys are seen by a query."""
     queries = torch.zeros(mask.queries, dtype=torch.bool, device=device)
     keys = torch.zeros(mask.keys, dtype=torch.bool, device=device)
-    for start in range(0, mask.queries, 4096):
-        rows = slice(start, min(start + 4096, mask.queries))
-        visible = _visible(mask, rows, device)
+    for rows, visible in visible_blocks(mask, device):
         queries[rows] = visible.any(1)
         keys |= visible.any(0)
     return queries, keys
+
+
+def visible_blocks(mask: Mask, device: torch.device | str = "cpu") -> Iterator[tuple[slice, Tensor]]:
+    """(queries, bool [queries, keys]), some thousand rows of the mask's matrix at a time."""
+    for start in range(0, mask.queries, 4096):
+        rows = slice(start, min(start + 4096, mask.queries))
+        yield rows, _visible(mask, rows, device)
 
 
 def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
@@ -258,7 +263,7 @@ def agreement(got: Attended, exact: Attended, honest: Attended | list[Attended])
         if mine is not None:
             if mine.shape != true.shape:
                 raise ValueError(f"{name} has shape {tuple(mine.shape)}, expected {tuple(true.shape)}")
-            some, wrong = _judge(name, mine.detach(), true, theirs)
+            some, wrong = judged(name, mine.detach(), true, theirs)
             measures += some
             faults += wrong
     if all(x is None for x in got):
@@ -266,7 +271,8 @@ def agreement(got: Attended, exact: Attended, honest: Attended | list[Attended])
     return Agreement(tuple(measures), tuple(faults))
 
 
-def _judge(name: str, got: Tensor, exact: Tensor, honest: list[Tensor]) -> tuple[list[Measure], list[str]]:
+def judged(name: str, got: Tensor, exact: Tensor, honest: list[Tensor]) -> tuple[list[Measure], list[str]]:
+    """The three measures of the tensor called ``name``, tokens last but for heads and width, and in words what is wrong."""
     kept, unseen = honest[0].dtype, exact == -torch.inf
     if name == "lse" and not torch.equal(got == -torch.inf, unseen):
         return [], [f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at {int(unseen.sum())}"]

@@ -7,7 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-COLOURS = {"out": "#0072b2", "lse": "#56b4e9", "dq": "#e69f00", "dk": "#d55e00", "dv": "#009e73"}
+COLOURS = {"out": "#0072b2", "lse": "#56b4e9", "dq": "#e69f00", "dk": "#d55e00", "dv": "#009e73", "sum": "#cc79a7"}
+EQUAL = "#999999"  # what is not near to the truth, but equal to it
 MARKS = {
     "agrees": "[green]agrees",
     "disagrees": "[bold red]disagrees",
@@ -55,9 +56,9 @@ def picture(results: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
     figure = Figure(figsize=(8, 1.5 + 0.2 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for tensor, colour in COLOURS.items():
+    for tensor, colour in [*COLOURS.items(), ("equal", EQUAL)]:
         for row, result in enumerate(results):
-            ratios = [m["ratio"] for m in result["measures"] if m["tensor"] == tensor]
+            ratios = [m["ratio"] for m in result["measures"] if _shown_as(m["tensor"]) == tensor]
             drawn = [min(max(ratio, 1e-4), 1e4) for ratio in ratios]
             axes.plot(drawn, [row] * len(drawn), "o", color=colour, markersize=4, alpha=0.8)
         axes.plot([], [], "o", color=colour, label=tensor)
@@ -67,8 +68,12 @@ def picture(results: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
     axes.set_yticks(range(len(results)), [result["case"] for result in results], fontsize=7)
     axes.set_ylim(len(results) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.3)
-    figure.legend(ncols=5, loc="outside lower right", frameon=False)
+    figure.legend(ncols=7, loc="outside lower right", frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return True
+
+
+def _shown_as(tensor: str) -> str:
+    return "sum" if tensor == "into" else tensor if tensor in COLOURS else "equal"

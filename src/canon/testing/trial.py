@@ -3,6 +3,8 @@
     each rank   inputs of the case -> its shards -> module, twice; reference, once -> gather
     rank 0      gathered results -> judge -> one line of JSON into ``sink``
 
+Where nothing is attended to (`exchanges`), every rank judges what it has, and rank 0 gathers the verdicts.
+
 Lines are written as soon as a case is done, so whoever reads ``sink`` can show progress, and knows after a failure how
 far the world came. An exception of the module ends the world: the other ranks may be waiting inside it.
 """
@@ -22,9 +24,10 @@ from torch import Tensor
 
 from canon import reference
 from canon.reference import Layout
-from canon.testing.cases import TAKE_A_LAYOUT, Case, Shape
+from canon.testing.cases import DTYPES, EXCHANGES, TAKE_A_LAYOUT, Case, Shape
 from canon.testing.documents import Documents
-from canon.testing.inputs import Inputs, expected, inputs
+from canon.testing.exchanges import answers, compared, rows_that_differ, tables
+from canon.testing.inputs import Inputs, expected, inputs, mask_of
 from canon.testing.judge import Attended, Measure, agreement, relative
 
 _making = threading.Lock()  # ranks as threads share one set of inputs
@@ -64,31 +67,37 @@ class Trial:
 
 
 def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str, Any] | None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    if rank and not case.distributed:
+    if dist.get_rank() and not case.distributed:
         return None
-    with _making:
-        x = inputs(case, documents, device)
-    layout = case.layout_of(x.mask, ranks)
+    mask, x = mask_of(case, documents), None
+    if case.dtype:
+        with _making:
+            x = inputs(case, documents, device)
+    layout = case.layout_of(mask, dist.get_world_size())
+    run = _exchanged if case.function in EXCHANGES else _attended
+    result = run(module, case, documents, device, mask, layout, x)
+    if dist.get_rank():
+        return None
+    verdict = "disagrees" if result["faults"] else "agrees"
+    shape = {"heads": case.shape.heads, "widths": case.shape.widths} if case.dtype else {}
+    return {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict, **result}
 
-    def timed(half: Any) -> tuple[Attended, float]:
-        _ready(case, device)
-        start = time.perf_counter()
-        local = call(half, case, x, layout, rank)
-        _ready(case, device)
-        return local, time.perf_counter() - start
 
-    (first, cold), (second, warm) = timed(module), timed(module)
-    theirs, reference_seconds = timed(reference)
+def _attended(module, case: Case, documents, device, mask, layout: Layout, x: Inputs) -> dict[str, Any]:
+    rank = dist.get_rank()
+    program = lambda half: call(half, case, x, layout, rank)
+    (first, cold), (second, warm) = (_timed(program, module, case, device) for _ in range(2))
+    theirs, reference_seconds = _timed(program, reference, case, device)
     same = all(map(_same_bits, first, second))
     if case.distributed:
         same = _everywhere(same, device)
         first, theirs = (Attended(*map(_assembler(layout), range(5), part)) for part in (first, theirs))
     if rank:
-        return None
+        return {}
     exact, honest = expected(case, documents, device)
     verdict, of_reference = agreement(first, exact, honest), agreement(theirs, exact, honest)
-    faults = list(verdict.faults) + [f"the reference itself: {fault}" for fault in of_reference.faults]
+    faults = _wrong_dtypes(case, first, exact) + list(verdict.faults)
+    faults += [f"the reference itself: {fault}" for fault in of_reference.faults]
     if not same and not (case.method == "fused" and device == "cuda"):  # there its dq is added up by atomics
         faults.append("the second run gave other bits than the first")
     errors = {(m.tensor, m.norm): m.error for m in of_reference.measures}
@@ -99,18 +108,64 @@ def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str
             "reference_error": errors.get((m.tensor, m.norm)),
         }
         measures.append(asdict(m) | {"ratio": m.ratio} | between)
+    seconds = {"seconds": [cold, warm], "reference_seconds": [reference_seconds]}
+    return {"faults": faults, "measures": measures, "same_bits": same, **seconds}
+
+
+def _exchanged(module, case: Case, documents, device, mask, layout: Layout, x: Inputs | None) -> dict[str, Any]:
+    """Every rank judges what it has. The worst of each measure, and every fault with the ranks that found it."""
+    rank = dist.get_rank()
+    program = lambda half: tables(half, case, mask, layout, x, rank)
+    (first, cold), (second, warm) = (_timed(program, module, case, device) for _ in range(2))
+    theirs, reference_seconds = _timed(program, reference, case, device)
+    should = answers(case, mask, layout, x, rank)
+    measures, faults = compared(first, should)
+    faults += [f"the reference itself: {fault}" for fault in compared(theirs, should)[1]]
+    same = all(not rows_that_differ(first[name], second[name]) for name in first)
+    faults += [] if same else ["the second run gave other bits than the first"]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (measures, faults, same))
+    seconds = {"seconds": [cold, warm], "reference_seconds": [reference_seconds]}
+    worst, told = {}, {}
+    for m in sorted((m for some, _, _ in everyone for m in some), key=lambda m: m.ratio):
+        worst[m.tensor, m.norm] = asdict(m) | {"ratio": m.ratio}
+    for number, (_, some, _) in enumerate(everyone):
+        for fault in some:
+            told.setdefault(fault, []).append(str(number))
     return {
-        "case": case.name,
-        "heads": case.shape.heads,
-        "widths": case.shape.widths,
-        "options": dict(case.options),
-        "verdict": "disagrees" if faults else "agrees",
-        "faults": faults,
-        "measures": measures,
-        "same_bits": same,
-        "seconds": [cold, warm],
-        "reference_seconds": [reference_seconds],
+        "faults": [f"rank {', '.join(who)}: {fault}" for fault, who in told.items()],
+        "measures": list(worst.values()),
+        "same_bits": all(same for _, _, same in everyone),
+        **seconds,
     }
+
+
+def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) -> tuple[Any, float]:
+    _ready(case, device)
+    start = time.perf_counter()
+    result = program(half)
+    _ready(case, device)
+    return result, time.perf_counter() - start
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _wrong_dtypes(case: Case, got: Attended, exact: Attended) -> list[str]:
+    """Results are in the dtype of the inputs, lse and parts in float32 (float64 for float64), and not in name alone."""
+    narrow, faults = DTYPES[case.dtype], []
+    rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
+    for name, x, true in zip(Attended._fields, got, exact, strict=True):
+        if x is None:
+            continue
+        wide = name == "lse" or case.variant == "part" or case.function == "merge"
+        expected = torch.promote_types(narrow, torch.float32) if wide else narrow
+        if x.dtype != expected:
+            faults.append(f"{name} is {x.dtype}, expected {expected}")
+        elif expected != narrow and rounded(x) and not rounded(true.float()):
+            faults.append(f"{name} is {x.dtype} in name, but was rounded to {narrow}")
+    return faults
 
 
 def _difference(m: Measure, first: Attended, theirs: Attended, exact: Attended) -> float:
@@ -179,6 +234,9 @@ def _own(x: Tensor, layout: Layout, rank: int, dim: int, shape: Shape) -> Tensor
 def _whole(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
     """A differentiable function, forward and backward."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    if case.variant == "plain":  # the mask is causal, which is what None means
+        out = getattr(module, case.function)(*leaves, *((None, layout) if case.function in TAKE_A_LAYOUT else ()))
+        return Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
     arguments = (*leaves, x.mask, layout) if case.function in TAKE_A_LAYOUT else (*leaves, x.mask)
     options = dict(case.options, scale=x.scale, backward=case.method, return_lse=True)
     out, lse = getattr(module, case.function)(*arguments, **options)
@@ -186,24 +244,28 @@ def _whole(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
 
 
 def _forward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
-    return Attended(*module.attention_forward(q, k, v, x.mask, scale=x.scale))
+    options = {"out_dtype": _wide(q)} if case.variant == "part" else {}
+    return Attended(*module.attention_forward(q, k, v, x.mask, scale=x.scale, **options))
 
 
 def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
     forward = module if hasattr(module, "attention_forward") else reference
     out, lse = forward.attention_forward(q, k, v, x.mask, scale=x.scale)
-    grads = module.attention_backward(dout, q, k, v, out, lse, x.mask, scale=x.scale, dlse=dlse, method=case.method)
+    options: dict[str, Any] = {"dlse": dlse}
+    if case.variant == "part":
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2) - dlse
+        options = {"delta": delta, "grad_dtype": _wide(q)}
+    grads = module.attention_backward(dout, q, k, v, out, lse, x.mask, scale=x.scale, method=case.method, **options)
     return Attended(None, None, *grads)
 
 
 def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
     """Two uneven parts of the keys, attended to by the reference in float32, put together by the module."""
     middle, n = x.mask.keys // 3, x.mask.keys
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     parts: list[Tensor] = []
     for keys in (range(0, middle), range(middle, n)):
         some = (t[..., keys.start : keys.stop, :, :] for t in (k, v))
-        parts += reference.attention_forward(q, *some, x.mask.crop(keys=keys), scale=x.scale, out_dtype=wide)
+        parts += reference.attention_forward(q, *some, x.mask.crop(keys=keys), scale=x.scale, out_dtype=_wide(q))
     return Attended(*module.merge(*parts))
 
 

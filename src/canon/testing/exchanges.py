@@ -1,0 +1,264 @@
+"""The cases that are no attention: plans, what moves between the ranks, and what is added on the way.
+
+    dispatch, plan_report       equal to the reference's
+    cast_plan                   equal to the reference's; and each rank gets, once, what the mask's matrix says that it needs
+    group_cast                  equal, row by row, to the plan's tokens of the whole tensor, by source and by row there
+    group_reduce                near the float64 sum, as near as float32 sums in any order are
+    Layout                      `shard` and `unshard` equal to picking rows by hand, and so their gradients; sums as above
+
+A case gives tables on every rank: tensors by name, tokens outermost. Plans are tables of whole numbers. What a table should be
+is found from the definitions, not by the functions that are tried; which tokens move is the reference's plan.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canon import reference
+from canon.reference import Layout, Mask
+from canon.reference.plan import CastPlan
+from canon.testing.cases import Case, interleaving
+from canon.testing.inputs import Inputs
+from canon.testing.judge import Measure, judged, visible_blocks
+
+Tables = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a table should be: ``exact``, or as near to it as honest sums in other orders are."""
+
+    exact: Tensor
+    honest: list[Tensor] = field(default_factory=list)
+
+
+def tables(module: Any, case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int) -> Tables:
+    """What ``module`` gives on this rank."""
+    return _RUNNERS[case.function](module, case, mask, layout, x, rank)
+
+
+def answers(case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int) -> dict[str, Answer]:
+    """What it should give."""
+    return _ANSWERS[case.function](case, mask, layout, x, rank)
+
+
+def compared(got: Tables, should: dict[str, Answer]) -> tuple[list[Measure], list[str]]:
+    """Every measure, and in words what is wrong. A table that must be equal is measured in rows that are not."""
+    measures, faults = [], []
+    for name, answer in should.items():
+        mine, exact, like = got[name], answer.exact, (answer.honest or [answer.exact])[0]
+        if (mine.shape, mine.dtype) != (like.shape, like.dtype):
+            faults.append(f"{name} is {_form(mine)}, expected {_form(like)}")
+        elif answer.honest:
+            some, wrong = judged(name, mine, exact, answer.honest)
+            measures, faults = measures + some, faults + wrong
+        else:
+            rows = rows_that_differ(mine, exact)
+            measures.append(Measure(name, "rows", float(len(rows)), 0.0))
+            if len(rows):
+                faults.append(f"{name}: {len(rows)} of {len(exact)} rows are wrong, the first is row {rows[0]}")
+    return measures, faults
+
+
+def rows_that_differ(a: Tensor, b: Tensor) -> list[int]:
+    """The rows that are not equal, a NaN being equal to a NaN."""
+    differ = (a != b) & ~((a != a) & (b != b))
+    return differ.flatten(1).any(1).nonzero().flatten().tolist()
+
+
+def _form(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+
+
+# ---------------------------------------------------------------------- plans
+def _dispatch(module, case, mask, layout, x, rank) -> Tables:
+    plan = module.dispatch(mask, layout.ranks, **interleaving(mask, layout.ranks))
+    return {"plan": _places(plan.ranges_per_rank)}
+
+
+def _dispatch_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
+    return {"plan": Answer(_dispatch(reference, case, mask, layout, x, rank)["plan"])}
+
+
+def _places(ranges_per_rank: Sequence[Sequence[range]]) -> Tensor:
+    """A row for each token of the plan: the token, its rank, its row there."""
+    rows = [
+        (token, rank, row)
+        for rank, ranges in enumerate(ranges_per_rank)
+        for row, token in enumerate(token for piece in ranges for token in piece)
+    ]
+    return torch.tensor(sorted(rows), dtype=torch.int64).reshape(-1, 3)
+
+
+def _cast_plan(module, case, mask, layout, x, rank) -> Tables:
+    plan = module.cast_plan(mask, layout, **dict(case.options))
+    moved = _moved(plan)
+    mine = moved[moved[:, 1] == rank]
+    return {"plan": moved, "need": mine[mine[:, 4].argsort()][:, 2:]}
+
+
+def _cast_plan_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
+    places = _places(layout.ranges_per_rank)
+    mine, needed = places[:, 1] == rank, torch.zeros(mask.keys, dtype=torch.bool)
+    for rows, visible in visible_blocks(mask):
+        needed |= visible[mine[rows]].any(0)
+    need = places[needed & ~mine][:, [1, 2, 0]]
+    return {"plan": Answer(_cast_plan(reference, case, mask, layout, x, rank)["plan"]), "need": Answer(need)}
+
+
+def _moved(plan: CastPlan) -> Tensor:
+    """A row for each token that moves: cast, to, from, row there, token; in the plan's order."""
+    rows = [
+        (cast, to, piece.source, piece.row + place, token)
+        for cast, received in enumerate(plan.received)
+        for to, pieces in enumerate(received)
+        for piece in pieces
+        for place, token in enumerate(piece.tokens)
+    ]
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
+
+
+def _plan_report(module, case, mask, layout, x, rank) -> Tables:
+    report = module.plan_report(mask, layout, chunk=interleaving(mask, layout.ranks)["chunk"])
+    by_rank = torch.tensor([report.areas, report.received, report.sent], dtype=torch.int64).T
+    return {"report": by_rank, "largest": torch.tensor([[report.tokens, report.largest_chunk]])}
+
+
+def _plan_report_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
+    return {name: Answer(table) for name, table in _plan_report(reference, case, mask, layout, x, rank).items()}
+
+
+# ---------------------------------------------------------------------- what moves, and what is added
+def _rows(layout: Layout, x: Tensor, rank: int, case: Case) -> Tensor:
+    """This rank's tokens of (tokens, ...), in its own memory; with gaps between the rows where the case asks for strides."""
+    mine = x[_positions(layout, rank).to(x.device)]
+    return mine if case.shape.contiguous else _with_gaps(mine)
+
+
+def _with_gaps(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + 16)[..., : x.shape[-1]].copy_(x)
+
+
+def _positions(layout: Layout, rank: int) -> Tensor:
+    return torch.tensor([token for piece in layout.ranges_per_rank[rank] for token in piece], dtype=torch.int64)
+
+
+def _tokens_received(plan: CastPlan, cast: int, rank: int) -> Tensor:
+    """The tokens that a rank receives in a cast, by source and by row there."""
+    pieces = sorted(plan.received[cast][rank], key=lambda piece: (piece.source, piece.row))
+    return torch.tensor([token for piece in pieces for token in piece.tokens], dtype=torch.int64)
+
+
+def _group_cast(module, case, mask, layout, x, rank) -> Tables:
+    plan = reference.cast_plan(mask, layout, **dict(case.options))
+    mine = _rows(layout, x.k.movedim(-3, 0), rank, case)
+    return {f"cast {cast}": module.group_cast(mine, plan, cast) for cast in range(plan.casts)}
+
+
+def _group_cast_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
+    plan = reference.cast_plan(mask, layout, **dict(case.options))
+    full = x.k.movedim(-3, 0)
+    received = [_tokens_received(plan, cast, rank).to(full.device) for cast in range(plan.casts)]
+    return {f"cast {cast}": Answer(full[tokens]) for cast, tokens in enumerate(received)}
+
+
+def _summands(like: Tensor, ranks: int) -> tuple[Tensor, list[Tensor]]:
+    """Of the whole sequence, tokens outermost: what is there in float32, and what each rank adds, in ``like``'s dtype."""
+    generator = torch.Generator().manual_seed(2)
+    there, *added = (torch.randn(like.shape, generator=generator).to(like.device) for _ in range(1 + ranks))
+    return there.to(_wide(like)), [part.to(like.dtype) for part in added]
+
+
+def _wide(like: Tensor) -> torch.dtype:
+    return torch.promote_types(like.dtype, torch.float32)
+
+
+def _summed(there: Tensor, parts: list[Tensor]) -> Answer:
+    """The sum in float64, and in the dtype of ``there`` in four orders."""
+    generator, parts = torch.Generator().manual_seed(3), [part.to(there.dtype) for part in parts]
+    honest = []
+    for _ in range(4):
+        total = there.clone()
+        for place in torch.randperm(len(parts), generator=generator).tolist():
+            total += parts[place]
+        honest.append(total)
+    return Answer(sum((part.double() for part in parts), there.double()), honest)
+
+
+def _group_reduce(module, case, mask, layout, x, rank) -> Tables:
+    plan = reference.cast_plan(mask, layout, **dict(case.options))
+    there, added = _summands(x.k.movedim(-3, 0), layout.ranks)
+    into = total = _rows(layout, there, rank, case)
+    for cast in range(plan.casts):
+        y = added[rank][_tokens_received(plan, cast, rank).to(there.device)]
+        total = module.group_reduce(y if case.shape.contiguous else _with_gaps(y), plan, cast, into)
+    return {"sum": total, "into": into}
+
+
+def _group_reduce_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
+    plan = reference.cast_plan(mask, layout, **dict(case.options))
+    there, added = _summands(x.k.movedim(-3, 0), layout.ranks)
+    mine = _positions(layout, rank).to(there.device)
+    for source, part in enumerate(added):
+        sent = torch.zeros(len(part), dtype=torch.bool)
+        for cast in range(plan.casts):
+            sent[_tokens_received(plan, cast, source)] = True
+        part[~sent.to(part.device)] = 0
+    answer = _summed(there[mine], [part[mine] for part in added])
+    return {"sum": answer, "into": answer}
+
+
+# ---------------------------------------------------------------------- layouts
+def _layout(module, case, mask, layout, x, rank) -> Tables:
+    made = module.Layout(layout.ranges_per_rank, layout.tokens)
+    full = x.k.detach().requires_grad_()
+    grads = [part.movedim(0, -3) for part in _summands(x.k.movedim(-3, 0), layout.ranks)[1]]
+    shard = made.shard(full, rank, -3)
+    mine = shard.detach().requires_grad_()
+    replicated, partial = made.unshard(mine, dim=-3), made.unshard(mine, dim=-3, partial_grad=True)
+    found = {
+        "shard": shard.detach(),
+        "unshard": replicated.detach(),
+        "gradient of shard": torch.autograd.grad(shard, full, shard.detach())[0],
+        "gradient of unshard": torch.autograd.grad(replicated, mine, grads[0])[0],
+        "sum": torch.autograd.grad(partial, mine, grads[rank])[0],
+    }
+    return {"positions": made.positions(rank)[:, None]} | {name: table.movedim(-3, 0) for name, table in found.items()}
+
+
+def _layout_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
+    full, positions = x.k.movedim(-3, 0), _positions(layout, rank)
+    mine = positions.to(full.device)
+    _, grads = _summands(full, layout.ranks)
+    spread = torch.zeros_like(full)
+    spread[mine] = full[mine]
+    equal = {
+        "positions": positions[:, None],
+        "shard": full[mine],
+        "unshard": full,
+        "gradient of shard": spread,
+        "gradient of unshard": grads[0][mine],
+    }
+    summed = _summed(torch.zeros_like(full[mine]), [grad[mine] for grad in grads])
+    return {name: Answer(table) for name, table in equal.items()} | {"sum": summed}
+
+
+_RUNNERS: dict[str, Callable[..., Tables]] = {
+    "dispatch": _dispatch,
+    "cast_plan": _cast_plan,
+    "plan_report": _plan_report,
+    "group_cast": _group_cast,
+    "group_reduce": _group_reduce,
+    "Layout": _layout,
+}
+_ANSWERS: dict[str, Callable[..., dict[str, Answer]]] = {
+    "dispatch": _dispatch_answer,
+    "cast_plan": _cast_plan_answer,
+    "plan_report": _plan_report_answer,
+    "group_cast": _group_cast_answer,
+    "group_reduce": _group_reduce_answer,
+    "Layout": _layout_answer,
+}

@@ -1,0 +1,147 @@
+"""Block-causal masks: the cells of their definition, equal bands for equal cells, not many; and the sweep over all bands."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canon import Band, Mask
+
+
+@st.composite
+def block_ids(draw, low=0, high=40):
+    """Ids of every kind: random, few, in runs, ascending, falling; also far apart, and negative."""
+    n = draw(st.integers(low, high))
+    kind = draw(st.sampled_from(["random", "few", "runs", "ascending", "falling"]))
+    most = {"few": 3, "runs": 5}.get(kind, 50)
+    ids = draw(st.lists(st.integers(-1, most), min_size=n, max_size=n))
+    if kind == "runs":
+        ids = [block for block in ids for _ in range(draw(st.integers(1, 5)))][:n]
+    ids = sorted(ids, reverse=kind == "falling") if kind in ("ascending", "falling") else ids
+    scale = draw(st.sampled_from([1, 1, -7, 10**12])) if kind == "random" else 1
+    return [scale * block for block in ids]
+
+
+@st.composite
+def sides(draw):
+    """(q_blocks, k_blocks or None, q_valid or None, k_valid or None)."""
+    q = draw(block_ids())
+    k = draw(st.none() | block_ids())
+    return q, k, *(_flags(draw, len(x)) for x in (q, q if k is None else k))
+
+
+def _flags(draw, n):
+    """Validity: all, by token, or but for a hole as padding makes one."""
+    kind = draw(st.sampled_from(["all", "random", "hole"]))
+    if kind == "all":
+        return None
+    if kind == "random":
+        return draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    start, stop = sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))
+    return [not start <= place < stop for place in range(n)]
+
+
+def definition(q_blocks, k_blocks, q_valid, k_valid):
+    """The matrix, cell by cell."""
+    k_blocks = q_blocks if k_blocks is None else k_blocks
+    q, k = (torch.tensor(x, dtype=torch.int64) for x in (q_blocks, k_blocks))
+    flags = [[True] * len(x) if f is None else f for x, f in ((q, q_valid), (k, k_valid))]
+    rows, columns = (torch.tensor(f, dtype=torch.bool) for f in flags)
+    return (k[None, :] <= q[:, None]) & rows[:, None] & columns
+
+
+def corners(matrix):
+    """The cells with none to the left, above and in between."""
+    padded = torch.nn.functional.pad(matrix, (1, 0, 1, 0))
+    return int((matrix & ~padded[:-1, 1:] & ~padded[1:, :-1] & ~padded[:-1, :-1]).sum())
+
+
+def runs_of_cells(matrix):
+    """The runs of cells in the rows of the matrix, rows that repeat the one above left out."""
+    kept = [row for place, row in enumerate(matrix) if place == 0 or not torch.equal(row, matrix[place - 1])]
+    return sum(int((row & ~torch.nn.functional.pad(row, (1, 0))[:-1]).sum()) for row in kept)
+
+
+@settings(max_examples=400)
+@given(sides())
+def test_a_block_causal_mask_has_the_cells_of_its_definition_in_few_tight_bands(blocks):
+    mask, expected = Mask.block_causal(*blocks), definition(*blocks)
+    assert torch.equal(mask.dense(), expected)
+    assert mask.area == expected.sum()
+    assert all(band == Band(*band) for band in mask.bands), "tight"
+    assert corners(expected) <= len(mask.bands) <= runs_of_cells(expected)
+
+
+@given(sides())
+def test_equal_cells_make_equal_masks(blocks):
+    """However the ids say it: every other number left out, or what is not valid as ids that nobody reaches."""
+    q, k, q_valid, k_valid = blocks
+    mask, k = Mask.block_causal(*blocks), q if k is None else k
+    order = sorted({*q, *k})
+    assert Mask.block_causal(*([2 * order.index(x) for x in side] for side in (q, k)), q_valid, k_valid) == mask
+    q_ids = [x if valid else -(10**15) for x, valid in zip(q, q_valid or [True] * len(q), strict=True)]
+    k_ids = [x if valid else 10**15 for x, valid in zip(k, k_valid or [True] * len(k), strict=True)]
+    other = Mask.block_causal(q_ids, k_ids)
+    assert other == mask
+    assert (hash(other), other.digest) == (hash(mask), mask.digest)
+
+
+@given(st.integers(0, 30), st.integers(0, 30))
+def test_block_causal_equals_the_masks_that_it_is_another_name_for(n, some):
+    assert Mask.block_causal(range(0, -n, -1)) == Mask.window(n, left=0)
+    first = min(n, some)
+    assert (
+        Mask.block_causal([0] * first + [1] * (n - first))
+        .dense()
+        .equal(definition([0] * first + [1] * (n - first), None, None, None))
+    )
+    if first > 1:
+        assert Mask.block_causal([0] * first + list(range(1, n - first + 1))) == Mask.prefix(n, first)
+
+
+def test_padding_in_the_middle_costs_a_few_bands():
+    """One id a token, ascending, and a hole: what is before it is whole for whoever comes after it."""
+    n, hole = 4000, range(1500, 1600)
+    valid = [token not in hole for token in range(n)]
+    mask = Mask.block_causal(range(n), None, valid, valid)
+    before, after = Mask.causal(hole.start).bands, Mask.causal(n).crop(range(hole.stop, n), range(hole.stop, n)).bands
+    assert mask == Mask(
+        [*before, Band(hole.stop, n, 0, hole.start), *(band.shift(hole.stop, hole.stop) for band in after)], n, n
+    )
+
+
+@pytest.mark.parametrize("runs", [1, 4])
+def test_random_ids_make_as_many_bands_as_the_formula_says(runs):
+    """0.105 r^2, where r^2 / 24 is the limit. Both scatter by about 1 / sqrt(r), 0.05 here: twice that is allowed."""
+    r = 400
+    ids = torch.randint(0, 2**40, (r,), generator=torch.Generator().manual_seed(0)).repeat_interleave(runs)
+    mask = Mask.block_causal(ids)
+    assert len(mask.bands) == pytest.approx(0.105 * r**2, rel=0.1)
+    assert corners(mask.dense()) == pytest.approx(r**2 / 24, rel=0.1)
+
+
+# --- the sweep ---
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 12)] * 4, *[st.none() | st.integers(-12, 12)] * 2), max_size=6))
+def test_bands_are_refused_exactly_where_two_share_a_cell(numbers):
+    """Neighbours may change where a band ends, below all starts: then, too, who meets is found."""
+    bands = [Band(*numbers) for numbers in numbers]
+    offset = torch.arange(12) - torch.arange(12)[:, None]
+    covered = torch.zeros(12, 12, dtype=torch.int64)
+    for band in bands:
+        inside = torch.zeros(12, 12, dtype=torch.bool)
+        inside[band.q_start : band.q_stop, band.k_start : band.k_stop] = True
+        covered += inside & (band.lo <= offset) & (offset <= band.hi)
+    if covered.max() > 1:
+        with pytest.raises(ValueError, match="share cells"):
+            Mask(bands, 12, 12)
+    else:
+        assert torch.equal(Mask(bands, 12, 12).dense(), covered.bool())
+
+
+def test_two_bands_that_meet_below_the_end_of_the_one_between_them_are_found():
+    left, between, right = Band(0, 9, 0, 9, -1, 0), Band(0, 3, 5, 6), Band(0, 9, 7, 8)
+    assert len(Mask([left, between], 9, 9).bands) == 2
+    with pytest.raises(ValueError, match="share cells"):
+        Mask([left, between, right], 9, 9)
