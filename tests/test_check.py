@@ -145,6 +145,15 @@ def test_the_portable_kernels_agree(run, documents):
     assert len(record["results"]) == 1
 
 
+def test_the_hopper_kernels_agree_where_they_are_simulated(run, documents):
+    words = ("--ranks", 2, "--documents", documents, "--tokens", 230, "--backend", "gluon")
+    status, printed, record = run("canon.fast", *words, "--only", "zigzag_attention/*/documents")
+    assert status == 0, printed.out
+    assert ("simulated" in record["world"]) != torch.cuda.is_available()
+    assert "--backend gluon" in record["command"]
+    assert [result["case"].split("/")[-1] for result in record["results"]] == ["float16"]  # it has no float32
+
+
 def test_a_faulty_module_is_found_out(run, tmp_path, monkeypatch):
     module_in(tmp_path, monkeypatch, "faulty_attention", FAULTY.format(factor=1.01))
     status, printed, record = run("faulty_attention", "--tokens", 200, "--only", "zigzag")
@@ -221,6 +230,7 @@ def test_processes_agree_too(run):
         (["canon.reference", "--documents", "missing.txt"], "no such file or folder: missing.txt"),
         (["canon.testing.record"], "has none of the functions"),
         (["canon.reference", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["canon.reference", "--backend", "gluon"], "kernels of canon.fast, not of canon.reference"),
         (["canon.reference", "--world", "gpus", "--ranks", "99"], "99 ranks need as many GPUs"),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 DESCRIPTION = """\
-Run every attention function of MODULE over several ranks, on real documents, forward and backward, and compare:
+Run every function of MODULE over several ranks, on real documents, attention forward and backward, and compare:
 with canon.reference, in the same world on the same arguments, and both with dense attention in float64. An error may
 be twice that of honest dense attention in the same dtype, and one rounding; every case runs twice and must give the
 same bits.

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", action="append", choices=list(DTYPES), metavar="DTYPE",
         help=f"one of {', '.join(DTYPES)}; may be repeated, the cases then take turns "
              "(default: all but float16 on the CPU, all but float64 on GPUs)")  # fmt: skip
+    add("--backend", choices=["triton", "gluon"], metavar="FAMILY",
+        help="kernels of canon.fast, triton or gluon; the latter run on Hopper, and CPUs simulate them (default: its own "
+             "choice)")  # fmt: skip
     add("--only", metavar="PATTERN", help="run the cases whose name contains PATTERN (with * and ?)")
     add("--list", action="store_true", help="print the names of the cases and stop")
     add("--world", choices=["auto", "threads", "processes", "gpus"], default="auto",
@@ -64,7 +68,9 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         kind, device, ranks = _world(arguments.world, arguments.ranks)
         _interpret_if(device == "cpu", console)
         module = _module(arguments.module)
-        dtypes = arguments.dtype or _default_dtypes(device)
+        if arguments.backend and arguments.module != "canon.fast":
+            raise _Misuse(f"--backend chooses kernels of canon.fast, not of {arguments.module}")
+        dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
         cases, absent, untried = _chosen(module, dtypes, device, arguments.only)
         if arguments.list:
             console.print("\n".join(case.name for case in cases), highlight=False)
@@ -75,9 +81,12 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         print(f"canon check: {error}", file=sys.stderr)
         return MISUSED
     where = _describe(kind, device, ranks)
+    if arguments.backend:
+        where += f", {arguments.backend} kernels" + ", simulated" * (arguments.backend == "gluon" and device == "cpu")
     console.print(f"{len(cases)} cases of [bold]{arguments.module}[/] on {where}; {len(documents.lengths)} documents, "
                   f"{documents.tokens} tokens: {_lengths(documents)}", highlight=False)  # fmt: skip
-    results = _results(kind, ranks, Trial(arguments.module, tuple(cases), documents, device, Path()))
+    trial = Trial(arguments.module, tuple(cases), documents, device, Path(), arguments.backend)
+    results = _results(kind, ranks, trial)
     return _show(arguments, console, results, documents, absent, untried, where, ranks)
 
 
@@ -119,7 +128,9 @@ def _module(name: str) -> Any:
         raise _Misuse(f"cannot import {name}: {error}") from error
 
 
-def _default_dtypes(device: str) -> list[str]:
+def _default_dtypes(device: str, backend: str | None) -> list[str]:
+    if backend == "gluon":
+        return ["bfloat16", "float16"]  # it has no others
     return ["bfloat16", "float32", "float64"] if device == "cpu" else ["bfloat16", "float16", "float32"]
 
 
@@ -157,7 +168,7 @@ def _results(kind: str, ranks: int, trial: Trial) -> list[dict[str, Any]]:
     restarts = 0
     while left := [case for case in trial.cases if case.name not in results]:
         with tempfile.TemporaryDirectory(prefix="canon-check-") as folder:
-            some = Trial(trial.module, tuple(left), trial.documents, trial.device, Path(folder) / "results")
+            some = replace(trial, cases=tuple(left), sink=Path(folder) / "results")
             some.sink.touch()
             error = _go(partial(_start(kind, len(left)), some, ranks), some.sink, len(results), len(trial.cases))
             results |= {result["case"]: result for result in map(json.loads, _lines(some.sink))}
@@ -267,6 +278,7 @@ def _command(arguments, ranks: int) -> str:
     words = ["canon check", arguments.module, f"--ranks {ranks}", f"--world {arguments.world}"]
     words += [f"--dtype {name}" for name in arguments.dtype or ()]
     words += [f"--documents {' '.join(path.name for path in arguments.documents)}"] if arguments.documents else []
+    words += [f"--backend {arguments.backend}"] if arguments.backend else []
     words += [f"--tokens {arguments.tokens}"] if arguments.tokens else []
     words += [f"--only '{arguments.only}'"] if arguments.only else []
     return " ".join(words)

@@ -12,7 +12,8 @@ far the world came. An exception of the module ends the world: the other ranks m
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -49,6 +50,7 @@ class Trial:
     documents: Documents
     device: str
     sink: Path
+    backend: str | None = None  # of canon.fast
 
     def __call__(self) -> None:
         if self.device == "cpu":
@@ -56,14 +58,29 @@ class Trial:
 
             interpreter.repair()  # each process has its own
         module = import_module(self.module)
-        for case in self.cases:
-            try:
-                result = _run(module, case, self.documents, self.device)
-            except Exception as error:
-                raise CaseFailed(case.name, f"{type(error).__name__}: {error}") from error
-            if result is not None:
-                with self.sink.open("a") as lines:
-                    lines.write(json.dumps(result) + "\n")  # in one piece: the lines are read as they come
+        with self._kernels():
+            for case in self.cases:
+                try:
+                    result = _run(module, case, self.documents, self.device)
+                except Exception as error:
+                    raise CaseFailed(case.name, f"{type(error).__name__}: {error}") from error
+                if result is not None:
+                    with self.sink.open("a") as lines:
+                        lines.write(json.dumps(result) + "\n")  # in one piece: the lines are read as they come
+
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """The family that was asked for; on a CPU, where Gluon does not run, its simulator."""
+        if self.backend is None:
+            yield
+            return
+        from canon import fast
+
+        simulate = nullcontext
+        if self.backend == "gluon" and self.device == "cpu":
+            from canon.testing.simulator import simulated as simulate
+        with fast.backend(self.backend), simulate():
+            yield
 
 
 def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str, Any] | None:
