@@ -35,7 +35,10 @@ SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a progr
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel for one dtype and head width; ``describable``, whether tensor descriptors may be used."""
+    """A kernel for one dtype and head width.
+
+    ``describable``: tensor descriptors may be used; ``short``: documents so short that query heads share a Hopper tile.
+    """
 
     kernel: str
     arch: int
@@ -44,6 +47,7 @@ class Case:
     dv: int = 128
     describable: bool = False
     family: str = "triton"
+    short: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Compiled:
 
     def __str__(self) -> str:
         case, c = self.case, self.config
-        how = "gluon" if case.family == "gluon" else "descriptors" if c.tma else "pointers"
+        how = "packed" if case.short else "gluon" if case.family == "gluon" else "descriptors" if c.tma else "pointers"
         warps = 12 if case.family == "gluon" else c.warps
         text = f"sm_{case.arch} {self.name:17s} {case.dtype:9s} {case.d:3d}/{case.dv:<3d} {how:11s} "
         text += f"{c.rows:3d}x{c.columns:<3d} {warps:2d} warps {c.stages} stages  {self.registers:3d} registers "
@@ -81,10 +85,9 @@ def main_cases(arch: int) -> list[Case]:
     cases += [Case(kernel, arch) for kernel in ("delta", "sum_heads", "merge")]
     if arch == 90:
         cases += [Case(name, 90, "bfloat16", *pads, True, "gluon") for name, pads in hopper_config.TABLE]
-        cases += [
-            Case("forward", 90, "float16", 96, 80, True, "gluon"),
-            Case("dkdv", 90, "float16", 96, 80, True, "gluon"),
-        ]
+        cases += [Case(name, 90, "float16", 96, 80, True, "gluon") for name in ("forward", "dkdv")]
+        packed = [(name, d) for name in ("forward", "dq") for d in (64, 128, 256)]
+        cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", True) for name, d in packed]
     return cases
 
 
@@ -95,7 +98,8 @@ def compile_case(case: Case) -> list[Compiled]:
 
 def _compile_hopper(case: Case) -> list[Compiled]:
     q, k, v, dout, lse, wide = _tensors(case, getattr(torch, case.dtype))
-    lines, mask, results = torch.empty(1, q.shape[2], 2, q.shape[1]), Mask.causal(q.shape[1]), []
+    lines, results = torch.empty(1, q.shape[2], 2, q.shape[1]), []
+    mask = Mask.documents(range(0, q.shape[1] + 1, 16)) if case.short else Mask.causal(q.shape[1])
 
     def keep(kernel, _, used, arguments, **options):
         binary = kernel.warmup(*arguments, **hopper.constants(kernel, used), **options, grid=(1,))
