@@ -1,11 +1,12 @@
 """`canon bench plans`: how well packs are balanced, how little moves, and how long planning takes. Needs no GPU.
 
-    canon bench plans                              packs of the published lengths, 8192 tokens a rank, 8 to 64 ranks
+    canon bench plans                              packs of the published lengths, 8192 tokens a rank, 8 to 64 ranks;
+                                                   and one pack of ten million tokens on 1024 ranks
     canon bench plans --ranks 8 --packs 100
 
 Each pack (`canon.testing.packs`) is planned by `canon.fast.dispatch`, its cache emptied before, on one thread, and reported by
-`plan_report`: balance is the largest area over max(mean, largest chunk), volume the part of an all-gather that moves. Three
-sequences without packs stand beside them: one causal document, a window of 1024, and 1000 documents.
+`plan_report`: balance is the largest area over max(mean, largest chunk), volume the part of an all-gather that moves. Four
+sequences stand beside them: one causal document, a window of 1024, and 1000 documents, equal ones and cut at random.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from canon.testing.packs import sampled_packs
 
 TOKENS = 8192  # a rank
 CHUNK = 1024
+LARGE = 1024, 10_000_000  # ranks, tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +41,18 @@ def plans(options: argparse.Namespace) -> list[dict]:
     for ranks in options.ranks or [8, 16, 32, 64]:
         tokens = TOKENS * ranks
         even = torch.linspace(0, tokens, 1001, dtype=torch.float64).round().long()
+        cuts = torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(0))[:999] + 1
+        random = [0, *sorted(cuts.tolist()), tokens]
         rows += [
             _row("packs", ranks, [Mask.documents(ends) for ends in sampled_packs(tokens, options.packs)]),
             _row("one causal document", ranks, [Mask.causal(tokens)]),
             _row("a window of 1024", ranks, [Mask.window(tokens, 1024, 0)]),
             _row("1000 documents", ranks, [Mask.documents(even)]),
+            _row("1000 documents, cut at random", ranks, [Mask.documents(random)]),
         ]
+    if not options.ranks:
+        ranks, tokens = LARGE
+        rows.append(_row("a large pack", ranks, [Mask.documents(sampled_packs(tokens, 1)[0])]))
     return rows
 
 
