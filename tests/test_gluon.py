@@ -22,7 +22,9 @@ from canon.testing.judge import Attended, agreement, dense, oracle
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if ON_HOPPER else "cpu"
 OTHER_GPU = torch.cuda.is_available() and not ON_HOPPER
-pytestmark = pytest.mark.skipif(OTHER_GPU, reason="this GPU is no Hopper, and where there is a GPU nothing is interpreted")
+pytestmark = pytest.mark.skipif(
+    OTHER_GPU, reason="this GPU is no Hopper, and where there is a GPU nothing is interpreted"
+)
 METHODS = ("split", "fused", "head_parallel")
 MASKS = {
     "causal": Mask.causal(300),

@@ -1,0 +1,262 @@
+"""Every synchronisation of the Hopper kernels is needed, and a kernel that lacks it is found out, in any interleaving.
+
+A *mutant* is a kernel with one change: a wait, an arrival, a fence, a turn less; a wait for the other parity; one product
+fewer waited for; rows stored that are not the item's. The simulator runs it on a small input whose rings go round and whose
+items follow one another. It is *killed* if every interleaving ends in a fault, or in other bits than the kernel's own.
+`SURVIVORS` lists those that are not, and why: the test wants these and no others.
+"""
+
+import ast
+import copy
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from canon import Mask
+from canon.fast.kernels.gluon import blocks, config, dkdv, dq, forward, launch, wide
+from canon.fast.kernels.gluon.config import Config
+from canon.testing import simulator
+from canon.testing.judge import Attended, agreement, dense, oracle
+
+MODULES = (blocks, forward, dq, dkdv, wide, launch)
+INTERLEAVINGS = [("late", 0), ("early", 1), ("late", 2)]  # not "random", in which dq is added up in any order
+TOKENS, SCALE = 450, 0.125
+MASK = Mask.documents([0, 140, TOKENS])
+
+
+Branches = tuple[tuple[str, bool], ...]
+
+
+class Kernel(NamedTuple):
+    """One to be mutated: in which configuration, for which width d, and what its compile-time branches ask."""
+
+    function: GluonJITFunction
+    config: Config
+    d: int = 64
+    branches: Branches = ()
+
+
+KERNELS = {
+    "forward": Kernel(forward.forward_kernel, Config(128, 64, 4, 2), branches=(("TURNS", False),)),
+    "forward in turns": Kernel(forward.forward_kernel, Config(128, 64, 2, turns=True), branches=(("TURNS", True),)),
+    "forward by three": Kernel(forward.forward_kernel, Config(192, 64, 2, turns=True), branches=(("TURNS", True),)),
+    "dq": Kernel(dq.dq_kernel, Config(128, 64, 2)),
+    "dkdv": Kernel(dkdv.dkdv_kernel, Config(128, 64, 4, 2), branches=(("FUSED", False),)),
+    "fused": Kernel(dkdv.dkdv_kernel, Config(128, 64, 3), branches=(("FUSED", True),)),
+    "wide": Kernel(wide.wide_kernel, Config(64, 64, 2), d=144),
+}
+
+FENCE = "makes mbarrier.init known to the async proxy; the simulator takes barriers as made for everybody"
+FIRST_V = "the product with V at t = 0 is dropped: the wait only keeps it from reading what is not there yet"
+HELD_BACK = "the wait before it, for what is released later in the same step, implies it as the loader's order is now"
+FOR_THE_ASSEMBLER = "has been waited for above: it keeps the assembler from waiting for dp before the exponentials"
+SHARED_MEMORY_ENDS = "the TMA unit must have read shared memory before it is another program's; here it stays"
+SURVIVORS = {
+    "forward": {
+        "forward_kernel: fence_async_shared() is left out": FENCE,
+        "step: mbarrier.wait(v_full.index(before), 0, pred=t == 0) is left out": FIRST_V,
+    },
+    "dq": {
+        "dq_kernel: fence_async_shared() is left out": FENCE,
+        "load_tiles: mbarrier.wait(v_free.index(slot), turn ^ 1) is left out": HELD_BACK,
+        "differentiate: mbarrier.wait(v_full.index(slot), turn) is left out (2)": FOR_THE_ASSEMBLER,
+    },
+    "dkdv": {
+        "dkdv_kernel: fence_async_shared() is left out": FENCE,
+        "load_tiles: mbarrier.wait(dout_free.index(slot), turn ^ 1) is left out": HELD_BACK,
+    },
+    "wide": {
+        "wide_kernel: fence_async_shared() is left out": FENCE,
+        "load_tiles: mbarrier.wait(dout_free.index(slot), turn ^ 1) is left out": HELD_BACK,
+    },
+}
+SURVIVORS["forward in turns"] = SURVIVORS["forward by three"] = SURVIVORS["forward"]
+SURVIVORS["fused"] = {
+    **SURVIVORS["dkdv"],
+    "differentiate: tma.store_wait(0) is left out": SHARED_MEMORY_ENDS,
+}
+
+
+# ------------------------------------------------------------------ mutants
+def left_out(call: ast.Call) -> ast.expr:
+    return ast.Constant(None)
+
+
+def other_parity(call: ast.Call) -> ast.expr:
+    call.args[1] = ast.BinOp(call.args[1], ast.BitXor(), ast.Constant(1))
+    return call
+
+
+def one_more_under_way(call: ast.Call) -> ast.expr:
+    call.args[0] = ast.Constant(ast.literal_eval(call.args[0]) + 1)
+    return call
+
+
+def all_rows(call: ast.Call) -> ast.expr:
+    call.args[3] = ast.Constant(1 << 20)
+    return call
+
+
+CHANGES = {
+    "mbarrier.wait": {"is left out": left_out, "waits for the other parity": other_parity},
+    "mbarrier.arrive": {"is left out": left_out},
+    "mbarrier.expect": {"is left out": left_out},
+    "fence_async_shared": {"is left out": left_out},
+    "take_turn": {"is left out": left_out},
+    "pass_turn": {"is left out": left_out},
+    "tma.store_wait": {"is left out": left_out},
+    "hopper.warpgroup_mma_wait": {"waits for one product fewer": one_more_under_way},
+    "store_tile": {"stores rows behind the item's": all_rows},
+}
+
+
+class Mutation(ast.NodeTransformer):
+    """Makes change ``number`` of a function, and tells its changes and names; branches that are not taken have none."""
+
+    def __init__(self, branches: Branches, number: int):
+        self.branches, self.number = dict(branches), number
+        self.changes: list[str] = []
+        self.names: list[str] = []
+
+    def visit_If(self, node: ast.If) -> ast.If:
+        test = node.test
+        conditions = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+        known = [self.branches.get(ast.unparse(condition)) for condition in conditions]
+        taken = [] if False in known else node.body
+        for statement in taken if all(known) else [*taken, *node.orelse]:
+            self.visit(statement)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        self.names.append(node.id)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        before = ast.unparse(node)
+        for what, change in CHANGES.get(ast.unparse(node.func), {}).items():
+            self.changes.append(f"{before} {what}")
+            if len(self.changes) - 1 == self.number:
+                return change(node)
+        return node
+
+
+def mutated(function: GluonJITFunction, branches: Branches, number: int = -1) -> tuple[str, Mutation]:
+    """The source of a function with change ``number``, if it has that many, and what the mutation tells."""
+    mutation = Mutation(branches, number)
+    tree = mutation.visit(ast.parse(textwrap.dedent("".join(function.raw_src))))
+    return ast.unparse(tree), mutation
+
+
+def reached(function: GluonJITFunction, branches: Branches) -> dict[str, GluonJITFunction]:
+    """A kernel and the kernel functions that it uses."""
+    found = {function.fn.__name__: function}
+    for name in mutated(function, branches)[1].names:
+        used = function.fn.__globals__.get(name)
+        if isinstance(used, GluonJITFunction) and name not in found:
+            found |= reached(used, branches)
+    return found
+
+
+def mutants(kernel: Kernel) -> Iterator[tuple[str, GluonJITFunction, GluonJITFunction]]:
+    """Each mutant of a kernel: what is changed, and the function before and after."""
+    for name, function in reached(kernel.function, kernel.branches).items():
+        times = Counter()
+        for number, change in enumerate(mutated(function, kernel.branches)[1].changes):
+            times[change] += 1
+            changed = copy.copy(function)
+            changed.raw_src = [mutated(function, kernel.branches, number)[0]]
+            yield f"{name}: {change}" + (f" ({times[change]})" if times[change] > 1 else ""), function, changed
+
+
+# ------------------------------------------------------------------ runs
+@pytest.fixture(autouse=True)
+def _one_program(monkeypatch):
+    monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", 1)
+
+
+@cache
+def inputs(d: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v, dout: two key heads, each of two query heads; dv is 64."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(4, d), (2, d), (2, 64), (4, 64)]
+    return tuple(torch.randn(1, TOKENS, *shape, generator=draw).bfloat16() for shape in shapes)
+
+
+@cache
+def answers(d: int) -> tuple[Attended, Attended, torch.Tensor]:
+    """The judge's, and the lines of a backward pass."""
+    q, k, v, dout = inputs(d)
+    exact, honest = (attended(q, k, v, dout, MASK, SCALE) for attended in (oracle, dense))
+    delta = (dout.float() * honest.out.float()).sum(-1).transpose(1, 2)
+    lines = torch.stack([launch.LOG2E * honest.lse, delta], 2)
+    return exact, honest, torch.nn.functional.pad(lines, (0, -TOKENS % 4))
+
+
+def run(name: str, order: str, seed: int) -> Attended:
+    """What a kernel writes where there was NaN."""
+    kernel, (q, k, v, dout) = KERNELS[name], inputs(KERNELS[name].d)
+    lines = answers(kernel.d)[2]
+    method = name.split()[0]
+    out, dq, dk, dv = (torch.full_like(x, torch.nan, dtype=torch.float32) for x in (dout, q, k, v))
+    lse = torch.full((1, 4, TOKENS), torch.nan)
+    with config.forced(**{method: kernel.config}), simulator.simulated(order, seed):
+        if method == "forward":
+            launch.forward(q, k, v, MASK, SCALE, out, lse)
+            return Attended(out, lse)
+        if method == "dq":
+            launch.dq(q, k, v, dout, lines, MASK, SCALE, dq)
+            return Attended(dq=dq)
+        sums = [dq.zero_()] if method == "fused" else []
+        launch.dkdv(q, k, v, dout, lines, MASK, SCALE, dk, dv, *sums)
+        return Attended(None, None, *sums or [None], dk, dv)
+
+
+def is_killed(name: str, order: str, seed: int, right: Attended) -> bool:
+    try:
+        got = run(name, order, seed)
+    except simulator.Fault:
+        return True
+    return not all(x is y or torch.equal(x, y) for x, y in zip(got, right, strict=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_synchronisation_is_needed_and_its_absence_is_seen(name, monkeypatch):
+    kernel = KERNELS[name]
+    right = run(name, "late", 7)
+    exact, honest, _ = answers(kernel.d)
+    verdict = agreement(right, exact, honest)
+    assert verdict.agrees, str(verdict)
+    assert not any(is_killed(name, *interleaving, right) for interleaving in INTERLEAVINGS)
+    number, survivors = 0, set()
+    for mutant, function, changed in mutants(kernel):
+        with monkeypatch.context() as patch:
+            for module in MODULES:
+                for here, value in list(vars(module).items()):
+                    if value is function:
+                        patch.setattr(module, here, changed)
+            if not all(is_killed(name, *interleaving, right) for interleaving in INTERLEAVINGS):
+                survivors.add(mutant)
+        number += 1
+    print(f"{name}: {number} mutants, {len(survivors)} survive")
+    assert survivors == set(SURVIVORS[name])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_input_is_sufficient(name, monkeypatch):
+    seen = []
+    monkeypatch.setattr(launch, "run", lambda kernel, q, config, arguments, **_: seen.append(arguments))
+    run(name, "late", 0)
+    [work] = [x.tolist() for x in seen[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32]
+    items = [work[at : at + 8] for at in range(*work[:2], 8)]
+    spans = [work[at : at + 8] for item in items for at in range(*item[4:6], 8)]
+    kernel = KERNELS[name]
+    assert len(items) > 3 * kernel.config.buffers, "buffers are used several times"
+    assert sum(tiles for _, tiles, *_ in spans) > 3 * kernel.config.stages, "the ring goes round several times"
+    assert {stop > 0 for _, _, _, stop, *_ in spans} == {False, True}, "there are full spans and partial ones"
