@@ -25,6 +25,7 @@ from canon.testing import simulator
 from canon.testing.judge import Attended, agreement, dense, oracle
 
 MODULES = (blocks, forward, dq, dkdv, wide, launch)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU nothing is interpreted")
 INTERLEAVINGS = [("late", 0), ("early", 1), ("late", 2)]  # not "random", in which dq is added up in any order
 TOKENS, SCALE = 450, 0.125
 MASK = Mask.documents([0, 140, TOKENS])
