@@ -136,7 +136,7 @@ def _head_parallel(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor
         return
     kernels.dq(*arguments, dq)
     accumulate = accumulate_dtype(q.dtype)
-    each_key = b * q.shape[2] * (d + dv.shape[3]) * accumulate.itemsize
+    each_key = max(1, b) * q.shape[2] * (d + dv.shape[3]) * accumulate.itemsize
     for keys, part in _key_chunks(mask, max(1, PARTIAL_BYTES // each_key)):
         here = slice(keys.start, keys.stop)
         parts = [q.new_empty(b, len(keys), q.shape[2], x.shape[3], dtype=accumulate) for x in (dk, dv)]

@@ -116,6 +116,13 @@ def test_any_scale(scale):
         assert_exact(attend(*arguments, mask, scale, method), *arguments, mask, scale)
 
 
+def test_an_empty_batch():
+    mask = Mask.causal(5)
+    for method in METHODS:
+        got = attend(*inputs(mask, b=0), mask, method=method)
+        assert [x.shape[0] for x in got] == [0] * 5
+
+
 @pytest.mark.parametrize("mask", EMPTY.values(), ids=EMPTY)
 def test_empty_inputs(mask):
     arguments = inputs(mask)
@@ -307,6 +314,20 @@ def test_what_the_family_cannot_do_is_refused(changes, method, message):
     mask = Mask.causal(9)
     with pytest.raises(ValueError, match=message):
         attend(*inputs(mask, **changes), mask, method=method)
+
+
+@pytest.mark.parametrize("wrong", [Config(128, 64, 1), Config(64, 64, 2), Config(256, 64, 2)])
+def test_configurations_that_would_hang_are_refused(wrong):
+    mask = Mask.causal(9)
+    with config.forced(forward=wrong), pytest.raises(ValueError, match="at least 2 stages"):
+        attend(*inputs(mask), mask)
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="here they run")
+def test_cpus_are_told_of_the_simulator():
+    mask = Mask.causal(9)
+    with backend("gluon"), pytest.raises(RuntimeError, match="simulator"):
+        local.attention_forward(*inputs(mask)[:3], mask)
 
 
 def test_too_much_shared_memory_is_refused_with_numbers():

@@ -52,6 +52,13 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("fused", (128, 128)): Config(128, 64, 2),
 }
 KERNELS = ("forward", "dq", "dkdv", "fused", "wide")
+ROWS = {
+    "forward": (128, 192),
+    "dq": (128,),
+    "dkdv": (128,),
+    "fused": (128,),
+    "wide": (64,),
+}  # 64 a warpgroup; wide: shared
 LIMIT = 232448  # bytes of shared memory that a program may use on sm_90: CUDA Programming Guide, 16.2
 
 _forced: dict[str, Config] = {}
@@ -81,6 +88,9 @@ def choose(kernel: str, d: int, dv: int) -> tuple[Config, int, int]:
         )
     pads = min(fitting, key=sum)
     config = _forced.get(kernel) or TABLE[kernel, pads]
+    if config.rows not in ROWS[kernel] or config.stages < 1 + (kernel == "forward"):
+        least = "2 stages: a tile's V is awaited before the last one's is let go" if kernel == "forward" else "1 stage"
+        raise ValueError(f"the Hopper {kernel} kernel has {ROWS[kernel]} rows and at least {least}; got {config}")
     if (need := shared_bytes(kernel, config, *pads)) > LIMIT:
         raise ValueError(
             f"the Hopper {kernel} kernel with {config} needs {need} bytes of shared memory for widths {pads}, a program "

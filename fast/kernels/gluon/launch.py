@@ -162,7 +162,7 @@ def seen_only(x: Tensor, mask: Mask, keys: bool) -> Tensor:
     return x if unseen is None else torch.where(unseen[:, None, None], 0.0, x)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def unseen_tokens(mask: Mask, keys: bool, device: torch.device) -> Tensor | None:
     """Which keys, or queries, no band touches (bool); None if there are none. Bands are tight: all their rows see something."""
     steps = np.zeros((mask.keys if keys else mask.queries) + 1, np.int64)
@@ -177,9 +177,17 @@ def unseen_tokens(mask: Mask, keys: bool, device: torch.device) -> Tensor | None
 def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
     """What TMA loads boxes of x (b, t, h, d) by; columns behind d, and rows behind t, arrive as 0."""
     x = loadable(x)
+    return TensorDescriptor(x, list(x.shape), described_strides(x), [1, tokens, heads, width], TILE)
+
+
+def described_strides(x: Tensor) -> list[int]:
+    """The strides of x (b, t, h, d), but those of axes of length 1, which may be anything, as if x were contiguous."""
     unit = 16 // x.element_size()
-    strides = [stride if n > 1 else unit for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, tokens, heads, width], TILE)
+    inner, strides = -(-x.shape[3] // unit) * unit, [1]
+    for n, stride in zip(x.shape[2::-1], x.stride()[2::-1], strict=True):
+        strides.insert(0, stride if n > 1 else inner)
+        inner = n * strides[0]
+    return strides
 
 
 def addable(x: Tensor) -> bool:
@@ -195,8 +203,7 @@ def blank(x: Tensor) -> Tensor:
 
 def float_box(x: Tensor, tokens: int, width: int) -> TensorDescriptor:
     """What TMA adds boxes to x (b, t, h, d), float32, by."""
-    strides = [stride if n > 1 else 4 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, tokens, 1, width], FLOAT_TILE)
+    return TensorDescriptor(x, list(x.shape), described_strides(x), [1, tokens, 1, width], FLOAT_TILE)
 
 
 def loadable(x: Tensor) -> Tensor:
@@ -269,3 +276,7 @@ def run(kernel, q: Tensor, config: Config, arguments: tuple, **options) -> None:
             f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "
             'use backend("triton")'
         ) from error
+    except RuntimeError as error:
+        if q.device.type != "cpu" or "active drivers" not in str(error):
+            raise
+        raise RuntimeError("the Hopper kernels need an sm_90; on a CPU, canon.testing.simulator.simulated()") from error

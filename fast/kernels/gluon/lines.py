@@ -21,8 +21,9 @@ TOKENS = 256  # a program
 @triton.jit(do_not_specialize=["tokens", "padded", "heads"])
 def lines_kernel(lse, delta, lines, tokens, padded, heads, lse_strides, delta_strides, TOKENS: tl.constexpr):
     """lines (b, h, 2, padded) from lse and delta (b, h, t), of any strides."""
-    line = tl.program_id(1)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    blocks = tl.cdiv(padded, TOKENS)
+    line = tl.program_id(0) // blocks
+    token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
     here, at = token < tokens, tl.cast(token, tl.int64)
     lse_line = line_pointer(lse, line // heads, line % heads, lse_strides)
     delta_line = line_pointer(delta, line // heads, line % heads, delta_strides)
@@ -42,7 +43,7 @@ def make_lines(lse: Tensor, delta: Tensor) -> Tensor:
         raise ValueError(f"{b} x {h} lines of {tokens} tokens are more than 32 bits count: use smaller batches")
     lines = torch.empty(b, h, 2, padded, dtype=torch.float32, device=lse.device)
     if lines.numel():
-        grid = (triton.cdiv(padded, TOKENS), b * h)
+        grid = (triton.cdiv(padded, TOKENS) * b * h,)
         arguments = (lse, delta, lines, tokens, padded, h, lse.stride(), delta.stride())
         lines_kernel[grid](*arguments, TOKENS=TOKENS, num_warps=4)
     return lines

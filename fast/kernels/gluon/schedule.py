@@ -41,7 +41,7 @@ class Schedule(NamedTuple):
     complete: bool
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)  # an entry holds 32 bytes an item on the device
 def schedule(
     mask: Mask,
     rows: int,
@@ -66,6 +66,8 @@ def schedule(
     order = np.argsort(-cost, kind="stable")
     order = order[(end > begin)[order]]
     lines = _lines(heads, pack, bytes_each_group)
+    if not lines.size:
+        order = order[:0]
     tile = np.broadcast_to(order[None, :, None], (len(lines), len(order), lines.shape[1])).ravel()
     line = np.broadcast_to(lines[:, None, :], (len(lines), len(order), lines.shape[1])).ravel()
     program = _dealt(cost[tile], programs)
@@ -115,8 +117,9 @@ def _repeated(
 def _lines(heads: Heads, pack: int, bytes_each_group: int) -> np.ndarray:
     """batch * heads + head of every item's first head: a row for each set that runs side by side."""
     groups = heads.batches * heads.number // heads.group
-    fitting = max(n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * bytes_each_group <= L2_BYTES))
-    return np.arange(0, groups * heads.group, pack).reshape(groups // fitting, -1)
+    fits = [n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * bytes_each_group <= L2_BYTES)]
+    side_by_side = max(fits, default=1)
+    return np.arange(0, groups * heads.group, pack).reshape(-1, side_by_side * heads.group // pack)
 
 
 def _dealt(cost: np.ndarray, programs: int) -> np.ndarray:

@@ -90,7 +90,7 @@ def _hopper_grid(kernel: str, table: Config) -> list[Config]:
         replace(table, columns=columns, stages=stages, buffers=buffers, turns=turn)
         for columns, stages, buffers in sizes
         for turn in turns
-        if 32 <= columns <= 128
+        if 32 <= columns <= 128 and (stages > 1 or kernel != "forward")
     ]
     return found + [replace(c, rows=192) for c in found if kernel == "forward" and c.columns == 64]
 
