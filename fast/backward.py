@@ -149,10 +149,11 @@ def _head_parallel(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor
 @lru_cache(maxsize=1024)
 def _key_chunks(mask: Mask, most: int) -> tuple[tuple[range, Mask], ...]:
     """The keys in ranges of at most ``most``, whole tiles where that is possible, and the mask of each."""
+    if mask.keys <= most:
+        return ((range(mask.keys), mask),)
     step = most if most < 128 else most // 128 * 128
-    starts = range(0, mask.keys, step) if mask.keys > most else range(0, max(1, mask.keys), max(1, mask.keys))
-    ranges = [range(start, min(start + starts.step, mask.keys)) for start in starts]
-    return tuple((keys, mask.crop(keys=keys) if len(ranges) > 1 else mask) for keys in ranges)
+    ranges = [range(start, min(start + step, mask.keys)) for start in range(0, mask.keys, step)]
+    return tuple((keys, mask.crop(keys=keys)) for keys in ranges)
 
 
 def _fused(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:

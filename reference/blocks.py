@@ -65,9 +65,8 @@ def _runs(levels: Tensor) -> tuple[Tensor, Tensor]:
 
 def _stretches(columns: list[int]) -> Iterator[tuple[int, int, int, int]]:
     """(start, stop, above, upto) of every stretch: rows above < row <= upto see its columns, and not those beside it."""
-    walls: list[
-        tuple[int, int]
-    ] = []  # (start, highest column) of the stretches that are still open, each inside the last
+    # (start, highest column) of the stretches that are still open, each inside the last
+    walls: list[tuple[int, int]] = []
     for place, wall in enumerate([*columns, 1 << 62]):  # at the end, one that no row sees over
         start = place
         while walls and walls[-1][1] < wall:
@@ -101,9 +100,8 @@ def _stairs_joined(q_start: Tensor, q_stop: Tensor, k_start: Tensor, k_stop: Ten
     numbers = (x.tolist() for x in (q_start, q_stop, k_start, k_stop, lo, hi))
     bands: list[Band | None] = list(map(Band._make, zip(*numbers, strict=True)))  # as they are: rectangles are tight
     width = int(k_stop.max()) + 1 if bands else 1
-    below = torch.searchsorted(
-        q_start * width + k_start, q_stop * width + k_start
-    )  # the first that starts no further left
+    # the first that starts no further left
+    below = torch.searchsorted(q_start * width + k_start, q_stop * width + k_start)
     step = (below < len(bands)).nonzero().flatten()
     below = below[step]
     left, right = k_start[below] - k_start[step], k_stop[below] - k_stop[step]

@@ -265,6 +265,7 @@ def test_work_is_dealt_evenly():
         sum(work[span + 1] for item in range(begin, end, 8) for span in range(work[item + 4], work[item + 5], 8))
         for begin, end in zip(work[:132], work[1:133], strict=True)
     ]
+    # 4096 items over 132 processors: some have one more, of about 32 tiles in the last round, where the mean is 2001
     assert max(tiles) < 1.02 * np.mean(tiles)
 
 
@@ -272,7 +273,7 @@ def test_lines_are_whole_and_blind_rows_weigh_nothing():
     lse = torch.randn(2, 3, 7, device=DEVICE)
     lse[0, 1, 2] = -torch.inf
     delta = torch.randn(2, 7, 3, device=DEVICE).transpose(1, 2)
-    made = lines.make_lines(lse, delta)
+    made = lines.prepared_lines(lse, delta)
     assert made.shape == (2, 3, 2, 8)
     torch.testing.assert_close(made[:, :, 0, :7], torch.where(lse.isinf(), 1e30, lse * launch.LOG2E))
     assert torch.equal(made[:, :, 1, :7], delta)

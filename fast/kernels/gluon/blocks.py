@@ -150,7 +150,7 @@ def hide_unseen(x, work, span, first, column, hidden, PACK: gl.constexpr):
     lo, hi = gl.load(work + span + 6), gl.load(work + span + 7)
     zero = gl.minimum(
         stop, 0
-    )  # which no compiler knows: what it is added to is not held in registers from the start on
+    )  # no compiler knows that: what it is joined to is not held in registers from the start on
     rows = first + (gl.arange(0, x.shape[0], column_layout(x.shape[1])) ^ zero) // PACK
     left = gl.maximum(rows + lo, start) - column  # the row sees left <= j < right of this tile
     right = gl.minimum(rows + hi + 1, stop) - column

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from canon.fast.kernels.triton.config import forcing
+
 
 @dataclass(frozen=True)
 class Config:
@@ -52,13 +54,8 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("fused", (128, 128)): Config(128, 64, 2),
 }
 KERNELS = ("forward", "dq", "dkdv", "fused", "wide")
-ROWS = {
-    "forward": (128, 192),
-    "dq": (128,),
-    "dkdv": (128,),
-    "fused": (128,),
-    "wide": (64,),
-}  # 64 a warpgroup; wide: shared
+# 64 for each warpgroup; in "wide" both share them.
+ROWS = {"forward": (128, 192), "dq": (128,), "dkdv": (128,), "fused": (128,), "wide": (64,)}
 LIMIT = 232448  # bytes of shared memory that a program may use on sm_90: CUDA Programming Guide, 16.2
 
 _forced: dict[str, Config] = {}
@@ -101,13 +98,9 @@ def choose(kernel: str, d: int, dv: int) -> tuple[Config, int, int]:
 
 @contextmanager
 def forced(**configs: Config) -> Iterator[None]:
-    """Take these configurations, kernel=Config(...): for tests and for tuning. Holds for all threads."""
-    if unknown := set(configs) - set(KERNELS):
-        raise ValueError(f"unknown kernels {sorted(unknown)}: expected one of {', '.join(KERNELS)}")
-    before = dict(_forced)
-    _forced.update(configs)
-    try:
+    """Take these configurations, kernel=Config(...): for tests and for tuning. Holds for all threads.
+
+    Raises ValueError for unknown kernels.
+    """
+    with forcing(_forced, KERNELS, configs):
         yield
-    finally:
-        _forced.clear()
-        _forced.update(before)

@@ -48,24 +48,38 @@ from canon.fast.kernels.gluon.blocks import (
 
 
 @gluon.jit
+def make_io(
+    descriptors,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    D_PAD: gl.constexpr,
+    DV_PAD: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """Rings of what is visited, tiles of what an item owns, and the barriers of both."""
+    q_desc, dout_desc, k_desc, v_desc, line_desc = descriptors
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, D_PAD], q_desc.layout)
+    dout_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout)
+    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
+    k_tiles = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, ROWS, 1, D_PAD], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, ROWS, 1, DV_PAD], v_desc.layout)
+    q_full, q_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    dout_full, dout_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    k_full, v_full, free = barriers(BUFFERS, 1), barriers(BUFFERS, 1), barriers(BUFFERS, 2)
+    tiles = (q_ring, dout_ring, lse_ring, delta_ring, k_tiles, v_tiles)
+    signals = (q_full, q_free, dout_full, dout_free, k_full, v_full, free)
+    return tiles, signals
+
+
+@gluon.jit
 def load_tiles(descriptors, work, io, begin, end, padded, query_heads, HEADS: gl.constexpr, GROUP: gl.constexpr):
     """The loader: Q with its lse and dO with its delta of every visited tile, and an item's K and V behind the first ones."""
     q_desc, dout_desc, k_desc, v_desc, line_desc = descriptors
-    (
-        q_ring,
-        dout_ring,
-        lse_ring,
-        delta_ring,
-        k_tiles,
-        v_tiles,
-        q_full,
-        q_free,
-        dout_full,
-        dout_free,
-        k_full,
-        v_full,
-        free,
-    ) = io
+    tiles, signals = io
+    q_ring, dout_ring, lse_ring, delta_ring, k_tiles, v_tiles = tiles
+    q_full, q_free, dout_full, dout_free, k_full, v_full, free = signals
     STAGES: gl.constexpr = q_ring.shape[0]
     BN: gl.constexpr = q_ring.shape[2]
     BUFFERS: gl.constexpr = k_tiles.shape[0]
@@ -99,6 +113,29 @@ def load_tiles(descriptors, work, io, begin, end, padded, query_heads, HEADS: gl
                 fresh = False
                 t += 1
         done += 1
+
+
+@gluon.jit
+def store_gradients(
+    acc_k,
+    acc_v,
+    result,
+    work,
+    item,
+    skipped: gl.constexpr,
+    k_column: gl.constexpr,
+    v_column: gl.constexpr,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+):
+    """Write rows of dk and dv of an item, ``skipped`` rows from its first on, and columns from those given on."""
+    dk, dv, tokens, owners = result
+    first, stop, batch, owner = place_of(work, item)  # again: registers are short in the loop
+    first += skipped
+    line = line_of(work, item)
+    at = (batch * tokens + first).to(gl.int64) * owners + owner
+    store_tile(dk + at * D, acc_k, line, stop - first, owners * D, 0, k_column, D, 1)
+    store_tile(dv + at * DV, acc_v, line, stop - first, owners * DV, 0, v_column, DV, 1)
 
 
 @gluon.jit
@@ -144,22 +181,9 @@ def differentiate(
     FUSED: gl.constexpr,
 ):
     """A warpgroup: dk and dv of its half of the keys of every item."""
-    (
-        q_ring,
-        dout_ring,
-        lse_ring,
-        delta_ring,
-        k_tiles,
-        v_tiles,
-        q_full,
-        q_free,
-        dout_full,
-        dout_free,
-        k_full,
-        v_full,
-        free,
-    ) = io
-    dk, dv, tokens, owners = result
+    tiles, signals = io
+    q_ring, dout_ring, lse_ring, delta_ring, k_tiles, v_tiles = tiles
+    q_full, q_free, dout_full, dout_free, k_full, v_full, free = signals
     STAGES: gl.constexpr = q_ring.shape[0]
     BN: gl.constexpr = q_ring.shape[2]
     D_PAD: gl.constexpr = q_ring.shape[4]
@@ -222,12 +246,7 @@ def differentiate(
                 mbarrier.arrive(q_free.index(slot), count=1)
                 t += 1
         mbarrier.arrive(free.index(b), count=1)
-        first, stop_row, batch, owner = place_of(work, item)  # again: registers are short in the loop
-        first += W * N
-        line = line_of(work, item)
-        at = (batch * tokens + first).to(gl.int64) * owners + owner
-        store_tile(dk + at * D, acc_k * scale, line, stop_row - first, owners * D, 0, 0, D, 1)
-        store_tile(dv + at * DV, acc_v, line, stop_row - first, owners * DV, 0, 0, DV, 1)
+        store_gradients(acc_k * scale, acc_v, result, work, item, W * N, 0, 0, D, DV)
         done += 1
     if FUSED:
         tma.store_wait(0)
@@ -266,40 +285,16 @@ def dkdv_kernel(
 
     An owner has HEADS query heads. ``line_desc``: of lines (b, h, 2, padded), flat. FUSED: adds to dq, float32 (b, t, h, d).
     """
-    dtype: gl.constexpr = q_desc.dtype
-    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], q_desc.layout)
-    dout_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout)
-    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
-    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, 1, ROWS, 1, D_PAD], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, 1, ROWS, 1, DV_PAD], v_desc.layout)
+    descriptors = (q_desc, dout_desc, k_desc, v_desc, line_desc)
+    io = make_io(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS)
     if FUSED:
-        ds_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, COLUMNS], shared_layout(COLUMNS))
+        ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, COLUMNS], shared_layout(COLUMNS))
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, COLUMNS, 1, D_PAD // 2], dq_desc.layout)
         fused = (dq_desc, ds_tiles, dq_tiles, barriers(2, 2))
     else:
-        fused = (line_desc, q_ring, q_ring, q_ring)  # not used
-    q_full, q_free = barriers(STAGES, 1), barriers(STAGES, 2)
-    dout_full, dout_free = barriers(STAGES, 1), barriers(STAGES, 2)
-    k_full, v_full, free = barriers(BUFFERS, 1), barriers(BUFFERS, 1), barriers(BUFFERS, 2)
+        fused = io  # not used
     fence_async_shared()
-    io = (
-        q_ring,
-        dout_ring,
-        lse_ring,
-        delta_ring,
-        k_tiles,
-        v_tiles,
-        q_full,
-        q_free,
-        dout_full,
-        dout_free,
-        k_full,
-        v_full,
-        free,
-    )
     result = (dk, dv, tokens, owners)
-    descriptors = (q_desc, dout_desc, k_desc, v_desc, line_desc)
     begin, end = items_of(work)
     gl.warp_specialize(
         [

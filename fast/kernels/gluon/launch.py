@@ -21,8 +21,8 @@ from canon.fast.kernels.gluon.config import Config, choose
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.forward import forward_kernel
-from canon.fast.kernels.gluon.lines import make_lines
-from canon.fast.kernels.gluon.schedule import Heads, schedule
+from canon.fast.kernels.gluon.lines import prepared_lines as prepared_lines  # one of the functions here
+from canon.fast.kernels.gluon.schedule import Heads, Schedule, schedule
 from canon.fast.kernels.gluon.wide import wide_kernel
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.tiles import work_table
@@ -30,22 +30,16 @@ from canon.reference.mask import Mask
 
 LOG2E = 1.4426950408889634
 SIMULATED_PROCESSORS = 3
-TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-FLOAT_TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
 LINE = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # no products: nothing to gain here
-prepared_lines = make_lines
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Writes out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
     config, d, dv = choose("forward", q.shape[-1], v.shape[-1])
-    group = q.shape[2] // k.shape[2]
-    pack = packing(mask, config.rows, config.columns, group)
-    heads = Heads(q.shape[0], q.shape[2], group)
-    plan = schedule(mask, config.rows, config.columns, False, heads, pack, head_bytes(k, v), processors(q), q.device)
+    group, pack, plan = query_plan(q, k, v, mask, config)
     even_out, line_lse = evenly(out), lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
     if not plan.complete:
         even_out.zero_()
@@ -69,10 +63,7 @@ def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lines: Tensor, mask: Mask,
     """Writes dq (b, t, h, d)."""
     check(q)
     config, d, dv = choose("dq", q.shape[-1], v.shape[-1])
-    group = q.shape[2] // k.shape[2]
-    pack = packing(mask, config.rows, config.columns, group)
-    heads = Heads(q.shape[0], q.shape[2], group)
-    plan = schedule(mask, config.rows, config.columns, False, heads, pack, head_bytes(k, v), processors(q), q.device)
+    group, pack, plan = query_plan(q, k, v, mask, config)
     even = evenly(dq)
     if not plan.complete:
         even.zero_()
@@ -120,7 +111,7 @@ def dkdv(
         q, dout = seen_only(q, mask, keys=False), seen_only(dout, mask, keys=False)
         k, v = seen_only(k, mask, keys=True), seen_only(v, mask, keys=True)
         q, scale, sign = positive(q, scale)
-        sums = dq if dq is None or (sign > 0 and addable(dq)) else blank(dq)
+        sums = dq if dq is None or (sign > 0 and reachable(dq)) else roomy(dq).zero_()
         queries = box(q, config.columns, 1, d_pad), box(dout, config.columns, 1, dv_pad)
         keys = box(k, config.rows, 1, d_pad), box(v, config.rows, 1, dv_pad)
         line = TensorDescriptor(lines.view(-1), [lines.numel()], [1], [config.columns], LINE)
@@ -131,7 +122,7 @@ def dkdv(
         if wide:
             run(wide_kernel, q, config, (*queries, *keys, line, *written), **options)
         else:
-            added = line if sums is None else float_box(sums, config.columns, d_pad // 2)
+            added = line if sums is None else box(sums, config.columns, 1, d_pad // 2)
             run(dkdv_kernel, q, config, (*queries, *keys, line, added, *written), FUSED=dq is not None, **options)
         if dq is not None and sums is not dq:
             dq.add_(sums, alpha=sign)
@@ -140,6 +131,15 @@ def dkdv(
 
 
 # ------------------------------------------------------------------ inputs
+def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> tuple[int, int, Schedule]:
+    """For kernels that own tiles of queries: heads of a group, how many of them share a tile, and the schedule."""
+    group = q.shape[2] // k.shape[2]
+    pack = packing(mask, config.rows, config.columns, group)
+    heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
+    plan = schedule(mask, config.rows, config.columns, False, heads, pack, read, processors(q), q.device)
+    return group, pack, plan
+
+
 def check(q: Tensor) -> None:
     """Raise ValueError unless there are Hopper kernels for q's dtype and device."""
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -175,45 +175,39 @@ def unseen_tokens(mask: Mask, keys: bool, device: torch.device) -> Tensor | None
 
 
 def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
-    """What TMA loads boxes of x (b, t, h, d) by; columns behind d, and rows behind t, arrive as 0."""
-    x = loadable(x)
-    return TensorDescriptor(x, list(x.shape), described_strides(x), [1, tokens, heads, width], TILE)
+    """What TMA loads boxes of x (b, t, h, d) by, or adds them by; columns behind d, and rows behind t, arrive as 0.
+
+    x, or a copy if TMA cannot reach it: what is added to must be `reachable`.
+    """
+    x = x if reachable(x) else roomy(x).copy_(x)
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=4)
+    return TensorDescriptor(x, list(x.shape), described_strides(x), [1, tokens, heads, width], layout)
 
 
 def described_strides(x: Tensor) -> list[int]:
     """The strides of x (b, t, h, d), but those of axes of length 1, which may be anything, as if x were contiguous."""
-    unit = 16 // x.element_size()
-    inner, strides = -(-x.shape[3] // unit) * unit, [1]
+    inner, strides = padded_width(x), [1]
     for n, stride in zip(x.shape[2::-1], x.stride()[2::-1], strict=True):
         strides.insert(0, stride if n > 1 else inner)
         inner = n * strides[0]
     return strides
 
 
-def addable(x: Tensor) -> bool:
-    """Whether TMA can add to x (b, t, h, d), float32, where it is."""
-    strides = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 4 == 0 and s * 4 < 2**40 for s in strides)
+def reachable(x: Tensor) -> bool:
+    """Whether TMA can reach x (b, t, h, d) where it is: base and strides multiples of 16 bytes, the last stride 1."""
+    strides = [stride * x.element_size() for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in strides)
 
 
-def blank(x: Tensor) -> Tensor:
-    """Zeros like x, float32, that TMA can add to."""
-    return torch.zeros(*x.shape[:3], -(-x.shape[3] // 4) * 4, device=x.device)[..., : x.shape[3]]
+def roomy(x: Tensor) -> Tensor:
+    """Room for a tensor like x (b, t, h, d) that TMA can reach."""
+    return x.new_empty(*x.shape[:3], padded_width(x))[..., : x.shape[3]]
 
 
-def float_box(x: Tensor, tokens: int, width: int) -> TensorDescriptor:
-    """What TMA adds boxes to x (b, t, h, d), float32, by."""
-    return TensorDescriptor(x, list(x.shape), described_strides(x), [1, tokens, 1, width], FLOAT_TILE)
-
-
-def loadable(x: Tensor) -> Tensor:
-    """x (b, t, h, d), or a copy that TMA can load: base and strides multiples of 16 bytes, the last stride 1."""
+def padded_width(x: Tensor) -> int:
+    """d in whole units of 16 bytes."""
     unit = 16 // x.element_size()
-    strides = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
-    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 and s * 2 < 2**40 for s in strides):
-        return x
-    copy = x.new_empty(*x.shape[:3], -(-x.shape[3] // unit) * unit)[..., : x.shape[3]]
-    return copy.copy_(x)
+    return -(-x.shape[3] // unit) * unit
 
 
 @lru_cache(maxsize=1024)

@@ -35,7 +35,7 @@ def lines_kernel(lse, delta, lines, tokens, padded, heads, lse_strides, delta_st
     tl.store(start + padded + token, y, mask=token < padded)
 
 
-def make_lines(lse: Tensor, delta: Tensor) -> Tensor:
+def prepared_lines(lse: Tensor, delta: Tensor) -> Tensor:
     """lines (b, h, 2, padded), float32, from lse and delta (b, h, t). Raises ValueError if 32 bits do not count them."""
     b, h, tokens = lse.shape
     padded = -(-tokens // 4) * 4

@@ -26,37 +26,21 @@ from canon.fast.kernels.gluon.blocks import (
     hide_unseen,
     is_partial,
     items_of,
-    line_of,
-    place_of,
     product_layout,
     row_layout,
     shared_layout,
     spans_of,
-    store_tile,
 )
-from canon.fast.kernels.gluon.dkdv import load_tiles
+from canon.fast.kernels.gluon.dkdv import load_tiles, make_io, store_gradients
 
 
 @gluon.jit
 def differentiate(io, shared, result, work, begin, end, scale, W: gl.constexpr, D: gl.constexpr, DV: gl.constexpr):
     """A warpgroup: its half of the columns of dk and dv of every item."""
-    (
-        q_ring,
-        dout_ring,
-        lse_ring,
-        delta_ring,
-        k_tiles,
-        v_tiles,
-        q_full,
-        q_free,
-        dout_full,
-        dout_free,
-        k_full,
-        v_full,
-        free,
-    ) = io
+    tiles, signals = io
+    q_ring, dout_ring, lse_ring, delta_ring, k_tiles, v_tiles = tiles
+    q_full, q_free, dout_full, dout_free, k_full, v_full, free = signals
     p_tiles, ds_tiles, met = shared
-    dk, dv, tokens, owners = result
     STAGES: gl.constexpr = q_ring.shape[0]
     BN: gl.constexpr = q_ring.shape[2]
     D_PAD: gl.constexpr = q_ring.shape[4]
@@ -116,12 +100,7 @@ def differentiate(io, shared, result, work, begin, end, scale, W: gl.constexpr, 
                 mbarrier.arrive(q_free.index(slot), count=1)
                 t += 1
         mbarrier.arrive(free.index(b), count=1)
-        first, stop_row, batch, owner = place_of(work, item)
-        line = line_of(work, item)
-        at = (batch * tokens + first).to(gl.int64) * owners + owner
-        k_start, v_start = dk + at * D, dv + at * DV
-        store_tile(k_start, acc_k * scale, line, stop_row - first, owners * D, 0, W * (D_PAD // 2), D, 1)
-        store_tile(v_start, acc_v, line, stop_row - first, owners * DV, 0, W * (DV_PAD // 2), DV, 1)
+        store_gradients(acc_k * scale, acc_v, result, work, item, 0, W * (D_PAD // 2), W * (DV_PAD // 2), D, DV)
         done += 1
 
 
@@ -153,37 +132,13 @@ def wide_kernel(
     MATH_REGISTERS: gl.constexpr,
 ):
     """dk (b, s, o, d) and dv (b, s, o, dv), contiguous, of the items in ``work``; an owner has HEADS query heads."""
-    dtype: gl.constexpr = q_desc.dtype
-    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], q_desc.layout)
-    dout_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout)
-    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
-    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, 1, ROWS, 1, D_PAD], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, 1, ROWS, 1, DV_PAD], v_desc.layout)
-    p_tiles = gl.allocate_shared_memory(dtype, [4, ROWS, COLUMNS // 2], shared_layout(COLUMNS // 2))
-    ds_tiles = gl.allocate_shared_memory(dtype, [4, ROWS, COLUMNS // 2], shared_layout(COLUMNS // 2))
-    shared = (p_tiles, ds_tiles, barriers(2, 2))
-    q_full, q_free = barriers(STAGES, 1), barriers(STAGES, 2)
-    dout_full, dout_free = barriers(STAGES, 1), barriers(STAGES, 2)
-    k_full, v_full, free = barriers(BUFFERS, 1), barriers(BUFFERS, 1), barriers(BUFFERS, 2)
-    fence_async_shared()
-    io = (
-        q_ring,
-        dout_ring,
-        lse_ring,
-        delta_ring,
-        k_tiles,
-        v_tiles,
-        q_full,
-        q_free,
-        dout_full,
-        dout_free,
-        k_full,
-        v_full,
-        free,
-    )
-    result = (dk, dv, tokens, owners)
     descriptors = (q_desc, dout_desc, k_desc, v_desc, line_desc)
+    io = make_io(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS)
+    p_tiles = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, COLUMNS // 2], shared_layout(COLUMNS // 2))
+    ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, COLUMNS // 2], shared_layout(COLUMNS // 2))
+    shared = (p_tiles, ds_tiles, barriers(2, 2))
+    fence_async_shared()
+    result = (dk, dv, tokens, owners)
     begin, end = items_of(work)
     gl.warp_specialize(
         [

@@ -136,12 +136,19 @@ def forced(**configs: Config) -> Iterator[None]:
 
     Holds for all threads. Raises ValueError for unknown kernels.
     """
-    if unknown := set(configs) - set(KERNELS):
-        raise ValueError(f"unknown kernels {sorted(unknown)}: expected one of {', '.join(KERNELS)}")
-    before = dict(_forced)
-    _forced.update(configs)
+    with forcing(_forced, KERNELS, configs):
+        yield
+
+
+@contextmanager
+def forcing(forced: dict, kernels: tuple[str, ...], configs: dict) -> Iterator[None]:
+    """``forced`` with ``configs`` in it, and then as it was. Raises ValueError for names that are not of ``kernels``."""
+    if unknown := set(configs) - set(kernels):
+        raise ValueError(f"unknown kernels {sorted(unknown)}: expected one of {', '.join(kernels)}")
+    before = dict(forced)
+    forced.update(configs)
     try:
         yield
     finally:
-        _forced.clear()
-        _forced.update(before)
+        forced.clear()
+        forced.update(before)

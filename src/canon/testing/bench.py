@@ -41,7 +41,7 @@ OWNERS = {
     "records": ("figure",),
     "out": ("figure",),
 }
-DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20}  # given to every command
+DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20, "family": "triton"}  # given to every command
 DISAGREES, MISUSED = 1, 2
 
 
@@ -61,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULTS["rounds"],
         help="kernels, schedules: how often all are timed (default 10)",
     )
-    add("--family", choices=["triton", "gluon"], help="tune: whose kernels (default triton)")
+    add(
+        "--family", default=DEFAULTS["family"], choices=["triton", "gluon"], help="tune: whose kernels (default triton)"
+    )
     add("--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG")
     kernels.add_arguments(parser)
     figure.add_arguments(parser)
@@ -102,7 +104,7 @@ def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
             _tune,
             options,
             found,
-            [tune.config_of(text, options.family or "triton") for text in options.config],
+            [tune.config_of(text, options.family) for text in options.config],
             console,
         )
     from canon.testing import schedules
@@ -134,9 +136,7 @@ def _tune(options: argparse.Namespace, shapes: list, candidates: list, console) 
 
     rows = []
     for shape in shapes:
-        some = tune.tune(
-            shape, getattr(torch, options.dtype), _device(), options.only, candidates, options.family or "triton"
-        )
+        some = tune.tune(shape, getattr(torch, options.dtype), _device(), options.only, candidates, options.family)
         rows += some
         console.print(tune.table(some))
         _keep(options, rows)
