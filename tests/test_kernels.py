@@ -99,8 +99,9 @@ def test_partial_tiles_may_be_smaller_than_full_ones(partial_columns):
 def test_head_widths(d, dv):
     mask = Mask.causal(20)
     arguments = inputs(mask, d=d, dv=dv, h=2, g=2)
-    for method in METHODS:
-        assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+    with tiles(16, 16):  # float64 and 256 wide: larger ones do not fit into an H200
+        for method in METHODS:
+            assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
 
 
 @pytest.mark.parametrize(("h", "g"), [(8, 1), (6, 2), (3, 3)])

@@ -262,6 +262,13 @@ def test_disagreements_are_errors():
         world.threads(other_dtypes, 2)
 
 
+def test_a_world_in_torch_2_11(monkeypatch):
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+    monkeypatch.delattr(ThreadLocalWorld, "comms", raising=False)
+    assert world.threads(dist.get_rank, 3) == [0, 1, 2]
+
+
 def test_a_world_leaves_nothing_behind():
     with pytest.raises(RuntimeError):
         world.threads(fails_on_one, 3)

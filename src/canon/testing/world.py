@@ -46,8 +46,6 @@ _thread = threading.local()
 
 
 def _threads(program: Program, ranks: int) -> list[Any]:
-    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
-
     meeting, store = Meeting(ranks), dist.HashStore()
     results: list[Any] = [None] * ranks
     failures: dict[int, BaseException] = {}
@@ -77,7 +75,7 @@ def _threads(program: Program, ranks: int) -> list[Any]:
 
     contexts = [contextvars.copy_context() for _ in range(ranks)]
     workers = [threading.Thread(target=c.run, args=(main, rank), daemon=True) for rank, c in enumerate(contexts)]
-    outside, dist.distributed_c10d._world = dist.distributed_c10d._world, ThreadLocalWorld()
+    outside, dist.distributed_c10d._world = dist.distributed_c10d._world, _world_of_threads()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     sys.stdout = voices
     try:
@@ -101,6 +99,16 @@ def _threads(program: Program, ranks: int) -> list[Any]:
     if meeting.ended:
         raise RuntimeError(meeting.ended)
     return results
+
+
+def _world_of_threads() -> Any:
+    """torch's state of torch.distributed for each thread; torch 2.11 forgot a field of it that it reads."""
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+    world = ThreadLocalWorld()
+    if not hasattr(ThreadLocalWorld, "comms"):
+        world.comms = []  # of torchcomms, which no rank here has
+    return world
 
 
 def _thread_group(store, rank: int, size: int, timeout) -> ThreadGroup:
