@@ -1,7 +1,7 @@
 # Two commands do everything on a machine with Python 3.11 and network access to PyPI:
 #
 #   make check    every algorithm, on real documents, against the reference (4 CPU ranks, or all GPUs)
-#   make test     ruff, pyright, the tests and the notebooks
+#   make test     ruff, pyright, the tests and the notebooks; the kernels' tests once more on a GPU, where there is one
 #
 # Both first make .venv with the versions of requirements.txt and install the package in place.
 
@@ -33,6 +33,9 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal tests
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal --gpu tests; \
+	fi
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --nbval notebooks # a notebook's cells in one worker
 
 # Runs the .md twins and writes them, with their outputs, as .ipynb beside them.

@@ -1,9 +1,13 @@
-"""What the tests of all schedules share: a whole sequence, attention over its shards, and the judge's verdict."""
+"""What tests share: where kernels run, a whole sequence, attention over its shards, and the judge's verdict."""
 
 import torch
 import torch.distributed as dist
 
+from canon.testing import interpreter
 from canon.testing.judge import Attended, agreement, dense, oracle
+
+DEVICE = "cuda" if interpreter.gpus() else "cpu"  # of kernels; conftest.py has chosen, by --gpu
+ON_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 
 
 def whole(mask, b=1, h=4, g=2, d=8, dv=6, dtype=torch.float64, seed=0):

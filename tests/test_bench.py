@@ -10,7 +10,7 @@ from canon import Mask
 from canon.__main__ import main
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
-from canon.testing import bench, figure, kernels, rates, record, shapes, simulator, timing, tune
+from canon.testing import bench, figure, interpreter, kernels, rates, record, shapes, simulator, timing, tune
 
 CPU = torch.device("cpu")
 CEILINGS = {"matmul_tflops": 800.0, "copy_tbs": 4.0}
@@ -288,15 +288,17 @@ def test_a_figure_says_what_it_lacks(tmp_path, monkeypatch, capsys):
     assert "pip install matplotlib" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
 @pytest.mark.parametrize("what", ["kernels", "tune", "schedules"])
-def test_without_a_gpu_it_says_so(what, capsys):
-    assert main(["bench", what]) == 2
-    assert "there is none here" in capsys.readouterr().out
+def test_without_a_gpu_it_says_so(what, monkeypatch, capsys):
+    for there, told in ((False, "there is none here"), (True, "unset TRITON_INTERPRET")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert main(["bench", what]) == 2
+        assert told in capsys.readouterr().out
 
 
 def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(interpreter, "gpus", lambda: 1)
     monkeypatch.setattr(bench, "_device", lambda: CPU)
     monkeypatch.setattr(kernels, "ceilings", lambda dtype, device: CEILINGS)
     monkeypatch.setattr(record, "machine", lambda: {"gpus": ["none"]})

@@ -1,4 +1,4 @@
-"""The Hopper kernels against the oracle: on an sm_90 they run, elsewhere the simulator runs their source.
+"""The Hopper kernels against the oracle: the simulator runs their source, or, with --gpu, an sm_90 runs them.
 
 A simulated run also checks the protocol: every buffer that is read before it is full, or overwritten before it is read,
 is a fault, in whatever order loads land and warpgroups take turns.
@@ -9,7 +9,8 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import pytest
 import torch
-from sharded import assert_agrees, on_this_rank, whole
+from sharded import DEVICE, ON_HOPPER, assert_agrees, on_this_rank, whole
+from triton.runtime import driver
 
 from canon import Layout, Mask, fast
 from canon.fast import backend, backward, local, ring_attention
@@ -19,12 +20,7 @@ from canon.fast.kernels.gluon.schedule import Heads
 from canon.testing import simulator, world
 from canon.testing.judge import Attended, agreement, dense, oracle
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-DEVICE = "cuda" if ON_HOPPER else "cpu"
-OTHER_GPU = torch.cuda.is_available() and not ON_HOPPER
-pytestmark = pytest.mark.skipif(
-    OTHER_GPU, reason="this GPU is no Hopper, and where there is a GPU nothing is interpreted"
-)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper")]
 METHODS = ("split", "fused", "head_parallel")
 MASKS = {
     "causal": Mask.causal(300),
@@ -325,7 +321,10 @@ def test_configurations_that_would_hang_are_refused(wrong):
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="here they run")
-def test_cpus_are_told_of_the_simulator():
+def test_cpus_are_told_of_the_simulator(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(driver, "_default", None)
     mask = Mask.causal(9)
     with backend("gluon"), pytest.raises(RuntimeError, match="simulator"):
         local.attention_forward(*inputs(mask)[:3], mask)

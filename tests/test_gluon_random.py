@@ -11,15 +11,14 @@ from random import Random
 
 import pytest
 import torch
+from sharded import DEVICE, ON_HOPPER
 
 from canon import Band, Mask
 from canon.fast import backend, backward, local
 from canon.testing import simulator
 from canon.testing.judge import Attended, agreement, dense, oracle, orders
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-DEVICE = "cuda" if ON_HOPPER else "cpu"
-pytestmark = pytest.mark.skipif(torch.cuda.is_available() and not ON_HOPPER, reason="this GPU is no Hopper")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper")]
 CASES = 120
 LARGEST = 400  # tokens
 WIDTHS = (16, 24, 50, 64, 96, 128, 131, 192, 256)

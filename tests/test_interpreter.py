@@ -161,3 +161,11 @@ def test_triton_may_have_been_imported_before(tmp_path):
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_the_tests_of_gpus_without_a_gpu_are_an_error():
+    command = [sys.executable, "-m", "pytest", "--gpu", "--collect-only", __file__]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "torch finds no GPU here" in ended.stderr

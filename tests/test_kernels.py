@@ -1,4 +1,4 @@
-"""The Triton kernels, small tiles, under the interpreter or on a GPU: every claim that the readable half cannot make.
+"""The Triton kernels, small tiles, interpreted or, with --gpu, on a GPU: every claim that the readable half cannot make.
 
 That `canon.fast` is attention at all is shown beside the reference in test_local.py. Here: tile sizes, loads by pointer
 and by descriptor, strides, unwritten outputs, repetition bit by bit.
@@ -6,6 +6,7 @@ and by descriptor, strides, unwritten outputs, repetition bit by bit.
 
 import pytest
 import torch
+from sharded import DEVICE
 
 from canon import Mask
 from canon.fast import backward, local
@@ -14,7 +15,7 @@ from canon.fast.kernels.triton import config, launch
 from canon.fast.kernels.triton.config import Config, forced
 from canon.testing.judge import Attended, agreement, dense, oracle
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
 METHODS = ("split", "fused", "head_parallel")
 KERNELS = ("forward", "dq", "dkdv", "fused")
 N = 52

@@ -248,6 +248,6 @@ def test_repeats_its_bits():
     assert_repeats(world.threads(functools.partial(train_again_and_again, "cpu", 40, 16, 3), 2), 40, 16)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpus(2)
 def test_on_gpus_it_repeats_its_bits_never_waits_and_keeps_its_memory():
     assert_repeats(world.gpus(functools.partial(train_again_and_again, "cuda", 8192, 128, 50)), 8192, 128)

@@ -141,7 +141,7 @@ def by_copy_engines_and_without():
     return transport.transport_report(device), transport.transport_report(device, plain), same
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpus(2)
 def test_on_gpus_both_ways_give_the_same_bits():
     for chosen, plain, same in world.gpus(by_copy_engines_and_without, 2):
         assert chosen.split(":")[0] in ("nccl copy engine", "nccl")

@@ -7,7 +7,7 @@ s stages and b buffers:
     forward    2 (b rows d + s columns (d + dv))
     dq         2 (rows (d + dv) + s columns (d + dv))
     dkdv       2 (b rows (d + dv) + s columns (d + dv)) + 8 s columns
-    fused      dkdv, and 4 rows columns + 4 columns d: ds twice, and the tile of dq on its way out
+    fused      dkdv, and 4 rows columns + 512 columns: ds twice, and what each warpgroup adds to dq on its way out
     wide       dkdv, and 8 rows columns: p and ds, twice, which the warpgroups exchange
 
 and 1 KB for barriers. A processor of an H200 has 227 KB for a program.
@@ -29,6 +29,7 @@ class Config:
     stages: int  # of the ring of visited tiles
     buffers: int = 1  # of what an item owns: 2 let the next item's tiles be fetched under this one
     turns: bool = False  # the warpgroups issue their products in turns, so that one computes exponentials meanwhile
+    late: bool = False  # "forward": p is rounded when the p before is no longer read: fewer registers, a longer chain
 
     @property
     def math_registers(self) -> int:
@@ -46,11 +47,11 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("dq", (128, 128)): Config(128, 128, 2),
     ("dq", (256, 128)): Config(128, 64, 2),
     ("dq", (256, 256)): Config(128, 32, 2),
-    ("dkdv", (64, 64)): Config(128, 64, 4, 2),
+    ("dkdv", (64, 64)): Config(128, 128, 3),
     ("dkdv", (128, 128)): Config(128, 64, 3, 2),
     ("wide", (256, 128)): Config(64, 64, 2, 2),
     ("wide", (256, 256)): Config(64, 64, 2),
-    ("fused", (64, 64)): Config(128, 64, 3, 2),
+    ("fused", (64, 64)): Config(128, 128, 2),
     ("fused", (128, 128)): Config(128, 64, 2),
 }
 KERNELS = ("forward", "dq", "dkdv", "fused", "wide")
@@ -68,7 +69,7 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     need = 1024 + 2 * c.rows * owned + 2 * c.stages * c.columns * (d + dv)
     if kernel in ("dkdv", "fused", "wide"):
         need += 8 * c.stages * c.columns
-    exchanged = {"fused": 4 * c.rows * c.columns + 4 * c.columns * d, "wide": 8 * c.rows * c.columns}
+    exchanged = {"fused": 4 * c.rows * c.columns + 512 * c.columns, "wide": 8 * c.rows * c.columns}
     return need + exchanged.get(kernel, 0)
 
 

@@ -139,30 +139,34 @@ def store_gradients(
 
 
 @gluon.jit
-def begin_dq(ds, k, fused, t, W: gl.constexpr):
-    """This warpgroup's half of the columns of ds^T k, on its way: ds of both warpgroups meets in shared memory."""
-    _, ds_tiles, dq_tiles, met = fused
-    N: gl.constexpr = ds.shape[0]
-    BN: gl.constexpr = ds.shape[1]
-    HALF: gl.constexpr = dq_tiles.shape[4]
-    both = ds_tiles.index(t % 2)
-    both.slice(W * N, N, dim=0).store(ds)
+def share_ds(ds, fused, t, W: gl.constexpr):
+    """Put this warpgroup's half of ds where both can read it."""
+    _, ds_tiles, _, met = fused
+    ds_tiles.index(t % 2).slice(W * ds.shape[0], ds.shape[0], dim=0).store(ds)
     fence_async_shared()
     mbarrier.arrive(met.index(t % 2), count=1)
-    mbarrier.wait(met.index(t % 2), t // 2 & 1)
-    nothing = gl.zeros([BN, HALF], gl.float32, product_layout(HALF))
-    half = k.slice(W * HALF, HALF, dim=1)
-    return hopper.warpgroup_mma(both.permute((1, 0)), half, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def add_dq(dq, fused, batch, i, head, W: gl.constexpr):
-    """Have the TMA unit add a half tile to dq in global memory."""
+def begin_dq(k, column, fused, t):
+    """64 columns of dq, transposed, on their way: k^T ds, of the keys of both warpgroups."""
+    _, ds_tiles, _, met = fused
+    BN: gl.constexpr = ds_tiles.shape[2]
+    mbarrier.wait(met.index(t % 2), t // 2 & 1)
+    nothing = gl.zeros([64, BN], gl.float32, product_layout(BN))
+    some = k.slice(column, 64, dim=1)
+    return hopper.warpgroup_mma(some.permute((1, 0)), ds_tiles.index(t % 2), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_dq(dq, column, fused, work, item, i, head, W: gl.constexpr, HEADS: gl.constexpr):
+    """Have the TMA unit add them to dq in global memory. Transposed, 32 lanes write to 32 banks."""
     dq_desc, _, dq_tiles, _ = fused
+    _, _, batch, owner = place_of(work, item)
     tma.store_wait(0)  # that of the tile before has been read
-    dq_tiles.index(W).reshape([dq.shape[0], dq.shape[1]]).store(dq)
+    dq_tiles.index(W).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
     fence_async_shared()
-    tma_add(dq_desc, [batch, i, head, W * dq.shape[1]], dq_tiles.index(W))
+    tma_add(dq_desc, [batch, i, owner * HEADS + head, column], dq_tiles.index(W))
 
 
 @gluon.jit
@@ -191,6 +195,7 @@ def differentiate(
     BUFFERS: gl.constexpr = k_tiles.shape[0]
     ROWS: gl.constexpr = k_tiles.shape[2]
     N: gl.constexpr = ROWS // 2
+    EARLY: gl.constexpr = BN <= 64 and not FUSED  # else registers are short
     scale_log2 = scale * 1.4426950408889634
     nothing = gl.zeros([N, BN], gl.float32, product_layout(BN))
     t, done = 0, 0
@@ -205,8 +210,7 @@ def differentiate(
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
             partial = is_partial(work, span)
-            if FUSED:
-                head = (span - span_first) // ((span_end - span_first) // HEADS)
+            head = (span - span_first) // ((span_end - span_first) // HEADS)
             for i in range(column, stop, BN):
                 slot = t % STAGES
                 turn = t // STAGES & 1
@@ -217,31 +221,41 @@ def differentiate(
                 k = all_k.slice(W * N, N, dim=0)
                 v = v_tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
                 mbarrier.wait(q_full.index(slot), turn)
+                if EARLY:  # while products read shared memory, loads from it are slow
+                    lse = lse_ring.index(slot).load(row_layout(BN))
                 s = hopper.warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 mbarrier.wait(dout_full.index(slot), turn)
-                dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                delta = delta_ring.index(slot).load(row_layout(BN))
+                dp = gl.expand_dims(-delta, 0) + nothing  # dP - delta, that is: what a product begins at is free
+                dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
                 s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])
                 if partial:
                     s = hide_unseen(s, work, span, row, i, float("-inf"), 1)
-                lse = lse_ring.index(slot).load(row_layout(BN))  # late, as delta below: registers are short
+                if not EARLY:
+                    lse = lse_ring.index(slot).load(row_layout(BN))
                 p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
                 p_factor = gl.convert_layout(p.to(q_ring.dtype), factor_layout(DV_PAD))
                 acc_v = hopper.warpgroup_mma(p_factor, dout, acc_v, is_async=True)
                 dp, acc_v = hopper.warpgroup_mma_wait(1, deps=[dp, acc_v])
-                delta = delta_ring.index(slot).load(row_layout(BN))
-                ds = (p * (dp - gl.expand_dims(delta, 0))).to(q_ring.dtype)
+                ds = (p * dp).to(q_ring.dtype)
                 ds_factor = gl.convert_layout(ds, factor_layout(D_PAD))
                 if FUSED:
-                    dq = begin_dq(ds, all_k, fused, t, W)
+                    share_ds(ds, fused, t, W)
+                if FUSED and D_PAD > 64:  # 64 columns of dq are this warpgroup's
+                    dq = begin_dq(all_k, W * 64, fused, t)
                     acc_k = hopper.warpgroup_mma(ds_factor, q, acc_k, is_async=True)
                     dq, acc_k, acc_v = hopper.warpgroup_mma_wait(1, deps=[dq, acc_k, acc_v])
                     mbarrier.arrive(dout_free.index(slot), count=1)
-                    _, _, batch, owner = place_of(work, item)
-                    add_dq(dq * scale, fused, batch, i, owner * HEADS + head, W)
+                    add_dq(dq * scale, W * 64, fused, work, item, i, head, W, HEADS)
                 else:
                     acc_k = hopper.warpgroup_mma(ds_factor, q, acc_k, is_async=True)
                     acc_v, acc_k = hopper.warpgroup_mma_wait(1, deps=[acc_v, acc_k])
                     mbarrier.arrive(dout_free.index(slot), count=1)
+                    if FUSED:  # or all of them, of every second tile
+                        if t % 2 == W:
+                            dq = begin_dq(all_k, 0, fused, t)
+                            dq, acc_k = hopper.warpgroup_mma_wait(0, deps=[dq, acc_k])
+                            add_dq(dq * scale, 0, fused, work, item, i, head, W, HEADS)
                 acc_k = hopper.warpgroup_mma_wait(0, deps=[acc_k])
                 mbarrier.arrive(q_free.index(slot), count=1)
                 t += 1
@@ -289,7 +303,7 @@ def dkdv_kernel(
     io = make_io(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS)
     if FUSED:
         ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, COLUMNS], shared_layout(COLUMNS))
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, COLUMNS, 1, D_PAD // 2], dq_desc.layout)
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, COLUMNS, 1, 64], dq_desc.layout)
         fused = (dq_desc, ds_tiles, dq_tiles, barriers(2, 2))
     else:
         fused = io  # not used

@@ -74,6 +74,33 @@ def load_tiles(q_desc, k_desc, v_desc, work, io, begin, end, GROUP: gl.constexpr
         done += 1
 
 
+@gluon.constexpr_function
+def lane_layout():
+    """How four warps hold four numbers for each of 64 rows: as the result of a product, with one for all columns of a lane."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
+
+
+@gluon.jit
+def by_lane(x):
+    """A product (rows, columns) as (rows, 2, columns / 16, 4, 2): a row is shared by four lanes, the rest is in registers."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 16, 4, 2])
+
+
+@gluon.jit
+def row_maximum(x):
+    """The maximum of each row; each lane's from four chains that do not wait for one another."""
+    chains = gl.max(by_lane(x), 2)
+    return gl.convert_layout(gl.max(gl.max(gl.max(chains, 1), 2), 1), column_layout(x.shape[1]))
+
+
+@gluon.jit
+def lane_sum(x):
+    """(rows, 4): the sum of what each lane holds of its row, by four chains; no lane waits for another."""
+    chains = gl.sum(by_lane(x), 2)
+    return gl.convert_layout(gl.sum(gl.sum(chains, 1), 2), lane_layout())
+
+
 @gluon.jit
 def finish(
     o, m, l, result, work, item, exists, W: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr
@@ -85,6 +112,7 @@ def finish(
     line = line_of(work, item)
     first += W * (M // PACK)
     left = gl.where(exists, stop, 0) - first  # rows left to write
+    l = gl.convert_layout(gl.sum(l, 1), column_layout(BN))
     blind = l == 0.0
     l = gl.where(blind, 1.0, l)
     natural = gl.where(blind, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
@@ -107,7 +135,8 @@ def step(
     result,
     work,
     item,
-    t,
+    done,
+    ring,
     span,
     row,
     column,
@@ -118,12 +147,16 @@ def step(
     W: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     TURNS: gl.constexpr,
+    LATE: gl.constexpr,
     DV: gl.constexpr,
     PACK: gl.constexpr,
 ):
-    """Take tile t into the running maximum m (in base 2), sum l and output o, which lacks the product p V of tile t.
+    """Take a tile into the running maximum m (in base 2), sum l and output o, which lacks the product p V of this tile.
 
-    On entry o lacks that of tile t - 1. FRESH: tile t is the first of an item, and the item before is finished here.
+    On entry o lacks that of the tile before. FRESH: the tile is the first of an item, and the item before is finished here.
+    ``ring``: the slots of the tile before and of this one, and the parity of its phase; counted on, as the first product
+    would have to wait for a division. ``l`` (rows, 4) is what each lane has summed. LATE: p is rounded once the p before is
+    no longer read and takes its registers.
     """
     q_tiles, k_ring, v_ring, _, q_free, k_full, k_free, v_full, v_free = io
     M: gl.constexpr = q_tiles.shape[2] * PACK
@@ -131,16 +164,13 @@ def step(
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
     DV_PAD: gl.constexpr = v_ring.shape[4]
-    now = b + (t >> 30)  # b, but not known before the loop: the address of q is made where it is used
-    q = q_tiles.index(now).reshape([M, D_PAD])
-    slot = t % STAGES
-    turn = t // STAGES & 1
-    before = gl.maximum(t - 1, 0) % STAGES
+    before, slot, turn = ring
+    q = q_tiles.index(b).reshape([M, D_PAD])
     k = k_ring.index(slot).reshape([BN, D_PAD])
     v = v_ring.index(before).reshape([BN, DV_PAD])
     mbarrier.wait(k_full.index(slot), turn)
-    if FRESH:  # at t = 0 nothing is behind: p is 0, and the product is dropped
-        mbarrier.wait(v_full.index(before), 0, pred=t == 0)
+    if FRESH:  # before the first item nothing is behind: p is 0, and the product is dropped
+        mbarrier.wait(v_full.index(before), 0, pred=done == 0)
     if TURNS:
         take_turn(W)
     nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
@@ -155,25 +185,33 @@ def step(
 
     if partial:
         s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
-    m_new = gl.max(s, 1) * scale_log2
+    m_new = row_maximum(s) * scale_log2
     if not FRESH:
         m_new = gl.maximum(m, m_new)
     m_use = finite(m_new)
+    if not FRESH:
+        shrink = gl.exp2(m - m_use)  # made here to be there before o is
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m_use, 1))
-    l_new = gl.sum(p, 1)
-    p = gl.convert_layout(p.to(q_tiles.dtype), factor_layout(DV_PAD))
+    l_new = lane_sum(p)
+    if not LATE:
+        p = gl.convert_layout(p.to(q_tiles.dtype), factor_layout(DV_PAD))
     # V of this tile is for the next step. Waiting here keeps the assembler from waiting for o above the exponentials.
     mbarrier.wait(v_full.index(slot), turn)
-    o = hopper.warpgroup_mma_wait(0, deps=[o])
-    mbarrier.arrive(v_free.index(before), count=1, pred=t > 0)
+    if LATE:
+        o, p = hopper.warpgroup_mma_wait(0, deps=[o, p])
+        p = gl.convert_layout(p.to(q_tiles.dtype), factor_layout(DV_PAD))
+    else:
+        o = hopper.warpgroup_mma_wait(0, deps=[o])
+    mbarrier.arrive(v_free.index(before), count=1, pred=done > 0 if FRESH else True)
     if FRESH:
-        finish(o, m, l, result, work, gl.maximum(item - ITEM, 0), t > 0, W, BN, DV, PACK)
+        finish(o, m, l, result, work, gl.maximum(item - ITEM, 0), done > 0, W, BN, DV, PACK)
         o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))
     else:
-        shrink = gl.exp2(m - m_use)
-        l_new += l * shrink
+        l_new += l * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, lane_layout())), 1)
         o = o * gl.expand_dims(gl.convert_layout(shrink, column_layout(DV_PAD)), 1)
-    return o, p, m_new, l_new
+    wraps = slot == STAGES - 1
+    ring = slot, gl.where(wraps, 0, slot + 1), gl.where(wraps, turn ^ 1, turn)
+    return o, p, m_new, l_new, ring
 
 
 @gluon.jit
@@ -187,6 +225,7 @@ def attend(
     W: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     TURNS: gl.constexpr,
+    LATE: gl.constexpr,
     DV: gl.constexpr,
 ):
     """A warpgroup: its part of the rows of every item."""
@@ -195,14 +234,13 @@ def attend(
     TOKENS: gl.constexpr = q_tiles.shape[2]
     PACK: gl.constexpr = q_tiles.shape[3]
     M: gl.constexpr = TOKENS * PACK
-    STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
     DV_PAD: gl.constexpr = v_ring.shape[4]
     o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))
     p = gl.zeros([M, BN], q_tiles.dtype, factor_layout(DV_PAD))
     m = gl.zeros([M], gl.float32, column_layout(BN))
-    l = gl.zeros([M], gl.float32, column_layout(BN))
-    t, done = 0, 0
+    l = gl.zeros([M, 4], gl.float32, lane_layout())
+    done, ring = 0, (0, 0, 0)
     if TURNS and W == WARPGROUPS - 1:
         pass_turn(W, WARPGROUPS)  # the first turn is the first warpgroup's
     for item in range(begin, end, ITEM):
@@ -213,24 +251,22 @@ def attend(
         column, stop = columns_of(work, span_first, BN)
         partial = is_partial(work, span_first)
         is_last = (span_first + SPAN == span_end) & (column + BN == stop)
-        o, p, m, l = step(
-            o, p, m, l, b, io, result, work, item, t, span_first, row, column, scale_log2, partial, is_last,
-            True, W, WARPGROUPS, TURNS, DV, PACK,
+        o, p, m, l, ring = step(
+            o, p, m, l, b, io, result, work, item, done, ring, span_first, row, column, scale_log2, partial, is_last,
+            True, W, WARPGROUPS, TURNS, LATE, DV, PACK,
         )  # fmt: skip
-        t += 1
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
             partial = is_partial(work, span)
             for j in range(column + gl.where(span == span_first, BN, 0), stop, BN):
                 is_last = (span + SPAN == span_end) & (j + BN == stop)
-                o, p, m, l = step(
-                    o, p, m, l, b, io, result, work, item, t, span, row, j, scale_log2, partial, is_last,
-                    False, W, WARPGROUPS, TURNS, DV, PACK,
+                o, p, m, l, ring = step(
+                    o, p, m, l, b, io, result, work, item, done, ring, span, row, j, scale_log2, partial, is_last,
+                    False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
                 )  # fmt: skip
-                t += 1
         done += 1
     if end > begin:
-        v = v_ring.index((t - 1) % STAGES).reshape([BN, DV_PAD])
+        v = v_ring.index(ring[0]).reshape([BN, DV_PAD])
         o = hopper.warpgroup_mma_wait(0, deps=[hopper.warpgroup_mma(p, v, o, is_async=True)])
         finish(o, m, l, result, work, end - ITEM, True, W, BN, DV, PACK)
     if TURNS and W == FIRST:
@@ -259,6 +295,7 @@ def forward_kernel(
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     TURNS: gl.constexpr,
+    LATE: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """out (b, t, h, dv), evenly strided over b and t, and natural lse (b, h, t), contiguous, of the items in ``work``."""
@@ -278,8 +315,8 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (q_desc, k_desc, v_desc, work, io, begin, end, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, begin, end, scale_log2, FIRST, WARPGROUPS, TURNS, DV)),
-                (attend, (io, result, work, begin, end, scale_log2, SECOND, WARPGROUPS, TURNS, DV)),
+                (attend, (io, result, work, begin, end, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, DV)),
+                (attend, (io, result, work, begin, end, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, DV)),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],
@@ -288,9 +325,9 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (q_desc, k_desc, v_desc, work, io, begin, end, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, begin, end, scale_log2, FIRST, WARPGROUPS, TURNS, DV)),
-                (attend, (io, result, work, begin, end, scale_log2, SECOND, WARPGROUPS, TURNS, DV)),
-                (attend, (io, result, work, begin, end, scale_log2, THIRD, WARPGROUPS, TURNS, DV)),
+                (attend, (io, result, work, begin, end, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, DV)),
+                (attend, (io, result, work, begin, end, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, DV)),
+                (attend, (io, result, work, begin, end, scale_log2, THIRD, WARPGROUPS, TURNS, LATE, DV)),
             ],
             [4, 4, 4],
             [MATH_REGISTERS, MATH_REGISTERS, MATH_REGISTERS],

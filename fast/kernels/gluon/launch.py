@@ -53,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
         )
         strides = even_out.stride(1), even_out.stride(2)
         arguments = (*tiles, even_out, line_lse, plan.work, scale * LOG2E, q.shape[1], *strides)
-        options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack, "TURNS": config.turns}
+        options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack, "TURNS": config.turns, "LATE": config.late}
         run(forward_kernel, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
     settle(out, even_out)
     settle(lse, line_lse)
@@ -122,7 +122,7 @@ def dkdv(
         if wide:
             run(wide_kernel, q, config, (*queries, *keys, line, *written), **options)
         else:
-            added = line if sums is None else box(sums, config.columns, 1, d_pad // 2)
+            added = line if sums is None else box(sums, config.columns, 1, 64)
             run(dkdv_kernel, q, config, (*queries, *keys, line, added, *written), FUSED=dq is not None, **options)
         if dq is not None and sums is not dq:
             dq.add_(sums, alpha=sign)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from canon.testing import figure, kernels, plans, record
+from canon.testing import figure, interpreter, kernels, plans, record
 from canon.testing.shapes import MASKS, shapes_of
 
 # What belongs to which command; an option of another one is refused.
@@ -94,6 +94,8 @@ def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
         return lambda: _plans(options, console)
     if not torch.cuda.is_available():
         raise ValueError("it measures GPUs, and there is none here")
+    if not interpreter.gpus():
+        raise ValueError("it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU")
     if options.what == "kernels":
         return partial(_kernels, options, kernels.jobs(options), console)
     if options.what == "tune":

@@ -24,14 +24,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from canon import reference
-from canon.testing import record, report, world
+from canon.testing import interpreter, record, report, world
 from canon.testing.cases import DTYPES, Case, all_cases, covered
 from canon.testing.documents import Documents
 from canon.testing.trial import CaseFailed, Trial
 
 AGREES, DISAGREES, MISUSED = 0, 1, 2
 _RESTARTS = 5  # of worlds made of processes, after failures
-_BUDGET = {"cpu": 600, "cuda": 16_384}  # tokens of the repository's documents
+_BUDGET = {"cpu": 600, "cuda": 4096}  # tokens of the repository's documents
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,13 +96,14 @@ class _Misuse(ValueError):
 
 def _world(asked: str, ranks: int | None) -> tuple[str, str, int]:
     """(kind, device, ranks)."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = interpreter.gpus()
     if ranks is not None and ranks < 1:
         raise _Misuse(f"--ranks must be at least 1, got {ranks}")
     kind = asked if asked != "auto" else "gpus" if gpus > 1 and (ranks or gpus) <= gpus else "threads"
     if kind == "gpus":
         if (ranks or 1) > gpus:
-            raise _Misuse(f"--world gpus: {ranks or 1} ranks need as many GPUs, this machine has {gpus}")
+            raise _Misuse(f"--world gpus: {ranks or 1} ranks need as many GPUs, there are {gpus} "
+                          "(none under TRITON_INTERPRET=1)")  # fmt: skip
         return kind, "cuda", ranks or gpus
     return kind, "cuda" if gpus and kind == "threads" else "cpu", ranks or 4
 
@@ -111,8 +112,6 @@ def _interpret_if(on_cpu: bool, console: Console) -> None:
     if not on_cpu:
         return
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, which is when the module is imported
-    from canon.testing import interpreter
-
     try:
         interpreter.repair()
     except ModuleNotFoundError:

@@ -38,6 +38,12 @@ _repaired = threading.Event()
 _patched: set[tuple] = set()  # language modules that the launch under way has patched
 
 
+def gpus() -> int:
+    """How many GPUs kernels can run on: none under TRITON_INTERPRET=1, which keeps them on the CPU."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.cuda.device_count() if torch.cuda.is_available() and not interpreted else 0
+
+
 def repair() -> bool:
     """Apply the repairs, once; returns whether kernels are interpreted: those defined since TRITON_INTERPRET=1 was set."""
     if os.environ.get("TRITON_INTERPRET") != "1":
