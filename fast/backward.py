@@ -98,10 +98,10 @@ def backward_into(
     dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """As `attention_backward` of a batch, but written into ``dq``, ``dk`` and ``dv``, of any strides and dtypes."""
-    kernels = family()
+    method = automatic(q, k, mask) if method == "auto" else method
+    kernels = family(q, v, method)
     lines = kernels.prepared_lines(lse, delta)
     arguments = (q, k, v, dout, lines, mask, scale)
-    method = automatic(q, k, mask) if method == "auto" else method
     {"split": _split, "head_parallel": _head_parallel, "fused": _fused}[method](kernels, arguments, dq, dk, dv)
 
 

@@ -1,11 +1,11 @@
-"""Which kernel family computes: chosen by the caller with `backend`, and never exchanged for another in silence.
+"""Which kernel family computes: chosen by the caller with `backend`, else the fastest that can.
 
-    "triton"    portable: any GPU that Triton supports, any dtype and width; the default
     "gluon"     Hopper (sm_90): bfloat16 and float16, heads up to 256 wide; "fused" up to 128
+    "triton"    portable: any GPU that Triton supports, any dtype and width
     "cuda"      not written
 
-The Hopper kernels have been compiled and simulated (`canon.testing.simulator`), but not yet run on a GPU: until they have
-been, and measured, they are taken only where a caller asks for them.
+Without `backend`, "gluon" computes what it can and "triton" the rest. A family that was asked for is never exchanged for
+another in silence.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from functools import wraps
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
@@ -23,15 +24,16 @@ __all__ = ["backend"]
 FAMILIES = ("triton", "gluon", "cuda")
 AVAILABLE = ("triton", "gluon")
 
-_chosen: ContextVar[str] = ContextVar("canon_backend", default="triton")
+_chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """Within the block, compute with this kernel family: "triton", "gluon" or "cuda".
 
-    A backward pass computes with the family of its forward pass, wherever it runs. Without `backend` the family is
-    "triton". What a family cannot do (a dtype, a width, a device) is a ValueError when it is asked to.
+    A backward pass computes with the family of its forward pass, wherever it runs. Without `backend` it is "gluon" on
+    Hopper for what the Hopper kernels can do, else "triton". What a family cannot do (a dtype, a width, a device) is a
+    ValueError when it is asked to.
     Raises ValueError for an unknown name and NotImplementedError for a family that does not exist yet.
     """
     if name not in FAMILIES:
@@ -43,7 +45,7 @@ def backend(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _computing_with(name: str) -> Iterator[None]:
+def _computing_with(name: str | None) -> Iterator[None]:
     token = _chosen.set(name)
     try:
         yield
@@ -67,13 +69,19 @@ def with_family(backward: Callable) -> Callable:
     return same
 
 
-def family() -> ModuleType:
-    """The launches of the family that is to compute."""
-    if _chosen.get() == "gluon":
+def family(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
+    """The launches of the family that is to compute with heads as wide as those of q and v; ``method`` of the backward."""
+    if _chosen.get() == "gluon" or (_chosen.get() is None and _hopper_can(q, v, method)):
         from canon.fast.kernels.gluon import launch as hopper  # only then: other GPUs need not know it
 
         return hopper
     return launch
+
+
+def _hopper_can(q: Tensor, v: Tensor, method: str) -> bool:
+    widest = 128 if method == "fused" else 256
+    fits = q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[-1], v.shape[-1]) <= widest
+    return fits and q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
 def check_device(x: Tensor) -> None:

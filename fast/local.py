@@ -127,7 +127,7 @@ def attention_forward(
 def forward_into(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """As `attention_forward` of a batch, but written into ``out``, of any strides and dtype, and ``lse``."""
     check_device(q)
-    family().forward(q, k, v, mask, scale, out, lse)
+    family(q, v).forward(q, k, v, mask, scale, out, lse)
 
 
 def merge(

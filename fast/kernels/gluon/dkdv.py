@@ -169,6 +169,12 @@ def add_dq(dq, column, fused, work, item, i, head, W: gl.constexpr, HEADS: gl.co
     tma_add(dq_desc, [batch, i, owner * HEADS + head, column], dq_tiles.index(W))
 
 
+@gluon.constexpr_function
+def early(columns, fused):
+    """Whether registers can hold lse while scores are made: read later, it is slow, as products fill shared memory's pipe."""
+    return columns <= 64 and not fused
+
+
 @gluon.jit
 def differentiate(
     io,
@@ -195,7 +201,7 @@ def differentiate(
     BUFFERS: gl.constexpr = k_tiles.shape[0]
     ROWS: gl.constexpr = k_tiles.shape[2]
     N: gl.constexpr = ROWS // 2
-    EARLY: gl.constexpr = BN <= 64 and not FUSED  # else registers are short
+    EARLY: gl.constexpr = early(BN, FUSED)
     scale_log2 = scale * 1.4426950408889634
     nothing = gl.zeros([N, BN], gl.float32, product_layout(BN))
     t, done = 0, 0
@@ -221,7 +227,7 @@ def differentiate(
                 k = all_k.slice(W * N, N, dim=0)
                 v = v_tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
                 mbarrier.wait(q_full.index(slot), turn)
-                if EARLY:  # while products read shared memory, loads from it are slow
+                if EARLY:
                     lse = lse_ring.index(slot).load(row_layout(BN))
                 s = hopper.warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 mbarrier.wait(dout_full.index(slot), turn)
@@ -251,7 +257,7 @@ def differentiate(
                     acc_k = hopper.warpgroup_mma(ds_factor, q, acc_k, is_async=True)
                     acc_v, acc_k = hopper.warpgroup_mma_wait(1, deps=[acc_v, acc_k])
                     mbarrier.arrive(dout_free.index(slot), count=1)
-                    if FUSED:  # or all of them, of every second tile
+                    if FUSED:  # noqa: SIM102 - or all of them, of every second tile
                         if t % 2 == W:
                             dq = begin_dq(all_k, 0, fused, t)
                             dq, acc_k = hopper.warpgroup_mma_wait(0, deps=[dq, acc_k])

@@ -14,7 +14,8 @@ not finished and where it was. Programs for processes must be picklable: a funct
 import contextvars
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,10 +80,11 @@ def _threads(program: Program, ranks: int) -> list[Any]:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     sys.stdout = voices
     try:
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        with _one_launch_at_a_time() if torch.cuda.is_available() else nullcontext():
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
     except BaseException:  # an interrupt: the ranks end at their next wait
         meeting.leave(ranks, "the caller was interrupted")
         raise
@@ -99,6 +101,24 @@ def _threads(program: Program, ranks: int) -> list[Any]:
     if meeting.ended:
         raise RuntimeError(meeting.ended)
     return results
+
+
+@contextmanager
+def _one_launch_at_a_time() -> Iterator[None]:
+    """Threads that launch the same kernel for the first time would all compile it, each slowed down by the others."""
+    from triton.runtime.jit import JITFunction
+
+    lock, launch = threading.Lock(), JITFunction.run
+
+    def run(self, *arguments, **options):
+        with lock:
+            return launch(self, *arguments, **options)
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
 
 
 def _world_of_threads() -> Any:
