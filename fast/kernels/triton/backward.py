@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    add_product,
     head_pointer,
     line_pointer,
     line_rows,
@@ -194,14 +195,14 @@ def dkdv_step(
     if MASKED:
         p = tl.where(seen, p, 0.0)
     if MAKE_DV:
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=dv.dtype)
+        dv = add_product(dv, p.to(dout.dtype), dout, PRECISION)
     ds = p
     if MAKE_DK:
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION, out_dtype=dk.dtype)
         ds = p * (dp - delta[None, :])
         if MASKED:  # a key that no query sees may make dp NaN, and 0 times NaN is NaN
             ds = tl.where(seen, ds, 0.0)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+        dk = add_product(dk, ds.to(q.dtype), q, PRECISION)
     return dk, dv, ds.to(q.dtype)
 
 

@@ -21,6 +21,14 @@ def program_work(tiles, count, heads, width):
 
 
 @triton.jit
+def add_product(acc, a, b, PRECISION: tl.constexpr):
+    """acc + a b. Elements of more than two bytes: the product by itself first, or acc would be rounded at every term of it."""
+    if a.dtype.primitive_bitwidth > 16:  # acc + tl.dot(a, b) would be made tl.dot(a, b, acc)
+        return acc - tl.dot(-a, b, input_precision=PRECISION, out_dtype=acc.dtype)
+    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
 def head_pointer(x, batch, head, strides, UNIT: tl.constexpr):
     """Where one head of x (b, t, h, d) begins. Every stride but the last is a multiple of UNIT elements."""
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]

@@ -9,7 +9,7 @@
     fused      dkdv, and e rows columns + 4 columns (d + 32) for ds and for the tile of dq on its way out
 
 and 1 KB for barriers, and for elements of more than two bytes e rows columns for each of p and ds. Widths count padded
-to a power of two. Every entry of the tables compiles without spilling registers, but for at most 16 bytes in float32 on sm_80
+to a power of two. Every entry of the tables compiles without spilling registers, but for at most 32 bytes in float32
 (`canon.testing.compile` shows it, tests/test_compile.py asserts it).
 """
 
@@ -67,8 +67,8 @@ AMPERE: Table = {  # two bytes an element, sm_80 to sm_89
     ("fused", 256): (Config(32, 16, 8, 2),),
 }
 WIDE: dict[int, dict[int, Config]] = {  # exact products of four and eight bytes: (bytes, then the larger width)
-    4: {64: Config(32, 32, 8, 1, 1), 128: Config(32, 16, 8, 1, 1), 256: Config(32, 16, 8, 1, 1)},
-    8: {64: Config(32, 32, 4, 1, 1), 128: Config(16, 16, 4, 1, 1), 256: Config(16, 16, 8, 1, 1)},
+    4: {64: Config(32, 32, 8, 1, 1), 128: Config(32, 16, 8, 1, 1), 256: Config(16, 16, 8, 1, 1)},
+    8: {64: Config(32, 16, 4, 1, 1), 128: Config(16, 16, 4, 1, 1), 256: Config(16, 16, 8, 1, 1)},
 }
 SMALLEST = Config(16, 16, 8, 1)
 INTERPRETED = Config(128, 128)  # large tiles are the fast ones there: NumPy does the work
