@@ -79,7 +79,7 @@ def make_io(
 
 @gluon.jit
 def load_tiles(descriptors, work, counter, io, padded, query_heads, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """The loader: claims items; Q with its lse and dO with its delta of every visited tile, and an item's K and V behind the first ones."""
+    """The loader: claims items; Q, lse, dO and delta of every visited tile, and an item's K and V behind the first ones."""
     q_desc, dout_desc, k_desc, v_desc, line_desc = descriptors
     tiles, signals = io
     q_ring, dout_ring, lse_ring, delta_ring, told, k_tiles, v_tiles = tiles

@@ -161,7 +161,7 @@ def step(
 ):
     """Take a tile into the running maximum m (in base 2), sum l and output o, which lacks the product p V of this tile.
 
-    On entry o lacks that of the tile before. FRESH: the tile is the first of an item, and the ``previous`` one is finished here.
+    On entry o lacks that of the tile before. FRESH: the tile is the first of an item, and the ``previous`` item is finished.
     ``ring``: the slots of the tile before and of this one, and the parity of its phase; counted on, as the first product
     would have to wait for a division. ``l`` (rows, 4) is what each lane has summed. LATE: p is rounded once the p before is
     no longer read and takes its registers.
