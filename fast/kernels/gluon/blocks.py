@@ -10,14 +10,15 @@ Tiles are boxes of 4-D tensors (b, t, h, d): 1 batch, ROWS / PACK tokens, PACK h
 query heads of a group side by side (row r: token r // PACK, head r % PACK), any strides will do, rows behind the end and
 columns behind the width arrive as 0, and no load crosses into another sequence.
 
-All that there is to do stands in one int32 tensor, ``work`` (`canon.fast.kernels.gluon.schedule`): where its items end;
-items of 8 numbers (first row, stop, batch, head, where its spans begin and end, batch * heads + head, 0), the first of them
-in the place of item 0, with no rows; and the spans of `canon.fast.tiles`. One pointer, for want of registers.
+All that there is to do stands in one int32 tensor, ``work`` (`canon.fast.kernels.gluon.schedule`): where its items end, and
+seven zeros, which together read as an item without rows; items of 8 numbers (first row, stop, batch, head, where its spans
+begin and end, batch * heads + head, 0); and the spans of `canon.fast.tiles`. One pointer, for want of registers. An item is
+called by where it begins, so the first is 8, and 0 is none.
 
-Program p does item p first. What comes next its loader *claims* from a counter that all programs share, when all tiles of
-an item are on their way: then the ring is full, and the loader would have to wait anyway. It *tells* the warpgroups in
-shared memory, together with the first tile that the item owns: the same barriers say when that may be read, and written
-again. At the end it tells item 0.
+The first items are the programs' own. What comes next a loader *claims*, from a counter that all programs share, when all
+tiles of an item are on their way: then the ring is full, and it would have to wait anyway. It *tells* the warpgroups in
+shared memory, ahead of the first tile that the item owns: the barriers of that tile say when an item may be heard, and when
+the next one be told. At the end it tells 0.
 """
 
 from triton._C.libtriton import ir
@@ -105,7 +106,7 @@ def tell(place, item):
 def hear(place, full, parity):
     """Wait for the item that is told there."""
     mbarrier.wait(full, parity)
-    return gl.max(place.load(one_layout()), 0)
+    return gl.max(place.load(one_layout()), 0)  # of one number: a load, and nothing more
 
 
 @gluon.jit

@@ -5,10 +5,10 @@
     simulator.register(add_box, simulator.reduce_add)                       # what stands for a builtin of one's own
     simulator.simulated(log=[])                                             # write down what happens: `Event`, in order
 
-Triton's interpreter knows no Gluon. Here a program (CTA) runs at a time, its partitions as threads that take turns; another
-one may go on where it ends, or at an atomic operation on global memory.
-TMA loads land, wgmma read, stores are written "early" (at once), "late" (when nothing else can happen, or somebody waits) or
-at "random"; ``seed`` draws the interleaving. Found, and raised as `Fault`, with the kernel's lines:
+Triton's interpreter knows no Gluon. Here one program (CTA) runs at a time, its partitions as threads that take turns; another
+one may go on where it ends, and at its atomic operations on global memory. TMA loads land, wgmma read, stores are written
+"early" (at once), "late" (when nothing else can happen, or somebody waits) or at "random"; ``seed`` draws the interleaving.
+Found, and raised as `Fault`, with the kernel's lines:
 
     deadlocks                               who waits for which barrier, in which phase
     reads of what is not there yet,         by vector clocks, whatever the interleaving: a missing wait or an early arrival is
