@@ -4,6 +4,8 @@ A simulated run also checks the protocol: every buffer that is read before it is
 is a fault, in whatever order loads land and warpgroups take turns.
 """
 
+import heapq
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -235,10 +237,11 @@ def test_every_schedule_runs_on_them(name):
 @pytest.mark.parametrize("name", ["documents", "window", "queries without keys and keys without queries"])
 def test_every_tile_of_every_head_is_somebodys_once(name, transposed):
     mask, heads, pack = MASKS[name], Heads(2, 4, 4), 1 if transposed else 2
-    made = schedule.schedule(mask, 128, 64, transposed, heads, pack, 1 << 20, 5, torch.device("cpu"), 3)
+    made = schedule.schedule(mask, 128, 64, transposed, heads, pack, 1 << 20, torch.device("cpu"), 3)
     work = made.work.numpy()
-    items = work[work[0] : work[5]].reshape(-1, 8)
-    assert len(items) == made.items == (work[5] - work[0]) // 8
+    assert not work[1:8].any()  # item 0 has no rows
+    items = work[8 : work[0]].reshape(-1, 8)
+    assert len(items) == made.items
     dense_mask = mask.dense().numpy().T if transposed else mask.dense().numpy()
     seen = dense_mask.any(1)
     times = np.zeros((2, 4, len(seen)), int)
@@ -254,15 +257,41 @@ def test_every_tile_of_every_head_is_somebodys_once(name, transposed):
     assert made.complete == (times == 1).all()
 
 
-def test_work_is_dealt_evenly():
-    made = schedule.schedule(Mask.causal(16384), 128, 128, False, Heads(1, 32, 4), 1, 8 << 20, 132, torch.device("cpu"))
+@pytest.mark.parametrize("slowest", [1.0, 0.9])
+def test_processors_that_claim_end_together(slowest):
+    made = schedule.schedule(Mask.causal(16384), 128, 128, False, Heads(1, 32, 4), 1, 8 << 20, torch.device("cpu"))
     work = made.work.numpy()
-    tiles = [
-        sum(work[span + 1] for item in range(begin, end, 8) for span in range(work[item + 4], work[item + 5], 8))
-        for begin, end in zip(work[:132], work[1:133], strict=True)
-    ]
-    # 4096 items over 132 processors: some have one more, of about 32 tiles in the last round, where the mean is 2001
-    assert max(tiles) < 1.02 * np.mean(tiles)
+    speeds = np.linspace(slowest, 1, 132)
+    free = [(0.0, processor) for processor in range(132)]  # when, and who
+    for begin, end in work[8 : work[0]].reshape(-1, 8)[:, 4:6]:
+        time, processor = heapq.heappop(free)
+        heapq.heappush(free, (time + work[begin + 1 : end : 8].sum() / speeds[processor], processor))
+    times = [time for time, _ in free]
+    # the mean is about 2001 tiles, and the last items have one each
+    assert max(times) < 1.002 * np.mean(times)
+
+
+def test_a_counter_is_made_for_each_launch_that_claims():
+    plan, q = (
+        schedule.Schedule(torch.zeros(8, dtype=torch.int32, device=DEVICE), 3, True),
+        torch.empty(0, device=DEVICE),
+    )
+    many = plan._replace(items=1 + launch.processors(q))
+    assert launch.queue(plan, q)[1] is plan.work  # not read
+    first, second = (launch.queue(many, q)[1] for _ in range(2))
+    assert first.tolist() == second.tolist() == [0]
+    assert first.data_ptr() != second.data_ptr()
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="simulated programs are asked who did what")
+def test_programs_share_what_there_is_to_do():
+    mask, log = Mask.causal(300), []
+    q, k, v, _, _ = inputs(mask, h=4)
+    with backend("gluon"), simulator.simulated("random", 1, log):
+        local.attention_forward(q, k, v, mask)
+    done = Counter(event.program[0] for event in log if event.kind == "wgmma")
+    assert sorted(done) == [0, 1, 2]
+    assert min(done.values()) > 0.15 * sum(done.values())
 
 
 def test_lines_are_whole_and_blind_rows_weigh_nothing():

@@ -1,8 +1,9 @@
 """Every synchronisation of the Hopper kernels is needed, and a kernel that lacks it is found out, in any interleaving.
 
 A *mutant* is a kernel with one change: a wait, an arrival, a fence, a turn less; a wait for the other parity; one product
-fewer waited for; rows stored that are not the item's. The simulator runs it on a small input whose rings go round and whose
-items follow one another. It is *killed* if every interleaving ends in a fault, or in other bits than the kernel's own.
+fewer waited for; an item not told; rows stored that are not the item's. The simulator runs it on a small input whose rings
+go round and whose items follow one another. It is *killed* if every interleaving ends in a fault, or in other bits than
+the kernel's own.
 `SURVIVORS` lists those that are not, and why: the test wants these and no others.
 """
 
@@ -53,7 +54,7 @@ KERNELS = {
     ),
     "forward by three": Kernel(
         forward.forward_kernel,
-        Config(192, 64, 2, turns=True, late=True),
+        Config(192, 64, 3, turns=True, late=True),
         branches=(("TURNS", True), ("LATE", True), ("not LATE", False)),
     ),
     "dq": Kernel(dq.dq_kernel, Config(128, 64, 2)),
@@ -82,7 +83,7 @@ SHARED_MEMORY_ENDS = "the TMA unit must have read shared memory before it is ano
 SURVIVORS = {
     "forward": {
         "forward_kernel: fence_async_shared() is left out": FENCE,
-        "step: mbarrier.wait(v_full.index(before), 0, pred=done == 0) is left out": FIRST_V,
+        "step: mbarrier.wait(v_full.index(before), 0, pred=previous == 0) is left out": FIRST_V,
     },
     "dq": {
         "dq_kernel: fence_async_shared() is left out": FENCE,
@@ -134,6 +135,7 @@ CHANGES = {
     "pass_turn": {"is left out": left_out},
     "tma.store_wait": {"is left out": left_out},
     "hopper.warpgroup_mma_wait": {"waits for one product fewer": one_more_under_way},
+    "tell": {"is left out": left_out},
     "store_tile": {"stores rows behind the item's": all_rows},
 }
 
@@ -275,8 +277,9 @@ def test_the_input_is_sufficient(name, monkeypatch):
     seen = []
     monkeypatch.setattr(launch, "run", lambda kernel, q, config, arguments, **_: seen.append(arguments))
     run(name, "late", 0)
-    [work] = [x.tolist() for x in seen[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32]
-    items = [work[at : at + 8] for at in range(*work[:2], 8)]
+    work, counter = (x.tolist() for x in seen[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
+    assert counter == [0]
+    items = [work[at : at + 8] for at in range(8, work[0], 8)]
     spans = [work[at : at + 8] for item in items for at in range(*item[4:6], 8)]
     kernel = KERNELS[name]
     assert len(items) > 3 * kernel.config.buffers, "buffers are used several times"

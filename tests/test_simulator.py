@@ -3,6 +3,7 @@
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -259,6 +260,92 @@ def test_seeds_draw_interleavings_and_repeat_them():
 def test_a_failure_names_its_partition():
     with pytest.raises(AssertionError, match=r"(?s)a worker fails at take_turns.*in take_turns \[1\] of program"):
         turns("late", 0, "failing")
+
+
+@gluon.jit
+def claim_kernel(who, counter, number):
+    item = gl.program_id(0)
+    while item < number:
+        gl.store(who + item, gl.program_id(0))
+        item = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+
+
+def claims(seed):
+    who, counter = torch.full((20,), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with simulator.simulated(seed=seed):
+        claim_kernel[(3,)](who, counter, 20)
+    assert counter == 20
+    return who.tolist()
+
+
+def test_programs_may_change_places_at_atomic_operations():
+    found = [claims(seed) for seed in range(10)]
+    assert found == [claims(seed) for seed in range(10)]
+    assert all(who[:3] == [0, 1, 2] and min(who.count(p) for p in range(3)) > 1 for who in found)
+    assert len({tuple(who) for who in found}) > 5
+
+
+@gluon.jit
+def tell_items(told, full, free, FAULT: gl.constexpr):
+    for i in range(3):
+        mbarrier.wait(free, (i & 1) ^ 1)
+        told.store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        if i == 1 and FAULT == "fails":
+            gl.static_assert(False, "while others wait for their turn")
+        mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def hear_items(out, counter, told, full, free, FAULT: gl.constexpr):
+    i = 0
+    item = gl.atomic_add(counter, 1) * 0
+    while item < 2:
+        if FAULT != "no full wait":
+            mbarrier.wait(full, i & 1)
+        item = gl.max(told.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        if FAULT != "early free":
+            gl.store(out + item, item)
+        mbarrier.arrive(free, count=1)
+        if FAULT == "early free":
+            gl.store(out + item, gl.max(told.load(gl.BlockedLayout([1], [32], [4], [0])), 0))
+        i += 1
+
+
+@gluon.jit
+def tell_kernel(out, counter, FAULT: gl.constexpr):
+    told = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(free, count=1)
+    gl.warp_specialize(
+        [(tell_items, (told, full, free, FAULT)), (hear_items, (out, counter, told, full, free, FAULT))], [4], [24]
+    )
+
+
+@every_interleaving
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("", None),
+        ("no full wait", "nobody has written there|no barrier says that the store of tell_items"),
+        ("early free", "overwrites|no barrier says"),
+    ],
+)
+def test_numbers_are_told_through_shared_memory(fault, message, order, seed):
+    out = torch.full((3,), -1, dtype=torch.int32)
+    with (
+        simulator.simulated(order, seed),
+        nullcontext() if message is None else pytest.raises(simulator.Fault, match=message),
+    ):
+        tell_kernel[(2,)](out, torch.zeros(1, dtype=torch.int32), FAULT=fault)
+    assert message or out.tolist() == [0, 1, 2]
+
+
+@every_interleaving
+def test_the_first_program_to_fail_ends_all(order, seed):
+    with simulator.simulated(order, seed), pytest.raises(AssertionError, match="while others wait for their turn"):
+        tell_kernel[(4,)](torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), FAULT="fails")
 
 
 @gluon.jit

@@ -10,9 +10,15 @@ Tiles are boxes of 4-D tensors (b, t, h, d): 1 batch, ROWS / PACK tokens, PACK h
 query heads of a group side by side (row r: token r // PACK, head r % PACK), any strides will do, rows behind the end and
 columns behind the width arrive as 0, and no load crosses into another sequence.
 
-All that a program has to do stands in one int32 tensor, ``work`` (`canon.fast.kernels.gluon.schedule`): for each program
-where its items begin; items of 8 numbers (first row, stop, batch, head, where its spans begin and end,
-batch * heads + head, 0); and the spans of `canon.fast.tiles`. One pointer, for want of registers.
+All that there is to do stands in one int32 tensor, ``work`` (`canon.fast.kernels.gluon.schedule`): where its items end, and
+seven zeros, which together read as an item without rows; items of 8 numbers (first row, stop, batch, head, where its spans
+begin and end, batch * heads + head, 0); and the spans of `canon.fast.tiles`. One pointer, for want of registers. An item is
+called by where it begins, so the first is 8, and 0 is none.
+
+The first items are the programs' own. What comes next a loader *claims*, from a counter that all programs share, when all
+tiles of an item are on their way: then the ring is full, and it would have to wait anyway. It *tells* the warpgroups in
+shared memory, ahead of the first tile that the item owns: the barriers of that tile say when an item may be heard, and when
+the next one be told. At the end it tells 0.
 """
 
 from triton._C.libtriton import ir
@@ -78,6 +84,31 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     return made
 
 
+@gluon.constexpr_function
+def one_layout():
+    """How four warps hold one number: every thread does."""
+    return gl.BlockedLayout([1], [32], [4], [0])
+
+
+@gluon.jit
+def places(NUMBER: gl.constexpr):
+    """Where NUMBER items can be told."""
+    return gl.allocate_shared_memory(gl.int32, [NUMBER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def tell(place, item):
+    """Write an item there. The thread that arrives at a barrier afterwards is one of those that write."""
+    place.store(gl.full([1], item, gl.int32, one_layout()))
+
+
+@gluon.jit
+def hear(place, full, parity):
+    """Wait for the item that is told there."""
+    mbarrier.wait(full, parity)
+    return gl.max(place.load(one_layout()), 0)  # of one number: a load, and nothing more
+
+
 @gluon.jit
 def take_turn(WARPGROUP: gl.constexpr):
     """Wait until the warpgroup before has called `pass_turn`: a named barrier, which Gluon has no function for."""
@@ -100,9 +131,18 @@ def fetch(descriptor, batch, row, head, full, buffer):
 
 
 @gluon.jit
-def items_of(work):
-    """Where this program's items begin, and end."""
-    return gl.load(work + gl.program_id(0)), gl.load(work + gl.program_id(0) + 1)
+def first_item(work):
+    """This program's first item, and where all items end; what is not before the end is none."""
+    return ITEM * (1 + gl.program_id(0)), gl.load(work)
+
+
+@gluon.jit
+def claim(counter, end):
+    """An item that nobody has. The counter is not touched if every item is some program's first."""
+    item = ITEM * (1 + gl.num_programs(0))
+    if item < end:
+        item += gl.atomic_add(counter, ITEM, sem="relaxed")
+    return item
 
 
 @gluon.jit

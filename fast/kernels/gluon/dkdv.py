@@ -25,23 +25,26 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from canon.fast.kernels.gluon.blocks import (
     FIRST,
-    ITEM,
     SECOND,
     SPAN,
     barriers,
+    claim,
     columns_of,
     factor_layout,
     fetch,
+    first_item,
+    hear,
     hide_unseen,
     is_partial,
-    items_of,
     line_of,
     place_of,
+    places,
     product_layout,
     row_layout,
     shared_layout,
     spans_of,
     store_tile,
+    tell,
     tma_add,
     tma_load,
 )
@@ -63,28 +66,30 @@ def make_io(
     dout_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout)
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
+    told = places(BUFFERS)
     k_tiles = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, ROWS, 1, D_PAD], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, ROWS, 1, DV_PAD], v_desc.layout)
     q_full, q_free = barriers(STAGES, 1), barriers(STAGES, 2)
     dout_full, dout_free = barriers(STAGES, 1), barriers(STAGES, 2)
     k_full, v_full, free = barriers(BUFFERS, 1), barriers(BUFFERS, 1), barriers(BUFFERS, 2)
-    tiles = (q_ring, dout_ring, lse_ring, delta_ring, k_tiles, v_tiles)
+    tiles = (q_ring, dout_ring, lse_ring, delta_ring, told, k_tiles, v_tiles)
     signals = (q_full, q_free, dout_full, dout_free, k_full, v_full, free)
     return tiles, signals
 
 
 @gluon.jit
-def load_tiles(descriptors, work, io, begin, end, padded, query_heads, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """The loader: Q with its lse and dO with its delta of every visited tile, and an item's K and V behind the first ones."""
+def load_tiles(descriptors, work, counter, io, padded, query_heads, HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """The loader: claims items; Q, lse, dO and delta of every visited tile, and an item's K and V behind the first ones."""
     q_desc, dout_desc, k_desc, v_desc, line_desc = descriptors
     tiles, signals = io
-    q_ring, dout_ring, lse_ring, delta_ring, k_tiles, v_tiles = tiles
+    q_ring, dout_ring, lse_ring, delta_ring, told, k_tiles, v_tiles = tiles
     q_full, q_free, dout_full, dout_free, k_full, v_full, free = signals
     STAGES: gl.constexpr = q_ring.shape[0]
     BN: gl.constexpr = q_ring.shape[2]
     BUFFERS: gl.constexpr = k_tiles.shape[0]
     t, done = 0, 0
-    for item in range(begin, end, ITEM):
+    item, end = first_item(work)
+    while item < end:
         first, _, batch, owner = place_of(work, item)
         span_first, span_end = spans_of(work, item)
         each_head = (span_end - span_first) // HEADS
@@ -103,6 +108,7 @@ def load_tiles(descriptors, work, io, begin, end, padded, query_heads, HEADS: gl
                 tma_load(line_desc, [line + i], q_full.index(slot), lse_ring.index(slot))
                 if fresh:  # not before Q: it may have to wait until the warpgroups are done with the item before
                     mbarrier.wait(free.index(b), (done // BUFFERS & 1) ^ 1)
+                    tell(told.index(b), item)
                     fetch(k_desc, batch, first, head // GROUP, k_full.index(b), k_tiles.index(b))
                 mbarrier.wait(dout_free.index(slot), turn ^ 1)
                 mbarrier.expect(dout_full.index(slot), dout_desc.block_type.nbytes + line_desc.block_type.nbytes)
@@ -112,7 +118,12 @@ def load_tiles(descriptors, work, io, begin, end, padded, query_heads, HEADS: gl
                     fetch(v_desc, batch, first, head // GROUP, v_full.index(b), v_tiles.index(b))
                 fresh = False
                 t += 1
+        item = claim(counter, end)
         done += 1
+    b = done % BUFFERS
+    mbarrier.wait(free.index(b), (done // BUFFERS & 1) ^ 1)
+    tell(told.index(b), 0)
+    mbarrier.arrive(k_full.index(b), count=1)
 
 
 @gluon.jit
@@ -181,8 +192,6 @@ def differentiate(
     fused,
     result,
     work,
-    begin,
-    end,
     scale,
     W: gl.constexpr,
     HEADS: gl.constexpr,
@@ -192,7 +201,7 @@ def differentiate(
 ):
     """A warpgroup: dk and dv of its half of the keys of every item."""
     tiles, signals = io
-    q_ring, dout_ring, lse_ring, delta_ring, k_tiles, v_tiles = tiles
+    q_ring, dout_ring, lse_ring, delta_ring, told, k_tiles, v_tiles = tiles
     q_full, q_free, dout_full, dout_free, k_full, v_full, free = signals
     STAGES: gl.constexpr = q_ring.shape[0]
     BN: gl.constexpr = q_ring.shape[2]
@@ -205,13 +214,13 @@ def differentiate(
     scale_log2 = scale * 1.4426950408889634
     nothing = gl.zeros([N, BN], gl.float32, product_layout(BN))
     t, done = 0, 0
-    for item in range(begin, end, ITEM):
+    item = hear(told.index(0), k_full.index(0), 0)
+    while item > 0:
         b = done % BUFFERS
         row = gl.load(work + item) + W * N
         span_first, span_end = spans_of(work, item)
         acc_k = gl.zeros([N, D_PAD], gl.float32, product_layout(D_PAD))
         acc_v = gl.zeros([N, DV_PAD], gl.float32, product_layout(DV_PAD))
-        mbarrier.wait(k_full.index(b), done // BUFFERS & 1)
         mbarrier.wait(v_full.index(b), done // BUFFERS & 1)
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
@@ -268,6 +277,8 @@ def differentiate(
         mbarrier.arrive(free.index(b), count=1)
         store_gradients(acc_k * scale, acc_v, result, work, item, W * N, 0, 0, D, DV)
         done += 1
+        b = done % BUFFERS
+        item = hear(told.index(b), k_full.index(b), done // BUFFERS & 1)
     if FUSED:
         tma.store_wait(0)
 
@@ -283,6 +294,7 @@ def dkdv_kernel(
     dk,
     dv,
     work,
+    counter,
     scale,  # > 0
     tokens,
     padded,
@@ -315,12 +327,11 @@ def dkdv_kernel(
         fused = io  # not used
     fence_async_shared()
     result = (dk, dv, tokens, owners)
-    begin, end = items_of(work)
     gl.warp_specialize(
         [
-            (load_tiles, (descriptors, work, io, begin, end, padded, query_heads, HEADS, GROUP)),
-            (differentiate, (io, fused, result, work, begin, end, scale, FIRST, HEADS, D, DV, FUSED)),
-            (differentiate, (io, fused, result, work, begin, end, scale, SECOND, HEADS, D, DV, FUSED)),
+            (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP)),
+            (differentiate, (io, fused, result, work, scale, FIRST, HEADS, D, DV, FUSED)),
+            (differentiate, (io, fused, result, work, scale, SECOND, HEADS, D, DV, FUSED)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

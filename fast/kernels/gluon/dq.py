@@ -1,4 +1,4 @@
-"""The dq kernel for Hopper: three products a tile, each processor walking through its own items, as in the forward kernel.
+"""The dq kernel for Hopper: three products a tile, item after item, as in the forward kernel.
 
     loader        K 0   Q    V 0   dO   K 1   V 1   K 2   ...
     warpgroup     S = Q K^T  and  dP = dO V^T, issued together
@@ -18,34 +18,39 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from canon.fast.kernels.gluon.blocks import (
     FIRST,
-    ITEM,
     SECOND,
     SPAN,
     barriers,
+    claim,
     column_layout,
     columns_of,
     factor_layout,
     fetch,
+    first_item,
+    hear,
     hide_unseen,
     is_partial,
-    items_of,
     line_of,
     place_of,
+    places,
     product_layout,
     spans_of,
     store_tile,
+    tell,
 )
 
 
 @gluon.jit
-def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, io, begin, end, GROUP: gl.constexpr):
-    """The loader: K and V of every visited tile; an item's Q behind its first K, its dO behind its first V."""
-    q_tiles, dout_tiles, k_ring, v_ring, q_full, q_free, dout_full, dout_free, k_full, k_free, v_full, v_free = io
+def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, counter, io, GROUP: gl.constexpr):
+    """The loader: claims items; K and V of every visited tile; an item's Q behind its first K, its dO behind its first V."""
+    q_tiles, dout_tiles, told, k_ring, v_ring, signals = io
+    q_full, q_free, dout_full, dout_free, k_full, k_free, v_full, v_free = signals
     TOKENS: gl.constexpr = q_tiles.shape[2]
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
     t, done = 0, 0
-    for item in range(begin, end, ITEM):
+    item, end = first_item(work)
+    while item < end:
         first, _, batch, head = place_of(work, item)
         span_first, span_end = spans_of(work, item)
         fresh = True
@@ -59,6 +64,7 @@ def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, io, begin, end, GROUP: g
                 if fresh:  # not before K: it may have to wait until the warpgroups are done with the item before
                     for w in gl.static_range(2):
                         mbarrier.wait(q_free.index(w), (done & 1) ^ 1)
+                        tell(told.index(w), item)
                         fetch(q_desc, batch, first + w * TOKENS, head, q_full.index(w), q_tiles.index(w))
                 mbarrier.wait(v_free.index(slot), turn ^ 1)
                 fetch(v_desc, batch, j, head // GROUP, v_full.index(slot), v_ring.index(slot))
@@ -68,13 +74,19 @@ def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, io, begin, end, GROUP: g
                         fetch(dout_desc, batch, first + w * TOKENS, head, dout_full.index(w), dout_tiles.index(w))
                 fresh = False
                 t += 1
+        item = claim(counter, end)
         done += 1
+    for w in gl.static_range(2):
+        mbarrier.wait(q_free.index(w), (done & 1) ^ 1)
+        tell(told.index(w), 0)
+        mbarrier.arrive(q_full.index(w), count=1)
 
 
 @gluon.jit
-def differentiate(io, lines, padded, result, work, begin, end, scale, W: gl.constexpr, D: gl.constexpr):
+def differentiate(io, lines, padded, result, work, scale, W: gl.constexpr, D: gl.constexpr):
     """A warpgroup: dq of its half of the rows of every item."""
-    q_tiles, dout_tiles, k_ring, v_ring, q_full, q_free, dout_full, dout_free, k_full, k_free, v_full, v_free = io
+    q_tiles, dout_tiles, told, k_ring, v_ring, signals = io
+    q_full, q_free, dout_full, dout_free, k_full, k_free, v_full, v_free = signals
     dq, tokens, stride_t, stride_h = result
     TOKENS: gl.constexpr = q_tiles.shape[2]
     PACK: gl.constexpr = q_tiles.shape[3]
@@ -86,7 +98,8 @@ def differentiate(io, lines, padded, result, work, begin, end, scale, W: gl.cons
     scale_log2 = scale * 1.4426950408889634
     nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
     t, done = 0, 0
-    for item in range(begin, end, ITEM):
+    item = hear(told.index(W), q_full.index(W), 0)
+    while item > 0:
         first, end_row, _, _ = place_of(work, item)
         first += W * TOKENS
         span_first, span_end = spans_of(work, item)
@@ -96,7 +109,6 @@ def differentiate(io, lines, padded, result, work, begin, end, scale, W: gl.cons
         lse_row = gl.expand_dims(gl.load(at, mask=here, other=0.0), 1)
         delta_row = gl.expand_dims(gl.load(at + padded, mask=here, other=0.0), 1)
         acc = gl.zeros([M, D_PAD], gl.float32, product_layout(D_PAD))
-        mbarrier.wait(q_full.index(W), done & 1)
         mbarrier.wait(dout_full.index(W), done & 1)
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
@@ -137,6 +149,7 @@ def differentiate(io, lines, padded, result, work, begin, end, scale, W: gl.cons
         start = dq + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
         store_tile(start, acc * scale, line_of(work, item), end_row - first, stride_t, stride_h, 0, D, PACK)
         done += 1
+        item = hear(told.index(W), q_full.index(W), done & 1)
 
 
 @gluon.jit(do_not_specialize=["tokens", "padded"])
@@ -149,6 +162,7 @@ def dq_kernel(
     padded,
     dq,
     work,
+    counter,
     scale,
     tokens,
     stride_t,
@@ -167,6 +181,7 @@ def dq_kernel(
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, D_PAD], q_desc.layout)
     dout_tiles = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, DV_PAD], dout_desc.layout)
+    told = places(2)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
     q_full, q_free = barriers(2, 1), barriers(2, 1)
@@ -174,14 +189,14 @@ def dq_kernel(
     k_full, k_free = barriers(STAGES, 1), barriers(STAGES, 2)
     v_full, v_free = barriers(STAGES, 1), barriers(STAGES, 2)
     fence_async_shared()
-    io = (q_tiles, dout_tiles, k_ring, v_ring, q_full, q_free, dout_full, dout_free, k_full, k_free, v_full, v_free)
+    signals = (q_full, q_free, dout_full, dout_free, k_full, k_free, v_full, v_free)
+    io = (q_tiles, dout_tiles, told, k_ring, v_ring, signals)
     result = (dq, tokens, stride_t, stride_h)
-    begin, end = items_of(work)
     gl.warp_specialize(
         [
-            (load_tiles, (q_desc, dout_desc, k_desc, v_desc, work, io, begin, end, GROUP)),
-            (differentiate, (io, lines, padded, result, work, begin, end, scale, FIRST, D)),
-            (differentiate, (io, lines, padded, result, work, begin, end, scale, SECOND, D)),
+            (load_tiles, (q_desc, dout_desc, k_desc, v_desc, work, counter, io, GROUP)),
+            (differentiate, (io, lines, padded, result, work, scale, FIRST, D)),
+            (differentiate, (io, lines, padded, result, work, scale, SECOND, D)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

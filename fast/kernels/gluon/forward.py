@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper: each processor walks through its own list of items (tile of queries, heads).
+"""The forward kernel for Hopper: each processor does one item (tile of queries, heads) after another.
 
     loader        K 0   Q    V 0   K 1   V 1   K 2   ...   K n   V n | next item: K 0   Q   ...
     warpgroup     wait K j, Q:   S = Q K^T (tile j)     issued together with     O += P V (tile j - 1)
@@ -19,39 +19,43 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from canon.fast.kernels.gluon.blocks import (
     FIRST,
-    ITEM,
     SECOND,
     SPAN,
     THIRD,
     barriers,
+    claim,
     column_layout,
     columns_of,
     factor_layout,
     fetch,
     finite,
+    first_item,
+    hear,
     hide_unseen,
     is_partial,
-    items_of,
     line_of,
     pass_turn,
     place_of,
+    places,
     product_layout,
     spans_of,
     store_tile,
     take_turn,
+    tell,
 )
 
 
 @gluon.jit
-def load_tiles(q_desc, k_desc, v_desc, work, io, begin, end, GROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """The loader: K and V of every visited tile, and an item's Q behind its first K."""
-    q_tiles, k_ring, v_ring, q_full, q_free, k_full, k_free, v_full, v_free = io
+def load_tiles(q_desc, k_desc, v_desc, work, counter, io, GROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The loader: claims items; K and V of every visited tile, and an item's Q behind its first K."""
+    q_tiles, told, k_ring, v_ring, q_full, q_free, k_full, k_free, v_full, v_free = io
     BUFFERS: gl.constexpr = q_tiles.shape[0] // WARPGROUPS
     TOKENS: gl.constexpr = q_tiles.shape[2]
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
     t, done = 0, 0
-    for item in range(begin, end, ITEM):
+    item, end = first_item(work)
+    while item < end:
         first, _, batch, head = place_of(work, item)
         span_first, span_end = spans_of(work, item)
         fresh = True
@@ -66,12 +70,19 @@ def load_tiles(q_desc, k_desc, v_desc, work, io, begin, end, GROUP: gl.constexpr
                     for w in gl.static_range(WARPGROUPS):
                         b = w * BUFFERS + done % BUFFERS
                         mbarrier.wait(q_free.index(b), (done // BUFFERS & 1) ^ 1)
+                        tell(told.index(b), item)
                         fetch(q_desc, batch, first + w * TOKENS, head, q_full.index(b), q_tiles.index(b))
                 fresh = False
                 mbarrier.wait(v_free.index(slot), turn ^ 1)
                 fetch(v_desc, batch, j, head // GROUP, v_full.index(slot), v_ring.index(slot))
                 t += 1
+        item = claim(counter, end)
         done += 1
+    for w in gl.static_range(WARPGROUPS):
+        b = w * BUFFERS + done % BUFFERS
+        mbarrier.wait(q_free.index(b), (done // BUFFERS & 1) ^ 1)
+        tell(told.index(b), 0)
+        mbarrier.arrive(q_full.index(b), count=1)
 
 
 @gluon.constexpr_function
@@ -102,16 +113,14 @@ def lane_sum(x):
 
 
 @gluon.jit
-def finish(
-    o, m, l, result, work, item, exists, W: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr
-):
-    """Divide and write the result of an item, if it ``exists``; rows that saw nothing get 0 and -inf."""
+def finish(o, m, l, result, work, item, W: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr):
+    """Divide and write the result of an item; rows that saw nothing get 0 and -inf."""
     out, lse, tokens, stride_t, stride_h = result
     M: gl.constexpr = o.shape[0]
     first, stop, batch, head = place_of(work, item)
     line = line_of(work, item)
     first += W * (M // PACK)
-    left = gl.where(exists, stop, 0) - first  # rows left to write
+    left = stop - first  # rows left to write
     l = gl.convert_layout(gl.sum(l, 1), column_layout(BN))
     blind = l == 0.0
     l = gl.where(blind, 1.0, l)
@@ -134,8 +143,7 @@ def step(
     io,
     result,
     work,
-    item,
-    done,
+    previous,
     ring,
     span,
     row,
@@ -153,12 +161,12 @@ def step(
 ):
     """Take a tile into the running maximum m (in base 2), sum l and output o, which lacks the product p V of this tile.
 
-    On entry o lacks that of the tile before. FRESH: the tile is the first of an item, and the item before is finished here.
+    On entry o lacks that of the tile before. FRESH: the tile is the first of an item, and the ``previous`` item is finished.
     ``ring``: the slots of the tile before and of this one, and the parity of its phase; counted on, as the first product
     would have to wait for a division. ``l`` (rows, 4) is what each lane has summed. LATE: p is rounded once the p before is
     no longer read and takes its registers.
     """
-    q_tiles, k_ring, v_ring, _, q_free, k_full, k_free, v_full, v_free = io
+    q_tiles, _, k_ring, v_ring, _, q_free, k_full, k_free, v_full, v_free = io
     M: gl.constexpr = q_tiles.shape[2] * PACK
     D_PAD: gl.constexpr = q_tiles.shape[4]
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -169,8 +177,8 @@ def step(
     k = k_ring.index(slot).reshape([BN, D_PAD])
     v = v_ring.index(before).reshape([BN, DV_PAD])
     mbarrier.wait(k_full.index(slot), turn)
-    if FRESH:  # before the first item nothing is behind: p is 0, and the product is dropped
-        mbarrier.wait(v_full.index(before), 0, pred=done == 0)
+    if FRESH:  # before the first item is item 0: p is 0, and the product is dropped
+        mbarrier.wait(v_full.index(before), 0, pred=previous == 0)
     if TURNS:
         take_turn(W)
     nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
@@ -202,9 +210,9 @@ def step(
         p = gl.convert_layout(p.to(q_tiles.dtype), factor_layout(DV_PAD))
     else:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
-    mbarrier.arrive(v_free.index(before), count=1, pred=done > 0 if FRESH else True)
+    mbarrier.arrive(v_free.index(before), count=1, pred=previous > 0 if FRESH else True)
     if FRESH:
-        finish(o, m, l, result, work, gl.maximum(item - ITEM, 0), done > 0, W, BN, DV, PACK)
+        finish(o, m, l, result, work, previous, W, BN, DV, PACK)
         o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))
     else:
         l_new += l * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, lane_layout())), 1)
@@ -219,8 +227,6 @@ def attend(
     io,
     result,
     work,
-    begin,
-    end,
     scale_log2,
     W: gl.constexpr,
     WARPGROUPS: gl.constexpr,
@@ -229,7 +235,7 @@ def attend(
     DV: gl.constexpr,
 ):
     """A warpgroup: its part of the rows of every item."""
-    q_tiles, k_ring, v_ring, q_full, _, _, _, _, _ = io
+    q_tiles, told, k_ring, v_ring, q_full, _, _, _, _, _ = io
     BUFFERS: gl.constexpr = q_tiles.shape[0] // WARPGROUPS
     TOKENS: gl.constexpr = q_tiles.shape[2]
     PACK: gl.constexpr = q_tiles.shape[3]
@@ -240,19 +246,19 @@ def attend(
     p = gl.zeros([M, BN], q_tiles.dtype, factor_layout(DV_PAD))
     m = gl.zeros([M], gl.float32, column_layout(BN))
     l = gl.zeros([M, 4], gl.float32, lane_layout())
-    done, ring = 0, (0, 0, 0)
+    previous, done, ring = 0, 0, (0, 0, 0)
     if TURNS and W == WARPGROUPS - 1:
         pass_turn(W, WARPGROUPS)  # the first turn is the first warpgroup's
-    for item in range(begin, end, ITEM):
+    item = hear(told.index(W * BUFFERS), q_full.index(W * BUFFERS), 0)
+    while item > 0:
+        b = W * BUFFERS + done % BUFFERS
         row = gl.load(work + item) + W * TOKENS
         span_first, span_end = spans_of(work, item)
-        b = W * BUFFERS + done % BUFFERS
-        mbarrier.wait(q_full.index(b), done // BUFFERS & 1)
         column, stop = columns_of(work, span_first, BN)
         partial = is_partial(work, span_first)
         is_last = (span_first + SPAN == span_end) & (column + BN == stop)
         o, p, m, l, ring = step(
-            o, p, m, l, b, io, result, work, item, done, ring, span_first, row, column, scale_log2, partial, is_last,
+            o, p, m, l, b, io, result, work, previous, ring, span_first, row, column, scale_log2, partial, is_last,
             True, W, WARPGROUPS, TURNS, LATE, DV, PACK,
         )  # fmt: skip
         for span in range(span_first, span_end, SPAN):
@@ -261,14 +267,16 @@ def attend(
             for j in range(column + gl.where(span == span_first, BN, 0), stop, BN):
                 is_last = (span + SPAN == span_end) & (j + BN == stop)
                 o, p, m, l, ring = step(
-                    o, p, m, l, b, io, result, work, item, done, ring, span, row, j, scale_log2, partial, is_last,
+                    o, p, m, l, b, io, result, work, previous, ring, span, row, j, scale_log2, partial, is_last,
                     False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
                 )  # fmt: skip
         done += 1
-    if end > begin:
+        b = W * BUFFERS + done % BUFFERS
+        previous, item = item, hear(told.index(b), q_full.index(b), done // BUFFERS & 1)
+    if previous > 0:
         v = v_ring.index(ring[0]).reshape([BN, DV_PAD])
         o = hopper.warpgroup_mma_wait(0, deps=[hopper.warpgroup_mma(p, v, o, is_async=True)])
-        finish(o, m, l, result, work, end - ITEM, True, W, BN, DV, PACK)
+        finish(o, m, l, result, work, previous, W, BN, DV, PACK)
     if TURNS and W == FIRST:
         take_turn(W)  # the last one: the barrier ends as it began
 
@@ -281,6 +289,7 @@ def forward_kernel(
     out,
     lse,
     work,
+    counter,
     scale_log2,  # > 0
     tokens,
     stride_t,
@@ -302,21 +311,21 @@ def forward_kernel(
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS * BUFFERS, 1, 64 // PACK, PACK, D_PAD], q_desc.layout)
+    told = places(WARPGROUPS * BUFFERS)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
     q_full, q_free = barriers(WARPGROUPS * BUFFERS, 1), barriers(WARPGROUPS * BUFFERS, 1)
     k_full, k_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
     v_full, v_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
     fence_async_shared()
-    io = (q_tiles, k_ring, v_ring, q_full, q_free, k_full, k_free, v_full, v_free)
+    io = (q_tiles, told, k_ring, v_ring, q_full, q_free, k_full, k_free, v_full, v_free)
     result = (out, lse, tokens, stride_t, stride_h)
-    begin, end = items_of(work)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (load_tiles, (q_desc, k_desc, v_desc, work, io, begin, end, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, begin, end, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, DV)),
-                (attend, (io, result, work, begin, end, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, DV)),
+                (load_tiles, (q_desc, k_desc, v_desc, work, counter, io, GROUP, WARPGROUPS)),
+                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, DV)),
+                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, DV)),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],
@@ -324,10 +333,10 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (load_tiles, (q_desc, k_desc, v_desc, work, io, begin, end, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, begin, end, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, DV)),
-                (attend, (io, result, work, begin, end, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, DV)),
-                (attend, (io, result, work, begin, end, scale_log2, THIRD, WARPGROUPS, TURNS, LATE, DV)),
+                (load_tiles, (q_desc, k_desc, v_desc, work, counter, io, GROUP, WARPGROUPS)),
+                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, DV)),
+                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, DV)),
+                (attend, (io, result, work, scale_log2, THIRD, WARPGROUPS, TURNS, LATE, DV)),
             ],
             [4, 4, 4],
             [MATH_REGISTERS, MATH_REGISTERS, MATH_REGISTERS],

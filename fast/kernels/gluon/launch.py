@@ -52,7 +52,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
             box(seen_only(v, mask, keys=True), config.columns, 1, dv),
         )
         strides = even_out.stride(1), even_out.stride(2)
-        arguments = (*tiles, even_out, line_lse, plan.work, scale * LOG2E, q.shape[1], *strides)
+        arguments = (*tiles, even_out, line_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
         options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack, "TURNS": config.turns, "LATE": config.late}
         run(forward_kernel, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
     settle(out, even_out)
@@ -73,7 +73,7 @@ def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lines: Tensor, mask: Mask,
         k, v = seen_only(k, mask, keys=True), seen_only(v, mask, keys=True)
         tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
         strides = even.stride(1), even.stride(2)
-        arguments = (*tiles, lines, lines.shape[3], even, plan.work, scale, q.shape[1], *strides)
+        arguments = (*tiles, lines, lines.shape[3], even, *queue(plan, q), scale, q.shape[1], *strides)
         run(dq_kernel, q, config, arguments, GROUP=group, D=q.shape[-1], D_PAD=d, DV_PAD=dv, PACK=pack)
     settle(dq, even)
 
@@ -102,7 +102,7 @@ def dkdv(
     each = q.shape[2] // owners
     heads = Heads(q.shape[0], owners, 1)
     read = each * head_bytes(q, dout)
-    plan = schedule(mask, config.rows, config.columns, True, heads, 1, read, processors(q), q.device, each)
+    plan = schedule(mask, config.rows, config.columns, True, heads, 1, read, q.device, each)
     flat_dk, flat_dv = (x if x.is_contiguous() else torch.empty_like(x, memory_format=CONTIGUOUS) for x in (dk, dv))
     if not plan.complete:
         flat_dk.zero_()
@@ -116,7 +116,7 @@ def dkdv(
         keys = box(k, config.rows, 1, d_pad), box(v, config.rows, 1, dv_pad)
         line = TensorDescriptor(lines.view(-1), [lines.numel()], [1], [config.columns], LINE)
         counts = k.shape[1], lines.shape[3], q.shape[2], owners
-        written = (flat_dk, flat_dv, plan.work, scale, *counts)
+        written = (flat_dk, flat_dv, *queue(plan, q), scale, *counts)
         group = q.shape[2] // k.shape[2]
         options = {"HEADS": each, "GROUP": group, "D": q.shape[-1], "DV": v.shape[-1], "D_PAD": d_pad, "DV_PAD": dv_pad}
         if wide:
@@ -136,7 +136,7 @@ def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> t
     group = q.shape[2] // k.shape[2]
     pack = packing(mask, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
-    plan = schedule(mask, config.rows, config.columns, False, heads, pack, read, processors(q), q.device)
+    plan = schedule(mask, config.rows, config.columns, False, heads, pack, read, q.device)
     return group, pack, plan
 
 
@@ -250,6 +250,15 @@ def processors(x: Tensor) -> int:
     if x.device.type == "cpu":
         return SIMULATED_PROCESSORS
     return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+def queue(plan: Schedule, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What there is to do, and the counter that programs claim it from: the launch's own, for streams may overlap.
+
+    Where each program has one item at most, nobody reads the counter, and none is made.
+    """
+    some = plan.items > processors(x)
+    return plan.work, torch.zeros(1, dtype=torch.int32, device=x.device) if some else plan.work
 
 
 def constants(kernel, config: Config) -> dict:

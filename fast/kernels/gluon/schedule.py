@@ -1,13 +1,14 @@
-"""Who does what when: the tiles of a work table, for every batch and head, dealt out to the processors beforehand.
+"""In which order things are done: the tiles of a work table, for every batch and head, in one list for all processors.
 
-A Hopper program is *persistent*: there is one on each processor, and it walks through its own list of items, so that
-the end of one overlaps the beginning of the next. Heads that share keys, and whole groups of them, stand together while
-what they read fits the L2 cache; within such a group the longest tiles come first; and every round of as many items as
-there are processors is dealt longest item to least loaded processor. Tiles that see nothing are in no list.
+A Hopper program is *persistent*: there is one on each processor, and it does one item after another, so that the end of
+one overlaps the beginning of the next. Who has started all of an item's loads claims the next item of the list that
+nobody has: processors are not equally fast, so nothing is dealt out beforehand. Heads that share keys, and whole groups
+of them, stand together while what they read fits the L2 cache; within such a set the longest tiles come first. Tiles
+that see nothing are not in the list.
 
-Cost: O(items log processors) on the host, once per mask, shapes and device; 32 bytes an item on the device.
+Cost: O(items) on the host, once per mask, shapes and device; 32 bytes an item on the device.
 
-Source: longest processing time first: Graham, Bounds on multiprocessing timing anomalies (1969).
+Source: list scheduling, longest processing time first: Graham, Bounds on multiprocessing timing anomalies (1969).
 """
 
 from functools import lru_cache
@@ -50,11 +51,10 @@ def schedule(
     heads: Heads,
     pack: int,
     bytes_each_group: int,
-    programs: int,
     device: torch.device,
     repeat: int = 1,
 ) -> Schedule:
-    """The schedule of a mask over ``programs`` processors; an item has the ``pack`` heads from its own on.
+    """The schedule of a mask; an item has the ``pack`` heads from its own on.
 
     ``transposed``: tiles of keys, and ``boxes`` of queries as in `work_table`; ``repeat``: how often the spans of a tile come
     after one another, once for each query head of an owner.
@@ -70,17 +70,12 @@ def schedule(
         order = order[:0]
     tile = np.broadcast_to(order[None, :, None], (len(lines), len(order), lines.shape[1])).ravel()
     line = np.broadcast_to(lines[:, None, :], (len(lines), len(order), lines.shape[1])).ravel()
-    program = _dealt(cost[tile], programs)
-    by_program = np.argsort(program, kind="stable")
-    tile, line = tile[by_program], line[by_program]
-    counts = np.bincount(program, minlength=programs)
-
-    spans_from = programs + 1 + 8 * len(tile)
-    at = lambda spans: spans_from + 8 * spans[tile]
+    items_end = 8 * (1 + len(tile))
+    at = lambda spans: items_end + 8 * spans[tile]
     batch, head = line // heads.number, line % heads.number
     items = np.stack([first[tile], stop[tile], batch, head, at(begin), at(end), line, 0 * line], 1)
-    starts = programs + 1 + 8 * np.concatenate([[0], np.cumsum(counts)])
-    work = np.concatenate([starts, items.ravel(), spans.ravel()]).astype(np.int32)
+    no_item = [items_end, 0, 0, 0, 0, 0, 0, 0]
+    work = np.concatenate([no_item, items.ravel(), spans.ravel()]).astype(np.int32)
     return Schedule(torch.from_numpy(work).to(device), len(tile), len(order) == len(tiles))
 
 
@@ -89,7 +84,10 @@ def unevenness(mask: Mask, rows: int, columns: int, owners: int, each: int, prog
     """What the busiest processor has to do for dk and dv, over the mean: ``owners`` that sum ``each`` query heads."""
     tiles, _, cost = _costs(mask, rows, columns, True, each)
     cost = np.sort(cost[tiles[:, 4] > tiles[:, 2]])[::-1].repeat(owners)
-    load = np.bincount(_dealt(cost, programs), cost, minlength=programs)
+    load = np.zeros(programs)
+    for start in range(0, len(cost), programs):  # in rounds, the longest item to the least loaded processor
+        longest = cost[start : start + programs]
+        load[np.argsort(load, kind="stable")[: len(longest)]] += longest
     return float(load.max() / load.mean()) if len(cost) else 1.0
 
 
@@ -120,15 +118,3 @@ def _lines(heads: Heads, pack: int, bytes_each_group: int) -> np.ndarray:
     fits = [n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * bytes_each_group <= L2_BYTES)]
     side_by_side = max(fits, default=1)
     return np.arange(0, groups * heads.group, pack).reshape(-1, side_by_side * heads.group // pack)
-
-
-def _dealt(cost: np.ndarray, programs: int) -> np.ndarray:
-    """The program of each item."""
-    load, program = np.zeros(programs), np.empty(len(cost), np.int64)
-    for start in range(0, len(cost), programs):
-        part = slice(start, start + programs)
-        longest = start + np.argsort(-cost[part], kind="stable")
-        least = np.argsort(load, kind="stable")[: len(longest)]
-        program[longest] = least
-        load[least] += cost[longest]
-    return program

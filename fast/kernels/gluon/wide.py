@@ -18,14 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from canon.fast.kernels.gluon.blocks import (
     FIRST,
-    ITEM,
     SECOND,
     SPAN,
     barriers,
     columns_of,
+    hear,
     hide_unseen,
     is_partial,
-    items_of,
     product_layout,
     row_layout,
     shared_layout,
@@ -35,10 +34,10 @@ from canon.fast.kernels.gluon.dkdv import load_tiles, make_io, store_gradients
 
 
 @gluon.jit
-def differentiate(io, shared, result, work, begin, end, scale, W: gl.constexpr, D: gl.constexpr, DV: gl.constexpr):
+def differentiate(io, shared, result, work, scale, W: gl.constexpr, D: gl.constexpr, DV: gl.constexpr):
     """A warpgroup: its half of the columns of dk and dv of every item."""
     tiles, signals = io
-    q_ring, dout_ring, lse_ring, delta_ring, k_tiles, v_tiles = tiles
+    q_ring, dout_ring, lse_ring, delta_ring, told, k_tiles, v_tiles = tiles
     q_full, q_free, dout_full, dout_free, k_full, v_full, free = signals
     p_tiles, ds_tiles, met = shared
     STAGES: gl.constexpr = q_ring.shape[0]
@@ -51,13 +50,13 @@ def differentiate(io, shared, result, work, begin, end, scale, W: gl.constexpr, 
     scale_log2 = scale * 1.4426950408889634
     nothing = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     t, done = 0, 0
-    for item in range(begin, end, ITEM):
+    item = hear(told.index(0), k_full.index(0), 0)
+    while item > 0:
         b = done % BUFFERS
         row = gl.load(work + item)
         span_first, span_end = spans_of(work, item)
         acc_k = gl.zeros([ROWS, D_PAD // 2], gl.float32, product_layout(D_PAD // 2))
         acc_v = gl.zeros([ROWS, DV_PAD // 2], gl.float32, product_layout(DV_PAD // 2))
-        mbarrier.wait(k_full.index(b), done // BUFFERS & 1)
         mbarrier.wait(v_full.index(b), done // BUFFERS & 1)
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
@@ -103,6 +102,8 @@ def differentiate(io, shared, result, work, begin, end, scale, W: gl.constexpr, 
         mbarrier.arrive(free.index(b), count=1)
         store_gradients(acc_k * scale, acc_v, result, work, item, 0, W * (D_PAD // 2), W * (DV_PAD // 2), D, DV)
         done += 1
+        b = done % BUFFERS
+        item = hear(told.index(b), k_full.index(b), done // BUFFERS & 1)
 
 
 @gluon.jit(do_not_specialize=["tokens", "padded", "query_heads", "owners"])
@@ -115,6 +116,7 @@ def wide_kernel(
     dk,
     dv,
     work,
+    counter,
     scale,
     tokens,
     padded,
@@ -140,12 +142,11 @@ def wide_kernel(
     shared = (p_tiles, ds_tiles, barriers(2, 2))
     fence_async_shared()
     result = (dk, dv, tokens, owners)
-    begin, end = items_of(work)
     gl.warp_specialize(
         [
-            (load_tiles, (descriptors, work, io, begin, end, padded, query_heads, HEADS, GROUP)),
-            (differentiate, (io, shared, result, work, begin, end, scale, FIRST, D, DV)),
-            (differentiate, (io, shared, result, work, begin, end, scale, SECOND, D, DV)),
+            (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP)),
+            (differentiate, (io, shared, result, work, scale, FIRST, D, DV)),
+            (differentiate, (io, shared, result, work, scale, SECOND, D, DV)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

@@ -5,9 +5,10 @@
     simulator.register(add_box, simulator.reduce_add)                       # what stands for a builtin of one's own
     simulator.simulated(log=[])                                             # write down what happens: `Event`, in order
 
-Triton's interpreter knows no Gluon. Here a program (CTA) runs after the other, its partitions as threads that take turns;
-TMA loads land, wgmma read, stores are written "early" (at once), "late" (when nothing else can happen, or somebody waits) or
-at "random"; ``seed`` draws the interleaving. Found, and raised as `Fault`, with the kernel's lines:
+Triton's interpreter knows no Gluon. Here one program (CTA) runs at a time, its partitions as threads that take turns; another
+one may go on where it ends, and at its atomic operations on global memory. TMA loads land, wgmma read, stores are written
+"early" (at once), "late" (when nothing else can happen, or somebody waits) or at "random"; ``seed`` draws the interleaving.
+Found, and raised as `Fault`, with the kernel's lines:
 
     deadlocks                               who waits for which barrier, in which phase
     reads of what is not there yet,         by vector clocks, whatever the interleaving: a missing wait or an early arrival is
@@ -45,7 +46,7 @@ from canon.fast.kernels.gluon.blocks import tma_add
 from canon.testing.simulator import engines, language, memory, values
 from canon.testing.simulator.engines import reduce_add
 from canon.testing.simulator.memory import Descriptor
-from canon.testing.simulator.program import Deadlock, Event, Fault, Program
+from canon.testing.simulator.program import Deadlock, Event, Fault, Program, take_turns
 from canon.testing.simulator.values import Tensor
 
 __all__ = ["Deadlock", "Event", "Fault", "reduce_add", "register", "simulated"]
@@ -307,11 +308,9 @@ def _launch(
     sizes = (*grid, 1, 1)[:3]
     chance = random.Random(seed)
     function = _rebuilt(kernel)
-    for z in range(sizes[2]):
-        for y in range(sizes[1]):
-            for x in range(sizes[0]):
-                program = Program((x, y, z), sizes, order, chance, log)
-                program.run(kernel.fn.__name__, options.get("num_warps", 4), lambda: function(**given))
+    places = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
+    programs = [Program(place, sizes, order, chance, log) for place in places]
+    take_turns(programs, chance, kernel.fn.__name__, options.get("num_warps", 4), lambda: function(**given))
 
 
 def _run(kernel: GluonJITFunction, *arguments, grid, warmup=False, **named) -> Any:

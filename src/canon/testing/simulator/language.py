@@ -44,12 +44,12 @@ def _addresses(address: Tensor, mask: Any, what: str) -> tuple[Any, Any]:
         at = at[keep]
         keep = keep if at.numel() else False
     if keep is not False:
+        if taint := address.taint or (mask.taint if isinstance(mask, Tensor) else None):
+            raise Fault(taint)
         low, high = map(int, at.aminmax()) if isinstance(at, torch.Tensor) else (at, at)
         if low < 0 or high >= address.memory.numel():
             end = low if low < 0 else high
             raise Fault(f"{what} of element {end} of {address.memory.numel()}: out of bounds, at {Place()}")
-        if taint := address.taint or (mask.taint if isinstance(mask, Tensor) else None):
-            raise Fault(taint)
     return at, keep
 
 
@@ -97,6 +97,7 @@ def atomic_add(pointer, val, mask=None, sem=None, scope=None):
     at, keep = _addresses(pointer, mask, "atomic_add")
     if keep is not False:
         pointer.memory.index_put_((torch.as_tensor(at),), _values(pointer, val, keep), accumulate=True)
+    here().program.let_others()
     here().program.step()
     return before
 

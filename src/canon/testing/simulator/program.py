@@ -1,5 +1,6 @@
-"""One program (CTA) of a simulated Gluon kernel: its partitions, and who may run next.
+"""The programs (CTAs) of a simulated Gluon kernel, their partitions, and who may run next.
 
+A program runs to its end before another one begins; but for atomic operations on global memory, at which any may go on.
 Partitions are threads of which exactly one holds the baton. It is passed on where a partition blocks, and now and then where
 it starts or signals something; who gets it is drawn from a seeded generator, so a seed is an interleaving.
 
@@ -140,6 +141,9 @@ class Program:
         self.partitions: list[Partition] = []
         self.failure: BaseException | None = None
         self.name = ""  # the kernel's
+        self.thread: threading.Thread | None = None  # that its main partition runs on
+        self.going, self.paused = threading.Semaphore(0), threading.Semaphore(0)
+        self.abandoned = self.ended = False
 
     def new_actor(self) -> int:
         """A number for whoever has a clock."""
@@ -202,6 +206,38 @@ class Program:
             for other in self.partitions:
                 if other is not me and not other.finished:
                     other.baton.release()
+
+    def go_on(self, *arguments: Any) -> None:
+        """Run, until the program ends or lets others go on; ``arguments``: those of `run`."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._begin, args=arguments, daemon=True)
+            self.thread.start()
+        else:
+            self.going.release()
+        self.paused.acquire()
+
+    def _begin(self, *arguments: Any) -> None:
+        try:
+            self.run(*arguments)
+        except BaseException as failure:
+            self.failure = failure
+        finally:
+            self.ended = True
+            self.paused.release()
+
+    def let_others(self) -> None:
+        """The running partition has touched what all programs share: another one may be first to go on."""
+        self.paused.release()
+        self.going.acquire()
+        if self.abandoned:
+            raise Fault("another program has failed")
+
+    def abandon(self) -> None:
+        """End a program that waits for its turn."""
+        if self.thread is not None:
+            self.abandoned = True
+            self.going.release()
+            self.thread.join()
 
     def run(self, name: str, warps: int, function: Callable[[], None]) -> None:
         """Run the kernel's function and check how the program ends."""
@@ -285,3 +321,19 @@ class Program:
             self.fail(failure, me)
         finally:
             me.finished = True
+
+
+def take_turns(programs: list[Program], chance: random.Random, *arguments: Any) -> None:
+    """Run all programs to their ends; ``arguments``: those of `Program.run`. Raises what the first one to fail raises."""
+    left = list(programs)
+    try:
+        while left:
+            program = chance.choice(left)
+            program.go_on(*arguments)
+            if program.ended:
+                left.remove(program)
+            if program.failure:
+                raise program.failure
+    finally:
+        for program in left:
+            program.abandon()
