@@ -54,6 +54,12 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("fused", (64, 64)): Config(128, 128, 2),
     ("fused", (128, 128)): Config(128, 64, 2),
 }
+# Where a tile of queries visits LONG tiles of keys and more, on average.
+LONG_TABLE: dict[tuple[str, Widths], Config] = {
+    ("forward", (64, 64)): Config(192, 128, 4, 2, late=True),
+    ("forward", (128, 128)): Config(128, 128, 3),
+}
+LONG = 32
 KERNELS = ("forward", "dq", "dkdv", "fused", "wide")
 # 64 for each warpgroup; in "wide" both share them.
 ROWS = {"forward": (128, 192), "dq": (128,), "dkdv": (128,), "fused": (128,), "wide": (64,)}
@@ -73,9 +79,10 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     return need + exchanged.get(kernel, 0)
 
 
-def choose(kernel: str, d: int, dv: int) -> tuple[Config, int, int]:
+def choose(kernel: str, d: int, dv: int, long: bool = False) -> tuple[Config, int, int]:
     """The configuration of a kernel for heads d and dv wide, and these widths padded to what it is compiled for.
 
+    ``long``: tiles visit many others, see `LONG_TABLE`.
     Raises ValueError if there is none, or if it needs too much shared memory.
     """
     fitting = [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
@@ -85,7 +92,7 @@ def choose(kernel: str, d: int, dv: int) -> tuple[Config, int, int]:
             f'the Hopper {kernel} kernel is for heads up to {widest} wide, got {(d, dv)}: use backend("triton")'
         )
     pads = min(fitting, key=sum)
-    config = _forced.get(kernel) or TABLE[kernel, pads]
+    config = _forced.get(kernel) or (LONG_TABLE.get((kernel, pads)) if long else None) or TABLE[kernel, pads]
     if config.rows not in ROWS[kernel] or config.stages < 1 + (kernel == "forward"):
         least = "2 stages: a tile's V is awaited before the last one's is let go" if kernel == "forward" else "1 stage"
         raise ValueError(f"the Hopper {kernel} kernel has {ROWS[kernel]} rows and at least {least}; got {config}")

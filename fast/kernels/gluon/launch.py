@@ -17,7 +17,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
-from canon.fast.kernels.gluon.config import Config, choose
+from canon.fast.kernels.gluon.config import LONG, Config, choose
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.forward import forward_kernel
@@ -38,7 +38,7 @@ delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Writes out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
-    config, d, dv = choose("forward", q.shape[-1], v.shape[-1])
+    config, d, dv = choose("forward", q.shape[-1], v.shape[-1], visits_many(mask))
     group, pack, plan = query_plan(q, k, v, mask, config)
     even_out, line_lse = evenly(out), lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
     if not plan.complete:
@@ -220,6 +220,12 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
     visits = {pack: work_table(mask, rows // pack, columns).visits / pack for pack in candidates}
     best = min(candidates, key=lambda pack: visits[pack])
     return best if visits[best] < 0.9 * visits[1] else 1
+
+
+@lru_cache(maxsize=1024)
+def visits_many(mask: Mask) -> bool:
+    """Whether a tile of queries visits `LONG` tiles of keys, on average."""
+    return work_table(mask, 128, 128).visits >= LONG * -(-mask.queries // 128) > 0
 
 
 # ------------------------------------------------------------------ outputs
