@@ -1,20 +1,21 @@
 """The dk, dv kernel for Hopper: four products a tile, or five with dq ("fused"). Tiles of keys are owned, of queries visited.
 
     loader        Q 0   K    dO 0   V    Q 1   dO 1   Q 2   ...            (head by head of those that an owner sums)
-    warpgroup     S^T = K Q^T  and  dP^T = V dO^T, issued together
+    warpgroup     S^T = K Q^T  and  dP^T = V dO^T - delta, issued together
                   wait S^T:    P = exp(scale S - lse)       while dP^T runs
                                dV += P dO
-                  wait dP^T:   dS = P * (dP - delta)        while dV runs
+                  wait dP^T:   dS = P * dP                  while dV runs
                                dK += dS Q
-    fused         dS of both warpgroups meets in shared memory; each makes one half of the columns of dQ = dS^T K,
-                  and the TMA unit adds it to float32 dq in global memory, in no fixed order
+    fused         dS of both warpgroups meets in shared memory; each makes 64 columns of dQ^T = K^T dS (at D = 64 all of
+                  them, for every second tile), and the TMA unit adds them to float32 dq, in no fixed order
 
 An *owner* is a key head with all query heads of its group, summed in registers in order; or, for head_parallel, one query
 head, whose part is written in float32 and summed with the others afterwards, in order. But for the dq of "fused", same
 inputs give the same bits.
 
 Shared memory: 2 (BUFFERS rows (d + dv) + STAGES columns (d + dv)) + 8 STAGES columns bytes, and if fused
-4 rows columns + 4 columns d; widths padded to a power of 2.
+4 rows columns + 512 columns; widths padded to a power of 2.
+What limits it is shared memory, of which products of 64 columns alone take all: paper/hopper_kernels.md.
 Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
 """
 

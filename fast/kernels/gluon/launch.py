@@ -30,6 +30,7 @@ from canon.reference.mask import Mask
 
 LOG2E = 1.4426950408889634
 SIMULATED_PROCESSORS = 3
+TILES = {size: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)}
 LINE = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # no products: nothing to gain here
@@ -180,8 +181,7 @@ def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
     x, or a copy if TMA cannot reach it: what is added to must be `reachable`.
     """
     x = x if reachable(x) else roomy(x).copy_(x)
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=4)
-    return TensorDescriptor(x, list(x.shape), described_strides(x), [1, tokens, heads, width], layout)
+    return TensorDescriptor(x, list(x.shape), described_strides(x), [1, tokens, heads, width], TILES[x.element_size()])
 
 
 def described_strides(x: Tensor) -> list[int]:

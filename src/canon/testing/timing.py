@@ -1,23 +1,29 @@
 """Time on a GPU: of runs that take turns, between events, and what the device can do at best, measured beside them."""
 
+import random
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
 
 Run = Callable[[], object]
 LONG = 20.0  # milliseconds from which on a run is its own warm-up
-LEAD = 4_000_000  # clocks, about 2 ms, that the device waits before a timed run: launches get ahead of it
+LEAD = 4_000_000  # clocks, about 2 ms, that the device waits before timed runs: launches get ahead of it,
+CLOCKS = 3e9  # and so many for each second that they take
 MATMUL = 8192  # rows and columns of the product that sets the ceiling
 COPIED = 1 << 30  # bytes
 
 
 def milliseconds(run: Run, times: int = 10, *, warm: int = 2) -> list[float]:
     """Of each run, between events, after ``warm`` that are not counted: the time of the device, not of the launches."""
+    launching = 0.0
     for _ in range(warm):
+        start = time.perf_counter()
         run()
+        launching = time.perf_counter() - start
     events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
-    torch.cuda._sleep(LEAD)
+    torch.cuda._sleep(LEAD + int(times * min(launching, 0.02) * CLOCKS))  # at most: a first call may have compiled
     events[0].record()
     for event in events[1:]:
         run()
@@ -28,10 +34,13 @@ def milliseconds(run: Run, times: int = 10, *, warm: int = 2) -> list[float]:
 
 def take_turns(runs: list[tuple[Run, list[float]]], rounds: int) -> None:
     """Appends the milliseconds of each run to its list: round by round, one after the other, so that a clock that drifts
-    drifts for all. Each round runs a short one once to warm up and three times, a long one once."""
-    before = [milliseconds(run, 1, warm=1)[0] for run, _ in runs]
+    drifts for all; each round in another order, as a GPU is faster behind a slow kernel that has let it cool. A round runs a
+    short one once to warm up and three times, a long one once."""
+    order = [(run, times, milliseconds(run, 1, warm=1)[0]) for run, times in runs]
+    shuffled = random.Random(0)
     for _ in range(rounds):
-        for (run, times), expected in zip(runs, before, strict=True):
+        shuffled.shuffle(order)
+        for run, times, expected in order:
             times += milliseconds(run, 1, warm=0) if expected > LONG else milliseconds(run, 3, warm=1)
 
 
