@@ -81,7 +81,8 @@ def family(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
 def _hopper_can(q: Tensor, v: Tensor, method: str) -> bool:
     widest = 128 if method == "fused" else 256
     fits = q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[-1], v.shape[-1]) <= widest
-    return fits and q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) == (9, 0)
+    runs = q.device.type == "cuda" and not launch.INTERPRETED
+    return fits and runs and torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
 def check_device(x: Tensor) -> None:

@@ -250,4 +250,4 @@ def test_repeats_its_bits():
 
 @pytest.mark.gpus(2)
 def test_on_gpus_it_repeats_its_bits_never_waits_and_keeps_its_memory():
-    assert_repeats(world.gpus(functools.partial(train_again_and_again, "cuda", 8192, 128, 50)), 8192, 128)
+    assert_repeats(world.gpus(functools.partial(train_again_and_again, "cuda", 2048, 128, 50)), 2048, 128)
