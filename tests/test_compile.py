@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
+from canon.fast.kernels.gluon.config import LONG_TABLE
 from canon.testing.compile import SHARED_LIMIT, main_cases
 
 
@@ -25,7 +27,7 @@ def compiled(request, tmp_path_factory):
 def test_kernels_compile_without_spills_and_fit_the_device(compiled):
     arch, reports = compiled
     assert len(reports) >= len(main_cases(arch))
-    by_choice = lambda r: 32 if r["case"]["dtype"] in ("float32", "float64") else 0  # not on tensor cores: not for speed
+    by_choice = lambda r: 32 if r["case"]["dtype"] in ("float32", "float64") else 0  # no tensor cores: not for speed
     wrong = [r for r in reports if r["spilled"] > by_choice(r)]
     assert not wrong, f"registers are spilled: {wrong}"
     wrong = [r for r in reports if r["shared"] > r["expected_shared"]]
@@ -33,3 +35,5 @@ def test_kernels_compile_without_spills_and_fit_the_device(compiled):
     assert all(r["shared"] <= SHARED_LIMIT[arch] for r in reports)
     wrong = [r for r in reports if r["warnings"]]
     assert not wrong, f"the assembler warns: {wrong}"
+    long = [r["config"] for r in reports if r["case"]["long"]]
+    assert long == [asdict(config) for config in LONG_TABLE.values() if arch == 90]

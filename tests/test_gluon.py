@@ -198,11 +198,13 @@ def test_taking_turns_changes_no_bit():
         assert torch.equal(attend(*arguments, mask).out, expected)
 
 
-@pytest.mark.parametrize("turns", [False, True])
-def test_three_warpgroups_may_share_a_tile(turns):
+@pytest.mark.parametrize(
+    "shared", [Config(192, 64, 3, 2), Config(192, 64, 3, 2, turns=True), Config(192, 128, 4, 2, late=True)], ids=repr
+)
+def test_three_warpgroups_may_share_a_tile(shared):
     mask = Mask.documents([0, 31, 420])
     arguments = inputs(mask, b=2, h=4, g=1)
-    with config.forced(forward=Config(192, 64, 3, 2, turns=turns)):
+    with config.forced(forward=shared):
         for order in ("late", "early"):
             assert_exact(attend(*arguments, mask, order=order), *arguments, mask)
 

@@ -57,7 +57,6 @@ TABLE: dict[tuple[str, Widths], Config] = {
 # Where a tile of queries visits LONG tiles of keys and more, on average.
 LONG_TABLE: dict[tuple[str, Widths], Config] = {
     ("forward", (64, 64)): Config(192, 128, 4, 2, late=True),
-    ("forward", (128, 128)): Config(128, 128, 3),
 }
 LONG = 32
 KERNELS = ("forward", "dq", "dkdv", "fused", "wide")

@@ -9,8 +9,8 @@
     fused      dkdv, and e rows columns + 4 columns (d + 32) for ds and for the tile of dq on its way out
 
 and 1 KB for barriers, and for elements of more than two bytes e rows columns for each of p and ds. Widths count padded
-to a power of two. Every entry of the tables compiles without spilling registers, but for at most 32 bytes in float32 and float64
-(`canon.testing.compile` shows it, tests/test_compile.py asserts it).
+to a power of two. Every entry of the tables compiles without spilling registers, but for at most 32 bytes in float32 and
+float64 (`canon.testing.compile` shows it, tests/test_compile.py asserts it).
 """
 
 from collections.abc import Iterator

@@ -37,7 +37,8 @@ SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a progr
 class Case:
     """A kernel for one dtype and head width.
 
-    ``describable``: tensor descriptors may be used; ``short``: documents so short that query heads share a Hopper tile.
+    ``describable``: tensor descriptors may be used; ``short``: documents so short that query heads share a Hopper tile;
+    ``long``: a sequence so long that `hopper_config.LONG_TABLE` is taken.
     """
 
     kernel: str
@@ -48,6 +49,7 @@ class Case:
     describable: bool = False
     family: str = "triton"
     short: bool = False
+    long: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,11 @@ class Compiled:
 
     def __str__(self) -> str:
         case, c = self.case, self.config
-        how = "packed" if case.short else "gluon" if case.family == "gluon" else "descriptors" if c.tma else "pointers"
-        warps = 12 if case.family == "gluon" else c.warps
+        if case.family == "gluon":
+            how = "packed" if case.short else "long" if case.long else "gluon"
+            warps = 16 if c.rows == 192 else 12
+        else:
+            how, warps = "descriptors" if c.tma else "pointers", c.warps
         text = f"sm_{case.arch} {self.name:17s} {case.dtype:9s} {case.d:3d}/{case.dv:<3d} {how:11s} "
         text += f"{c.rows:3d}x{c.columns:<3d} {warps:2d} warps {c.stages} stages  {self.registers:3d} registers "
         text += f"{self.spilled:5d} B spilled {self.shared / 1024:6.1f} KB shared"
@@ -87,7 +92,9 @@ def main_cases(arch: int) -> list[Case]:
         cases += [Case(name, 90, "bfloat16", *pads, True, "gluon") for name, pads in hopper_config.TABLE]
         cases += [Case(name, 90, "float16", 96, 80, True, "gluon") for name in ("forward", "dkdv")]
         packed = [(name, d) for name in ("forward", "dq") for d in (64, 128, 256)]
-        cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", True) for name, d in packed]
+        cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", short=True) for name, d in packed]
+        long = hopper_config.LONG_TABLE
+        cases += [Case(name, 90, "bfloat16", *pads, True, "gluon", long=True) for name, pads in long]
     return cases
 
 
@@ -139,7 +146,7 @@ def _compile_portable(case: Case) -> list[Compiled]:
 
 
 def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    tokens, h, g = 256, 32, 8
+    tokens, h, g = 256 * hopper_config.LONG if case.long else 256, 32, 8  # a causal tile visits half of all on average
     wide = torch.promote_types(dtype, torch.float32)
     q, k = (torch.empty(1, tokens, heads, case.d, dtype=dtype) for heads in (h, g))
     v, dout = (torch.empty(1, tokens, heads, case.dv, dtype=dtype) for heads in (g, h))

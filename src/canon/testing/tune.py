@@ -44,7 +44,7 @@ class Family:
     launch: ModuleType
     config: ModuleType
     table: Callable[[str, Tensor, Tensor, Tensor, Tensor, Shape], Config]  # what is taken by itself
-    grid: Callable[[str, Config], list[Config]]  # candidates around it
+    grid: Callable[[str, Config, Shape], list[Config]]  # candidates around it
     named: Callable[[str, Shape], str]  # what the configurations call a kernel
     numbers: int  # that a candidate has to give
 
@@ -71,7 +71,7 @@ def _portable_table(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, 
     return launch.plan(kernel, q, v, shape.mask, *visited)[0]
 
 
-def _portable_grid(kernel: str, _: Config) -> list[Config]:
+def _portable_grid(kernel: str, _: Config, __: Shape) -> list[Config]:
     """What is worth trying; what does not fit, or spills, shows it by failing or by being slow."""
     found: list[Config] = []
     for rows, columns, stages, tma in product((64, 128), (32, 64, 128), (1, 2, 3), (False, True)):
@@ -81,18 +81,26 @@ def _portable_grid(kernel: str, _: Config) -> list[Config]:
     return found
 
 
-def _hopper_grid(kernel: str, table: Config) -> list[Config]:
-    """Rows are given by the registers: what remains are columns, the depth of rings, turns, and a third warpgroup."""
+def _hopper_table(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape) -> Config:
+    long = kernel == "forward" and hopper.visits_many(shape.mask)
+    return hopper_config.choose(kernel, q.shape[-1], v.shape[-1], long)[0]
+
+
+def _hopper_grid(kernel: str, table: Config, shape: Shape) -> list[Config]:
+    """Columns and the depth of rings; in "forward" also turns, late roundings, and a third warpgroup.
+
+    A thread has half a register for each column of scores, and of out; three warpgroups have 160 registers a thread.
+    """
     assert isinstance(table, hopper_config.Config)
+    forward = kernel == "forward"
+    flags = (False, True) if forward else (False,)
     sizes = product({table.columns // 2, table.columns, table.columns * 2}, (1, 2, 3, 4), (1, 2))
-    turns = (False, True) if kernel == "forward" else (False,)
-    found = [
-        replace(table, columns=columns, stages=stages, buffers=buffers, turns=turn)
-        for columns, stages, buffers in sizes
-        for turn in turns
-        if 32 <= columns <= 128 and (stages > 1 or kernel != "forward")
+    return [
+        replace(table, rows=rows, columns=columns, stages=stages, buffers=buffers, turns=turns, late=late)
+        for (columns, stages, buffers), turns, late in product(sizes, flags, flags)
+        if 32 <= columns <= 128 and (stages > 1 or not forward)
+        for rows in ((table.rows,) if not forward else (128, 192) if columns + shape.d <= 192 else (128,))
     ]
-    return found + [replace(c, rows=192) for c in found if kernel == "forward" and c.columns == 64]
 
 
 FAMILIES = {
@@ -100,7 +108,7 @@ FAMILIES = {
     "gluon": Family(
         hopper,
         hopper_config,
-        lambda kernel, q, k, v, dout, shape: hopper_config.choose(kernel, q.shape[-1], v.shape[-1])[0],
+        _hopper_table,
         _hopper_grid,
         lambda kernel, shape: "wide" if kernel == "dkdv" and shape.d > 128 else kernel,
         3,
@@ -124,7 +132,7 @@ def tune(
             rows.append({"shape": str(shape), "kernel": kernel, "config": "-", "table": True, "failed": str(error)})
             continue
         expected: list[Tensor] = []
-        for candidate in dict.fromkeys([table, *(candidates or kernels.grid(kernel, table))]):
+        for candidate in dict.fromkeys([table, *(candidates or kernels.grid(kernel, table, shape))]):
             row: dict[str, Any] = {"shape": str(shape), "kernel": kernel, "config": _text(candidate)}
             rows.append(row | {"family": family, "table": candidate == table})
             try:
