@@ -365,3 +365,11 @@ def test_too_much_shared_memory_is_refused_with_numbers():
     mask = Mask.causal(9)
     with config.forced(forward=Config(128, 128, 9)), pytest.raises(ValueError, match=r"needs \d+ bytes.*232448"):
         attend(*inputs(mask), mask)
+
+
+def test_three_warpgroups_are_for_long_rows_of_one_head():
+    many = {n: launch.visits_many(Mask.causal(n), 4) for n in (0, 2048, 8192, 16384)}
+    assert many == {0: False, 2048: False, 8192: True, 16384: True}
+    few_queries = Mask.full(8192).crop(range(128))
+    assert launch.visits_many(few_queries, 1)
+    assert not launch.visits_many(few_queries, 4)  # whose heads share tiles

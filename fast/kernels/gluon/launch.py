@@ -39,7 +39,7 @@ delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Writes out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
-    config, d, dv = choose("forward", q.shape[-1], v.shape[-1], visits_many(mask))
+    config, d, dv = choose("forward", q.shape[-1], v.shape[-1], visits_many(mask, q.shape[2] // k.shape[2]))
     group, pack, plan = query_plan(q, k, v, mask, config)
     even_out, line_lse = evenly(out), lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
     if not plan.complete:
@@ -223,9 +223,10 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def visits_many(mask: Mask) -> bool:
-    """Whether a tile of queries visits `LONG` tiles of keys, on average."""
-    return work_table(mask, 128, 128).visits >= LONG * -(-mask.queries // 128) > 0
+def visits_many(mask: Mask, group: int) -> bool:
+    """Whether a tile of queries visits `LONG` tiles of keys, on average, and is one head's, with 192 rows as well."""
+    many = work_table(mask, 128, 128).visits >= LONG * -(-mask.queries // 128) > 0
+    return many and packing(mask, 192, 128, group) == 1
 
 
 # ------------------------------------------------------------------ outputs

@@ -82,7 +82,7 @@ def _portable_grid(kernel: str, _: Config, __: Shape) -> list[Config]:
 
 
 def _hopper_table(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape) -> Config:
-    long = kernel == "forward" and hopper.visits_many(shape.mask)
+    long = kernel == "forward" and hopper.visits_many(shape.mask, shape.h // shape.g)
     return hopper_config.choose(kernel, q.shape[-1], v.shape[-1], long)[0]
 
 
