@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from canon.fast.kernels.gluon import config
 from canon.fast.kernels.triton import launch
 
 __all__ = ["backend"]
@@ -79,10 +80,10 @@ def family(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
 
 
 def _hopper_can(q: Tensor, v: Tensor, method: str) -> bool:
-    widest = 128 if method == "fused" else 256
-    fits = q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[-1], v.shape[-1]) <= widest
-    runs = q.device.type == "cuda" and not launch.INTERPRETED
-    return fits and runs and torch.cuda.get_device_capability(q.device) == (9, 0)
+    if q.device.type != "cuda" or launch.INTERPRETED or torch.cuda.get_device_capability(q.device) != config.CAPABILITY:
+        return False
+    widest = "fused" if method == "fused" else "forward"  # the others are for heads as wide as the forward kernel's
+    return q.dtype in config.DTYPES and bool(config.padded_to(widest, q.shape[-1], v.shape[-1]))
 
 
 def check_device(x: Tensor) -> None:

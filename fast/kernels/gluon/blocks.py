@@ -103,6 +103,14 @@ def tell(place, item):
 
 
 @gluon.jit
+def tell_end(place, full, free, parity):
+    """Write 0 there once the last item has been let go; no load says that it may be heard."""
+    mbarrier.wait(free, parity)
+    tell(place, 0)
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
 def hear(place, full, parity):
     """Wait for the item that is told there."""
     mbarrier.wait(full, parity)

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from canon.fast.kernels.triton.config import forcing
 
 
@@ -37,6 +39,8 @@ class Config:
         return 160 if self.rows == 192 else 240
 
 
+CAPABILITY = 9, 0  # of the devices that these kernels are for
+DTYPES = torch.bfloat16, torch.float16
 Widths = tuple[int, int]
 TABLE: dict[tuple[str, Widths], Config] = {
     ("forward", (64, 64)): Config(128, 128, 4, 2, turns=True),
@@ -78,13 +82,18 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     return need + exchanged.get(kernel, 0)
 
 
+def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
+    """What heads d and dv wide can be padded to; nothing if the kernel has no tiles so wide."""
+    return [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
+
+
 def choose(kernel: str, d: int, dv: int, long: bool = False) -> tuple[Config, int, int]:
     """The configuration of a kernel for heads d and dv wide, and these widths padded to what it is compiled for.
 
     ``long``: tiles visit many others, see `LONG_TABLE`.
     Raises ValueError if there is none, or if it needs too much shared memory.
     """
-    fitting = [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
+    fitting = padded_to(kernel, d, dv)
     if not fitting:
         widest = max((pads for name, pads in TABLE if name == kernel), default=(0, 0))
         raise ValueError(

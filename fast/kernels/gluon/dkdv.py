@@ -46,6 +46,7 @@ from canon.fast.kernels.gluon.blocks import (
     spans_of,
     store_tile,
     tell,
+    tell_end,
     tma_add,
     tma_load,
 )
@@ -122,9 +123,7 @@ def load_tiles(descriptors, work, counter, io, padded, query_heads, HEADS: gl.co
         item = claim(counter, end)
         done += 1
     b = done % BUFFERS
-    mbarrier.wait(free.index(b), (done // BUFFERS & 1) ^ 1)
-    tell(told.index(b), 0)
-    mbarrier.arrive(k_full.index(b), count=1)
+    tell_end(told.index(b), k_full.index(b), free.index(b), (done // BUFFERS & 1) ^ 1)
 
 
 @gluon.jit

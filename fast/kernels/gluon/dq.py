@@ -37,6 +37,7 @@ from canon.fast.kernels.gluon.blocks import (
     spans_of,
     store_tile,
     tell,
+    tell_end,
 )
 
 
@@ -77,9 +78,7 @@ def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, counter, io, GROUP: gl.c
         item = claim(counter, end)
         done += 1
     for w in gl.static_range(2):
-        mbarrier.wait(q_free.index(w), (done & 1) ^ 1)
-        tell(told.index(w), 0)
-        mbarrier.arrive(q_full.index(w), count=1)
+        tell_end(told.index(w), q_full.index(w), q_free.index(w), (done & 1) ^ 1)
 
 
 @gluon.jit

@@ -42,6 +42,7 @@ from canon.fast.kernels.gluon.blocks import (
     store_tile,
     take_turn,
     tell,
+    tell_end,
 )
 
 
@@ -80,9 +81,7 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, io, GROUP: gl.constexpr, W
         done += 1
     for w in gl.static_range(WARPGROUPS):
         b = w * BUFFERS + done % BUFFERS
-        mbarrier.wait(q_free.index(b), (done // BUFFERS & 1) ^ 1)
-        tell(told.index(b), 0)
-        mbarrier.arrive(q_full.index(b), count=1)
+        tell_end(told.index(b), q_full.index(b), q_free.index(b), (done // BUFFERS & 1) ^ 1)
 
 
 @gluon.constexpr_function

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
-from canon.fast.kernels.gluon.config import LONG, Config, choose
+from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, LONG, Config, choose
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.forward import forward_kernel
@@ -143,9 +143,9 @@ def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> t
 
 def check(q: Tensor) -> None:
     """Raise ValueError unless there are Hopper kernels for q's dtype and device."""
-    if q.dtype not in (torch.bfloat16, torch.float16):
+    if q.dtype not in DTYPES:
         raise ValueError(f'the Hopper kernels are for bfloat16 and float16, got {q.dtype}: use backend("triton")')
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) != (9, 0):
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) != CAPABILITY:
         name = torch.cuda.get_device_name(q.device)
         raise ValueError(f'the Hopper kernels are for compute capability 9.0, this is {name}: use backend("triton")')
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from canon import reference
 from canon.reference import Layout, Mask
+from canon.reference.call import accumulate_dtype
 from canon.reference.plan import CastPlan
 from canon.testing.cases import Case, interleaving
-from canon.testing.inputs import Inputs
+from canon.testing.inputs import Inputs, with_gaps
 from canon.testing.judge import Measure, judged, visible_blocks
 
 Tables = dict[str, Tensor]
@@ -135,11 +136,7 @@ def _plan_report_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
 def _rows(layout: Layout, x: Tensor, rank: int, case: Case) -> Tensor:
     """This rank's tokens of (tokens, ...), in its own memory; with gaps between the rows where the case asks for strides."""
     mine = x[_positions(layout, rank).to(x.device)]
-    return mine if case.shape.contiguous else _with_gaps(mine)
-
-
-def _with_gaps(x: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] + 16)[..., : x.shape[-1]].copy_(x)
+    return mine if case.shape.contiguous else with_gaps(mine)
 
 
 def _positions(layout: Layout, rank: int) -> Tensor:
@@ -169,11 +166,7 @@ def _summands(like: Tensor, ranks: int) -> tuple[Tensor, list[Tensor]]:
     """Of the whole sequence, tokens outermost: what is there in float32, and what each rank adds, in ``like``'s dtype."""
     generator = torch.Generator().manual_seed(2)
     there, *added = (torch.randn(like.shape, generator=generator).to(like.device) for _ in range(1 + ranks))
-    return there.to(_wide(like)), [part.to(like.dtype) for part in added]
-
-
-def _wide(like: Tensor) -> torch.dtype:
-    return torch.promote_types(like.dtype, torch.float32)
+    return there.to(accumulate_dtype(like.dtype)), [part.to(like.dtype) for part in added]
 
 
 def _summed(there: Tensor, parts: list[Tensor]) -> Answer:
@@ -194,7 +187,7 @@ def _group_reduce(module, case, mask, layout, x, rank) -> Tables:
     into = total = _rows(layout, there, rank, case)
     for cast in range(plan.casts):
         y = added[rank][_tokens_received(plan, cast, rank).to(there.device)]
-        total = module.group_reduce(y if case.shape.contiguous else _with_gaps(y), plan, cast, into)
+        total = module.group_reduce(y if case.shape.contiguous else with_gaps(y), plan, cast, into)
     return {"sum": total, "into": into}
 
 

@@ -15,6 +15,11 @@ from canon.testing.documents import Documents, projected
 from canon.testing.judge import Attended, oracle, orders
 
 
+def with_gaps(x: Tensor) -> Tensor:
+    """x in memory of its own, with a gap behind each row."""
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + 16)[..., : x.shape[-1]].copy_(x)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """A whole sequence, the same on every rank."""

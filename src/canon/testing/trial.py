@@ -25,10 +25,11 @@ from torch import Tensor
 
 from canon import reference
 from canon.reference import Layout
+from canon.reference.call import accumulate_dtype
 from canon.testing.cases import DTYPES, EXCHANGES, TAKE_A_LAYOUT, Case, Shape
 from canon.testing.documents import Documents
 from canon.testing.exchanges import answers, compared, rows_that_differ, tables
-from canon.testing.inputs import Inputs, expected, inputs, mask_of
+from canon.testing.inputs import Inputs, expected, inputs, mask_of, with_gaps
 from canon.testing.judge import Attended, Measure, agreement, relative
 
 _making = threading.Lock()  # ranks as threads share one set of inputs
@@ -165,10 +166,6 @@ def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) ->
     return result, time.perf_counter() - start
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _wrong_dtypes(case: Case, got: Attended, exact: Attended) -> list[str]:
     """Results are in the dtype of the inputs, lse and parts in float32 (float64 for float64), and not in name alone."""
     narrow, faults = DTYPES[case.dtype], []
@@ -244,8 +241,7 @@ def _own(x: Tensor, layout: Layout, rank: int, dim: int, shape: Shape) -> Tensor
     mine = layout.shard(x, rank, x.dim() + dim)
     if shape.contiguous:
         return mine
-    apart = mine.new_empty(*mine.transpose(-3, -2).shape[:-1], mine.shape[-1] + 16)[..., : mine.shape[-1]]
-    return apart.copy_(mine.transpose(-3, -2)).transpose(-3, -2)
+    return with_gaps(mine.transpose(-3, -2)).transpose(-3, -2)
 
 
 def _whole(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
@@ -261,7 +257,7 @@ def _whole(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
 
 
 def _forward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
-    options = {"out_dtype": _wide(q)} if case.variant == "part" else {}
+    options = {"out_dtype": accumulate_dtype(q.dtype)} if case.variant == "part" else {}
     return Attended(*module.attention_forward(q, k, v, x.mask, scale=x.scale, **options))
 
 
@@ -271,7 +267,7 @@ def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
     options: dict[str, Any] = {"dlse": dlse}
     if case.variant == "part":
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2) - dlse
-        options = {"delta": delta, "grad_dtype": _wide(q)}
+        options = {"delta": delta, "grad_dtype": accumulate_dtype(q.dtype)}
     grads = module.attention_backward(dout, q, k, v, out, lse, x.mask, scale=x.scale, method=case.method, **options)
     return Attended(None, None, *grads)
 
@@ -282,7 +278,9 @@ def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
     parts: list[Tensor] = []
     for keys in (range(0, middle), range(middle, n)):
         some = (t[..., keys.start : keys.stop, :, :] for t in (k, v))
-        parts += reference.attention_forward(q, *some, x.mask.crop(keys=keys), scale=x.scale, out_dtype=_wide(q))
+        parts += reference.attention_forward(
+            q, *some, x.mask.crop(keys=keys), scale=x.scale, out_dtype=accumulate_dtype(q.dtype)
+        )
     return Attended(*module.merge(*parts))
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from canon.testing import interpreter
 from canon.testing.meeting import Ended, Meeting, failed, tell
 from canon.testing.process_world import run_processes
 from canon.testing.thread_group import ThreadGroup
@@ -80,7 +81,7 @@ def _threads(program: Program, ranks: int) -> list[Any]:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     sys.stdout = voices
     try:
-        with _one_launch_at_a_time() if torch.cuda.is_available() else nullcontext():
+        with _one_launch_at_a_time() if interpreter.gpus() else nullcontext():
             for worker in workers:
                 worker.start()
             for worker in workers:
