@@ -8,9 +8,13 @@
     "fused"          one over tiles of keys, which adds to dq by       5                  delta, and 4 b h t d bytes
                      atomics in any order: not the same bits twice                        unless dq is float32 itself
 
-"auto" is "head_parallel" where "split" would leave processors idle: where heads share keys, and the busiest processor would
-have a quarter more to do than it has with an owner for every query head (a rule from counts, to be replaced by a
-measured one); else "split". It is never "fused", so it is the same under `torch.use_deterministic_algorithms(True)`.
+The Hopper kernels can also add to dq *in order*: a tile of keys waits until the one before it has added. That repeats its
+bits; under `torch.use_deterministic_algorithms(True)` "fused" does so, and is a RuntimeError where it cannot.
+
+"auto" repeats its bits always. It is "head_parallel" where "split" would leave processors idle: where heads share keys, and
+the busiest processor would have a quarter more to do than it has with an owner for every query head (a rule from counts, to
+be replaced by a measured one). On Hopper it is "fused", in order, for heads up to 64 wide of long sequences: there in order
+costs a few percent of the speed, and at 128 as much as two products do (paper/hopper_kernels.md). Else it is "split".
 
 delta = rowsum(dout * out) - dlse is made by a kernel of its own, or given: once per call, whatever the number of steps.
 
@@ -27,6 +31,7 @@ from torch import Tensor
 from canon.fast.device import check_device, family
 from canon.fast.kernels.gluon.schedule import unevenness
 from canon.fast.kernels.triton import launch as portable
+from canon.fast.tiles import work_table
 from canon.reference.call import (
     accumulate_dtype,
     batched,
@@ -41,6 +46,7 @@ from canon.reference.mask import Mask
 __all__ = ["attention_backward"]
 
 TILE = 128, 64  # keys x queries, by which work is counted
+FOLLOWS = 2.5  # steps by which a tile of keys is behind the one before it, if both add to dq in order
 PARTIAL_BYTES = 1 << 28  # of the parts of dk and dv by query head, at a time
 
 
@@ -73,7 +79,8 @@ def attention_backward(
     Raises:
         ValueError: shapes, dtypes or the mask do not fit together, dlse and delta both given, unknown method, or
             widths beyond what the device has shared memory for.
-        RuntimeError: CPU tensors without Triton's interpreter.
+        RuntimeError: CPU tensors without Triton's interpreter; "fused" under `torch.use_deterministic_algorithms(True)`
+            where it cannot repeat its bits.
 
     Source: Dao, FlashAttention-2 (2023), algorithm 2; the methods: see the module's docstring.
     """
@@ -98,11 +105,15 @@ def backward_into(
     dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """As `attention_backward` of a batch, but written into ``dq``, ``dk`` and ``dv``, of any strides and dtypes."""
-    method = automatic(q, k, mask) if method == "auto" else method
-    kernels = family(q, v, method)
+    chosen = automatic(q, k, v, mask) if method == "auto" else method
+    kernels = family(q, v, chosen)
     lines = kernels.prepared_lines(lse, delta)
     arguments = (q, k, v, dout, lines, mask, scale)
-    {"split": _split, "head_parallel": _head_parallel, "fused": _fused}[method](kernels, arguments, dq, dk, dv)
+    if chosen == "fused":
+        ordered = method == "auto" or torch.are_deterministic_algorithms_enabled()
+        _fused(kernels, arguments, dq, dk, dv, ordered)
+    else:
+        {"split": _split, "head_parallel": _head_parallel}[chosen](kernels, arguments, dq, dk, dv)
 
 
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -112,15 +123,26 @@ def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> T
     return delta
 
 
-def automatic(q: Tensor, k: Tensor, mask: Mask, processors: int | None = None) -> str:
+def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, processors: int | None = None) -> str:
     """The method that "auto" stands for: see the module's docstring. ``processors``: those of q's device."""
-    (b, _, h, _), g = q.shape, k.shape[2]
+    (b, _, h, d), g, dv = q.shape, k.shape[2], v.shape[3]
     if processors is None:
         processors = 1 if q.device.type == "cpu" else torch.cuda.get_device_properties(q.device).multi_processor_count
-    if h == g or processors == 1:
+    if processors == 1 or not b:
         return "split"
-    split = unevenness(mask, *TILE, b * g, h // g, processors)
-    return "head_parallel" if split > 1.25 * unevenness(mask, *TILE, b * h, 1, processors) else "split"
+    if h > g:
+        split = unevenness(mask, *TILE, b * g, h // g, processors)
+        if split > 1.25 * unevenness(mask, *TILE, b * h, 1, processors):
+            return "head_parallel"
+    narrow = max(d, dv) <= 64 and family(q, v, "fused") is not portable
+    return "fused" if narrow and _followers_wait_little(mask, b * h, b * g, processors) else "split"
+
+
+def _followers_wait_little(mask: Mask, heads: int, owners: int, processors: int) -> bool:
+    """Whether adding in order costs little: a tile of keys follows the one before it some steps behind, at the beginning."""
+    table = work_table(mask, 128, 128, None, True, "cpu", 128)
+    behind = FOLLOWS * min(len(table), processors / owners)
+    return table.visits * heads / processors > 20 * behind
 
 
 def _split(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -156,9 +178,12 @@ def _key_chunks(mask: Mask, most: int) -> tuple[tuple[range, Mask], ...]:
     return tuple((keys, mask.crop(keys=keys)) for keys in ranges)
 
 
-def _fused(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+def _fused(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool) -> None:
+    if ordered and kernels is portable:
+        told = 'backward="fused" adds to dq in any order but on Hopper, and torch.use_deterministic_algorithms(True) was called'
+        raise RuntimeError(f'{told}: use "split" or "head_parallel"')
     accumulate = accumulate_dtype(arguments[0].dtype)
     sums = dq if dq.dtype == accumulate else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
-    kernels.dkdv(*arguments, dk, dv, sums.zero_())
+    kernels.dkdv(*arguments, dk, dv, sums.zero_(), *([True] if ordered else []))
     if sums is not dq:
         dq.copy_(sums)

@@ -59,13 +59,13 @@ def work_table(
     partial_columns: int | None = None,
     transposed: bool = False,
     device: torch.device | str = "cpu",
-    boxes: bool = False,
+    boxes: int = 0,
 ) -> WorkTable:
     """The table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x queries if ``transposed``.
 
     Partial tiles have ``partial_columns`` columns, a divisor of ``columns``, by default as many.
-    ``boxes``: for kernels that load whole boxes. Spans begin at multiples of 4 columns (16 bytes of lse), and a tile that is
-    short of rows has partial spans alone, so that the rows behind its end, which are another tile's, see nothing.
+    ``boxes``: for kernels that load whole boxes. Spans begin at multiples of so many columns, and a tile that is short of
+    rows has partial spans alone, so that the rows behind its end, which are another tile's, see nothing.
     Raises ValueError if the mask is too large for 32-bit coordinates.
     """
     partial_columns = partial_columns or columns
@@ -106,7 +106,7 @@ def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
 
 
 def _table(
-    bands: np.ndarray, size: int, starts: np.ndarray, rows: int, columns: int, small: int, boxes: bool
+    bands: np.ndarray, size: int, starts: np.ndarray, rows: int, columns: int, small: int, boxes: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Tiles, spans and visits, as in WorkTable, of tiles that begin at ``starts``; partial tiles are ``small``."""
     stops = np.append(starts[1:], size)[: len(starts)]
@@ -117,7 +117,7 @@ def _table(
     all_begin, all_end = np.maximum(start, last - 1 + lo), np.minimum(stop, first + hi + 1)  # that every row sees
     whole = (first == starts[tile]) & (last == stops[tile])  # the band holds every row of the tile
     if boxes:
-        begin, whole = begin // 4 * 4, whole & (last - first == rows)
+        begin, whole = begin // boxes * boxes, whole & (last - first == rows)
     ratio, count = columns // small, -(-(end - begin) // small)  # in small tiles from here on
     full_from = -(-(all_begin - begin) // small)
     fulls = np.where(whole, np.maximum(0, (all_end - begin - full_from * small) // columns), 0)

@@ -42,3 +42,14 @@ def pytest_collection_modifyitems(config, items):
         chosen = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("gpus")]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+@pytest.fixture
+def deterministic():
+    """`torch.use_deterministic_algorithms(True)`, but memory is left as it is."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled

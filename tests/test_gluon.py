@@ -5,6 +5,7 @@ is a fault, in whatever order loads land and warpgroups take turns.
 """
 
 import heapq
+import itertools
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 
@@ -190,6 +191,22 @@ def test_the_same_bits_whatever_the_interleaving(method):
             assert torch.equal(getattr(first, name), getattr(again, name)), name
 
 
+@pytest.mark.parametrize("d", [64, 80], ids=["all columns in turns", "halves"])
+@pytest.mark.parametrize(
+    "mask",
+    [Mask.causal(450), Mask.window(450, 100, 7), Mask.documents([0, 140, 141, 450]), Mask.full(300).shift(0, 50)],
+    ids=repr,
+)
+def test_what_is_added_in_order_has_the_same_bits_however_many_add(mask, d, deterministic, monkeypatch):
+    arguments = inputs(mask, b=2, h=4, g=2, d=d, dv=64)
+    first = attend(*arguments, mask, method="fused")
+    assert_exact(first, *arguments, mask)
+    for processors, order, seed in ((1, "early", 1), (3, "random", 2), (7, "late", 3), (7, "random", 4)):
+        monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", processors)
+        again = attend(*arguments, mask, method="fused", order=order, seed=seed)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (processors, order)
+
+
 def test_taking_turns_changes_no_bit():
     mask = Mask.causal(300)
     arguments = inputs(mask, d=128, dv=128)
@@ -241,7 +258,7 @@ def test_every_tile_of_every_head_is_somebodys_once(name, transposed):
     mask, heads, pack = MASKS[name], Heads(2, 4, 4), 1 if transposed else 2
     made = schedule.schedule(mask, 128, 64, transposed, heads, pack, 1 << 20, torch.device("cpu"), 3)
     work = made.work.numpy()
-    assert not work[1:8].any()  # item 0 has no rows
+    assert not work[1:7].any()  # item 0 has no rows
     items = work[8 : work[0]].reshape(-1, 8)
     assert len(items) == made.items
     dense_mask = mask.dense().numpy().T if transposed else mask.dense().numpy()
@@ -257,6 +274,44 @@ def test_every_tile_of_every_head_is_somebodys_once(name, transposed):
     assert times.max() == 1
     assert (times[:, :, seen] == 1).all()
     assert made.complete == (times == 1).all()
+
+
+@pytest.mark.parametrize("heads", [Heads(1, 3, 1), Heads(2, 2, 1)], ids=repr)
+@pytest.mark.parametrize(
+    "mask",
+    [Mask.causal(900), Mask.window(900, 300, 50), Mask.documents([0, 1, 300, 333, 900]), Mask.prefix(500, 77)],
+    ids=repr,
+)
+def test_each_turn_waits_for_the_one_before_it(mask, heads):
+    made = schedule.schedule(mask, 128, 64, True, heads, 1, 1 << 20, torch.device("cpu"), 3, True, 132)
+    work = made.work.tolist()
+    begin, left, numbers = work[7], {}, set()
+    assert begin == work[5 + 8 * made.items] if mask.bands else True
+    for at in range(8, work[0], 8):
+        item = work[at : at + 8]
+        each = (item[5] - item[4]) // 3
+        for span in range(item[4], item[5], 8):
+            head, (column, tiles) = (span - item[4]) // each, work[span : span + 2]
+            awaited, number = work[begin + (span - work[0]) // 4 :][:2]
+            assert column % 64 == 0
+            assert number > 0
+            numbers.add(number)
+            for tile in range(column // 64, column // 64 + tiles):
+                assert left.get((item[6], head, tile), 0) == awaited
+                left[item[6], head, tile] = number
+    assert len(left) == 3 * heads.batches * heads.number * -(-mask.queries // 64), "every tile of queries is added to"
+
+
+def test_regions_come_one_after_another_where_a_head_does_not_fit_the_cache():
+    mask, heads = Mask.documents([0, 1000, 5000, 5500, 9000, 16384]), Heads(1, 2, 2)
+    sizes = 1, 4 * schedule.L2_BYTES
+    made = [schedule.schedule(mask, 128, 128, False, heads, 1, size, torch.device("cpu")) for size in sizes]
+    fits, parts = ([x.work[8 * item].item() for item in range(1, x.items, 2)] for x in made)
+    assert sorted(fits) == sorted(parts)
+    region = [4 * first // 16384 for first in parts]
+    changes = [(x, y) for x, y in itertools.pairwise(region) if x != y]
+    assert len(changes) == 3, "each is finished before the next begins"
+    assert region[0] == 3, "the first has the longest document"
 
 
 @pytest.mark.parametrize("slowest", [1.0, 0.9])

@@ -59,18 +59,31 @@ KERNELS = {
     ),
     "dq": Kernel(dq.dq_kernel, Config(128, 64, 2)),
     "dkdv": Kernel(
-        dkdv.dkdv_kernel, Config(128, 64, 4, 2), branches=(("FUSED", False), ("EARLY", True), ("not EARLY", False))
+        dkdv.dkdv_kernel,
+        Config(128, 64, 4, 2),
+        branches=(("FUSED", False), ("ORDERED", False), ("EARLY", True), ("not EARLY", False)),
     ),
     "fused": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 3),
-        branches=(("FUSED", True), ("D_PAD > 64", False), ("EARLY", False), ("not EARLY", True)),
+        branches=(("FUSED", True), ("ORDERED", False), ("D_PAD > 64", False), ("EARLY", False), ("not EARLY", True)),
     ),
     "fused by halves": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 2),
         d=80,
-        branches=(("FUSED", True), ("D_PAD > 64", True), ("EARLY", False), ("not EARLY", True)),
+        branches=(("FUSED", True), ("ORDERED", False), ("D_PAD > 64", True), ("EARLY", False), ("not EARLY", True)),
+    ),
+    "ordered": Kernel(
+        dkdv.dkdv_kernel,
+        Config(128, 64, 3),
+        branches=(("FUSED", True), ("ORDERED", True), ("D_PAD > 64", False), ("EARLY", False), ("not EARLY", True)),
+    ),
+    "ordered by halves": Kernel(
+        dkdv.dkdv_kernel,
+        Config(128, 64, 2),
+        d=80,
+        branches=(("FUSED", True), ("ORDERED", True), ("D_PAD > 64", True), ("EARLY", False), ("not EARLY", True)),
     ),
     "wide": Kernel(wide.wide_kernel, Config(64, 64, 2), d=144),
 }
@@ -104,6 +117,7 @@ SURVIVORS["fused"] = SURVIVORS["fused by halves"] = {
     **SURVIVORS["dkdv"],
     "differentiate: tma.store_wait(0) is left out": SHARED_MEMORY_ENDS,
 }
+SURVIVORS["ordered"] = SURVIVORS["ordered by halves"] = SURVIVORS["fused"]
 
 
 # ------------------------------------------------------------------ mutants
@@ -136,6 +150,9 @@ CHANGES = {
     "tma.store_wait": {"is left out": left_out},
     "hopper.warpgroup_mma_wait": {"waits for one product fewer": one_more_under_way},
     "tell": {"is left out": left_out},
+    "await_turn": {"is left out": left_out},
+    "await_added": {"is left out": left_out},
+    "pass_on": {"is left out": left_out},
     "store_tile": {"stores rows behind the item's": all_rows},
 }
 
@@ -228,6 +245,8 @@ def run(name: str, order: str, seed: int) -> Attended:
     kernel, (q, k, v, dout) = KERNELS[name], inputs(KERNELS[name].d)
     lines = answers(kernel.d)[2]
     method = name.split()[0]
+    ordered = method == "ordered"
+    method = "fused" if ordered else method
     out, dq, dk, dv = (torch.full_like(x, torch.nan, dtype=torch.float32) for x in (dout, q, k, v))
     lse = torch.full((1, 4, TOKENS), torch.nan)
     with config.forced(**{method: kernel.config}), simulator.simulated(order, seed):
@@ -238,7 +257,7 @@ def run(name: str, order: str, seed: int) -> Attended:
             launch.dq(q, k, v, dout, lines, MASK, SCALE, dq)
             return Attended(dq=dq)
         sums = [dq.zero_()] if method == "fused" else []
-        launch.dkdv(q, k, v, dout, lines, MASK, SCALE, dk, dv, *sums)
+        launch.dkdv(q, k, v, dout, lines, MASK, SCALE, dk, dv, *sums, ordered=ordered)
         return Attended(None, None, *sums or [None], dk, dv)
 
 

@@ -288,7 +288,7 @@ def test_two_blind_parts_merge_to_nothing():
 def test_auto_makes_an_owner_of_every_query_head_where_processors_would_idle():
     def chosen(b, t, h, g, mask=None):
         q, k = (torch.empty(b, t, heads, 64, device="meta") for heads in (h, g))
-        return backward.automatic(q, k, mask or Mask.causal(t), 132)
+        return backward.automatic(q, k, k, mask or Mask.causal(t), 132)
 
     assert chosen(1, 16384, 32, 8) == "split"  # 1024 tiles of keys and key heads
     assert chosen(2, 1024, 8, 1) == "head_parallel"  # 16
@@ -296,6 +296,30 @@ def test_auto_makes_an_owner_of_every_query_head_where_processors_would_idle():
     one_long = Mask.documents([0, 8192, *range(8200, 16384, 8)])  # many tiles, but the long ones are few
     assert chosen(1, 16384, 8, 1, one_long) == "head_parallel"
     assert chosen(1, 16384, 8, 1, Mask.documents(range(0, 16385, 8))) == "split"
+
+
+def test_auto_adds_in_order_where_that_costs_little_on_hopper(monkeypatch):
+    def chosen(b, t, h, g, d, dv=64):
+        q, k, v = (torch.empty(b, t, *shape, device="meta") for shape in ((h, d), (g, d), (g, dv)))
+        return backward.automatic(q, k, v, Mask.causal(t), 132)
+
+    assert chosen(1, 16384, 32, 32, 64) == "split", "Triton's kernel adds in any order"
+    monkeypatch.setattr(backward, "family", lambda q, v, method: "hopper")
+    assert chosen(1, 16384, 32, 32, 64) == "fused"
+    assert chosen(0, 16384, 32, 32, 64) == "split", "nothing to do"
+    assert chosen(1, 16384, 32, 8, 40) == "fused"
+    assert chosen(1, 16384, 32, 32, 64, 128) == chosen(1, 16384, 32, 32, 128) == "split", "too wide"
+    assert chosen(1, 1024, 32, 32, 64) == "split", "every tile of keys would wait as long as it works"
+    assert chosen(2, 1024, 8, 1, 64) == "head_parallel"
+
+
+def test_fused_is_refused_where_the_same_bits_are_asked_for(deterministic):
+    mask = Mask.causal(64)
+    q, k, v = (torch.randn(1, 64, 2, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    for method in ("auto", "split", "head_parallel"):
+        local.attention(q, k, v, mask, backward=method).sum().backward()
+    with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
+        local.attention(q, k, v, mask, backward="fused").sum().backward()
 
 
 def test_a_destination_too_wide_for_32_bits_is_refused():

@@ -10,10 +10,11 @@ Tiles are boxes of 4-D tensors (b, t, h, d): 1 batch, ROWS / PACK tokens, PACK h
 query heads of a group side by side (row r: token r // PACK, head r % PACK), any strides will do, rows behind the end and
 columns behind the width arrive as 0, and no load crosses into another sequence.
 
-All that there is to do stands in one int32 tensor, ``work`` (`canon.fast.kernels.gluon.schedule`): where its items end, and
-seven zeros, which together read as an item without rows; items of 8 numbers (first row, stop, batch, head, where its spans
-begin and end, batch * heads + head, 0); and the spans of `canon.fast.tiles`. One pointer, for want of registers. An item is
-called by where it begins, so the first is 8, and 0 is none.
+All that there is to do stands in one int32 tensor, ``work`` (`canon.fast.kernels.gluon.schedule`): where its items end, six
+zeros, and where its turns begin, which together read as an item without rows; items of 8 numbers (first row, stop, batch,
+head, where its spans begin and end, batch * heads + head, 0); the spans of `canon.fast.tiles`; and for each span its turn, two
+numbers, if the kernel adds in order. One pointer, for want of registers. An item is called by where it begins, so the first
+is 8, and 0 is none.
 
 The first items are the programs' own. What comes next a loader *claims*, from a counter that all programs share, when all
 tiles of an item are on their way: then the ring is full, and it would have to wait anyway. It *tells* the warpgroups in
@@ -73,6 +74,20 @@ def tma_add(descriptor, coordinates, source, _semantic=None):
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
     )
+
+
+@gluon.jit
+def await_added():
+    """Wait until global memory holds what this warpgroup has had added: ``tma.store_wait`` looks at shared memory alone."""
+    WAIT: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def turn_of(work, span):
+    """Whose number a span waits for at what it adds to, 0 is nobody's, and the number that it leaves there."""
+    at = work + gl.load(work + 7) + (span - gl.load(work)) // (SPAN // 2)
+    return gl.load(at), gl.load(at + 1)
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from canon.fast.kernels.gluon.blocks import (
+    await_added,
     FIRST,
     SECOND,
     SPAN,
@@ -49,6 +50,7 @@ from canon.fast.kernels.gluon.blocks import (
     tell_end,
     tma_add,
     tma_load,
+    turn_of,
 )
 
 
@@ -152,7 +154,7 @@ def store_gradients(
 @gluon.jit
 def share_ds(ds, fused, t, W: gl.constexpr):
     """Put this warpgroup's half of ds where both can read it."""
-    _, ds_tiles, _, met = fused
+    _, ds_tiles, _, met, _ = fused
     ds_tiles.index(t % 2).slice(W * ds.shape[0], ds.shape[0], dim=0).store(ds)
     fence_async_shared()
     mbarrier.arrive(met.index(t % 2), count=1)
@@ -161,7 +163,7 @@ def share_ds(ds, fused, t, W: gl.constexpr):
 @gluon.jit
 def begin_dq(k, column, fused, t):
     """64 columns of dq, transposed, on their way: k^T ds, of the keys of both warpgroups."""
-    _, ds_tiles, _, met = fused
+    _, ds_tiles, _, met, _ = fused
     BN: gl.constexpr = ds_tiles.shape[2]
     mbarrier.wait(met.index(t % 2), t // 2 & 1)
     nothing = gl.zeros([64, BN], gl.float32, product_layout(BN))
@@ -172,12 +174,36 @@ def begin_dq(k, column, fused, t):
 @gluon.jit
 def add_dq(dq, column, fused, work, item, i, head, W: gl.constexpr, HEADS: gl.constexpr):
     """Have the TMA unit add them to dq in global memory. Transposed, 32 lanes write to 32 banks."""
-    dq_desc, _, dq_tiles, _ = fused
+    dq_desc, _, dq_tiles, _, _ = fused
     _, _, batch, owner = place_of(work, item)
     tma.store_wait(0)  # that of the tile before has been read
     dq_tiles.index(W).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
     fence_async_shared()
     tma_add(dq_desc, [batch, i, owner * HEADS + head, column], dq_tiles.index(W))
+
+
+@gluon.jit
+def place_in_turn(fused, work, item, head, i, W: gl.constexpr, HEADS: gl.constexpr, D_PAD: gl.constexpr):
+    """Where turns are taken at a tile of dq; one wider than 64 has two, as each warpgroup adds half."""
+    _, ds_tiles, _, _, places = fused
+    tile = (line_of(work, item) * HEADS + head) * places[1] + i // ds_tiles.shape[2]
+    return tile * (D_PAD // 64) + (W if D_PAD > 64 else 0)
+
+
+@gluon.jit
+def await_turn(fused, work, span, place, seen):
+    """Wait until there stands what this span waits for; ``seen`` stood there a while ago."""
+    awaited, _ = turn_of(work, span)
+    while seen != awaited:
+        seen = gl.load(fused[4][0] + place, volatile=True)
+
+
+@gluon.jit
+def pass_on(fused, work, span, place):
+    """Once dq is there, leave this span's number for whom waits for it."""
+    _, number = turn_of(work, span)
+    await_added()
+    gl.store(fused[4][0] + place, number)
 
 
 @gluon.constexpr_function
@@ -198,8 +224,13 @@ def differentiate(
     D: gl.constexpr,
     DV: gl.constexpr,
     FUSED: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
-    """A warpgroup: dk and dv of its half of the keys of every item."""
+    """A warpgroup: dk and dv of its half of the keys of every item.
+
+    ORDERED: it adds to a tile of dq when the item before it in the list has, so that sums have the same bits each time; in
+    ``owed`` is the span of its last addition, once a tile later that is known to have come, others are told.
+    """
     tiles, signals = io
     q_ring, dout_ring, lse_ring, delta_ring, told, k_tiles, v_tiles = tiles
     q_full, q_free, dout_full, dout_free, k_full, v_full, free = signals
@@ -214,6 +245,7 @@ def differentiate(
     scale_log2 = scale * 1.4426950408889634
     nothing = gl.zeros([N, BN], gl.float32, product_layout(BN))
     t, done = 0, 0
+    place, owing, owed, seen = 0, 0, 0, 0
     item = hear(told.index(0), k_full.index(0), 0)
     while item > 0:
         b = done % BUFFERS
@@ -239,6 +271,9 @@ def differentiate(
                 if EARLY:
                     lse = lse_ring.index(slot).load(row_layout(BN))
                 s = hopper.warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                if ORDERED:
+                    place = place_in_turn(fused, work, item, head, i, W, HEADS, D_PAD)
+                    seen = gl.load(fused[4][0] + place, volatile=True)
                 mbarrier.wait(dout_full.index(slot), turn)
                 delta = delta_ring.index(slot).load(row_layout(BN))
                 dp = gl.expand_dims(-delta, 0) + nothing  # dP - delta, that is: what a product begins at is free
@@ -254,6 +289,10 @@ def differentiate(
                 dp, acc_v = hopper.warpgroup_mma_wait(1, deps=[dp, acc_v])
                 ds = (p * dp).to(q_ring.dtype)
                 ds_factor = gl.convert_layout(ds, factor_layout(D_PAD))
+                if ORDERED:
+                    if owed > 0:
+                        pass_on(fused, work, owed, owing)
+                    owed = 0
                 if FUSED:
                     share_ds(ds, fused, t, W)
                 if FUSED and D_PAD > 64:  # 64 columns of dq are this warpgroup's
@@ -261,6 +300,9 @@ def differentiate(
                     acc_k = hopper.warpgroup_mma(ds_factor, q, acc_k, is_async=True)
                     dq, acc_k, acc_v = hopper.warpgroup_mma_wait(1, deps=[dq, acc_k, acc_v])
                     mbarrier.arrive(dout_free.index(slot), count=1)
+                    if ORDERED:
+                        await_turn(fused, work, span, place, seen)
+                        owing, owed = place, span
                     add_dq(dq * scale, W * 64, fused, work, item, i, head, W, HEADS)
                 else:
                     acc_k = hopper.warpgroup_mma(ds_factor, q, acc_k, is_async=True)
@@ -270,11 +312,18 @@ def differentiate(
                         if t % 2 == W:
                             dq = begin_dq(all_k, 0, fused, t)
                             dq, acc_k = hopper.warpgroup_mma_wait(0, deps=[dq, acc_k])
+                            if ORDERED:
+                                await_turn(fused, work, span, place, seen)
+                                owing, owed = place, span
                             add_dq(dq * scale, 0, fused, work, item, i, head, W, HEADS)
                 acc_k = hopper.warpgroup_mma_wait(0, deps=[acc_k])
                 mbarrier.arrive(q_free.index(slot), count=1)
                 t += 1
         mbarrier.arrive(free.index(b), count=1)
+        if ORDERED:
+            if owed > 0:
+                pass_on(fused, work, owed, owing)
+            owed = 0
         store_gradients(acc_k * scale, acc_v, result, work, item, W * N, 0, 0, D, DV)
         done += 1
         b = done % BUFFERS
@@ -283,7 +332,7 @@ def differentiate(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tokens", "padded", "query_heads", "owners"])
+@gluon.jit(do_not_specialize=["tokens", "padded", "query_heads", "owners", "tiles"])
 def dkdv_kernel(
     q_desc,
     dout_desc,
@@ -300,7 +349,9 @@ def dkdv_kernel(
     padded,
     query_heads,
     owners,
+    tiles,
     FUSED: gl.constexpr,
+    ORDERED: gl.constexpr,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
@@ -316,13 +367,15 @@ def dkdv_kernel(
     """dk (b, s, o, d) and dv (b, s, o, dv), contiguous, of the items in ``work``: tiles of keys and owners.
 
     An owner has HEADS query heads. ``line_desc``: of lines (b, h, 2, padded), flat. FUSED: adds to dq, float32 (b, t, h, d).
+    ORDERED: in the order of ``work``; behind ``counter`` stand zeros, one for each of the ``tiles`` of queries of each query
+    head, and each 64 columns.
     """
     descriptors = (q_desc, dout_desc, k_desc, v_desc, line_desc)
     io = make_io(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS)
     if FUSED:
         ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, COLUMNS], shared_layout(COLUMNS))
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, COLUMNS, 1, 64], dq_desc.layout)
-        fused = (dq_desc, ds_tiles, dq_tiles, barriers(2, 2))
+        fused = (dq_desc, ds_tiles, dq_tiles, barriers(2, 2), (counter + 1, tiles))
     else:
         fused = io  # not used
     fence_async_shared()
@@ -330,8 +383,8 @@ def dkdv_kernel(
     gl.warp_specialize(
         [
             (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP)),
-            (differentiate, (io, fused, result, work, scale, FIRST, HEADS, D, DV, FUSED)),
-            (differentiate, (io, fused, result, work, scale, SECOND, HEADS, D, DV, FUSED)),
+            (differentiate, (io, fused, result, work, scale, FIRST, HEADS, D, DV, FUSED, ORDERED)),
+            (differentiate, (io, fused, result, work, scale, SECOND, HEADS, D, DV, FUSED, ORDERED)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

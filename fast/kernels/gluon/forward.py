@@ -263,10 +263,18 @@ def attend(
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
             partial = is_partial(work, span)
-            for j in range(column + gl.where(span == span_first, BN, 0), stop, BN):
+            column += gl.where(span == span_first, BN, 0)
+            turning = gl.where(partial, stop, column)
+            for j in range(column, turning, BN):
                 is_last = (span + SPAN == span_end) & (j + BN == stop)
                 o, p, m, l, ring = step(
-                    o, p, m, l, b, io, result, work, previous, ring, span, row, j, scale_log2, partial, is_last,
+                    o, p, m, l, b, io, result, work, previous, ring, span, row, j, scale_log2, True, is_last,
+                    False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
+                )  # fmt: skip
+            for j in range(turning, stop, BN):
+                is_last = (span + SPAN == span_end) & (j + BN == stop)
+                o, p, m, l, ring = step(
+                    o, p, m, l, b, io, result, work, previous, ring, span, row, j, scale_log2, False, is_last,
                     False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
                 )  # fmt: skip
         done += 1

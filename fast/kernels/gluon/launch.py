@@ -90,10 +90,11 @@ def dkdv(
     dk: Tensor,
     dv: Tensor,
     dq: Tensor | None = None,
+    ordered: bool = False,
 ) -> None:
     """Writes dk (b, s, o, d) and dv (b, s, o, dv); o, the owners, are the key heads, or the query heads.
 
-    With ``dq`` (b, t, h, d), float32, adds to it in any order: the fused method.
+    With ``dq`` (b, t, h, d), float32, adds to it: the fused method; in any order, or ``ordered``: the same each time.
     """
     check(q)
     wide = dq is None and max(q.shape[-1], v.shape[-1]) > 128
@@ -103,7 +104,8 @@ def dkdv(
     each = q.shape[2] // owners
     heads = Heads(q.shape[0], owners, 1)
     read = each * head_bytes(q, dout)
-    plan = schedule(mask, config.rows, config.columns, True, heads, 1, read, q.device, each)
+    in_turn = (True, processors(q)) if ordered else ()
+    plan = schedule(mask, config.rows, config.columns, True, heads, 1, read, q.device, each, *in_turn)
     flat_dk, flat_dv = (x if x.is_contiguous() else torch.empty_like(x, memory_format=CONTIGUOUS) for x in (dk, dv))
     if not plan.complete:
         flat_dk.zero_()
@@ -117,14 +119,17 @@ def dkdv(
         keys = box(k, config.rows, 1, d_pad), box(v, config.rows, 1, dv_pad)
         line = TensorDescriptor(lines.view(-1), [lines.numel()], [1], [config.columns], LINE)
         counts = k.shape[1], lines.shape[3], q.shape[2], owners
-        written = (flat_dk, flat_dv, *queue(plan, q), scale, *counts)
+        tiles = -(-q.shape[1] // config.columns) if ordered else 0
+        places = q.shape[0] * q.shape[2] * tiles * (d_pad // 64)
+        written = (flat_dk, flat_dv, *queue(plan, q, places), scale, *counts)
         group = q.shape[2] // k.shape[2]
         options = {"HEADS": each, "GROUP": group, "D": q.shape[-1], "DV": v.shape[-1], "D_PAD": d_pad, "DV_PAD": dv_pad}
         if wide:
             run(wide_kernel, q, config, (*queries, *keys, line, *written), **options)
         else:
             added = line if sums is None else box(sums, config.columns, 1, 64)
-            run(dkdv_kernel, q, config, (*queries, *keys, line, added, *written), FUSED=dq is not None, **options)
+            options |= {"FUSED": dq is not None, "ORDERED": ordered}
+            run(dkdv_kernel, q, config, (*queries, *keys, line, added, *written, tiles), **options)
         if dq is not None and sums is not dq:
             dq.add_(sums, alpha=sign)
     settle(dk, flat_dk)
@@ -259,13 +264,14 @@ def processors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-def queue(plan: Schedule, x: Tensor) -> tuple[Tensor, Tensor]:
+def queue(plan: Schedule, x: Tensor, places: int = 0) -> tuple[Tensor, Tensor]:
     """What there is to do, and the counter that programs claim it from: the launch's own, for streams may overlap.
 
-    Where each program has one item at most, nobody reads the counter, and none is made.
+    Behind it are the ``places`` where programs that add to the same wait for one another. Where each program has one item
+    at most and there are none, nobody reads the counter, and none is made.
     """
-    some = plan.items > processors(x)
-    return plan.work, torch.zeros(1, dtype=torch.int32, device=x.device) if some else plan.work
+    some = plan.items > processors(x) or places
+    return plan.work, torch.zeros(1 + places, dtype=torch.int32, device=x.device) if some else plan.work
 
 
 def constants(kernel, config: Config) -> dict:

@@ -1,6 +1,7 @@
 """Who is measured by `canon bench kernels`: Canon's kernel families and methods, and other people's attention.
 
-    canon FAMILY METHOD             every family that there is, every backward method: forced, or declined with a reason
+    canon FAMILY METHOD             every family that there is, every backward method: forced, or declined with a reason;
+                                    "in order": under `torch.use_deterministic_algorithms(True)`
     canon auto                      what a user gets who asks for nothing
     SDPA cudnn, SDPA flash          torch's attention, causal or full; "flash" is FlashAttention-2
     FlexAttention                   compiled, with the BlockMask of the same mask
@@ -69,6 +70,9 @@ def _canon(shape: Shape) -> Iterator[Contender]:
         for method in methods:
             name, make, around = f"canon {family}", partial(_attention, shape, method), partial(_forced, family)
             yield Contender(f"{name} {method}", make, name, declines=True, around=around)
+        if family == "gluon":
+            make, around = partial(_attention, shape, "fused"), partial(_in_order, family)
+            yield Contender(f"{name} fused in order", make, name, declines=True, around=around)
     yield Contender("canon auto", partial(_attention, shape, "auto"), "canon auto")
 
 
@@ -85,6 +89,20 @@ def _forced(family: str) -> Iterator[None]:
 
     with fast.backend(family), torch.autograd.set_multithreading_enabled(False):
         yield
+
+
+@contextmanager
+def _in_order(family: str) -> Iterator[None]:
+    """The same, deterministic; torch's filling of new memory with NaN, which is for debugging, is not to be measured."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        with _forced(family):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 # ---------------------------------------------------------------------- torch's

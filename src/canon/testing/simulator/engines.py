@@ -22,6 +22,7 @@ from canon.testing.simulator.values import Tensor, number
 NAMED = re.compile(
     r"\s*(?:bar|barrier)(?:\.cta)?\.(sync|arrive)\s+(\d+)\s*,\s*(\d+)\s*;\s*(mov\.u32\s+\$0\s*,\s*0\s*;)?\s*"
 )
+ADDED = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
 WARPGROUP = 4  # warps
 HARDWARE_BARRIERS = 16
 
@@ -78,9 +79,12 @@ def fence_async_shared(cluster=False):
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    """Named barriers, the one piece of assembly that is simulated."""
+    """Named barriers, and the wait for additions: the assembly that is simulated."""
+    if asm == ADDED:
+        _have_written()
+        return Tensor(0, dtype)
     if not (found := NAMED.fullmatch(asm)):
-        raise NotImplementedError(f"inline assembly {asm!r} is not simulated; bar.sync and bar.arrive are")
+        raise NotImplementedError(f"inline assembly {asm!r} is not simulated; bar.sync, bar.arrive and {ADDED!r} are")
     kind, name, threads = found[1], int(found[2]), int(found[3])
     program = here().program
     taken = 1 + len(program.partitions)
@@ -139,7 +143,7 @@ class Store:
         here().program.note("done", self.descriptor.block_type.nbytes, of=self.started)
         if not self.written:
             data = self.view.data.clone()
-            self.access.by.program.late.append(lambda: self.write(data))
+            self.access.by.program.late.append((self.access.by, lambda: self.write(data)))
 
 
 def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True, multicast=False):
@@ -185,6 +189,15 @@ def store_wait(pendings):
     stores = here().stores
     while len(stores) > number(pendings):
         stores.pop(0).complete()
+
+
+def _have_written() -> None:
+    """All stores of this partition have read shared memory and written to global memory."""
+    store_wait(0)
+    me, program = here(), here().program
+    mine, program.late = [x for x in program.late if x[0] is me], [x for x in program.late if x[0] is not me]
+    for _, write in mine:
+        write()
 
 
 # wgmma.

@@ -69,9 +69,11 @@ def _no_options(**given: Any) -> None:
             raise NotImplementedError(f"{name}={value!r} is not simulated")
 
 
-def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", **cache):
-    """`gl.load`: where masked ``other``, else NaN."""
+def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", volatile=False, **cache):
+    """`gl.load`: where masked ``other``, else NaN; ``volatile``: others may go on before, for whom it may wait."""
     _no_options(boundary_check=boundary_check, padding_option=padding_option)
+    if volatile:
+        _let_go_on()
     at, keep = _addresses(pointer, mask, "load")
     kind = pointer.dtype.element_ty
     if keep is True:
@@ -97,9 +99,13 @@ def atomic_add(pointer, val, mask=None, sem=None, scope=None):
     at, keep = _addresses(pointer, mask, "atomic_add")
     if keep is not False:
         pointer.memory.index_put_((torch.as_tensor(at),), _values(pointer, val, keep), accumulate=True)
+    _let_go_on()
+    return before
+
+
+def _let_go_on() -> None:
     here().program.let_others()
     here().program.step()
-    return before
 
 
 # Arithmetic.

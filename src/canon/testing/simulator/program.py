@@ -137,7 +137,7 @@ class Program:
         self.barriers: list[Any] = []  # mbarriers
         self.named: dict[int, Any] = {}  # the hardware's
         self.loads: list[Any] = []  # TMA loads under way
-        self.late: list[Callable[[], None]] = []  # writes to global memory that may come as late as the end
+        self.late: list[tuple[Partition, Callable[[], None]]] = []  # writes to global memory that may come at the end
         self.partitions: list[Partition] = []
         self.failure: BaseException | None = None
         self.name = ""  # the kernel's
@@ -259,7 +259,7 @@ class Program:
         """Nothing may be left under way but stores, which complete now."""
         for store in main.stores:
             store.complete()
-        for write in self.late:
+        for _, write in self.late:
             write()
         if self.loads:
             raise Fault(f"the program ends while {len(self.loads)} TMA loads are under way, the first {self.loads[0]}")
