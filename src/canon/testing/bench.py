@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shape", action="append", help="b,n,h,g,d or b,n,h,g,d,mask (repeatable)", metavar="SHAPE")
     add("--mask", action="append", help=MASKS, metavar="MASK")
     add("--dtype", default=DEFAULTS["dtype"], choices=["bfloat16", "float16", "float32"])
-    add("--only", default="", help="contenders, or kernels, whose names hold this text")
+    add("--only", default="", help="contenders, or kernels, whose names hold this text, or one of several: A|B")
     add(
         "--rounds",
         type=int,

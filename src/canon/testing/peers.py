@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.testing.shapes import Shape, documents
+from canon.testing.shapes import Shape, asked_for, documents
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 FLASH4 = "flash-attn-4"
@@ -51,7 +51,7 @@ def contenders(shape: Shape, device: torch.device, only: str, *, others: bool = 
     if others:
         found += [*_sdpa(shape), Contender("FlexAttention", partial(_flex, shape, device), "FlexAttention")]
         found += _flash4(shape, device)
-    return [contender for contender in found if only in contender.name]
+    return [contender for contender in found if asked_for(contender.name, only)]
 
 
 def installed() -> dict[str, str]:

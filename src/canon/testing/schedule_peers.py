@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.reference.layout import Layout
-from canon.testing.shapes import Shape
+from canon.testing.shapes import Shape, asked_for
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
     for stages in (0, 1, 2):
         attend = partial(fast.magi_attention, mask=mask, layout=planned, stages=stages)
         found.append(Schedule(f"magi, {stages} stages", planned, attend))
-    return [schedule for schedule in found if only in schedule.name]
+    return [schedule for schedule in found if asked_for(schedule.name, only)]
 
 
 def torch_schedules(shape: Shape, ranks: int, only: str, device: str) -> list[Schedule]:
@@ -79,7 +79,7 @@ def torch_schedules(shape: Shape, ranks: int, only: str, device: str) -> list[Sc
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION")
         for rotation in ("allgather", "alltoall")
     ]
-    return [schedule for schedule in found if only in schedule.name]
+    return [schedule for schedule in found if asked_for(schedule.name, only)]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, backend: str, grouped: bool, return_lse: bool = False):

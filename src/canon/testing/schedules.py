@@ -2,7 +2,7 @@
 
     canon bench schedules                                            all GPUs, causal, 32K and 128K tokens
     canon bench schedules --shape 1,65536,64,8,128,documents:2048 --only magi
-    canon bench schedules --ranks 4 --only strided
+    canon bench schedules --ranks 4 --only "strided|one GPU"
 
 A rank is a process with a GPU. First each schedule attends to a short sequence of the same kind, and must agree with float64 by
 the judge, in out, lse and gradients; then all are timed, taking turns, between events on every rank; a run lasts as long as
@@ -30,7 +30,7 @@ from canon.reference.layout import Layout
 from canon.testing import world
 from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing.schedule_peers import Schedule, schedules, torch_schedules
-from canon.testing.shapes import Shape, shape_of, shapes_of
+from canon.testing.shapes import Shape, asked_for, shape_of, shapes_of
 
 SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
@@ -109,7 +109,7 @@ def _transport(device: torch.device) -> str:
 def _alone(shape: Shape, only: str) -> list[Schedule]:
     from canon.fast import attention
 
-    if only not in "one GPU" or shape.n > LARGEST_ALONE:
+    if not asked_for("one GPU", only) or shape.n > LARGEST_ALONE:
         return []
     return [Schedule("one GPU", Layout([[range(shape.n)]], shape.n), partial(attention, mask=shape.mask))]
 

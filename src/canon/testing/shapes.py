@@ -130,6 +130,11 @@ def sweep(widths: Sequence[int]) -> list[Shape]:
     return [shape_of(f"{SWEEP_TOKENS // n},{n},{heads[d]},{heads[d]},{d},causal") for d in widths for n in lengths]
 
 
+def asked_for(name: str, only: str) -> bool:
+    """Whether a contender's name holds one of the texts of ``--only``, which are set apart by "|"."""
+    return any(part in name for part in only.split("|"))
+
+
 def auto() -> list[Shape]:
     """The shapes of `AUTO`: causal, four query heads to a key head, 128 wide."""
     found = []

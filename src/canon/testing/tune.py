@@ -24,7 +24,7 @@ from canon.fast.backward import make_delta
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
-from canon.testing.shapes import Shape
+from canon.testing.shapes import Shape, asked_for
 from canon.testing.timing import milliseconds
 
 SHAPES = [
@@ -123,7 +123,7 @@ def tune(
     q, k, v, dout = shape.inputs(dtype, device)
     kernels, rows = FAMILIES[family], []
     for kernel, (call, results) in _kernels(kernels.launch, q, k, v, dout, shape).items():
-        if only not in kernel:
+        if not asked_for(kernel, only):
             continue
         name = kernels.named(kernel, shape)
         try:
