@@ -57,6 +57,7 @@ _stand_ins: dict[int, tuple[Any, Any]] = {}  # by identity of what they stand fo
 _simulations: list[tuple[str, int, list | None]] = []  # order, seed and log; those under way, the last one counts
 _threads: list[int] = []  # how many torch had before
 _changing = threading.Lock()
+_parsing = threading.Lock()  # Python 3.11 counts the depth of a tree for all threads together, and raises if two parse at a time
 _compiled: dict[int, tuple[Any, CodeType]] = {}  # by identity of the kernel, likewise
 
 
@@ -235,6 +236,11 @@ class _Rewriting(ast.NodeTransformer):
 
 def _code(kernel: GluonJITFunction) -> CodeType:
     """The kernel's source, rewritten and compiled to Python; lines are those of its file."""
+    with _parsing:
+        return _compiled_once(kernel)
+
+
+def _compiled_once(kernel: GluonJITFunction) -> CodeType:
     if id(kernel) not in _compiled:
         tree = ast.parse(textwrap.dedent("".join(kernel.raw_src)))
         definition = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
