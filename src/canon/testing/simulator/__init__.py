@@ -57,7 +57,7 @@ _stand_ins: dict[int, tuple[Any, Any]] = {}  # by identity of what they stand fo
 _simulations: list[tuple[str, int, list | None]] = []  # order, seed and log; those under way, the last one counts
 _threads: list[int] = []  # how many torch had before
 _changing = threading.Lock()
-_parsing = threading.Lock()  # Python 3.11 counts the depth of a tree for all threads together, and raises if two parse at a time
+_parsing = threading.Lock()  # for Python 3.11 counts the depth of a tree for all threads together
 _compiled: dict[int, tuple[Any, CodeType]] = {}  # by identity of the kernel, likewise
 
 
