@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from canon.fast.kernels.gluon.blocks import await_added
 from canon.testing import simulator
 
 INTERLEAVINGS = [(order, seed) for order in ("late", "early", "random") for seed in range(3)]
@@ -71,6 +72,31 @@ def test_tma_moves_boxes_with_zeros_around_the_tensor(how, order, seed):
     with simulator.simulated(order, seed):
         copy_kernel[(1,)](box(x), box(y), -10, 8, HOW=how, num_warps=4)
     assert torch.equal(y, torch.nn.functional.pad(x[:, 8:], (0, 8, 10, 0)) + (1 if how == "added" else 0))
+
+
+@gluon.jit
+def add_kernel(target, memory, found, AWAIT: gl.constexpr):
+    tile = gl.allocate_shared_memory(target.dtype, target.block_type.shape, target.layout)
+    tile.store(gl.full([64, 64], 1.0, gl.bfloat16, BLOCKED))
+    fence_async_shared()
+    add_box(target, [0, 0], tile)
+    if AWAIT:
+        await_added()
+    else:
+        tma.store_wait(0)
+    gl.store(found, gl.load(memory))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_added_is_there_once_that_was_waited_for(waits):
+    seen = set()
+    for order, seed in INTERLEAVINGS:
+        x, found = torch.zeros(64, 64, dtype=torch.bfloat16), torch.full((1,), 7.0).bfloat16()
+        with simulator.simulated(order, seed):
+            add_kernel[(1,)](box(x), x, found, waits)
+        assert (x == 1).all(), "at the end at the latest"
+        seen.add(found.item())
+    assert seen == ({1.0} if waits else {0.0, 1.0})
 
 
 FAULTS_OF_TMA = {
@@ -283,6 +309,27 @@ def test_programs_may_change_places_at_atomic_operations():
     assert found == [claims(seed) for seed in range(10)]
     assert all(who[:3] == [0, 1, 2] and min(who.count(p) for p in range(3)) > 1 for who in found)
     assert len({tuple(who) for who in found}) > 5
+
+
+@gluon.jit
+def relay_kernel(baton, seen, FAULT: gl.constexpr):
+    me = gl.program_id(0)
+    holder = gl.load(baton, volatile=True)
+    while holder != me:
+        holder = gl.load(baton, volatile=True)
+    gl.store(seen + me, holder)
+    if FAULT != "lost" or me != 2:
+        gl.store(baton, me + 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_programs_may_wait_for_one_another(seed):
+    baton, seen = torch.zeros(1, dtype=torch.int32), torch.full((5,), -1, dtype=torch.int32)
+    with simulator.simulated(seed=seed):
+        relay_kernel[(5,)](baton, seen, "")
+    assert seen.tolist() == [0, 1, 2, 3, 4]
+    with simulator.simulated(seed=seed), pytest.raises(simulator.Deadlock, match="has found 2 .* nobody changes it"):
+        relay_kernel[(5,)](baton.zero_(), seen, "lost")
 
 
 @gluon.jit

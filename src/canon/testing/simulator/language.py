@@ -70,14 +70,17 @@ def _no_options(**given: Any) -> None:
 
 
 def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", volatile=False, **cache):
-    """`gl.load`: where masked ``other``, else NaN; ``volatile``: others may go on before, for whom it may wait."""
+    """`gl.load`: where masked ``other``, else NaN; ``volatile``: others may go on before, as who looks may wait for them."""
     _no_options(boundary_check=boundary_check, padding_option=padding_option)
     if volatile:
         _let_go_on()
     at, keep = _addresses(pointer, mask, "load")
     kind = pointer.dtype.element_ty
     if keep is True:
-        return Tensor(held(pointer.memory[at]), kind)
+        found = held(pointer.memory[at])
+        if volatile:
+            here().look(at, found)
+        return Tensor(found, kind)
     rest = tensor((math.nan if kind.is_floating() else UNDEFINED) if other is None else other)
     result = block(cast(rest.data, rest.dtype, kind), kind).expand(pointer.shape).clone()
     if keep is not False:

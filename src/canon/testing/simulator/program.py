@@ -20,6 +20,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
+IN_VAIN = 2000  # volatile loads, before each of which others may go on
+
 _current = threading.local()
 
 
@@ -100,6 +102,8 @@ class Partition:
         self.unfenced: list[Any] = []  # its writes to shared memory that the async proxy need not see yet
         self.baton = threading.Lock()
         self.baton.acquire()
+        self.seen: tuple[Any, Any] = (None, None)  # where it has looked for others last, and what it found
+        self.looks = 0  # how often in a row
         self.condition: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] = str
         self.place: Place | None = None
@@ -120,6 +124,13 @@ class Partition:
         self.condition, self.waits_for, self.place = condition, waits_for, Place()
         self.program.pass_baton(self)
         self.condition = None
+
+    def look(self, place: Any, found: Any) -> None:
+        """Take note of a volatile load: who finds the same in the same place again and again waits in vain."""
+        self.looks = self.looks + 1 if self.seen == (place, found) else 0
+        self.seen = place, found
+        if self.looks == IN_VAIN:
+            raise Deadlock(f"{self.name} has found {found} {IN_VAIN} times, and nobody changes it, at {Place()}")
 
     def end(self) -> None:
         """Check that nothing is left running in its registers."""
@@ -201,7 +212,7 @@ class Program:
         """Keep the first failure, and end the other partitions."""
         if self.failure is None:
             self.failure = failure
-            if not isinstance(failure, Deadlock):  # which names everyone
+            if not isinstance(failure, Deadlock):  # which names who waits
                 failure.add_note(f"in {me.name} of program {self.indices}")
             for other in self.partitions:
                 if other is not me and not other.finished:
