@@ -12,9 +12,10 @@ The Hopper kernels can also add to dq *in order*: a tile of keys waits until the
 bits; under `torch.use_deterministic_algorithms(True)` "fused" does so, and is a RuntimeError where it cannot.
 
 "auto" repeats its bits always. It is "head_parallel" where "split" would leave processors idle: where heads share keys, and
-the busiest processor would have a quarter more to do than it has with an owner for every query head (a rule from counts, to
-be replaced by a measured one). On Hopper it is "fused", in order, for heads up to 64 wide of long sequences: there in order
-costs a few percent of the speed, and at 128 as much as two products do (paper/hopper_kernels.md). Else it is "split".
+the busiest processor would have a quarter more to do than it has with an owner for every query head. On Hopper it is
+"fused", in order, for heads up to 64 wide of long sequences: order costs a tenth there, less than two products; 128 wide it
+costs more than they do. Else it is "split". Rules from counts, within 10 % of the fastest method on twelve shapes 128 wide
+(paper/data/kernels_auto_h200.json).
 
 delta = rowsum(dout * out) - dlse is made by a kernel of its own, or given: once per call, whatever the number of steps.
 
@@ -22,6 +23,7 @@ Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton
 TensorAuto/OpenTau pull request 376.
 """
 
+import warnings
 from functools import lru_cache
 
 import torch
@@ -181,7 +183,10 @@ def _key_chunks(mask: Mask, most: int) -> tuple[tuple[range, Mask], ...]:
 def _fused(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool) -> None:
     if ordered and kernels is portable:
         told = 'backward="fused" adds to dq in any order but on Hopper, and torch.use_deterministic_algorithms(True) was called'
-        raise RuntimeError(f'{told}: use "split" or "head_parallel"')
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(f'{told}: use "split" or "head_parallel"')
+        warnings.warn(told, stacklevel=2)
+        ordered = False
     accumulate = accumulate_dtype(arguments[0].dtype)
     sums = dq if dq.dtype == accumulate else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
     kernels.dkdv(*arguments, dk, dv, sums.zero_(), *([True] if ordered else []))

@@ -320,6 +320,9 @@ def test_fused_is_refused_where_the_same_bits_are_asked_for(deterministic):
         local.attention(q, k, v, mask, backward=method).sum().backward()
     with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
         local.attention(q, k, v, mask, backward="fused").sum().backward()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.warns(UserWarning, match="adds to dq in any order"):
+        local.attention(q, k, v, mask, backward="fused").sum().backward()
 
 
 def test_a_destination_too_wide_for_32_bits_is_refused():

@@ -79,8 +79,14 @@ def tma_add(descriptor, coordinates, source, _semantic=None):
 @gluon.jit
 def await_added():
     """Wait until global memory holds what this warpgroup has had added: ``tma.store_wait`` looks at shared memory alone."""
-    WAIT: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

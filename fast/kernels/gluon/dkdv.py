@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from canon.fast.kernels.gluon.blocks import (
-    await_added,
     FIRST,
     SECOND,
     SPAN,
+    await_added,
     barriers,
     claim,
     columns_of,

@@ -22,7 +22,7 @@ from canon.fast.tiles import work_table
 from canon.reference.mask import Mask
 
 L2_BYTES = 32 << 20  # of what heads that run side by side read; the cache of an H200 holds 50 MB
-IN_TURN = 6  # tiles of one head that are under way at a time if each waits for the one before: it follows some steps behind
+IN_TURN = 6  # tiles of one head that are under way at a time if each waits for the one before, some steps behind it
 BOX = 4  # columns at whose multiples boxes of queries may begin: 16 bytes of lse
 FIXED = 1.0  # what an item costs beyond its tiles, in tiles: its beginning, and the writing of its result
 PARTIAL = 1.2  # what a partial tile costs, in full ones
