@@ -38,7 +38,7 @@ class Case:
     """A kernel for one dtype and head width.
 
     ``describable``: tensor descriptors may be used; ``short``: documents so short that query heads share a Hopper tile;
-    ``long``: a sequence so long that `hopper_config.LONG_TABLE` is taken.
+    ``long``: a sequence so long that `hopper_config.LONG_TABLE` is taken; ``ordered``: dq is added up in order.
     """
 
     kernel: str
@@ -50,6 +50,7 @@ class Case:
     family: str = "triton"
     short: bool = False
     long: bool = False
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Compiled:
     def __str__(self) -> str:
         case, c = self.case, self.config
         if case.family == "gluon":
-            how = "packed" if case.short else "long" if case.long else "gluon"
+            how = "packed" if case.short else "long" if case.long else "in order" if case.ordered else "gluon"
             warps = 16 if c.rows == 192 else 12
         else:
             how, warps = "descriptors" if c.tma else "pointers", c.warps
@@ -95,6 +96,8 @@ def main_cases(arch: int) -> list[Case]:
         cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", short=True) for name, d in packed]
         long = hopper_config.LONG_TABLE
         cases += [Case(name, 90, "bfloat16", *pads, True, "gluon", long=True) for name, pads in long]
+        fused = [pads for name, pads in hopper_config.TABLE if name == "fused"]
+        cases += [Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused]
     return cases
 
 
@@ -116,7 +119,7 @@ def _compile_hopper(case: Case) -> list[Compiled]:
     calls = {
         "forward": lambda: hopper.forward(q, k, v, mask, 0.1, dout, lse),
         "dq": lambda: hopper.dq(q, k, v, dout, lines, mask, 0.1, q),
-        "fused": lambda: hopper.dkdv(q, k, v, dout, lines, mask, 0.1, k, v, wide),
+        "fused": lambda: hopper.dkdv(q, k, v, dout, lines, mask, 0.1, k, v, wide, case.ordered),
     }
     with _target(case.arch), _launching(hopper, keep):
         calls.get(case.kernel, lambda: hopper.dkdv(q, k, v, dout, lines, mask, 0.1, k, v))()
