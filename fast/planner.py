@@ -276,16 +276,16 @@ class _Assignment:
         chunks = self.chunks
         self.slots[ranks] = held = np.sort(self.slots[ranks], axis=1)
         row, width = np.arange(len(ranks)), self.once.shape[1]
-        edges = (x[held].reshape(len(ranks), -1) + row[:, None] * width for x in (chunks.first, chunks.last))
-        begin, end = (np.bincount(x.ravel(), minlength=len(ranks) * width) for x in edges)
+        first, last = (x.take(held, 0) + (row * width)[:, None, None] for x in (chunks.first, chunks.last))
+        begin, end = (np.bincount(x.ravel(), minlength=len(ranks) * width) for x in (first, last))
         needed_by = (begin - end).reshape(-1, width).cumsum(1)[:, :-1]
-        self.missing[ranks, 1:] = missing = (chunks.cells * (needed_by == 0)).cumsum(1)
-        self.once[ranks, 1:] = once = (chunks.cells * (needed_by == 1)).cumsum(1)
-        once = np.concatenate([np.zeros_like(once[:, :1]), once], 1).ravel()
-        here = row[:, None, None] * width
-        self.alone[held] = (once[chunks.last[held] + here] - once[chunks.first[held] + here]).sum(2)
-        self.load[ranks], self.has_small[ranks] = chunks.area[held].sum(1), chunks.small[held].any(1)
-        self.received[ranks] = chunks.need_of_all - missing[:, -1] - chunks.size[held].sum(1)
+        missing, once = np.zeros((2, len(ranks), width), np.int64)
+        np.cumsum(chunks.cells * (needed_by == 0), axis=1, out=missing[:, 1:])
+        np.cumsum(chunks.cells * (needed_by == 1), axis=1, out=once[:, 1:])
+        self.missing[ranks], self.once[ranks] = missing, once
+        self.alone[held] = (once.take(last) - once.take(first)).sum(2)
+        self.load[ranks], self.has_small[ranks] = chunks.area.take(held).sum(1), chunks.small.take(held).any(1)
+        self.received[ranks] = chunks.need_of_all - missing[:, -1] - chunks.size.take(held).sum(1)
         self.cost[ranks] = chunks.cost(self.load[ranks], self.received[ranks])
 
     def score(self) -> tuple[int, int]:
@@ -325,7 +325,7 @@ class _Assignment:
         that a chunk would add to those that they need."""
         chunks, mine, flat = self.chunks, self.slots[rank], self.missing.reshape(-1)
         row = (others * self.missing.shape[1])[:, None, None]
-        added = (flat[chunks.last[mine] + row] - flat[chunks.first[mine] + row]).sum(2)
+        added = (flat.take(chunks.last[mine] + row) - flat.take(chunks.first[mine] + row)).sum(2)
         over = np.maximum(self.cost[others], self.cost[rank]) > chunks.allowed
         return over | (added < chunks.need[mine]).any(1), added
 
@@ -365,14 +365,14 @@ class _Assignment:
         """Keys that a chunk of mine and one of theirs both need, and that none else here, or none else there, needs; and
         the keys that theirs would add here."""
         chunks, intervals = self.chunks, self.chunks.first.shape[1]
-        my_first, my_last = (x[mine].reshape(-1, 1) for x in (chunks.first, chunks.last))
-        first, last = (x[theirs].reshape(len(others), 1, -1) for x in (chunks.first, chunks.last))
-        added = (self.missing[rank][last] - self.missing[rank][first])[:, 0]
+        my_first, my_last = (x.take(mine, 0).reshape(-1, 1) for x in (chunks.first, chunks.last))
+        first, last = (x.take(theirs, 0).reshape(len(others), 1, -1) for x in (chunks.first, chunks.last))
+        added = (self.missing[rank].take(last) - self.missing[rank].take(first))[:, 0]
         first, last = np.maximum(first, my_first), np.minimum(last, my_last)
         np.maximum(last, first, out=last)
         here, there = self.once[rank], self.once.reshape(-1)
         offset = (others * self.once.shape[1])[:, None, None]
-        shared = here[last] - here[first], there[last + offset] - there[first + offset]
+        shared = here.take(last) - here.take(first), there.take(last + offset) - there.take(first + offset)
         if intervals == 1:
             return *shared, added
         split = (len(others), len(mine), intervals, theirs.shape[1], intervals)

@@ -1,6 +1,7 @@
 """The programs (CTAs) of a simulated Gluon kernel, their partitions, and who may run next.
 
-A program runs to its end before another one begins; but for atomic operations on global memory, at which any may go on.
+A program runs to its end before another one begins; but for atomic operations and volatile loads of global memory, at which
+any may go on: who looks may wait for what another one does.
 Partitions are threads of which exactly one holds the baton. It is passed on where a partition blocks, and now and then where
 it starts or signals something; who gets it is drawn from a seeded generator, so a seed is an interleaving.
 
