@@ -6,8 +6,9 @@
     simulator.simulated(log=[])                                             # write down what happens: `Event`, in order
 
 Triton's interpreter knows no Gluon. Here one program (CTA) runs at a time, its partitions as threads that take turns; another
-one may go on where it ends, and at its atomic operations and volatile loads of global memory. TMA loads land, wgmma read, stores are written
-"early" (at once), "late" (when nothing else can happen, or somebody waits) or at "random"; ``seed`` draws the interleaving.
+one may go on where it ends, and at its atomic operations and volatile loads of global memory. TMA loads land, wgmma read,
+stores are written "early" (at once), "late" (when nothing else can happen, or somebody waits) or at "random"; ``seed`` draws
+the interleaving.
 Found, and raised as `Fault`, with the kernel's lines:
 
     deadlocks                               who waits for which barrier, in which phase
