@@ -207,6 +207,25 @@ def test_what_is_added_in_order_has_the_same_bits_however_many_add(mask, d, dete
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (processors, order)
 
 
+@pytest.mark.skipif(ON_HOPPER, reason="a GPU finds room for all programs when it likes")
+def test_nobody_waits_for_a_program_that_has_not_begun(deterministic, monkeypatch):
+    """Another kernel may hold processors: the programs that have begun must come to their ends without the others."""
+    take_turns = simulator.take_turns
+
+    def some_first(programs, *how):
+        assert len(programs) in (1, 5)
+        for some in (programs[3:], programs[:3]):
+            take_turns(some, *how)
+
+    mask = Mask.causal(600)
+    arguments = inputs(mask, h=2, g=1, dv=64)
+    first = attend(*arguments, mask, method="fused")
+    monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", 5)
+    monkeypatch.setattr(simulator, "take_turns", some_first)
+    again = attend(*arguments, mask, method="fused", order="random", seed=1)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
 def test_taking_turns_changes_no_bit():
     mask = Mask.causal(300)
     arguments = inputs(mask, d=128, dv=128)

@@ -17,9 +17,10 @@ numbers, if the kernel adds in order. One pointer, for want of registers. An ite
 is 8, and 0 is none.
 
 The first items are the programs' own. What comes next a loader *claims*, from a counter that all programs share, when all
-tiles of an item are on their way: then the ring is full, and it would have to wait anyway. It *tells* the warpgroups in
-shared memory, ahead of the first tile that the item owns: the barriers of that tile say when an item may be heard, and when
-the next one be told. At the end it tells 0.
+tiles of an item are on their way: then the ring is full, and it would have to wait anyway. Where programs wait for one another
+all items are claimed, for there may be no room yet for a program that another one would wait for. A loader *tells* the
+warpgroups in shared memory, ahead of the first tile that the item owns: the barriers of that tile say when an item may be
+heard, and when the next one be told. At the end it tells 0.
 """
 
 from triton._C.libtriton import ir
@@ -166,9 +167,9 @@ def first_item(work):
 
 
 @gluon.jit
-def claim(counter, end):
-    """An item that nobody has. The counter is not touched if every item is some program's first."""
-    item = ITEM * (1 + gl.num_programs(0))
+def claim(counter, end, ALL: gl.constexpr):
+    """An item that nobody has, of ALL or of those behind the programs' first; not touching the counter if there are none."""
+    item = ITEM * (1 + (0 if ALL else gl.num_programs(0)))
     if item < end:
         item += gl.atomic_add(counter, ITEM, sem="relaxed")
     return item

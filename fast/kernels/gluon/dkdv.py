@@ -82,7 +82,17 @@ def make_io(
 
 
 @gluon.jit
-def load_tiles(descriptors, work, counter, io, padded, query_heads, HEADS: gl.constexpr, GROUP: gl.constexpr):
+def load_tiles(
+    descriptors,
+    work,
+    counter,
+    io,
+    padded,
+    query_heads,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
     """The loader: claims items; Q, lse, dO and delta of every visited tile, and an item's K and V behind the first ones."""
     q_desc, dout_desc, k_desc, v_desc, line_desc = descriptors
     tiles, signals = io
@@ -93,6 +103,8 @@ def load_tiles(descriptors, work, counter, io, padded, query_heads, HEADS: gl.co
     BUFFERS: gl.constexpr = k_tiles.shape[0]
     t, done = 0, 0
     item, end = first_item(work)
+    if ORDERED:
+        item = claim(counter, end, ORDERED)
     while item < end:
         first, _, batch, owner = place_of(work, item)
         span_first, span_end = spans_of(work, item)
@@ -122,7 +134,7 @@ def load_tiles(descriptors, work, counter, io, padded, query_heads, HEADS: gl.co
                     fetch(v_desc, batch, first, head // GROUP, v_full.index(b), v_tiles.index(b))
                 fresh = False
                 t += 1
-        item = claim(counter, end)
+        item = claim(counter, end, ORDERED)
         done += 1
     b = done % BUFFERS
     tell_end(told.index(b), k_full.index(b), free.index(b), (done // BUFFERS & 1) ^ 1)
@@ -382,7 +394,7 @@ def dkdv_kernel(
     result = (dk, dv, tokens, owners)
     gl.warp_specialize(
         [
-            (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP)),
+            (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP, ORDERED)),
             (differentiate, (io, fused, result, work, scale, FIRST, HEADS, D, DV, FUSED, ORDERED)),
             (differentiate, (io, fused, result, work, scale, SECOND, HEADS, D, DV, FUSED, ORDERED)),
         ],

@@ -144,7 +144,7 @@ def wide_kernel(
     result = (dk, dv, tokens, owners)
     gl.warp_specialize(
         [
-            (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP)),
+            (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP, False)),
             (differentiate, (io, shared, result, work, scale, FIRST, D, DV)),
             (differentiate, (io, shared, result, work, scale, SECOND, D, DV)),
         ],
