@@ -9,7 +9,7 @@
                      atomics in any order: not the same bits twice                        unless dq is float32 itself
 
 The Hopper kernels can also add to dq *in order*: a tile of keys waits until the one before it has added. That repeats its
-bits; under `torch.use_deterministic_algorithms(True)` "fused" does so, and is a RuntimeError where it cannot.
+bits; under `torch.use_deterministic_algorithms(True)` "fused" does so, and is a RuntimeError (or a warning) where it cannot.
 
 "auto" repeats its bits always. It is "head_parallel" where "split" would leave processors idle: where heads share keys, and
 the busiest processor would have a quarter more to do than it has with an owner for every query head. On Hopper it is
@@ -23,7 +23,6 @@ Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton
 TensorAuto/OpenTau pull request 376.
 """
 
-import warnings
 from functools import lru_cache
 
 import torch
@@ -31,9 +30,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.fast.device import check_device, family
-from canon.fast.kernels.gluon.schedule import unevenness
+from canon.fast.kernels.gluon.schedule import followers_wait_little, unevenness
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.tiles import work_table
 from canon.reference.call import (
     accumulate_dtype,
     batched,
@@ -48,7 +46,6 @@ from canon.reference.mask import Mask
 __all__ = ["attention_backward"]
 
 TILE = 128, 64  # keys x queries, by which work is counted
-FOLLOWS = 2.5  # steps by which a tile of keys is behind the one before it, if both add to dq in order
 PARTIAL_BYTES = 1 << 28  # of the parts of dk and dv by query head, at a time
 
 
@@ -137,14 +134,7 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, processors: int | Non
         if split > 1.25 * unevenness(mask, *TILE, b * h, 1, processors):
             return "head_parallel"
     narrow = max(d, dv) <= 64 and family(q, v, "fused") is not portable
-    return "fused" if narrow and _followers_wait_little(mask, b * h, b * g, processors) else "split"
-
-
-def _followers_wait_little(mask: Mask, heads: int, owners: int, processors: int) -> bool:
-    """Whether adding in order costs little: a tile of keys follows the one before it some steps behind, at the beginning."""
-    table = work_table(mask, 128, 128, None, True, "cpu", 128)
-    behind = FOLLOWS * min(len(table), processors / owners)
-    return table.visits * heads / processors > 20 * behind
+    return "fused" if narrow and followers_wait_little(mask, b * h, b * g, processors) else "split"
 
 
 def _split(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -181,14 +171,8 @@ def _key_chunks(mask: Mask, most: int) -> tuple[tuple[range, Mask], ...]:
 
 
 def _fused(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool) -> None:
-    if ordered and kernels is portable:
-        told = 'backward="fused" adds to dq in any order but on Hopper, and torch.use_deterministic_algorithms(True) was called'
-        if not torch.is_deterministic_algorithms_warn_only_enabled():
-            raise RuntimeError(f'{told}: use "split" or "head_parallel"')
-        warnings.warn(told, stacklevel=2)
-        ordered = False
     accumulate = accumulate_dtype(arguments[0].dtype)
     sums = dq if dq.dtype == accumulate else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
-    kernels.dkdv(*arguments, dk, dv, sums.zero_(), *([True] if ordered else []))
+    kernels.dkdv(*arguments, dk, dv, sums.zero_(), ordered)
     if sums is not dq:
         dq.copy_(sums)

@@ -46,10 +46,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def deterministic():
-    """`torch.use_deterministic_algorithms(True)`, but memory is left as it is."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
+    """The test asks for the same bits."""
+    from canon.testing import peers
+
+    with peers.deterministic():
+        yield

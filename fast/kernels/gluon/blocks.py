@@ -167,7 +167,7 @@ def first_item(work):
 
 
 @gluon.jit
-def claim(counter, end, ALL: gl.constexpr):
+def claim(counter, end, ALL: gl.constexpr = False):
     """An item that nobody has, of ALL or of those behind the programs' first; not touching the counter if there are none."""
     item = ITEM * (1 + (0 if ALL else gl.num_programs(0)))
     if item < end:

@@ -7,11 +7,14 @@
                   wait dP^T:   dS = P * dP                  while dV runs
                                dK += dS Q
     fused         dS of both warpgroups meets in shared memory; each makes 64 columns of dQ^T = K^T dS (at D = 64 all of
-                  them, for every second tile), and the TMA unit adds them to float32 dq, in no fixed order
+                  them, for every second tile), and the TMA unit adds them to float32 dq: as they come, or in order
 
 An *owner* is a key head with all query heads of its group, summed in registers in order; or, for head_parallel, one query
-head, whose part is written in float32 and summed with the others afterwards, in order. But for the dq of "fused", same
-inputs give the same bits.
+head, whose part is written in float32 and summed with the others afterwards, in order. But for the dq of "fused" where it
+is added up as it comes, same inputs give the same bits.
+
+In order: at each tile of dq stands a number, of who has added to it last (`canon.fast.kernels.gluon.schedule`). A
+warpgroup waits for that of the item before, adds, and a tile later, when its addition has come, leaves its own.
 
 Shared memory: 2 (BUFFERS rows (d + dv) + STAGES columns (d + dv)) + 8 STAGES columns bytes, and if fused
 4 rows columns + 512 columns; widths padded to a power of 2.
@@ -212,10 +215,11 @@ def await_turn(fused, work, span, place, seen):
 
 @gluon.jit
 def pass_on(fused, work, span, place):
-    """Once dq is there, leave this span's number for whom waits for it."""
-    _, number = turn_of(work, span)
-    await_added()
-    gl.store(fused[4][0] + place, number)
+    """Once dq is there, leave the number of the span that added to it, for whom waits for it; if there is one."""
+    if span > 0:
+        _, number = turn_of(work, span)
+        await_added()
+        gl.store(fused[4][0] + place, number)
 
 
 @gluon.constexpr_function
@@ -240,8 +244,7 @@ def differentiate(
 ):
     """A warpgroup: dk and dv of its half of the keys of every item.
 
-    ORDERED: it adds to a tile of dq when the item before it in the list has, so that sums have the same bits each time; in
-    ``owed`` is the span of its last addition, once a tile later that is known to have come, others are told.
+    ORDERED: it takes its turn at dq. ``owed`` is the span whose number it still has to leave, at the place ``owing``; 0: none.
     """
     tiles, signals = io
     q_ring, dout_ring, lse_ring, delta_ring, told, k_tiles, v_tiles = tiles
@@ -302,8 +305,7 @@ def differentiate(
                 ds = (p * dp).to(q_ring.dtype)
                 ds_factor = gl.convert_layout(ds, factor_layout(D_PAD))
                 if ORDERED:
-                    if owed > 0:
-                        pass_on(fused, work, owed, owing)
+                    pass_on(fused, work, owed, owing)
                     owed = 0
                 if FUSED:
                     share_ds(ds, fused, t, W)
@@ -333,8 +335,7 @@ def differentiate(
                 t += 1
         mbarrier.arrive(free.index(b), count=1)
         if ORDERED:
-            if owed > 0:
-                pass_on(fused, work, owed, owing)
+            pass_on(fused, work, owed, owing)
             owed = 0
         store_gradients(acc_k * scale, acc_v, result, work, item, W * N, 0, 0, D, DV)
         done += 1

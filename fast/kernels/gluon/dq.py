@@ -75,7 +75,7 @@ def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, counter, io, GROUP: gl.c
                         fetch(dout_desc, batch, first + w * TOKENS, head, dout_full.index(w), dout_tiles.index(w))
                 fresh = False
                 t += 1
-        item = claim(counter, end, False)
+        item = claim(counter, end)
         done += 1
     for w in gl.static_range(2):
         tell_end(told.index(w), q_full.index(w), q_free.index(w), (done & 1) ^ 1)

@@ -77,7 +77,7 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, io, GROUP: gl.constexpr, W
                 mbarrier.wait(v_free.index(slot), turn ^ 1)
                 fetch(v_desc, batch, j, head // GROUP, v_full.index(slot), v_ring.index(slot))
                 t += 1
-        item = claim(counter, end, False)
+        item = claim(counter, end)
         done += 1
     for w in gl.static_range(WARPGROUPS):
         b = w * BUFFERS + done % BUFFERS

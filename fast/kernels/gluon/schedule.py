@@ -22,6 +22,7 @@ from canon.fast.tiles import work_table
 from canon.reference.mask import Mask
 
 L2_BYTES = 32 << 20  # of what heads that run side by side read; the cache of an H200 holds 50 MB
+FOLLOWS = 2.5  # steps by which a tile of keys is behind the one before it, if both add to dq in order
 IN_TURN = 6  # tiles of one head that are under way at a time if each waits for the one before, some steps behind it
 BOX = 4  # columns at whose multiples boxes of queries may begin: 16 bytes of lse
 FIXED = 1.0  # what an item costs beyond its tiles, in tiles: its beginning, and the writing of its result
@@ -55,28 +56,27 @@ def schedule(
     bytes_each_group: int,
     device: torch.device,
     repeat: int = 1,
-    ordered: bool = False,
-    programs: int = 1,
+    in_turn: int = 0,
 ) -> Schedule:
     """The schedule of a mask; an item has the ``pack`` heads from its own on.
 
     ``transposed``: tiles of keys, and ``boxes`` of queries as in `work_table`; ``repeat``: how often the spans of a tile come
-    after one another, once for each query head of an owner. ``ordered``: tiles add to columns in the order of the list, on so
-    many ``programs``; their boxes are either the same or apart, and behind the spans stand two numbers for each, see `_turns`.
+    after one another, once for each query head of an owner. ``in_turn``: tiles add to columns in the order of the list, in so
+    many programs; their boxes are either the same or apart, and behind the spans stand two numbers for each, see `_with_turns`.
     """
-    boxes = (columns if ordered else BOX) if transposed else 0
+    boxes = (columns if in_turn else BOX) if transposed else 0
     tiles, spans, cost = _costs(mask, rows // pack, columns, transposed, repeat, boxes)
     first, stop, begin, _, end = tiles.T
-    lines = _lines(heads, pack, bytes_each_group, programs // IN_TURN if ordered else 1)
-    regions = -(-lines.shape[1] * pack // heads.group * bytes_each_group // L2_BYTES)
+    lines = _lines(heads, pack, bytes_each_group, in_turn // IN_TURN)
+    read = lines.shape[1] * pack // heads.group * bytes_each_group  # by all that run side by side
+    regions = -(-read // L2_BYTES)
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
     order = order[(end > begin)[order]]
-    turns = np.zeros((0, 2), np.int64)
-    if ordered:
-        spans, begin, end, turns = _turns(spans, begin, end, order, columns)
+    if in_turn:
+        spans, begin, end = _with_turns(spans, begin, end, order, columns)
     if repeat > 1:
-        places, begin, end = _repeated(begin, end, repeat)
-        spans, turns = spans[places], turns[places] if ordered else turns
+        spans, begin, end = _repeated(spans, begin, end, repeat)
+    spans, turns = np.split(spans, [8], axis=1)
     if not lines.size:
         order = order[:0]
     tile = np.broadcast_to(order[None, :, None], (len(lines), len(order), lines.shape[1])).ravel()
@@ -102,6 +102,14 @@ def unevenness(mask: Mask, rows: int, columns: int, owners: int, each: int, prog
     return float(load.max() / load.mean()) if len(cost) else 1.0
 
 
+@lru_cache(maxsize=1024)
+def followers_wait_little(mask: Mask, heads: int, owners: int, programs: int) -> bool:
+    """Whether adding to dq in turn costs little: a tile of keys is some steps behind the one before it, at the beginning."""
+    table = work_table(mask, 128, 128, None, True, "cpu", 128)
+    behind = FOLLOWS * min(len(table), programs / owners)
+    return table.visits * heads / programs > 20 * behind
+
+
 def _costs(
     mask: Mask, rows: int, columns: int, transposed: bool, repeat: int, boxes: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -120,48 +128,48 @@ def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
     return np.lexsort((-cost, region, -longest[region]))
 
 
-def _turns(
+def _with_turns(
     spans: np.ndarray, begin: np.ndarray, end: np.ndarray, order: np.ndarray, columns: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Spans, begin:end for each tile, and for each span the number of whom it waits for, or 0, and its own.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Spans, begin:end for each tile, with two more numbers: that of whom a span waits for, or 0, and its own.
 
     Whoever adds to a tile of columns leaves a number there, and waits for that of the tile before it in ``order``. Spans are
     cut where these are not the same from end to end.
     """
     last = np.zeros(int((spans[:, 0] // columns + spans[:, 1]).max(initial=0)), np.int64)
-    pieces, turns, number = [spans[:0]], [np.zeros((0, 2), np.int64)], 0
+    pieces, number, at = [np.zeros((0, spans.shape[1] + 2), np.int64)], 0, 0
     new_begin, new_end = np.zeros_like(begin), np.zeros_like(end)
-    at = 0
     for tile in order:
         new_begin[tile] = at
         for span in spans[begin[tile] : end[tile]]:
             number += 1
             here = last[span[0] // columns :][: span[1]]
             starts = np.append(0, np.flatnonzero(np.diff(here)) + 1)
-            piece = np.tile(span, (len(starts), 1))
+            piece = np.tile([*span, 0, number], (len(starts), 1))
             piece[:, 0] += columns * starts
             piece[:, 1] = np.diff(np.append(starts, span[1]))
+            piece[:, -2] = here[starts]
             pieces.append(piece)
-            turns.append(np.stack([here[starts], np.full(len(starts), number)], 1))
             here[:] = number
             at += len(starts)
         new_end[tile] = at
-    return np.concatenate(pieces), new_begin, new_end, np.concatenate(turns)
+    return np.concatenate(pieces), new_begin, new_end
 
 
-def _repeated(begin: np.ndarray, end: np.ndarray, repeat: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which spans stand where if those of each tile, begin:end, come ``repeat`` times, and begin:end then."""
+def _repeated(
+    spans: np.ndarray, begin: np.ndarray, end: np.ndarray, repeat: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The spans of each tile, begin:end, ``repeat`` times after one another, and where they are then."""
     by_begin = np.argsort(begin, kind="stable")
-    by_begin = by_begin[(end > begin)[by_begin]]
     owner = np.repeat(by_begin, repeat * (end - begin)[by_begin])
     place = np.arange(len(owner)) - repeat * begin[owner]
-    return begin[owner] + place % (end - begin)[owner], repeat * begin, repeat * end
+    return spans[begin[owner] + place % (end - begin)[owner]], repeat * begin, repeat * end
 
 
 def _lines(heads: Heads, pack: int, bytes_each_group: int, least: int) -> np.ndarray:
     """batch * heads + head of every item's first head: a row for each set that runs side by side, of ``least`` if it can."""
     groups = heads.batches * heads.number // heads.group
-    sets = [n for n in range(1, groups + 1) if groups % n == 0]
-    fits = [n for n in sets if n == 1 or n * bytes_each_group <= L2_BYTES]
-    side_by_side = max([*fits, min((n for n in sets if n >= least), default=max(sets, default=1))], default=1)
+    sets = [n for n in range(1, groups + 1) if groups % n == 0] or [1]
+    fitting = max(n for n in sets if n == 1 or n * bytes_each_group <= L2_BYTES)
+    side_by_side = max(fitting, next((n for n in sets if n >= least), sets[-1]))
     return np.arange(0, groups * heads.group, pack).reshape(-1, side_by_side * heads.group // pack)

@@ -4,6 +4,7 @@ Tensors are 4-D, checked, and on one device; lse, delta are (b, h, t). What is w
 before (but for dq of the fused method, which is added to).
 """
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -84,11 +85,18 @@ def dkdv(
     dk: Tensor,
     dv: Tensor,
     dq: Tensor | None = None,
+    ordered: bool = False,
 ) -> None:
     """Writes dk (b, s, o, d) and dv (b, s, o, dv); o, the owners, are the key heads, or the query heads.
 
-    With ``dq`` (b, t, h, d), in the accumulation dtype, adds to it by atomics: the fused method.
+    With ``dq`` (b, t, h, d), in the accumulation dtype, adds to it by atomics: the fused method. If that is to be ``ordered``
+    it raises RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
     """
+    if ordered:
+        told = 'backward="fused" adds to dq in any order but on Hopper, and torch.use_deterministic_algorithms(True) was called'
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(f'{told}: use "split" or "head_parallel"')
+        warnings.warn(told, stacklevel=2)
     q, k, v, dout = map(addressable, (q, k, v, dout))
     lse, delta = lines
     config, table = plan("dkdv" if dq is None else "fused", q, v, mask, q, dout)

@@ -71,8 +71,8 @@ def _canon(shape: Shape) -> Iterator[Contender]:
             name, make, around = f"canon {family}", partial(_attention, shape, method), partial(_forced, family)
             yield Contender(f"{name} {method}", make, name, declines=True, around=around)
         if family == "gluon":
-            make, around = partial(_attention, shape, "fused"), partial(_in_order, family)
-            yield Contender(f"{name} fused in order", make, name, declines=True, around=around)
+            make = partial(_attention, shape, "fused")
+            yield Contender(f"{name} fused in order", make, name, declines=True, around=_in_order)
     yield Contender("canon auto", partial(_attention, shape, "auto"), "canon auto")
 
 
@@ -92,17 +92,23 @@ def _forced(family: str) -> Iterator[None]:
 
 
 @contextmanager
-def _in_order(family: str) -> Iterator[None]:
-    """The same, deterministic; torch's filling of new memory with NaN, which is for debugging, is not to be measured."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+def _in_order() -> Iterator[None]:
+    with deterministic(), _forced("gluon"):
+        yield
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """`torch.use_deterministic_algorithms(True)`, without its filling of new memory with NaN, which is for debugging."""
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
-        with _forced(family):
-            yield
+        yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 # ---------------------------------------------------------------------- torch's

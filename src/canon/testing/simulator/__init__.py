@@ -43,9 +43,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from canon.fast.kernels.gluon.blocks import tma_add
+from canon.fast.kernels.gluon.blocks import await_added, tma_add
 from canon.testing.simulator import engines, language, memory, values
-from canon.testing.simulator.engines import reduce_add
+from canon.testing.simulator.engines import await_written, reduce_add
 from canon.testing.simulator.memory import Descriptor
 from canon.testing.simulator.program import Deadlock, Event, Fault, Program, take_turns
 from canon.testing.simulator.values import Tensor
@@ -94,6 +94,7 @@ def _register_all() -> None:
 
 _register_all()
 register(tma_add, reduce_add)
+register(await_added, await_written)
 
 
 # What kernels see.

@@ -22,7 +22,6 @@ from canon.testing.simulator.values import Tensor, number
 NAMED = re.compile(
     r"\s*(?:bar|barrier)(?:\.cta)?\.(sync|arrive)\s+(\d+)\s*,\s*(\d+)\s*;\s*(mov\.u32\s+\$0\s*,\s*0\s*;)?\s*"
 )
-ADDED = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
 WARPGROUP = 4  # warps
 HARDWARE_BARRIERS = 16
 
@@ -79,12 +78,9 @@ def fence_async_shared(cluster=False):
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    """Named barriers, and the wait for additions: the assembly that is simulated."""
-    if asm == ADDED:
-        _have_written()
-        return Tensor(0, dtype)
+    """Named barriers, the one piece of assembly that is simulated."""
     if not (found := NAMED.fullmatch(asm)):
-        raise NotImplementedError(f"inline assembly {asm!r} is not simulated; bar.sync, bar.arrive and {ADDED!r} are")
+        raise NotImplementedError(f"inline assembly {asm!r} is not simulated; bar.sync and bar.arrive are")
     kind, name, threads = found[1], int(found[2]), int(found[3])
     program = here().program
     taken = 1 + len(program.partitions)
@@ -191,8 +187,8 @@ def store_wait(pendings):
         stores.pop(0).complete()
 
 
-def _have_written() -> None:
-    """All stores of this partition have read shared memory and written to global memory."""
+def await_written() -> None:
+    """What a project defines for it: all stores of this partition have read shared memory and written to global memory."""
     store_wait(0)
     me, program = here(), here().program
     mine, program.late = [x for x in program.late if x[0] is me], [x for x in program.late if x[0] is not me]
