@@ -11,6 +11,7 @@ from canon.__main__ import main
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
 from canon.testing import bench, figure, interpreter, kernels, rates, record, shapes, simulator, timing, tune
+from canon.testing.packs import sampled_packs
 
 CPU = torch.device("cpu")
 CEILINGS = {"matmul_tflops": 800.0, "copy_tbs": 4.0}
@@ -43,7 +44,9 @@ def test_shapes_and_masks_are_read():
     assert shapes.shape_of("2,64,4,2,16,window:8") == shape
     narrow = shapes.shape_of("1,64,4,2,16,full:24")
     assert (narrow.n, narrow.keys, narrow.mask.area) == (64, 24, 64 * 24)
+    assert shapes.shape_of("1,512,4,2,16,pack:2").mask == Mask.documents(sampled_packs(512, 3)[2])
     wrong = [("1,2,3", "causal"), ("1,64,4,2,16", "triangle"), ("1,64,4,2,16", "window"), ("x,1,1,1,1", "full")]
+    wrong += [("1,64,4,2,16", "pack")]
     wrong += [("1,64,4,3,16", "full"), ("1,64,4,2,16", None), ("1,64,4,2,16,full", "causal"), ("1,0,1,1,16", "full")]
     for text, mask in wrong:
         with pytest.raises(ValueError, match="expected"):

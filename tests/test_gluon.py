@@ -115,6 +115,19 @@ def test_any_scale(scale):
         assert_exact(attend(*arguments, mask, scale, method), *arguments, mask, scale)
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("steps", [3.0, 20.0, -20.0], ids=["slowly", "by leaps", "falling"])
+def test_maxima_may_grow(steps, d):
+    """Slowly, so that none counts, or by leaps, in some rows only: those of a warp are rescaled together."""
+    mask = Mask.full(450)
+    q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d)
+    height = torch.arange(450, device=DEVICE) // 64 * steps * (torch.arange(450, device=DEVICE) % 3 > 0)
+    q[..., 0] = torch.linspace(0, 1, 450, device=DEVICE)[None, :, None] > 0.3
+    k[..., 0] = (height * d**0.5 / 1.44)[None, :, None]
+    got = attend(q, k, v, dout, dlse, mask)
+    assert_exact(Attended(got.out, got.lse), q, k, v, dout, dlse, mask)
+
+
 def test_an_empty_batch():
     mask = Mask.causal(5)
     for method in METHODS:

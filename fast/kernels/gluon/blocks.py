@@ -232,17 +232,64 @@ def hide_unseen(x, work, span, first, column, hidden, PACK: gl.constexpr):
     return gl.where(((j & ~6) >= left) & ((j & ~6) < right), x, hidden)
 
 
+@gluon.constexpr_function
+def wide_layout(columns):
+    """A product again, but four lanes hold 8 columns of a row each, side by side, where they held two of every 8."""
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
+
+
+@gluon.constexpr_function
+def exchange():
+    """PTX: four lanes have words 0 to 3 each of two rows, alternately; word i of lane j becomes word j of lane i."""
+    lines = ["{ .reg .pred odd, high; .reg .b32 bits, mine, theirs; mov.u32 bits, %laneid; and.b32 mine, bits, 1;"]
+    lines += ["setp.ne.u32 odd, mine, 0; and.b32 mine, bits, 2; setp.ne.u32 high, mine, 0;"]
+    lines += [f"mov.b32 ${i}, ${8 + i};" for i in range(8)]
+    for apart, upper in (
+        (1, "odd"),
+        (2, "high"),
+    ):  # whoever is upper gives the lower word of a pair, and takes the other's upper
+        for row, word in ((row, word) for row in (0, 1) for word in range(4) if not word & apart):
+            low, high = f"${2 * word + row}", f"${2 * (word | apart) + row}"
+            lines.append(f"selp.b32 mine, {low}, {high}, {upper}; shfl.sync.bfly.b32 theirs, mine, {apart}, 31, -1;")
+            lines.append(f"selp.b32 {low}, theirs, {low}, {upper}; selp.b32 {high}, {high}, theirs, {upper};")
+    return " ".join(lines) + " }"
+
+
+@gluon.jit
+def exchanged(x):
+    """x, 2-byte elements held as a product: of every 32 columns, 8 i + 2 j and 8 j + 2 i change places, two at a time."""
+    operands: gl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r"
+    return gl.inline_asm_elementwise(exchange(), operands, [x], dtype=x.dtype, is_pure=True, pack=16)
+
+
+@gluon.jit
+def widened(x):
+    """x, 2-byte elements held as a product, in `wide_layout`: so 16 bytes are written at a time, and whole sectors."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    y = exchanged(x).reshape([M, N // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])
+    return gl.convert_layout(y, wide_layout(N), assert_trivial=True)
+
+
 @gluon.jit
 def store_tile(start, x, line, left, stride_t, stride_h, column: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr):
     """Write the first ``left`` rows of x from the address ``start`` on, and its columns, the first of them ``column``."""
-    r = gl.arange(0, x.shape[0], column_layout(x.shape[1]))
+    NARROW: gl.constexpr = start.dtype.element_ty.primitive_bitwidth == 16
+    UNIT: gl.constexpr = 8 if NARROW else 2  # columns of a lane side by side
+    LAYOUT: gl.constexpr = wide_layout(x.shape[1]) if NARROW else product_layout(x.shape[1])
+    x = x.to(start.dtype.element_ty)
+    if NARROW:
+        x = widened(x)
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
     zero = gl.minimum(line, 0)  # as in hide_unseen
-    d = gl.expand_dims(gl.arange(0, x.shape[1], row_layout(x.shape[1])), 0)
-    lane = gl.max_constancy(gl.multiple_of((d & 6) ^ zero, [1, 2]), [1, 2])
-    rest = gl.max_contiguous(gl.multiple_of(d & ~6, [1, 2]), [1, 2])
+    d = gl.expand_dims(gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
+    lane = gl.max_constancy(gl.multiple_of((d & (3 * UNIT)) ^ zero, [1, UNIT]), [1, UNIT])
+    rest = gl.max_contiguous(gl.multiple_of(d & ~(3 * UNIT), [1, UNIT]), [1, UNIT])
     r = r ^ zero
     offset = gl.expand_dims(r // PACK * stride_t + r % PACK * stride_h, 1)
     keep = gl.expand_dims(r // PACK < left, 1)
     if column + x.shape[1] > WIDTH:
         keep = keep & (d < WIDTH - column)
-    gl.store(start + column + offset + lane + rest, x.to(start.dtype.element_ty), mask=keep)
+    gl.store(start + column + offset + lane + rest, x, mask=keep)

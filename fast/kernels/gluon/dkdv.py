@@ -223,9 +223,9 @@ def pass_on(fused, work, span, place):
 
 
 @gluon.constexpr_function
-def early(columns, fused):
+def early(columns):
     """Whether registers can hold lse while scores are made: read later, it is slow, as products fill shared memory's pipe."""
-    return columns <= 64 and not fused
+    return columns <= 64
 
 
 @gluon.jit
@@ -256,7 +256,7 @@ def differentiate(
     BUFFERS: gl.constexpr = k_tiles.shape[0]
     ROWS: gl.constexpr = k_tiles.shape[2]
     N: gl.constexpr = ROWS // 2
-    EARLY: gl.constexpr = early(BN, FUSED)
+    EARLY: gl.constexpr = early(BN)
     scale_log2 = scale * 1.4426950408889634
     nothing = gl.zeros([N, BN], gl.float32, product_layout(BN))
     t, done = 0, 0
@@ -264,7 +264,6 @@ def differentiate(
     item = hear(told.index(0), k_full.index(0), 0)
     while item > 0:
         b = done % BUFFERS
-        row = gl.load(work + item) + W * N
         span_first, span_end = spans_of(work, item)
         acc_k = gl.zeros([N, D_PAD], gl.float32, product_layout(D_PAD))
         acc_v = gl.zeros([N, DV_PAD], gl.float32, product_layout(DV_PAD))
@@ -283,18 +282,19 @@ def differentiate(
                 k = all_k.slice(W * N, N, dim=0)
                 v = v_tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
                 mbarrier.wait(q_full.index(slot), turn)
+                mbarrier.wait(dout_full.index(slot), turn)
                 if EARLY:
                     lse = lse_ring.index(slot).load(row_layout(BN))
+                delta = delta_ring.index(slot).load(row_layout(BN))
+                dp = gl.expand_dims(-delta, 0) + nothing  # dP - delta, that is: what a product begins at is free
                 s = hopper.warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 if ORDERED:
                     place = place_in_turn(fused, work, item, head, i, W, HEADS, D_PAD)
                     seen = gl.load(fused[4][0] + place, volatile=True)
-                mbarrier.wait(dout_full.index(slot), turn)
-                delta = delta_ring.index(slot).load(row_layout(BN))
-                dp = gl.expand_dims(-delta, 0) + nothing  # dP - delta, that is: what a product begins at is free
                 dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
                 s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])
                 if partial:
+                    row = gl.load(work + item) + W * N  # here: registers are short
                     s = hide_unseen(s, work, span, row, i, float("-inf"), 1)
                 if not EARLY:
                     lse = lse_ring.index(slot).load(row_layout(BN))

@@ -1,15 +1,19 @@
 """The forward kernel for Hopper: each processor does one item (tile of queries, heads) after another.
 
     loader        K 0   Q    V 0   K 1   V 1   K 2   ...   K n   V n | next item: K 0   Q   ...
-    warpgroup     wait K j, Q:   S = Q K^T (tile j)     issued together with     O += P V (tile j - 1)
+    warpgroup     wait K j, Q:   S = Q K^T (tile j)     and behind it, when O was rescaled:     O += P V (tile j - 1)
                   wait S:        P = softmax of S       while O += P V still runs
-                  wait O:        rescale O, next tile
+                  wait O:        next tile
 
 The product with V is one tile late, even across items: the last one of an item runs under the first softmax of the next
 one, and only then is the item's result divided and written. Sums follow the order of the spans: same inputs, same bits.
 
+Scores are not taken relative to the maximum of their row, but to a number that is at most GROWTH below it: a new maximum
+counts when it is larger by more than that. So O is hardly ever rescaled, and P is at most 2^GROWTH.
+
 Shared memory: e (BUFFERS rows d + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
-Sources: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2; the spans: `canon.fast.tiles`.
+Sources: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2; the maximum that is hardly ever raised: flash-attn-4, for
+Blackwell; the spans: `canon.fast.tiles`.
 """
 
 from triton.experimental import gluon
@@ -44,6 +48,9 @@ from canon.fast.kernels.gluon.blocks import (
     tell,
     tell_end,
 )
+
+
+GROWTH = gl.constexpr(8.0)  # of a maximum, in powers of 2: float16 reaches to 2^16
 
 
 @gluon.jit
@@ -111,6 +118,37 @@ def lane_sum(x):
     return gl.convert_layout(gl.sum(gl.sum(chains, 1), 2), lane_layout())
 
 
+@gluon.constexpr_function
+def scaling(number):
+    """PTX that multiplies ``number`` elements by as many factors, of two rows that elements 0 and 2 are of, unless all of a
+    warp's are 1."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * number + i};" for i in range(number))
+    return (
+        f"{{ .reg .pred some, any; setp.neu.f32 some, ${2 * number}, 1.0; "
+        f"setp.neu.or.f32 some, ${2 * number + 2}, 1.0, some; vote.sync.any.pred any, some, -1; "
+        f"@!any bra.uni DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def in_place(number):
+    """The operands of `scaling`: results, where they are before, and factors."""
+    return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["f"] * number)
+
+
+@gluon.jit
+def scaled(x, factors):
+    """x, a product, its rows times ``factors`` of the same shape."""
+    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
+    return gl.inline_asm_elementwise(scaling(N), in_place(N), [x, factors], dtype=gl.float32, is_pure=True, pack=N)
+
+
+@gluon.jit
+def rescaled(o, shrink):
+    """o with its rows shrunk; nothing is done by a warp for whose rows nothing is to be done."""
+    return scaled(o, gl.expand_dims(gl.convert_layout(shrink, column_layout(o.shape[1])), 1))
+
+
 @gluon.jit
 def finish(o, m, l, result, work, item, W: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr):
     """Divide and write the result of an item; rows that saw nothing get 0 and -inf."""
@@ -138,6 +176,7 @@ def step(
     p,
     m,
     l,
+    shrink,
     b,
     io,
     result,
@@ -160,7 +199,8 @@ def step(
 ):
     """Take a tile into the running maximum m (in base 2), sum l and output o, which lacks the product p V of this tile.
 
-    On entry o lacks that of the tile before. FRESH: the tile is the first of an item, and the ``previous`` item is finished.
+    On entry o lacks that of the tile before, and has to be ``shrink`` times what it is, as on return. FRESH: the tile is the
+    first of an item, and the ``previous`` item is finished.
     ``ring``: the slots of the tile before and of this one, and the parity of its phase; counted on, as the first product
     would have to wait for a division. ``l`` (rows, 4) is what each lane has summed. LATE: p is rounded once the p before is
     no longer read and takes its registers.
@@ -171,6 +211,7 @@ def step(
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
     DV_PAD: gl.constexpr = v_ring.shape[4]
+    UNDER: gl.constexpr = DV_PAD <= 128  # o is rescaled under S, where there are registers for that
     before, slot, turn = ring
     q = q_tiles.index(b).reshape([M, D_PAD])
     k = k_ring.index(slot).reshape([BN, D_PAD])
@@ -182,6 +223,8 @@ def step(
         take_turn(W)
     nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
     s = hopper.warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if UNDER:
+        o = rescaled(o, shrink)
     o = hopper.warpgroup_mma(p, v, o, is_async=True)
     if TURNS:
         pass_turn(W, WARPGROUPS)
@@ -194,10 +237,12 @@ def step(
         s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
     m_new = row_maximum(s) * scale_log2
     if not FRESH:
-        m_new = gl.maximum(m, m_new)
+        m_new = gl.where(m_new > m + GROWTH, m_new, m)
     m_use = finite(m_new)
-    if not FRESH:
-        shrink = gl.exp2(m - m_use)  # made here to be there before o is
+    if FRESH:
+        shrink = gl.full([M], 1.0, gl.float32, column_layout(BN))
+    else:
+        shrink = gl.exp2(m - m_use)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m_use, 1))
     l_new = lane_sum(p)
     if not LATE:
@@ -215,10 +260,11 @@ def step(
         o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))
     else:
         l_new += l * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, lane_layout())), 1)
-        o = o * gl.expand_dims(gl.convert_layout(shrink, column_layout(DV_PAD)), 1)
+        if not UNDER:
+            o, shrink = rescaled(o, shrink), gl.full([M], 1.0, gl.float32, column_layout(BN))
     wraps = slot == STAGES - 1
     ring = slot, gl.where(wraps, 0, slot + 1), gl.where(wraps, turn ^ 1, turn)
-    return o, p, m_new, l_new, ring
+    return o, p, m_new, l_new, shrink, ring
 
 
 @gluon.jit
@@ -245,6 +291,7 @@ def attend(
     p = gl.zeros([M, BN], q_tiles.dtype, factor_layout(DV_PAD))
     m = gl.zeros([M], gl.float32, column_layout(BN))
     l = gl.zeros([M, 4], gl.float32, lane_layout())
+    shrink = gl.full([M], 1.0, gl.float32, column_layout(BN))
     previous, done, ring = 0, 0, (0, 0, 0)
     if TURNS and W == WARPGROUPS - 1:
         pass_turn(W, WARPGROUPS)  # the first turn is the first warpgroup's
@@ -256,8 +303,8 @@ def attend(
         column, stop = columns_of(work, span_first, BN)
         partial = is_partial(work, span_first)
         is_last = (span_first + SPAN == span_end) & (column + BN == stop)
-        o, p, m, l, ring = step(
-            o, p, m, l, b, io, result, work, previous, ring, span_first, row, column, scale_log2, partial, is_last,
+        o, p, m, l, shrink, ring = step(
+            o, p, m, l, shrink, b, io, result, work, previous, ring, span_first, row, column, scale_log2, partial, is_last,
             True, W, WARPGROUPS, TURNS, LATE, DV, PACK,
         )  # fmt: skip
         for span in range(span_first, span_end, SPAN):
@@ -267,14 +314,14 @@ def attend(
             turning = gl.where(partial, stop, column)
             for j in range(column, turning, BN):
                 is_last = (span + SPAN == span_end) & (j + BN == stop)
-                o, p, m, l, ring = step(
-                    o, p, m, l, b, io, result, work, previous, ring, span, row, j, scale_log2, True, is_last,
+                o, p, m, l, shrink, ring = step(
+                    o, p, m, l, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, True, is_last,
                     False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
                 )  # fmt: skip
             for j in range(turning, stop, BN):
                 is_last = (span + SPAN == span_end) & (j + BN == stop)
-                o, p, m, l, ring = step(
-                    o, p, m, l, b, io, result, work, previous, ring, span, row, j, scale_log2, False, is_last,
+                o, p, m, l, shrink, ring = step(
+                    o, p, m, l, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, False, is_last,
                     False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
                 )  # fmt: skip
         done += 1
@@ -282,7 +329,8 @@ def attend(
         previous, item = item, hear(told.index(b), q_full.index(b), done // BUFFERS & 1)
     if previous > 0:
         v = v_ring.index(ring[0]).reshape([BN, DV_PAD])
-        o = hopper.warpgroup_mma_wait(0, deps=[hopper.warpgroup_mma(p, v, o, is_async=True)])
+        o = hopper.warpgroup_mma(p, v, rescaled(o, shrink), is_async=True)
+        o = hopper.warpgroup_mma_wait(0, deps=[o])
         finish(o, m, l, result, work, previous, W, BN, DV, PACK)
     if TURNS and W == FIRST:
         take_turn(W)  # the last one: the barrier ends as it began

@@ -2,6 +2,7 @@
 
 1,16384,32,8,128,causal             b sequences of n tokens, h query heads, g key heads, d wide; the mask
 1,65536,64,8,128,documents:4096     packed documents of 4096 tokens on average, causal inside
+1,32768,64,8,128,pack:0             packed documents of the lengths that MagiAttention publishes: the first of these packs
 1,16384,32,8,128                    its mask comes from elsewhere (``--mask``)
 """
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from canon.reference.band import Band
 from canon.reference.mask import Mask
+from canon.testing.packs import sampled_packs
 
 # Shapes on which peers have been measured before; the last one is packed.
 KERNELS = [
@@ -34,7 +36,7 @@ AUTO = [
     (64, 8192), (8, 8192), (32, 16384), (16, 32768), (8, 65536), (8, 131072),
 ]  # fmt: skip
 PARTIAL = ["1,16384,32,8,128", "1,16384,32,32,64", "1,16384,16,16,256"]
-MASKS = "causal, full, full:KEYS, window:LEFT, documents:MEAN"
+MASKS = "causal, full, full:KEYS, window:LEFT, documents:MEAN, pack:NUMBER"
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def mask_of(n: int, name: str) -> Mask:
         return Mask.window(n, int(number), 0)
     if kind == "documents" and number.isdigit() and int(number):
         return Mask.documents(documents(n, int(number)))
+    if kind == "pack" and number.isdigit():
+        return Mask.documents(sampled_packs(n, int(number) + 1)[-1])
     raise ValueError(f"mask {name!r}: expected one of {MASKS}")
 
 

@@ -25,6 +25,7 @@ counts as a race, `canon.testing.simulator.values` for the arithmetic.
 import ast
 import builtins
 import inspect
+import operator
 import random
 import textwrap
 import threading
@@ -43,7 +44,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from canon.fast.kernels.gluon.blocks import await_added, tma_add
+from canon.fast.kernels.gluon.blocks import await_added, exchanged, tma_add
+from canon.fast.kernels.gluon.forward import scaled
 from canon.testing.simulator import engines, language, memory, values
 from canon.testing.simulator.engines import await_written, reduce_add
 from canon.testing.simulator.memory import Descriptor
@@ -95,6 +97,8 @@ def _register_all() -> None:
 _register_all()
 register(tma_add, reduce_add)
 register(await_added, await_written)
+register(exchanged, language.exchanged)
+register(scaled, operator.mul)
 
 
 # What kernels see.
