@@ -1,7 +1,8 @@
 """What the Hopper kernels share: barriers, the comparison with a band, and stores straight from accumulators.
 
 A program is three partitions: two *warpgroups* of four warps, which own half of a tile's rows each and do the products,
-and one *loader*, which fetches tiles by TMA (the forward kernel may have three warpgroups, and thirds). They talk
+and one *loader*, which fetches tiles by TMA (the forward kernel may have three warpgroups, and thirds; the fused one has an
+*adder* besides). They talk
 through mbarriers: ``full`` (a tile has landed: one arrival, of the TMA unit) and ``free`` (a tile has been read: one
 arrival from each warpgroup that reads it). A ring of STAGES buffers counts its tiles t = 0, 1, ...: tile t is in buffer
 t % STAGES, and its barriers complete phase t // STAGES.
@@ -107,9 +108,9 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def one_layout():
-    """How four warps hold one number: every thread does."""
-    return gl.BlockedLayout([1], [32], [4], [0])
+def one_layout(warps):
+    """How a partition holds one number: every thread does."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.jit
@@ -121,7 +122,7 @@ def places(NUMBER: gl.constexpr):
 @gluon.jit
 def tell(place, item):
     """Write an item there. The thread that arrives at a barrier afterwards is one of those that write."""
-    place.store(gl.full([1], item, gl.int32, one_layout()))
+    place.store(gl.full([1], item, gl.int32, one_layout(gl.num_warps())))
 
 
 @gluon.jit
@@ -136,7 +137,7 @@ def tell_end(place, full, free, parity):
 def hear(place, full, parity):
     """Wait for the item that is told there."""
     mbarrier.wait(full, parity)
-    return gl.max(place.load(one_layout()), 0)  # of one number: a load, and nothing more
+    return gl.max(place.load(one_layout(gl.num_warps())), 0)  # of one number: a load, and nothing more
 
 
 @gluon.jit
@@ -260,8 +261,9 @@ def exchange():
 @gluon.jit
 def exchanged(x):
     """x, 2-byte elements held as a product: of every 32 columns, 8 i + 2 j and 8 j + 2 i change places, two at a time."""
-    operands: gl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r"
-    return gl.inline_asm_elementwise(exchange(), operands, [x], dtype=x.dtype, is_pure=True, pack=16)
+    return gl.inline_asm_elementwise(
+        exchange(), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", [x], dtype=x.dtype, is_pure=True, pack=16
+    )
 
 
 @gluon.jit
@@ -273,14 +275,19 @@ def widened(x):
     return gl.convert_layout(y, wide_layout(N), assert_trivial=True)
 
 
+@gluon.constexpr_function
+def side_by_side(dtype):
+    """How many columns of a row a lane writes at a time."""
+    return 8 if dtype.primitive_bitwidth == 16 else 2
+
+
 @gluon.jit
 def store_tile(start, x, line, left, stride_t, stride_h, column: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr):
     """Write the first ``left`` rows of x from the address ``start`` on, and its columns, the first of them ``column``."""
-    NARROW: gl.constexpr = start.dtype.element_ty.primitive_bitwidth == 16
-    UNIT: gl.constexpr = 8 if NARROW else 2  # columns of a lane side by side
-    LAYOUT: gl.constexpr = wide_layout(x.shape[1]) if NARROW else product_layout(x.shape[1])
+    UNIT: gl.constexpr = side_by_side(start.dtype.element_ty)
+    LAYOUT: gl.constexpr = wide_layout(x.shape[1]) if UNIT == 8 else product_layout(x.shape[1])
     x = x.to(start.dtype.element_ty)
-    if NARROW:
+    if UNIT == 8:
         x = widened(x)
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
     zero = gl.minimum(line, 0)  # as in hide_unseen

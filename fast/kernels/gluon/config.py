@@ -7,7 +7,7 @@ s stages and b buffers:
     forward    2 (b rows d + s columns (d + dv))
     dq         2 (rows (d + dv) + s columns (d + dv))
     dkdv       2 (b rows (d + dv) + s columns (d + dv)) + 8 s columns
-    fused      dkdv, and 4 rows columns + 512 columns: ds twice, and what each warpgroup adds to dq on its way out
+    fused      dkdv, and 4 rows columns + 8 columns d: ds, and what is added to dq, each twice
     wide       dkdv, and 8 rows columns: p and ds, twice, which the warpgroups exchange
 
 and 1 KB for barriers. A processor of an H200 has 227 KB for a program.
@@ -78,7 +78,7 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     need = 1024 + 2 * c.rows * owned + 2 * c.stages * c.columns * (d + dv)
     if kernel in ("dkdv", "fused", "wide"):
         need += 8 * c.stages * c.columns
-    exchanged = {"fused": 4 * c.rows * c.columns + 512 * c.columns, "wide": 8 * c.rows * c.columns}
+    exchanged = {"fused": 4 * c.rows * c.columns + 8 * c.columns * d, "wide": 8 * c.rows * c.columns}
     return need + exchanged.get(kernel, 0)
 
 

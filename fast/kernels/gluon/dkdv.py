@@ -7,17 +7,19 @@
                   wait dP^T:   dS = P * dP                  while dV runs
                                dK += dS Q
     fused         dS of both warpgroups meets in shared memory; each makes 64 columns of dQ^T = K^T dS (at D = 64 all of
-                  them, for every second tile), and the TMA unit adds them to float32 dq: as they come, or in order
+                  them, for every second tile), and leaves them in shared memory
+    adder         has the TMA unit add them to float32 dq: as they come, or in order
 
 An *owner* is a key head with all query heads of its group, summed in registers in order; or, for head_parallel, one query
 head, whose part is written in float32 and summed with the others afterwards, in order. But for the dq of "fused" where it
 is added up as it comes, same inputs give the same bits.
 
-In order: at each tile of dq stands a number, of who has added to it last (`canon.fast.kernels.gluon.schedule`). A
-warpgroup waits for that of the item before, adds, and a tile later, when its addition has come, leaves its own.
+In order: at each tile of dq stands a number, of who has added to it last (`canon.fast.kernels.gluon.schedule`). The
+adder waits for that of the item before, adds, and leaves its own when its addition has come. It is a warp of its own
+because whoever waits for that and for turns can do nothing else, and the wait empties the L1 cache.
 
 Shared memory: 2 (BUFFERS rows (d + dv) + STAGES columns (d + dv)) + 8 STAGES columns bytes, and if fused
-4 rows columns + 512 columns; widths padded to a power of 2.
+4 rows columns + 8 columns d; widths padded to a power of 2.
 What limits it is shared memory, of which products of 64 columns alone take all: paper/hopper_kernels.md.
 Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
 """
@@ -66,8 +68,9 @@ def make_io(
     DV_PAD: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
+    LISTENERS: gl.constexpr = 2,
 ):
-    """Rings of what is visited, tiles of what an item owns, and the barriers of both."""
+    """Rings of what is visited, tiles of what an item owns, and the barriers of both; an item is let go by LISTENERS."""
     q_desc, dout_desc, k_desc, v_desc, line_desc = descriptors
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, D_PAD], q_desc.layout)
     dout_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout)
@@ -78,7 +81,7 @@ def make_io(
     v_tiles = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, ROWS, 1, DV_PAD], v_desc.layout)
     q_full, q_free = barriers(STAGES, 1), barriers(STAGES, 2)
     dout_full, dout_free = barriers(STAGES, 1), barriers(STAGES, 2)
-    k_full, v_full, free = barriers(BUFFERS, 1), barriers(BUFFERS, 1), barriers(BUFFERS, 2)
+    k_full, v_full, free = barriers(BUFFERS, 1), barriers(BUFFERS, 1), barriers(BUFFERS, LISTENERS)
     tiles = (q_ring, dout_ring, lse_ring, delta_ring, told, k_tiles, v_tiles)
     signals = (q_full, q_free, dout_full, dout_free, k_full, v_full, free)
     return tiles, signals
@@ -169,7 +172,7 @@ def store_gradients(
 @gluon.jit
 def share_ds(ds, fused, t, W: gl.constexpr):
     """Put this warpgroup's half of ds where both can read it."""
-    _, ds_tiles, _, met, _ = fused
+    ds_tiles, _, met, _, _ = fused
     ds_tiles.index(t % 2).slice(W * ds.shape[0], ds.shape[0], dim=0).store(ds)
     fence_async_shared()
     mbarrier.arrive(met.index(t % 2), count=1)
@@ -178,7 +181,7 @@ def share_ds(ds, fused, t, W: gl.constexpr):
 @gluon.jit
 def begin_dq(k, column, fused, t):
     """64 columns of dq, transposed, on their way: k^T ds, of the keys of both warpgroups."""
-    _, ds_tiles, _, met, _ = fused
+    ds_tiles, _, met, _, _ = fused
     BN: gl.constexpr = ds_tiles.shape[2]
     mbarrier.wait(met.index(t % 2), t // 2 & 1)
     nothing = gl.zeros([64, BN], gl.float32, product_layout(BN))
@@ -187,39 +190,52 @@ def begin_dq(k, column, fused, t):
 
 
 @gluon.jit
-def add_dq(dq, column, fused, work, item, i, head, W: gl.constexpr, HEADS: gl.constexpr):
-    """Have the TMA unit add them to dq in global memory. Transposed, 32 lanes write to 32 banks."""
-    dq_desc, _, dq_tiles, _, _ = fused
-    _, _, batch, owner = place_of(work, item)
-    tma.store_wait(0)  # that of the tile before has been read
-    dq_tiles.index(W).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
+def hand_dq(dq, fused, t, PART: gl.constexpr, PARTS: gl.constexpr):
+    """Leave 64 columns, one of PARTS of a tile, for the adder. Transposed, 32 lanes write to 32 banks."""
+    _, dq_tiles, _, made, gone = fused
+    mbarrier.wait(gone.index(t % 2), (t // 2 & 1) ^ 1)
+    dq_tiles.index(t % 2 * PARTS + PART).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
     fence_async_shared()
-    tma_add(dq_desc, [batch, i, owner * HEADS + head, column], dq_tiles.index(W))
+    mbarrier.arrive(made.index(t % 2), count=1)
 
 
 @gluon.jit
-def place_in_turn(fused, work, item, head, i, W: gl.constexpr, HEADS: gl.constexpr, D_PAD: gl.constexpr):
-    """Where turns are taken at a tile of dq; one wider than 64 has two, as each warpgroup adds half."""
-    _, ds_tiles, _, _, places = fused
-    tile = (line_of(work, item) * HEADS + head) * places[1] + i // ds_tiles.shape[2]
-    return tile * (D_PAD // 64) + (W if D_PAD > 64 else 0)
-
-
-@gluon.jit
-def await_turn(fused, work, span, place, seen):
-    """Wait until there stands what this span waits for; ``seen`` stood there a while ago."""
-    awaited, _ = turn_of(work, span)
-    while seen != awaited:
-        seen = gl.load(fused[4][0] + place, volatile=True)
-
-
-@gluon.jit
-def pass_on(fused, work, span, place):
-    """Once dq is there, leave the number of the span that added to it, for whom waits for it; if there is one."""
-    if span > 0:
-        _, number = turn_of(work, span)
-        await_added()
-        gl.store(fused[4][0] + place, number)
+def add_tiles(dq_desc, io, fused, work, places, tiles, HEADS: gl.constexpr, ORDERED: gl.constexpr):
+    """The adder: has dq added to global memory, tile by tile. ORDERED: in turns, that are taken at ``places``."""
+    dq_tiles, made, gone = fused[1], fused[3], fused[4]
+    told, k_full, free = io[0][4], io[1][4], io[1][6]
+    BUFFERS: gl.constexpr = told.shape[0]
+    BN: gl.constexpr = dq_tiles.shape[2]
+    PARTS: gl.constexpr = dq_tiles.shape[0] // 2
+    t, done = 0, 0
+    item = hear(told.index(0), k_full.index(0), 0)
+    while item > 0:
+        mbarrier.arrive(free.index(done % BUFFERS), count=1)
+        _, _, batch, owner = place_of(work, item)
+        line = line_of(work, item)
+        span_first, span_end = spans_of(work, item)
+        for span in range(span_first, span_end, SPAN):
+            column, stop = columns_of(work, span, BN)
+            head = (span - span_first) // ((span_end - span_first) // HEADS)
+            if ORDERED:
+                awaited, number = turn_of(work, span)
+                place = places + (line * HEADS + head) * tiles + column // BN
+            for i in range(column, stop, BN):
+                if ORDERED:  # while the warpgroups make dq
+                    while gl.load(place, volatile=True) != awaited:
+                        pass
+                mbarrier.wait(made.index(t % 2), t // 2 & 1)
+                for part in gl.static_range(PARTS):
+                    tma_add(dq_desc, [batch, i, owner * HEADS + head, 64 * part], dq_tiles.index(t % 2 * PARTS + part))
+                tma.store_wait(0)  # they have been read
+                mbarrier.arrive(gone.index(t % 2), count=1)
+                if ORDERED:
+                    await_added()
+                    gl.store(place, number)
+                    place += 1
+                t += 1
+        done += 1
+        item = hear(told.index(done % BUFFERS), k_full.index(done % BUFFERS), done // BUFFERS & 1)
 
 
 @gluon.constexpr_function
@@ -236,16 +252,11 @@ def differentiate(
     work,
     scale,
     W: gl.constexpr,
-    HEADS: gl.constexpr,
     D: gl.constexpr,
     DV: gl.constexpr,
     FUSED: gl.constexpr,
-    ORDERED: gl.constexpr,
 ):
-    """A warpgroup: dk and dv of its half of the keys of every item.
-
-    ORDERED: it takes its turn at dq. ``owed`` is the span whose number it still has to leave, at the place ``owing``; 0: none.
-    """
+    """A warpgroup: dk and dv of its half of the keys of every item."""
     tiles, signals = io
     q_ring, dout_ring, lse_ring, delta_ring, told, k_tiles, v_tiles = tiles
     q_full, q_free, dout_full, dout_free, k_full, v_full, free = signals
@@ -260,7 +271,6 @@ def differentiate(
     scale_log2 = scale * 1.4426950408889634
     nothing = gl.zeros([N, BN], gl.float32, product_layout(BN))
     t, done = 0, 0
-    place, owing, owed, seen = 0, 0, 0, 0
     item = hear(told.index(0), k_full.index(0), 0)
     while item > 0:
         b = done % BUFFERS
@@ -271,7 +281,6 @@ def differentiate(
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
             partial = is_partial(work, span)
-            head = (span - span_first) // ((span_end - span_first) // HEADS)
             for i in range(column, stop, BN):
                 slot = t % STAGES
                 turn = t // STAGES & 1
@@ -288,9 +297,6 @@ def differentiate(
                 delta = delta_ring.index(slot).load(row_layout(BN))
                 dp = gl.expand_dims(-delta, 0) + nothing  # dP - delta, that is: what a product begins at is free
                 s = hopper.warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                if ORDERED:
-                    place = place_in_turn(fused, work, item, head, i, W, HEADS, D_PAD)
-                    seen = gl.load(fused[4][0] + place, volatile=True)
                 dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
                 s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])
                 if partial:
@@ -304,9 +310,6 @@ def differentiate(
                 dp, acc_v = hopper.warpgroup_mma_wait(1, deps=[dp, acc_v])
                 ds = (p * dp).to(q_ring.dtype)
                 ds_factor = gl.convert_layout(ds, factor_layout(D_PAD))
-                if ORDERED:
-                    pass_on(fused, work, owed, owing)
-                    owed = 0
                 if FUSED:
                     share_ds(ds, fused, t, W)
                 if FUSED and D_PAD > 64:  # 64 columns of dq are this warpgroup's
@@ -314,10 +317,7 @@ def differentiate(
                     acc_k = hopper.warpgroup_mma(ds_factor, q, acc_k, is_async=True)
                     dq, acc_k, acc_v = hopper.warpgroup_mma_wait(1, deps=[dq, acc_k, acc_v])
                     mbarrier.arrive(dout_free.index(slot), count=1)
-                    if ORDERED:
-                        await_turn(fused, work, span, place, seen)
-                        owing, owed = place, span
-                    add_dq(dq * scale, W * 64, fused, work, item, i, head, W, HEADS)
+                    hand_dq(dq * scale, fused, t, W, 2)
                 else:
                     acc_k = hopper.warpgroup_mma(ds_factor, q, acc_k, is_async=True)
                     acc_v, acc_k = hopper.warpgroup_mma_wait(1, deps=[acc_v, acc_k])
@@ -326,23 +326,15 @@ def differentiate(
                         if t % 2 == W:
                             dq = begin_dq(all_k, 0, fused, t)
                             dq, acc_k = hopper.warpgroup_mma_wait(0, deps=[dq, acc_k])
-                            if ORDERED:
-                                await_turn(fused, work, span, place, seen)
-                                owing, owed = place, span
-                            add_dq(dq * scale, 0, fused, work, item, i, head, W, HEADS)
+                            hand_dq(dq * scale, fused, t, 0, 1)
                 acc_k = hopper.warpgroup_mma_wait(0, deps=[acc_k])
                 mbarrier.arrive(q_free.index(slot), count=1)
                 t += 1
         mbarrier.arrive(free.index(b), count=1)
-        if ORDERED:
-            pass_on(fused, work, owed, owing)
-            owed = 0
         store_gradients(acc_k * scale, acc_v, result, work, item, W * N, 0, 0, D, DV)
         done += 1
         b = done % BUFFERS
         item = hear(told.index(b), k_full.index(b), done // BUFFERS & 1)
-    if FUSED:
-        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tokens", "padded", "query_heads", "owners", "tiles"])
@@ -381,24 +373,35 @@ def dkdv_kernel(
 
     An owner has HEADS query heads. ``line_desc``: of lines (b, h, 2, padded), flat. FUSED: adds to dq, float32 (b, t, h, d).
     ORDERED: in the order of ``work``; behind ``counter`` stand zeros, one for each of the ``tiles`` of queries of each query
-    head, and each 64 columns.
+    head.
     """
     descriptors = (q_desc, dout_desc, k_desc, v_desc, line_desc)
-    io = make_io(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS)
-    if FUSED:
-        ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, COLUMNS], shared_layout(COLUMNS))
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, COLUMNS, 1, 64], dq_desc.layout)
-        fused = (dq_desc, ds_tiles, dq_tiles, barriers(2, 2), (counter + 1, tiles))
-    else:
-        fused = io  # not used
-    fence_async_shared()
+    io = make_io(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2 + FUSED)
     result = (dk, dv, tokens, owners)
-    gl.warp_specialize(
-        [
-            (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP, ORDERED)),
-            (differentiate, (io, fused, result, work, scale, FIRST, HEADS, D, DV, FUSED, ORDERED)),
-            (differentiate, (io, fused, result, work, scale, SECOND, HEADS, D, DV, FUSED, ORDERED)),
-        ],
-        [4, 4],
-        [MATH_REGISTERS, MATH_REGISTERS],
-    )
+    if FUSED:
+        PARTS: gl.constexpr = D_PAD // 64
+        ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, COLUMNS], shared_layout(COLUMNS))
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * PARTS, 1, COLUMNS, 1, 64], dq_desc.layout)
+        fused = (ds_tiles, dq_tiles, barriers(2, 2), barriers(2, PARTS), barriers(2, 1))
+        fence_async_shared()
+        gl.warp_specialize(  # loader and adder, of a warp each, are a third warpgroup: so 240 registers are left for the others
+            [
+                (differentiate, (io, fused, result, work, scale, FIRST, D, DV, FUSED)),
+                (differentiate, (io, fused, result, work, scale, SECOND, D, DV, FUSED)),
+                (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP, ORDERED)),
+                (add_tiles, (dq_desc, io, fused, work, counter + 1, tiles, HEADS, ORDERED)),
+            ],
+            [4, 1, 1],
+            [MATH_REGISTERS, 24, 24],
+        )
+    else:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP, ORDERED)),
+                (differentiate, (io, io, result, work, scale, FIRST, D, DV, FUSED)),
+                (differentiate, (io, io, result, work, scale, SECOND, D, DV, FUSED)),
+            ],
+            [4, 4],
+            [MATH_REGISTERS, MATH_REGISTERS],
+        )

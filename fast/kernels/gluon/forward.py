@@ -49,7 +49,6 @@ from canon.fast.kernels.gluon.blocks import (
     tell_end,
 )
 
-
 GROWTH = gl.constexpr(8.0)  # of a maximum, in powers of 2: float16 reaches to 2^16
 
 

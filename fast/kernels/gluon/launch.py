@@ -120,7 +120,7 @@ def dkdv(
         line = TensorDescriptor(lines.view(-1), [lines.numel()], [1], [config.columns], LINE)
         counts = k.shape[1], lines.shape[3], q.shape[2], owners
         tiles = -(-q.shape[1] // config.columns) if ordered else 0
-        places = q.shape[0] * q.shape[2] * tiles * (d_pad // 64)
+        places = q.shape[0] * q.shape[2] * tiles
         written = (flat_dk, flat_dv, *queue(plan, q, places), scale, *counts)
         group = q.shape[2] // k.shape[2]
         options = {"HEADS": each, "GROUP": group, "D": q.shape[-1], "DV": v.shape[-1], "D_PAD": d_pad, "DV_PAD": dv_pad}

@@ -80,8 +80,8 @@ def dq_step(q, k, v, dout, lse2, delta, acc, scale, seen, MASKED: tl.constexpr, 
     """Adds ds k of one tile of keys."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
     p = tl.exp2(s * scale - lse2[:, None])
-    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=acc.dtype)
-    ds = p * (dp - delta[:, None])
+    less = tl.broadcast_to(-delta[:, None], s.shape).to(acc.dtype)  # what a product begins at is free
+    ds = p * tl.dot(dout, tl.trans(v), less, input_precision=PRECISION, out_dtype=acc.dtype)
     if MASKED:
         ds = tl.where(seen, ds, 0.0)
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION, out_dtype=acc.dtype)

@@ -130,6 +130,8 @@ class Partition:
         """Take note of a volatile load: who finds the same in the same place again and again waits in vain."""
         self.looks = self.looks + 1 if self.seen == (place, found) else 0
         self.seen = place, found
+        if self.looks and self.program.loads:  # who looks in vain is as good as blocked: loads that are late land
+            self.program.land()
         if self.looks == IN_VAIN:
             raise Deadlock(f"{self.name} has found {found} {IN_VAIN} times, and nobody changes it, at {Place()}")
 
