@@ -12,10 +12,9 @@ The Hopper kernels can also add to dq *in order*: a tile of keys waits until the
 bits; under `torch.use_deterministic_algorithms(True)` "fused" does so, and is a RuntimeError (or a warning) where it cannot.
 
 "auto" repeats its bits always. It is "head_parallel" where "split" would leave processors idle: where heads share keys, and
-the busiest processor would have a quarter more to do than it has with an owner for every query head. On Hopper it is
-"fused", in order, for heads up to 64 wide of long sequences: order costs a tenth there, less than two products; 128 wide it
-costs more than they do. Else it is "split". Rules from counts, within 10 % of the fastest method on twelve shapes 128 wide
-(paper/data/kernels_auto_h200.json).
+the busiest processor would have a quarter more to do than it has with an owner for every query head. With the Hopper kernels
+it is "fused", in order, where sequences are long: order costs less than two products there. Else it is "split". Rules from
+counts, measured on twelve shapes 128 wide (paper/data/kernels_auto_h200.json).
 
 delta = rowsum(dout * out) - dlse is made by a kernel of its own, or given: once per call, whatever the number of steps.
 
@@ -133,8 +132,8 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, processors: int | Non
         split = unevenness(mask, *TILE, b * g, h // g, processors)
         if split > 1.25 * unevenness(mask, *TILE, b * h, 1, processors):
             return "head_parallel"
-    narrow = max(d, dv) <= 64 and family(q, v, "fused") is not portable
-    return "fused" if narrow and followers_wait_little(mask, b * h, b * g, processors) else "split"
+    in_order = max(d, dv) <= 128 and family(q, v, "fused") is not portable  # Triton's kernel adds in any order
+    return "fused" if in_order and followers_wait_little(mask, b * h, b * g, processors) else "split"
 
 
 def _split(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:

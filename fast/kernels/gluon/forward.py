@@ -8,12 +8,12 @@
 The product with V is one tile late, even across items: the last one of an item runs under the first softmax of the next
 one, and only then is the item's result divided and written. Sums follow the order of the spans: same inputs, same bits.
 
-Scores are not taken relative to the maximum of their row, but to a number that is at most GROWTH below it: a new maximum
-counts when it is larger by more than that. So O is hardly ever rescaled, and P is at most 2^GROWTH.
+Far into a row its maximum seldom grows: a warp rescales O only if one of its rows' has. (Had growth to reach 2^8 to count, as
+in flash-attn-4 for Blackwell, this would be rarer still. But the largest P would not be 1, it would be rounded, and rows
+that see few keys come out with errors larger than those of the dtype.)
 
 Shared memory: e (BUFFERS rows d + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
-Sources: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2; the maximum that is hardly ever raised: flash-attn-4, for
-Blackwell; the spans: `canon.fast.tiles`.
+Sources: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2; the spans: `canon.fast.tiles`.
 """
 
 from triton.experimental import gluon
@@ -48,8 +48,6 @@ from canon.fast.kernels.gluon.blocks import (
     tell,
     tell_end,
 )
-
-GROWTH = gl.constexpr(8.0)  # of a maximum, in powers of 2: float16 reaches to 2^16
 
 
 @gluon.jit
@@ -236,7 +234,7 @@ def step(
         s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
     m_new = row_maximum(s) * scale_log2
     if not FRESH:
-        m_new = gl.where(m_new > m + GROWTH, m_new, m)
+        m_new = gl.maximum(m, m_new)
     m_use = finite(m_new)
     if FRESH:
         shrink = gl.full([M], 1.0, gl.float32, column_layout(BN))

@@ -80,8 +80,11 @@ def dq_step(q, k, v, dout, lse2, delta, acc, scale, seen, MASKED: tl.constexpr, 
     """Adds ds k of one tile of keys."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
     p = tl.exp2(s * scale - lse2[:, None])
-    less = tl.broadcast_to(-delta[:, None], s.shape).to(acc.dtype)  # what a product begins at is free
-    ds = p * tl.dot(dout, tl.trans(v), less, input_precision=PRECISION, out_dtype=acc.dtype)
+    if dout.dtype.primitive_bitwidth == 16:  # what a product begins at is free, and its rounding hidden by that of ds
+        less = tl.broadcast_to(-delta[:, None], s.shape).to(acc.dtype)
+        ds = p * tl.dot(dout, tl.trans(v), less, input_precision=PRECISION, out_dtype=acc.dtype)
+    else:
+        ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=acc.dtype) - delta[:, None])
     if MASKED:
         ds = tl.where(seen, ds, 0.0)
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION, out_dtype=acc.dtype)
