@@ -22,6 +22,7 @@ from canon.fast.tiles import work_table
 from canon.reference.mask import Mask
 
 L2_BYTES = 32 << 20  # of what heads that run side by side read; the cache of an H200 holds 50 MB
+FEW = 24  # tiles of queries that a tile of keys visits, 128 x 128: so few do not make up for what order costs
 FOLLOWS = 2.5  # steps by which a tile of keys is behind the one before it, if both add to dq in order
 IN_TURN = 6  # tiles of one head that are under way at a time if each waits for the one before, some steps behind it
 BOX = 4  # columns at whose multiples boxes of queries may begin: 16 bytes of lse
@@ -104,10 +105,10 @@ def unevenness(mask: Mask, rows: int, columns: int, owners: int, each: int, prog
 
 @lru_cache(maxsize=1024)
 def followers_wait_little(mask: Mask, heads: int, owners: int, programs: int) -> bool:
-    """Whether adding to dq in turn costs little: a tile of keys is some steps behind the one before it, at the beginning."""
+    """Whether adding to dq in turn costs little: tiles of keys visit many, and begin only some steps behind one another."""
     table = work_table(mask, 128, 128, None, True, "cpu", 128)
     behind = FOLLOWS * min(len(table), programs / owners)
-    return table.visits * heads / programs > 20 * behind
+    return table.visits > FEW * len(table) and table.visits * heads / programs > 20 * behind
 
 
 def _costs(
