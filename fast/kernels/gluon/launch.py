@@ -104,8 +104,7 @@ def dkdv(
     each = q.shape[2] // owners
     heads = Heads(q.shape[0], owners, 1)
     read = each * head_bytes(q, dout)
-    in_turn = processors(q) if ordered else 0
-    plan = schedule(mask, config.rows, config.columns, True, heads, 1, read, q.device, each, in_turn)
+    plan = schedule(mask, config.rows, config.columns, True, heads, 1, read, q.device, each, ordered)
     flat_dk, flat_dv = (x if x.is_contiguous() else torch.empty_like(x, memory_format=CONTIGUOUS) for x in (dk, dv))
     if not plan.complete:
         flat_dk.zero_()

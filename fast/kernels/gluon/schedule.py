@@ -24,7 +24,13 @@ from canon.reference.mask import Mask
 L2_BYTES = 32 << 20  # of what heads that run side by side read; the cache of an H200 holds 50 MB
 FEW = 24  # tiles of queries that a tile of keys visits, 128 x 128: so few do not make up for what order costs
 FOLLOWS = 2.5  # steps by which a tile of keys is behind the one before it, if both add to dq in order
-IN_TURN = 6  # tiles of one head that are under way at a time if each waits for the one before, some steps behind it
+# Tiles of one head under way at a time, if each waits for the one before; more where so many heads would read more than this:
+# eight heads of 134 MB side by side made 429 TFLOP/s, two by two 586.
+# Tiles of one head under way at a time, if each waits for the one before; more where so many heads would read more than this:
+# eight heads of 134 MB side by side made 429 TFLOP/s, two by two 586. Counted for an H200, so that bits are the same elsewhere.
+IN_TURN = 6
+IN_TURN_BYTES = 8 * L2_BYTES
+PROCESSORS = 132
 BOX = 4  # columns at whose multiples boxes of queries may begin: 16 bytes of lse
 FIXED = 1.0  # what an item costs beyond its tiles, in tiles: its beginning, and the writing of its result
 PARTIAL = 1.2  # what a partial tile costs, in full ones
@@ -57,23 +63,27 @@ def schedule(
     bytes_each_group: int,
     device: torch.device,
     repeat: int = 1,
-    in_turn: int = 0,
+    in_turn: bool = False,
 ) -> Schedule:
     """The schedule of a mask; an item has the ``pack`` heads from its own on.
 
     ``transposed``: tiles of keys, and ``boxes`` of queries as in `work_table`; ``repeat``: how often the spans of a tile come
-    after one another, once for each query head of an owner. ``in_turn``: tiles add to columns in the order of the list, in so
-    many programs; their boxes are either the same or apart, and behind the spans stand two numbers for each, see `_with_turns`.
+    after one another, once for each query head of an owner. ``in_turn``: tiles add to columns in the order of the list;
+    their boxes are either the same or apart, and behind the spans stand two numbers for each, see `_with_turns`.
     """
     boxes = (columns if in_turn else BOX) if transposed else 0
     tiles, spans, cost = _costs(mask, rows // pack, columns, transposed, repeat, boxes)
     first, stop, begin, _, end = tiles.T
-    lines = _lines(heads, pack, bytes_each_group, in_turn // IN_TURN)
+    lines = _lines(heads, pack, bytes_each_group, in_turn)
     read = lines.shape[1] * pack // heads.group * bytes_each_group  # by all that run side by side
     regions = -(-read // L2_BYTES)
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
     order = order[(end > begin)[order]]
     if in_turn:
+        last = np.array(
+            [max(spans[a:z, 0] + columns * spans[a:z, 1], default=0) for a, z in zip(begin, end, strict=True)]
+        )
+        order = _staggered(order, cost, last, max(1, round(2 * PROCESSORS / max(1, lines.shape[1]))))
         spans, begin, end = _with_turns(spans, begin, end, order, columns)
     if repeat > 1:
         spans, begin, end = _repeated(spans, begin, end, repeat)
@@ -129,6 +139,23 @@ def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
     return np.lexsort((-cost, region, -longest[region]))
 
 
+def _staggered(order: np.ndarray, cost: np.ndarray, last: np.ndarray, some: int) -> np.ndarray:
+    """The same order but for ``some`` tiles at a time, that are under way together, so that they wait little for one another.
+
+    Of tiles whose columns end together (``last``) the shorter one begins later, and is ahead where the longer one
+    comes to its first column: it adds first. So who begins together comes shortest first; it ends in turn, too, and
+    for those that begin then, one by one, the longest come first. Of equally long ones, as in a window, the first do.
+    """
+    place = np.arange(len(order))
+    cost, last = cost[order], last[order]
+    by_end = np.lexsort((place, last))
+    first = np.append(True, np.diff(last[by_end]) != 0)[: len(order)]
+    among = np.empty_like(place)  # how many before it end where it ends
+    among[by_end] = place - np.maximum.accumulate(np.where(first, place, 0))
+    together = among // some % 2 == 0
+    return order[np.lexsort((place, np.where(together, cost, -cost), ~together, place // some))]
+
+
 def _with_turns(
     spans: np.ndarray, begin: np.ndarray, end: np.ndarray, order: np.ndarray, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -167,10 +194,13 @@ def _repeated(
     return spans[begin[owner] + place % (end - begin)[owner]], repeat * begin, repeat * end
 
 
-def _lines(heads: Heads, pack: int, bytes_each_group: int, least: int) -> np.ndarray:
-    """batch * heads + head of every item's first head: a row for each set that runs side by side, of ``least`` if it can."""
+def _lines(heads: Heads, pack: int, bytes_each_group: int, in_turn: bool) -> np.ndarray:
+    """batch * heads + head of every item's first head: a row for each set that runs side by side, of more if in turn."""
     groups = heads.batches * heads.number // heads.group
     sets = [n for n in range(1, groups + 1) if groups % n == 0] or [1]
-    fitting = max(n for n in sets if n == 1 or n * bytes_each_group <= L2_BYTES)
-    side_by_side = max(fitting, next((n for n in sets if n >= least), sets[-1]))
+    fitting = lambda room: max(n for n in sets if n == 1 or n * bytes_each_group <= room)
+    side_by_side = fitting(L2_BYTES)
+    if in_turn:
+        enough = next((n for n in sets if n * IN_TURN >= PROCESSORS), sets[-1])
+        side_by_side = max(side_by_side, min(enough, fitting(IN_TURN_BYTES)))
     return np.arange(0, groups * heads.group, pack).reshape(-1, side_by_side * heads.group // pack)
