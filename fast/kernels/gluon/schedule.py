@@ -4,7 +4,8 @@ A Hopper program is *persistent*: there is one on each processor, and it does on
 one overlaps the beginning of the next. Who has started all of an item's loads claims the next item of the list that
 nobody has: processors are not equally fast, so nothing is dealt out beforehand. Heads that share keys, and whole groups
 of them, stand together while what they read fits the L2 cache; within such a set the longest tiles come first. Tiles
-that see nothing are not in the list.
+that see nothing are not in the list. Where programs add in turn, more heads stand together, and the few tiles that are
+under way at a time come in the order in which they wait least (`_staggered`).
 
 Cost: O(items) on the host, once per mask, shapes and device; 32 bytes an item on the device.
 
@@ -24,8 +25,6 @@ from canon.reference.mask import Mask
 L2_BYTES = 32 << 20  # of what heads that run side by side read; the cache of an H200 holds 50 MB
 FEW = 24  # tiles of queries that a tile of keys visits, 128 x 128: so few do not make up for what order costs
 FOLLOWS = 2.5  # steps by which a tile of keys is behind the one before it, if both add to dq in order
-# Tiles of one head under way at a time, if each waits for the one before; more where so many heads would read more than this:
-# eight heads of 134 MB side by side made 429 TFLOP/s, two by two 586.
 # Tiles of one head under way at a time, if each waits for the one before; more where so many heads would read more than this:
 # eight heads of 134 MB side by side made 429 TFLOP/s, two by two 586. Counted for an H200, so that bits are the same elsewhere.
 IN_TURN = 6
