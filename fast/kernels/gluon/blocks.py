@@ -247,7 +247,7 @@ def exchange():
     lines = ["{ .reg .pred odd, high; .reg .b32 bits, mine, theirs; mov.u32 bits, %laneid; and.b32 mine, bits, 1;"]
     lines += ["setp.ne.u32 odd, mine, 0; and.b32 mine, bits, 2; setp.ne.u32 high, mine, 0;"]
     lines += [f"mov.b32 ${i}, ${8 + i};" for i in range(8)]
-    # Of a pair of words, lanes that differ in one bit keep one each: whoever is upper gives the lower word for the other's upper.
+    # Of a pair of words two lanes keep one each: whoever is upper gives the lower one for the other lane's upper one.
     for apart, upper in ((1, "odd"), (2, "high")):
         for row, word in ((row, word) for row in (0, 1) for word in range(4) if not word & apart):
             low, high = f"${2 * word + row}", f"${2 * (word | apart) + row}"
