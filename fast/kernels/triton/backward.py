@@ -76,11 +76,13 @@ def delta_kernel(
 
 
 @triton.jit
-def dq_step(q, k, v, dout, lse2, delta, acc, scale, seen, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds ds k of one tile of keys."""
+def dq_step(
+    q, k, v, dout, lse2, delta, acc, scale, seen, MASKED: tl.constexpr, PRECISION: tl.constexpr, HOPPER: tl.constexpr
+):
+    """Adds ds k of one tile of keys. HOPPER: 16 bits, and registers enough."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
     p = tl.exp2(s * scale - lse2[:, None])
-    if dout.dtype.primitive_bitwidth == 16:  # what a product begins at is free, and its rounding hidden by that of ds
+    if HOPPER:  # what a product begins at is free, and its rounding hidden by that of ds
         less = tl.broadcast_to(-delta[:, None], s.shape).to(acc.dtype)
         ds = p * tl.dot(dout, tl.trans(v), less, input_precision=PRECISION, out_dtype=acc.dtype)
     else:
@@ -161,14 +163,18 @@ def dq_kernel(
             k_tile = load_some_rows(k_head, k_offset, j, k_strides[1], inside, D, D_PAD, UNIT)
             v_tile = load_some_rows(v_head, v_offset, j, v_strides[1], inside, DV, DV_PAD, UNIT)
             seen = seen_cells(left - j, right - j, PARTIAL_BN)
-            acc = dq_step(q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, seen, True, PRECISION)
+            acc = dq_step(
+                q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, seen, True, PRECISION, TMA
+            )
 
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
         for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
             k_tile = load_whole(k_source, batch, j, 0, k_strides, BN, D, D_PAD, UNIT, TMA)
             v_tile = load_whole(v_source, batch, j, 0, v_strides, BN, DV, DV_PAD, UNIT, TMA)
-            acc = dq_step(q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, None, False, PRECISION)
+            acc = dq_step(
+                q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, None, False, PRECISION, TMA
+            )
 
     dq_head = head_pointer(dq, batch, head, dq_strides, UNIT)
     dq_offset = offsets(dq_strides, BM, D_PAD, UNIT)
