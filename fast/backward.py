@@ -29,7 +29,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.fast.device import check_device, family
+from canon.fast.kernels.gluon.config import padded_to
 from canon.fast.kernels.gluon.schedule import followers_wait_little, unevenness
+from canon.fast.kernels.launching import processors as processors_of
 from canon.fast.kernels.triton import launch as portable
 from canon.reference.call import (
     accumulate_dtype,
@@ -125,14 +127,14 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, processors: int | Non
     """The method that "auto" stands for: see the module's docstring. ``processors``: those of q's device."""
     (b, _, h, d), g, dv = q.shape, k.shape[2], v.shape[3]
     if processors is None:
-        processors = 1 if q.device.type == "cpu" else torch.cuda.get_device_properties(q.device).multi_processor_count
+        processors = 1 if q.device.type == "cpu" else processors_of(q.device)
     if processors == 1 or not b:
         return "split"
     if h > g:
         split = unevenness(mask, *TILE, b * g, h // g, processors)
         if split > 1.25 * unevenness(mask, *TILE, b * h, 1, processors):
             return "head_parallel"
-    in_order = max(d, dv) <= 128 and family(q, v, "fused") is not portable  # Triton's kernel adds in any order
+    in_order = padded_to("fused", d, dv) and family(q, v, "fused") is not portable  # Triton's kernel adds in any order
     return "fused" if in_order and followers_wait_little(mask, b * h, b * g, processors) else "split"
 
 

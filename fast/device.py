@@ -14,10 +14,10 @@ from contextvars import ContextVar
 from functools import wraps
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from canon.fast.kernels.gluon import config
+from canon.fast.kernels.launching import capability
 from canon.fast.kernels.triton import launch
 
 __all__ = ["backend"]
@@ -80,7 +80,7 @@ def family(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
 
 
 def _hopper_can(q: Tensor, v: Tensor, method: str) -> bool:
-    if q.device.type != "cuda" or launch.INTERPRETED or torch.cuda.get_device_capability(q.device) != config.CAPABILITY:
+    if q.device.type != "cuda" or launch.INTERPRETED or capability(q.device) != config.CAPABILITY:
         return False
     widest = "fused" if method == "fused" else "forward"  # the others are for heads as wide as the forward kernel's
     return q.dtype in config.DTYPES and bool(config.padded_to(widest, q.shape[-1], v.shape[-1]))

@@ -57,19 +57,21 @@ def batched(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all packed, belong together."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
-        raise ValueError(f"expected q, k, v all (b, t, heads, width) or all packed (t, heads, width), got {shapes}")
-    if q.shape[:-3] != k.shape[:-3] or k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"q, k, v must share the batch, and k, v their tokens and heads, got {shapes}")
-    if q.shape[-1] != k.shape[-1] or 0 in (q.shape[-1], v.shape[-1]):
-        raise ValueError(f"q and k must have one width, and no width may be 0, got {shapes}")
-    if 0 in (q.shape[-2], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
+        wrong = "expected q, k, v all (b, t, heads, width) or all packed (t, heads, width)"
+    elif q.shape[:-3] != k.shape[:-3] or k.shape[:-1] != v.shape[:-1]:
+        wrong = "q, k, v must share the batch, and k, v their tokens and heads"
+    elif q.shape[-1] != k.shape[-1] or 0 in (q.shape[-1], v.shape[-1]):
+        wrong = "q and k must have one width, and no width may be 0"
+    elif 0 in (q.shape[-2], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
         raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+    elif not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.device == k.device == v.device:
+    elif not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+    else:
+        return
+    raise ValueError(f"{wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
 
 
 def check_mask(q: Tensor, k: Tensor, mask: Mask) -> None:

@@ -21,7 +21,7 @@ def heads(d, dtype, where="cuda"):
 def machine(monkeypatch):
     """A machine with one GPU, of compute capability 9.0 until told otherwise."""
     found = {"capability": (9, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found["capability"])
+    monkeypatch.setattr(device, "capability", lambda _: found["capability"])
     monkeypatch.setattr(portable, "INTERPRETED", False)
     return found
 

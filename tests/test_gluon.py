@@ -124,8 +124,9 @@ def test_maxima_may_grow(steps, d):
     height = torch.arange(450, device=DEVICE) // 64 * steps * (torch.arange(450, device=DEVICE) % 3 > 0)
     q[..., 0] = torch.linspace(0, 1, 450, device=DEVICE)[None, :, None] > 0.3
     k[..., 0] = (height * d**0.5 / 1.44)[None, :, None]
-    got = attend(q, k, v, dout, dlse, mask)
-    assert_exact(Attended(got.out, got.lse), q, k, v, dout, dlse, mask)
+    with hopper():
+        out, lse = local.attention_forward(q, k, v, mask)
+    assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
 
 
 def test_an_empty_batch():
@@ -316,7 +317,7 @@ def test_every_tile_of_every_head_is_somebodys_once(name, transposed):
     ids=repr,
 )
 def test_each_turn_waits_for_the_one_before_it(mask, heads):
-    made = schedule.schedule(mask, 128, 64, True, heads, 1, 1 << 20, torch.device("cpu"), 3, 132)
+    made = schedule.schedule(mask, 128, 64, True, heads, 1, 1 << 20, torch.device("cpu"), 3, True)
     work = made.work.tolist()
     begin, left = work[7], {}
     assert len(work) - begin == (begin - work[0]) // 4, "two numbers for each span of eight"
@@ -355,11 +356,11 @@ def share_of_work(mask, owners, each, programs=132, lag=2.0):
 @pytest.mark.parametrize(
     ("mask", "owners", "each", "least"),
     [
-        (Mask.causal(16384), 8, 4, 0.95),  # 0.88 in the order of the list, longest first
-        (Mask.causal(8192), 64, 1, 0.94),
+        (Mask.causal(16384), 8, 4, 0.9),  # 0.88 if those that begin together come longest first
+        (Mask.causal(8192), 64, 1, 0.945),
         (Mask.full(8192), 16, 1, 0.94),
-        (Mask.window(16384, 4095, 0), 32, 1, 0.95),
-        (Mask.documents([*range(0, 65536, 8192), 65536]), 16, 1, 0.83),  # 0.76
+        (Mask.window(16384, 4095, 0), 32, 1, 0.97),
+        (Mask.documents([*range(0, 65536, 8192), 65536]), 16, 1, 0.765),  # 0.76
     ],
     ids=["causal", "many heads", "full", "window", "documents"],
 )

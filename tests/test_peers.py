@@ -169,7 +169,7 @@ SHAPE = shapes.shape_of("1,64,2,2,16", "documents:20")
 
 
 def test_schedules_agree_before_they_are_timed(monkeypatch):
-    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), 1.0)[1])
+    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
     monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
     program = schedules.Bench((SHAPE,), torch.float32, "", 1, "cpu")
     rows, others = world.threads(program, 2)
@@ -177,7 +177,9 @@ def test_schedules_agree_before_they_are_timed(monkeypatch):
     found = {row["schedule"] for row in rows}
     assert {"ring zigzag", "strided zigzag 2, small ends", "magi, 2 stages", "one GPU"} <= found
     assert all(row["agrees"] for row in rows if row["schedule"] != "one GPU")
-    assert all(row["forward_tflops"] > 0 and row["both_ms"] == [1.0] for row in rows)
+    assert all(
+        row["forward_tflops"] > 0 and row["both_ms"] == [1.0] and row["both_launches_ms"] == [0.5] for row in rows
+    )
     assert not any(row["peer"] for row in rows)
     assert schedules.table(rows).row_count == len(rows)
 
@@ -243,7 +245,7 @@ def on_stand_ins():
     library.impl("_scaled_dot_product_flash_attention", flash_forward, "CPU")
     library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
-    schedules._timed = lambda run, device: (run(), 1.0)[1]
+    schedules._timed = lambda run, device: (run(), (1.0, 0.5))[1]
     schedules._exposed = lambda run, device: (run(), 0.0)[1]
     shape = shapes.shape_of("2,64,4,2,16,causal")
     return schedules.measure(shape, torch.float32, CPU, "flash", 1, peers=True)
@@ -253,7 +255,7 @@ def test_torch_context_parallel_gets_the_same_tokens():
     """Shards, rotation and both passes are torch's own, over dense stand-ins for its kernels; each rank is a process."""
     for rows in world.processes(on_stand_ins, 2):
         assert [row["schedule"] for row in rows] == ["torch flash allgather", "torch flash alltoall"]
-        assert all(row["agrees"] and row["both_ms"] == [1.0] for row in rows)
+        assert all(row["agrees"] and row["both_ms"] == [1.0] and row["both_launches_ms"] == [0.5] for row in rows)
 
 
 def test_a_world_of_peers_that_ends_badly_is_a_row():

@@ -200,6 +200,20 @@ def hand_dq(dq, fused, t, PART: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def await_turn(place, awaited):
+    """Wait until the number stands there that a span waits for."""
+    while gl.load(place, volatile=True) != awaited:
+        pass
+
+
+@gluon.jit
+def pass_on(place, number):
+    """Once dq has been added to, leave the number of the span that did so, for whom waits for it."""
+    await_added()
+    gl.store(place, number)
+
+
+@gluon.jit
 def add_tiles(dq_desc, io, fused, work, places, tiles, HEADS: gl.constexpr, ORDERED: gl.constexpr):
     """The adder: has dq added to global memory, tile by tile. ORDERED: in turns, that are taken at ``places``."""
     dq_tiles, made, gone = fused[1], fused[3], fused[4]
@@ -221,17 +235,15 @@ def add_tiles(dq_desc, io, fused, work, places, tiles, HEADS: gl.constexpr, ORDE
                 awaited, number = turn_of(work, span)
                 place = places + (line * HEADS + head) * tiles + column // BN
             for i in range(column, stop, BN):
-                if ORDERED:  # while the warpgroups make dq
-                    while gl.load(place, volatile=True) != awaited:
-                        pass
+                if ORDERED:
+                    await_turn(place, awaited)  # while the warpgroups make dq
                 mbarrier.wait(made.index(t % 2), t // 2 & 1)
                 for part in gl.static_range(PARTS):
                     tma_add(dq_desc, [batch, i, owner * HEADS + head, 64 * part], dq_tiles.index(t % 2 * PARTS + part))
                 tma.store_wait(0)  # they have been read
                 mbarrier.arrive(gone.index(t % 2), count=1)
                 if ORDERED:
-                    await_added()
-                    gl.store(place, number)
+                    pass_on(place, number)
                     place += 1
                 t += 1
         done += 1

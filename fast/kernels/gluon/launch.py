@@ -7,7 +7,7 @@ Results that are strided unevenly are made apart and copied. Everything else is 
 Elements are of two bytes, heads at most 256 wide, and the device is an sm_90: anything else is a ValueError.
 """
 
-from contextlib import nullcontext
+from copy import copy
 from functools import lru_cache
 
 import numpy as np
@@ -24,6 +24,8 @@ from canon.fast.kernels.gluon.forward import forward_kernel
 from canon.fast.kernels.gluon.lines import prepared_lines as prepared_lines  # one of the functions here
 from canon.fast.kernels.gluon.schedule import Heads, Schedule, schedule
 from canon.fast.kernels.gluon.wide import wide_kernel
+from canon.fast.kernels.launching import capability, launch
+from canon.fast.kernels.launching import processors as processors_of
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.tiles import work_table
 from canon.reference.mask import Mask
@@ -116,7 +118,7 @@ def dkdv(
         sums = dq if dq is None or (sign > 0 and reachable(dq)) else roomy(dq).zero_()
         queries = box(q, config.columns, 1, d_pad), box(dout, config.columns, 1, dv_pad)
         keys = box(k, config.rows, 1, d_pad), box(v, config.rows, 1, dv_pad)
-        line = TensorDescriptor(lines.view(-1), [lines.numel()], [1], [config.columns], LINE)
+        line = described(lines.view(-1), config.columns)
         counts = k.shape[1], lines.shape[3], q.shape[2], owners
         tiles = -(-q.shape[1] // config.columns) if ordered else 0
         places = q.shape[0] * q.shape[2] * tiles
@@ -149,7 +151,7 @@ def check(q: Tensor) -> None:
     """Raise ValueError unless there are Hopper kernels for q's dtype and device."""
     if q.dtype not in DTYPES:
         raise ValueError(f'the Hopper kernels are for bfloat16 and float16, got {q.dtype}: use backend("triton")')
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) != CAPABILITY:
+    if q.device.type == "cuda" and capability(q.device) != CAPABILITY:
         name = torch.cuda.get_device_name(q.device)
         raise ValueError(f'the Hopper kernels are for compute capability 9.0, this is {name}: use backend("triton")')
 
@@ -184,34 +186,56 @@ def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
 
     x, or a copy if TMA cannot reach it: what is added to must be `reachable`.
     """
-    x = x if reachable(x) else roomy(x).copy_(x)
-    return TensorDescriptor(x, list(x.shape), described_strides(x), [1, tokens, heads, width], TILES[x.element_size()])
+    return described(x if reachable(x) else roomy(x).copy_(x), 1, tokens, heads, width)
 
 
-def described_strides(x: Tensor) -> list[int]:
-    """The strides of x (b, t, h, d), but those of axes of length 1, which may be anything, as if x were contiguous."""
-    inner, strides = padded_width(x), [1]
-    for n, stride in zip(x.shape[2::-1], x.stride()[2::-1], strict=True):
-        strides.insert(0, stride if n > 1 else inner)
-        inner = n * strides[0]
-    return strides
+def described(x: Tensor, *block: int) -> TensorDescriptor:
+    """What TMA loads blocks of x by, which it can reach."""
+    made = copy(description(x.dtype, x.shape, x.stride(), block))
+    made.base = x
+    return made
+
+
+@lru_cache(maxsize=4096)
+def description(
+    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]
+) -> TensorDescriptor:
+    """A descriptor of tensors of this shape, but of none: its checks take longer than all the rest."""
+    nothing = torch.empty(0, dtype=dtype)
+    layout = LINE if len(shape) == 1 else TILES[dtype.itemsize]
+    return TensorDescriptor(nothing, list(shape), described_strides(dtype, shape, strides), list(block), layout)
+
+
+def described_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
+    """The strides, but those of axes of length 1, which may be anything, as if they were contiguous."""
+    inner, made = padded_width(dtype, shape), [1]
+    for n, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
+        made.insert(0, stride if n > 1 else inner)
+        inner = n * made[0]
+    return made
 
 
 def reachable(x: Tensor) -> bool:
     """Whether TMA can reach x (b, t, h, d) where it is: base and strides multiples of 16 bytes, the last stride 1."""
-    strides = [stride * x.element_size() for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in strides)
+    return x.data_ptr() % 16 == 0 and reachable_by(x.shape, x.stride(), x.element_size())
+
+
+@lru_cache(maxsize=4096)
+def reachable_by(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether TMA can take such steps."""
+    steps = [stride * itemsize for n, stride in zip(shape[:3], strides[:3], strict=True) if n > 1]
+    return strides[3] == 1 and all(step > 0 and step % 16 == 0 and step < 2**40 for step in steps)
 
 
 def roomy(x: Tensor) -> Tensor:
     """Room for a tensor like x (b, t, h, d) that TMA can reach."""
-    return x.new_empty(*x.shape[:3], padded_width(x))[..., : x.shape[3]]
+    return x.new_empty(*x.shape[:3], padded_width(x.dtype, x.shape))[..., : x.shape[3]]
 
 
-def padded_width(x: Tensor) -> int:
+def padded_width(dtype: torch.dtype, shape: torch.Size) -> int:
     """d in whole units of 16 bytes."""
-    unit = 16 // x.element_size()
-    return -(-x.shape[3] // unit) * unit
+    unit = 16 // dtype.itemsize
+    return -(-shape[-1] // unit) * unit
 
 
 @lru_cache(maxsize=1024)
@@ -260,7 +284,7 @@ def processors(x: Tensor) -> int:
     """How many programs run at a time."""
     if x.device.type == "cpu":
         return SIMULATED_PROCESSORS
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+    return processors_of(x.device)
 
 
 def queue(plan: Schedule, x: Tensor, places: int = 0) -> tuple[Tensor, Tensor]:
@@ -284,8 +308,7 @@ def constants(kernel, config: Config) -> dict:
 def run(kernel, q: Tensor, config: Config, arguments: tuple, **options) -> None:
     """Launches a program on every processor. Raises ValueError if the device has too little shared memory after all."""
     try:
-        with nullcontext() if q.device.type == "cpu" else torch.cuda.device(q.device):
-            kernel[(processors(q),)](*arguments, **constants(kernel, config), **options)
+        launch(kernel, processors(q), q.device, arguments, **constants(kernel, config), **options)
     except OutOfResources as error:
         raise ValueError(
             f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from canon.fast.kernels.launching import launch
 from canon.fast.kernels.triton.blocks import line_pointer
 
 TOKENS = 256  # a program
@@ -43,7 +44,6 @@ def prepared_lines(lse: Tensor, delta: Tensor) -> Tensor:
         raise ValueError(f"{b} x {h} lines of {tokens} tokens are more than 32 bits count: use smaller batches")
     lines = torch.empty(b, h, 2, padded, dtype=torch.float32, device=lse.device)
     if lines.numel():
-        grid = (triton.cdiv(padded, TOKENS) * b * h,)
         arguments = (lse, delta, lines, tokens, padded, h, lse.stride(), delta.stride())
-        lines_kernel[grid](*arguments, TOKENS=TOKENS, num_warps=4)
+        launch(lines_kernel, triton.cdiv(padded, TOKENS) * b * h, lse.device, arguments, TOKENS=TOKENS, num_warps=4)
     return lines

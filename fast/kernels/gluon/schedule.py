@@ -4,8 +4,8 @@ A Hopper program is *persistent*: there is one on each processor, and it does on
 one overlaps the beginning of the next. Who has started all of an item's loads claims the next item of the list that
 nobody has: processors are not equally fast, so nothing is dealt out beforehand. Heads that share keys, and whole groups
 of them, stand together while what they read fits the L2 cache; within such a set the longest tiles come first. Tiles
-that see nothing are not in the list. Where programs add in turn, more heads stand together, and the few tiles that are
-under way at a time come in the order in which they wait least (`_staggered`).
+that see nothing are not in the list. Where programs add in turn, more heads stand together, and those that begin at first
+come in the order in which they do not wait (`_shortest_begin`).
 
 Cost: O(items) on the host, once per mask, shapes and device; 32 bytes an item on the device.
 
@@ -79,10 +79,7 @@ def schedule(
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
     order = order[(end > begin)[order]]
     if in_turn:
-        last = np.array(
-            [max(spans[a:z, 0] + columns * spans[a:z, 1], default=0) for a, z in zip(begin, end, strict=True)]
-        )
-        order = _staggered(order, cost, last, max(1, round(2 * PROCESSORS / max(1, lines.shape[1]))))
+        order = _shortest_begin(order, cost, max(1, PROCESSORS // max(1, lines.shape[1])))
         spans, begin, end = _with_turns(spans, begin, end, order, columns)
     if repeat > 1:
         spans, begin, end = _repeated(spans, begin, end, repeat)
@@ -138,21 +135,15 @@ def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
     return np.lexsort((-cost, region, -longest[region]))
 
 
-def _staggered(order: np.ndarray, cost: np.ndarray, last: np.ndarray, some: int) -> np.ndarray:
-    """The same order but for ``some`` tiles at a time, that are under way together, so that they wait little for one another.
+def _shortest_begin(order: np.ndarray, cost: np.ndarray, together: int) -> np.ndarray:
+    """The same order, but the first tiles, that are begun ``together``, come shortest first.
 
-    Of tiles whose columns end together (``last``) the shorter one begins later, and is ahead where the longer one
-    comes to its first column: it adds first. So who begins together comes shortest first; it ends in turn, too, and
-    for those that begin then, one by one, the longest come first. Of equally long ones, as in a window, the first do.
+    Of tiles whose columns end together the shorter one begins later, and is ahead where the longer one comes to its first
+    column: nobody waits. The others stay as they are: who begins later is shorter, and catches up with those before it. So
+    the programs of a head stay near the same columns, and read them from the L2 cache; without that, waiting less is slower.
     """
-    place = np.arange(len(order))
-    cost, last = cost[order], last[order]
-    by_end = np.lexsort((place, last))
-    first = np.append(True, np.diff(last[by_end]) != 0)[: len(order)]
-    among = np.empty_like(place)  # how many before it end where it ends
-    among[by_end] = place - np.maximum.accumulate(np.where(first, place, 0))
-    together = among // some % 2 == 0
-    return order[np.lexsort((place, np.where(together, cost, -cost), ~together, place // some))]
+    first = order[:together]
+    return np.concatenate([first[np.argsort(cost[first], kind="stable")], order[together:]])
 
 
 def _with_turns(

@@ -20,6 +20,8 @@ from functools import lru_cache
 
 import torch
 
+from canon.fast.kernels.launching import capability
+
 
 @dataclass(frozen=True)
 class Config:
@@ -121,7 +123,7 @@ def fitting(kernel: str, d: int, dv: int, itemsize: int, limit: int, describable
 @lru_cache
 def is_hopper(device: torch.device) -> bool:
     """Whether the device has TMA and wgmma, or what came after."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and capability(device) >= (9, 0)
 
 
 @lru_cache

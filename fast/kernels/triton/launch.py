@@ -5,7 +5,6 @@ before (but for dq of the fused method, which is added to).
 """
 
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from math import gcd
@@ -17,6 +16,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from canon.fast.kernels.launching import launch
 from canon.fast.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel, sum_heads_kernel
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.forward import forward_kernel
@@ -152,14 +152,10 @@ def run(kernel, programs, config, arguments, width, strided, options) -> None:
             raise ValueError(
                 f"strides {x.stride()} are too wide for {kernel.__name__}, which counts in 32 bits in a tile"
             )
-    device = strided[0].device
-    on_device = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
-    strides = tuple(x.stride() for x in strided)
+    arguments = (*arguments, width, *(x.stride() for x in strided))
+    options = {**options, "num_warps": config.warps, "num_stages": config.stages}
     try:
-        with on_device:
-            kernel[(programs,)](
-                *arguments, width, *strides, **options, num_warps=config.warps, num_stages=config.stages
-            )
+        launch(kernel, programs, strided[0].device, arguments, **options)
     except OutOfResources as error:
         raise ValueError(
             f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "

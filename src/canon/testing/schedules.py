@@ -6,7 +6,9 @@
 
 A rank is a process with a GPU. First each schedule attends to a short sequence of the same kind, and must agree with float64 by
 the judge, in out, lse and gradients; then all are timed, taking turns, between events on every rank; a run lasts as long as
-on the slowest rank. TFLOP/s per GPU count visible cells alone: 4 h d area / ranks forward, 3.5 times that for both passes.
+on the slowest rank. GPUs wait until the launches are ahead of them, as they are in the midst of a model that keeps GPUs busy;
+"launches" is what those of both passes take the slowest host: where it is more, hosts set the pace, unless a CUDA graph does.
+TFLOP/s per GPU count visible cells alone: 4 h d area / ranks forward, 3.5 times that for both passes.
 "exposed" is the part of both passes in which no kernel but NCCL's runs, by the profiler, on the rank where it is longest: what
 neither computing nor copying hides. "one GPU" is `attention` of the whole sequence on each GPU alone, where it fits.
 
@@ -16,12 +18,14 @@ hangs in, takes nothing else with it. Whatever raises on one rank is left out on
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,6 +40,7 @@ SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
 LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
 LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context parallel
+AHEAD = 30_000_000  # clocks that GPUs wait for launches: 15 ms, the first launches of a run included
 AGREEING = timedelta(seconds=60)  # how long a rank that could not go on waits for the others to say whether they can
 
 
@@ -64,7 +69,8 @@ class Bench:
 def measure(
     shape: Shape, dtype: torch.dtype, device: torch.device, only: str, rounds: int, *, peers: bool = False, group=None
 ) -> list[dict]:
-    """A row per schedule: agreement, and the milliseconds of forward and of both passes on the slowest rank.
+    """A row per schedule: agreement, and the milliseconds of forward and of both passes, and of their launches, on the
+    slowest rank.
 
     ``group`` is for words between the ranks about how it went: one that still works when a GPU's communicator does not.
     """
@@ -84,14 +90,15 @@ def measure(
             continue
         ready = _tried(each, partial(_ready, each, shape, dtype, device), group)
         for name, run in ready.pop("passes", {}).items():
-            row[f"{name}_ms"] = []
-            runs.append((each, run, row[f"{name}_ms"]))
+            row[f"{name}_ms"], row[f"{name}_launches_ms"] = times = [], []
+            runs.append((each, run, times))
         row |= ready
     for turn in range(rounds + 1):  # the first one is not counted
         for each, run, times in runs:
             with each.around():
-                taken = _slowest(_timed(run, device), device)
-            times += [taken] if turn else []
+                taken = [_slowest(x, device) for x in _timed(run, device)]
+            for some, x in zip(times, taken, strict=True):
+                some += [x] if turn else []
     for row in rows:
         share = 1 if row["schedule"] == "one GPU" else ranks
         for name, factor in (("forward", 1.0), ("both", 3.5)):
@@ -170,16 +177,19 @@ def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devic
     return {"passes": {"forward": forward, "both": both}, "exposed_ms": _exposed(both, device)}
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds between events, all ranks having started together."""
+def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Milliseconds between events, all ranks having started together and launches being ahead; and of the launches."""
     dist.barrier()
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
+    torch.cuda._sleep(AHEAD)
     first.record()
+    start = time.perf_counter()
     run()
+    launched = time.perf_counter() - start
     last.record()
     torch.cuda.synchronize(device)
-    return first.elapsed_time(last)
+    return first.elapsed_time(last), 1e3 * launched
 
 
 def _slowest(milliseconds: float, device: torch.device) -> float:
@@ -244,10 +254,12 @@ def table(rows: list[dict]):
     from rich.markup import escape
     from rich.table import Table
 
-    shown = Table("shape", "schedule", "agrees", "forward", "both", "exposed ms", title="TFLOP/s per GPU (median)")
+    columns = ("shape", "schedule", "agrees", "forward", "both", "both ms", "launches ms", "exposed ms")
+    shown = Table(*columns, title="TFLOP/s per GPU (median)")
     for row in rows:
         speeds = [f"{row[x]:.0f}" if x in row else "-" for x in ("forward_tflops", "both_tflops")]
         verdict = row.get("failed") or (f"{row['agrees']} ({row['worst']})" if "agrees" in row else "-")
-        exposed = f"{row['exposed_ms']:.2f}" if "exposed_ms" in row else "-"
-        shown.add_row(row["shape"], row["schedule"], escape(verdict), *speeds, exposed)
+        spent = [row.get("both_ms"), row.get("both_launches_ms"), row.get("exposed_ms")]
+        shown_ms = ["-" if x is None else f"{np.median(x):.2f}" for x in spent]
+        shown.add_row(row["shape"], row["schedule"], escape(verdict), *speeds, *shown_ms)
     return shown
