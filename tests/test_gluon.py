@@ -335,39 +335,6 @@ def test_each_turn_waits_for_the_one_before_it(mask, heads):
     assert len(left) == 3 * heads.batches * heads.number * -(-mask.queries // 64), "every tile of queries is added to"
 
 
-def share_of_work(mask, owners, each, programs=132, lag=2.0):
-    """Which part of the time programs have work, if steps take 1 and dq can be added to again after ``lag``."""
-    heads, read = Heads(1, owners, 1), 512 * each * mask.queries
-    plan = schedule.schedule(mask, 128, 64, True, heads, 1, read, torch.device("cpu"), each, True)
-    work, added = plan.work.numpy(), np.full((owners, each, -(-mask.queries // 64)), -lag)
-    free, steps = [0.0] * programs, 0
-    for item in range(8, work[0], 8):
-        line, begin, end = work[item + 6], work[item + 4], work[item + 5]
-        now = heapq.heappop(free)
-        for at in range(begin, end, 8):
-            number = np.arange(work[at + 1])
-            here = added[line, (at - begin) * each // (end - begin), work[at] // 64 :][: len(number)]
-            here[:] = np.maximum.accumulate(np.maximum(now, here + lag) - number) + number + 1
-            now, steps = here[-1], steps + len(number)
-        heapq.heappush(free, now)
-    return steps / programs / max(free)
-
-
-@pytest.mark.parametrize(
-    ("mask", "owners", "each", "least"),
-    [
-        (Mask.causal(16384), 8, 4, 0.9),  # 0.88 if those that begin together come longest first
-        (Mask.causal(8192), 64, 1, 0.945),
-        (Mask.full(8192), 16, 1, 0.94),
-        (Mask.window(16384, 4095, 0), 32, 1, 0.97),
-        (Mask.documents([*range(0, 65536, 8192), 65536]), 16, 1, 0.765),  # 0.76
-    ],
-    ids=["causal", "many heads", "full", "window", "documents"],
-)
-def test_programs_that_add_in_turn_wait_little(mask, owners, each, least):
-    assert share_of_work(mask, owners, each) > least
-
-
 def test_regions_come_one_after_another_where_a_head_does_not_fit_the_cache():
     mask, heads = Mask.documents([0, 1000, 5000, 5500, 9000, 16384]), Heads(1, 2, 2)
     sizes = 1, 4 * schedule.L2_BYTES

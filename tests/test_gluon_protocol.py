@@ -20,7 +20,7 @@ import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from canon import Mask
-from canon.fast.kernels.gluon import blocks, config, dkdv, dq, forward, launch, schedule, wide
+from canon.fast.kernels.gluon import blocks, config, dkdv, dq, forward, launch, wide
 from canon.fast.kernels.gluon.config import Config
 from canon.testing import simulator
 from canon.testing.judge import Attended, agreement, dense, oracle
@@ -223,15 +223,6 @@ def mutants(kernel: Kernel) -> Iterator[tuple[str, GluonJITFunction, GluonJITFun
 @pytest.fixture(autouse=True)
 def _one_program(monkeypatch):
     monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", 1)
-
-
-@pytest.fixture(autouse=True)
-def _longest_first(monkeypatch):
-    """In order, too: the last item has to be a short one."""
-    monkeypatch.setattr(schedule, "_shortest_begin", lambda order, *_: order)
-    schedule.schedule.cache_clear()
-    yield
-    schedule.schedule.cache_clear()
 
 
 @cache

@@ -7,7 +7,6 @@ Results that are strided unevenly are made apart and copied. Everything else is 
 Elements are of two bytes, heads at most 256 wide, and the device is an sm_90: anything else is a ValueError.
 """
 
-from copy import copy
 from functools import lru_cache
 
 import numpy as np
@@ -191,19 +190,17 @@ def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
 
 def described(x: Tensor, *block: int) -> TensorDescriptor:
     """What TMA loads blocks of x by, which it can reach."""
-    made = copy(description(x.dtype, x.shape, x.stride(), block))
-    made.base = x
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(description(x.dtype, x.shape, x.stride(), block), base=x)
     return made
 
 
 @lru_cache(maxsize=4096)
-def description(
-    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]
-) -> TensorDescriptor:
-    """A descriptor of tensors of this shape, but of none: its checks take longer than all the rest."""
-    nothing = torch.empty(0, dtype=dtype)
+def description(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]) -> dict:
+    """What a descriptor of such tensors holds: its checks take longer than all the rest."""
     layout = LINE if len(shape) == 1 else TILES[dtype.itemsize]
-    return TensorDescriptor(nothing, list(shape), described_strides(dtype, shape, strides), list(block), layout)
+    strided = described_strides(dtype, shape, strides)
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), strided, list(block), layout))
 
 
 def described_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> list[int]:

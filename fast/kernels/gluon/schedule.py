@@ -4,8 +4,7 @@ A Hopper program is *persistent*: there is one on each processor, and it does on
 one overlaps the beginning of the next. Who has started all of an item's loads claims the next item of the list that
 nobody has: processors are not equally fast, so nothing is dealt out beforehand. Heads that share keys, and whole groups
 of them, stand together while what they read fits the L2 cache; within such a set the longest tiles come first. Tiles
-that see nothing are not in the list. Where programs add in turn, more heads stand together, and those that begin at first
-come in the order in which they do not wait (`_shortest_begin`).
+that see nothing are not in the list. Where programs add in turn, more heads stand together.
 
 Cost: O(items) on the host, once per mask, shapes and device; 32 bytes an item on the device.
 
@@ -79,7 +78,6 @@ def schedule(
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
     order = order[(end > begin)[order]]
     if in_turn:
-        order = _shortest_begin(order, cost, max(1, PROCESSORS // max(1, lines.shape[1])))
         spans, begin, end = _with_turns(spans, begin, end, order, columns)
     if repeat > 1:
         spans, begin, end = _repeated(spans, begin, end, repeat)
@@ -133,17 +131,6 @@ def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
     longest = np.zeros(int(region.max(initial=0)) + 1)
     np.maximum.at(longest, region, cost)
     return np.lexsort((-cost, region, -longest[region]))
-
-
-def _shortest_begin(order: np.ndarray, cost: np.ndarray, together: int) -> np.ndarray:
-    """The same order, but the first tiles, that are begun ``together``, come shortest first.
-
-    Of tiles whose columns end together the shorter one begins later, and is ahead where the longer one comes to its first
-    column: nobody waits. The others stay as they are: who begins later is shorter, and catches up with those before it. So
-    the programs of a head stay near the same columns, and read them from the L2 cache; without that, waiting less is slower.
-    """
-    first = order[:together]
-    return np.concatenate([first[np.argsort(cost[first], kind="stable")], order[together:]])
 
 
 def _with_turns(
