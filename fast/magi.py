@@ -6,7 +6,7 @@
     reductions   .                .                        dk, dv of cast 0       dk, dv of cast 1
 
 - Two casts are held at most, the one that is computed on and the one that is coming; all of them with ``keep_kv``.
-- A step computes only the queries from the first to the last that see its keys; parts are merged by one kernel, in place.
+- A step computes only the queries that see its keys (`canon.fast.seeing`); parts are merged by one kernel.
 - With ``stages=0`` the own keys and the received ones stand in one buffer: one kernel, no merge, no float32 result.
 - Kernels write gradients of received keys where they leave from. They are added to the own part beside the next kernel: cast by
   cast, and rank by rank in each, by rows and without atomics.
@@ -27,7 +27,6 @@ Source: as `canon.reference.magi`.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -38,11 +37,11 @@ from torch.autograd.function import once_differentiable
 from canon.fast.backward import attention_backward, backward_into, make_delta
 from canon.fast.casts import Cast, Return, cast_plan, group_cast, group_reduce, plan_report
 from canon.fast.device import remember_family, with_family
-from canon.fast.exchange import Arriving, zero_outside
-from canon.fast.local import attention_forward, merge_into
+from canon.fast.exchange import Arriving
+from canon.fast.local import attention_forward
 from canon.fast.planner import dispatch
 from canon.fast.schedule import pipeline
-from canon.fast.tiles import touched
+from canon.fast.seeing import Seeing, seeing
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -160,14 +159,9 @@ def _columns(rows: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     return rows.transpose(0, 1).split([d, rows.shape[-1] - d], -1)
 
 
-@lru_cache(maxsize=4096)
-def _seeing(plan: CastPlan, step: int, rank: int) -> tuple[slice, Mask]:
-    """The queries from the first to the last that see a key of the step, and the mask of these: all in the first step."""
-    mask = plan.local_mask(step, rank)
-    if plan.holds_own(step):
-        return slice(0, mask.queries), mask
-    rows, _ = touched(mask)
-    return slice(rows.start, rows.stop), mask.crop(queries=rows)
+def _seeing(plan: CastPlan, step: int, rank: int) -> Seeing:
+    """The queries that see a key of the step: of the own keys all."""
+    return seeing(plan.local_mask(step, rank), plan.holds_own(step))
 
 
 def _forward(q: Tensor, keys: _Keys, call: Call, plan: CastPlan) -> tuple[Tensor, Tensor]:
@@ -176,12 +170,12 @@ def _forward(q: Tensor, keys: _Keys, call: Call, plan: CastPlan) -> tuple[Tensor
     running: list[Tensor] = []  # out and lse of every query: first over the own keys, then the other parts merged in
 
     def compute(step: int, held: Sequence[Tensor]) -> None:
-        rows, mask = _seeing(plan, step, call.rank)
-        if not mask.bands and running:
+        seen = _seeing(plan, step, call.rank)
+        if not seen.mask.bands and running:
             return
-        part = attention_forward(q[:, rows], *held, mask, scale=call.scale, out_dtype=dtype)
+        part = attention_forward(seen.take(q), *held, seen.mask, scale=call.scale, out_dtype=dtype)
         if running:
-            merge_into(running[0][:, rows], running[1][:, :, rows], *part)
+            seen.merge(running, part)
         else:
             running.extend(part)
 
@@ -205,16 +199,20 @@ def _backward(
 
     def compute(turn: int, held: Sequence[Tensor]) -> Tensor:
         step = order[turn]
-        rows, mask = _seeing(plan, step, call.rank)
-        grads = _rows(k, v, plan, step, call.rank, accumulate if plan.holds_own(step) else call.reduce_dtype)
-        part = torch.empty_like(dq[:, rows]) if turn else zero_outside(dq, rows)
-        if mask.bands or plan.holds_own(step):
+        seen, own_keys = _seeing(plan, step, call.rank), plan.holds_own(step)
+        grads = _rows(k, v, plan, step, call.rank, accumulate if own_keys else call.reduce_dtype)
+        at_once = own_keys and not turn  # all of dq, and the first part of it
+        if not turn and not at_once:
+            dq.zero_()
+        if seen.mask.bands or own_keys:
+            queries = seen.take(q)
+            part = dq if at_once else torch.empty_like(queries, dtype=dq.dtype)
             backward_into(
-                dout[:, rows], q[:, rows], *held, lse[:, :, rows], delta[:, :, rows], mask,
+                seen.take(dout), queries, *held, seen.take(lse, 2), seen.take(delta, 2), seen.mask,
                 call.scale, call.backward, part, *_columns(grads, k),
             )  # fmt: skip
-        if turn:
-            dq[:, rows] += part
+            if not at_once:
+                seen.add(dq, part)
         return grads
 
     def send_home(turn: int, grads: Tensor, _: None) -> Return | None:

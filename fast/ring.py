@@ -32,8 +32,9 @@ from torch.autograd.function import once_differentiable
 from canon.fast.backward import attention_backward, backward_into, make_delta
 from canon.fast.device import remember_family, with_family
 from canon.fast.exchange import Hop, Lane, zero_outside
-from canon.fast.local import attention_forward, merge_into
+from canon.fast.local import attention_forward
 from canon.fast.schedule import pipeline
+from canon.fast.seeing import Seeing, seeing
 from canon.fast.tiles import touched
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
@@ -157,10 +158,10 @@ class _Ring(torch.autograd.Function):
 
 
 @lru_cache(maxsize=4096)
-def _touched(mask: Mask) -> tuple[slice, slice, Mask]:
-    """The queries and keys from the first to the last that the mask touches, and the mask between them."""
-    rows, columns = touched(mask)
-    return slice(rows.start, rows.stop), slice(columns.start, columns.stop), mask.crop(rows, columns)
+def _touched(mask: Mask) -> tuple[Seeing, slice]:
+    """The queries that see a key, under the mask of the keys from the first to the last that are seen, and these keys."""
+    _, columns = touched(mask)
+    return seeing(mask.crop(keys=columns)), slice(columns.start, columns.stop)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -175,11 +176,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
         if step == 0:
             running.extend(attention_forward(q, *held, local, scale=call.scale, out_dtype=accumulate))
             return
-        (out, lse), (rows, columns, mask) = running, _touched(local)
-        if mask.bands:
+        seen, columns = _touched(local)
+        if seen.mask.bands:
             k_part, v_part = (x[:, columns] for x in held)
-            part = attention_forward(q[:, rows], k_part, v_part, mask, scale=call.scale, out_dtype=accumulate)
-            merge_into(out[:, rows], lse[:, :, rows], *part)
+            part = attention_forward(seen.take(q), k_part, v_part, seen.mask, scale=call.scale, out_dtype=accumulate)
+            seen.merge(running, part)
 
     pipeline(call.ranks, keys.fetch, compute)
     out, lse = running
@@ -199,10 +200,10 @@ def ring_backward(
     keys = _KeysGoRound(k, v, call)
     sums = Lane(call, q.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)  # step i's block is in buffer i % 2
 
-    def write(held, rows, columns, mask, *grads):
+    def write(held, seen, columns, *grads):
         k_part, v_part = (x[:, columns] for x in held)
         backward_into(
-            dout[:, rows], q[:, rows], k_part, v_part, lse[:, :, rows], delta[:, :, rows], mask,
+            seen.take(dout), seen.take(q), k_part, v_part, seen.take(lse, 2), seen.take(delta, 2), seen.mask,
             call.scale, call.backward, *grads,
         )  # fmt: skip
 
@@ -210,16 +211,17 @@ def ring_backward(
         """Returns what is to be added to the block that arrives meanwhile: where, and what."""
         local = call.local_mask(keys.owner(step))
         if step == 0:
-            write(held, slice(None), slice(None), local, dq, dk, dv)
+            write(held, seeing(local, everyone=True), slice(None), dq, dk, dv)
             return []
-        (rows, columns, mask), block = _touched(local), sums.block(step % 2, keys.owner(step))
+        (seen, columns), block = _touched(local), sums.block(step % 2, keys.owner(step))
         first = step == 1  # what a block is given first is written where it leaves from
         targets = [zero_outside(x, columns) if first else x[:, columns] for x in block]
-        if not mask.bands:
+        if not seen.mask.bands:
             return []
-        dq_part, *parts = like(q[:, rows]), *(targets if first else map(like, targets))
-        write(held, rows, columns, mask, dq_part, *parts)
-        dq[:, rows] += dq_part
+        dq_part = q.new_empty(q.shape[0], seen.mask.queries, *q.shape[2:], dtype=accumulate)
+        parts = targets if first else [like(x) for x in targets]
+        write(held, seen, columns, dq_part, *parts)
+        seen.add(dq, dq_part)
         return [] if first else list(zip(targets, parts, strict=True))
 
     def send_on(step: int, parts: list[tuple[Tensor, Tensor]], _: list[Tensor] | None) -> Hop | None:

@@ -1,0 +1,72 @@
+"""The queries that see something of a step's keys: all that the step computes.
+
+Of packed documents few queries see what another rank sends, here and there among all: those whose document began there.
+They are used in place where they stand side by side, and gathered where they do not. So no kernel passes over queries that
+see nothing, to set their part to 0 or to merge it: on short documents that took as long as half of the attention itself.
+
+Cost: of gathered queries, q, and in the backward pass dout, lse, delta, are copied; out and lse so far, or dq, twice.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from canon.fast.local import merge_into
+from canon.reference.band import Band
+from canon.reference.mask import Mask
+
+
+class Seeing:
+    """Some queries: ``pieces`` of them, in ascending order, and the ``mask`` of these alone over all keys."""
+
+    def __init__(self, mask: Mask, pieces: tuple[range, ...]):
+        self.mask, self.pieces, self._index = mask, pieces, {}
+
+    def take(self, x: Tensor, dim: int = 1) -> Tensor:
+        """x at these queries: a view where they stand side by side, else a copy."""
+        if len(self.pieces) == 1:
+            return x.narrow(dim, self.pieces[0].start, len(self.pieces[0]))
+        return x.index_select(dim, self._places(x.device))
+
+    def merge(self, running: list[Tensor], part: tuple[Tensor, Tensor]) -> None:
+        """Merge a part of out (b, n, h, dv) and lse (b, h, n) into the running result of all queries."""
+        here = self.take(running[0]), self.take(running[1], 2)
+        merge_into(*here, *part)
+        for x, some, dim in zip(running, here, (1, 2), strict=True):
+            self._put(x, some, dim)
+
+    def add(self, total: Tensor, part: Tensor) -> None:
+        """Add a part of dq (b, n, h, d) to that of all queries."""
+        here = self.take(total)
+        here += part
+        self._put(total, here, 1)
+
+    def _put(self, x: Tensor, here: Tensor, dim: int) -> None:
+        if len(self.pieces) != 1:  # else it has been written in place
+            x.index_copy_(dim, self._places(x.device), here)
+
+    def _places(self, device: torch.device) -> Tensor:
+        if device not in self._index:
+            places = np.concatenate([np.arange(p.start, p.stop) for p in self.pieces] or [np.arange(0)])
+            self._index[device] = torch.from_numpy(places).to(device)
+        return self._index[device]
+
+
+@lru_cache(maxsize=4096)
+def seeing(mask: Mask, everyone: bool = False) -> Seeing:
+    """The queries that see a key, or ``everyone``."""
+    if everyone:
+        return Seeing(mask, (range(mask.queries),))
+    pieces: list[range] = []
+    bands: list[Band] = []
+    taken = 0  # queries of the pieces before
+    for band in sorted(mask.bands, key=lambda band: band.q_start):
+        if pieces and band.q_start <= pieces[-1].stop:
+            pieces[-1] = range(pieces[-1].start, max(pieces[-1].stop, band.q_stop))
+        else:
+            taken += len(pieces[-1]) if pieces else 0
+            pieces.append(range(band.q_start, band.q_stop))
+        bands.append(band.shift(queries=taken - pieces[-1].start))
+    return Seeing(Mask(bands, sum(map(len, pieces)), mask.keys), tuple(pieces))

@@ -1,0 +1,57 @@
+"""The queries that see something are all of them, once, under the same mask; parts come back to where they belong."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canon import Mask
+from canon.fast.seeing import seeing
+from canon.reference.layout import Layout
+from canon.testing.interpreter import repair
+
+repair()
+MASKS = {
+    "causal": Mask.causal(9),
+    "nobody": Mask([], 6, 5),
+    "here and there": Layout.zigzag(40, 4).local_mask(Mask.documents([0, 3, 4, 9, 21, 22, 30, 40]), 2, 1),
+    "slices": Mask.ranges([(1, 4), (3, 6), (9, 12)], [(0, 2), (4, 7), (1, 9)], ["full", "causal", "full"]),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_they_are_all_that_see_a_key_in_order(mask):
+    seen, dense = seeing(mask), mask.dense()
+    rows = dense.any(1)
+    assert torch.equal(seen.take(torch.arange(mask.queries), 0), rows.nonzero()[:, 0])
+    assert torch.equal(seen.mask.dense(), dense[rows])
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(1, 4), st.data())
+def test_so_are_those_of_any_documents_and_layouts(cuts, ranks, data):
+    n = max(cuts)
+    mask = Mask.documents([0, *sorted(cuts)], window=data.draw(st.sampled_from([None, (7, 0), (2, 3)])))
+    layout = getattr(Layout, data.draw(st.sampled_from(["contiguous", "zigzag", "striped"])))(n, ranks)
+    local = layout.local_mask(mask, data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1)))
+    seen, dense = seeing(local), local.dense()
+    assert torch.equal(seen.mask.dense(), dense[dense.any(1)])
+    assert torch.equal(seen.take(torch.arange(local.queries), 0), dense.any(1).nonzero()[:, 0])
+
+
+def test_all_of_them_are_used_in_place():
+    mask = MASKS["here and there"]
+    x = torch.randn(1, mask.queries, 2, 4)
+    assert seeing(mask, everyone=True).mask is mask
+    assert seeing(mask, everyone=True).take(x).data_ptr() == x.data_ptr()
+    assert seeing(Mask.causal(5).crop(queries=range(2, 5)).shift(queries=0)).take(x).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_parts_come_back_to_where_they_belong(mask):
+    seen, draw = seeing(mask), torch.Generator().manual_seed(0)
+    total = torch.randn(2, mask.queries, 3, 4, generator=draw)
+    expected = total.clone()
+    part = torch.randn(2, seen.mask.queries, 3, 4, generator=draw)
+    expected[:, mask.dense().any(1)] += part
+    seen.add(total, part)
+    assert torch.equal(total, expected)
