@@ -148,9 +148,17 @@ def merge(
     return new_out, new_lse
 
 
-def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """As `merge`, but written over ``out`` and ``lse``: the running result of a schedule."""
-    _merge(out, lse, other_out, other_lse, out, lse)
+def merge_into(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None = None
+) -> None:  # fmt: skip
+    """As `merge`, but written over ``out`` and ``lse``: the running result of a schedule. Batches alone.
+
+    ``rows`` (int64, each once): the tokens that the other part is of, if not all.
+    """
+    if rows is None:
+        _merge(out, lse, other_out, other_lse, out, lse)
+    else:
+        launch.merge(out, lse, other_out, other_lse, out, lse, rows)
 
 
 def _merge(out, lse, other_out, other_lse, new_out, new_lse) -> None:

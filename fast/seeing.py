@@ -4,7 +4,7 @@ Of packed documents few queries see what another rank sends, here and there amon
 They are used in place where they stand side by side, and gathered where they do not. So no kernel passes over queries that
 see nothing, to set their part to 0 or to merge it: on short documents that took as long as half of the attention itself.
 
-Cost: of gathered queries, q, and in the backward pass dout, lse, delta, are copied; out and lse so far, or dq, twice.
+Cost: of gathered queries q is copied, and in the backward pass dout, lse and delta.
 """
 
 from functools import lru_cache
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from canon.fast.kernels.triton.rows import add_to_rows, pick_rows
 from canon.fast.local import merge_into
 from canon.reference.band import Band
 from canon.reference.mask import Mask
@@ -25,27 +26,25 @@ class Seeing:
         self.mask, self.pieces, self._index = mask, pieces, {}
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """x at these queries: a view where they stand side by side, else a copy."""
+        """x at these queries, of lines (b, h, t) with ``dim=2``: a view where they stand side by side, else a copy."""
         if len(self.pieces) == 1:
             return x.narrow(dim, self.pieces[0].start, len(self.pieces[0]))
-        return x.index_select(dim, self._places(x.device))
+        places = self._places(x.device)
+        return pick_rows(x, places) if x.ndim == 4 else x.index_select(dim, places)
 
     def merge(self, running: list[Tensor], part: tuple[Tensor, Tensor]) -> None:
         """Merge a part of out (b, n, h, dv) and lse (b, h, n) into the running result of all queries."""
-        here = self.take(running[0]), self.take(running[1], 2)
-        merge_into(*here, *part)
-        for x, some, dim in zip(running, here, (1, 2), strict=True):
-            self._put(x, some, dim)
+        if len(self.pieces) == 1:
+            merge_into(self.take(running[0]), self.take(running[1], 2), *part)
+        else:
+            merge_into(*running, *part, rows=self._places(part[0].device))
 
     def add(self, total: Tensor, part: Tensor) -> None:
         """Add a part of dq (b, n, h, d) to that of all queries."""
-        here = self.take(total)
-        here += part
-        self._put(total, here, 1)
-
-    def _put(self, x: Tensor, here: Tensor, dim: int) -> None:
-        if len(self.pieces) != 1:  # else it has been written in place
-            x.index_copy_(dim, self._places(x.device), here)
+        if len(self.pieces) == 1:
+            self.take(total).add_(part)
+        else:
+            add_to_rows(total, self._places(part.device), part)
 
     def _places(self, device: torch.device) -> Tensor:
         if device not in self._index:

@@ -4,13 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sharded import DEVICE
 
 from canon import Mask
 from canon.fast.seeing import seeing
+from canon.reference import local
 from canon.reference.layout import Layout
-from canon.testing.interpreter import repair
 
-repair()
 MASKS = {
     "causal": Mask.causal(9),
     "nobody": Mask([], 6, 5),
@@ -46,12 +46,46 @@ def test_all_of_them_are_used_in_place():
     assert seeing(Mask.causal(5).crop(queries=range(2, 5)).shift(queries=0)).take(x).data_ptr() == x.data_ptr()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_parts_come_back_to_where_they_belong(mask):
     seen, draw = seeing(mask), torch.Generator().manual_seed(0)
-    total = torch.randn(2, mask.queries, 3, 4, generator=draw)
+    total = torch.randn(2, mask.queries, 3, 4, generator=draw).to(DEVICE)
     expected = total.clone()
-    part = torch.randn(2, seen.mask.queries, 3, 4, generator=draw)
+    part = torch.randn(2, seen.mask.queries, 3, 4, generator=draw).to(DEVICE)
     expected[:, mask.dense().any(1)] += part
     seen.add(total, part)
     assert torch.equal(total, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_parts_are_merged_where_they_belong_and_nowhere_else(mask):
+    seen, draw = seeing(mask), torch.Generator().manual_seed(1)
+    random = lambda *sizes: torch.randn(*sizes, generator=draw).to(DEVICE)
+    out = random(2, mask.queries, 5, 3).transpose(2, 3)  # of any strides
+    lse, part, part_lse = (
+        random(2, 3, mask.queries),
+        random(2, seen.mask.queries, 3, 5),
+        random(2, 3, seen.mask.queries),
+    )
+    lse[:, :, ::3], part_lse[:, :, ::2] = -torch.inf, -torch.inf
+    out[:, ::3] = torch.nan  # of parts that saw nothing
+    part[:, ::2] = torch.nan
+    rows = mask.dense().any(1).nonzero()[:, 0].to(DEVICE)
+    expected = [out.clone(), lse.clone()]
+    merged = local.merge(out[:, rows], lse[:, :, rows], part, part_lse)
+    expected[0][:, rows], expected[1][:, :, rows] = merged
+    seen.merge([out, lse], (part, part_lse))
+    torch.testing.assert_close(out, expected[0], equal_nan=True, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(lse, expected[1], rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_queries_are_gathered_whatever_their_strides(dtype):
+    seen, draw = seeing(MASKS["here and there"]), torch.Generator().manual_seed(2)
+    rows = MASKS["here and there"].dense().any(1).to(DEVICE)
+    x = torch.randn(2, len(rows), 5, 3, generator=draw).to(DEVICE, dtype)
+    for each in (x, x.transpose(2, 3), x[..., :1].expand(x.shape)):
+        assert torch.equal(seen.take(each), each[:, rows])

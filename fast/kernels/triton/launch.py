@@ -132,12 +132,25 @@ def sum_heads(x: Tensor, total: Tensor) -> None:
     )
 
 
-def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Writes new_out (b, t, h, dv), new_lse (b, h, t): the merge of two parts. They may be out and lse themselves."""
+def merge(
+    out: Tensor,
+    lse: Tensor,
+    other_out: Tensor,
+    other_lse: Tensor,
+    new_out: Tensor,
+    new_lse: Tensor,
+    rows: Tensor | None = None,
+) -> None:
+    """Writes new_out (b, t, h, dv), new_lse (b, h, t): the merge of two parts. They may be out and lse themselves.
+
+    ``rows`` (int64, each once): of these tokens alone, which are all that the other part has.
+    """
     out, other_out = map(addressable, (out, other_out))
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
-    options = line_options(accumulate_dtype(new_lse.dtype), out, other_out, new_out)
-    run(merge_kernel, programs(out), ROWS, (*tensors, out.shape[1], out.shape[2]), batch_heads(out), tensors, options)
+    table = other_lse if rows is None else rows
+    options = line_options(accumulate_dtype(new_lse.dtype), out, other_out, new_out) | {"INDEXED": rows is not None}
+    arguments = (*tensors, table, other_out.shape[1], out.shape[2])
+    run(merge_kernel, programs(other_out), ROWS, arguments, batch_heads(out), tensors, options)
 
 
 def run(kernel, programs, config, arguments, width, strided, options) -> None:

@@ -22,6 +22,7 @@ def merge_kernel(
     other_lse,
     new_out,
     new_lse,
+    table,
     tokens,
     heads,
     lines,
@@ -36,16 +37,20 @@ def merge_kernel(
     UNIT: tl.constexpr,
     ACC: tl.constexpr,
     BM: tl.constexpr,
+    INDEXED: tl.constexpr,
 ):
-    """new_out (b, t, h, dv) and new_lse (b, h, t); a part with lse -inf has no weight and its out is not read."""
+    """new_out (b, t, h, dv) and new_lse (b, h, t); a part with lse -inf has no weight and its out is not read.
+
+    INDEXED: the other part is of ``tokens`` rows of out alone, which stand in ``table`` (int64); the rest is left as it is.
+    """
     first = tl.program_id(0) // lines * BM
     batch, head = tl.program_id(0) % lines // heads, tl.program_id(0) % lines % heads
     rows = first + tl.arange(0, BM)
-    here, line = rows < tokens, tl.cast(rows, tl.int64)
+    here, other_line = rows < tokens, tl.cast(rows, tl.int64)
+    line = tl.load(table + rows, mask=here, other=0) if INDEXED else other_line
     a = tl.load(line_pointer(lse, batch, head, lse_strides) + line * lse_strides[2], mask=here, other=0.0)
-    b = tl.load(
-        line_pointer(other_lse, batch, head, other_lse_strides) + line * other_lse_strides[2], mask=here, other=0.0
-    )
+    other = line_pointer(other_lse, batch, head, other_lse_strides)
+    b = tl.load(other + other_line * other_lse_strides[2], mask=here, other=0.0)
     a, b = a.to(ACC), b.to(ACC)
     a_blind, b_blind = a == float("-inf"), b == float("-inf")
     top = tl.maximum(a, b)
@@ -57,15 +62,24 @@ def merge_kernel(
 
     x = head_pointer(out, batch, head, out_strides, UNIT)
     y = head_pointer(other_out, batch, head, other_out_strides, UNIT)
-    x = load_some_rows(
-        x, offsets(out_strides, BM, D_PAD, UNIT), first, out_strides[1], here & (a_blind == 0), D, D_PAD, UNIT
-    )
+    column = tl.arange(0, D_PAD)[None, :]
+    if INDEXED:
+        keep = (here & (a_blind == 0))[:, None] & (column < D)
+        x = tl.load(x + line[:, None] * out_strides[1] + column * out_strides[3], mask=keep, other=0.0)
+    else:
+        x = load_some_rows(
+            x, offsets(out_strides, BM, D_PAD, UNIT), first, out_strides[1], here & (a_blind == 0), D, D_PAD, UNIT
+        )
     y = load_some_rows(
         y, offsets(other_out_strides, BM, D_PAD, UNIT), first, other_out_strides[1], here & (b_blind == 0), D, D_PAD
     )
     both = x.to(ACC) * (a_weight / total)[:, None] + y.to(ACC) * (b_weight / total)[:, None]
     new_head = head_pointer(new_out, batch, head, new_out_strides, UNIT)
-    store_rows(
-        new_head, offsets(new_out_strides, BM, D_PAD, UNIT), first, new_out_strides[1], here, both, D, D_PAD, UNIT
-    )
+    if INDEXED:
+        target = new_head + line[:, None] * new_out_strides[1] + column * new_out_strides[3]
+        tl.store(target, both.to(new_out.dtype.element_ty), mask=here[:, None] & (column < D))
+    else:
+        store_rows(
+            new_head, offsets(new_out_strides, BM, D_PAD, UNIT), first, new_out_strides[1], here, both, D, D_PAD, UNIT
+        )
     tl.store(line_pointer(new_lse, batch, head, new_lse_strides) + line * new_lse_strides[2], merged, mask=here)

@@ -1,7 +1,8 @@
-"""Rows that travel: gathered by a table before they leave, and added to the rows that they belong to when they come back.
+"""Rows by a table: those that travel, and those that a step computes.
 
 `take_rows` reads each row of K and V that is sent, and writes it once. `add_rows` reads each row and all that came for it,
-in the table's order, and writes the sum once: one fixed order, no atomics, the same bits every time.
+in the table's order, and writes the sum once: one fixed order, no atomics, the same bits every time. `pick_rows` and
+`add_to_rows` read and write the rows of a table alone, each once.
 """
 
 import triton
@@ -46,6 +47,39 @@ def take_rows_kernel(
     keep = here[:, None] & (column < DV)
     source = head_pointer(v, batch, head, v_strides, UNIT) + row * v_strides[1]
     tl.store(target + D + column, tl.load(source + column * v_strides[3], mask=keep, other=0.0), mask=keep)
+
+
+@triton.jit(do_not_specialize=["count", "heads", "lines"])
+def row_kernel(
+    x,
+    part,
+    rows,
+    count,
+    heads,
+    lines,
+    x_strides,
+    part_strides,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    UNIT: tl.constexpr,
+    BM: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """part[:, i] (b, n, h, d) = x[:, rows[i]]; or, ADD, x[:, rows[i]] += part[:, i]."""
+    place = tl.program_id(0) // lines * BM + tl.arange(0, BM)
+    batch, head = tl.program_id(0) % lines // heads, tl.program_id(0) % lines % heads
+    here = place < count
+    row = tl.load(rows + place, mask=here, other=0)[:, None]
+    column = tl.arange(0, D_PAD)[None, :]
+    keep = here[:, None] & (column < D)
+    whole = head_pointer(x, batch, head, x_strides, UNIT) + row * x_strides[1] + column * x_strides[3]
+    picked = head_pointer(part, batch, head, part_strides, UNIT) + column * part_strides[3]
+    picked += tl.cast(place, tl.int64)[:, None] * part_strides[1]
+    values = tl.load(whole, mask=keep, other=0.0)
+    if ADD:
+        tl.store(whole, values + tl.load(picked, mask=keep, other=0.0), mask=keep)
+    else:
+        tl.store(picked, values, mask=keep)
 
 
 @triton.jit(do_not_specialize=["count", "heads", "lines"])
@@ -102,6 +136,30 @@ def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
     launch.run(
         take_rows_kernel, launch.programs(out), launch.ROWS, arguments, launch.batch_heads(out), (k, v, out), options
     )
+
+
+def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[:, rows], (b, n, h, d), of x (b, t, h, d); ``rows`` int64."""
+    part = x.new_empty(x.shape[0], len(rows), *x.shape[2:])
+    _row(x, part, rows, add=False)
+    return part
+
+
+def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
+    """total[:, rows] += part: (b, t, h, d), int64 (n), each once, and (b, n, h, d)."""
+    _row(total, part, rows, add=True)
+
+
+def _row(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
+    options = {
+        "D": x.shape[-1],
+        "D_PAD": launch.padded(x.shape[-1]),
+        "UNIT": launch.unit(x, part),
+        "BM": launch.ROWS.rows,
+        "ADD": add,
+    }
+    arguments = (x, part, rows, len(rows), x.shape[2])
+    launch.run(row_kernel, launch.programs(part), launch.ROWS, arguments, launch.batch_heads(x), (x, part), options)
 
 
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
