@@ -335,6 +335,24 @@ def test_each_turn_waits_for_the_one_before_it(mask, heads):
     assert len(left) == 3 * heads.batches * heads.number * -(-mask.queries // 64), "every tile of queries is added to"
 
 
+@pytest.mark.parametrize(
+    ("mask", "heads", "each", "beside"),
+    [
+        (Mask.causal(16384), Heads(1, 8, 1), 4, 8),
+        (Mask.causal(65536), Heads(1, 8, 1), 4, 2),  # 134 MB each, of which a tile visits half
+        (Mask.documents(range(0, 65537, 4096)), Heads(1, 8, 1), 8, 8),  # 268 MB each, of which it visits a thirtieth
+        (Mask.causal(512), Heads(8, 8, 1), 4, 32),  # until all programs have something to do
+        (Mask.documents([0, 7]), Heads(1, 2, 1), 1, 2),
+    ],
+    ids=["all", "few", "documents", "short", "one tile"],
+)
+def test_heads_that_add_in_turn_stand_side_by_side_as_far_as_the_cache_goes(mask, heads, each, beside):
+    made = schedule.schedule(mask, 128, 64, True, heads, 1, 512 * each * mask.queries, torch.device("cpu"), each, True)
+    items = made.work[8 : made.work[0]].reshape(-1, 8)
+    assert len({*items[: made.items * beside // (heads.batches * heads.number), 6].tolist()}) == beside
+    assert len({*items[:beside, 6].tolist()}) == beside
+
+
 def test_regions_come_one_after_another_where_a_head_does_not_fit_the_cache():
     mask, heads = Mask.documents([0, 1000, 5000, 5500, 9000, 16384]), Heads(1, 2, 2)
     sizes = 1, 4 * schedule.L2_BYTES

@@ -24,10 +24,11 @@ from canon.reference.mask import Mask
 L2_BYTES = 32 << 20  # of what heads that run side by side read; the cache of an H200 holds 50 MB
 FEW = 24  # tiles of queries that a tile of keys visits, 128 x 128: so few do not make up for what order costs
 FOLLOWS = 2.5  # steps by which a tile of keys is behind the one before it, if both add to dq in order
-# Tiles of one head under way at a time, if each waits for the one before; more where so many heads would read more than this:
-# eight heads of 134 MB side by side made 429 TFLOP/s, two by two 586. Counted for an H200, so that bits are the same elsewhere.
+# Tiles of one head under way at a time, if each waits for the one before; more where their tiles would visit more than this: on
+# a causal zigzag shard eight heads of 134 MB side by side made 405 TFLOP/s, two by two 556; of packs one head 279, eight 439.
+# Counted for an H200, so that bits are the same elsewhere.
 IN_TURN = 6
-IN_TURN_BYTES = 8 * L2_BYTES
+IN_TURN_BYTES = 6 * L2_BYTES
 PROCESSORS = 132
 BOX = 4  # columns at whose multiples boxes of queries may begin: 16 bytes of lse
 FIXED = 1.0  # what an item costs beyond its tiles, in tiles: its beginning, and the writing of its result
@@ -72,7 +73,7 @@ def schedule(
     boxes = (columns if in_turn else BOX) if transposed else 0
     tiles, spans, cost = _costs(mask, rows // pack, columns, transposed, repeat, boxes)
     first, stop, begin, _, end = tiles.T
-    lines = _lines(heads, pack, bytes_each_group, in_turn)
+    lines = _lines(heads, pack, bytes_each_group, IN_TURN_BYTES / _visited(tiles, spans, columns) if in_turn else None)
     read = lines.shape[1] * pack // heads.group * bytes_each_group  # by all that run side by side
     regions = -(-read // L2_BYTES)
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
@@ -171,13 +172,22 @@ def _repeated(
     return spans[begin[owner] + place % (end - begin)[owner]], repeat * begin, repeat * end
 
 
-def _lines(heads: Heads, pack: int, bytes_each_group: int, in_turn: bool) -> np.ndarray:
-    """batch * heads + head of every item's first head: a row for each set that runs side by side, of more if in turn."""
+def _visited(tiles: np.ndarray, spans: np.ndarray, columns: int) -> float:
+    """Which part of the columns a tile visits, on average: half of them under a causal mask, of packed documents few."""
+    last = int((spans[:, 0] + columns * spans[:, 1]).max(initial=1))
+    return columns * float(spans[:, 1].sum()) / max(1, len(tiles)) / last or 1.0
+
+
+def _lines(heads: Heads, pack: int, bytes_each_group: int, in_turn: float | None) -> np.ndarray:
+    """batch * heads + head of every item's first head: a row for each set that runs side by side.
+
+    ``in_turn``: how many bytes that set may hold, if its programs wait for one another.
+    """
     groups = heads.batches * heads.number // heads.group
     sets = [n for n in range(1, groups + 1) if groups % n == 0] or [1]
     fitting = lambda room: max(n for n in sets if n == 1 or n * bytes_each_group <= room)
     side_by_side = fitting(L2_BYTES)
     if in_turn:
         enough = next((n for n in sets if n * IN_TURN >= PROCESSORS), sets[-1])
-        side_by_side = max(side_by_side, min(enough, fitting(IN_TURN_BYTES)))
+        side_by_side = max(side_by_side, min(enough, fitting(in_turn)))
     return np.arange(0, groups * heads.group, pack).reshape(-1, side_by_side * heads.group // pack)
