@@ -14,7 +14,8 @@ bits; under `torch.use_deterministic_algorithms(True)` "fused" does so, and is a
 "auto" repeats its bits always. It is "head_parallel" where "split" would leave processors idle: where heads share keys, and
 the busiest processor would have a quarter more to do than it has with an owner for every query head. With the Hopper kernels
 it is "fused", in order, where sequences are long: order costs less than two products there. Else it is "split". Rules from
-counts, measured on twelve shapes 128 wide (paper/data/kernels_auto_h200.json).
+counts, measured on twelve shapes 128 wide (paper/data/kernels_auto_h200.json), on sequences of 512 to 131072 tokens 64 to 256
+wide (kernels_sweep_widths_h200.json) and on packed documents (backward_methods_h200.json).
 
 delta = rowsum(dout * out) - dlse is made by a kernel of its own, or given: once per call, whatever the number of steps.
 
@@ -134,8 +135,10 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, processors: int | Non
         split = unevenness(mask, *TILE, b * g, h // g, processors)
         if split > 1.25 * unevenness(mask, *TILE, b * h, 1, processors):
             return "head_parallel"
-    in_order = padded_to("fused", d, dv) and family(q, v, "fused") is not portable  # Triton's kernel adds in any order
-    return "fused" if in_order and followers_wait_little(mask, b * h, b * g, processors) else "split"
+    pads = padded_to("fused", d, dv)
+    if not pads or family(q, v, "fused") is portable:  # Triton's kernel adds in any order
+        return "split"
+    return "fused" if followers_wait_little(mask, b * h, b * g, processors, max(min(pads))) else "split"
 
 
 def _split(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:

@@ -312,6 +312,8 @@ def test_auto_adds_in_order_where_that_costs_little_on_hopper(monkeypatch):
     assert chosen(1, 16384, 16, 16, 256) == "split", "too wide"
     assert chosen(1, 1024, 32, 32, 64) == "split", "every tile of keys would wait as long as it works"
     assert chosen(8, 2048, 32, 8, 128) == "split", "tiles of keys visit too few"
+    assert chosen(64, 2048, 32, 32, 64) == "fused", "enough where heads are narrow"
+    assert chosen(128, 1024, 32, 32, 64) == "split"
     q, k = (torch.empty(1, 65536, heads, 128, device="meta") for heads in (64, 8))
     packed = Mask.documents([*range(0, 65536, 4096), 65536])
     assert backward.automatic(q, k, k, packed, 132) == "split", "and so they do in packed documents"

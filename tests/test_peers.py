@@ -184,6 +184,15 @@ def test_schedules_agree_before_they_are_timed(monkeypatch):
     assert schedules.table(rows).row_count == len(rows)
 
 
+def test_exposed_is_what_no_kernel_covers():
+    waiting, message = (0.0, 90.0, "at::cuda::spin_kernel(long)"), (100.0, 140.0, "ncclDevKernel_SendRecv")
+    kernels = [(110.0, 120.0, "forward_kernel"), (115.0, 130.0, "merge_kernel"), (150.0, 160.0, "dq_kernel")]
+    copied = (160.0, 165.0, "Memcpy DtoD")
+    assert schedules.uncovered([waiting, copied, *kernels, message]) == 10 + 20 + 5
+    assert schedules.uncovered(kernels) == 20
+    assert schedules.uncovered([]) == 0
+
+
 def test_what_fails_on_one_rank_is_left_out_on_all():
     each = schedule_peers.Schedule("unlucky", schedules.Layout.zigzag(64, 2), attend=lambda q, k, v: q)
 

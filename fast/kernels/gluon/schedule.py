@@ -22,10 +22,11 @@ from canon.fast.tiles import work_table
 from canon.reference.mask import Mask
 
 L2_BYTES = 32 << 20  # of what heads that run side by side read; the cache of an H200 holds 50 MB
-FEW = 24  # tiles of queries that a tile of keys visits, 128 x 128: so few do not make up for what order costs
+# Tiles of queries that a tile of keys visits, 128 x 128, by the padded width: so few do not make up for what order costs.
+FEW = {64: 8, 128: 24}
 FOLLOWS = 2.5  # steps by which a tile of keys is behind the one before it, if both add to dq in order
 # Tiles of one head under way at a time, if each waits for the one before; more where their tiles would visit more than this: on
-# a causal zigzag shard eight heads of 134 MB side by side made 405 TFLOP/s, two by two 556; of packs one head 279, eight 439.
+# a causal zigzag shard eight heads of 134 MB side by side made 405 TFLOP/s, two by two 556; of packs one head 279, eight 459.
 # Counted for an H200, so that bits are the same elsewhere.
 IN_TURN = 6
 IN_TURN_BYTES = 6 * L2_BYTES
@@ -109,11 +110,11 @@ def unevenness(mask: Mask, rows: int, columns: int, owners: int, each: int, prog
 
 
 @lru_cache(maxsize=1024)
-def followers_wait_little(mask: Mask, heads: int, owners: int, programs: int) -> bool:
+def followers_wait_little(mask: Mask, heads: int, owners: int, programs: int, width: int) -> bool:
     """Whether adding to dq in turn costs little: tiles of keys visit many, and begin only some steps behind one another."""
     table = work_table(mask, 128, 128, None, True, "cpu", 128)
     behind = FOLLOWS * min(len(table), programs / owners)
-    return table.visits > FEW * len(table) and table.visits * heads / programs > 20 * behind
+    return table.visits > FEW[width] * len(table) and table.visits * heads / programs > 10 * behind
 
 
 def _costs(

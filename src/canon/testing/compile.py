@@ -25,11 +25,13 @@ from triton.runtime import driver
 
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
-from canon.fast.kernels.triton import config, launch
+from canon.fast.kernels.gluon import lines
+from canon.fast.kernels.triton import config, launch, rows, sum_ranks
 from canon.fast.kernels.triton.config import Config
 from canon.reference.mask import Mask
 from canon.testing import record
 
+ROWS = "delta", "sum_heads", "merge", "merge_rows", "pick_rows", "add_to_rows", "take_rows", "add_rows", "sum_ranks"
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a program may use: CUDA Programming Guide, 16.2
 
 
@@ -88,7 +90,7 @@ def main_cases(arch: int) -> list[Case]:
         cases += [Case(kernel, arch, "float16", d, dv) for kernel in ("forward", "dkdv")]
     cases += [Case(kernel, arch, "float32", 128, 128) for kernel in config.KERNELS]
     cases += [Case("forward", arch, "float64", 64, 64), Case("dkdv", arch, "float64", 64, 64)]
-    cases += [Case(kernel, arch) for kernel in ("delta", "sum_heads", "merge")]
+    cases += [Case(kernel, arch) for kernel in (*ROWS, "lines")]
     if arch == 90:
         cases += [Case(name, 90, "bfloat16", *pads, True, "gluon") for name, pads in hopper_config.TABLE]
         cases += [Case(name, 90, "float16", 96, 80, True, "gluon") for name in ("forward", "dkdv")]
@@ -121,7 +123,7 @@ def _compile_hopper(case: Case) -> list[Compiled]:
         "dq": lambda: hopper.dq(q, k, v, dout, lines, mask, 0.1, q),
         "fused": lambda: hopper.dkdv(q, k, v, dout, lines, mask, 0.1, k, v, wide, case.ordered),
     }
-    with _target(case.arch), _launching(hopper, keep):
+    with _target(case.arch), _instead(hopper, "run", keep):
         calls.get(case.kernel, lambda: hopper.dkdv(q, k, v, dout, lines, mask, 0.1, k, v))()
     return results
 
@@ -143,7 +145,15 @@ def _compile_portable(case: Case) -> list[Compiled]:
         expected = config.shared_bytes(case.kernel, used, *pads, dtype.itemsize) if forced else 4096
         results.append(_report(case, used, binary, expected))
 
-    with _target(case.arch), _launching(launch, keep), config.forced(**forced):
+    def keep_lines(kernel, _, device, arguments, **options):
+        results.append(_report(case, launch.ROWS, kernel.warmup(*arguments, **options, grid=(1,)), 4096))
+
+    with (
+        _target(case.arch),
+        _instead(launch, "run", keep),
+        _instead(lines, "launch", keep_lines),
+        config.forced(**forced),
+    ):
         _launch(case.kernel, *tensors)
     return results
 
@@ -157,7 +167,7 @@ def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
-    mask = Mask.causal(q.shape[1])
+    mask, some = Mask.causal(q.shape[1]), torch.arange(q.shape[1])
     calls = {
         "forward": lambda: launch.forward(q, k, v, mask, 0.1, dout, lse),
         "dq": lambda: launch.dq(q, k, v, dout, (lse, lse), mask, 0.1, q),
@@ -166,6 +176,13 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
         "delta": lambda: launch.delta(dout, dout, lse, lse, lse),
         "sum_heads": lambda: launch.sum_heads(wide, k),
         "merge": lambda: launch.merge(wide, lse, wide, lse, wide, lse),
+        "merge_rows": lambda: launch.merge(wide, lse, wide, lse, wide, lse, some),
+        "pick_rows": lambda: rows.pick_rows(q, some),
+        "add_to_rows": lambda: rows.add_to_rows(wide, some, wide),
+        "take_rows": lambda: rows.take_rows(k, v, some, torch.cat([k, v], -1)),
+        "add_rows": lambda: rows.add_rows(k, k, some, some, k),
+        "sum_ranks": lambda: sum_ranks.sum_ranks(torch.stack([wide, wide], 1), wide),
+        "lines": lambda: lines.prepared_lines(lse, lse),
     }
     calls[kernel]()
 
@@ -202,12 +219,13 @@ def _target(arch: int) -> Iterator[None]:
 
 
 @contextmanager
-def _launching(module, keep) -> Iterator[None]:
-    run, module.run = module.run, keep
+def _instead(module, name: str, keep) -> Iterator[None]:
+    launches = getattr(module, name)
+    setattr(module, name, keep)
     try:
         yield
     finally:
-        module.run = run
+        setattr(module, name, launches)
 
 
 def _report(case: Case, used: Config, binary, expected: int) -> Compiled:

@@ -19,7 +19,7 @@ hangs in, takes nothing else with it. Whatever raises on one rank is left out on
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -199,27 +199,33 @@ def _slowest(milliseconds: float, device: torch.device) -> float:
 
 
 def _exposed(run: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds from the first kernel of a run to its last in which nothing but NCCL or copies ran; the longest rank's."""
+    """Milliseconds of a run, launches being ahead, in which nothing but NCCL or copies ran; the longest rank's."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
     dist.barrier()
     torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        torch.cuda._sleep(AHEAD)
         run()
         torch.cuda.synchronize(device)
-    spans = sorted(
+    ran = [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiled.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    busy = [(start, end) for start, end, name in spans if "nccl" not in name.lower() and "memcpy" not in name.lower()]
+    ]
+    return _slowest(uncovered(ran) / 1e3, device)
+
+
+def uncovered(ran: Iterable[tuple[float, float, str]]) -> float:
+    """How long nothing but NCCL or copies ran, of all that did: (start, end, name). What the GPU waits in is left out."""
+    spans = sorted(span for span in ran if "spin_kernel" not in span[2])
     covered, reach = 0.0, spans[0][0] if spans else 0.0
-    for start, end in busy:
-        covered += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    whole = max((end for _, end, _ in spans), default=0.0) - (spans[0][0] if spans else 0.0)
-    return _slowest((whole - covered) / 1e3, device)
+    for start, end, name in spans:
+        if "nccl" not in name.lower() and "memcpy" not in name.lower():
+            covered += max(0.0, end - max(start, reach))
+            reach = max(reach, end)
+    return max((end for _, end, _ in spans), default=0.0) - (spans[0][0] if spans else 0.0) - covered
 
 
 # ---------------------------------------------------------------------- the command
