@@ -148,9 +148,7 @@ def merge(
     return new_out, new_lse
 
 
-def merge_into(
-    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None = None
-) -> None:  # fmt: skip
+def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None = None) -> None:
     """As `merge`, but written over ``out`` and ``lse``: the running result of a schedule. Batches alone.
 
     ``rows`` (int64, each once): the tokens that the other part is of, if not all.
