@@ -1,7 +1,7 @@
 """Launches, and what is asked of a device before each of them: answered once.
 
 Triton classifies all arguments of every launch anew to find the kernel that it has compiled for such ones, which is a good
-part of what a launch costs the host. Here Triton is asked once for each *kind* of call; what it compiled then serves the others.
+part of what a launch costs the host. Here Triton is asked once for each *kind* of call; what it compiled serves the others.
 A kind tells all that can matter, and more: the dtypes of tensors and whether they are aligned to 16 bytes, whole numbers as
 they are, the boxes of descriptors, and every constant.
 """
