@@ -157,7 +157,7 @@ class _Ring(torch.autograd.Function):
         return *ring_backward(dout, *ctx.saved_tensors, dlse, ctx.call), None
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _touched(mask: Mask) -> tuple[Seeing, slice]:
     """The queries that see a key, under the mask of the keys from the first to the last that are seen, and these keys."""
     _, columns = touched(mask)

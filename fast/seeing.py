@@ -53,7 +53,7 @@ class Seeing:
         return self._index[device]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)  # an entry may hold 8 bytes a query on the device
 def seeing(mask: Mask, everyone: bool = False) -> Seeing:
     """The queries that see a key, or ``everyone``."""
     if everyone:

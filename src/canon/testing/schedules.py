@@ -40,7 +40,7 @@ SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
 LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
 LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context parallel
-AHEAD = 30_000_000  # clocks that GPUs wait for launches: 15 ms, the first launches of a run included
+AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms, twice what the longest ones took on hosts of H200s
 AGREEING = timedelta(seconds=60)  # how long a rank that could not go on waits for the others to say whether they can
 
 
