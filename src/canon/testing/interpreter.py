@@ -11,7 +11,7 @@ What is wrong, and what `repair` does about it (nothing at all unless TRITON_INT
     a tensor as a loop bound                TypeError with numpy >= 2.4 on 3.6: the one element is taken out
     TMA reductions (descriptor.atomic_add)  missing: load, add, store
     numpy's warnings                        -inf - -inf and exp2 overflows warn, GPUs do not: silenced during a launch
-    launches from several threads           patch and restore triton.language under one another: one at a time
+    launches from several threads           rewrite kernels, patch and restore triton.language under one another: one at a time
     calls of one kernel function by another patch the whole language again each time, milliseconds a call: once a launch
     products of tiles                       go to NumPy's BLAS, whose threads wait for one another: to torch's, with one
     Triton imported before the variable     its own functions (tl.sum, tl.cdiv) stay compiled ones: made anew
@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+parsing = threading.Lock()  # of who makes a tree of source: Python 3.11 counts the depth for all threads together
 _launch = threading.RLock()
 _repaired = threading.Event()
 _patched: set[tuple] = set()  # language modules that the launch under way has patched
@@ -221,6 +222,7 @@ def _repair_launches() -> None:
     from triton.runtime import interpreter
 
     launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    rewrite = interpreter.InterpretedFunction.rewrite
 
     @wraps(launch)
     def one_at_a_time(self, *arguments, **options):
@@ -234,6 +236,10 @@ def _repair_launches() -> None:
                 torch.set_num_threads(threads)
                 _patched.clear()
                 _patched.update(outer)
+
+    def one_rewrite_at_a_time(self):
+        with parsing:
+            return rewrite(self)
 
     def patch_once(function):
         names = id(function.__globals__)
@@ -255,6 +261,7 @@ def _repair_launches() -> None:
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype, interpreter.tl)
     interpreter.GridExecutor.__call__ = one_at_a_time
+    interpreter.InterpretedFunction.rewrite = one_rewrite_at_a_time
     interpreter._patch_lang = patch_once
     interpreter._patch_builtin = patch_builtin
 

@@ -46,6 +46,7 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from canon.fast.kernels.gluon.blocks import await_added, exchanged, tma_add
 from canon.fast.kernels.gluon.forward import scaled
+from canon.testing.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
 from canon.testing.simulator.engines import await_written, reduce_add
 from canon.testing.simulator.memory import Descriptor
@@ -60,7 +61,6 @@ _stand_ins: dict[int, tuple[Any, Any]] = {}  # by identity of what they stand fo
 _simulations: list[tuple[str, int, list | None]] = []  # order, seed and log; those under way, the last one counts
 _threads: list[int] = []  # how many torch had before
 _changing = threading.Lock()
-_parsing = threading.Lock()  # for Python 3.11 counts the depth of a tree for all threads together
 _compiled: dict[int, tuple[Any, CodeType]] = {}  # by identity of the kernel, likewise
 
 
@@ -242,7 +242,7 @@ class _Rewriting(ast.NodeTransformer):
 
 def _code(kernel: GluonJITFunction) -> CodeType:
     """The kernel's source, rewritten and compiled to Python; lines are those of its file."""
-    with _parsing:
+    with parsing:
         return _compiled_once(kernel)
 
 
