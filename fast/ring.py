@@ -34,8 +34,7 @@ from canon.fast.device import remember_family, with_family
 from canon.fast.exchange import Hop, Lane, zero_outside
 from canon.fast.local import attention_forward
 from canon.fast.schedule import pipeline
-from canon.fast.seeing import Seeing, seeing
-from canon.fast.tiles import touched
+from canon.fast.seeing import Seeing, seeing, seen_keys
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -160,8 +159,8 @@ class _Ring(torch.autograd.Function):
 @lru_cache(maxsize=1024)
 def _touched(mask: Mask) -> tuple[Seeing, slice]:
     """The queries that see a key, under the mask of the keys from the first to the last that are seen, and these keys."""
-    _, columns = touched(mask)
-    return seeing(mask.crop(keys=columns)), slice(columns.start, columns.stop)
+    columns, seen = seen_keys(mask)
+    return seeing(seen), columns
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

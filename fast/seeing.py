@@ -1,4 +1,4 @@
-"""The queries that see something of a step's keys: all that the step computes.
+"""The queries that see something of a step's keys, and the keys that are seen: all that the step computes.
 
 Of packed documents few queries see what another rank sends, here and there among all: those whose document began there.
 They are used in place where they stand side by side, and gathered where they do not. So no kernel passes over queries that
@@ -24,24 +24,25 @@ class Seeing:
 
     def __init__(self, mask: Mask, pieces: tuple[range, ...]):
         self.mask, self.pieces, self._index = mask, pieces, {}
+        self._in_place = len(pieces) == 1
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """x at these queries, of lines (b, h, t) with ``dim=2``: a view where they stand side by side, else a copy."""
-        if len(self.pieces) == 1:
+        if self._in_place:
             return x.narrow(dim, self.pieces[0].start, len(self.pieces[0]))
         places = self._places(x.device)
         return pick_rows(x, places) if x.ndim == 4 else x.index_select(dim, places)
 
     def merge(self, running: list[Tensor], part: tuple[Tensor, Tensor]) -> None:
         """Merge a part of out (b, n, h, dv) and lse (b, h, n) into the running result of all queries."""
-        if len(self.pieces) == 1:
+        if self._in_place:
             merge_into(self.take(running[0]), self.take(running[1], 2), *part)
         else:
             merge_into(*running, *part, rows=self._places(part[0].device))
 
     def add(self, total: Tensor, part: Tensor) -> None:
         """Add a part of dq (b, n, h, d) to that of all queries."""
-        if len(self.pieces) == 1:
+        if self._in_place:
             self.take(total).add_(part)
         else:
             add_to_rows(total, self._places(part.device), part)
@@ -69,3 +70,10 @@ def seeing(mask: Mask, everyone: bool = False) -> Seeing:
             pieces.append(range(band.q_start, band.q_stop))
         bands.append(band.shift(queries=taken - pieces[-1].start))
     return Seeing(Mask(bands, sum(map(len, pieces)), mask.keys), tuple(pieces))
+
+
+def seen_keys(mask: Mask) -> tuple[slice, Mask]:
+    """The keys from the first to the last that some query sees, and the mask over them."""
+    first = min((band.k_start for band in mask.bands), default=0)
+    columns = range(first, max((band.k_stop for band in mask.bands), default=first))
+    return slice(columns.start, columns.stop), mask.crop(keys=columns)

@@ -37,7 +37,7 @@ from canon.fast.exchange import Gathers, Reductions, gathered_mask
 from canon.fast.local import attention_forward, forward_into
 from canon.fast.ring import ring_backward
 from canon.fast.schedule import pipeline
-from canon.fast.tiles import touched
+from canon.fast.seeing import seen_keys
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -176,9 +176,7 @@ def _backward(
 @lru_cache(maxsize=1024)
 def _seen(layout: Layout, mask: Mask, rank: int) -> tuple[slice, Mask]:
     """The keys of a gathered buffer from the first to the last that the queries of ``rank`` see, and the mask over them."""
-    full = gathered_mask(layout, mask, rank)
-    _, columns = touched(full)
-    return slice(columns.start, columns.stop), full.crop(keys=columns)
+    return seen_keys(gathered_mask(layout, mask, rank))
 
 
 def _query_heads(heads: range, q: Tensor, k: Tensor) -> slice:

@@ -87,14 +87,6 @@ def _numbers(mask: Mask) -> np.ndarray:
     return np.array(bands, np.int64).reshape(-1, 6)
 
 
-def touched(mask: Mask) -> tuple[range, range]:
-    """The queries, and the keys, from the first to the last that the mask touches."""
-    if not mask.bands:
-        return range(0), range(0)
-    rows = range(min(b.q_start for b in mask.bands), max(b.q_stop for b in mask.bands))
-    return rows, range(min(b.k_start for b in mask.bands), max(b.k_stop for b in mask.bands))
-
-
 def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
     """First rows of tiles that start again where bands begin or end, if at least one whole tile fits before."""
     starts, last = [], 0

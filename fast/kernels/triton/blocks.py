@@ -38,6 +38,13 @@ def head_pointer(x, batch, head, strides, UNIT: tl.constexpr):
 
 
 @triton.jit
+def row_pointers(x, batch, head, rows, strides, PAD: tl.constexpr, UNIT: tl.constexpr):
+    """Where the elements of some ``rows`` (int64) of one head of x (b, t, h, d) are, PAD wide."""
+    whole = head_pointer(x, batch, head, strides, UNIT) + rows[:, None] * strides[1]
+    return whole + tl.arange(0, PAD)[None, :] * strides[3]
+
+
+@triton.jit
 def line_pointer(x, batch, head, strides):
     """Where one head of x (b, h, t) begins."""
     return x + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]

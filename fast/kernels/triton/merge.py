@@ -11,7 +11,14 @@ Source: FlashAttention-2 (Tri Dao, 2023), section 2.3.1.
 import triton
 import triton.language as tl
 
-from canon.fast.kernels.triton.blocks import head_pointer, line_pointer, load_some_rows, offsets, store_rows
+from canon.fast.kernels.triton.blocks import (
+    head_pointer,
+    line_pointer,
+    load_some_rows,
+    offsets,
+    row_pointers,
+    store_rows,
+)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "lines"])
@@ -60,13 +67,13 @@ def merge_kernel(
     merged = tl.where(a_blind & b_blind, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
     total = tl.where(total == 0.0, 1.0, total)
 
-    x = head_pointer(out, batch, head, out_strides, UNIT)
     y = head_pointer(other_out, batch, head, other_out_strides, UNIT)
-    column = tl.arange(0, D_PAD)[None, :]
+    inside = tl.arange(0, D_PAD)[None, :] < D
     if INDEXED:
-        keep = (here & (a_blind == 0))[:, None] & (column < D)
-        x = tl.load(x + line[:, None] * out_strides[1] + column * out_strides[3], mask=keep, other=0.0)
+        x = row_pointers(out, batch, head, line, out_strides, D_PAD, UNIT)
+        x = tl.load(x, mask=(here & (a_blind == 0))[:, None] & inside, other=0.0)
     else:
+        x = head_pointer(out, batch, head, out_strides, UNIT)
         x = load_some_rows(
             x, offsets(out_strides, BM, D_PAD, UNIT), first, out_strides[1], here & (a_blind == 0), D, D_PAD, UNIT
         )
@@ -74,11 +81,11 @@ def merge_kernel(
         y, offsets(other_out_strides, BM, D_PAD, UNIT), first, other_out_strides[1], here & (b_blind == 0), D, D_PAD
     )
     both = x.to(ACC) * (a_weight / total)[:, None] + y.to(ACC) * (b_weight / total)[:, None]
-    new_head = head_pointer(new_out, batch, head, new_out_strides, UNIT)
     if INDEXED:
-        target = new_head + line[:, None] * new_out_strides[1] + column * new_out_strides[3]
-        tl.store(target, both.to(new_out.dtype.element_ty), mask=here[:, None] & (column < D))
+        target = row_pointers(new_out, batch, head, line, new_out_strides, D_PAD, UNIT)
+        tl.store(target, both.to(new_out.dtype.element_ty), mask=here[:, None] & inside)
     else:
+        new_head = head_pointer(new_out, batch, head, new_out_strides, UNIT)
         store_rows(
             new_head, offsets(new_out_strides, BM, D_PAD, UNIT), first, new_out_strides[1], here, both, D, D_PAD, UNIT
         )

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import head_pointer
+from canon.fast.kernels.triton.blocks import row_pointers
 from canon.reference.call import accumulate_dtype
 
 
@@ -37,16 +37,13 @@ def take_rows_kernel(
     place = tl.program_id(0) // lines * BM + tl.arange(0, BM)
     batch, head = tl.program_id(0) % lines // heads, tl.program_id(0) % lines % heads
     here = place < count
-    row = tl.load(rows + place, mask=here, other=0)[:, None]
-    target = head_pointer(out, batch, head, out_strides, UNIT) + tl.cast(place, tl.int64)[:, None] * out_strides[1]
-    column = tl.arange(0, D_PAD)[None, :]
-    keep = here[:, None] & (column < D)
-    source = head_pointer(k, batch, head, k_strides, UNIT) + row * k_strides[1]
-    tl.store(target + column, tl.load(source + column * k_strides[3], mask=keep, other=0.0), mask=keep)
-    column = tl.arange(0, DV_PAD)[None, :]
-    keep = here[:, None] & (column < DV)
-    source = head_pointer(v, batch, head, v_strides, UNIT) + row * v_strides[1]
-    tl.store(target + D + column, tl.load(source + column * v_strides[3], mask=keep, other=0.0), mask=keep)
+    row, to = tl.load(rows + place, mask=here, other=0), tl.cast(place, tl.int64)
+    keep = here[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
+    some = tl.load(row_pointers(k, batch, head, row, k_strides, D_PAD, UNIT), mask=keep, other=0.0)
+    tl.store(row_pointers(out, batch, head, to, out_strides, D_PAD, UNIT), some, mask=keep)
+    keep = here[:, None] & (tl.arange(0, DV_PAD)[None, :] < DV)
+    some = tl.load(row_pointers(v, batch, head, row, v_strides, DV_PAD, UNIT), mask=keep, other=0.0)
+    tl.store(row_pointers(out, batch, head, to, out_strides, DV_PAD, UNIT) + D, some, mask=keep)
 
 
 @triton.jit(do_not_specialize=["count", "heads", "lines"])
@@ -69,12 +66,9 @@ def row_kernel(
     place = tl.program_id(0) // lines * BM + tl.arange(0, BM)
     batch, head = tl.program_id(0) % lines // heads, tl.program_id(0) % lines % heads
     here = place < count
-    row = tl.load(rows + place, mask=here, other=0)[:, None]
-    column = tl.arange(0, D_PAD)[None, :]
-    keep = here[:, None] & (column < D)
-    whole = head_pointer(x, batch, head, x_strides, UNIT) + row * x_strides[1] + column * x_strides[3]
-    picked = head_pointer(part, batch, head, part_strides, UNIT) + column * part_strides[3]
-    picked += tl.cast(place, tl.int64)[:, None] * part_strides[1]
+    keep = here[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
+    whole = row_pointers(x, batch, head, tl.load(rows + place, mask=here, other=0), x_strides, D_PAD, UNIT)
+    picked = row_pointers(part, batch, head, tl.cast(place, tl.int64), part_strides, D_PAD, UNIT)
     values = tl.load(whole, mask=keep, other=0.0)
     if ADD:
         tl.store(whole, values + tl.load(picked, mask=keep, other=0.0), mask=keep)
@@ -104,21 +98,18 @@ def add_rows_kernel(
     """total[:, i] (b, t, g, d) = x[:, i] + the sum of received[:, places[j]] over first[i] <= j < first[i + 1], in order."""
     row = tl.program_id(0) // lines * BM + tl.arange(0, BM)
     batch, head = tl.program_id(0) % lines // heads, tl.program_id(0) % lines % heads
-    here, line = row < count, tl.cast(row, tl.int64)[:, None]
+    here, line = row < count, tl.cast(row, tl.int64)
     begin = tl.load(first + row, mask=here, other=0)
     number = tl.load(first + row + 1, mask=here, other=0) - begin
-    column = tl.arange(0, D_PAD)[None, :]
-    keep = here[:, None] & (column < D)
-    source = head_pointer(x, batch, head, x_strides, UNIT) + line * x_strides[1]
-    acc = tl.load(source + column * x_strides[3], mask=keep, other=0.0).to(ACC)
-    part = head_pointer(received, batch, head, received_strides, UNIT)
+    keep = here[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
+    acc = tl.load(row_pointers(x, batch, head, line, x_strides, D_PAD, UNIT), mask=keep, other=0.0).to(ACC)
     for i in range(0, tl.max(number, 0)):
         more = i < number
-        place = tl.load(places + begin + i, mask=more, other=0)[:, None]
-        some = part + place * received_strides[1] + column * received_strides[3]
+        place = tl.load(places + begin + i, mask=more, other=0)
+        some = row_pointers(received, batch, head, place, received_strides, D_PAD, UNIT)
         acc += tl.load(some, mask=keep & more[:, None], other=0.0).to(ACC)
-    target = head_pointer(total, batch, head, total_strides, UNIT) + line * total_strides[1]
-    tl.store(target + column * total_strides[3], acc.to(total.dtype.element_ty), mask=keep)
+    target = row_pointers(total, batch, head, line, total_strides, D_PAD, UNIT)
+    tl.store(target, acc.to(total.dtype.element_ty), mask=keep)
 
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
@@ -167,13 +158,7 @@ def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: 
 
     ``received`` (b, n, g, d); row i's are received[:, places[first[i] : first[i + 1]]], added in this order; int64 both.
     """
-    options = {
-        "D": x.shape[-1],
-        "D_PAD": launch.padded(x.shape[-1]),
-        "UNIT": launch.unit(x, received, total),
-        "ACC": launch.triton_dtype(accumulate_dtype(x.dtype)),
-        "BM": launch.ROWS.rows,
-    }
+    options = launch.line_options(accumulate_dtype(x.dtype), x, received, total)
     arguments = (x, received, first, places, total, x.shape[1], x.shape[2])
     tensors = (x, received, total)
     launch.run(add_rows_kernel, launch.programs(x), launch.ROWS, arguments, launch.batch_heads(x), tensors, options)

@@ -25,13 +25,14 @@ from triton.runtime import driver
 
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
-from canon.fast.kernels.gluon import lines
+from canon.fast.kernels.gluon import lines as hopper_lines
 from canon.fast.kernels.triton import config, launch, rows, sum_ranks
 from canon.fast.kernels.triton.config import Config
 from canon.reference.mask import Mask
 from canon.testing import record
 
-ROWS = "delta", "sum_heads", "merge", "merge_rows", "pick_rows", "add_to_rows", "take_rows", "add_rows", "sum_ranks"
+ROWS = "merge_rows", "pick_rows", "add_to_rows", "take_rows", "add_rows"  # some, by a table
+NO_PRODUCTS = "delta", "sum_heads", "sum_ranks", "lines", "merge", *ROWS
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a program may use: CUDA Programming Guide, 16.2
 
 
@@ -90,7 +91,7 @@ def main_cases(arch: int) -> list[Case]:
         cases += [Case(kernel, arch, "float16", d, dv) for kernel in ("forward", "dkdv")]
     cases += [Case(kernel, arch, "float32", 128, 128) for kernel in config.KERNELS]
     cases += [Case("forward", arch, "float64", 64, 64), Case("dkdv", arch, "float64", 64, 64)]
-    cases += [Case(kernel, arch) for kernel in (*ROWS, "lines")]
+    cases += [Case(kernel, arch) for kernel in NO_PRODUCTS]
     if arch == 90:
         cases += [Case(name, 90, "bfloat16", *pads, True, "gluon") for name, pads in hopper_config.TABLE]
         cases += [Case(name, 90, "float16", 96, 80, True, "gluon") for name in ("forward", "dkdv")]
@@ -151,7 +152,7 @@ def _compile_portable(case: Case) -> list[Compiled]:
     with (
         _target(case.arch),
         _instead(launch, "run", keep),
-        _instead(lines, "launch", keep_lines),
+        _instead(hopper_lines, "launch", keep_lines),
         config.forced(**forced),
     ):
         _launch(case.kernel, *tensors)
@@ -182,7 +183,7 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
         "take_rows": lambda: rows.take_rows(k, v, some, torch.cat([k, v], -1)),
         "add_rows": lambda: rows.add_rows(k, k, some, some, k),
         "sum_ranks": lambda: sum_ranks.sum_ranks(torch.stack([wide, wide], 1), wide),
-        "lines": lambda: lines.prepared_lines(lse, lse),
+        "lines": lambda: hopper_lines.prepared_lines(lse, lse),
     }
     calls[kernel]()
 
