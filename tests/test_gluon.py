@@ -24,6 +24,7 @@ from canon.testing import simulator, world
 from canon.testing.judge import Attended, agreement, dense, oracle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper")]
+LN2 = 0.6931471805599453
 METHODS = ("split", "fused", "head_parallel")
 MASKS = {
     "causal": Mask.causal(300),
@@ -116,7 +117,7 @@ def test_any_scale(scale):
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("steps", [3.0, 20.0, -20.0], ids=["slowly", "by leaps", "falling"])
+@pytest.mark.parametrize("steps", [0.5, 3.0, 20.0, -20.0], ids=["hardly", "slowly", "by leaps", "falling"])
 def test_maxima_may_grow(steps, d):
     """In some rows only: those of a warp are rescaled together."""
     mask = Mask.full(450)
@@ -127,6 +128,25 @@ def test_maxima_may_grow(steps, d):
     with hopper():
         out, lse = local.attention_forward(q, k, v, mask)
     assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_key_that_outweighs_all_others_is_not_rounded(d):
+    """Of two keys in different tiles the heavier one's P is 1; the other's is rounded to 8 bits."""
+    mask = Mask.full(448)
+    q, k, v, *_ = inputs(mask, h=1, d=d, dv=d)
+    weight = torch.linspace(-9, 9, mask.queries, device=DEVICE).bfloat16()  # of the second one, a power of 2
+    q[:], k[:], v[:] = 0, 0, 0
+    q[:, :, 0, 0], q[..., 1] = weight, 1
+    k[..., 1], k[:, [0, 300], :, 1] = -100, 0
+    k[:, 300, :, 0], v[:, 300] = 1, 1
+    out = torch.empty(v.shape, device=DEVICE)
+    with hopper():
+        local.forward_into(q, k, v, mask, LN2, out, torch.empty(1, 1, mask.queries, device=DEVICE))
+    share = torch.sigmoid(weight.double() * LN2)[None, :, None, None]
+    off = (out - share).abs()
+    assert (off <= torch.where(share < 0.5, 2**-8 * share, 0) + 1e-6).all()
+    assert off.max() > 2**-12  # they do differ
 
 
 def test_an_empty_batch():

@@ -416,6 +416,22 @@ def test_arithmetic_is_that_of_tritons_types():
     assert out[3, 0] == (a.float().max() + a.clamp(min=0.5).float().sum()).bfloat16()
 
 
+@gluon.jit
+def bits_kernel(x, out, N: gl.constexpr):
+    i = gl.arange(0, N, gl.SliceLayout(1, BLOCKED))
+    bits = gl.load(x + i).to(gl.int32, bitcast=True)
+    gl.store(out + i, (bits + (1 << 23)).to(gl.float32, bitcast=True))
+    gl.store(out + N + i, (bits >> 23).to(gl.float32))
+
+
+def test_bits_are_read_as_another_type():
+    x, out = torch.linspace(-3, 40, 32), torch.zeros(2, 32)
+    with simulator.simulated():
+        bits_kernel[(1,)](x, out, 32)
+    assert torch.equal(out[0], 2 * x)
+    assert torch.equal(out[1], (x.view(torch.int32) >> 23).float())
+
+
 def test_addresses_are_checked_where_they_are_not_masked():
     with simulator.simulated():
         for n, size, message in ((22, 97, "load of element 21 of 21"), (21, 96, "store of element 96 of 96")):

@@ -8,9 +8,10 @@
 The product with V is one tile late, even across items: the last one of an item runs under the first softmax of the next
 one, and only then is the item's result divided and written. Sums follow the order of the spans: same inputs, same bits.
 
-Far into a row its maximum seldom grows: a warp rescales O only if one of its rows' has. (Had growth to reach 2^8 to count, as
-in flash-attn-4 for Blackwell, this would be rarer still. But the largest P would not be 1, it would be rounded, and rows
-that see few keys come out with errors larger than those of the dtype.)
+P and O are relative to a maximum m, so that the largest P is 1, which no dtype rounds. But m need not follow a new maximum
+whose P is at most the sum of the row so far: that key weighs at most half, as the second largest may in any case. Far into a
+row this holds, and a warp rescales O only if one of its rows has to follow. (P up to 2^8 whatever the row's sum, as in
+flash-attn-4 for Blackwell, is 1 % faster, but rows that see few keys come out with errors larger than those of the dtype.)
 
 Shared memory: e (BUFFERS rows d + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
 Sources: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2; the spans: `canon.fast.tiles`.
@@ -147,6 +148,15 @@ def rescaled(o, shrink):
 
 
 @gluon.jit
+def ceiling(m, l, BN: gl.constexpr):
+    """Which maximum a row may have before m follows it: P is at most 2^8, and the sum so far, down to a power of 2."""
+    total = gl.convert_layout(gl.sum(l, 1), column_layout(BN))
+    # the exponent, as the low bits of a float of 2^23; log2 would keep the unit for exponentials busy
+    power = (total.to(gl.int32, bitcast=True) >> 23 | 0x4B000000).to(gl.float32, bitcast=True) - (2.0**23 + 127.0)
+    return gl.maximum(m, m + gl.minimum(power, 8.0))
+
+
+@gluon.jit
 def finish(o, m, l, result, work, item, W: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr):
     """Divide and write the result of an item; rows that saw nothing get 0 and -inf."""
     out, lse, tokens, stride_t, stride_h = result
@@ -194,7 +204,7 @@ def step(
     DV: gl.constexpr,
     PACK: gl.constexpr,
 ):
-    """Take a tile into the running maximum m (in base 2), sum l and output o, which lacks the product p V of this tile.
+    """Take a tile into the maximum m (in base 2, not always followed), the sum l and the output o, which lacks its product p V.
 
     On entry o lacks that of the tile before, and has to be ``shrink`` times what it is, as on return. FRESH: the tile is the
     first of an item, and the ``previous`` item is finished.
@@ -225,6 +235,8 @@ def step(
     o = hopper.warpgroup_mma(p, v, o, is_async=True)
     if TURNS:
         pass_turn(W, WARPGROUPS)
+    if not FRESH:
+        limit = ceiling(m, l, BN)
     s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
     mbarrier.arrive(k_free.index(slot), count=1)
     if is_last:
@@ -234,7 +246,7 @@ def step(
         s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
     m_new = row_maximum(s) * scale_log2
     if not FRESH:
-        m_new = gl.maximum(m, m_new)
+        m_new = gl.where(m_new > limit, m_new, m)
     m_use = finite(m_new)
     if FRESH:
         shrink = gl.full([M], 1.0, gl.float32, column_layout(BN))

@@ -85,10 +85,11 @@ class Tensor:
         return Tensor(self.data[keys], self.dtype, self.taint, self.memory)
 
     def to(self, dtype, fp_downcast_rounding=None, bitcast=False):
-        """Its values in another type; to narrower floats rounded to nearest even."""
-        if fp_downcast_rounding is not None or bitcast or self.memory is not None or dtype.is_ptr():
-            raise NotImplementedError("other roundings than to nearest even, bitcasts and casts of pointers")
-        return Tensor(cast(self.data, self.dtype, dtype), dtype, self.taint)
+        """Its values in another type, to narrower floats rounded to nearest even; or, ``bitcast``, its bits."""
+        if fp_downcast_rounding is not None or self.memory is not None or dtype.is_ptr():
+            raise NotImplementedError("other roundings than to nearest even, and casts of pointers")
+        convert = bits_as if bitcast else cast
+        return Tensor(convert(self.data, self.dtype, dtype), dtype, self.taint)
 
     def expand_dims(self, axis):
         """A new axis of one entry."""
@@ -184,6 +185,13 @@ def cast(data: Any, source: Any, target: Any) -> Any:
     if not is_block and not math.isfinite(data):
         raise Fault(f"{data} becomes an integer, at {Place()}")
     return wrapped(data.long() if is_block else int(data), target)
+
+
+def bits_as(data: Any, source: Any, target: Any) -> Any:
+    """The bits of a block's elements, read as another type of that size."""
+    if not isinstance(data, torch.Tensor) or source.primitive_bitwidth != target.primitive_bitwidth:
+        raise NotImplementedError(f"bits of {source} as {target}: of blocks alone, and to types of the same size")
+    return held(data.to(MEMORY[source.name]).contiguous().view(MEMORY[target.name]))
 
 
 def rounded(x: float, kind: Any) -> float:
