@@ -89,4 +89,5 @@ def merge_kernel(
         store_rows(
             new_head, offsets(new_out_strides, BM, D_PAD, UNIT), first, new_out_strides[1], here, both, D, D_PAD, UNIT
         )
+    tl.debug_barrier()  # new_lse may be lse: one warp writes all rows', which the others must have read by then
     tl.store(line_pointer(new_lse, batch, head, new_lse_strides) + line * new_lse_strides[2], merged, mask=here)

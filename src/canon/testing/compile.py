@@ -68,6 +68,7 @@ class Compiled:
     shared: int  # bytes
     expected_shared: int  # what config.shared_bytes says
     warnings: tuple[str, ...]
+    updates_after_reading: bool  # all warps meet between the last load from global memory and the last store to it
 
     def __str__(self) -> str:
         case, c = self.case, self.config
@@ -247,6 +248,7 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
         binary.metadata.shared,
         expected,
         tuple(sorted(set(re.findall(r"Potential Performance Loss[^\n]*", log)))),
+        re.search(r"bar\.sync(?!.*\bld\.global).*\bst\.global", binary.asm["ptx"], re.DOTALL) is not None,
     )
 
 

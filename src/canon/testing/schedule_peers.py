@@ -1,6 +1,6 @@
 """Who is measured by `canon bench schedules`: Canon's schedules, and torch's own context parallel.
 
-    ring, strided, magi                   every layout, stride and number of stages of `canon.fast`
+    ring, strided, magi                   every layout, stride and number of stages of `canon.fast`, keys kept or not
     torch BACKEND ROTATION                `torch.distributed.tensor.experimental.context_parallel` over SDPA: causal,
                                           load balanced (head and tail pieces: the zigzag layout), keys by one all-gather
                                           or round a ring of all-to-alls
@@ -58,8 +58,9 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
                     found.append(Schedule(f"strided {kind} {stride}{name}", layout, attend))
     planned = fast.dispatch(mask, ranks, chunk=max(1, min(1024, n // (8 * ranks))))
     for stages in (0, 1, 2):
-        attend = partial(fast.magi_attention, mask=mask, layout=planned, stages=stages)
-        found.append(Schedule(f"magi, {stages} stages", planned, attend))
+        for kept in (False, True):
+            attend = partial(fast.magi_attention, mask=mask, layout=planned, stages=stages, keep_kv=kept)
+            found.append(Schedule(f"magi, {stages} stages" + kept * ", keys kept", planned, attend))
     return [schedule for schedule in found if asked_for(schedule.name, only)]
 
 
