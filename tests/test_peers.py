@@ -185,10 +185,11 @@ def test_schedules_agree_before_they_are_timed(monkeypatch):
 
 
 def test_exposed_is_what_no_kernel_covers():
-    waiting, message = (0.0, 90.0, "at::cuda::spin_kernel(long)"), (100.0, 140.0, "ncclDevKernel_SendRecv")
+    waiting, meeting = (0.0, 90.0, "at::cuda::spin_kernel(long)"), (92.0, 100.0, "ncclDevKernel_AllReduce")
+    message = (100.0, 140.0, "ncclDevKernel_SendRecv")
     kernels = [(110.0, 120.0, "forward_kernel"), (115.0, 130.0, "merge_kernel"), (150.0, 160.0, "dq_kernel")]
     copied = (160.0, 165.0, "Memcpy DtoD")
-    assert schedules.uncovered([waiting, copied, *kernels, message]) == 10 + 20 + 5
+    assert schedules.uncovered([message, waiting, copied, *kernels, meeting]) == 10 + 20 + 5
     assert schedules.uncovered(kernels) == 20
     assert schedules.uncovered([]) == 0
 

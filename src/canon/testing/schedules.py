@@ -6,7 +6,8 @@
 
 A rank is a process with a GPU. First each schedule attends to a short sequence of the same kind, and must agree with float64 by
 the judge, in out, lse and gradients; then all are timed, taking turns, between events on every rank; a run lasts as long as
-on the slowest rank. GPUs wait until the launches are ahead of them, as they are in the midst of a model that keeps GPUs busy;
+on the slowest rank. GPUs wait until the launches are ahead of them, as they are in the midst of a model that keeps GPUs busy,
+and then for one another;
 "launches" is what those of both passes take the slowest host: where it is more, hosts set the pace, unless a CUDA graph does.
 TFLOP/s per GPU count visible cells alone: 4 h d area / ranks forward, 3.5 times that for both passes.
 "exposed" is the part of both passes in which no kernel but NCCL's runs, by the profiler, on the rank where it is longest: what
@@ -19,7 +20,7 @@ hangs in, takes nothing else with it. Whatever raises on one rank is left out on
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -179,10 +180,8 @@ def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devic
 
 def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Milliseconds between events, all ranks having started together and launches being ahead; and of the launches."""
-    dist.barrier()
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    torch.cuda._sleep(AHEAD)
+    _meet(device)
     first.record()
     start = time.perf_counter()
     run()
@@ -203,10 +202,8 @@ def _exposed(run: Callable[[], object], device: torch.device) -> float:
     from torch.profiler import ProfilerActivity, profile
 
     run()
-    dist.barrier()
-    torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        torch.cuda._sleep(AHEAD)
+        _meet(device)
         run()
         torch.cuda.synchronize(device)
     ran = [
@@ -217,9 +214,19 @@ def _exposed(run: Callable[[], object], device: torch.device) -> float:
     return _slowest(uncovered(ran) / 1e3, device)
 
 
-def uncovered(ran: Iterable[tuple[float, float, str]]) -> float:
-    """How long nothing but NCCL or copies ran, of all that did: (start, end, name). What the GPU waits in is left out."""
-    spans = sorted(span for span in ran if "spin_kernel" not in span[2])
+def _meet(device: torch.device) -> None:
+    """All GPUs wait until launches are ahead, and then for one another: their clocks differ."""
+    dist.barrier()
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(AHEAD)
+    dist.all_reduce(torch.zeros(1, device=device))
+
+
+def uncovered(ran: list[tuple[float, float, str]]) -> float:
+    """How long nothing but NCCL or copies ran, once the GPUs had waited and met, of all that did: (start, end, name)."""
+    waited = max((end for _, end, name in ran if "spin_kernel" in name), default=0.0)
+    met = min((end for start, end, name in ran if "nccl" in name.lower() and start >= waited), default=0.0)
+    spans = sorted(span for span in ran if span[0] >= max(waited, met))
     covered, reach = 0.0, spans[0][0] if spans else 0.0
     for start, end, name in spans:
         if "nccl" not in name.lower() and "memcpy" not in name.lower():
