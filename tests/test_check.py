@@ -61,7 +61,7 @@ WRONG_MOVES = {  # fault: (what is told, the function, the line that goes wrong)
     "a sum travels in bfloat16": ("sum is off by", "group_reduce", {"reduce": "y = y.bfloat16().to(y.dtype)"}),
     "a rank is left out": ("sum is off by", "group_reduce", {"reduce": "y = y * (dist.get_rank() != 2)"}),
     "sums differ from run to run": (
-        "the second run gave other bits", "group_reduce", {"reduce": "y = y * (1 + next(calls) * 2**-22)"}),
+        "run 2 gave other bits than the first, in ", "group_reduce", {"reduce": "y = y * (1 + next(calls) * 2**-22)"}),
     "another plan": ("plan: ", "dispatch", {"plan": "return reference.Layout.zigzag(mask.queries, ranks)"}),
     "a gradient is not summed over the ranks": ("sum is off by", "Layout", {"gradient": "partial_grad = False"}),
 }  # fmt: skip
@@ -191,7 +191,23 @@ def test_a_module_that_gives_other_bits_each_time_is_found_out(run, tmp_path, mo
         "wavering_attention", "--tokens", 200, "--only", "zigzag_attention/zigzag/causal", "--dtype", "float32"
     )
     assert status == 1
-    assert "the second run gave other bits than the first" in printed.out
+    assert "run 2 gave other bits than the first, in " in printed.out
+
+
+def test_more_runs_find_what_seldom_happens(run, tmp_path, monkeypatch):
+    """Every rank doubles its out in its fifth run."""
+    text = FAULTY.format(factor="next(numbers[threading.get_ident()])")
+    text += "\nimport collections, itertools, threading\n"
+    text += "numbers = collections.defaultdict(lambda: itertools.chain([1, 1, 1, 1, 2], itertools.repeat(1)))\n"
+    for name, runs, expected in (("often_enough", 4, 0), ("once_more", 6, 1)):
+        module_in(tmp_path, monkeypatch, name, text)
+        status, printed, record = run(
+            name, "--tokens", 200, "--only", "zigzag_attention/zigzag/causal", "--dtype", "float32", "--runs", runs
+        )
+        assert status == expected
+        assert f"--runs {runs}" in record["command"]
+    assert "rank 3: run 5 gave other bits than the first, in " in printed.out
+    assert "run 6" not in printed.out
 
 
 @pytest.mark.parametrize("fault", WRONG_MOVES)
@@ -239,6 +255,7 @@ def test_the_world_is_that_of_the_gpus_unless_kernels_are_interpreted(monkeypatc
         (["no.such.module"], "cannot import no.such.module"),
         (["canon.reference", "--only", "nothing"], "no case matches 'nothing'"),
         (["canon.reference", "--ranks", "0"], "--ranks must be at least 1"),
+        (["canon.reference", "--runs", "0"], "--runs must be at least 1"),
         (["canon.reference", "--documents", "missing.txt"], "no such file or folder: missing.txt"),
         (["canon.testing.record"], "has none of the functions"),
         (["canon.reference", "--dtype", "int8"], "invalid choice: 'int8'"),

@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=["triton", "gluon"], metavar="FAMILY",
         help="kernels of canon.fast, triton or gluon; the latter run on Hopper, and CPUs simulate them (default: its own "
              "choice)")  # fmt: skip
+    add("--runs", type=int, default=2, metavar="N",
+        help="how often each case is run; all runs must give the same bits (default: %(default)s)")  # fmt: skip
     add("--only", metavar="PATTERN", help="run the cases whose name contains PATTERN (with * and ?)")
     add("--list", action="store_true", help="print the names of the cases and stop")
     add("--world", choices=["auto", "threads", "processes", "gpus"], default="auto",
@@ -70,6 +72,8 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         module = _module(arguments.module)
         if arguments.backend and arguments.module != "canon.fast":
             raise _Misuse(f"--backend chooses kernels of canon.fast, not of {arguments.module}")
+        if arguments.runs < 1:
+            raise _Misuse(f"--runs must be at least 1, got {arguments.runs}")
         dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
         cases, absent, untried = _chosen(module, dtypes, device, arguments.only)
         if arguments.list:
@@ -85,7 +89,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         where += f", {arguments.backend} kernels" + ", simulated" * (arguments.backend == "gluon" and device == "cpu")
     console.print(f"{len(cases)} cases of [bold]{arguments.module}[/] on {where}; {len(documents.lengths)} documents, "
                   f"{documents.tokens} tokens: {_lengths(documents)}", highlight=False)  # fmt: skip
-    trial = Trial(arguments.module, tuple(cases), documents, device, Path(), arguments.backend)
+    trial = Trial(arguments.module, tuple(cases), documents, device, Path(), arguments.backend, arguments.runs)
     results = _results(kind, ranks, trial)
     return _show(arguments, console, results, documents, absent, untried, where, ranks)
 
@@ -279,6 +283,7 @@ def _command(arguments, ranks: int) -> str:
     words += [f"--documents {' '.join(path.name for path in arguments.documents)}"] if arguments.documents else []
     words += [f"--backend {arguments.backend}"] if arguments.backend else []
     words += [f"--tokens {arguments.tokens}"] if arguments.tokens else []
+    words += [f"--runs {arguments.runs}"] if arguments.runs != 2 else []
     words += [f"--only '{arguments.only}'"] if arguments.only else []
     return " ".join(words)
 

@@ -1,6 +1,6 @@
 """One run of the cases, on whatever world: every rank runs the module and the reference, rank 0 judges.
 
-    each rank   inputs of the case -> its shards -> module, twice; reference, once -> gather
+    each rank   inputs of the case -> its shards -> module, twice or more; reference, once -> gather
     rank 0      gathered results -> judge -> one line of JSON into ``sink``
 
 Where nothing is attended to (`exchanges`), every rank judges what it has, and rank 0 gathers the verdicts.
@@ -52,6 +52,7 @@ class Trial:
     device: str
     sink: Path
     backend: str | None = None  # of canon.fast
+    runs: int = 2  # of the module, each case
 
     def __call__(self) -> None:
         if self.device == "cpu":
@@ -62,7 +63,7 @@ class Trial:
         with self._kernels():
             for case in self.cases:
                 try:
-                    result = _run(module, case, self.documents, self.device)
+                    result = _run(module, case, self.documents, self.device, self.runs)
                 except Exception as error:
                     raise CaseFailed(case.name, f"{type(error).__name__}: {error}") from error
                 if result is not None:
@@ -84,7 +85,7 @@ class Trial:
             yield
 
 
-def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str, Any] | None:
+def _run(module: Any, case: Case, documents: Documents, device: str, runs: int) -> dict[str, Any] | None:
     if dist.get_rank() and not case.distributed:
         return None
     mask, x = mask_of(case, documents), None
@@ -93,7 +94,7 @@ def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str
             x = inputs(case, documents, device)
     layout = case.layout_of(mask, dist.get_world_size())
     run = _exchanged if case.function in EXCHANGES else _attended
-    result = run(module, case, documents, device, mask, layout, x)
+    result = run(module, case, documents, device, runs, mask, layout, x)
     if dist.get_rank():
         return None
     verdict = "disagrees" if result["faults"] else "agrees"
@@ -101,14 +102,13 @@ def _run(module: Any, case: Case, documents: Documents, device: str) -> dict[str
     return {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict, **result}
 
 
-def _attended(module, case: Case, documents, device, mask, layout: Layout, x: Inputs) -> dict[str, Any]:
+def _attended(module, case: Case, documents, device, runs, mask, layout: Layout, x: Inputs) -> dict[str, Any]:
     rank = dist.get_rank()
     program = lambda half: call(half, case, x, layout, rank)
-    (first, cold), (second, warm) = (_timed(program, module, case, device) for _ in range(2))
+    first, wavers, seconds = _repeated(program, module, case, device, runs, _rows_apart)
     theirs, reference_seconds = _timed(program, reference, case, device)
-    same = all(map(_same_bits, first, second))
     if case.distributed:
-        same = _everywhere(same, device)
+        wavers = [f"rank {number}: {told}" for number, some in enumerate(_everyone(wavers)) for told in some]
         first, theirs = (Attended(*map(_assembler(layout), range(5), part)) for part in (first, theirs))
     if rank:
         return {}
@@ -116,8 +116,8 @@ def _attended(module, case: Case, documents, device, mask, layout: Layout, x: In
     verdict, of_reference = agreement(first, exact, honest), agreement(theirs, exact, honest)
     faults = _wrong_dtypes(case, first, exact) + list(verdict.faults)
     faults += [f"the reference itself: {fault}" for fault in of_reference.faults]
-    if not same and not (case.method == "fused" and device == "cuda"):  # there its dq is added up by atomics
-        faults.append("the second run gave other bits than the first")
+    if not (case.method == "fused" and device == "cuda"):  # there its dq is added up by atomics
+        faults += wavers
     errors = {(m.tensor, m.norm): m.error for m in of_reference.measures}
     measures = []
     for m in verdict.measures:
@@ -126,24 +126,21 @@ def _attended(module, case: Case, documents, device, mask, layout: Layout, x: In
             "reference_error": errors.get((m.tensor, m.norm)),
         }
         measures.append(asdict(m) | {"ratio": m.ratio} | between)
-    seconds = {"seconds": [cold, warm], "reference_seconds": [reference_seconds]}
-    return {"faults": faults, "measures": measures, "same_bits": same, **seconds}
+    seconds = {"seconds": seconds, "reference_seconds": [reference_seconds]}
+    return {"faults": faults, "measures": measures, "same_bits": not wavers, **seconds}
 
 
-def _exchanged(module, case: Case, documents, device, mask, layout: Layout, x: Inputs | None) -> dict[str, Any]:
+def _exchanged(module, case: Case, documents, device, runs, mask, layout: Layout, x: Inputs | None) -> dict[str, Any]:
     """Every rank judges what it has. The worst of each measure, and every fault with the ranks that found it."""
     rank = dist.get_rank()
     program = lambda half: tables(half, case, mask, layout, x, rank)
-    (first, cold), (second, warm) = (_timed(program, module, case, device) for _ in range(2))
+    first, wavers, seconds = _repeated(program, module, case, device, runs, _tables_apart)
     theirs, reference_seconds = _timed(program, reference, case, device)
     should = answers(case, mask, layout, x, rank)
     measures, faults = compared(first, should)
     faults += [f"the reference itself: {fault}" for fault in compared(theirs, should)[1]]
-    same = all(not rows_that_differ(first[name], second[name]) for name in first)
-    faults += [] if same else ["the second run gave other bits than the first"]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (measures, faults, same))
-    seconds = {"seconds": [cold, warm], "reference_seconds": [reference_seconds]}
+    everyone = _everyone((measures, faults + wavers, not wavers))
+    seconds = {"seconds": seconds, "reference_seconds": [reference_seconds]}
     worst, told = {}, {}
     for m in sorted((m for some, _, _ in everyone for m in some), key=lambda m: m.ratio):
         worst[m.tensor, m.norm] = asdict(m) | {"ratio": m.ratio}
@@ -156,6 +153,36 @@ def _exchanged(module, case: Case, documents, device, mask, layout: Layout, x: I
         "same_bits": all(same for _, _, same in everyone),
         **seconds,
     }
+
+
+def _repeated(
+    program: Callable[[Any], Any], module: Any, case: Case, device: str, runs: int, apart: Callable[[Any, Any], str]
+) -> tuple[Any, list[str], list[float]]:
+    """What the first run gives, where others give other bits, and the seconds of the first run and of the last."""
+    first, cold = _timed(program, module, case, device)
+    wavers, warm = [], cold
+    for number in range(2, runs + 1):
+        other, warm = _timed(program, module, case, device)
+        if where := apart(first, other):
+            wavers.append(f"run {number} gave other bits than the first, in {where}")
+    return first, wavers, [cold, warm]
+
+
+def _rows_apart(a: Attended, b: Attended) -> str:
+    """How many rows of which tensors, a row being one head of one token; nothing if all bits are the same."""
+    told = []
+    for name, x, y in zip(Attended._fields, a, b, strict=True):
+        if x is not None and y is not None and not torch.equal(x, y):
+            rows = (x != y) if name == "lse" else (x != y).any(-1)
+            told.append(f"{int(rows.sum())} of {rows.numel()} rows of {name}")
+        elif (x is None) != (y is None):
+            told.append(f"whether there is {name}")
+    return ", ".join(told)
+
+
+def _tables_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
+    differ = {name: len(rows_that_differ(a[name], b[name])) for name in a}
+    return ", ".join(f"{rows} of {len(a[name])} rows of {name}" for name, rows in differ.items() if rows)
 
 
 def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) -> tuple[Any, float]:
@@ -196,14 +223,11 @@ def _ready(case: Case, device: str) -> None:
         dist.barrier()
 
 
-def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    return (a is None) == (b is None) and (a is None or torch.equal(a, b))
-
-
-def _everywhere(holds: bool, device: str) -> bool:
-    flag = torch.tensor([int(holds)], device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag.item())
+def _everyone(mine: Any) -> list[Any]:
+    """What every rank has to tell."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told
 
 
 def _assembler(layout: Layout) -> Callable[[int, Tensor | None], Tensor | None]:
