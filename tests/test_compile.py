@@ -10,6 +10,7 @@ import pytest
 
 from canon.fast.kernels.gluon.config import LONG_TABLE
 from canon.testing.compile import SHARED_LIMIT, main_cases
+from canon.testing.sass import overwritten
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,41 @@ def test_kernels_compile_without_spills_and_fit_the_device(compiled):
     assert all(r["shared"] <= SHARED_LIMIT[arch] for r in reports)
     wrong = [r for r in reports if r["warnings"]]
     assert not wrong, f"the assembler warns: {wrong}"
+    wrong = [r for r in reports if r["overwritten"]]
+    assert not wrong, f"registers of products under way are written: {wrong}"
     long = [r["config"] for r in reports if r["case"]["long"]]
     assert long == [asdict(config) for config in LONG_TABLE.values() if arch == 90]
     merges = [r["updates_after_reading"] for r in reports if r["name"] == "merge_kernel"]
     assert merges == [True, True], "one warp writes the lse, in place, of rows whose old lse others are to read"
+
+
+PRODUCTS = """
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR32], RZ, !UPT, gsb0 ;
+        /*0020*/                   HGMMA.64x32x16.F32 R88, R152, gdesc[UR16].tnspB, R88 ;
+        /*0030*/                   HGMMA.64x32x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0 ;
+        /*0040*/                   {first} ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0060*/                   {second} ;
+        /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0080*/              @!P3 {third} ;
+"""
+UNTOUCHED = {"first": "FADD R0, R24, R152", "second": "FMUL R24, R24, R55", "third": "MUFU.EX2 R152, R88"}
+
+
+def test_registers_of_products_under_way_are_known():
+    assert not overwritten(PRODUCTS.format_map(UNTOUCHED))
+    for number, instruction in (
+        ("first", "FADD R55, R0, R1"),  # the last of S
+        ("first", "F2FP.BF16.F32.PACK_AB R159, R0, R1"),  # the last of P
+        ("first", "LDG.E.64 R151, desc[UR4][R2.64]"),  # reaches into P
+        ("second", "FADD R152, R0, R1"),
+        ("second", "@P0 FADD.FTZ R103, R0, R1"),  # the last of O
+    ):
+        assert overwritten(PRODUCTS.format_map(UNTOUCHED | {number: instruction})), instruction
+    for number, instruction in (
+        ("first", "STG.E desc[UR4][R2.64], R88"),
+        ("first", "FSETP.GT.AND P0, PT, R88, R24, PT"),
+        ("second", "FADD R160, R88, R152"),
+        ("second", "FADD R104, R88, R152"),
+    ):
+        assert not overwritten(PRODUCTS.format_map(UNTOUCHED | {number: instruction})), instruction

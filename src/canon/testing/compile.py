@@ -4,7 +4,8 @@
 
 The kernels are taken through the launcher of `canon.fast` itself, with CPU tensors in place of device tensors and a
 driver that knows nothing but its target; so types, alignment and specialisation are those of a real launch. Triton's
-wheel brings the assembler (ptxas), which is asked once more for its statistics. Not under TRITON_INTERPRET=1.
+wheel brings the assembler (ptxas), which is asked once more for its statistics, and a disassembler for what it made of
+products that run by themselves (`canon.testing.sass`). Not under TRITON_INTERPRET=1.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.knobs import nvidia
 from triton.runtime import driver
 
 from canon.fast.kernels.gluon import config as hopper_config
@@ -30,6 +32,7 @@ from canon.fast.kernels.triton import config, launch, rows, sum_ranks
 from canon.fast.kernels.triton.config import Config
 from canon.reference.mask import Mask
 from canon.testing import record
+from canon.testing.sass import overwritten
 
 ROWS = "merge_rows", "pick_rows", "add_to_rows", "take_rows", "add_rows"  # some, by a table
 NO_PRODUCTS = "delta", "sum_heads", "sum_ranks", "lines", "merge", *ROWS
@@ -69,6 +72,7 @@ class Compiled:
     expected_shared: int  # what config.shared_bytes says
     warnings: tuple[str, ...]
     updates_after_reading: bool  # all warps meet between the last load from global memory and the last store to it
+    overwritten: tuple[str, ...]  # instructions that write registers of a product under way
 
     def __str__(self) -> str:
         case, c = self.case, self.config
@@ -237,6 +241,8 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
         source.write_text(binary.asm["ptx"])
         command = [get_ptxas(case.arch).path, "-v", f"--gpu-name={target}", source, "-o", source.with_suffix(".cubin")]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
+        disassemble = [nvidia.nvdisasm.path, "--print-code", source.with_suffix(".cubin")]
+        listing = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
     log = done.stderr + done.stdout
     numbers = lambda pattern: [int(number) for number in re.findall(pattern, log)]
     return Compiled(
@@ -249,6 +255,7 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
         expected,
         tuple(sorted(set(re.findall(r"Potential Performance Loss[^\n]*", log)))),
         re.search(r"bar\.sync(?!.*\bld\.global).*\bst\.global", binary.asm["ptx"], re.DOTALL) is not None,
+        tuple(overwritten(listing)),
     )
 
 
