@@ -15,10 +15,8 @@ import re
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\S*F32\S* R(\d+)(?:, R(\d+))?")
-_WRITES = re.compile(
-    r"(\S+)\s+(?:P\w,\s*)?R(\d+)\b"
-)  # the first operand; memory, predicates and uniform registers are none
-_READS = ("BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RED", "RET", "ST", "WARPSYNC")  # the first operand as well
+_WRITES = re.compile(r"(\S+)\s+(?:P\w,\s*)?R(\d+)\b")  # its first operand, behind one predicate at most
+_READS = ("BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RED", "RET", "ST", "WARPSYNC")  # that operand, too
 
 
 def overwritten(listing: str) -> list[str]:
