@@ -19,7 +19,7 @@ def compiled(request, tmp_path_factory):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, "-m", "canon.testing.compile", "--json", "--arch", str(request.param)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     return request.param, [json.loads(line) for line in done.stdout.splitlines()]
 

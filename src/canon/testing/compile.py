@@ -241,8 +241,10 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
         source.write_text(binary.asm["ptx"])
         command = [get_ptxas(case.arch).path, "-v", f"--gpu-name={target}", source, "-o", source.with_suffix(".cubin")]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        disassemble = [nvidia.nvdisasm.path, "--print-code", source.with_suffix(".cubin")]
-        listing = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
+        listing = ""
+        if "wgmma" in binary.asm["ptx"]:
+            disassemble = [nvidia.nvdisasm.path, "--print-code", source.with_suffix(".cubin")]
+            listing = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
     log = done.stderr + done.stdout
     numbers = lambda pattern: [int(number) for number in re.findall(pattern, log)]
     return Compiled(
