@@ -63,6 +63,8 @@ def test_registers_of_products_under_way_are_known():
         ("first", "FADD R55, R0, R1"),  # the last of S
         ("first", "F2FP.BF16.F32.PACK_AB R159, R0, R1"),  # the last of P
         ("first", "LDG.E.64 R151, desc[UR4][R2.64]"),  # reaches into P
+        ("first", "LDSM.16.M88.4 R149, [R2]"),
+        ("first", "CS2R R23, SRZ"),
         ("second", "FADD R152, R0, R1"),
         ("second", "@P0 FADD.FTZ R103, R0, R1"),  # the last of O
     ):
@@ -70,6 +72,7 @@ def test_registers_of_products_under_way_are_known():
     for number, instruction in (
         ("first", "STG.E desc[UR4][R2.64], R88"),
         ("first", "FSETP.GT.AND P0, PT, R88, R24, PT"),
+        ("first", "CS2R.32 R23, SR_CLOCKLO"),
         ("second", "FADD R160, R88, R152"),
         ("second", "FADD R104, R88, R152"),
     ):

@@ -235,14 +235,14 @@ def _instead(module, name: str, keep) -> Iterator[None]:
 
 
 def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
-    target = f"sm_{case.arch}" + ("a" if case.arch >= 90 else "")
+    target, ptx = f"sm_{case.arch}" + ("a" if case.arch >= 90 else ""), binary.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
-        source.write_text(binary.asm["ptx"])
+        source.write_text(ptx)
         command = [get_ptxas(case.arch).path, "-v", f"--gpu-name={target}", source, "-o", source.with_suffix(".cubin")]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         listing = ""
-        if "wgmma" in binary.asm["ptx"]:
+        if "wgmma" in ptx:
             disassemble = [nvidia.nvdisasm.path, "--print-code", source.with_suffix(".cubin")]
             listing = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
     log = done.stderr + done.stdout
@@ -256,7 +256,7 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
         binary.metadata.shared,
         expected,
         tuple(sorted(set(re.findall(r"Potential Performance Loss[^\n]*", log)))),
-        re.search(r"bar\.sync(?!.*\bld\.global).*\bst\.global", binary.asm["ptx"], re.DOTALL) is not None,
+        ptx.rfind("ld.global") < ptx.rfind("bar.sync") < ptx.rfind("st.global"),
         tuple(overwritten(listing)),
     )
 

@@ -16,6 +16,7 @@ import re
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\S*F32\S* R(\d+)(?:, R(\d+))?")
 _WRITES = re.compile(r"(\S+)\s+(?:P\w,\s*)?R(\d+)\b")  # its first operand, behind one predicate at most
+_FOUR, _TWO = re.compile(r"\.128|88\.4"), re.compile(r"\.64|\.WIDE|88\.2|^CS2R(?!\.32)")  # how many it writes
 _READS = ("BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RED", "RET", "ST", "WARPSYNC")  # that operand, too
 
 
@@ -34,8 +35,8 @@ def overwritten(listing: str) -> list[str]:
         elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", instruction):
             groups = groups[max(0, len(groups) - int(wait[1], 16)) :]
         elif (written := _WRITES.match(instruction)) and not instruction.startswith(_READS):
-            first, wide = int(written[2]), written[1]
-            number = 4 if ".128" in wide else 2 if ".64" in wide or ".WIDE" in wide else 1
+            first = int(written[2])
+            number = 4 if _FOUR.search(written[1]) else 2 if _TWO.search(written[1]) else 1
             if set(range(first, first + number)) & started.union(*groups):
                 found.append(f"{address}: {instruction}")
     return found
