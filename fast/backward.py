@@ -1,15 +1,17 @@
 """The backward pass of attention, from what the forward leaves (out and lse), in two kernels or one.
 
     method           kernels                                           products a tile    memory
-    "split"          dq over tiles of queries; dk and dv over tiles    3 + 4              delta: 4 b h t bytes
-                     of keys, the query heads of a group in turn
-    "head_parallel"  dq as before; dk and dv of each *query* head,     3 + 4              also 4 b h s (d + dv) bytes; above
-                     then summed over the group, in head order                            256 MB, chunk by chunk of keys
+    "split"          dk and dv over tiles of keys, the query heads     4 + 3              delta: 4 b h t bytes
+                     of a group in turn; dq over tiles of queries
+    "head_parallel"  dk and dv of each *query* head, then summed       4 + 3              also 4 b h s (d + dv) bytes; above
+                     over the group, in head order; dq as before                          256 MB, chunk by chunk of keys
     "fused"          one over tiles of keys, which adds to dq by       5                  delta, and 4 b h t d bytes
                      atomics in any order: not the same bits twice                        unless dq is float32 itself
 
 The Hopper kernels can also add to dq *in order*: a tile of keys waits until the one before it has added. That repeats its
 bits; under `torch.use_deterministic_algorithms(True)` "fused" does so, and is a RuntimeError (or a warning) where it cannot.
+
+dq comes last, so that ranks can send gradients of keys under its kernel (`begin_backward`).
 
 "auto" repeats its bits always. It is "head_parallel" where "split" would leave processors idle: where heads share keys, and
 the busiest processor would have a quarter more to do than it has with an owner for every query head. With the Hopper kernels
@@ -23,6 +25,7 @@ Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton
 TensorAuto/OpenTau pull request 376.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -106,6 +109,17 @@ def backward_into(
     dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """As `attention_backward` of a batch, but written into ``dq``, ``dk`` and ``dv``, of any strides and dtypes."""
+    begin_backward(dout, q, k, v, lse, delta, mask, scale, method, dq, dk, dv)()
+
+
+def begin_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, mask: Mask, scale: float, method: str,
+    dq: Tensor, dk: Tensor, dv: Tensor,
+) -> Callable[[], None]:  # fmt: skip
+    """`backward_into`, of which dk and dv are launched; what is returned launches dq, if a kernel of its own makes it.
+
+    So the gradients of other ranks' keys can leave before, and travel under it.
+    """
     chosen = automatic(q, k, v, mask) if method == "auto" else method
     kernels = family(q, v, chosen)
     lines = kernels.prepared_lines(lse, delta)
@@ -113,8 +127,12 @@ def backward_into(
     if chosen == "fused":
         ordered = method == "auto" or torch.are_deterministic_algorithms_enabled()
         _fused(kernels, arguments, dq, dk, dv, ordered)
+        return lambda: None
+    if chosen == "split" or q.shape[2] == k.shape[2]:
+        kernels.dkdv(*arguments, dk, dv)
     else:
-        {"split": _split, "head_parallel": _head_parallel}[chosen](kernels, arguments, dq, dk, dv)
+        _head_parallel(kernels, arguments, dk, dv)
+    return lambda: kernels.dq(*arguments, dq)
 
 
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -141,20 +159,10 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, processors: int | Non
     return "fused" if followers_wait_little(mask, b * h, b * g, processors, max(min(pads))) else "split"
 
 
-def _split(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    kernels.dq(*arguments, dq)
-    kernels.dkdv(*arguments, dk, dv)
-
-
-def _head_parallel(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+def _head_parallel(kernels, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
     q, k, v, dout, lines, mask, scale = arguments
-    b, _s, g, d = dk.shape
-    if q.shape[2] == g:
-        _split(kernels, arguments, dq, dk, dv)
-        return
-    kernels.dq(*arguments, dq)
-    accumulate = accumulate_dtype(q.dtype)
-    each_key = max(1, b) * q.shape[2] * (d + dv.shape[3]) * accumulate.itemsize
+    accumulate, b = accumulate_dtype(q.dtype), q.shape[0]
+    each_key = max(1, b) * q.shape[2] * (dk.shape[3] + dv.shape[3]) * accumulate.itemsize
     for keys, part in _key_chunks(mask, max(1, PARTIAL_BYTES // each_key)):
         here = slice(keys.start, keys.stop)
         parts = [q.new_empty(b, len(keys), q.shape[2], x.shape[3], dtype=accumulate) for x in (dk, dv)]

@@ -8,8 +8,9 @@
 - Two casts are held at most, the one that is computed on and the one that is coming; all of them with ``keep_kv``.
 - A step computes only the queries that see its keys (`canon.fast.seeing`); parts are merged by one kernel.
 - With ``stages=0`` the own keys and the received ones stand in one buffer: one kernel, no merge, no float32 result.
-- Kernels write gradients of received keys where they leave from. They are added to the own part beside the next kernel: cast by
-  cast, and rank by rank in each, by rows and without atomics.
+- Kernels write gradients of received keys where they leave from. Where dk and dv have a kernel of their own, they leave before
+  that of dq, so even a single reduction has a kernel to run under. They are added to the own part beside it: cast by cast, and
+  rank by rank in each, by rows and without atomics.
 - With ``keep_kv`` nothing is fetched in the backward pass; so the own keys come last, and every reduction is under a kernel.
   Their gradient is then added last, too.
 
@@ -26,7 +27,7 @@ and sends in it, with N = b g (d + dv) numbers of K and V each:
 Source: as `canon.reference.magi`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.fast.backward import attention_backward, backward_into, make_delta
+from canon.fast.backward import attention_backward, begin_backward, make_delta
 from canon.fast.casts import Cast, Return, cast_plan, group_cast, group_reduce, plan_report
 from canon.fast.device import remember_family, with_family
 from canon.fast.exchange import Arriving
@@ -197,34 +198,42 @@ def _backward(
     dq = torch.empty(q.shape, dtype=q.dtype if plan.steps == 1 else accumulate, device=q.device)
     home: Tensor | None = None  # rows of dk and dv of the own tokens, so far
 
-    def compute(turn: int, held: Sequence[Tensor]) -> Tensor:
+    def compute(turn: int, held: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Returns dk and dv of the step's keys, and what makes dq."""
         step = order[turn]
         seen, own_keys = _seeing(plan, step, call.rank), plan.holds_own(step)
         grads = _rows(k, v, plan, step, call.rank, accumulate if own_keys else call.reduce_dtype)
         at_once = own_keys and not turn  # all of dq, and the first part of it
         if not turn and not at_once:
             dq.zero_()
-        if seen.mask.bands or own_keys:
-            queries = seen.take(q)
-            part = dq if at_once else torch.empty_like(queries, dtype=dq.dtype)
-            backward_into(
-                seen.take(dout), queries, *held, seen.take(lse, 2), seen.take(delta, 2), seen.mask,
-                call.scale, call.backward, part, *_columns(grads, k),
-            )  # fmt: skip
+        if not seen.mask.bands and not own_keys:
+            return grads, lambda: None
+        queries = seen.take(q)
+        part = dq if at_once else torch.empty_like(queries, dtype=dq.dtype)
+        make_part = begin_backward(
+            seen.take(dout), queries, *held, seen.take(lse, 2), seen.take(delta, 2), seen.mask,
+            call.scale, call.backward, part, *_columns(grads, k),
+        )  # fmt: skip
+
+        def make_dq():
+            make_part()
             if not at_once:
                 seen.add(dq, part)
-        return grads
 
-    def send_home(turn: int, grads: Tensor, _: None) -> Return | None:
+        return grads, make_dq
+
+    def send_home(turn: int, computed: tuple[Tensor, Callable[[], None]], _: None) -> Return | None:
         nonlocal home
-        step = order[turn]
+        step, (grads, make_dq) = order[turn], computed
         if plan.holds_own(step):
             mine, grads = grads[:own], grads[own:]
             home = mine if home is None else home.add_(mine)
         elif home is None:
             home = torch.zeros(own, *grads.shape[1:], dtype=accumulate, device=grads.device)
         cast = plan.cast_of(step)
-        return None if cast is None else Return(grads.to(call.reduce_dtype), plan, cast, call.rank, home, call.group)
+        away = None if cast is None else Return(grads.to(call.reduce_dtype), plan, cast, call.rank, home, call.group)
+        make_dq()
+        return away
 
     pipeline(plan.steps, lambda turn: keys.fetch(order[turn]), compute, send_home)
     return dq.to(q.dtype), *(x.to(k.dtype) for x in _columns(home, k))

@@ -7,6 +7,7 @@ The algorithm, its order of sums and its messages are those of `canon.reference.
     compute      kernel on K, V of step i, add, ...       kernel on K, V of step i + 1, add, ...
 
 - A hop is posted before the kernel that it runs under; K and V are one message, dk and dv another.
+- Where dk and dv have a kernel of their own, they leave before that of dq, and the last hop has it to run under as well.
 - A block's gradient is added to where it arrived, and leaves from there; the first part of it is written there by the kernel.
 - Each step computes only the queries and keys that its mask touches: zigzag's half steps cost half.
 - Parts are merged into the running float32 result by one kernel, in place; the first part is the running result.
@@ -29,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.fast.backward import attention_backward, backward_into, make_delta
+from canon.fast.backward import attention_backward, begin_backward, make_delta
 from canon.fast.device import remember_family, with_family
 from canon.fast.exchange import Hop, Lane, zero_outside
 from canon.fast.local import attention_forward
@@ -199,34 +200,40 @@ def ring_backward(
     keys = _KeysGoRound(k, v, call)
     sums = Lane(call, q.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)  # step i's block is in buffer i % 2
 
-    def write(held, seen, columns, *grads):
+    def write(held, seen, columns, *grads) -> Callable[[], None]:
         k_part, v_part = (x[:, columns] for x in held)
-        backward_into(
+        return begin_backward(
             seen.take(dout), seen.take(q), k_part, v_part, seen.take(lse, 2), seen.take(delta, 2), seen.mask,
             call.scale, call.backward, *grads,
         )  # fmt: skip
 
-    def compute(step: int, held: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Returns what is to be added to the block that arrives meanwhile: where, and what."""
+    def compute(step: int, held: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
+        """Returns what is to be added to the block that arrives meanwhile, where and what; and what makes dq."""
         local = call.local_mask(keys.owner(step))
         if step == 0:
-            write(held, seeing(local, everyone=True), slice(None), dq, dk, dv)
-            return []
+            return [], write(held, seeing(local, everyone=True), slice(None), dq, dk, dv)
         (seen, columns), block = _touched(local), sums.block(step % 2, keys.owner(step))
         first = step == 1  # what a block is given first is written where it leaves from
         targets = [zero_outside(x, columns) if first else x[:, columns] for x in block]
         if not seen.mask.bands:
-            return []
+            return [], lambda: None
         dq_part = q.new_empty(q.shape[0], seen.mask.queries, *q.shape[2:], dtype=accumulate)
         parts = targets if first else [like(x) for x in targets]
-        write(held, seen, columns, dq_part, *parts)
-        seen.add(dq, dq_part)
-        return [] if first else list(zip(targets, parts, strict=True))
+        make_dq_part = write(held, seen, columns, dq_part, *parts)
 
-    def send_on(step: int, parts: list[tuple[Tensor, Tensor]], _: list[Tensor] | None) -> Hop | None:
+        def make_dq():
+            make_dq_part()
+            seen.add(dq, dq_part)
+
+        return [] if first else list(zip(targets, parts, strict=True)), make_dq
+
+    def send_on(step: int, computed, _: list[Tensor] | None) -> Hop | None:
+        parts, make_dq = computed
         for total, part in parts:
             total += part
-        return sums.hop(step % 2, keys.owner(step), keys.owner(step + 1)) if step else None
+        hop = sums.hop(step % 2, keys.owner(step), keys.owner(step + 1)) if step else None
+        make_dq()
+        return hop
 
     received = pipeline(call.ranks, keys.fetch, compute, send_on)
     for mine, others in zip((dk, dv), received, strict=True):

@@ -4,8 +4,8 @@ The algorithm, its steps and its order of sums are those of `canon.reference.str
 
     stream       step i
     gathers      K, V of step i + 1                                       its own communicator
-    compute      kernel on K, V of step i
-    reductions   dk, dv of step i - 1, all to all                         its own communicator
+    compute      kernel on K, V of step i; backward first dk and dv, then dq, if by kernels of their own
+    reductions   dk, dv of step i - 1, all to all                         its own communicator; begins under dq of i - 1
     beside       copy K, V of step i + 1; sum dk, dv of step i - 1        one stream
 
 - Keys are used where they arrive: kernels read one stride from token to token, and `gathered_mask` speaks the coordinates
@@ -23,6 +23,7 @@ the method takes for a step. One buffer each in place of two where there is one 
 Sources: as `canon.reference.strided`.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -31,9 +32,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.fast.backward import backward_into, make_delta
+from canon.fast.backward import begin_backward, make_delta
 from canon.fast.device import remember_family, with_family
-from canon.fast.exchange import Gathers, Reductions, gathered_mask
+from canon.fast.exchange import Gathers, Leaving, Reductions, gathered_mask
 from canon.fast.local import attention_forward, forward_into
 from canon.fast.ring import ring_backward
 from canon.fast.schedule import pipeline
@@ -160,16 +161,21 @@ def _backward(
     columns, mask = _seen(call.layout, call.mask, call.rank)
     reductions = Reductions(dk, dv, call, steps.backward)
 
-    def compute(step: int, keys: list[Tensor]) -> None:
+    def compute(step: int, keys: list[Tensor]) -> Callable[[], None]:
         own = _query_heads(steps.backward[step], q, k)
         k_part, v_part = (x[:, columns] for x in keys)
-        backward_into(
+        return begin_backward(
             dout[:, :, own], q[:, :, own], k_part, v_part, lse[:, own], delta[:, own], mask, call.scale, call.backward,
             dq[:, :, own], *reductions.stage(step, columns),
         )  # fmt: skip
 
+    def reduce(step: int, make_dq: Callable[[], None], _: None) -> Leaving:
+        leaving = reductions.start(step)
+        make_dq()
+        return leaving
+
     fetch = Gathers(k, v, call, steps.backward, steps.pack_first).fetch
-    pipeline(len(steps.backward), fetch, compute, lambda step, *_: reductions.start(step))
+    pipeline(len(steps.backward), fetch, compute, reduce)
     return dq, dk, dv
 
 

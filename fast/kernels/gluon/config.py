@@ -31,7 +31,7 @@ class Config:
     stages: int  # of the ring of visited tiles
     buffers: int = 1  # of what an item owns: 2 let the next item's tiles be fetched under this one
     turns: bool = False  # the warpgroups issue their products in turns, so that one computes exponentials meanwhile
-    late: bool = False  # "forward": p is rounded when the p before is no longer read: fewer registers, a longer chain
+    late: bool = False  # "forward": exponentials come after the product with the p before, and p takes its registers
 
     @property
     def math_registers(self) -> int:
@@ -60,7 +60,7 @@ TABLE: dict[tuple[str, Widths], Config] = {
 }
 # Where a tile of queries visits LONG tiles of keys and more, on average.
 LONG_TABLE: dict[tuple[str, Widths], Config] = {
-    ("forward", (64, 64)): Config(192, 128, 4, 2, late=True),
+    ("forward", (64, 64)): Config(192, 128, 4, 2, turns=True, late=True),
 }
 LONG = 32
 KERNELS = ("forward", "dq", "dkdv", "fused", "wide")

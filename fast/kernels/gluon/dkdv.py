@@ -147,6 +147,12 @@ def load_tiles(
 
 
 @gluon.jit
+def row_offset(batch, row, head, strides):
+    """Where a row of a tensor (b, s, o, width) begins."""
+    return batch.to(gl.int64) * strides[0] + row.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
+
+
+@gluon.jit
 def store_gradients(
     acc_k,
     acc_v,
@@ -160,13 +166,14 @@ def store_gradients(
     DV: gl.constexpr,
 ):
     """Write rows of dk and dv of an item, ``skipped`` rows from its first on, and columns from those given on."""
-    dk, dv, tokens, owners = result
+    dk, dv, k_strides, v_strides = result
     first, stop, batch, owner = place_of(work, item)  # again: registers are short in the loop
     first += skipped
     line = line_of(work, item)
-    at = (batch * tokens + first).to(gl.int64) * owners + owner
-    store_tile(dk + at * D, acc_k, line, stop - first, owners * D, 0, k_column, D, 1)
-    store_tile(dv + at * DV, acc_v, line, stop - first, owners * DV, 0, v_column, DV, 1)
+    start = dk + row_offset(batch, first, owner, k_strides)
+    store_tile(start, acc_k, line, stop - first, k_strides[1], 0, k_column, D, 1)
+    start = dv + row_offset(batch, first, owner, v_strides)
+    store_tile(start, acc_v, line, stop - first, v_strides[1], 0, v_column, DV, 1)
 
 
 @gluon.jit
@@ -349,7 +356,7 @@ def differentiate(
         item = hear(told.index(b), k_full.index(b), done // BUFFERS & 1)
 
 
-@gluon.jit(do_not_specialize=["tokens", "padded", "query_heads", "owners", "tiles"])
+@gluon.jit(do_not_specialize=["padded", "query_heads", "tiles"])
 def dkdv_kernel(
     q_desc,
     dout_desc,
@@ -362,10 +369,10 @@ def dkdv_kernel(
     work,
     counter,
     scale,  # > 0
-    tokens,
+    k_strides,
+    v_strides,
     padded,
     query_heads,
-    owners,
     tiles,
     FUSED: gl.constexpr,
     ORDERED: gl.constexpr,
@@ -381,7 +388,7 @@ def dkdv_kernel(
     BUFFERS: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """dk (b, s, o, d) and dv (b, s, o, dv), contiguous, of the items in ``work``: tiles of keys and owners.
+    """dk (b, s, o, d) and dv (b, s, o, dv), with last stride 1, of the items in ``work``: tiles of keys and owners.
 
     An owner has HEADS query heads. ``line_desc``: of lines (b, h, 2, padded), flat. FUSED: adds to dq, float32 (b, t, h, d).
     ORDERED: in the order of ``work``; behind ``counter`` stand zeros, one for each of the ``tiles`` of queries of each query
@@ -389,7 +396,7 @@ def dkdv_kernel(
     """
     descriptors = (q_desc, dout_desc, k_desc, v_desc, line_desc)
     io = make_io(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2 + FUSED)
-    result = (dk, dv, tokens, owners)
+    result = (dk, dv, k_strides, v_strides)
     if FUSED:
         PARTS: gl.constexpr = D_PAD // 64
         ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, COLUMNS], shared_layout(COLUMNS))

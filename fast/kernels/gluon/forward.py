@@ -209,8 +209,8 @@ def step(
     On entry o lacks that of the tile before, and has to be ``shrink`` times what it is, as on return. FRESH: the tile is the
     first of an item, and the ``previous`` item is finished.
     ``ring``: the slots of the tile before and of this one, and the parity of its phase; counted on, as the first product
-    would have to wait for a division. ``l`` (rows, 4) is what each lane has summed. LATE: p is rounded once the p before is
-    no longer read and takes its registers.
+    would have to wait for a division. ``l`` (rows, 4) is what each lane has summed. LATE: exponentials wait for the product
+    with V, so p is rounded into the registers of the p before. With three warpgroups it is done by then.
     """
     q_tiles, _, k_ring, v_ring, _, q_free, k_full, k_free, v_full, v_free = io
     M: gl.constexpr = q_tiles.shape[2] * PACK
@@ -252,18 +252,17 @@ def step(
         shrink = gl.full([M], 1.0, gl.float32, column_layout(BN))
     else:
         shrink = gl.exp2(m - m_use)
+    if LATE:
+        o = hopper.warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(v_free.index(before), count=1, pred=previous > 0 if FRESH else True)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m_use, 1))
     l_new = lane_sum(p)
-    if not LATE:
-        p = gl.convert_layout(p.to(q_tiles.dtype), factor_layout(DV_PAD))
+    p = gl.convert_layout(p.to(q_tiles.dtype), factor_layout(DV_PAD))
     # V of this tile is for the next step. Waiting here keeps the assembler from waiting for o above the exponentials.
     mbarrier.wait(v_full.index(slot), turn)
-    if LATE:
-        o, p = hopper.warpgroup_mma_wait(0, deps=[o, p])
-        p = gl.convert_layout(p.to(q_tiles.dtype), factor_layout(DV_PAD))
-    else:
+    if not LATE:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
-    mbarrier.arrive(v_free.index(before), count=1, pred=previous > 0 if FRESH else True)
+        mbarrier.arrive(v_free.index(before), count=1, pred=previous > 0 if FRESH else True)
     if FRESH:
         finish(o, m, l, result, work, previous, W, BN, DV, PACK)
         o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))

@@ -2,7 +2,7 @@
 
 What TMA cannot load as it stands is copied first: tensors whose base or strides are no multiples of 16 bytes, or whose last
 stride is not 1. So are tensors with tokens that the mask does not touch, which may hold NaN: the copy holds 0 there.
-Results that are strided unevenly are made apart and copied. Everything else is used in place.
+Results that kernels cannot write (`evenly`, `nearby`) are made apart and copied. Everything else is used in place.
 
 Elements are of two bytes, heads at most 256 wide, and the device is an sm_90: anything else is a ValueError.
 """
@@ -106,10 +106,10 @@ def dkdv(
     heads = Heads(q.shape[0], owners, 1)
     read = each * head_bytes(q, dout)
     plan = schedule(mask, config.rows, config.columns, True, heads, 1, read, q.device, each, ordered)
-    flat_dk, flat_dv = (x if x.is_contiguous() else torch.empty_like(x, memory_format=CONTIGUOUS) for x in (dk, dv))
+    near_dk, near_dv = map(nearby, (dk, dv))
     if not plan.complete:
-        flat_dk.zero_()
-        flat_dv.zero_()
+        near_dk.zero_()
+        near_dv.zero_()
     if plan.items:
         q, dout = seen_only(q, mask, keys=False), seen_only(dout, mask, keys=False)
         k, v = seen_only(k, mask, keys=True), seen_only(v, mask, keys=True)
@@ -118,10 +118,10 @@ def dkdv(
         queries = box(q, config.columns, 1, d_pad), box(dout, config.columns, 1, dv_pad)
         keys = box(k, config.rows, 1, d_pad), box(v, config.rows, 1, dv_pad)
         line = described(lines.view(-1), config.columns)
-        counts = k.shape[1], lines.shape[3], q.shape[2], owners
         tiles = -(-q.shape[1] // config.columns) if ordered else 0
         places = q.shape[0] * q.shape[2] * tiles
-        written = (flat_dk, flat_dv, *queue(plan, q, places), scale, *counts)
+        strides = near_dk.stride()[:3], near_dv.stride()[:3]
+        written = (near_dk, near_dv, *queue(plan, q, places), scale, *strides, lines.shape[3], q.shape[2])
         group = q.shape[2] // k.shape[2]
         options = {"HEADS": each, "GROUP": group, "D": q.shape[-1], "DV": v.shape[-1], "D_PAD": d_pad, "DV_PAD": dv_pad}
         if wide:
@@ -132,8 +132,8 @@ def dkdv(
             run(dkdv_kernel, q, config, (*queries, *keys, line, added, *written, tiles), **options)
         if dq is not None and sums is not dq:
             dq.add_(sums, alpha=sign)
-    settle(dk, flat_dk)
-    settle(dv, flat_dv)
+    settle(dk, near_dk)
+    settle(dv, near_dv)
 
 
 # ------------------------------------------------------------------ inputs
@@ -263,6 +263,12 @@ def evenly(x: Tensor) -> Tensor:
     even = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     reach = 256 * x.stride(1) + x.shape[2] * x.stride(2)
     return x if even and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
+
+
+def nearby(x: Tensor) -> Tensor:
+    """x (b, s, o, d) if kernels can write it: the last stride 1, rows of a tile within reach of 32 bits."""
+    reach = 128 * x.stride(1)
+    return x if x.stride(3) == 1 and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
 
 
 def settle(x: Tensor, made: Tensor) -> None:

@@ -106,7 +106,7 @@ def differentiate(io, shared, result, work, scale, W: gl.constexpr, D: gl.conste
         item = hear(told.index(b), k_full.index(b), done // BUFFERS & 1)
 
 
-@gluon.jit(do_not_specialize=["tokens", "padded", "query_heads", "owners"])
+@gluon.jit(do_not_specialize=["padded", "query_heads"])
 def wide_kernel(
     q_desc,
     dout_desc,
@@ -118,10 +118,10 @@ def wide_kernel(
     work,
     counter,
     scale,
-    tokens,
+    k_strides,
+    v_strides,
     padded,
     query_heads,
-    owners,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
@@ -134,14 +134,14 @@ def wide_kernel(
     BUFFERS: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """dk (b, s, o, d) and dv (b, s, o, dv), contiguous, of the items in ``work``; an owner has HEADS query heads."""
+    """dk (b, s, o, d) and dv (b, s, o, dv), with last stride 1, of the items in ``work``; an owner has HEADS query heads."""
     descriptors = (q_desc, dout_desc, k_desc, v_desc, line_desc)
     io = make_io(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS)
     p_tiles = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, COLUMNS // 2], shared_layout(COLUMNS // 2))
     ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, COLUMNS // 2], shared_layout(COLUMNS // 2))
     shared = (p_tiles, ds_tiles, barriers(2, 2))
     fence_async_shared()
-    result = (dk, dv, tokens, owners)
+    result = (dk, dv, k_strides, v_strides)
     gl.warp_specialize(
         [
             (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP, False)),

@@ -6,7 +6,8 @@
 
 Messages are noted where they enter torch.distributed (those that do not block alone: all_gather in its forms,
 all_to_all_single, batch_isend_irecv), computations where the module calls attention_forward and attention_backward, or
-forward_into and backward_into, which write where they are told. Nothing is changed: what is recorded is the real run, with its
+forward_into and begin_backward, which write where they are told; where begin_backward returns what makes dq, it is noted as
+"finished" when that is called. Nothing is changed: what is recorded is the real run, with its
 real messages. Ranks as threads share one recording, made outside their world; ranks as processes record for themselves.
 
 On CPUs the order says everything and the clock nothing, so `timeline` lays a recording out in time by itself: with costs that
@@ -30,13 +31,13 @@ KINDS = {
     "attention_forward": "forward",
     "forward_into": "forward",
     "attention_backward": "backward",
-    "backward_into": "backward",
+    "begin_backward": "backward",
 }
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that a rank did: ``what`` ("posted", "waited", "computed") to the ``number``-th of a ``kind``.
+    """One thing that a rank did: ``what`` ("posted", "waited", "computed", "finished") to the ``number``-th of a ``kind``.
 
     Kinds of messages are "gather", "reduce" and "hop", of computations "forward" and "backward". Of messages ``items`` and
     ``nbytes`` are what this rank receives from others; of computations ``items`` are visible cells times query heads.
@@ -151,8 +152,9 @@ def _hop(log: Log, batch: Callable) -> Callable:
 def _computed(log: Log, kind: str, function: Callable) -> Callable:
     def noted(*arguments, **options):
         q, mask = arguments[kind == "backward"], arguments[3 if kind == "forward" else 6]
-        log.add("computed", kind, items=mask.area * q.shape[-2])
-        return function(*arguments, **options)
+        number = log.add("computed", kind, items=mask.area * q.shape[-2]).number
+        result = function(*arguments, **options)
+        return (lambda: (result(), log.add("finished", kind, number))) if callable(result) else result
 
     return noted
 
@@ -170,12 +172,14 @@ def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list
     """One rank's events laid out in time, each as long as ``seconds`` says, by the rules of streams.
 
     Computations follow one another. A message starts once what was computed before it was posted is done, and the last
-    message of its kind; what is computed after a wait starts once the message is there.
+    message of its kind; what is computed after a wait starts once the message is there. What is noted as
+    finished is a part of what was computed, and takes no time of its own.
     """
     computing, free, arrival, bars = 0.0, Counter(), {}, []
     for event in events:
         if event.what == "waited":
             computing = max(computing, arrival[event.kind, event.number])
+        if event.what in ("waited", "finished"):
             continue
         start = computing if event.what == "computed" else max(computing, free[event.kind])
         stop = start + seconds(event)
