@@ -41,7 +41,7 @@ from canon.fast.device import remember_family, with_family
 from canon.fast.exchange import Arriving
 from canon.fast.local import attention_forward
 from canon.fast.planner import dispatch
-from canon.fast.schedule import pipeline
+from canon.fast.schedule import pipeline, started
 from canon.fast.seeing import Seeing, seeing
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
@@ -193,8 +193,9 @@ def _backward(
     if not plan.casts:
         mask = plan.local_mask(0, call.rank)
         return attention_backward(dout, q, k, v, out, lse, mask, scale=call.scale, dlse=dlse, method=call.backward)
-    delta, accumulate, own = make_delta(dout, out, lse, dlse), accumulate_dtype(q.dtype), k.shape[1]
     order = (*range(1, plan.steps), 0) if keys.kept else range(plan.steps)
+    fetch = started(lambda turn: keys.fetch(order[turn]))
+    delta, accumulate, own = make_delta(dout, out, lse, dlse), accumulate_dtype(q.dtype), k.shape[1]
     dq = torch.empty(q.shape, dtype=q.dtype if plan.steps == 1 else accumulate, device=q.device)
     home: Tensor | None = None  # rows of dk and dv of the own tokens, so far
 
@@ -235,5 +236,5 @@ def _backward(
         make_dq()
         return away
 
-    pipeline(plan.steps, lambda turn: keys.fetch(order[turn]), compute, send_home)
+    pipeline(plan.steps, fetch, compute, send_home)
     return dq.to(q.dtype), *(x.to(k.dtype) for x in _columns(home, k))

@@ -5,15 +5,21 @@
     compute       0          1          2          3
     reduce                   0          1          2     | 3
 
-While step i is computed, what step i + 1 needs is on its way, and so is what step i - 1 gave. Only the first fetch and
-the last reduction have nothing beside them. A schedule (head group, ring hop, stage) says what to fetch and where
-results go; how it travels is the transport's business.
+While step i is computed, what step i + 1 needs is on its way, and so is what step i - 1 gave. The first fetch has beside it
+what is computed before (`started`), the last reduction what its step still has to compute: dq, in two of the methods. A
+schedule (head group, ring hop, stage) says what to fetch and where results go; how it travels is the transport's business.
 
 Source: double buffering; the order is that of aqlaboratory/ring-flash-attention pull request 12 (2025).
 """
 
 from collections.abc import Callable
 from typing import Any
+
+
+def started(fetch: Callable[[int], Any]) -> Callable[[int], Any]:
+    """``fetch`` with step 0 under way: what is computed between this and the `pipeline` has a message to hide."""
+    first = [fetch(0)]  # given away, not kept
+    return lambda step: fetch(step) if step else first.pop()
 
 
 def pipeline(

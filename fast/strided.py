@@ -37,7 +37,7 @@ from canon.fast.device import remember_family, with_family
 from canon.fast.exchange import Gathers, Leaving, Reductions, gathered_mask
 from canon.fast.local import attention_forward, forward_into
 from canon.fast.ring import ring_backward
-from canon.fast.schedule import pipeline
+from canon.fast.schedule import pipeline, started
 from canon.fast.seeing import seen_keys
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
@@ -156,6 +156,7 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor, call: Call, steps: Steps
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's tokens, in the dtype of q."""
+    fetch = started(Gathers(k, v, call, steps.backward, steps.pack_first).fetch)
     delta = make_delta(dout, out, lse, dlse)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     columns, mask = _seen(call.layout, call.mask, call.rank)
@@ -174,7 +175,6 @@ def _backward(
         make_dq()
         return leaving
 
-    fetch = Gathers(k, v, call, steps.backward, steps.pack_first).fetch
     pipeline(len(steps.backward), fetch, compute, reduce)
     return dq, dk, dv
 

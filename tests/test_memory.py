@@ -123,10 +123,10 @@ def test_magi_attention_holds_two_casts(stages, keep_kv, dtype):
         for turn, i in enumerate([*steps[1:], 0] if keep_kv else steps):
             keys = 0 if keep_kv else s[i + 1] + r[i] + r[i + 1]  # kept ones are the forward pass's
             own = 4 * KV * t * ((turn > 0) + (i == 0))
-            computed = own + item * KV * (r[i] + leaving) + (1 + (turn > 0)) * t * 4 * DQ
+            computed = own + item * KV * (r[i] + leaving)
             leaving = r[i] + s[i]
-            sent = 4 * KV * t + item * KV * leaving + t * 4 * DQ
-            backward.append(2 * KV * keys + max(computed, sent) + t * DELTA)
+            sent = 4 * KV * t + item * KV * leaving
+            backward.append(2 * KV * keys + max(computed, sent) + t * ((1 + (turn > 0)) * 4 * DQ + DELTA))
         assert got == (max(forward), max(backward))
 
 
