@@ -42,9 +42,7 @@ CHECKED = 4096  # tokens of the sequence on which agreement is checked
 LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
 LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context parallel
 AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms, twice what the longest ones took on hosts of H200s
-MEETING = (
-    1 << 22
-)  # numbers in the message in which they meet: links that have been idle are slow at first (75 us on H200s)
+MEETING = 1 << 22  # numbers in the message in which they meet: the first one after a pause is slow, by 75 us on H200s
 AGREEING = timedelta(seconds=60)  # how long a rank that could not go on waits for the others to say whether they can
 
 
