@@ -44,7 +44,7 @@ def test_shapes_and_masks_are_read():
     assert shapes.shape_of("2,64,4,2,16,window:8") == shape
     narrow = shapes.shape_of("1,64,4,2,16,full:24")
     assert (narrow.n, narrow.keys, narrow.mask.area) == (64, 24, 64 * 24)
-    assert shapes.shape_of("1,512,4,2,16,pack:2").mask == Mask.documents(sampled_packs(512, 3)[2])
+    assert shapes.shape_of("1,4096,4,2,16,pack:2").mask == Mask.documents(sampled_packs(4096, 3)[2])
     wrong = [("1,2,3", "causal"), ("1,64,4,2,16", "triangle"), ("1,64,4,2,16", "window"), ("x,1,1,1,1", "full")]
     wrong += [("1,64,4,2,16", "pack")]
     wrong += [("1,64,4,3,16", "full"), ("1,64,4,2,16", None), ("1,64,4,2,16,full", "causal"), ("1,0,1,1,16", "full")]
