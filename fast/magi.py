@@ -223,18 +223,16 @@ def _backward(
 
         return grads, make_dq
 
-    def send_home(turn: int, computed: tuple[Tensor, Callable[[], None]], _: None) -> Return | None:
+    def send_home(turn: int, grads: Tensor, _: None) -> Return | None:
         nonlocal home
-        step, (grads, make_dq) = order[turn], computed
+        step = order[turn]
         if plan.holds_own(step):
             mine, grads = grads[:own], grads[own:]
             home = mine if home is None else home.add_(mine)
         elif home is None:
             home = torch.zeros(own, *grads.shape[1:], dtype=accumulate, device=grads.device)
         cast = plan.cast_of(step)
-        away = None if cast is None else Return(grads.to(call.reduce_dtype), plan, cast, call.rank, home, call.group)
-        make_dq()
-        return away
+        return None if cast is None else Return(grads.to(call.reduce_dtype), plan, cast, call.rank, home, call.group)
 
     pipeline(plan.steps, fetch, compute, send_home)
     return dq.to(q.dtype), *(x.to(k.dtype) for x in _columns(home, k))

@@ -227,13 +227,10 @@ def ring_backward(
 
         return [] if first else list(zip(targets, parts, strict=True)), make_dq
 
-    def send_on(step: int, computed, _: list[Tensor] | None) -> Hop | None:
-        parts, make_dq = computed
+    def send_on(step: int, parts: list[tuple[Tensor, Tensor]], _: list[Tensor] | None) -> Hop | None:
         for total, part in parts:
             total += part
-        hop = sums.hop(step % 2, keys.owner(step), keys.owner(step + 1)) if step else None
-        make_dq()
-        return hop
+        return sums.hop(step % 2, keys.owner(step), keys.owner(step + 1)) if step else None
 
     received = pipeline(call.ranks, keys.fetch, compute, send_on)
     for mine, others in zip((dk, dv), received, strict=True):

@@ -30,8 +30,10 @@ def pipeline(
 ) -> Any:
     """Run ``compute(step, fetched)`` for each step, with the next fetch and the last reduction under way beside it.
 
+    With ``reduce`` it returns what is to be sent away, and what to call once that has left: the rest of the step.
+
     ``fetch(step)`` starts to bring what the step needs, and returns what waits for it: ``.wait()``.
-    ``reduce(step, computed, before)`` starts to send what was computed away, once the reduction of the step before is
+    ``reduce(step, computed, before)`` starts to send what is to be sent away, once the reduction of the step before is
     finished: ``before`` is what its ``.wait()`` gave (None at first). At most one is under way. Returns what the last gave.
     """
     arriving, leaving = fetch(0), None
@@ -43,6 +45,7 @@ def pipeline(
         fetched = None  # what follows may have its memory
         if reduce:
             before = leaving.wait() if leaving else None
-            leaving = reduce(step, computed, before)
+            leaving = reduce(step, computed[0], before)
+            computed[1]()
         computed = None
     return leaving.wait() if leaving else None

@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from canon.fast.backward import begin_backward, make_delta
 from canon.fast.device import remember_family, with_family
-from canon.fast.exchange import Gathers, Leaving, Reductions, gathered_mask
+from canon.fast.exchange import Gathers, Reductions, gathered_mask
 from canon.fast.local import attention_forward, forward_into
 from canon.fast.ring import ring_backward
 from canon.fast.schedule import pipeline, started
@@ -162,20 +162,16 @@ def _backward(
     columns, mask = _seen(call.layout, call.mask, call.rank)
     reductions = Reductions(dk, dv, call, steps.backward)
 
-    def compute(step: int, keys: list[Tensor]) -> Callable[[], None]:
+    def compute(step: int, keys: list[Tensor]) -> tuple[None, Callable[[], None]]:
+        """What is to be sent is staged; returns what makes dq."""
         own = _query_heads(steps.backward[step], q, k)
         k_part, v_part = (x[:, columns] for x in keys)
-        return begin_backward(
+        return None, begin_backward(
             dout[:, :, own], q[:, :, own], k_part, v_part, lse[:, own], delta[:, own], mask, call.scale, call.backward,
             dq[:, :, own], *reductions.stage(step, columns),
         )  # fmt: skip
 
-    def reduce(step: int, make_dq: Callable[[], None], _: None) -> Leaving:
-        leaving = reductions.start(step)
-        make_dq()
-        return leaving
-
-    pipeline(len(steps.backward), fetch, compute, reduce)
+    pipeline(len(steps.backward), fetch, compute, lambda step, *_: reductions.start(step))
     return dq, dk, dv
 
 

@@ -67,7 +67,7 @@ def test_the_driver_fetches_ahead_and_reduces_behind():
 
     def compute(step, fetched):
         told.append(f"compute {step} on {fetched}")
-        return step * 10
+        return step * 10, lambda: told.append(f"finish {step}")
 
     def reduce(step, computed, before):
         return message(f"reduce {step} of {computed} after {before}", f"sum {step}")
@@ -75,11 +75,12 @@ def test_the_driver_fetches_ahead_and_reduces_behind():
     last = schedule.pipeline(3, lambda step: message(f"fetch {step}", f"keys {step}"), compute, reduce)
     assert last == "sum 2"
     assert told == [
-        "post fetch 0", "wait fetch 0", "post fetch 1", "compute 0 on keys 0", "post reduce 0 of 0 after None",
+        "post fetch 0", "wait fetch 0", "post fetch 1", "compute 0 on keys 0", "post reduce 0 of 0 after None", "finish 0",
         "wait fetch 1", "post fetch 2", "compute 1 on keys 1",
-        "wait reduce 0 of 0 after None", "post reduce 1 of 10 after sum 0",
+        "wait reduce 0 of 0 after None", "post reduce 1 of 10 after sum 0", "finish 1",
         "wait fetch 2", "compute 2 on keys 2",
-        "wait reduce 1 of 10 after sum 0", "post reduce 2 of 20 after sum 1", "wait reduce 2 of 20 after sum 1",
+        "wait reduce 1 of 10 after sum 0", "post reduce 2 of 20 after sum 1", "finish 2",
+        "wait reduce 2 of 20 after sum 1",
     ]  # fmt: skip
 
 
