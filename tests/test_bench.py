@@ -197,6 +197,7 @@ def test_candidates_are_read():
             tune.config_of(text)
     assert tune.config_of("128,64,2,turns", "gluon") == hopper_config.Config(128, 64, 2, turns=True)
     assert tune.config_of("192,128,4,2,late", "gluon") == hopper_config.Config(192, 128, 4, 2, late=True)
+    assert tune.config_of("128,64,2,optimistic", "gluon") == hopper_config.Config(128, 64, 2, optimistic=True)
     with pytest.raises(ValueError, match="expected rows,columns,stages,buffers"):
         tune.config_of("128,64,2,tma", "gluon")
 
@@ -216,14 +217,14 @@ def test_the_hopper_grid_goes_from_the_table_of_long_masks_to_that_of_short_ones
     short, long = (shapes.shape_of(f"1,{n},1,1,{d}", "causal") for n in (140, 8192))
     q = torch.empty(1, 1, 1, d)
     tables = [tune.FAMILIES["gluon"].table("forward", q, q, q, q, shape) for shape in (short, long)]
-    assert tables == [hopper_config.choose("forward", d, d, many)[0] for many in (False, True)]
+    assert tables == [hopper_config.choose("forward", d, d, visits)[0] for visits in (1, 32)]
     grids = [set(tune.FAMILIES["gluon"].grid("forward", table, short)) for table in tables]
     assert set(tables) <= grids[0] == grids[1]
     assert any(c.rows == 192 for c in grids[0]) == (d < 256)
     backward = hopper_config.choose("dq", d, d)[0]
     assert backward == tune.FAMILIES["gluon"].table("dq", q, q, q, q, long)
     grid = tune.FAMILIES["gluon"].grid("dq", backward, long)
-    assert {(c.rows, c.turns, c.late) for c in grid} == {(128, False, False)}
+    assert {(c.rows, c.turns, c.late, c.optimistic) for c in grid} == {(128, False, False, False)}
 
 
 # ---------------------------------------------------------------------- what speeds are worth

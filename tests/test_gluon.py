@@ -116,22 +116,30 @@ def test_any_scale(scale):
         assert_exact(attend(*arguments, mask, scale, method), *arguments, mask, scale)
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+TILES = {
+    "wide": (256, Config(128, 64, 2)),
+    "in turns": (128, Config(128, 128, 3, turns=True)),
+    "optimistic": (128, Config(128, 128, 3, turns=True, optimistic=True)),
+    "three, optimistic": (64, Config(192, 128, 4, 2, turns=True, late=True, optimistic=True)),
+}
+
+
+@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
 @pytest.mark.parametrize("steps", [0.5, 3.0, 20.0, -20.0], ids=["hardly", "slowly", "by leaps", "falling"])
-def test_maxima_may_grow(steps, d):
+def test_maxima_may_grow(steps, d, tiles):
     """In some rows only: those of a warp are rescaled together."""
     mask = Mask.full(450)
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d)
     height = torch.arange(450, device=DEVICE) // 64 * steps * (torch.arange(450, device=DEVICE) % 3 > 0)
     q[..., 0] = torch.linspace(0, 1, 450, device=DEVICE)[None, :, None] > 0.3
     k[..., 0] = (height * d**0.5 / 1.44)[None, :, None]
-    with hopper():
+    with config.forced(forward=tiles), hopper():
         out, lse = local.attention_forward(q, k, v, mask)
     assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_a_key_that_outweighs_all_others_is_not_rounded(d):
+@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+def test_a_key_that_outweighs_all_others_is_not_rounded(d, tiles):
     """Of two keys in different tiles the heavier one's P is 1; the other's is rounded to 8 bits."""
     mask = Mask.full(448)
     q, k, v, *_ = inputs(mask, h=1, d=d, dv=d)
@@ -141,7 +149,7 @@ def test_a_key_that_outweighs_all_others_is_not_rounded(d):
     k[..., 1], k[:, [0, 300], :, 1] = -100, 0
     k[:, 300, :, 0], v[:, 300] = 1, 1
     out = torch.empty(v.shape, device=DEVICE)
-    with hopper():
+    with config.forced(forward=tiles), hopper():
         local.forward_into(q, k, v, mask, LN2, out, torch.empty(1, 1, mask.queries, device=DEVICE))
     share = torch.sigmoid(weight.double() * LN2)[None, :, None, None]
     off = (out - share).abs()
@@ -270,7 +278,12 @@ def test_taking_turns_changes_no_bit():
 
 @pytest.mark.parametrize(
     "shared",
-    [Config(192, 64, 3, 2), Config(192, 64, 3, 2, turns=True), Config(192, 128, 4, 2, turns=True, late=True)],
+    [
+        Config(192, 64, 3, 2),
+        Config(192, 64, 3, 2, turns=True),
+        Config(192, 128, 4, 2, turns=True, late=True),
+        Config(192, 128, 4, 2, turns=True, late=True, optimistic=True),
+    ],
     ids=repr,
 )
 def test_three_warpgroups_may_share_a_tile(shared):
@@ -496,8 +509,15 @@ def test_too_much_shared_memory_is_refused_with_numbers():
 
 
 def test_three_warpgroups_are_for_long_rows_of_one_head():
-    many = {n: launch.visits_many(Mask.causal(n), 4) for n in (0, 2048, 8192, 16384)}
-    assert many == {0: False, 2048: False, 8192: True, 16384: True}
+    assert [launch.visits(Mask.causal(n), 4) for n in (0, 100, 2048, 8192)] == [0, 0, 8.5, 32.5]
     few_queries = Mask.full(8192).crop(range(128))
-    assert launch.visits_many(few_queries, 1)
-    assert not launch.visits_many(few_queries, 4)  # whose heads share tiles
+    assert launch.visits(few_queries, 1) == 64
+    assert launch.visits(few_queries, 4) == 0  # whose heads share tiles
+    chosen = [config.choose("forward", 64, 64, visits)[0] for visits in (7.9, 8, 8.5, 12, 32.5)]
+    assert [(c.rows, c.optimistic) for c in chosen] == [
+        (128, False),
+        (192, False),
+        (192, False),
+        (192, True),
+        (192, True),
+    ]

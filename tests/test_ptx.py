@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from canon.fast.kernels.gluon.blocks import exchange
-from canon.fast.kernels.gluon.forward import scaling
+from canon.fast.kernels.gluon.forward import comparing, declaring, scaling, voting
 
 LANES = np.arange(32)
 
 
 def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The registers of a warp after the instructions of ``text``, a number for each lane."""
+    """The registers of a warp, here a whole warpgroup, after the instructions of ``text``: a number for each lane."""
     registers, labels = dict(operands) | {"%laneid": LANES}, set(re.findall(r"(\w+):", text))
     skipped_to = ""
     for line in re.sub(r"\w+:|[{}]", "", text).split(";"):
@@ -39,6 +39,14 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 registers[target] = x[0] != x[1]
             case ["setp", "neu", "or", _]:
                 registers[target] = (x[0] != x[1]) | x[2]
+            case ["setp", "gt", _]:
+                registers[target] = x[0] > x[1]
+            case ["setp", "gt", "or", _]:
+                registers[target] = (x[0] > x[1]) | x[2]
+            case ["bar", "red", "or", _]:
+                registers[target] = np.full(32, x[2].any())
+            case ["vote", "sync", "ballot", _]:
+                registers[target] = np.full(32, sum(1 << int(lane) for lane in LANES[x[0]]))
             case ["shfl", "sync", "bfly", _]:
                 registers[target] = x[0][LANES ^ int(names[1])]
             case ["vote", "sync", "any", _]:
@@ -74,3 +82,15 @@ def test_rows_are_scaled_if_any_of_the_warp_has_to_be(growing):
         np.testing.assert_array_equal(after[f"${i}"], x[i] * factors[i // 2 % 2])
     touched = any(after[f"${i}"] is not operands[f"${i}"] for i in range(number))
     assert touched == bool(growing), "nothing is done where nothing has to be"
+
+
+@pytest.mark.parametrize("above", [[], [(5, 0)], [(31, 1)], [(0, 0), (9, 1)]])
+def test_one_thread_whose_sum_is_too_large_is_heard_by_all(above):
+    x, limit = np.ones((2, 32)), np.ones((2, 32))
+    x[1, 7] = np.nan  # it stays, and no maximum would mend it
+    for lane, row in above:
+        x[row, lane] = 1.5
+    registers = run(declaring(0), {}) | run(declaring(1), {})
+    registers |= run(comparing(0), registers | {"$2": x[0], "$3": x[1], "$4": limit[0], "$5": limit[1]})
+    assert (run(voting(0), registers)["$0"] != 0).tolist() == [bool(above)] * 32
+    assert not run(voting(1), registers)["$0"].any()

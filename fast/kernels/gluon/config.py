@@ -32,6 +32,7 @@ class Config:
     buffers: int = 1  # of what an item owns: 2 let the next item's tiles be fetched under this one
     turns: bool = False  # the warpgroups issue their products in turns, so that one computes exponentials meanwhile
     late: bool = False  # "forward": exponentials come after the product with the p before, and p takes its registers
+    optimistic: bool = False  # "forward": the maximum of a row is asked for only if P is too large without
 
     @property
     def math_registers(self) -> int:
@@ -58,11 +59,14 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("fused", (64, 64)): Config(128, 128, 2),
     ("fused", (128, 128)): Config(128, 64, 2),
 }
-# Where a tile of queries visits LONG tiles of keys and more, on average.
-LONG_TABLE: dict[tuple[str, Widths], Config] = {
-    ("forward", (64, 64)): Config(192, 128, 4, 2, turns=True, late=True),
+# Instead, from so many tiles of keys on that a tile of queries visits on average.
+LONG_TABLE: dict[tuple[str, Widths], tuple[tuple[int, Config], ...]] = {
+    ("forward", (64, 64)): (
+        (8, Config(192, 128, 4, 2, turns=True, late=True)),
+        (12, Config(192, 128, 4, 2, turns=True, late=True, optimistic=True)),
+    ),
+    ("forward", (128, 128)): ((16, Config(128, 128, 3, turns=True, optimistic=True)),),
 }
-LONG = 32
 KERNELS = ("forward", "dq", "dkdv", "fused", "wide")
 # 64 for each warpgroup; in "wide" both share them.
 ROWS = {"forward": (128, 192), "dq": (128,), "dkdv": (128,), "fused": (128,), "wide": (64,)}
@@ -87,10 +91,10 @@ def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
     return [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
 
 
-def choose(kernel: str, d: int, dv: int, long: bool = False) -> tuple[Config, int, int]:
+def choose(kernel: str, d: int, dv: int, visits: float = 0.0) -> tuple[Config, int, int]:
     """The configuration of a kernel for heads d and dv wide, and these widths padded to what it is compiled for.
 
-    ``long``: tiles visit many others, see `LONG_TABLE`.
+    ``visits``: how many others a tile visits, see `LONG_TABLE`.
     Raises ValueError if there is none, or if it needs too much shared memory.
     """
     fitting = padded_to(kernel, d, dv)
@@ -100,7 +104,8 @@ def choose(kernel: str, d: int, dv: int, long: bool = False) -> tuple[Config, in
             f'the Hopper {kernel} kernel is for heads up to {widest} wide, got {(d, dv)}: use backend("triton")'
         )
     pads = min(fitting, key=sum)
-    config = _forced.get(kernel) or (LONG_TABLE.get((kernel, pads)) if long else None) or TABLE[kernel, pads]
+    suiting = [config for least, config in LONG_TABLE.get((kernel, pads), ()) if visits >= least]
+    config = _forced.get(kernel) or [TABLE[kernel, pads], *suiting][-1]
     if config.rows not in ROWS[kernel] or config.stages < 1 + (kernel == "forward"):
         least = "2 stages: a tile's V is awaited before the last one's is let go" if kernel == "forward" else "1 stage"
         raise ValueError(f"the Hopper {kernel} kernel has {ROWS[kernel]} rows and at least {least}; got {config}")

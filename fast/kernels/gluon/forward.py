@@ -13,6 +13,11 @@ whose P is at most the sum of the row so far: that key weighs at most half, as t
 row this holds, and a warp rescales O only if one of its rows has to follow. (P up to 2^8 whatever the row's sum, as in
 flash-attn-4 for Blackwell, is 1 % faster, but rows that see few keys come out with errors larger than those of the dtype.)
 
+OPTIMISTIC: far into a row nobody has to follow, so its maximum need not be known either. P is made with the m before at once,
+and its sums say whether that did: no P is larger than the sum of what its lane holds. If one of a warpgroup's is too large,
+which for most inputs happens a few times a row at most, it makes S and P of this tile again, with the maximum. K stays until
+then, which costs where few tiles are visited.
+
 Shared memory: e (BUFFERS rows d + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
 Sources: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2; the spans: `canon.fast.tiles`.
 """
@@ -178,6 +183,51 @@ def finish(o, m, l, result, work, item, W: gl.constexpr, BN: gl.constexpr, DV: g
 
 
 @gluon.jit
+def start_scores(b, io, ring, W: gl.constexpr, TURNS: gl.constexpr):
+    """S = Q K^T of this tile; wait for it.
+
+    ``ring``: the slots of the tile before and of this one, and the parity of its phase; counted on, as the first product
+    would have to wait for a division.
+    """
+    q_tiles, _, k_ring, _, _, _, k_full, _, _, _ = io
+    M: gl.constexpr = q_tiles.shape[2] * q_tiles.shape[3]
+    BN: gl.constexpr = k_ring.shape[2]
+    _, slot, turn = ring
+    q = q_tiles.index(b).reshape([M, q_tiles.shape[4]])
+    k = k_ring.index(slot).reshape([BN, k_ring.shape[4]])
+    mbarrier.wait(k_full.index(slot), turn)
+    if TURNS:
+        take_turn(W)
+    nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
+    return hopper.warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_output(o, p, io, ring, W: gl.constexpr, WARPGROUPS: gl.constexpr, TURNS: gl.constexpr):
+    """o += p V of the tile before; wait for it."""
+    _, _, _, v_ring, _, _, _, _, _, _ = io
+    v = v_ring.index(ring[0]).reshape([v_ring.shape[2], v_ring.shape[4]])
+    o = hopper.warpgroup_mma(p, v, o, is_async=True)
+    if TURNS:
+        pass_turn(W, WARPGROUPS)
+    return o
+
+
+@gluon.jit
+def advanced(ring, STAGES: gl.constexpr):
+    """The ring at the next tile."""
+    _, slot, turn = ring
+    wraps = slot == STAGES - 1
+    return slot, gl.where(wraps, 0, slot + 1), gl.where(wraps, turn ^ 1, turn)
+
+
+@gluon.jit
+def by_row(l, shrink):
+    """l (rows, 4), as lanes hold it, times what its rows shrink by."""
+    return l * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, lane_layout())), 1)
+
+
+@gluon.jit
 def step(
     o,
     p,
@@ -207,34 +257,22 @@ def step(
     """Take a tile into the maximum m (in base 2, not always followed), the sum l and the output o, which lacks its product p V.
 
     On entry o lacks that of the tile before, and has to be ``shrink`` times what it is, as on return. FRESH: the tile is the
-    first of an item, and the ``previous`` item is finished.
-    ``ring``: the slots of the tile before and of this one, and the parity of its phase; counted on, as the first product
-    would have to wait for a division. ``l`` (rows, 4) is what each lane has summed. LATE: exponentials wait for the product
-    with V, so p is rounded into the registers of the p before. With three warpgroups it is done by then.
+    first of an item, and the ``previous`` item is finished. l (rows, 4) is what each lane has summed.
+    LATE: exponentials wait for the product with V, so p is rounded into the registers of the p before. With three warpgroups
+    it is done by then.
     """
-    q_tiles, _, k_ring, v_ring, _, q_free, k_full, k_free, v_full, v_free = io
+    q_tiles, _, k_ring, v_ring, _, q_free, _, k_free, v_full, v_free = io
     M: gl.constexpr = q_tiles.shape[2] * PACK
-    D_PAD: gl.constexpr = q_tiles.shape[4]
-    STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
     DV_PAD: gl.constexpr = v_ring.shape[4]
     UNDER: gl.constexpr = DV_PAD <= 128  # o is rescaled under S, where there are registers for that
     before, slot, turn = ring
-    q = q_tiles.index(b).reshape([M, D_PAD])
-    k = k_ring.index(slot).reshape([BN, D_PAD])
-    v = v_ring.index(before).reshape([BN, DV_PAD])
-    mbarrier.wait(k_full.index(slot), turn)
     if FRESH:  # before the first item is item 0: p is 0, and the product is dropped
         mbarrier.wait(v_full.index(before), 0, pred=previous == 0)
-    if TURNS:
-        take_turn(W)
-    nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
-    s = hopper.warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = start_scores(b, io, ring, W, TURNS)
     if UNDER:
         o = rescaled(o, shrink)
-    o = hopper.warpgroup_mma(p, v, o, is_async=True)
-    if TURNS:
-        pass_turn(W, WARPGROUPS)
+    o = start_output(o, p, io, ring, W, WARPGROUPS, TURNS)
     if not FRESH:
         limit = ceiling(m, l, BN)
     s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
@@ -267,14 +305,140 @@ def step(
         finish(o, m, l, result, work, previous, W, BN, DV, PACK)
         o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))
     else:
-        l_new += l * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, lane_layout())), 1)
+        l_new += by_row(l, shrink)
         if not UNDER:
             o, shrink = rescaled(o, shrink), gl.full([M], 1.0, gl.float32, column_layout(BN))
-    wraps = slot == STAGES - 1
-    ring = slot, gl.where(wraps, 0, slot + 1), gl.where(wraps, turn ^ 1, turn)
-    return o, p, m_new, l_new, shrink, ring
+    return o, p, m_new, l_new, shrink, advanced(ring, k_ring.shape[0])
 
 
+# ------------------------------------------------------------------ optimistic steps
+@gluon.constexpr_function
+def comparing(warpgroup):
+    """PTX: whether one of a thread's two numbers is larger than its limit, kept in a register of the warpgroup's own."""
+    compare = "setp.gt.f32 some, $2, $4; setp.gt.or.f32 some, $3, $5, some;"
+    return f"{{ .reg .pred some; {compare} selp.b32 above_{warpgroup}, 1, 0, some; mov.u32 $0, 0; mov.u32 $1, 0; }}"
+
+
+@gluon.constexpr_function
+def voting(warpgroup):
+    """PTX: not 0 if it is so for any thread of the warpgroup. A ballot: the assembler knows that all lanes have the same."""
+    vote = f"bar.red.or.pred some, {11 + warpgroup}, 128, some; vote.sync.ballot.b32 $0, some, -1;"
+    return f"{{ .reg .pred some; setp.ne.u32 some, above_{warpgroup}, 0; {vote} }}"
+
+
+@gluon.constexpr_function
+def declaring(warpgroup):
+    """PTX that makes the register for both."""
+    return f".reg .b32 above_{warpgroup}; mov.b32 above_{warpgroup}, 0; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def declare_vote(W: gl.constexpr):
+    """Once a warpgroup, before `any_above`. Gluon has no way from a tensor to a number that differs among threads: a register."""
+    gl.inline_asm_elementwise(declaring(W), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def any_above(x, limit, W: gl.constexpr):
+    """Not 0 if an element of x (64, 4), held as by `lane_sum`, is larger than its limit."""
+    gl.inline_asm_elementwise(comparing(W), "=r,=r,f,f,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=2)
+    return gl.inline_asm_elementwise(voting(W), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def largest(l):
+    """What P may be at most, by row; lanes have summed l so far."""
+    return gl.minimum(gl.sum(l, 1), 256.0)
+
+
+@gluon.jit
+def let_go(b, io, ring, is_last):
+    """K of this tile has been read, and Q if it is an item's last one. The ring at the next tile."""
+    _, _, k_ring, _, _, q_free, _, k_free, _, _ = io
+    mbarrier.arrive(k_free.index(ring[1]), count=1)
+    if is_last:
+        mbarrier.arrive(q_free.index(b), count=1)
+    return advanced(ring, k_ring.shape[0])
+
+
+@gluon.jit
+def try_tiles(
+    o,
+    p,
+    m,
+    l,
+    b,
+    io,
+    work,
+    ring,
+    span,
+    span_end,
+    row,
+    column,
+    stop,
+    scale_log2,
+    PARTIAL: gl.constexpr,
+    W: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    TURNS: gl.constexpr,
+    LATE: gl.constexpr,
+    PACK: gl.constexpr,
+):
+    """`step` after step from a column on, with the maximum m as it is, until P is ``above`` what it may be or all is done.
+
+    Of a tile where that is nothing has been taken in, but for its predecessor's product with V. ``seen``: the sums of its P.
+    """
+    q_tiles, _, k_ring, v_ring, _, _, _, _, v_full, v_free = io
+    BN: gl.constexpr = k_ring.shape[2]
+    above, seen = 0, l
+    while (column < stop) & (above == 0):
+        before, slot, turn = ring
+        s = start_scores(b, io, ring, W, TURNS)
+        o = start_output(o, p, io, ring, W, WARPGROUPS, TURNS)
+        limit = gl.expand_dims(largest(l), 1) + gl.zeros_like(l)
+        s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
+        if LATE:
+            mbarrier.wait(v_full.index(slot), turn)
+            o = hopper.warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(v_free.index(before), count=1)
+        if PARTIAL:
+            s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
+        x = gl.exp2(s * scale_log2 - gl.expand_dims(finite(m), 1))
+        seen = lane_sum(x)
+        p = gl.convert_layout(x.to(q_tiles.dtype), factor_layout(v_ring.shape[4]))
+        if not LATE:
+            mbarrier.wait(v_full.index(slot), turn)
+            o = hopper.warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(v_free.index(before), count=1)
+        above = any_above(seen, limit, W)
+        if above == 0:
+            l += seen
+            ring = let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
+            column += BN
+    return o, p, l, seen, ring, column, above
+
+
+@gluon.jit
+def follow(
+    o, m, l, seen, b, io, work, ring, span, row, column, scale_log2, partial, W: gl.constexpr, PACK: gl.constexpr
+):
+    """The tile at which `try_tiles` has stopped: with the maximum of those rows of which a lane has ``seen`` too much."""
+    q_tiles, _, k_ring, v_ring, _, _, _, _, _, _ = io
+    BN: gl.constexpr = k_ring.shape[2]
+    s = hopper.warpgroup_mma_wait(0, deps=[start_scores(b, io, ring, W, False)])
+    if partial:
+        s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
+    far = gl.convert_layout(gl.max(seen, 1) > largest(l), column_layout(BN))
+    m_new = gl.where(far, gl.maximum(m, row_maximum(s) * scale_log2), m)
+    m_use = finite(m_new)
+    shrink = gl.exp2(m - m_use)
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_use, 1))
+    l = lane_sum(p) + by_row(l, shrink)
+    p = gl.convert_layout(p.to(q_tiles.dtype), factor_layout(v_ring.shape[4]))
+    return rescaled(o, shrink), p, m_new, l
+
+
+# ------------------------------------------------------------------ a warpgroup
 @gluon.jit
 def attend(
     io,
@@ -285,6 +449,7 @@ def attend(
     WARPGROUPS: gl.constexpr,
     TURNS: gl.constexpr,
     LATE: gl.constexpr,
+    OPTIMISTIC: gl.constexpr,
     DV: gl.constexpr,
 ):
     """A warpgroup: its part of the rows of every item."""
@@ -301,6 +466,8 @@ def attend(
     l = gl.zeros([M, 4], gl.float32, lane_layout())
     shrink = gl.full([M], 1.0, gl.float32, column_layout(BN))
     previous, done, ring = 0, 0, (0, 0, 0)
+    if OPTIMISTIC:
+        declare_vote(W)
     if TURNS and W == WARPGROUPS - 1:
         pass_turn(W, WARPGROUPS)  # the first turn is the first warpgroup's
     item = hear(told.index(W * BUFFERS), q_full.index(W * BUFFERS), 0)
@@ -319,19 +486,39 @@ def attend(
             column, stop = columns_of(work, span, BN)
             partial = is_partial(work, span)
             column += gl.where(span == span_first, BN, 0)
-            turning = gl.where(partial, stop, column)
-            for j in range(column, turning, BN):
-                is_last = (span + SPAN == span_end) & (j + BN == stop)
-                o, p, m, l, shrink, ring = step(
-                    o, p, m, l, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, True, is_last,
-                    False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
-                )  # fmt: skip
-            for j in range(turning, stop, BN):
-                is_last = (span + SPAN == span_end) & (j + BN == stop)
-                o, p, m, l, shrink, ring = step(
-                    o, p, m, l, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, False, is_last,
-                    False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
-                )  # fmt: skip
+            if OPTIMISTIC:
+                while column < stop:
+                    above, seen = 0, l
+                    if partial:
+                        o, p, l, seen, ring, column, above = try_tiles(
+                            o, p, m, l, b, io, work, ring, span, span_end, row, column, stop, scale_log2,
+                            True, W, WARPGROUPS, TURNS, LATE, PACK,
+                        )  # fmt: skip
+                    else:
+                        o, p, l, seen, ring, column, above = try_tiles(
+                            o, p, m, l, b, io, work, ring, span, span_end, row, column, stop, scale_log2,
+                            False, W, WARPGROUPS, TURNS, LATE, PACK,
+                        )  # fmt: skip
+                    if above != 0:
+                        o, p, m, l = follow(
+                            o, m, l, seen, b, io, work, ring, span, row, column, scale_log2, partial, W, PACK
+                        )
+                        ring = let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
+                        column += BN
+            else:
+                turning = gl.where(partial, stop, column)
+                for j in range(column, turning, BN):
+                    is_last = (span + SPAN == span_end) & (j + BN == stop)
+                    o, p, m, l, shrink, ring = step(
+                        o, p, m, l, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, True, is_last,
+                        False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
+                    )  # fmt: skip
+                for j in range(turning, stop, BN):
+                    is_last = (span + SPAN == span_end) & (j + BN == stop)
+                    o, p, m, l, shrink, ring = step(
+                        o, p, m, l, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, False, is_last,
+                        False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
+                    )  # fmt: skip
         done += 1
         b = W * BUFFERS + done % BUFFERS
         previous, item = item, hear(told.index(b), q_full.index(b), done // BUFFERS & 1)
@@ -368,6 +555,7 @@ def forward_kernel(
     BUFFERS: gl.constexpr,
     TURNS: gl.constexpr,
     LATE: gl.constexpr,
+    OPTIMISTIC: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """out (b, t, h, dv), evenly strided over b and t, and natural lse (b, h, t), contiguous, of the items in ``work``."""
@@ -387,8 +575,8 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (q_desc, k_desc, v_desc, work, counter, io, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, DV)),
-                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, DV)),
+                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, OPTIMISTIC, DV)),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],
@@ -397,9 +585,9 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (q_desc, k_desc, v_desc, work, counter, io, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, DV)),
-                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, DV)),
-                (attend, (io, result, work, scale_log2, THIRD, WARPGROUPS, TURNS, LATE, DV)),
+                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, THIRD, WARPGROUPS, TURNS, LATE, OPTIMISTIC, DV)),
             ],
             [4, 4, 4],
             [MATH_REGISTERS, MATH_REGISTERS, MATH_REGISTERS],

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
-from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, LONG, Config, choose
+from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.forward import forward_kernel
@@ -40,7 +40,7 @@ delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Writes out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
-    config, d, dv = choose("forward", q.shape[-1], v.shape[-1], visits_many(mask, q.shape[2] // k.shape[2]))
+    config, d, dv = choose("forward", q.shape[-1], v.shape[-1], visits(mask, q.shape[2] // k.shape[2]))
     group, pack, plan = query_plan(q, k, v, mask, config)
     even_out, line_lse = evenly(out), lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
     if not plan.complete:
@@ -55,7 +55,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
         )
         strides = even_out.stride(1), even_out.stride(2)
         arguments = (*tiles, even_out, line_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
-        options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack, "TURNS": config.turns, "LATE": config.late}
+        options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack}
+        options |= {"TURNS": config.turns, "LATE": config.late, "OPTIMISTIC": config.optimistic}
         run(forward_kernel, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
     settle(out, even_out)
     settle(lse, line_lse)
@@ -248,10 +249,11 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def visits_many(mask: Mask, group: int) -> bool:
-    """Whether a tile of queries visits `LONG` tiles of keys, on average, and is one head's, with 192 rows as well."""
-    many = work_table(mask, 128, 128).visits >= LONG * -(-mask.queries // 128) > 0
-    return many and packing(mask, 192, 128, group) == 1
+def visits(mask: Mask, group: int) -> float:
+    """How many tiles of keys one of queries visits, on average; 0 unless it is one head's, with 192 rows as well."""
+    if not mask.queries or packing(mask, 192, 128, group) > 1:
+        return 0.0
+    return work_table(mask, 128, 128).visits / -(-mask.queries // 128)
 
 
 # ------------------------------------------------------------------ outputs

@@ -44,7 +44,7 @@ class Case:
     """A kernel for one dtype and head width.
 
     ``describable``: tensor descriptors may be used; ``short``: documents so short that query heads share a Hopper tile;
-    ``long``: a sequence so long that `hopper_config.LONG_TABLE` is taken; ``ordered``: dq is added up in order.
+    ``visits``: tiles of keys for one of queries, to reach `hopper_config.LONG_TABLE`; ``ordered``: dq is added up in order.
     """
 
     kernel: str
@@ -55,7 +55,7 @@ class Case:
     describable: bool = False
     family: str = "triton"
     short: bool = False
-    long: bool = False
+    visits: int = 0
     ordered: bool = False
 
 
@@ -77,7 +77,15 @@ class Compiled:
     def __str__(self) -> str:
         case, c = self.case, self.config
         if case.family == "gluon":
-            how = "packed" if case.short else "long" if case.long else "in order" if case.ordered else "gluon"
+            how = (
+                "packed"
+                if case.short
+                else f"visits {case.visits}"
+                if case.visits
+                else "in order"
+                if case.ordered
+                else "gluon"
+            )
             warps = 16 if c.rows == 192 else 12
         else:
             how, warps = "descriptors" if c.tma else "pointers", c.warps
@@ -102,8 +110,11 @@ def main_cases(arch: int) -> list[Case]:
         cases += [Case(name, 90, "float16", 96, 80, True, "gluon") for name in ("forward", "dkdv")]
         packed = [(name, d) for name in ("forward", "dq") for d in (64, 128, 256)]
         cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", short=True) for name, d in packed]
-        long = hopper_config.LONG_TABLE
-        cases += [Case(name, 90, "bfloat16", *pads, True, "gluon", long=True) for name, pads in long]
+        cases += [
+            Case(name, 90, "bfloat16", *pads, True, "gluon", visits=visits)
+            for (name, pads), choices in hopper_config.LONG_TABLE.items()
+            for visits, _ in choices
+        ]
         fused = [pads for name, pads in hopper_config.TABLE if name == "fused"]
         cases += [Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused]
     return cases
@@ -165,7 +176,7 @@ def _compile_portable(case: Case) -> list[Compiled]:
 
 
 def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    tokens, h, g = 256 * hopper_config.LONG if case.long else 256, 32, 8  # a causal tile visits half of all on average
+    tokens, h, g = 256 * case.visits or 256, 32, 8  # a causal tile visits half of all on average
     wide = torch.promote_types(dtype, torch.float32)
     q, k = (torch.empty(1, tokens, heads, case.d, dtype=dtype) for heads in (h, g))
     v, dout = (torch.empty(1, tokens, heads, case.dv, dtype=dtype) for heads in (g, h))
