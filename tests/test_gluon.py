@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from canon import Layout, Mask, fast
 from canon.fast import backend, backward, local, ring_attention
-from canon.fast.kernels.gluon import config, launch, lines, schedule
+from canon.fast.kernels.gluon import config, forward, launch, lines, schedule
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.schedule import Heads
 from canon.testing import simulator, world
@@ -125,7 +125,9 @@ TILES = {
 
 
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
-@pytest.mark.parametrize("steps", [0.5, 3.0, 20.0, -20.0], ids=["hardly", "slowly", "by leaps", "falling"])
+@pytest.mark.parametrize(
+    "steps", [0.5, 3.0, 20.0, 200.0, -20.0], ids=["hardly", "slowly", "by leaps", "out of range", "falling"]
+)
 def test_maxima_may_grow(steps, d, tiles):
     """In some rows only: those of a warp are rescaled together."""
     mask = Mask.full(450)
@@ -136,6 +138,42 @@ def test_maxima_may_grow(steps, d, tiles):
     with config.forced(forward=tiles), hopper():
         out, lse = local.attention_forward(q, k, v, mask)
     assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+
+
+@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+def test_a_row_has_the_same_bits_whatever_maxima_its_neighbours_follow(d, tiles):
+    mask = Mask.full(450)
+    q, k, v, *_ = inputs(mask, h=1, d=d, dv=d)
+    k[..., 0] = torch.arange(450, device=DEVICE)[None, :, None] // 64
+    alone, following = torch.arange(450, device=DEVICE) % 3 > 0, torch.tensor([0.0, 30.0], device=DEVICE)
+    results = []
+    for slope in following:
+        q[..., 0] = torch.where(alone, 0, slope)[None, :, None]
+        with config.forced(forward=tiles), hopper():
+            results.append(local.attention_forward(q, k, v, mask))
+    (out, lse), (again, lse_again) = results
+    assert torch.equal(out[:, alone], again[:, alone])
+    assert torch.equal(lse[..., alone], lse_again[..., alone])
+    assert not torch.equal(out, again)
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="simulated votes are counted")
+@pytest.mark.parametrize("tiles", ["optimistic", "three, optimistic"])
+def test_under_a_causal_mask_hardly_a_tile_is_made_twice(tiles, monkeypatch):
+    """Full tiles come first: then no row has seen so few keys that one of the next tile's may outweigh them."""
+    votes = []
+
+    def count(*arguments):
+        votes.append(simulator.language.any_above(*arguments))
+        return votes[-1]
+
+    monkeypatch.setitem(simulator._stand_ins, id(forward.any_above), (forward.any_above, count))
+    d, tiles = TILES[tiles]
+    q, k, v, *_ = inputs(mask := Mask.causal(1000), h=1, d=d, dv=d)
+    with config.forced(forward=tiles), hopper():
+        local.attention_forward(q, k, v, mask)
+    assert len(votes) > 50
+    assert sum(int(vote.data) for vote in votes) <= 1
 
 
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
@@ -320,11 +358,12 @@ def test_every_schedule_runs_on_them(name):
 # --- the schedule ---
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("transposed", "full_first"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("name", ["documents", "window", "queries without keys and keys without queries"])
-def test_every_tile_of_every_head_is_somebodys_once(name, transposed):
+def test_every_tile_of_every_head_is_somebodys_once(name, transposed, full_first):
     mask, heads, pack = MASKS[name], Heads(2, 4, 4), 1 if transposed else 2
-    made = schedule.schedule(mask, 128, 64, transposed, heads, pack, 1 << 20, torch.device("cpu"), 3)
+    device = torch.device("cpu")
+    made = schedule.schedule(mask, 128, 64, transposed, heads, pack, 1 << 20, device, 3, full_first=full_first)
     work = made.work.numpy()
     assert not work[1:7].any()  # item 0 has no rows
     assert work[7] == len(work)  # nobody takes turns
@@ -340,6 +379,8 @@ def test_every_tile_of_every_head_is_somebodys_once(name, transposed):
         times[batch, head : head + pack, first:stop] += 1
         spans = work[begin:end].reshape(3, -1, 8)  # once for each of three heads
         assert (spans == spans[0]).all()
+        partial = spans[0][:, 3] > 0
+        assert not full_first or partial.tolist() == sorted(partial.tolist())
     assert times.max() == 1
     assert (times[:, :, seen] == 1).all()
     assert made.complete == (times == 1).all()

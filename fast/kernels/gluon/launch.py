@@ -143,7 +143,9 @@ def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> t
     group = q.shape[2] // k.shape[2]
     pack = packing(mask, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
-    plan = schedule(mask, config.rows, config.columns, False, heads, pack, read, q.device)
+    # Optimism wants all of a tile's rows to have seen much: under the diagonal some see one key at first.
+    order = {"full_first": config.optimistic}
+    plan = schedule(mask, config.rows, config.columns, False, heads, pack, read, q.device, **order)
     return group, pack, plan
 
 

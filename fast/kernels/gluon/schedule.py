@@ -64,12 +64,14 @@ def schedule(
     device: torch.device,
     repeat: int = 1,
     in_turn: bool = False,
+    full_first: bool = False,
 ) -> Schedule:
     """The schedule of a mask; an item has the ``pack`` heads from its own on.
 
     ``transposed``: tiles of keys, and ``boxes`` of queries as in `work_table`; ``repeat``: how often the spans of a tile come
     after one another, once for each query head of an owner. ``in_turn``: tiles add to columns in the order of the list;
     their boxes are either the same or apart, and behind the spans stand two numbers for each, see `_with_turns`.
+    ``full_first``: a tile's full spans come before its partial ones.
     """
     boxes = (columns if in_turn else BOX) if transposed else 0
     tiles, spans, cost = _costs(mask, rows // pack, columns, transposed, repeat, boxes)
@@ -79,6 +81,9 @@ def schedule(
     regions = -(-read // L2_BYTES)
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
     order = order[(end > begin)[order]]
+    if full_first:
+        tile = np.searchsorted(np.sort(begin[end > begin]), np.arange(len(spans)), side="right")
+        spans = spans[np.lexsort((spans[:, 3] > 0, tile))]  # a full one has no band
     if in_turn:
         spans, begin, end = _with_turns(spans, begin, end, order, columns)
     if repeat > 1:
