@@ -15,7 +15,7 @@ import torch
 from sharded import DEVICE, ON_HOPPER, assert_agrees, on_this_rank, whole
 from triton.runtime import driver
 
-from canon import Layout, Mask, fast
+from canon import Band, Layout, Mask, fast
 from canon.fast import backend, backward, local, ring_attention
 from canon.fast.kernels.gluon import config, forward, launch, lines, schedule
 from canon.fast.kernels.gluon.config import Config
@@ -135,6 +135,18 @@ def test_maxima_may_grow(steps, d, tiles):
     height = torch.arange(450, device=DEVICE) // 64 * steps * (torch.arange(450, device=DEVICE) % 3 > 0)
     q[..., 0] = torch.linspace(0, 1, 450, device=DEVICE)[None, :, None] > 0.3
     k[..., 0] = (height * d**0.5 / 1.44)[None, :, None]
+    with config.forced(forward=tiles), hopper():
+        out, lse = local.attention_forward(q, k, v, mask)
+    assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+
+
+@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+@pytest.mark.parametrize("score", [-400, 400])
+def test_rows_may_be_blind_at_first_and_far_from_0_then(score, d, tiles):
+    """Rows 0 to 9 see no key of the first tile that others visit; relative to 0 their exponentials are 0, or infinite."""
+    mask = Mask([Band(0, 10, 150, 260, -300, 300), Band(10, 150, 0, 260, -300, 300)], 150, 260)
+    q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d)
+    q[..., 0], k[..., 0] = d**0.5, score
     with config.forced(forward=tiles), hopper():
         out, lse = local.attention_forward(q, k, v, mask)
     assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)

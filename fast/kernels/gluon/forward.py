@@ -334,7 +334,7 @@ def declaring(warpgroup):
 
 @gluon.jit
 def declare_vote(W: gl.constexpr):
-    """Once a warpgroup, before `any_above`. Gluon has no way from a tensor to a number that differs among threads: a register."""
+    """Once a warpgroup, before `any_above`: a register, as Gluon has no numbers that differ among threads but in tensors."""
     gl.inline_asm_elementwise(declaring(W), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -343,6 +343,9 @@ def any_above(x, limit, W: gl.constexpr):
     """Not 0 if an element of x (64, 4), held as by `lane_sum`, is larger than its limit."""
     gl.inline_asm_elementwise(comparing(W), "=r,=r,f,f,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=2)
     return gl.inline_asm_elementwise(voting(W), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+LOWEST = gl.constexpr(-3e38)
 
 
 @gluon.jit
@@ -387,6 +390,7 @@ def try_tiles(
     """`step` after step from a column on, with the maximum m as it is, until P is ``above`` what it may be or all is done.
 
     Of a tile where that is nothing has been taken in, but for its predecessor's product with V. ``seen``: the sums of its P.
+    A row that has seen no key has -inf for m, and takes the `LOWEST` for it: P of whatever it sees is infinite.
     """
     q_tiles, _, k_ring, v_ring, _, _, _, _, v_full, v_free = io
     BN: gl.constexpr = k_ring.shape[2]
@@ -403,7 +407,7 @@ def try_tiles(
             mbarrier.arrive(v_free.index(before), count=1)
         if PARTIAL:
             s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
-        x = gl.exp2(s * scale_log2 - gl.expand_dims(finite(m), 1))
+        x = gl.exp2(s * scale_log2 - gl.expand_dims(gl.maximum(m, LOWEST), 1))
         seen = lane_sum(x)
         p = gl.convert_layout(x.to(q_tiles.dtype), factor_layout(v_ring.shape[4]))
         if not LATE:
