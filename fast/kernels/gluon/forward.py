@@ -183,19 +183,21 @@ def finish(o, m, l, result, work, item, W: gl.constexpr, BN: gl.constexpr, DV: g
 
 
 @gluon.jit
-def start_scores(b, io, ring, W: gl.constexpr, TURNS: gl.constexpr):
-    """S = Q K^T of this tile; wait for it.
+def start_scores(b, io, ring, previous, FRESH: gl.constexpr, W: gl.constexpr, TURNS: gl.constexpr):
+    """S = Q K^T of this tile; wait for it. FRESH: the tile is the first of an item, behind the ``previous`` item.
 
     ``ring``: the slots of the tile before and of this one, and the parity of its phase; counted on, as the first product
     would have to wait for a division.
     """
-    q_tiles, _, k_ring, _, _, _, k_full, _, _, _ = io
+    q_tiles, _, k_ring, _, _, _, k_full, _, v_full, _ = io
     M: gl.constexpr = q_tiles.shape[2] * q_tiles.shape[3]
     BN: gl.constexpr = k_ring.shape[2]
-    _, slot, turn = ring
+    before, slot, turn = ring
     q = q_tiles.index(b).reshape([M, q_tiles.shape[4]])
     k = k_ring.index(slot).reshape([BN, k_ring.shape[4]])
     mbarrier.wait(k_full.index(slot), turn)
+    if FRESH:  # before the first item is item 0: p is 0, and the product is dropped
+        mbarrier.wait(v_full.index(before), 0, pred=previous == 0)
     if TURNS:
         take_turn(W)
     nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
@@ -214,11 +216,29 @@ def start_output(o, p, io, ring, W: gl.constexpr, WARPGROUPS: gl.constexpr, TURN
 
 
 @gluon.jit
+def let_go(b, io, ring, is_last):
+    """K of this tile has been read, and Q if it is an item's last one."""
+    _, _, _, _, _, q_free, _, k_free, _, _ = io
+    mbarrier.arrive(k_free.index(ring[1]), count=1)
+    if is_last:
+        mbarrier.arrive(q_free.index(b), count=1)
+
+
+@gluon.jit
 def advanced(ring, STAGES: gl.constexpr):
     """The ring at the next tile."""
     _, slot, turn = ring
     wraps = slot == STAGES - 1
     return slot, gl.where(wraps, 0, slot + 1), gl.where(wraps, turn ^ 1, turn)
+
+
+@gluon.jit
+def exponentials(s, m, scale_log2, io):
+    """P, as a factor, and its sums by lane."""
+    q_tiles, _, _, v_ring, _, _, _, _, _, _ = io
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
+    sums = lane_sum(p)
+    return gl.convert_layout(p.to(q_tiles.dtype), factor_layout(v_ring.shape[4])), sums
 
 
 @gluon.jit
@@ -261,24 +281,20 @@ def step(
     LATE: exponentials wait for the product with V, so p is rounded into the registers of the p before. With three warpgroups
     it is done by then.
     """
-    q_tiles, _, k_ring, v_ring, _, q_free, _, k_free, v_full, v_free = io
+    q_tiles, _, k_ring, v_ring, _, _, _, _, v_full, v_free = io
     M: gl.constexpr = q_tiles.shape[2] * PACK
     BN: gl.constexpr = k_ring.shape[2]
     DV_PAD: gl.constexpr = v_ring.shape[4]
     UNDER: gl.constexpr = DV_PAD <= 128  # o is rescaled under S, where there are registers for that
     before, slot, turn = ring
-    if FRESH:  # before the first item is item 0: p is 0, and the product is dropped
-        mbarrier.wait(v_full.index(before), 0, pred=previous == 0)
-    s = start_scores(b, io, ring, W, TURNS)
+    s = start_scores(b, io, ring, previous, FRESH, W, TURNS)
     if UNDER:
         o = rescaled(o, shrink)
     o = start_output(o, p, io, ring, W, WARPGROUPS, TURNS)
     if not FRESH:
         limit = ceiling(m, l, BN)
     s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
-    mbarrier.arrive(k_free.index(slot), count=1)
-    if is_last:
-        mbarrier.arrive(q_free.index(b), count=1)
+    let_go(b, io, ring, is_last)
 
     if partial:
         s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
@@ -293,9 +309,7 @@ def step(
     if LATE:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(before), count=1, pred=previous > 0 if FRESH else True)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_use, 1))
-    l_new = lane_sum(p)
-    p = gl.convert_layout(p.to(q_tiles.dtype), factor_layout(DV_PAD))
+    p, l_new = exponentials(s, m_use, scale_log2, io)
     # V of this tile is for the next step. Waiting here keeps the assembler from waiting for o above the exponentials.
     mbarrier.wait(v_full.index(slot), turn)
     if not LATE:
@@ -345,23 +359,13 @@ def any_above(x, limit, W: gl.constexpr):
     return gl.inline_asm_elementwise(voting(W), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-LOWEST = gl.constexpr(-3e38)
+LOWEST = gl.constexpr(-3e38)  # a maximum, relative to which P of whatever is seen is infinite
 
 
 @gluon.jit
 def largest(l):
     """What P may be at most, by row; lanes have summed l so far."""
     return gl.minimum(gl.sum(l, 1), 256.0)
-
-
-@gluon.jit
-def let_go(b, io, ring, is_last):
-    """K of this tile has been read, and Q if it is an item's last one. The ring at the next tile."""
-    _, _, k_ring, _, _, q_free, _, k_free, _, _ = io
-    mbarrier.arrive(k_free.index(ring[1]), count=1)
-    if is_last:
-        mbarrier.arrive(q_free.index(b), count=1)
-    return advanced(ring, k_ring.shape[0])
 
 
 @gluon.jit
@@ -392,12 +396,12 @@ def try_tiles(
     Of a tile where that is nothing has been taken in, but for its predecessor's product with V. ``seen``: the sums of its P.
     A row that has seen no key has -inf for m, and takes the `LOWEST` for it: P of whatever it sees is infinite.
     """
-    q_tiles, _, k_ring, v_ring, _, _, _, _, v_full, v_free = io
+    _, _, k_ring, _, _, _, _, _, v_full, v_free = io
     BN: gl.constexpr = k_ring.shape[2]
     above, seen = 0, l
     while (column < stop) & (above == 0):
         before, slot, turn = ring
-        s = start_scores(b, io, ring, W, TURNS)
+        s = start_scores(b, io, ring, 0, False, W, TURNS)
         o = start_output(o, p, io, ring, W, WARPGROUPS, TURNS)
         limit = gl.expand_dims(largest(l), 1) + gl.zeros_like(l)
         s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
@@ -407,9 +411,7 @@ def try_tiles(
             mbarrier.arrive(v_free.index(before), count=1)
         if PARTIAL:
             s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
-        x = gl.exp2(s * scale_log2 - gl.expand_dims(gl.maximum(m, LOWEST), 1))
-        seen = lane_sum(x)
-        p = gl.convert_layout(x.to(q_tiles.dtype), factor_layout(v_ring.shape[4]))
+        p, seen = exponentials(s, gl.maximum(m, LOWEST), scale_log2, io)
         if not LATE:
             mbarrier.wait(v_full.index(slot), turn)
             o = hopper.warpgroup_mma_wait(0, deps=[o])
@@ -417,7 +419,8 @@ def try_tiles(
         above = any_above(seen, limit, W)
         if above == 0:
             l += seen
-            ring = let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
+            let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
+            ring = advanced(ring, k_ring.shape[0])
             column += BN
     return o, p, l, seen, ring, column, above
 
@@ -427,19 +430,15 @@ def follow(
     o, m, l, seen, b, io, work, ring, span, row, column, scale_log2, partial, W: gl.constexpr, PACK: gl.constexpr
 ):
     """The tile at which `try_tiles` has stopped: with the maximum of those rows of which a lane has ``seen`` too much."""
-    q_tiles, _, k_ring, v_ring, _, _, _, _, _, _ = io
-    BN: gl.constexpr = k_ring.shape[2]
-    s = hopper.warpgroup_mma_wait(0, deps=[start_scores(b, io, ring, W, False)])
+    s = hopper.warpgroup_mma_wait(0, deps=[start_scores(b, io, ring, 0, False, W, False)])
     if partial:
         s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
-    far = gl.convert_layout(gl.max(seen, 1) > largest(l), column_layout(BN))
+    far = gl.convert_layout(gl.max(seen, 1) > largest(l), column_layout(s.shape[1]))
     m_new = gl.where(far, gl.maximum(m, row_maximum(s) * scale_log2), m)
     m_use = finite(m_new)
     shrink = gl.exp2(m - m_use)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_use, 1))
-    l = lane_sum(p) + by_row(l, shrink)
-    p = gl.convert_layout(p.to(q_tiles.dtype), factor_layout(v_ring.shape[4]))
-    return rescaled(o, shrink), p, m_new, l
+    p, seen = exponentials(s, m_use, scale_log2, io)
+    return rescaled(o, shrink), p, m_new, seen + by_row(l, shrink)
 
 
 # ------------------------------------------------------------------ a warpgroup
@@ -492,7 +491,6 @@ def attend(
             column += gl.where(span == span_first, BN, 0)
             if OPTIMISTIC:
                 while column < stop:
-                    above, seen = 0, l
                     if partial:
                         o, p, l, seen, ring, column, above = try_tiles(
                             o, p, m, l, b, io, work, ring, span, span_end, row, column, stop, scale_log2,
@@ -507,7 +505,8 @@ def attend(
                         o, p, m, l = follow(
                             o, m, l, seen, b, io, work, ring, span, row, column, scale_log2, partial, W, PACK
                         )
-                        ring = let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
+                        let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
+                        ring = advanced(ring, k_ring.shape[0])
                         column += BN
             else:
                 turning = gl.where(partial, stop, column)
@@ -527,8 +526,7 @@ def attend(
         b = W * BUFFERS + done % BUFFERS
         previous, item = item, hear(told.index(b), q_full.index(b), done // BUFFERS & 1)
     if previous > 0:
-        v = v_ring.index(ring[0]).reshape([BN, DV_PAD])
-        o = hopper.warpgroup_mma(p, v, rescaled(o, shrink), is_async=True)
+        o = start_output(rescaled(o, shrink), p, io, ring, W, WARPGROUPS, False)
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         finish(o, m, l, result, work, previous, W, BN, DV, PACK)
     if TURNS and W == FIRST:

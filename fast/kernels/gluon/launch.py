@@ -144,8 +144,7 @@ def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> t
     pack = packing(mask, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
     # Optimism wants all of a tile's rows to have seen much: under the diagonal some see one key at first.
-    order = {"full_first": config.optimistic}
-    plan = schedule(mask, config.rows, config.columns, False, heads, pack, read, q.device, **order)
+    plan = schedule(mask, config.rows, config.columns, False, heads, pack, read, q.device, full_first=config.optimistic)
     return group, pack, plan
 
 

@@ -82,8 +82,8 @@ def schedule(
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
     order = order[(end > begin)[order]]
     if full_first:
-        tile = np.searchsorted(np.sort(begin[end > begin]), np.arange(len(spans)), side="right")
-        spans = spans[np.lexsort((spans[:, 3] > 0, tile))]  # a full one has no band
+        owner = np.searchsorted(np.sort(begin[end > begin]), np.arange(len(spans)), side="right")
+        spans = spans[np.lexsort((spans[:, 3] > 0, owner))]  # a full one has no band
     if in_turn:
         spans, begin, end = _with_turns(spans, begin, end, order, columns)
     if repeat > 1:
