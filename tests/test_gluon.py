@@ -118,9 +118,10 @@ def test_any_scale(scale):
 
 TILES = {
     "wide": (256, Config(128, 64, 2)),
+    "wide, optimistic": (256, Config(128, 64, 2, turns=True, optimistic=True)),
     "in turns": (128, Config(128, 128, 3, turns=True)),
     "optimistic": (128, Config(128, 128, 3, turns=True, optimistic=True)),
-    "three, optimistic": (64, Config(192, 128, 4, 2, turns=True, late=True, optimistic=True)),
+    "three, optimistic": (64, Config(192, 128, 4, 2, turns=True, optimistic=True)),
 }
 
 
@@ -331,8 +332,8 @@ def test_taking_turns_changes_no_bit():
     [
         Config(192, 64, 3, 2),
         Config(192, 64, 3, 2, turns=True),
-        Config(192, 128, 4, 2, turns=True, late=True),
-        Config(192, 128, 4, 2, turns=True, late=True, optimistic=True),
+        Config(192, 128, 4, 2, turns=True),
+        Config(192, 128, 4, 2, turns=True, optimistic=True),
     ],
     ids=repr,
 )
@@ -561,16 +562,12 @@ def test_too_much_shared_memory_is_refused_with_numbers():
         attend(*inputs(mask), mask)
 
 
-def test_three_warpgroups_are_for_long_rows_of_one_head():
-    assert [launch.visits(Mask.causal(n), 4) for n in (0, 100, 2048, 8192)] == [0, 0, 8.5, 32.5]
+def test_long_rows_have_their_own_tiles():
+    assert [launch.visits(Mask.causal(n), 4, 3) for n in (0, 100, 2048, 8192)] == [0, 1, 8.5, 32.5]
     few_queries = Mask.full(8192).crop(range(128))
-    assert launch.visits(few_queries, 1) == 64
-    assert launch.visits(few_queries, 4) == 0  # whose heads share tiles
-    chosen = [config.choose("forward", 64, 64, visits)[0] for visits in (7.9, 8, 8.5, 12, 32.5)]
-    assert [(c.rows, c.optimistic) for c in chosen] == [
-        (128, False),
-        (192, False),
-        (192, False),
-        (192, True),
-        (192, True),
-    ]
+    assert [launch.visits(few_queries, heads, 132) for heads in (132, 133)] == [32, 64]
+    chosen = [config.choose("forward", d, d, visits)[0] for d in (64, 128, 256) for visits in (4, 4.1, 8, 8.1)]
+    of_64, of_128, of_256 = ([(c.rows, c.optimistic) for c in chosen[i : i + 4]] for i in (0, 4, 8))
+    assert of_64 == [(128, True), (128, True), (192, True), (192, True)]
+    assert of_128 == [(128, False), (128, False), (128, False), (128, True)]
+    assert of_256 == [(128, False), (128, True), (128, True), (128, True)]

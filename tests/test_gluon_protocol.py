@@ -47,7 +47,7 @@ EARLY = ("EARLY", True), ("not EARLY", False)
 LATE = ("EARLY", False), ("not EARLY", True)
 WHOLE = ("FUSED", True), ("D_PAD > 64", False)
 HALVES = ("FUSED", True), ("D_PAD > 64", True)
-PROMPT = ("LATE", False), ("not LATE", True)
+PROMPT = ("LATE", False), ("not LATE", True)  # with two warpgroups
 KERNELS = {
     "forward": Kernel(
         forward.forward_kernel,
@@ -61,7 +61,7 @@ KERNELS = {
     ),
     "forward by three": Kernel(
         forward.forward_kernel,
-        Config(192, 64, 3, turns=True, late=True),
+        Config(192, 64, 3, turns=True),
         branches=(("TURNS", True), ("OPTIMISTIC", False), ("LATE", True), ("not LATE", False)),
     ),
     "forward, optimistic": Kernel(
@@ -313,7 +313,7 @@ def test_every_synchronisation_is_needed_and_its_absence_is_seen(name, monkeypat
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_input_is_sufficient(name, monkeypatch):
     seen = []
-    monkeypatch.setattr(launch, "run", lambda kernel, q, config, arguments, **_: seen.append(arguments))
+    monkeypatch.setattr(launch, "run", lambda kernel, items, q, config, arguments, **_: seen.append(arguments))
     run(name, "late", 0)
     work, counter = (x.tolist() for x in seen[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
     kernel = KERNELS[name]

@@ -90,9 +90,8 @@ def test_whatever_is_asked_for_equals_the_oracle(case):
     dq, dk, dv_, out = (somewhere(draw, shape, written) for shape in shapes)
     lse = somewhere(draw, (b, h, mask.queries), torch.float32)
 
-    tiles = config.choose("forward", d, dv)[0]
-    if case % 2:  # otherwise rows as short as these have their maxima known
-        tiles = replace(tiles, optimistic=True)
+    tiles = config.choose("forward", d, dv)[0]  # of rows as short as these
+    tiles = replace(tiles, optimistic=case % 2 == 1)
     with (
         config.forced(forward=tiles),
         backend("gluon"),

@@ -13,12 +13,13 @@ columns behind the width arrive as 0, and no load crosses into another sequence.
 
 All that there is to do stands in one int32 tensor, ``work`` (`canon.fast.kernels.gluon.schedule`): where its items end, six
 zeros, and where its turns begin, which together read as an item without rows; items of 8 numbers (first row, stop, batch,
-head, where its spans begin and end, batch * heads + head, 0); the spans of `canon.fast.tiles`; and for each span its turn, two
-numbers, if the kernel adds in order. One pointer, for want of registers. An item is called by where it begins, so the first
-is 8, and 0 is none.
+head, where its spans begin and end, batch * heads + head, first column); the spans of `canon.fast.tiles`; and for each span
+its turn, two numbers, if the kernel adds in order. One pointer, for want of registers. An item is called by where it begins,
+so the first is 8, and 0 is none.
 
-The first items are the programs' own. What comes next a loader *claims*, from a counter that all programs share, when all
-tiles of an item are on their way: then the ring is full, and it would have to wait anyway. Where programs wait for one another
+The first items are the programs' own, of which there are no more than items; so the first loads wait for one read alone, of
+the item. What comes next a loader *claims*, from a counter that all programs share, when all tiles of an item are on their
+way: then the ring is full, and it would have to wait anyway. Where programs wait for one another
 all items are claimed, for there may be no room yet for a program that another one would wait for. A loader *tells* the
 warpgroups in shared memory, ahead of the first tile that the item owns: the barriers of that tile say when an item may be
 heard, and when the next one be told. At the end it tells 0.
@@ -162,18 +163,19 @@ def fetch(descriptor, batch, row, head, full, buffer):
 
 
 @gluon.jit
-def first_item(work):
-    """This program's first item, and where all items end; what is not before the end is none."""
-    return ITEM * (1 + gl.program_id(0)), gl.load(work)
+def first_item():
+    """This program's first item."""
+    return ITEM * (1 + gl.program_id(0))
 
 
 @gluon.jit
-def claim(counter, end, ALL: gl.constexpr = False):
-    """An item that nobody has, of ALL or of those behind the programs' first; not touching the counter if there are none."""
+def claim(work, counter, ALL: gl.constexpr = False):
+    """An item that nobody has, of ALL or of those behind the programs' first; or 0, and the counter is not touched."""
+    end = gl.load(work)
     item = ITEM * (1 + (0 if ALL else gl.num_programs(0)))
     if item < end:
         item += gl.atomic_add(counter, ITEM, sem="relaxed")
-    return item
+    return gl.where(item < end, item, 0)
 
 
 @gluon.jit
@@ -195,10 +197,22 @@ def line_of(work, item):
 
 
 @gluon.jit
+def first_column(work, item):
+    """The first column of its first span."""
+    return gl.load(work + item + 7)
+
+
+@gluon.jit
+def tiles_of(work, span):
+    """The first column of a span, and how many tiles it has, at least one."""
+    return gl.load(work + span), gl.load(work + span + 1)
+
+
+@gluon.jit
 def columns_of(work, span, COLUMNS: gl.constexpr):
     """The first column of a span, and that behind its last tile."""
-    column = gl.load(work + span)
-    return column, column + gl.load(work + span + 1) * COLUMNS
+    column, number = tiles_of(work, span)
+    return column, column + number * COLUMNS
 
 
 @gluon.jit

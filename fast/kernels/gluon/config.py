@@ -31,7 +31,6 @@ class Config:
     stages: int  # of the ring of visited tiles
     buffers: int = 1  # of what an item owns: 2 let the next item's tiles be fetched under this one
     turns: bool = False  # the warpgroups issue their products in turns, so that one computes exponentials meanwhile
-    late: bool = False  # "forward": exponentials come after the product with the p before, and p takes its registers
     optimistic: bool = False  # "forward": the maximum of a row is asked for only if P is too large without
 
     @property
@@ -44,7 +43,7 @@ CAPABILITY = 9, 0  # of the devices that these kernels are for
 DTYPES = torch.bfloat16, torch.float16
 Widths = tuple[int, int]
 TABLE: dict[tuple[str, Widths], Config] = {
-    ("forward", (64, 64)): Config(128, 128, 4, 2, turns=True),
+    ("forward", (64, 64)): Config(128, 128, 4, 2, turns=True, optimistic=True),
     ("forward", (128, 128)): Config(128, 128, 3, turns=True),
     ("forward", (256, 128)): Config(128, 64, 3, turns=True),
     ("forward", (256, 256)): Config(128, 64, 2, turns=True),
@@ -59,13 +58,12 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("fused", (64, 64)): Config(128, 128, 2),
     ("fused", (128, 128)): Config(128, 64, 2),
 }
-# Instead, from so many tiles of keys on that a tile of queries visits on average.
-LONG_TABLE: dict[tuple[str, Widths], tuple[tuple[int, Config], ...]] = {
-    ("forward", (64, 64)): (
-        (8, Config(192, 128, 4, 2, turns=True, late=True)),
-        (12, Config(192, 128, 4, 2, turns=True, late=True, optimistic=True)),
-    ),
-    ("forward", (128, 128)): ((16, Config(128, 128, 3, turns=True, optimistic=True)),),
+# Instead, where tiles of queries visit more of keys than this: `canon.fast.kernels.gluon.launch.visits`.
+LONG_TABLE: dict[tuple[str, Widths], tuple[int, Config]] = {
+    ("forward", (64, 64)): (7, Config(192, 128, 4, 2, turns=True, optimistic=True)),
+    ("forward", (128, 128)): (8, Config(128, 128, 3, turns=True, optimistic=True)),
+    ("forward", (256, 128)): (4, Config(128, 64, 3, turns=True, optimistic=True)),
+    ("forward", (256, 256)): (4, Config(128, 64, 2, turns=True, optimistic=True)),
 }
 KERNELS = ("forward", "dq", "dkdv", "fused", "wide")
 # 64 for each warpgroup; in "wide" both share them.
@@ -94,7 +92,7 @@ def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
 def choose(kernel: str, d: int, dv: int, visits: float = 0.0) -> tuple[Config, int, int]:
     """The configuration of a kernel for heads d and dv wide, and these widths padded to what it is compiled for.
 
-    ``visits``: how many others a tile visits, see `LONG_TABLE`.
+    ``visits``: how many others a tile visits: `LONG_TABLE`.
     Raises ValueError if there is none, or if it needs too much shared memory.
     """
     fitting = padded_to(kernel, d, dv)
@@ -104,8 +102,8 @@ def choose(kernel: str, d: int, dv: int, visits: float = 0.0) -> tuple[Config, i
             f'the Hopper {kernel} kernel is for heads up to {widest} wide, got {(d, dv)}: use backend("triton")'
         )
     pads = min(fitting, key=sum)
-    suiting = [config for least, config in LONG_TABLE.get((kernel, pads), ()) if visits >= least]
-    config = _forced.get(kernel) or [TABLE[kernel, pads], *suiting][-1]
+    few, long = LONG_TABLE.get((kernel, pads), (visits, TABLE[kernel, pads]))
+    config = _forced.get(kernel) or (long if visits > few else TABLE[kernel, pads])
     if config.rows not in ROWS[kernel] or config.stages < 1 + (kernel == "forward"):
         least = "2 stages: a tile's V is awaited before the last one's is let go" if kernel == "forward" else "1 stage"
         raise ValueError(f"the Hopper {kernel} kernel has {ROWS[kernel]} rows and at least {least}; got {config}")

@@ -39,6 +39,7 @@ from canon.fast.kernels.gluon.blocks import (
     columns_of,
     factor_layout,
     fetch,
+    first_column,
     first_item,
     hear,
     hide_unseen,
@@ -53,6 +54,7 @@ from canon.fast.kernels.gluon.blocks import (
     store_tile,
     tell,
     tell_end,
+    tiles_of,
     tma_add,
     tma_load,
     turn_of,
@@ -108,39 +110,42 @@ def load_tiles(
     BN: gl.constexpr = q_ring.shape[2]
     BUFFERS: gl.constexpr = k_tiles.shape[0]
     t, done = 0, 0
-    item, end = first_item(work)
-    if ORDERED:
-        item = claim(counter, end, ORDERED)
-    while item < end:
+    item = claim(work, counter, ORDERED) if ORDERED else first_item()
+    while item > 0:
         first, _, batch, owner = place_of(work, item)
         span_first, span_end = spans_of(work, item)
         each_head = (span_end - span_first) // HEADS
-        b = done % BUFFERS
-        fresh = True
-        for span in range(span_first, span_end, SPAN):
-            head = owner * HEADS + (span - span_first) // each_head
-            line = (batch * query_heads + head) * 2 * padded
-            column, stop = columns_of(work, span, BN)
-            for i in range(column, stop, BN):
-                slot = t % STAGES
-                turn = t // STAGES & 1
-                mbarrier.wait(q_free.index(slot), turn ^ 1)
-                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + line_desc.block_type.nbytes)
-                tma_load(q_desc, [batch, i, head, 0], q_full.index(slot), q_ring.index(slot))
-                tma_load(line_desc, [line + i], q_full.index(slot), lse_ring.index(slot))
-                if fresh:  # not before Q: it may have to wait until the warpgroups are done with the item before
-                    mbarrier.wait(free.index(b), (done // BUFFERS & 1) ^ 1)
-                    tell(told.index(b), item)
-                    fetch(k_desc, batch, first, head // GROUP, k_full.index(b), k_tiles.index(b))
-                mbarrier.wait(dout_free.index(slot), turn ^ 1)
-                mbarrier.expect(dout_full.index(slot), dout_desc.block_type.nbytes + line_desc.block_type.nbytes)
-                tma_load(dout_desc, [batch, i, head, 0], dout_full.index(slot), dout_ring.index(slot))
-                tma_load(line_desc, [line + padded + i], dout_full.index(slot), delta_ring.index(slot))
-                if fresh:
-                    fetch(v_desc, batch, first, head // GROUP, v_full.index(b), v_tiles.index(b))
-                fresh = False
-                t += 1
-        item = claim(counter, end, ORDERED)
+        span, head, b = span_first, owner * HEADS, done % BUFFERS
+        _, left = tiles_of(work, span)
+        column, fresh = first_column(work, item), True
+        while span < span_end:
+            slot = t % STAGES
+            turn = t // STAGES & 1
+            line = (batch * query_heads + head) * 2 * padded + column
+            mbarrier.wait(q_free.index(slot), turn ^ 1)
+            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + line_desc.block_type.nbytes)
+            tma_load(q_desc, [batch, column, head, 0], q_full.index(slot), q_ring.index(slot))
+            tma_load(line_desc, [line], q_full.index(slot), lse_ring.index(slot))
+            if fresh:  # not before Q: it may have to wait until the warpgroups are done with the item before
+                mbarrier.wait(free.index(b), (done // BUFFERS & 1) ^ 1)
+                tell(told.index(b), item)
+                fetch(k_desc, batch, first, head // GROUP, k_full.index(b), k_tiles.index(b))
+            mbarrier.wait(dout_free.index(slot), turn ^ 1)
+            mbarrier.expect(dout_full.index(slot), dout_desc.block_type.nbytes + line_desc.block_type.nbytes)
+            tma_load(dout_desc, [batch, column, head, 0], dout_full.index(slot), dout_ring.index(slot))
+            tma_load(line_desc, [line + padded], dout_full.index(slot), delta_ring.index(slot))
+            if fresh:
+                fetch(v_desc, batch, first, head // GROUP, v_full.index(b), v_tiles.index(b))
+            fresh = False
+            t += 1
+            column += BN
+            left -= 1
+            if left == 0:
+                span += SPAN
+                if span < span_end:
+                    column, left = tiles_of(work, span)
+                    head = owner * HEADS + (span - span_first) // each_head
+        item = claim(work, counter, ORDERED)
         done += 1
     b = done % BUFFERS
     tell_end(told.index(b), k_full.index(b), free.index(b), (done // BUFFERS & 1) ^ 1)

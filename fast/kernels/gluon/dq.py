@@ -26,6 +26,7 @@ from canon.fast.kernels.gluon.blocks import (
     columns_of,
     factor_layout,
     fetch,
+    first_column,
     first_item,
     hear,
     hide_unseen,
@@ -38,6 +39,7 @@ from canon.fast.kernels.gluon.blocks import (
     store_tile,
     tell,
     tell_end,
+    tiles_of,
 )
 
 
@@ -50,32 +52,37 @@ def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, counter, io, GROUP: gl.c
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
     t, done = 0, 0
-    item, end = first_item(work)
-    while item < end:
+    item = first_item()
+    while item > 0:
         first, _, batch, head = place_of(work, item)
-        span_first, span_end = spans_of(work, item)
-        fresh = True
-        for span in range(span_first, span_end, SPAN):
-            column, stop = columns_of(work, span, BN)
-            for j in range(column, stop, BN):
-                slot = t % STAGES
-                turn = t // STAGES & 1
-                mbarrier.wait(k_free.index(slot), turn ^ 1)
-                fetch(k_desc, batch, j, head // GROUP, k_full.index(slot), k_ring.index(slot))
-                if fresh:  # not before K: it may have to wait until the warpgroups are done with the item before
-                    for w in gl.static_range(2):
-                        mbarrier.wait(q_free.index(w), (done & 1) ^ 1)
-                        tell(told.index(w), item)
-                        fetch(q_desc, batch, first + w * TOKENS, head, q_full.index(w), q_tiles.index(w))
-                mbarrier.wait(v_free.index(slot), turn ^ 1)
-                fetch(v_desc, batch, j, head // GROUP, v_full.index(slot), v_ring.index(slot))
-                if fresh:
-                    for w in gl.static_range(2):
-                        mbarrier.wait(dout_free.index(w), (done & 1) ^ 1)
-                        fetch(dout_desc, batch, first + w * TOKENS, head, dout_full.index(w), dout_tiles.index(w))
-                fresh = False
-                t += 1
-        item = claim(counter, end)
+        span, span_end = spans_of(work, item)
+        _, left = tiles_of(work, span)
+        column, fresh = first_column(work, item), True
+        while span < span_end:
+            slot = t % STAGES
+            turn = t // STAGES & 1
+            mbarrier.wait(k_free.index(slot), turn ^ 1)
+            fetch(k_desc, batch, column, head // GROUP, k_full.index(slot), k_ring.index(slot))
+            if fresh:  # not before K: it may have to wait until the warpgroups are done with the item before
+                for w in gl.static_range(2):
+                    mbarrier.wait(q_free.index(w), (done & 1) ^ 1)
+                    tell(told.index(w), item)
+                    fetch(q_desc, batch, first + w * TOKENS, head, q_full.index(w), q_tiles.index(w))
+            mbarrier.wait(v_free.index(slot), turn ^ 1)
+            fetch(v_desc, batch, column, head // GROUP, v_full.index(slot), v_ring.index(slot))
+            if fresh:
+                for w in gl.static_range(2):
+                    mbarrier.wait(dout_free.index(w), (done & 1) ^ 1)
+                    fetch(dout_desc, batch, first + w * TOKENS, head, dout_full.index(w), dout_tiles.index(w))
+            fresh = False
+            t += 1
+            column += BN
+            left -= 1
+            if left == 0:
+                span += SPAN
+                if span < span_end:
+                    column, left = tiles_of(work, span)
+        item = claim(work, counter)
         done += 1
     for w in gl.static_range(2):
         tell_end(told.index(w), q_full.index(w), q_free.index(w), (done & 1) ^ 1)

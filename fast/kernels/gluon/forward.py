@@ -39,6 +39,7 @@ from canon.fast.kernels.gluon.blocks import (
     factor_layout,
     fetch,
     finite,
+    first_column,
     first_item,
     hear,
     hide_unseen,
@@ -53,6 +54,7 @@ from canon.fast.kernels.gluon.blocks import (
     take_turn,
     tell,
     tell_end,
+    tiles_of,
 )
 
 
@@ -65,29 +67,34 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, io, GROUP: gl.constexpr, W
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
     t, done = 0, 0
-    item, end = first_item(work)
-    while item < end:
+    item = first_item()
+    while item > 0:
         first, _, batch, head = place_of(work, item)
-        span_first, span_end = spans_of(work, item)
-        fresh = True
-        for span in range(span_first, span_end, SPAN):
-            column, stop = columns_of(work, span, BN)
-            for j in range(column, stop, BN):
-                slot = t % STAGES
-                turn = t // STAGES & 1
-                mbarrier.wait(k_free.index(slot), turn ^ 1)
-                fetch(k_desc, batch, j, head // GROUP, k_full.index(slot), k_ring.index(slot))
-                if fresh:  # not before K: it may have to wait until the warpgroups are done with the item before
-                    for w in gl.static_range(WARPGROUPS):
-                        b = w * BUFFERS + done % BUFFERS
-                        mbarrier.wait(q_free.index(b), (done // BUFFERS & 1) ^ 1)
-                        tell(told.index(b), item)
-                        fetch(q_desc, batch, first + w * TOKENS, head, q_full.index(b), q_tiles.index(b))
-                fresh = False
-                mbarrier.wait(v_free.index(slot), turn ^ 1)
-                fetch(v_desc, batch, j, head // GROUP, v_full.index(slot), v_ring.index(slot))
-                t += 1
-        item = claim(counter, end)
+        span, span_end = spans_of(work, item)
+        _, left = tiles_of(work, span)
+        column, fresh = first_column(work, item), True
+        while span < span_end:
+            slot = t % STAGES
+            turn = t // STAGES & 1
+            mbarrier.wait(k_free.index(slot), turn ^ 1)
+            fetch(k_desc, batch, column, head // GROUP, k_full.index(slot), k_ring.index(slot))
+            if fresh:  # not before K: it may have to wait until the warpgroups are done with the item before
+                for w in gl.static_range(WARPGROUPS):
+                    b = w * BUFFERS + done % BUFFERS
+                    mbarrier.wait(q_free.index(b), (done // BUFFERS & 1) ^ 1)
+                    tell(told.index(b), item)
+                    fetch(q_desc, batch, first + w * TOKENS, head, q_full.index(b), q_tiles.index(b))
+            fresh = False
+            mbarrier.wait(v_free.index(slot), turn ^ 1)
+            fetch(v_desc, batch, column, head // GROUP, v_full.index(slot), v_ring.index(slot))
+            t += 1
+            column += BN
+            left -= 1
+            if left == 0:
+                span += SPAN
+                if span < span_end:
+                    column, left = tiles_of(work, span)
+        item = claim(work, counter)
         done += 1
     for w in gl.static_range(WARPGROUPS):
         b = w * BUFFERS + done % BUFFERS
@@ -270,7 +277,6 @@ def step(
     W: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     TURNS: gl.constexpr,
-    LATE: gl.constexpr,
     DV: gl.constexpr,
     PACK: gl.constexpr,
 ):
@@ -278,13 +284,14 @@ def step(
 
     On entry o lacks that of the tile before, and has to be ``shrink`` times what it is, as on return. FRESH: the tile is the
     first of an item, and the ``previous`` item is finished. l (rows, 4) is what each lane has summed.
-    LATE: exponentials wait for the product with V, so p is rounded into the registers of the p before. With three warpgroups
-    it is done by then.
+    With three warpgroups (LATE) exponentials wait for the product with V, so p is rounded into the registers of the p before;
+    the product is done by then.
     """
     q_tiles, _, k_ring, v_ring, _, _, _, _, v_full, v_free = io
     M: gl.constexpr = q_tiles.shape[2] * PACK
     BN: gl.constexpr = k_ring.shape[2]
     DV_PAD: gl.constexpr = v_ring.shape[4]
+    LATE: gl.constexpr = WARPGROUPS == 3
     UNDER: gl.constexpr = DV_PAD <= 128  # o is rescaled under S, where there are registers for that
     before, slot, turn = ring
     s = start_scores(b, io, ring, previous, FRESH, W, TURNS)
@@ -388,7 +395,6 @@ def try_tiles(
     W: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     TURNS: gl.constexpr,
-    LATE: gl.constexpr,
     PACK: gl.constexpr,
 ):
     """`step` after step from a column on, with the maximum m as it is, until P is ``above`` what it may be or all is done.
@@ -398,6 +404,7 @@ def try_tiles(
     """
     _, _, k_ring, _, _, _, _, _, v_full, v_free = io
     BN: gl.constexpr = k_ring.shape[2]
+    LATE: gl.constexpr = WARPGROUPS == 3
     above, seen = 0, l
     while (column < stop) & (above == 0):
         before, slot, turn = ring
@@ -451,7 +458,6 @@ def attend(
     W: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     TURNS: gl.constexpr,
-    LATE: gl.constexpr,
     OPTIMISTIC: gl.constexpr,
     DV: gl.constexpr,
 ):
@@ -483,7 +489,7 @@ def attend(
         is_last = (span_first + SPAN == span_end) & (column + BN == stop)
         o, p, m, l, shrink, ring = step(
             o, p, m, l, shrink, b, io, result, work, previous, ring, span_first, row, column, scale_log2, partial, is_last,
-            True, W, WARPGROUPS, TURNS, LATE, DV, PACK,
+            True, W, WARPGROUPS, TURNS, DV, PACK,
         )  # fmt: skip
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
@@ -494,12 +500,12 @@ def attend(
                     if partial:
                         o, p, l, seen, ring, column, above = try_tiles(
                             o, p, m, l, b, io, work, ring, span, span_end, row, column, stop, scale_log2,
-                            True, W, WARPGROUPS, TURNS, LATE, PACK,
+                            True, W, WARPGROUPS, TURNS, PACK,
                         )  # fmt: skip
                     else:
                         o, p, l, seen, ring, column, above = try_tiles(
                             o, p, m, l, b, io, work, ring, span, span_end, row, column, stop, scale_log2,
-                            False, W, WARPGROUPS, TURNS, LATE, PACK,
+                            False, W, WARPGROUPS, TURNS, PACK,
                         )  # fmt: skip
                     if above != 0:
                         o, p, m, l = follow(
@@ -514,13 +520,13 @@ def attend(
                     is_last = (span + SPAN == span_end) & (j + BN == stop)
                     o, p, m, l, shrink, ring = step(
                         o, p, m, l, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, True, is_last,
-                        False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
+                        False, W, WARPGROUPS, TURNS, DV, PACK,
                     )  # fmt: skip
                 for j in range(turning, stop, BN):
                     is_last = (span + SPAN == span_end) & (j + BN == stop)
                     o, p, m, l, shrink, ring = step(
                         o, p, m, l, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, False, is_last,
-                        False, W, WARPGROUPS, TURNS, LATE, DV, PACK,
+                        False, W, WARPGROUPS, TURNS, DV, PACK,
                     )  # fmt: skip
         done += 1
         b = W * BUFFERS + done % BUFFERS
@@ -556,7 +562,6 @@ def forward_kernel(
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     TURNS: gl.constexpr,
-    LATE: gl.constexpr,
     OPTIMISTIC: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
@@ -577,8 +582,8 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (q_desc, k_desc, v_desc, work, counter, io, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, OPTIMISTIC, DV)),
-                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],
@@ -587,9 +592,9 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (q_desc, k_desc, v_desc, work, counter, io, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, LATE, OPTIMISTIC, DV)),
-                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, LATE, OPTIMISTIC, DV)),
-                (attend, (io, result, work, scale_log2, THIRD, WARPGROUPS, TURNS, LATE, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, THIRD, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
             ],
             [4, 4, 4],
             [MATH_REGISTERS, MATH_REGISTERS, MATH_REGISTERS],

@@ -40,7 +40,7 @@ delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Writes out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
-    config, d, dv = choose("forward", q.shape[-1], v.shape[-1], visits(mask, q.shape[2] // k.shape[2]))
+    config, d, dv = choose("forward", q.shape[-1], v.shape[-1], visits(mask, q.shape[0] * q.shape[2], processors(q)))
     group, pack, plan = query_plan(q, k, v, mask, config)
     even_out, line_lse = evenly(out), lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
     if not plan.complete:
@@ -56,8 +56,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
         strides = even_out.stride(1), even_out.stride(2)
         arguments = (*tiles, even_out, line_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
         options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack}
-        options |= {"TURNS": config.turns, "LATE": config.late, "OPTIMISTIC": config.optimistic}
-        run(forward_kernel, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
+        options |= {"TURNS": config.turns, "OPTIMISTIC": config.optimistic}
+        run(forward_kernel, plan.items, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
     settle(out, even_out)
     settle(lse, line_lse)
 
@@ -77,7 +77,7 @@ def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lines: Tensor, mask: Mask,
         tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
         strides = even.stride(1), even.stride(2)
         arguments = (*tiles, lines, lines.shape[3], even, *queue(plan, q), scale, q.shape[1], *strides)
-        run(dq_kernel, q, config, arguments, GROUP=group, D=q.shape[-1], D_PAD=d, DV_PAD=dv, PACK=pack)
+        run(dq_kernel, plan.items, q, config, arguments, GROUP=group, D=q.shape[-1], D_PAD=d, DV_PAD=dv, PACK=pack)
     settle(dq, even)
 
 
@@ -126,11 +126,11 @@ def dkdv(
         group = q.shape[2] // k.shape[2]
         options = {"HEADS": each, "GROUP": group, "D": q.shape[-1], "DV": v.shape[-1], "D_PAD": d_pad, "DV_PAD": dv_pad}
         if wide:
-            run(wide_kernel, q, config, (*queries, *keys, line, *written), **options)
+            run(wide_kernel, plan.items, q, config, (*queries, *keys, line, *written), **options)
         else:
             added = line if sums is None else box(sums, config.columns, 1, 64)
             options |= {"FUSED": dq is not None, "ORDERED": ordered}
-            run(dkdv_kernel, q, config, (*queries, *keys, line, added, *written, tiles), **options)
+            run(dkdv_kernel, plan.items, q, config, (*queries, *keys, line, added, *written, tiles), **options)
         if dq is not None and sums is not dq:
             dq.add_(sums, alpha=sign)
     settle(dk, near_dk)
@@ -250,11 +250,10 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def visits(mask: Mask, group: int) -> float:
-    """How many tiles of keys one of queries visits, on average; 0 unless it is one head's, with 192 rows as well."""
-    if not mask.queries or packing(mask, 192, 128, group) > 1:
-        return 0.0
-    return work_table(mask, 128, 128).visits / -(-mask.queries // 128)
+def visits(mask: Mask, heads: int, programs: int) -> float:
+    """How many tiles of keys one of queries visits, on average; half of it where no program has a second one of the heads."""
+    tiles = -(-mask.queries // 128)
+    return work_table(mask, 128, 128).visits / max(1, tiles) / (1 if tiles * heads > programs else 2)
 
 
 # ------------------------------------------------------------------ outputs
@@ -311,10 +310,13 @@ def constants(kernel, config: Config) -> dict:
     return {**said, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
 
 
-def run(kernel, q: Tensor, config: Config, arguments: tuple, **options) -> None:
-    """Launches a program on every processor. Raises ValueError if the device has too little shared memory after all."""
+def run(kernel, items: int, q: Tensor, config: Config, arguments: tuple, **options) -> None:
+    """Launches a program on every processor, but no more than ``items``.
+
+    Raises ValueError if the device has too little shared memory after all.
+    """
     try:
-        launch(kernel, processors(q), q.device, arguments, **constants(kernel, config), **options)
+        launch(kernel, min(items, processors(q)), q.device, arguments, **constants(kernel, config), **options)
     except OutOfResources as error:
         raise ValueError(
             f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "

@@ -96,7 +96,7 @@ def schedule(
     items_end = 8 * (1 + len(tile))
     at = lambda spans: items_end + 8 * spans[tile]
     batch, head = line // heads.number, line % heads.number
-    items = np.stack([first[tile], stop[tile], batch, head, at(begin), at(end), line, 0 * line], 1)
+    items = np.stack([first[tile], stop[tile], batch, head, at(begin), at(end), line, spans[begin[tile], 0]], 1)
     no_item = [items_end, 0, 0, 0, 0, 0, 0, items_end + spans.size]
     work = np.concatenate([no_item, items.ravel(), spans.ravel(), turns.ravel()]).astype(np.int32)
     return Schedule(torch.from_numpy(work).to(device), len(tile), len(order) == len(tiles))

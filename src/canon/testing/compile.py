@@ -44,7 +44,7 @@ class Case:
     """A kernel for one dtype and head width.
 
     ``describable``: tensor descriptors may be used; ``short``: documents so short that query heads share a Hopper tile;
-    ``visits``: tiles of keys for one of queries, to reach `hopper_config.LONG_TABLE`; ``ordered``: dq is added up in order.
+    ``visits``: of keys by a tile of queries, to be surpassed: `hopper_config.LONG_TABLE`; ``ordered``: dq is added up in order.
     """
 
     kernel: str
@@ -112,8 +112,7 @@ def main_cases(arch: int) -> list[Case]:
         cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", short=True) for name, d in packed]
         cases += [
             Case(name, 90, "bfloat16", *pads, True, "gluon", visits=visits)
-            for (name, pads), choices in hopper_config.LONG_TABLE.items()
-            for visits, _ in choices
+            for (name, pads), (visits, _) in hopper_config.LONG_TABLE.items()
         ]
         fused = [pads for name, pads in hopper_config.TABLE if name == "fused"]
         cases += [Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused]
@@ -130,7 +129,7 @@ def _compile_hopper(case: Case) -> list[Compiled]:
     lines, results = torch.empty(1, q.shape[2], 2, q.shape[1]), []
     mask = Mask.documents(range(0, q.shape[1] + 1, 16)) if case.short else Mask.causal(q.shape[1])
 
-    def keep(kernel, _, used, arguments, **options):
+    def keep(kernel, _items, _q, used, arguments, **options):
         binary = kernel.warmup(*arguments, **hopper.constants(kernel, used), **options, grid=(1,))
         _, d, dv = hopper_config.choose(case.kernel, case.d, case.dv)
         results.append(_report(case, used, binary, hopper_config.shared_bytes(case.kernel, used, d, dv)))
@@ -176,7 +175,7 @@ def _compile_portable(case: Case) -> list[Compiled]:
 
 
 def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    tokens, h, g = 256 * case.visits or 256, 32, 8  # a causal tile visits half of all on average
+    tokens, h, g = 256 * max(1, case.visits), 32, 8  # of which a causal tile visits half on average, and half a tile
     wide = torch.promote_types(dtype, torch.float32)
     q, k = (torch.empty(1, tokens, heads, case.d, dtype=dtype) for heads in (h, g))
     v, dout = (torch.empty(1, tokens, heads, case.dv, dtype=dtype) for heads in (g, h))

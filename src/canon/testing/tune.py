@@ -82,12 +82,12 @@ def _portable_grid(kernel: str, _: Config, __: Shape) -> list[Config]:
 
 
 def _hopper_table(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape) -> Config:
-    visits = hopper.visits(shape.mask, shape.h // shape.g) if kernel == "forward" else 0.0
+    visits = hopper.visits(shape.mask, shape.b * shape.h, hopper.processors(q)) if kernel == "forward" else 0.0
     return hopper_config.choose(kernel, q.shape[-1], v.shape[-1], visits)[0]
 
 
 def _hopper_grid(kernel: str, table: Config, shape: Shape) -> list[Config]:
-    """Columns and the depth of rings; in "forward" also turns, late roundings, optimism, and a third warpgroup.
+    """Columns and the depth of rings; in "forward" also turns, optimism, and a third warpgroup.
 
     A thread has half a register for each column of scores, and of out; three warpgroups have 160 registers a thread.
     """
@@ -103,10 +103,9 @@ def _hopper_grid(kernel: str, table: Config, shape: Shape) -> list[Config]:
             stages=stages,
             buffers=buffers,
             turns=turns,
-            late=late,
             optimistic=optimistic,
         )
-        for (columns, stages, buffers), turns, late, optimistic in product(sizes, flags, flags, flags)
+        for (columns, stages, buffers), turns, optimistic in product(sizes, flags, flags)
         if 32 <= columns <= 128 and (stages > 1 or not forward)
         for rows in ((table.rows,) if not forward else (128, 192) if columns + shape.d <= 192 else (128,))
     ]
