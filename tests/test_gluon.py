@@ -563,11 +563,15 @@ def test_too_much_shared_memory_is_refused_with_numbers():
 
 
 def test_long_rows_have_their_own_tiles():
-    assert [launch.visits(Mask.causal(n), 4, 3) for n in (0, 100, 2048, 8192)] == [0, 1, 8.5, 32.5]
+    seen = [launch.tiles_seen(Mask.causal(n), 4, 3) for n in (0, 127, 2047, 8191)]
+    assert seen == [0, 0.5, 8, 32]
+    assert launch.tiles_seen(Mask.documents(range(0, 8193, 16)), 4, 3) < 0.1, (
+        "tiles visit many, but each row sees few keys"
+    )
     few_queries = Mask.full(8192).crop(range(128))
-    assert [launch.visits(few_queries, heads, 132) for heads in (132, 133)] == [32, 64]
-    chosen = [config.choose("forward", d, d, visits)[0] for d in (64, 128, 256) for visits in (4, 4.1, 8, 8.1)]
+    assert [launch.tiles_seen(few_queries, heads, 132) for heads in (132, 133)] == [16, 64]
+    chosen = [config.choose("forward", d, d, seen)[0] for d in (64, 128, 256) for seen in (1, 2, 4, 8)]
     of_64, of_128, of_256 = ([(c.rows, c.optimistic) for c in chosen[i : i + 4]] for i in (0, 4, 8))
-    assert of_64 == [(128, True), (128, True), (192, True), (192, True)]
+    assert of_64 == [(128, False), (128, False), (128, True), (192, True)]
     assert of_128 == [(128, False), (128, False), (128, False), (128, True)]
-    assert of_256 == [(128, False), (128, True), (128, True), (128, True)]
+    assert of_256 == [(128, False), (128, False), (128, True), (128, True)]

@@ -43,7 +43,7 @@ CAPABILITY = 9, 0  # of the devices that these kernels are for
 DTYPES = torch.bfloat16, torch.float16
 Widths = tuple[int, int]
 TABLE: dict[tuple[str, Widths], Config] = {
-    ("forward", (64, 64)): Config(128, 128, 4, 2, turns=True, optimistic=True),
+    ("forward", (64, 64)): Config(128, 128, 4, 2, turns=True),
     ("forward", (128, 128)): Config(128, 128, 3, turns=True),
     ("forward", (256, 128)): Config(128, 64, 3, turns=True),
     ("forward", (256, 256)): Config(128, 64, 2, turns=True),
@@ -58,12 +58,15 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("fused", (64, 64)): Config(128, 128, 2),
     ("fused", (128, 128)): Config(128, 64, 2),
 }
-# Instead, where tiles of queries visit more of keys than this: `canon.fast.kernels.gluon.launch.visits`.
-LONG_TABLE: dict[tuple[str, Widths], tuple[int, Config]] = {
-    ("forward", (64, 64)): (7, Config(192, 128, 4, 2, turns=True, optimistic=True)),
-    ("forward", (128, 128)): (8, Config(128, 128, 3, turns=True, optimistic=True)),
-    ("forward", (256, 128)): (4, Config(128, 64, 3, turns=True, optimistic=True)),
-    ("forward", (256, 256)): (4, Config(128, 64, 2, turns=True, optimistic=True)),
+# Instead, where queries see more tiles of keys than this: `canon.fast.kernels.gluon.launch.tiles_seen`.
+LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
+    ("forward", (64, 64)): {
+        3: Config(128, 128, 4, 2, turns=True, optimistic=True),
+        6: Config(192, 128, 4, 2, turns=True, optimistic=True),
+    },
+    ("forward", (128, 128)): {6: Config(128, 128, 3, turns=True, optimistic=True)},
+    ("forward", (256, 128)): {3: Config(128, 64, 3, turns=True, optimistic=True)},
+    ("forward", (256, 256)): {3: Config(128, 64, 2, turns=True, optimistic=True)},
 }
 KERNELS = ("forward", "dq", "dkdv", "fused", "wide")
 # 64 for each warpgroup; in "wide" both share them.
@@ -89,10 +92,10 @@ def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
     return [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
 
 
-def choose(kernel: str, d: int, dv: int, visits: float = 0.0) -> tuple[Config, int, int]:
+def choose(kernel: str, d: int, dv: int, seen: float = 0.0) -> tuple[Config, int, int]:
     """The configuration of a kernel for heads d and dv wide, and these widths padded to what it is compiled for.
 
-    ``visits``: how many others a tile visits: `LONG_TABLE`.
+    ``seen``: how many tiles a query sees, for `LONG_TABLE`.
     Raises ValueError if there is none, or if it needs too much shared memory.
     """
     fitting = padded_to(kernel, d, dv)
@@ -102,8 +105,8 @@ def choose(kernel: str, d: int, dv: int, visits: float = 0.0) -> tuple[Config, i
             f'the Hopper {kernel} kernel is for heads up to {widest} wide, got {(d, dv)}: use backend("triton")'
         )
     pads = min(fitting, key=sum)
-    few, long = LONG_TABLE.get((kernel, pads), (visits, TABLE[kernel, pads]))
-    config = _forced.get(kernel) or (long if visits > few else TABLE[kernel, pads])
+    suiting = [config for few, config in LONG_TABLE.get((kernel, pads), {}).items() if seen > few]
+    config = _forced.get(kernel) or [TABLE[kernel, pads], *suiting][-1]
     if config.rows not in ROWS[kernel] or config.stages < 1 + (kernel == "forward"):
         least = "2 stages: a tile's V is awaited before the last one's is let go" if kernel == "forward" else "1 stage"
         raise ValueError(f"the Hopper {kernel} kernel has {ROWS[kernel]} rows and at least {least}; got {config}")

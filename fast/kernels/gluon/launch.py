@@ -40,7 +40,9 @@ delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Writes out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
-    config, d, dv = choose("forward", q.shape[-1], v.shape[-1], visits(mask, q.shape[0] * q.shape[2], processors(q)))
+    config, d, dv = choose(
+        "forward", q.shape[-1], v.shape[-1], tiles_seen(mask, q.shape[0] * q.shape[2], processors(q))
+    )
     group, pack, plan = query_plan(q, k, v, mask, config)
     even_out, line_lse = evenly(out), lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
     if not plan.complete:
@@ -250,10 +252,10 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def visits(mask: Mask, heads: int, programs: int) -> float:
-    """How many tiles of keys one of queries visits, on average; half of it where no program has a second one of the heads."""
+def tiles_seen(mask: Mask, heads: int, programs: int) -> float:
+    """How many tiles of 128 keys a query sees on average; a quarter of it where no program has two tiles of queries."""
     tiles = -(-mask.queries // 128)
-    return work_table(mask, 128, 128).visits / max(1, tiles) / (1 if tiles * heads > programs else 2)
+    return mask.area / max(1, mask.queries) / 128 / (1 if tiles * heads > programs else 4)
 
 
 # ------------------------------------------------------------------ outputs

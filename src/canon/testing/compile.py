@@ -44,7 +44,7 @@ class Case:
     """A kernel for one dtype and head width.
 
     ``describable``: tensor descriptors may be used; ``short``: documents so short that query heads share a Hopper tile;
-    ``visits``: of keys by a tile of queries, to be surpassed: `hopper_config.LONG_TABLE`; ``ordered``: dq is added up in order.
+    ``seen``: more tiles than this by a query, for `hopper_config.LONG_TABLE`; ``ordered``: dq is added up in order.
     """
 
     kernel: str
@@ -55,7 +55,7 @@ class Case:
     describable: bool = False
     family: str = "triton"
     short: bool = False
-    visits: int = 0
+    seen: int = 0
     ordered: bool = False
 
 
@@ -80,8 +80,8 @@ class Compiled:
             how = (
                 "packed"
                 if case.short
-                else f"visits {case.visits}"
-                if case.visits
+                else f"sees {case.seen}"
+                if case.seen
                 else "in order"
                 if case.ordered
                 else "gluon"
@@ -111,8 +111,9 @@ def main_cases(arch: int) -> list[Case]:
         packed = [(name, d) for name in ("forward", "dq") for d in (64, 128, 256)]
         cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", short=True) for name, d in packed]
         cases += [
-            Case(name, 90, "bfloat16", *pads, True, "gluon", visits=visits)
-            for (name, pads), (visits, _) in hopper_config.LONG_TABLE.items()
+            Case(name, 90, "bfloat16", *pads, True, "gluon", seen=seen)
+            for (name, pads), choices in hopper_config.LONG_TABLE.items()
+            for seen in choices
         ]
         fused = [pads for name, pads in hopper_config.TABLE if name == "fused"]
         cases += [Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused]
@@ -175,7 +176,7 @@ def _compile_portable(case: Case) -> list[Compiled]:
 
 
 def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    tokens, h, g = 256 * max(1, case.visits), 32, 8  # of which a causal tile visits half on average, and half a tile
+    tokens, h, g = 256 * case.seen or 128, 32, 8  # of which a query sees half, and half a token
     wide = torch.promote_types(dtype, torch.float32)
     q, k = (torch.empty(1, tokens, heads, case.d, dtype=dtype) for heads in (h, g))
     v, dout = (torch.empty(1, tokens, heads, case.dv, dtype=dtype) for heads in (g, h))

@@ -82,8 +82,8 @@ def _portable_grid(kernel: str, _: Config, __: Shape) -> list[Config]:
 
 
 def _hopper_table(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape) -> Config:
-    visits = hopper.visits(shape.mask, shape.b * shape.h, hopper.processors(q)) if kernel == "forward" else 0.0
-    return hopper_config.choose(kernel, q.shape[-1], v.shape[-1], visits)[0]
+    seen = hopper.tiles_seen(shape.mask, shape.b * shape.h, hopper.processors(q)) if kernel == "forward" else 0.0
+    return hopper_config.choose(kernel, q.shape[-1], v.shape[-1], seen)[0]
 
 
 def _hopper_grid(kernel: str, table: Config, shape: Shape) -> list[Config]:
