@@ -197,22 +197,29 @@ def line_of(work, item):
 
 
 @gluon.jit
-def first_column(work, item):
-    """The first column of its first span."""
-    return gl.load(work + item + 7)
-
-
-@gluon.jit
-def tiles_of(work, span):
-    """The first column of a span, and how many tiles it has, at least one."""
-    return gl.load(work + span), gl.load(work + span + 1)
-
-
-@gluon.jit
 def columns_of(work, span, COLUMNS: gl.constexpr):
     """The first column of a span, and that behind its last tile."""
-    column, number = tiles_of(work, span)
-    return column, column + number * COLUMNS
+    column = gl.load(work + span)
+    return column, column + gl.load(work + span + 1) * COLUMNS
+
+
+@gluon.jit
+def first_tile(work, item):
+    """Where its first tile is: the first span, its column, and how many tiles are left of the span."""
+    span = gl.load(work + item + 4)
+    return span, gl.load(work + item + 7), gl.load(work + span + 1)
+
+
+@gluon.jit
+def next_tile(work, span, column, left, span_end, COLUMNS: gl.constexpr):
+    """Where the tile behind that one is; it is none if the span is ``span_end``."""
+    column += COLUMNS
+    left -= 1
+    if left == 0:
+        span += SPAN
+        if span < span_end:
+            column, left = gl.load(work + span), gl.load(work + span + 1)
+    return span, column, left
 
 
 @gluon.jit

@@ -39,12 +39,13 @@ from canon.fast.kernels.gluon.blocks import (
     columns_of,
     factor_layout,
     fetch,
-    first_column,
     first_item,
+    first_tile,
     hear,
     hide_unseen,
     is_partial,
     line_of,
+    next_tile,
     place_of,
     places,
     product_layout,
@@ -54,7 +55,6 @@ from canon.fast.kernels.gluon.blocks import (
     store_tile,
     tell,
     tell_end,
-    tiles_of,
     tma_add,
     tma_load,
     turn_of,
@@ -113,11 +113,11 @@ def load_tiles(
     item = claim(work, counter, ORDERED) if ORDERED else first_item()
     while item > 0:
         first, _, batch, owner = place_of(work, item)
+        span, column, left = first_tile(work, item)
         span_first, span_end = spans_of(work, item)
         each_head = (span_end - span_first) // HEADS
-        span, head, b = span_first, owner * HEADS, done % BUFFERS
-        _, left = tiles_of(work, span)
-        column, fresh = first_column(work, item), True
+        head, b = owner * HEADS, done % BUFFERS
+        fresh = True
         while span < span_end:
             slot = t % STAGES
             turn = t // STAGES & 1
@@ -138,13 +138,10 @@ def load_tiles(
                 fetch(v_desc, batch, first, head // GROUP, v_full.index(b), v_tiles.index(b))
             fresh = False
             t += 1
-            column += BN
-            left -= 1
-            if left == 0:
-                span += SPAN
-                if span < span_end:
-                    column, left = tiles_of(work, span)
-                    head = owner * HEADS + (span - span_first) // each_head
+            before = span
+            span, column, left = next_tile(work, span, column, left, span_end, BN)
+            if span != before:
+                head = owner * HEADS + (span - span_first) // each_head
         item = claim(work, counter, ORDERED)
         done += 1
     b = done % BUFFERS

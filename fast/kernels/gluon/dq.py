@@ -26,12 +26,13 @@ from canon.fast.kernels.gluon.blocks import (
     columns_of,
     factor_layout,
     fetch,
-    first_column,
     first_item,
+    first_tile,
     hear,
     hide_unseen,
     is_partial,
     line_of,
+    next_tile,
     place_of,
     places,
     product_layout,
@@ -39,7 +40,6 @@ from canon.fast.kernels.gluon.blocks import (
     store_tile,
     tell,
     tell_end,
-    tiles_of,
 )
 
 
@@ -55,9 +55,9 @@ def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, counter, io, GROUP: gl.c
     item = first_item()
     while item > 0:
         first, _, batch, head = place_of(work, item)
-        span, span_end = spans_of(work, item)
-        _, left = tiles_of(work, span)
-        column, fresh = first_column(work, item), True
+        span, column, left = first_tile(work, item)
+        _, span_end = spans_of(work, item)
+        fresh = True
         while span < span_end:
             slot = t % STAGES
             turn = t // STAGES & 1
@@ -76,12 +76,7 @@ def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, counter, io, GROUP: gl.c
                     fetch(dout_desc, batch, first + w * TOKENS, head, dout_full.index(w), dout_tiles.index(w))
             fresh = False
             t += 1
-            column += BN
-            left -= 1
-            if left == 0:
-                span += SPAN
-                if span < span_end:
-                    column, left = tiles_of(work, span)
+            span, column, left = next_tile(work, span, column, left, span_end, BN)
         item = claim(work, counter)
         done += 1
     for w in gl.static_range(2):

@@ -39,12 +39,13 @@ from canon.fast.kernels.gluon.blocks import (
     factor_layout,
     fetch,
     finite,
-    first_column,
     first_item,
+    first_tile,
     hear,
     hide_unseen,
     is_partial,
     line_of,
+    next_tile,
     pass_turn,
     place_of,
     places,
@@ -54,7 +55,6 @@ from canon.fast.kernels.gluon.blocks import (
     take_turn,
     tell,
     tell_end,
-    tiles_of,
 )
 
 
@@ -70,9 +70,9 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, io, GROUP: gl.constexpr, W
     item = first_item()
     while item > 0:
         first, _, batch, head = place_of(work, item)
-        span, span_end = spans_of(work, item)
-        _, left = tiles_of(work, span)
-        column, fresh = first_column(work, item), True
+        span, column, left = first_tile(work, item)
+        _, span_end = spans_of(work, item)
+        fresh = True
         while span < span_end:
             slot = t % STAGES
             turn = t // STAGES & 1
@@ -88,12 +88,7 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, io, GROUP: gl.constexpr, W
             mbarrier.wait(v_free.index(slot), turn ^ 1)
             fetch(v_desc, batch, column, head // GROUP, v_full.index(slot), v_ring.index(slot))
             t += 1
-            column += BN
-            left -= 1
-            if left == 0:
-                span += SPAN
-                if span < span_end:
-                    column, left = tiles_of(work, span)
+            span, column, left = next_tile(work, span, column, left, span_end, BN)
         item = claim(work, counter)
         done += 1
     for w in gl.static_range(WARPGROUPS):
