@@ -385,8 +385,9 @@ def test_every_tile_of_every_head_is_somebodys_once(name, transposed, full_first
     dense_mask = mask.dense().numpy().T if transposed else mask.dense().numpy()
     seen = dense_mask.any(1)
     times = np.zeros((2, 4, len(seen)), int)
-    for first, stop, batch, head, begin, end, line, _ in items.tolist():
+    for first, stop, batch, head, begin, end, line, column in items.tolist():
         assert line == 4 * batch + head
+        assert column == work[begin], "that of the first span"
         assert head % pack == 0
         assert end > begin
         times[batch, head : head + pack, first:stop] += 1
