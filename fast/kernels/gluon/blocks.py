@@ -205,9 +205,9 @@ def columns_of(work, span, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def first_tile(work, item):
-    """Where its first tile is: the first span, its column, and how many tiles are left of the span."""
-    span = gl.load(work + item + 4)
-    return span, gl.load(work + item + 7), gl.load(work + span + 1)
+    """Where its first tile is, and where its spans end: the first span, their end, a column, the tiles left of the span."""
+    span, span_end = spans_of(work, item)
+    return span, span_end, gl.load(work + item + 7), gl.load(work + span + 1)
 
 
 @gluon.jit

@@ -113,9 +113,8 @@ def load_tiles(
     item = claim(work, counter, ORDERED) if ORDERED else first_item()
     while item > 0:
         first, _, batch, owner = place_of(work, item)
-        span, column, left = first_tile(work, item)
-        span_first, span_end = spans_of(work, item)
-        each_head = (span_end - span_first) // HEADS
+        span_first, span_end, column, left = first_tile(work, item)
+        span, each_head = span_first, (span_end - span_first) // HEADS
         head, b = owner * HEADS, done % BUFFERS
         fresh = True
         while span < span_end:

@@ -55,8 +55,7 @@ def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, counter, io, GROUP: gl.c
     item = first_item()
     while item > 0:
         first, _, batch, head = place_of(work, item)
-        span, column, left = first_tile(work, item)
-        _, span_end = spans_of(work, item)
+        span, span_end, column, left = first_tile(work, item)
         fresh = True
         while span < span_end:
             slot = t % STAGES

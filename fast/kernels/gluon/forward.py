@@ -15,8 +15,9 @@ flash-attn-4 for Blackwell, is 1 % faster, but rows that see few keys come out w
 
 OPTIMISTIC: far into a row nobody has to follow, so its maximum need not be known either. P is made with the m before at once,
 and its sums say whether that did: no P is larger than the sum of what its lane holds. If one of a warpgroup's is too large,
-which for most inputs happens a few times a row at most, it makes S and P of this tile again, with the maximum. K stays until
-then, which costs where few tiles are visited.
+it makes S and P of this tile again, with the maximum: hardly ever for scores that vary by a nat, as those of normally
+distributed inputs, often for those that vary by several (paper/hopper_kernels.md). K stays until then, which costs where few
+tiles are visited.
 
 Shared memory: e (BUFFERS rows d + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
 Sources: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2; the spans: `canon.fast.tiles`.
@@ -70,8 +71,7 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, io, GROUP: gl.constexpr, W
     item = first_item()
     while item > 0:
         first, _, batch, head = place_of(work, item)
-        span, column, left = first_tile(work, item)
-        _, span_end = spans_of(work, item)
+        span, span_end, column, left = first_tile(work, item)
         fresh = True
         while span < span_end:
             slot = t % STAGES
