@@ -14,10 +14,11 @@ row this holds, and a warp rescales O only if one of its rows has to follow. (P 
 flash-attn-4 for Blackwell, is 1 % faster, but rows that see few keys come out with errors larger than those of the dtype.)
 
 OPTIMISTIC: far into a row nobody has to follow, so its maximum need not be known either. P is made with the m before at once,
-and its sums say whether that did: no P is larger than the sum of what its lane holds. If one of a warpgroup's is too large,
-it makes S and P of this tile again, with the maximum: hardly ever for scores that vary by a nat, as those of normally
-distributed inputs, often for those that vary by several (paper/hopper_kernels.md). K stays until then, which costs where few
-tiles are visited.
+and its sums, by lane, say how large it is. Where one is larger than the row's sum so far, a key may weigh more than half, and
+what it is rounded by would show. So there the sum that O is divided by is that of P as it was rounded: then the error of a key
+of weight w is w (1 - w) times what it is rounded by. l holds the exact sum, for lse, and ``excess`` what it exceeds the other
+by. Only if a sum is more than two bytes hold, or many tiles may add up to, does the warpgroup make S and P of this tile again,
+with the maximum. K stays until then, which costs where few tiles are visited.
 
 Shared memory: e (BUFFERS rows d + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
 Sources: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2; the spans: `canon.fast.tiles`.
@@ -164,22 +165,26 @@ def ceiling(m, l, BN: gl.constexpr):
 
 
 @gluon.jit
-def finish(o, m, l, result, work, item, W: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr):
-    """Divide and write the result of an item; rows that saw nothing get 0 and -inf."""
+def finish(
+    o, m, l, excess, result, work, item, W: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr
+):
+    """Divide and write the result of an item; rows that saw nothing get 0 and -inf. ``excess``: None is 0."""
     out, lse, tokens, stride_t, stride_h = result
     M: gl.constexpr = o.shape[0]
     first, stop, batch, head = place_of(work, item)
     line = line_of(work, item)
     first += W * (M // PACK)
     left = stop - first  # rows left to write
-    l = gl.convert_layout(gl.sum(l, 1), column_layout(BN))
+    divisor = l if excess is None else l - excess
+    divisor = gl.convert_layout(gl.sum(divisor, 1), column_layout(BN))
+    l = divisor if excess is None else gl.convert_layout(gl.sum(l, 1), column_layout(BN))
     blind = l == 0.0
     l = gl.where(blind, 1.0, l)
     natural = gl.where(blind, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
     r = gl.arange(0, M, column_layout(BN))
     start = lse + (line.to(gl.int64) * tokens + first)
     gl.store(start + (r // PACK + r % PACK * tokens), natural, mask=r // PACK < left)
-    inverse = gl.convert_layout(gl.where(blind, 0.0, 1.0 / l), column_layout(o.shape[1]))
+    inverse = gl.convert_layout(gl.where(blind, 0.0, 1.0 / divisor), column_layout(o.shape[1]))
     start = out + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
     store_tile(start, o * gl.expand_dims(inverse, 1), line, left, stride_t, stride_h, 0, DV, PACK)
 
@@ -235,12 +240,16 @@ def advanced(ring, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def exponentials(s, m, scale_log2, io):
+def exponentials(s, m, scale_log2, io, OPTIMISTIC: gl.constexpr = False, W: gl.constexpr = 0):
     """P, as a factor, and its sums by lane."""
     q_tiles, _, _, v_ring, _, _, _, _, _, _ = io
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
     sums = lane_sum(p)
-    return gl.convert_layout(p.to(q_tiles.dtype), factor_layout(v_ring.shape[4])), sums
+    if OPTIMISTIC:
+        p = rounded(p, q_tiles, W)
+    else:
+        p = p.to(q_tiles.dtype)
+    return gl.convert_layout(p, factor_layout(v_ring.shape[4])), sums
 
 
 @gluon.jit
@@ -255,6 +264,7 @@ def step(
     p,
     m,
     l,
+    excess,
     shrink,
     b,
     io,
@@ -318,7 +328,7 @@ def step(
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(before), count=1, pred=previous > 0 if FRESH else True)
     if FRESH:
-        finish(o, m, l, result, work, previous, W, BN, DV, PACK)
+        finish(o, m, l, excess, result, work, previous, W, BN, DV, PACK)
         o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))
     else:
         l_new += by_row(l, shrink)
@@ -329,29 +339,58 @@ def step(
 
 # ------------------------------------------------------------------ optimistic steps
 @gluon.constexpr_function
+def declaring(warpgroup, columns):
+    """PTX: registers of a warpgroup's own, for the functions below."""
+    return f".reg .b32 high_{warpgroup}, p_{warpgroup}_<{columns // 4}>; mov.b32 high_{warpgroup}, 0; mov.u32 $0, 0;"
+
+
+@gluon.constexpr_function
 def comparing(warpgroup):
-    """PTX: whether one of a thread's two numbers is larger than its limit, kept in a register of the warpgroup's own."""
+    """PTX: whether one of a thread's two numbers is larger than its limit, kept in a register."""
     compare = "setp.gt.f32 some, $2, $4; setp.gt.or.f32 some, $3, $5, some;"
-    return f"{{ .reg .pred some; {compare} selp.b32 above_{warpgroup}, 1, 0, some; mov.u32 $0, 0; mov.u32 $1, 0; }}"
+    return f"{{ .reg .pred some; {compare} selp.b32 high_{warpgroup}, 1, 0, some; mov.u32 $0, 0; mov.u32 $1, 0; }}"
 
 
 @gluon.constexpr_function
 def voting(warpgroup):
     """PTX: not 0 if it is so for any thread of the warpgroup. A ballot: the assembler knows that all lanes have the same."""
     vote = f"bar.red.or.pred some, {11 + warpgroup}, 128, some; vote.sync.ballot.b32 $0, some, -1;"
-    return f"{{ .reg .pred some; setp.ne.u32 some, above_{warpgroup}, 0; {vote} }}"
+    return f"{{ .reg .pred some; setp.ne.u32 some, high_{warpgroup}, 0; {vote} }}"
 
 
 @gluon.constexpr_function
-def declaring(warpgroup):
-    """PTX that makes the register for both."""
-    return f".reg .b32 above_{warpgroup}; mov.b32 above_{warpgroup}, 0; mov.u32 $0, 0;"
+def rounding(warpgroup, number, kind):
+    """PTX: a thread's ``number`` elements of P are rounded, two to a word; copies are for `exceeding`."""
+    words = number // 2
+    pairs = ((i, words + 2 * i) for i in range(words))
+    return " ".join(f"cvt.rn.{kind}x2.f32 ${i}, ${at + 1}, ${at}; mov.b32 p_{warpgroup}_{i}, ${i};" for i, at in pairs)
+
+
+@gluon.constexpr_function
+def exceeding(warpgroup, columns, kind):
+    """PTX: a lane has the sums $4 and $5 of two rows of P. What they exceed those of the rounded P by is added to $0 and $1 if
+    they are larger than the limits $6 and $7. Words 2 i of the rounded P are of the first row, 2 i + 1 of the second."""
+    lines = ["{ .reg .pred first, second, any; .reg .b16 low, high; .reg .b32 x, sum_<4>;"]
+    lines += ["setp.gt.f32 first, $4, $6; setp.gt.f32 second, $5, $7; or.pred any, first, second;"]
+    lines += ["vote.sync.any.pred any, any, -1; @!any bra.uni DONE;"]
+    lines += ["mov.f32 sum_0, $4; mov.f32 sum_1, $5; mov.f32 sum_2, 0.0; mov.f32 sum_3, 0.0;"]
+    for i in range(columns // 4):
+        p = f"p_{warpgroup}_{i}"
+        if kind == "bf16":  # a cvt.f32.bf16 of each half takes three instructions more
+            halves = f"shl.b32 x, {p}, 16;", f"and.b32 x, {p}, 0xffff0000;"
+        else:
+            halves = f"mov.b32 {{low, high}}, {p}; cvt.f32.f16 x, low;", "cvt.f32.f16 x, high;"
+        lines += [f"{half} sub.f32 sum_{i % 4}, sum_{i % 4}, x;" for half in halves]
+    for row, flag in enumerate(("first", "second")):
+        lines.append(f"add.f32 x, sum_{row}, sum_{row + 2}; @{flag} add.f32 ${row}, ${row}, x;")
+    return " ".join(lines) + " DONE: }"
 
 
 @gluon.jit
-def declare_vote(W: gl.constexpr):
-    """Once a warpgroup, before `any_above`: a register, as Gluon has no numbers that differ among threads but in tensors."""
-    gl.inline_asm_elementwise(declaring(W), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def declare(p, W: gl.constexpr):
+    """Once a warpgroup, before `any_above` and `rounded`: registers, as Gluon has no numbers that differ among threads but in
+    tensors."""
+    gl.inline_asm_elementwise(declaring(W, p.shape[1]), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -361,13 +400,48 @@ def any_above(x, limit, W: gl.constexpr):
     return gl.inline_asm_elementwise(voting(W), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-LOWEST = gl.constexpr(-3e38)  # a maximum, relative to which P of whatever is seen is infinite
+@gluon.constexpr_function
+def operands(number):
+    """The operands of `rounding`."""
+    return ",".join(["=r"] * (number // 2) + ["f"] * number)
 
 
 @gluon.jit
-def largest(l):
-    """What P may be at most, by row; lanes have summed l so far."""
-    return gl.minimum(gl.sum(l, 1), 256.0)
+def rounded(p, like, W: gl.constexpr):
+    """p in the type of ``like``, of two bytes. Registers hold it for `with_excess`: Triton would unpack it in every tile."""
+    N: gl.constexpr = p.shape[1] // 2  # elements of a thread
+    KIND: gl.constexpr = "bf16" if like.dtype == gl.bfloat16 else "f16"
+    return gl.inline_asm_elementwise(rounding(W, N, KIND), operands(N), [p], dtype=like.dtype, is_pure=False, pack=N)
+
+
+@gluon.jit
+def with_excess(excess, p, seen, limit, W: gl.constexpr):
+    """``excess`` (64, 4), and where the sums by lane of P, ``seen``, are larger than ``limit``, what they exceed those of p by:
+    of what `rounded` gave last. A warp in which none is larger does nothing."""
+    KIND: gl.constexpr = "bf16" if p.dtype == gl.bfloat16 else "f16"
+    return gl.inline_asm_elementwise(
+        exceeding(W, p.shape[1], KIND),
+        "=f,=f,0,1,f,f,f,f",
+        [excess, seen, limit],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+LOWEST = gl.constexpr(-3e38)  # a maximum, relative to which P of whatever is seen is infinite
+
+
+@gluon.constexpr_function
+def most(dtype):
+    """What the sum of a lane may be of a tile: P is finite in its dtype, and so is the sum of many tiles."""
+    return 65504.0 if dtype == gl.float16 else 2.0**32
+
+
+@gluon.jit
+def so_far(l):
+    """What a row has summed up to, for each of its lanes."""
+    return gl.expand_dims(gl.sum(l, 1), 1) + gl.zeros_like(l)
 
 
 @gluon.jit
@@ -376,6 +450,7 @@ def try_tiles(
     p,
     m,
     l,
+    excess,
     b,
     io,
     work,
@@ -397,7 +472,7 @@ def try_tiles(
     Of a tile where that is nothing has been taken in, but for its predecessor's product with V. ``seen``: the sums of its P.
     A row that has seen no key has -inf for m, and takes the `LOWEST` for it: P of whatever it sees is infinite.
     """
-    _, _, k_ring, _, _, _, _, _, v_full, v_free = io
+    q_tiles, _, k_ring, _, _, _, _, _, v_full, v_free = io
     BN: gl.constexpr = k_ring.shape[2]
     LATE: gl.constexpr = WARPGROUPS == 3
     above, seen = 0, l
@@ -405,7 +480,7 @@ def try_tiles(
         before, slot, turn = ring
         s = start_scores(b, io, ring, 0, False, W, TURNS)
         o = start_output(o, p, io, ring, W, WARPGROUPS, TURNS)
-        limit = gl.expand_dims(largest(l), 1) + gl.zeros_like(l)
+        limit = so_far(l)
         s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
         if LATE:
             mbarrier.wait(v_full.index(slot), turn)
@@ -413,34 +488,52 @@ def try_tiles(
             mbarrier.arrive(v_free.index(before), count=1)
         if PARTIAL:
             s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
-        p, seen = exponentials(s, gl.maximum(m, LOWEST), scale_log2, io)
+        p, seen = exponentials(s, gl.maximum(m, LOWEST), scale_log2, io, True, W)
         if not LATE:
             mbarrier.wait(v_full.index(slot), turn)
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_free.index(before), count=1)
-        above = any_above(seen, limit, W)
+        above = any_above(seen, gl.full_like(seen, most(q_tiles.dtype)), W)
+        more = with_excess(excess, p, seen, limit, W)
         if above == 0:
+            excess = more
             l += seen
             let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
             ring = advanced(ring, k_ring.shape[0])
             column += BN
-    return o, p, l, seen, ring, column, above
+    return o, p, l, excess, seen, ring, column, above
 
 
 @gluon.jit
 def follow(
-    o, m, l, seen, b, io, work, ring, span, row, column, scale_log2, partial, W: gl.constexpr, PACK: gl.constexpr
+    o,
+    m,
+    l,
+    excess,
+    seen,
+    b,
+    io,
+    work,
+    ring,
+    span,
+    row,
+    column,
+    scale_log2,
+    partial,
+    W: gl.constexpr,
+    PACK: gl.constexpr,
 ):
     """The tile at which `try_tiles` has stopped: with the maximum of those rows of which a lane has ``seen`` too much."""
     s = hopper.warpgroup_mma_wait(0, deps=[start_scores(b, io, ring, 0, False, W, False)])
     if partial:
         s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
-    far = gl.convert_layout(gl.max(seen, 1) > largest(l), column_layout(s.shape[1]))
+    far = gl.convert_layout(gl.max(seen, 1) > most(io[0].dtype), column_layout(s.shape[1]))
     m_new = gl.where(far, gl.maximum(m, row_maximum(s) * scale_log2), m)
     m_use = finite(m_new)
     shrink = gl.exp2(m - m_use)
-    p, seen = exponentials(s, m_use, scale_log2, io)
-    return rescaled(o, shrink), p, m_new, seen + by_row(l, shrink)
+    p, seen = exponentials(s, m_use, scale_log2, io, True, W)
+    l, excess = by_row(l, shrink), by_row(excess, shrink)
+    return rescaled(o, shrink), p, m_new, l + seen, with_excess(excess, p, seen, so_far(l), W)
 
 
 # ------------------------------------------------------------------ a warpgroup
@@ -468,10 +561,11 @@ def attend(
     p = gl.zeros([M, BN], q_tiles.dtype, factor_layout(DV_PAD))
     m = gl.zeros([M], gl.float32, column_layout(BN))
     l = gl.zeros([M, 4], gl.float32, lane_layout())
+    excess = gl.zeros([M, 4], gl.float32, lane_layout()) if OPTIMISTIC else None
     shrink = gl.full([M], 1.0, gl.float32, column_layout(BN))
     previous, done, ring = 0, 0, (0, 0, 0)
     if OPTIMISTIC:
-        declare_vote(W)
+        declare(p, W)
     if TURNS and W == WARPGROUPS - 1:
         pass_turn(W, WARPGROUPS)  # the first turn is the first warpgroup's
     item = hear(told.index(W * BUFFERS), q_full.index(W * BUFFERS), 0)
@@ -483,9 +577,11 @@ def attend(
         partial = is_partial(work, span_first)
         is_last = (span_first + SPAN == span_end) & (column + BN == stop)
         o, p, m, l, shrink, ring = step(
-            o, p, m, l, shrink, b, io, result, work, previous, ring, span_first, row, column, scale_log2, partial, is_last,
-            True, W, WARPGROUPS, TURNS, DV, PACK,
+            o, p, m, l, excess, shrink, b, io, result, work, previous, ring, span_first, row, column, scale_log2, partial,
+            is_last, True, W, WARPGROUPS, TURNS, DV, PACK,
         )  # fmt: skip
+        if OPTIMISTIC:
+            excess = gl.zeros_like(l)
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
             partial = is_partial(work, span)
@@ -493,18 +589,18 @@ def attend(
             if OPTIMISTIC:
                 while column < stop:
                     if partial:
-                        o, p, l, seen, ring, column, above = try_tiles(
-                            o, p, m, l, b, io, work, ring, span, span_end, row, column, stop, scale_log2,
+                        o, p, l, excess, seen, ring, column, above = try_tiles(
+                            o, p, m, l, excess, b, io, work, ring, span, span_end, row, column, stop, scale_log2,
                             True, W, WARPGROUPS, TURNS, PACK,
                         )  # fmt: skip
                     else:
-                        o, p, l, seen, ring, column, above = try_tiles(
-                            o, p, m, l, b, io, work, ring, span, span_end, row, column, stop, scale_log2,
+                        o, p, l, excess, seen, ring, column, above = try_tiles(
+                            o, p, m, l, excess, b, io, work, ring, span, span_end, row, column, stop, scale_log2,
                             False, W, WARPGROUPS, TURNS, PACK,
                         )  # fmt: skip
                     if above != 0:
-                        o, p, m, l = follow(
-                            o, m, l, seen, b, io, work, ring, span, row, column, scale_log2, partial, W, PACK
+                        o, p, m, l, excess = follow(
+                            o, m, l, excess, seen, b, io, work, ring, span, row, column, scale_log2, partial, W, PACK
                         )
                         let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
                         ring = advanced(ring, k_ring.shape[0])
@@ -514,14 +610,14 @@ def attend(
                 for j in range(column, turning, BN):
                     is_last = (span + SPAN == span_end) & (j + BN == stop)
                     o, p, m, l, shrink, ring = step(
-                        o, p, m, l, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, True, is_last,
-                        False, W, WARPGROUPS, TURNS, DV, PACK,
+                        o, p, m, l, excess, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, True,
+                        is_last, False, W, WARPGROUPS, TURNS, DV, PACK,
                     )  # fmt: skip
                 for j in range(turning, stop, BN):
                     is_last = (span + SPAN == span_end) & (j + BN == stop)
                     o, p, m, l, shrink, ring = step(
-                        o, p, m, l, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, False, is_last,
-                        False, W, WARPGROUPS, TURNS, DV, PACK,
+                        o, p, m, l, excess, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, False,
+                        is_last, False, W, WARPGROUPS, TURNS, DV, PACK,
                     )  # fmt: skip
         done += 1
         b = W * BUFFERS + done % BUFFERS
@@ -529,7 +625,7 @@ def attend(
     if previous > 0:
         o = start_output(rescaled(o, shrink), p, io, ring, W, WARPGROUPS, False)
         o = hopper.warpgroup_mma_wait(0, deps=[o])
-        finish(o, m, l, result, work, previous, W, BN, DV, PACK)
+        finish(o, m, l, excess, result, work, previous, W, BN, DV, PACK)
     if TURNS and W == FIRST:
         take_turn(W)  # the last one: the barrier ends as it began
 

@@ -45,7 +45,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from canon.fast.kernels.gluon.blocks import await_added, exchanged, tma_add
-from canon.fast.kernels.gluon.forward import any_above, declare_vote, scaled
+from canon.fast.kernels.gluon.forward import any_above, declare, rounded, scaled, with_excess
 from canon.testing.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
 from canon.testing.simulator.engines import await_written, reduce_add
@@ -99,8 +99,10 @@ register(tma_add, reduce_add)
 register(await_added, await_written)
 register(exchanged, language.exchanged)
 register(scaled, operator.mul)
-register(declare_vote, lambda warpgroup: None)
+register(declare, lambda p, warpgroup: None)
+register(rounded, lambda p, like, warpgroup: p.to(like.dtype))
 register(any_above, language.any_above)
+register(with_excess, language.with_excess)
 
 
 # What kernels see.
