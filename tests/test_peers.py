@@ -1,5 +1,9 @@
 """Peers get the same inputs and masks as Canon; one that is missing, or fails, is said to be so and stops nobody else."""
 
+import functools
+import json
+import pickle
+from argparse import ArgumentParser
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +11,7 @@ import torch
 
 from canon import fast
 from canon.fast import device as fast_device
-from canon.testing import kernels, peers, schedule_peers, schedules, shapes, timing, world
+from canon.testing import bench, kernels, peers, schedule_peers, schedules, shapes, timing, world
 from canon.testing.judge import dense
 
 CPU = torch.device("cpu")
@@ -166,6 +170,7 @@ def test_a_family_that_declines_a_shape_is_noted_and_does_not_fail(monkeypatch):
 
 # ---------------------------------------------------------------------- schedules
 SHAPE = shapes.shape_of("1,64,2,2,16", "documents:20")
+SHORT = shapes.shape_of("1,8,2,2,16,causal")
 
 
 def test_schedules_agree_before_they_are_timed(monkeypatch):
@@ -182,6 +187,24 @@ def test_schedules_agree_before_they_are_timed(monkeypatch):
     )
     assert not any(row["peer"] for row in rows)
     assert schedules.table(rows).row_count == len(rows)
+
+
+def test_what_was_measured_is_kept_after_each_shape(monkeypatch, tmp_path):
+    """By rank 0, in the record: where a later shape fails, or the command is ended, it stands there."""
+    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
+    monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
+    parser, path, told = ArgumentParser(), tmp_path / "record.json", []
+    bench.add_arguments(parser)
+    options = parser.parse_args(["schedules", "--record", str(path)])
+
+    def keep(rows):
+        pickle.loads(pickle.dumps(functools.partial(bench._keep, options)))(rows)  # as it comes to a rank
+        told.append([row["shape"] for row in json.loads(path.read_text())["results"]])
+
+    program = schedules.Bench((SHAPE, SHORT), torch.float32, "ring", 1, "cpu", keep=keep)
+    rows, _ = world.threads(program, 2)
+    assert told == [[str(SHAPE)] * 3, [row["shape"] for row in rows]]
+    assert [row["shape"] for row in rows] == [str(SHAPE)] * 3 + [str(SHORT)] * 3
 
 
 def test_exposed_is_what_no_kernel_covers():

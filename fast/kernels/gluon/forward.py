@@ -359,15 +359,15 @@ def voting(warpgroup):
 
 
 @gluon.constexpr_function
-def rounding(warpgroup, number, kind):
+def rounding(warpgroup, number, dtype):
     """PTX: a thread's ``number`` elements of P are rounded, two to a word; copies are for `exceeding`."""
-    words = number // 2
+    words, kind = number // 2, "bf16" if dtype == gl.bfloat16 else "f16"
     pairs = ((i, words + 2 * i) for i in range(words))
     return " ".join(f"cvt.rn.{kind}x2.f32 ${i}, ${at + 1}, ${at}; mov.b32 p_{warpgroup}_{i}, ${i};" for i, at in pairs)
 
 
 @gluon.constexpr_function
-def exceeding(warpgroup, columns, kind):
+def exceeding(warpgroup, columns, dtype):
     """PTX: a lane has the sums $4 and $5 of two rows of P. What they exceed those of the rounded P by is added to $0 and $1 if
     they are larger than the limits $6 and $7. Words 2 i of the rounded P are of the first row, 2 i + 1 of the second."""
     lines = ["{ .reg .pred first, second, any; .reg .b16 low, high; .reg .b32 x, sum_<4>;"]
@@ -376,7 +376,7 @@ def exceeding(warpgroup, columns, kind):
     lines += ["mov.f32 sum_0, $4; mov.f32 sum_1, $5; mov.f32 sum_2, 0.0; mov.f32 sum_3, 0.0;"]
     for i in range(columns // 4):
         p = f"p_{warpgroup}_{i}"
-        if kind == "bf16":  # a cvt.f32.bf16 of each half takes three instructions more
+        if dtype == gl.bfloat16:  # a cvt.f32.bf16 of each half takes three instructions more
             halves = f"shl.b32 x, {p}, 16;", f"and.b32 x, {p}, 0xffff0000;"
         else:
             halves = f"mov.b32 {{low, high}}, {p}; cvt.f32.f16 x, low;", "cvt.f32.f16 x, high;"
@@ -410,17 +410,17 @@ def operands(number):
 def rounded(p, like, W: gl.constexpr):
     """p in the type of ``like``, of two bytes. Registers hold it for `with_excess`: Triton would unpack it in every tile."""
     N: gl.constexpr = p.shape[1] // 2  # elements of a thread
-    KIND: gl.constexpr = "bf16" if like.dtype == gl.bfloat16 else "f16"
-    return gl.inline_asm_elementwise(rounding(W, N, KIND), operands(N), [p], dtype=like.dtype, is_pure=False, pack=N)
+    return gl.inline_asm_elementwise(
+        rounding(W, N, like.dtype), operands(N), [p], dtype=like.dtype, is_pure=False, pack=N
+    )
 
 
 @gluon.jit
 def with_excess(excess, p, seen, limit, W: gl.constexpr):
     """``excess`` (64, 4), and where the sums by lane of P, ``seen``, are larger than ``limit``, what they exceed those of p by:
     of what `rounded` gave last. A warp in which none is larger does nothing."""
-    KIND: gl.constexpr = "bf16" if p.dtype == gl.bfloat16 else "f16"
     return gl.inline_asm_elementwise(
-        exceeding(W, p.shape[1], KIND),
+        exceeding(W, p.shape[1], p.dtype),
         "=f,=f,0,1,f,f,f,f",
         [excess, seen, limit],
         dtype=gl.float32,

@@ -15,6 +15,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def _tune(options: argparse.Namespace, shapes: list, candidates: list, console) 
 def _schedules(options: argparse.Namespace, program, console) -> int:
     from canon.testing import schedules
 
-    rows = []
+    rows, program = [], replace(program, keep=partial(_keep, options))
     for some in schedules.measured(program, options.ranks[0] if options.ranks else None):
         rows += some
         console.print(schedules.table(some))

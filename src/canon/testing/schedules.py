@@ -57,6 +57,7 @@ class Bench:
     rounds: int
     device: str = "cuda"
     peers: bool = False  # torch's context parallel instead of Canon's schedules
+    keep: Callable[[list[dict]], object] | None = None  # called on rank 0 after each shape, with all rows so far
 
     def __call__(self) -> list[dict]:
         on_gpu = self.device == "cuda"
@@ -65,6 +66,8 @@ class Bench:
         rows = []
         for shape in self.shapes:
             rows += measure(shape, self.dtype, device, self.only, self.rounds, peers=self.peers, group=group)
+            if self.keep and not dist.get_rank():
+                self.keep(rows)
         return rows
 
 
@@ -252,7 +255,7 @@ def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:
     yield world.gpus(made, ranks, timeout=LIMIT)[0]
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if any(torch_schedules(shape, ranks, made.only, made.device) for shape in made.shapes):
-        yield peer_rows(partial(world.gpus, replace(made, peers=True), ranks, timeout=PEERS_LIMIT))
+        yield peer_rows(partial(world.gpus, replace(made, peers=True, keep=None), ranks, timeout=PEERS_LIMIT))
 
 
 def peer_rows(run: Callable[[], list[list[dict]]]) -> list[dict]:
