@@ -4,11 +4,28 @@ import re
 
 import numpy as np
 import pytest
+import torch
+from triton.experimental.gluon import language as gl
 
 from canon.fast.kernels.gluon.blocks import exchange
-from canon.fast.kernels.gluon.forward import comparing, declaring, scaling, voting
+from canon.fast.kernels.gluon.forward import comparing, declaring, exceeding, rounding, scaling, voting
 
 LANES = np.arange(32)
+
+
+def halves(x: np.ndarray, kind: str) -> np.ndarray:
+    """Numbers rounded to two bytes, as bits."""
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
+    return torch.from_numpy(x.astype(np.float32)).to(dtype).view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+
+
+def literal(name: str) -> np.ndarray:
+    return np.full(32, int(name, 16), np.uint32) if name.startswith("0x") else np.full(32, float(name))
+
+
+def as_float(x: np.ndarray) -> np.ndarray:
+    """What float32 arithmetic takes a register's bits for."""
+    return x.view(np.float32) if x.dtype == np.uint32 else x
 
 
 def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -26,13 +43,32 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             assert len(set(predicate)) == 1, "a branch of the whole warp"
             skipped_to = "" if predicate[0] else rest.split()[1]
             continue
+        kept = np.full(32, True)
+        if operation.startswith("@"):
+            kept = registers[operation[1:]]
+            operation, _, rest = rest.partition(" ")
         target, *names = (name.strip() for name in rest.split(","))
-        x = [registers[name] if name in registers else np.full(32, float(name)) for name in names]
+        if operation == "mov.b32" and len(names) == 2:  # a word's two halves
+            word = registers[names[1]]
+            registers[target], registers[names[0]] = word & 0xFFFF, word >> 16
+            continue
+        x = [registers[name] if name in registers else literal(name) for name in names]
         match operation.split("."):
             case ["mov", _]:
                 registers[target] = x[0]
             case ["and", _]:
-                registers[target] = x[0].astype(int) & x[1].astype(int)
+                registers[target] = (x[0].astype(np.uint32) & x[1].astype(np.uint32)).astype(np.uint32)
+            case ["shl", _]:
+                registers[target] = x[0] << x[1].astype(np.uint32)
+            case ["or", "pred"]:
+                registers[target] = x[0] | x[1]
+            case ["cvt", "rn", "bf16x2" | "f16x2" as kind, "f32"]:
+                registers[target] = halves(x[0], kind[:-2]) << 16 | halves(x[1], kind[:-2])
+            case ["cvt", "f32", "f16"]:
+                registers[target] = x[0].astype(np.uint16).view(np.float16).astype(np.float32)
+            case ["add" | "sub" as sign, "f32"]:
+                change = as_float(x[1]) if sign == "add" else -as_float(x[1])
+                registers[target] = np.where(kept, as_float(x[0]) + change, registers.get(target, 0.0))
             case ["selp", _]:
                 registers[target] = np.where(x[2], x[0], x[1])
             case ["setp", "ne" | "neu", _]:
@@ -90,7 +126,36 @@ def test_one_thread_whose_sum_is_too_large_is_heard_by_all(above):
     x[1, 7] = np.nan  # it stays, and no maximum would mend it
     for lane, row in above:
         x[row, lane] = 1.5
-    registers = run(declaring(0), {}) | run(declaring(1), {})
+    registers = run(declaring(0, 128), {}) | run(declaring(1, 128), {})
     registers |= run(comparing(0), registers | {"$2": x[0], "$3": x[1], "$4": limit[0], "$5": limit[1]})
     assert (run(voting(0), registers)["$0"] != 0).tolist() == [bool(above)] * 32
     assert not run(voting(1), registers)["$0"].any()
+
+
+@pytest.mark.parametrize("dtype", [gl.bfloat16, gl.float16], ids=str)
+@pytest.mark.parametrize("above", [[], [(5, 0)], [(31, 1)], [(0, 0), (0, 1), (9, 1)]])
+def test_the_sums_of_what_is_rounded_are_looked_at_where_they_are_large(above, dtype):
+    number = 64  # elements of a thread, of rows 0 and 1 in pairs
+    p = np.random.default_rng(0).exponential(size=(number, 32)).astype(np.float32)
+    row = np.arange(number) // 2 % 2
+    seen = np.stack([p[row == r].sum(0) for r in (0, 1)])
+    limit = seen.copy()  # not larger
+    for lane, r in above:
+        limit[r, lane] *= 0.99
+    excess = np.full((2, 32), 0.125, np.float32)
+    registers = run(rounding(1, number, dtype), {f"${number // 2 + i}": p[i] for i in range(number)})
+    torch_dtype = {gl.bfloat16: torch.bfloat16, gl.float16: torch.float16}[dtype]
+    rounded = torch.from_numpy(p).to(torch_dtype)
+    words = np.stack([registers[f"${i}"] for i in range(number // 2)])
+    expected = rounded.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    np.testing.assert_array_equal(words, expected[1::2] << 16 | expected[::2])
+
+    operands = {"$0": excess[0], "$1": excess[1], "$4": seen[0], "$5": seen[1], "$6": limit[0], "$7": limit[1]}
+    after = run(exceeding(1, 2 * number, dtype), registers | operands)
+    for r in (0, 1):
+        more = seen[r] - rounded.double().numpy()[row == r].sum(0)
+        flagged = np.array([(lane, r) in above for lane in LANES])
+        np.testing.assert_allclose(after[f"${r}"], excess[r] + np.where(flagged, more, 0), atol=1e-4)
+        assert (abs(more[flagged]) > 1e-3).all() or dtype == gl.float16, "it is not nothing"
+    touched = any(after[f"${r}"] is not operands[f"${r}"] for r in (0, 1))
+    assert touched == bool(above), "nothing is done where nothing has to be"
