@@ -467,9 +467,10 @@ def try_tiles(
     TURNS: gl.constexpr,
     PACK: gl.constexpr,
 ):
-    """`step` after step from a column on, with the maximum m as it is, until P is ``above`` what it may be or all is done.
+    """`step` after step from a column on, with the maximum m as it is, until P is ``above`` what can be held or all is done.
 
     Of a tile where that is nothing has been taken in, but for its predecessor's product with V. ``seen``: the sums of its P.
+    The warpgroup votes on what outweighs its row, and again on what is too much where something does.
     A row that has seen no key has -inf for m, and takes the `LOWEST` for it: P of whatever it sees is infinite.
     """
     q_tiles, _, k_ring, _, _, _, _, _, v_full, v_free = io
@@ -493,10 +494,12 @@ def try_tiles(
             mbarrier.wait(v_full.index(slot), turn)
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_free.index(before), count=1)
-        above = any_above(seen, gl.full_like(seen, most(q_tiles.dtype)), W)
-        more = with_excess(excess, p, seen, limit, W)
+        above = any_above(seen, limit, W)
+        if above != 0:
+            above = any_above(seen, gl.full_like(seen, most(q_tiles.dtype)), W)
+            if above == 0:
+                excess = with_excess(excess, p, seen, limit, W)
         if above == 0:
-            excess = more
             l += seen
             let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
             ring = advanced(ring, k_ring.shape[0])
