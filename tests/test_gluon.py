@@ -205,6 +205,19 @@ def test_where_scores_vary_much_no_tile_is_made_twice(nats, dtype, tiles, votes)
         assert votes.count(2) <= (len(votes) // 5 if narrow else 0)
 
 
+@pytest.mark.parametrize(("dtype", "keys"), [(torch.float16, 1700), (torch.bfloat16, 10000)], ids=str)
+def test_sums_that_double_from_tile_to_tile_stay_finite(dtype, keys):
+    """No key outweighs its row, and nothing of P would be followed for that: 15 nats, and 90."""
+    d, tiles = TILES["optimistic"]
+    mask = Mask([Band(0, 64, 0, keys)], 64, keys)
+    q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d, dtype=dtype)
+    q *= 0.01
+    q[..., 0], k[..., 0] = d**0.5, torch.arange(keys, device=DEVICE)[None, :, None] // 128 * 1.15
+    with config.forced(forward=tiles), hopper():
+        out, lse = local.attention_forward(q, k, v, mask)
+    assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+
+
 @pytest.mark.skipif(ON_HOPPER, reason="simulated votes are counted")
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 32), (torch.float16, 16)], ids=str)
 def test_what_two_bytes_cannot_hold_is_made_again(dtype, bits, votes):

@@ -439,9 +439,9 @@ def most(dtype):
 
 
 @gluon.jit
-def so_far(l):
-    """What a row has summed up to, for each of its lanes."""
-    return gl.expand_dims(gl.sum(l, 1), 1) + gl.zeros_like(l)
+def so_far(l, like):
+    """What a row has summed up to, for each of its lanes; at most what P may be, or sums that double would go on for ever."""
+    return gl.expand_dims(gl.minimum(gl.sum(l, 1), most(like.dtype)), 1) + gl.zeros_like(l)
 
 
 @gluon.jit
@@ -481,7 +481,7 @@ def try_tiles(
         before, slot, turn = ring
         s = start_scores(b, io, ring, 0, False, W, TURNS)
         o = start_output(o, p, io, ring, W, WARPGROUPS, TURNS)
-        limit = so_far(l)
+        limit = so_far(l, q_tiles)
         s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
         if LATE:
             mbarrier.wait(v_full.index(slot), turn)
@@ -536,7 +536,7 @@ def follow(
     shrink = gl.exp2(m - m_use)
     p, seen = exponentials(s, m_use, scale_log2, io, True, W)
     l, excess = by_row(l, shrink), by_row(excess, shrink)
-    return rescaled(o, shrink), p, m_new, l + seen, with_excess(excess, p, seen, so_far(l), W)
+    return rescaled(o, shrink), p, m_new, l + seen, with_excess(excess, p, seen, so_far(l, io[0]), W)
 
 
 # ------------------------------------------------------------------ a warpgroup
