@@ -144,10 +144,9 @@ def test_the_sums_of_what_is_rounded_are_looked_at_where_they_are_large(above, d
         limit[r, lane] *= 0.99
     excess = np.full((2, 32), 0.125, np.float32)
     registers = run(rounding(1, number, dtype), {f"${number // 2 + i}": p[i] for i in range(number)})
-    torch_dtype = {gl.bfloat16: torch.bfloat16, gl.float16: torch.float16}[dtype]
-    rounded = torch.from_numpy(p).to(torch_dtype)
+    rounded = torch.from_numpy(p).to({gl.bfloat16: torch.bfloat16, gl.float16: torch.float16}[dtype])
     words = np.stack([registers[f"${i}"] for i in range(number // 2)])
-    expected = rounded.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    expected = halves(p, "bf16" if dtype == gl.bfloat16 else "f16")
     np.testing.assert_array_equal(words, expected[1::2] << 16 | expected[::2])
 
     operands = {"$0": excess[0], "$1": excess[1], "$4": seen[0], "$5": seen[1], "$6": limit[0], "$7": limit[1]}

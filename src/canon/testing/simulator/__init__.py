@@ -45,7 +45,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from canon.fast.kernels.gluon.blocks import await_added, exchanged, tma_add
-from canon.fast.kernels.gluon.forward import any_above, declare, rounded, scaled, with_excess
+from canon.fast.kernels.gluon.forward import any_above, declare, lane_sum, rounded, scaled, with_excess
 from canon.testing.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
 from canon.testing.simulator.engines import await_written, reduce_add
@@ -102,7 +102,6 @@ register(scaled, operator.mul)
 register(declare, lambda p, warpgroup: None)
 register(rounded, lambda p, like, warpgroup: p.to(like.dtype))
 register(any_above, language.any_above)
-register(with_excess, language.with_excess)
 
 
 # What kernels see.
@@ -181,6 +180,15 @@ _BUILTINS = {
     "min": _extremum(language.minimum),
     "max": _extremum(language.maximum),
 }
+
+
+def _with_excess(excess, p, seen, limit, warpgroup):
+    """What a project defines for it: what the sums by lane exceed those of p by, where they exceed the limit."""
+    rounded_sums = _Function(lane_sum)(p.to(language.gl.float32))
+    return excess + language.where(seen > limit, seen - rounded_sums, 0.0)
+
+
+register(with_excess, _with_excess)
 
 
 # Kernels as Python functions.

@@ -291,13 +291,6 @@ def any_above(x, limit, warpgroup):
     return Tensor(int(above.data.any()), gl.int32, above.taint)
 
 
-def with_excess(excess, p, seen, limit, warpgroup):
-    """What a project defines for it: where more is ``seen`` than the limit, what of it the sums of p by lane are less by."""
-    sums = p.to(gl.float32).data.reshape(p.shape[0], 2, -1, 4, 2).sum((1, 2, 4))
-    more = torch.where(seen.data > limit.data, seen.data - sums, 0.0)
-    return excess + Tensor(more, gl.float32, p.taint or seen.taint or limit.taint)
-
-
 # The compiler and the launch.
 
 
