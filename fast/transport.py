@@ -86,6 +86,13 @@ class Transport:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         return torch.cuda.stream(self.stream)
 
+    def let_begin(self) -> None:
+        """What is launched from here on waits for what has been launched beside, and begins after the messages from there."""
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                torch.zeros(1, device=self.stream.device)  # for 2 us, in which messages, on streams of their own, begin
+            self.join()
+
     def join(self) -> None:
         """What is launched from here on waits for what has been launched beside."""
         if self.stream is not None:

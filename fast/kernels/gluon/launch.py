@@ -1,7 +1,8 @@
 """From tensors to launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with its arguments.
 
 What TMA cannot load as it stands is copied first: tensors whose base or strides are no multiples of 16 bytes, or whose last
-stride is not 1. So are tensors with tokens that the mask does not touch, which may hold NaN: the copy holds 0 there.
+stride is not 1. So are tensors of which a tile would load tokens that the mask does not touch, which may hold NaN: the copy
+holds 0 there.
 Results that kernels cannot write (`evenly`, `nearby`) are made apart and copied. Everything else is used in place.
 
 Elements are of two bytes, heads at most 256 wide, and the device is an sm_90: anything else is a ValueError.
@@ -9,7 +10,6 @@ Elements are of two bytes, heads at most 256 wide, and the device is an sm_90: a
 
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -21,7 +21,7 @@ from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.forward import forward_kernel
 from canon.fast.kernels.gluon.lines import prepared_lines as prepared_lines  # one of the functions here
-from canon.fast.kernels.gluon.schedule import Heads, Schedule, schedule
+from canon.fast.kernels.gluon.schedule import Heads, Schedule, schedule, untouched
 from canon.fast.kernels.gluon.wide import wide_kernel
 from canon.fast.kernels.launching import capability, launch
 from canon.fast.kernels.launching import processors as processors_of
@@ -45,15 +45,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     )
     group, pack, plan = query_plan(q, k, v, mask, config)
     even_out, line_lse = evenly(out), lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
-    if not plan.complete:
-        even_out.zero_()
-        line_lse.fill_(float("-inf"))
+    for rows in plan.blind:
+        even_out[:, rows] = 0
+        line_lse[..., rows] = float("-inf")
     if plan.items:
         q, scale, _ = positive(q, scale)
         tiles = (
             box(q, 64 // pack, pack, d),
             box(k, config.columns, 1, d),
-            box(seen_only(v, mask, keys=True), config.columns, 1, dv),
+            box(seen_only(v, mask, True, plan.strays[1]), config.columns, 1, dv),
         )
         strides = even_out.stride(1), even_out.stride(2)
         arguments = (*tiles, even_out, line_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
@@ -70,12 +70,12 @@ def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lines: Tensor, mask: Mask,
     config, d, dv = choose("dq", q.shape[-1], v.shape[-1])
     group, pack, plan = query_plan(q, k, v, mask, config)
     even = evenly(dq)
-    if not plan.complete:
-        even.zero_()
+    for rows in plan.blind:
+        even[:, rows] = 0
     if plan.items:
         queries, keys = (config.rows // 2 // pack, pack), (config.columns, 1)
-        q, dout = seen_only(q, mask, keys=False), seen_only(dout, mask, keys=False)
-        k, v = seen_only(k, mask, keys=True), seen_only(v, mask, keys=True)
+        q, dout = (seen_only(x, mask, False, plan.strays[0]) for x in (q, dout))
+        k, v = (seen_only(x, mask, True, plan.strays[1]) for x in (k, v))
         tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
         strides = even.stride(1), even.stride(2)
         arguments = (*tiles, lines, lines.shape[3], even, *queue(plan, q), scale, q.shape[1], *strides)
@@ -110,12 +110,12 @@ def dkdv(
     read = each * head_bytes(q, dout)
     plan = schedule(mask, config.rows, config.columns, True, heads, 1, read, q.device, each, ordered)
     near_dk, near_dv = map(nearby, (dk, dv))
-    if not plan.complete:
-        near_dk.zero_()
-        near_dv.zero_()
+    for rows in plan.blind:
+        near_dk[:, rows] = 0
+        near_dv[:, rows] = 0
     if plan.items:
-        q, dout = seen_only(q, mask, keys=False), seen_only(dout, mask, keys=False)
-        k, v = seen_only(k, mask, keys=True), seen_only(v, mask, keys=True)
+        q, dout = (seen_only(x, mask, False, plan.strays[1]) for x in (q, dout))
+        k, v = (seen_only(x, mask, True, plan.strays[0]) for x in (k, v))
         q, scale, sign = positive(q, scale)
         sums = dq if dq is None or (sign > 0 and reachable(dq)) else roomy(dq).zero_()
         queries = box(q, config.columns, 1, d_pad), box(dout, config.columns, 1, dv_pad)
@@ -166,22 +166,15 @@ def positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
     return (-q, -scale, -1) if scale < 0 else (torch.zeros_like(q), 1.0, 0)
 
 
-def seen_only(x: Tensor, mask: Mask, keys: bool) -> Tensor:
-    """x (b, t, h, d), or a copy with 0 in the tokens that the mask does not touch, as keys or as queries."""
-    unseen = unseen_tokens(mask, keys, x.device)
-    return x if unseen is None else torch.where(unseen[:, None, None], 0.0, x)
+def seen_only(x: Tensor, mask: Mask, keys: bool, strays: bool) -> Tensor:
+    """x (b, t, h, d), or if it ``strays`` a copy with 0 in the tokens that the mask does not touch, as keys or as queries."""
+    return torch.where(unseen_tokens(mask, keys, x.device)[:, None, None], 0.0, x) if strays else x
 
 
 @lru_cache(maxsize=128)
-def unseen_tokens(mask: Mask, keys: bool, device: torch.device) -> Tensor | None:
-    """Which keys, or queries, no band touches (bool); None if there are none. Bands are tight: all their rows see something."""
-    steps = np.zeros((mask.keys if keys else mask.queries) + 1, np.int64)
-    for band in mask.bands:
-        start, stop = (band.k_start, band.k_stop) if keys else (band.q_start, band.q_stop)
-        steps[start] += 1
-        steps[stop] -= 1
-    unseen = np.cumsum(steps)[:-1] == 0
-    return torch.from_numpy(unseen).to(device) if unseen.any() else None
+def unseen_tokens(mask: Mask, keys: bool, device: torch.device) -> Tensor:
+    """Which keys, or queries, no band touches (bool)."""
+    return torch.from_numpy(untouched(mask, keys)).to(device)
 
 
 def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:

@@ -4,7 +4,7 @@ A Hopper program is *persistent*: there is one on each processor, and it does on
 one overlaps the beginning of the next. Who has started all of an item's loads claims the next item of the list that
 nobody has: processors are not equally fast, so nothing is dealt out beforehand. Heads that share keys, and whole groups
 of them, stand together while what they read fits the L2 cache; within such a set the longest tiles come first. Tiles
-that see nothing are not in the list. Where programs add in turn, more heads stand together.
+that see nothing are not in the list. Where programs add in turn, more heads stand together: see `_lines`.
 
 Cost: O(items) on the host, once per mask, shapes and device; 32 bytes an item on the device.
 
@@ -25,11 +25,12 @@ L2_BYTES = 32 << 20  # of what heads that run side by side read; the cache of an
 # Tiles of queries that a tile of keys visits, 128 x 128, by the padded width: so few do not make up for what order costs.
 FEW = {64: 8, 128: 24}
 FOLLOWS = 2.5  # steps by which a tile of keys is behind the one before it, if both add to dq in order
-# Tiles of one head under way at a time, if each waits for the one before; more where their tiles would visit more than this: on
-# a causal zigzag shard eight heads of 134 MB side by side made 405 TFLOP/s, two by two 556; of packs one head 279, eight 459.
+IN_TURN = 6  # tiles of one head under way at a time, if each waits for the one before
+# Programs of one head read the same columns from the cache as long as they keep together, and the more often they add to
+# a column in all, the farther they drift apart: so often, of all heads side by side. On causal zigzag shards to which 1024
+# tiles add, two heads at a time made 569 TFLOP/s, eight 433 (paper/data/lists_side_by_side_h200.json).
+ADDED = 1100
 # Counted for an H200, so that bits are the same elsewhere.
-IN_TURN = 6
-IN_TURN_BYTES = 6 * L2_BYTES
 PROCESSORS = 132
 BOX = 4  # columns at whose multiples boxes of queries may begin: 16 bytes of lse
 FIXED = 1.0  # what an item costs beyond its tiles, in tiles: its beginning, and the writing of its result
@@ -45,11 +46,16 @@ class Heads(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """``work``: what the kernel reads (see `canon.fast.kernels.gluon.blocks`); ``complete``: no tile is without spans."""
+    """``work``: what the kernel reads (see `canon.fast.kernels.gluon.blocks`).
+
+    ``blind``: where the rows of all tiles without spans are, and perhaps others: results that nobody writes. ``strays``:
+    whether what items load has tokens that the mask does not touch, among the rows and among the columns.
+    """
 
     work: Tensor
     items: int
-    complete: bool
+    blind: tuple[slice, ...]
+    strays: tuple[bool, bool]
 
 
 @lru_cache(maxsize=128)  # an entry holds 32 bytes an item on the device
@@ -76,13 +82,18 @@ def schedule(
     boxes = (columns if in_turn else BOX) if transposed else 0
     tiles, spans, cost = _costs(mask, rows // pack, columns, transposed, repeat, boxes)
     first, stop, begin, _, end = tiles.T
-    lines = _lines(heads, pack, bytes_each_group, IN_TURN_BYTES / _visited(tiles, spans, columns) if in_turn else None)
+    seeing = end > begin
+    lines = _lines(heads, pack, bytes_each_group, _additions(spans, columns) if in_turn else None)
     read = lines.shape[1] * pack // heads.group * bytes_each_group  # by all that run side by side
-    regions = -(-read // L2_BYTES)
+    regions = 1 if in_turn else -(-read // L2_BYTES)  # short tiles at the end of a region would wait for longer ones
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
-    order = order[(end > begin)[order]]
+    order = order[seeing[order]]
+    strays = (
+        _hold(untouched(mask, keys=transposed), first[seeing], rows // pack),
+        _hold(untouched(mask, keys=not transposed), spans[:, 0], columns * spans[:, 1]),
+    )
     if full_first:
-        owner = np.searchsorted(np.sort(begin[end > begin]), np.arange(len(spans)), side="right")
+        owner = np.searchsorted(np.sort(begin[seeing]), np.arange(len(spans)), side="right")
         spans = spans[np.lexsort((spans[:, 3] > 0, owner))]  # a full one has no band
     if in_turn:
         spans, begin, end = _with_turns(spans, begin, end, order, columns)
@@ -99,7 +110,18 @@ def schedule(
     items = np.stack([first[tile], stop[tile], batch, head, at(begin), at(end), line, spans[begin[tile], 0]], 1)
     no_item = [items_end, 0, 0, 0, 0, 0, 0, items_end + spans.size]
     work = np.concatenate([no_item, items.ravel(), spans.ravel(), turns.ravel()]).astype(np.int32)
-    return Schedule(torch.from_numpy(work).to(device), len(tile), len(order) == len(tiles))
+    return Schedule(torch.from_numpy(work).to(device), len(tile), _runs(tiles[~seeing]), strays)
+
+
+@lru_cache(maxsize=1024)
+def untouched(mask: Mask, keys: bool) -> np.ndarray:
+    """Which keys, or queries, no band touches (bool). Bands are tight: all their rows see something."""
+    steps = np.zeros((mask.keys if keys else mask.queries) + 1, np.int64)
+    for band in mask.bands:
+        start, stop = (band.k_start, band.k_stop) if keys else (band.q_start, band.q_stop)
+        steps[start] += 1
+        steps[stop] -= 1
+    return np.cumsum(steps)[:-1] == 0
 
 
 @lru_cache(maxsize=1024)
@@ -131,6 +153,20 @@ def _costs(
     number = np.concatenate([[0], np.cumsum(spans[:, 1] * 1.0)])  # tiles before each span
     _, _, begin, full, end = tiles.T
     return tiles, spans, repeat * ((number[full] - number[begin]) * PARTIAL + (number[end] - number[full])) + FIXED
+
+
+def _hold(some: np.ndarray, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
+    """Whether some of these tokens are in start:start + length of any."""
+    before = np.concatenate([[0], np.cumsum(some)])
+    return bool((before[np.minimum(starts + lengths, len(some))] > before[starts]).any())
+
+
+def _runs(tiles: np.ndarray) -> tuple[slice, ...]:
+    """The rows of these tiles; where they stand in more than four places, from the first of them to the last."""
+    tiles = tiles[np.argsort(tiles[:, 0])]
+    apart = np.flatnonzero(tiles[1:, 0] > tiles[:-1, 1]) + 1
+    runs = [slice(int(run[0, 0]), int(run[-1, 1])) for run in np.split(tiles, apart) if len(run)]
+    return tuple(runs) if len(runs) <= 4 else (slice(runs[0].start, runs[-1].stop),)
 
 
 def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
@@ -178,22 +214,24 @@ def _repeated(
     return spans[begin[owner] + place % (end - begin)[owner]], repeat * begin, repeat * end
 
 
-def _visited(tiles: np.ndarray, spans: np.ndarray, columns: int) -> float:
-    """Which part of the columns a tile visits, on average: half of them under a causal mask, of packed documents few."""
-    last = int((spans[:, 0] + columns * spans[:, 1]).max(initial=1))
-    return columns * float(spans[:, 1].sum()) / max(1, len(tiles)) / last or 1.0
+def _additions(spans: np.ndarray, columns: int) -> float:
+    """How many tiles of rows add to a tile of columns, on average."""
+    last = int((spans[:, 0] + columns * spans[:, 1]).max(initial=columns))
+    return columns * float(spans[:, 1].sum()) / last
 
 
-def _lines(heads: Heads, pack: int, bytes_each_group: int, in_turn: float | None) -> np.ndarray:
+def _lines(heads: Heads, pack: int, bytes_each_group: int, added: float | None) -> np.ndarray:
     """batch * heads + head of every item's first head: a row for each set that runs side by side.
 
-    ``in_turn``: how many bytes that set may hold, if its programs wait for one another.
+    ``added``: how many tiles add in turn to a tile of columns. Then more heads stand side by side than fit the cache, so that
+    programs do not wait for one another; unless they would drift apart (`ADDED`), in more than four times what fits.
     """
     groups = heads.batches * heads.number // heads.group
     sets = [n for n in range(1, groups + 1) if groups % n == 0] or [1]
-    fitting = lambda room: max(n for n in sets if n == 1 or n * bytes_each_group <= room)
-    side_by_side = fitting(L2_BYTES)
-    if in_turn:
+    fitting = lambda times: max(n for n in sets if n == 1 or n * bytes_each_group <= times * L2_BYTES)
+    side_by_side = fitting(1)
+    if added is not None:
         enough = next((n for n in sets if n * IN_TURN >= PROCESSORS), sets[-1])
-        side_by_side = max(side_by_side, min(enough, fitting(in_turn)))
+        together = max(n for n in sets if n == 1 or n * added <= ADDED)
+        side_by_side = max(side_by_side, min(enough, max(together, fitting(4))))
     return np.arange(0, groups * heads.group, pack).reshape(-1, side_by_side * heads.group // pack)
