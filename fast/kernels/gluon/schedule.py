@@ -113,7 +113,6 @@ def schedule(
     return Schedule(torch.from_numpy(work).to(device), len(tile), _runs(tiles[~seeing]), strays)
 
 
-@lru_cache(maxsize=1024)
 def untouched(mask: Mask, keys: bool) -> np.ndarray:
     """Which keys, or queries, no band touches (bool). Bands are tight: all their rows see something."""
     steps = np.zeros((mask.keys if keys else mask.queries) + 1, np.int64)
