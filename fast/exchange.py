@@ -95,10 +95,7 @@ class Gathers:
         self.slots = [self.way.empty(name, items, k.dtype, k.device) for name in names]
 
     def fetch(self, step: int) -> "Arriving":
-        """Start to gather the heads of a step; `wait` gives K (b, W T, heads, d) and V (b, W T, heads, dv).
-
-        What is launched next begins later: under a kernel that fills all processors neither copy nor message would begin.
-        """
+        """Start to gather the heads of a step; `wait` gives K (b, W T, heads, d) and V (b, W T, heads, dv)."""
         heads, slot = self.steps[step], self.slots[step % 2]
         own = [x[:, :, heads.start : heads.stop] for x in (self.k, self.v)]
         widths = [x.shape[-1] for x in own]
@@ -112,7 +109,8 @@ class Gathers:
             for target, source in zip(keys, own, strict=True):
                 target[:, first : first + source.shape[1]].copy_(source)
             works = [self.way.all_gather(x) for x in full]
-        self.way.let_begin()
+        if step:  # the kernel of the step before comes next, and beside one that fills all processors nothing begins
+            self.way.let_begin()
         return Arriving(works, keys)
 
 

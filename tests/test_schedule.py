@@ -1,5 +1,6 @@
 """Fetching, computing and reducing overlap as the schedules say, send what their docstrings say."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,20 @@ def test_delta_is_made_under_the_first_message_of_the_backward_pass(name, option
 
 
 # --- strided attention, recorded ---
+
+
+def test_no_kernel_is_launched_before_the_gathers_beside_it_have_begun(monkeypatch):
+    monkeypatch.setattr(Transport, "let_begin", lambda way: log.add("begun", "gather"))
+    layout = Layout.zigzag(12, 3)
+    with recording(fast.strided) as log:
+        world.threads(lambda: train(fast, layout, inputs(12), head_stride=1), 3)
+    for rank in range(3):
+        events = [f"{e.what} {e.kind}" for e in log.of(rank) if e.what != "waited"]
+        first = events.index("computed forward")
+        assert events[:first] == ["posted gather"] * 3 + ["begun gather"], "of step 0, packed, and of step 1"
+        assert events.count("begun gather") == 2 * (G - 1)
+        for here, after in itertools.pairwise(events):
+            assert (here, after) not in {("posted gather", f"computed {kind}") for kind in ("forward", "backward")}
 
 
 @pytest.mark.parametrize(("options", "forward", "backward"), PATTERNS)
