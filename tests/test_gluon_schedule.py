@@ -1,0 +1,136 @@
+"""Lists of items for the Hopper kernels: who does what, in which order, and who waits for whom."""
+
+import heapq
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from canon import Band, Mask
+from canon.fast.kernels.gluon import launch, schedule
+from canon.fast.kernels.gluon.schedule import Heads
+
+
+@pytest.mark.parametrize(("transposed", "full_first"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    "mask",
+    [Mask.documents([0, 1, 1, 133, 134, 270]), Mask.window(309, 77, 4), Mask.causal(140).shift(6, 3).shift(-1, 0)],
+    ids=["documents", "window", "queries without keys and keys without queries"],
+)
+def test_every_tile_of_every_head_is_somebodys_once(mask, transposed, full_first):
+    heads, pack = Heads(2, 4, 4), 1 if transposed else 2
+    device = torch.device("cpu")
+    made = schedule.schedule(mask, 128, 64, transposed, heads, pack, 1 << 20, device, 3, full_first=full_first)
+    work = made.work.numpy()
+    assert not work[1:7].any()  # item 0 has no rows
+    assert work[7] == len(work)  # nobody takes turns
+    items = work[8 : work[0]].reshape(-1, 8)
+    assert len(items) == made.items
+    dense_mask = mask.dense().numpy().T if transposed else mask.dense().numpy()
+    seen = dense_mask.any(1)
+    times = np.zeros((2, 4, len(seen)), int)
+    for first, stop, batch, head, begin, end, line, column in items.tolist():
+        assert line == 4 * batch + head
+        assert column == work[begin], "that of the first span"
+        assert head % pack == 0
+        assert end > begin
+        times[batch, head : head + pack, first:stop] += 1
+        spans = work[begin:end].reshape(3, -1, 8)  # once for each of three heads
+        assert (spans == spans[0]).all()
+        partial = spans[0][:, 3] > 0
+        assert not full_first or partial.tolist() == sorted(partial.tolist())
+    assert times.max() == 1
+    assert (times[:, :, seen] == 1).all()
+    blind = np.zeros(len(seen), bool)
+    for rows in made.blind:
+        blind[rows] = True
+    assert (times[:, :, ~blind] == 1).all()
+    assert blind.any() == (times == 0).any()
+
+
+@pytest.mark.parametrize("heads", [Heads(1, 3, 1), Heads(2, 2, 1)], ids=repr)
+@pytest.mark.parametrize(
+    "mask",
+    [Mask.causal(900), Mask.window(900, 300, 50), Mask.documents([0, 1, 300, 333, 900]), Mask.prefix(500, 77)],
+    ids=repr,
+)
+def test_each_turn_waits_for_the_one_before_it(mask, heads):
+    made = schedule.schedule(mask, 128, 64, True, heads, 1, 1 << 20, torch.device("cpu"), 3, True)
+    work = made.work.tolist()
+    begin, left = work[7], {}
+    assert len(work) - begin == (begin - work[0]) // 4, "two numbers for each span of eight"
+    for at in range(8, work[0], 8):
+        item = work[at : at + 8]
+        each = (item[5] - item[4]) // 3
+        for span in range(item[4], item[5], 8):
+            head, (column, tiles) = (span - item[4]) // each, work[span : span + 2]
+            awaited, number = work[begin + (span - work[0]) // 4 :][:2]
+            assert column % 64 == 0
+            assert number > 0
+            for tile in range(column // 64, column // 64 + tiles):
+                assert left.get((item[6], head, tile), 0) == awaited
+                left[item[6], head, tile] = number
+    assert len(left) == 3 * heads.batches * heads.number * -(-mask.queries // 64), "every tile of queries is added to"
+
+
+def rectangle(queries, keys):
+    return Mask([Band(0, queries, 0, keys)], queries, keys)
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads", "each", "beside"),
+    [
+        (Mask.causal(16384), Heads(1, 8, 1), 4, 8),
+        (Mask.causal(65536), Heads(1, 8, 1), 4, 4),  # 256 tiles add to a column
+        (rectangle(2048, 262144), Heads(1, 8, 1), 4, 8),  # 2048 do, but all heads read but 34 MB
+        (rectangle(32768, 262144), Heads(1, 8, 1), 4, 2),  # 67 MB each
+        (Mask.documents(range(0, 65537, 4096)), Heads(1, 8, 1), 8, 8),  # 268 MB each, but 16 tiles add to a column
+        (Mask.causal(512), Heads(8, 8, 1), 4, 32),  # until all programs have something to do
+        (Mask.documents([0, 7]), Heads(1, 2, 1), 1, 2),
+    ],
+    ids=["all", "some", "small", "few", "documents", "short", "one tile"],
+)
+def test_heads_that_add_in_turn_stand_side_by_side_unless_they_drift_apart(mask, heads, each, beside):
+    made = schedule.schedule(mask, 128, 64, True, heads, 1, 512 * each * mask.queries, torch.device("cpu"), each, True)
+    items = made.work[8 : made.work[0]].reshape(-1, 8)
+    assert len({*items[: made.items * beside // (heads.batches * heads.number), 6].tolist()}) == beside
+    assert len({*items[:beside, 6].tolist()}) == beside
+
+
+def test_regions_come_one_after_another_where_a_head_does_not_fit_the_cache():
+    mask, heads = Mask.documents([0, 1000, 5000, 5500, 9000, 16384]), Heads(1, 2, 2)
+    sizes = 1, 4 * schedule.L2_BYTES
+    made = [schedule.schedule(mask, 128, 128, False, heads, 1, size, torch.device("cpu")) for size in sizes]
+    fits, parts = ([x.work[8 * item].item() for item in range(1, x.items, 2)] for x in made)
+    assert sorted(fits) == sorted(parts)
+    region = [4 * first // 16384 for first in parts]
+    changes = [(x, y) for x, y in itertools.pairwise(region) if x != y]
+    assert len(changes) == 3, "each is finished before the next begins"
+    assert region[0] == 3, "the first has the longest document"
+
+
+@pytest.mark.parametrize("slowest", [1.0, 0.9])
+def test_processors_that_claim_end_together(slowest):
+    made = schedule.schedule(Mask.causal(16384), 128, 128, False, Heads(1, 32, 4), 1, 8 << 20, torch.device("cpu"))
+    work = made.work.numpy()
+    speeds = np.linspace(slowest, 1, 132)
+    free = [(0.0, processor) for processor in range(132)]  # when, and who
+    for begin, end in work[8 : work[0]].reshape(-1, 8)[:, 4:6]:
+        time, processor = heapq.heappop(free)
+        heapq.heappush(free, (time + work[begin + 1 : end : 8].sum() / speeds[processor], processor))
+    times = [time for time, _ in free]
+    # the mean is about 2001 tiles, and the last items have one each
+    assert max(times) < 1.002 * np.mean(times)
+
+
+def test_a_counter_is_made_for_each_launch_that_claims():
+    plan, q = (
+        schedule.Schedule(torch.zeros(8, dtype=torch.int32), 3, (), (False, False)),
+        torch.empty(0),
+    )
+    many = plan._replace(items=1 + launch.processors(q))
+    assert launch.queue(plan, q)[1] is plan.work  # not read
+    first, second = (launch.queue(many, q)[1] for _ in range(2))
+    assert first.tolist() == second.tolist() == [0]
+    assert first.data_ptr() != second.data_ptr()
