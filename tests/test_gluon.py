@@ -17,6 +17,7 @@ from canon import Band, Layout, Mask, fast
 from canon.fast import backend, backward, local, ring_attention
 from canon.fast.kernels.gluon import config, forward, launch, lines
 from canon.fast.kernels.gluon.config import Config
+from canon.fast.kernels.gluon.schedule import Schedule
 from canon.testing import simulator, world
 from canon.testing.judge import Attended, agreement, dense, oracle
 
@@ -240,6 +241,7 @@ def test_what_two_bytes_cannot_hold_is_made_again(dtype, bits, votes):
     outweighed, again = votes
     for more in (-0.25, 0.25):
         outweighed.clear()
+        again.clear()
         q[..., 0], k[:, 191, :, 0] = d**0.5 * LN2, bits + more
         with config.forced(forward=tiles), hopper():
             out, lse = local.attention_forward(q, k, v, mask)
@@ -449,6 +451,18 @@ def test_what_a_tile_loads_besides_is_copied(monkeypatch):
     arguments = inputs(mask)
     assert_exact(attend(*arguments, mask), *arguments, mask)
     assert copied == [False, False], "q and dout, for dq: a tile of 128 queries has some that see nothing"
+
+
+def test_a_counter_is_made_for_each_launch_that_claims():
+    plan, q = (
+        Schedule(torch.zeros(8, dtype=torch.int32, device=DEVICE), 3, (), (False, False)),
+        torch.empty(0, device=DEVICE),
+    )
+    many = plan._replace(items=1 + launch.processors(q))
+    assert launch.queue(plan, q)[1] is plan.work  # not read
+    first, second = (launch.queue(many, q)[1] for _ in range(2))
+    assert first.tolist() == second.tolist() == [0]
+    assert first.data_ptr() != second.data_ptr()
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="simulated programs are asked who did what")

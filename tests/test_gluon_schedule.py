@@ -8,8 +8,16 @@ import pytest
 import torch
 
 from canon import Band, Mask
-from canon.fast.kernels.gluon import launch, schedule
+from canon.fast.kernels.gluon import schedule
 from canon.fast.kernels.gluon.schedule import Heads
+
+
+def blind(made, rows):
+    """Which rows nobody writes, as the schedule says."""
+    found = np.zeros(rows, bool)
+    for some in made.blind:
+        found[some] = True
+    return found
 
 
 @pytest.mark.parametrize(("transposed", "full_first"), [(False, False), (False, True), (True, False)])
@@ -42,11 +50,34 @@ def test_every_tile_of_every_head_is_somebodys_once(mask, transposed, full_first
         assert not full_first or partial.tolist() == sorted(partial.tolist())
     assert times.max() == 1
     assert (times[:, :, seen] == 1).all()
-    blind = np.zeros(len(seen), bool)
-    for rows in made.blind:
-        blind[rows] = True
-    assert (times[:, :, ~blind] == 1).all()
-    assert blind.any() == (times == 0).any()
+    assert (times == ~blind(made, len(seen))).all()
+
+
+@pytest.mark.parametrize(("places", "exact"), [(4, True), (5, False)])
+def test_what_nobody_writes_is_told_place_by_place_while_they_are_few(places, exact):
+    rows = 256 * places + 128  # tiles that see something, and between them tiles that see nothing
+    mask = Mask([Band(start, start + 128, 0, 64) for start in range(0, rows, 256)], rows, 64)
+    made = schedule.schedule(mask, 128, 64, False, Heads(1, 1, 1), 1, 1, torch.device("cpu"))
+    unseen = ~mask.dense().numpy().any(1)
+    expected = unseen if exact else np.arange(rows) == np.clip(np.arange(rows), 128, rows - 129)
+    assert len(made.blind) == (places if exact else 1)
+    assert (blind(made, rows) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "strays"),
+    [
+        (Mask([Band(0, 128, 0, 64)], 256, 128), (False, False)),
+        (Mask([Band(0, 100, 0, 64)], 128, 64), (True, False)),
+        (Mask([Band(0, 128, 0, 60)], 128, 64), (False, True)),
+    ],
+    ids=["none", "queries", "keys"],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_strays_are_loaded_and_not_touched(mask, strays, transposed):
+    rows, columns = (64, 128) if transposed else (128, 64)
+    made = schedule.schedule(mask, rows, columns, transposed, Heads(1, 1, 1), 1, 1, torch.device("cpu"))
+    assert made.strays == strays
 
 
 @pytest.mark.parametrize("heads", [Heads(1, 3, 1), Heads(2, 2, 1)], ids=repr)
@@ -122,15 +153,3 @@ def test_processors_that_claim_end_together(slowest):
     times = [time for time, _ in free]
     # the mean is about 2001 tiles, and the last items have one each
     assert max(times) < 1.002 * np.mean(times)
-
-
-def test_a_counter_is_made_for_each_launch_that_claims():
-    plan, q = (
-        schedule.Schedule(torch.zeros(8, dtype=torch.int32), 3, (), (False, False)),
-        torch.empty(0),
-    )
-    many = plan._replace(items=1 + launch.processors(q))
-    assert launch.queue(plan, q)[1] is plan.work  # not read
-    first, second = (launch.queue(many, q)[1] for _ in range(2))
-    assert first.tolist() == second.tolist() == [0]
-    assert first.data_ptr() != second.data_ptr()

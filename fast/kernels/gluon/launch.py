@@ -53,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
         tiles = (
             box(q, 64 // pack, pack, d),
             box(k, config.columns, 1, d),
-            box(seen_only(v, mask, True, plan.strays[1]), config.columns, 1, dv),
+            box(seen_only(v, mask, plan, keys=True), config.columns, 1, dv),
         )
         strides = even_out.stride(1), even_out.stride(2)
         arguments = (*tiles, even_out, line_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
@@ -74,8 +74,8 @@ def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lines: Tensor, mask: Mask,
         even[:, rows] = 0
     if plan.items:
         queries, keys = (config.rows // 2 // pack, pack), (config.columns, 1)
-        q, dout = (seen_only(x, mask, False, plan.strays[0]) for x in (q, dout))
-        k, v = (seen_only(x, mask, True, plan.strays[1]) for x in (k, v))
+        q, dout = (seen_only(x, mask, plan, keys=False) for x in (q, dout))
+        k, v = (seen_only(x, mask, plan, keys=True) for x in (k, v))
         tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
         strides = even.stride(1), even.stride(2)
         arguments = (*tiles, lines, lines.shape[3], even, *queue(plan, q), scale, q.shape[1], *strides)
@@ -114,8 +114,8 @@ def dkdv(
         near_dk[:, rows] = 0
         near_dv[:, rows] = 0
     if plan.items:
-        q, dout = (seen_only(x, mask, False, plan.strays[1]) for x in (q, dout))
-        k, v = (seen_only(x, mask, True, plan.strays[0]) for x in (k, v))
+        q, dout = (seen_only(x, mask, plan, keys=False) for x in (q, dout))
+        k, v = (seen_only(x, mask, plan, keys=True) for x in (k, v))
         q, scale, sign = positive(q, scale)
         sums = dq if dq is None or (sign > 0 and reachable(dq)) else roomy(dq).zero_()
         queries = box(q, config.columns, 1, d_pad), box(dout, config.columns, 1, dv_pad)
@@ -166,9 +166,9 @@ def positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
     return (-q, -scale, -1) if scale < 0 else (torch.zeros_like(q), 1.0, 0)
 
 
-def seen_only(x: Tensor, mask: Mask, keys: bool, strays: bool) -> Tensor:
-    """x (b, t, h, d), or if it ``strays`` a copy with 0 in the tokens that the mask does not touch, as keys or as queries."""
-    return torch.where(unseen_tokens(mask, keys, x.device)[:, None, None], 0.0, x) if strays else x
+def seen_only(x: Tensor, mask: Mask, plan: Schedule, keys: bool) -> Tensor:
+    """x (b, t, h, d), queries or keys; a copy with 0 in those that the mask does not touch, if the plan loads such."""
+    return torch.where(unseen_tokens(mask, keys, x.device)[:, None, None], 0.0, x) if plan.strays[keys] else x
 
 
 @lru_cache(maxsize=128)

@@ -49,7 +49,7 @@ class Schedule(NamedTuple):
     """``work``: what the kernel reads (see `canon.fast.kernels.gluon.blocks`).
 
     ``blind``: where the rows of all tiles without spans are, and perhaps others: results that nobody writes. ``strays``:
-    whether what items load has tokens that the mask does not touch, among the rows and among the columns.
+    whether items load queries that the mask does not touch, and whether they load such keys.
     """
 
     work: Tensor
@@ -88,10 +88,9 @@ def schedule(
     regions = 1 if in_turn else -(-read // L2_BYTES)  # short tiles at the end of a region would wait for longer ones
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
     order = order[seeing[order]]
-    strays = (
-        _hold(untouched(mask, keys=transposed), first[seeing], rows // pack),
-        _hold(untouched(mask, keys=not transposed), spans[:, 0], columns * spans[:, 1]),
-    )
+    loaded = [(first[seeing], rows // pack), (spans[:, 0], columns * spans[:, 1])]
+    queries, keys = loaded[::-1] if transposed else loaded
+    strays = _hold(untouched(mask, keys=False), *queries), _hold(untouched(mask, keys=True), *keys)
     if full_first:
         owner = np.searchsorted(np.sort(begin[seeing]), np.arange(len(spans)), side="right")
         spans = spans[np.lexsort((spans[:, 3] > 0, owner))]  # a full one has no band
@@ -227,10 +226,10 @@ def _lines(heads: Heads, pack: int, bytes_each_group: int, added: float | None) 
     """
     groups = heads.batches * heads.number // heads.group
     sets = [n for n in range(1, groups + 1) if groups % n == 0] or [1]
-    fitting = lambda times: max(n for n in sets if n == 1 or n * bytes_each_group <= times * L2_BYTES)
-    side_by_side = fitting(1)
+    largest = lambda each, room: max(n for n in sets if n == 1 or n * each <= room)
+    side_by_side = largest(bytes_each_group, L2_BYTES)
     if added is not None:
         enough = next((n for n in sets if n * IN_TURN >= PROCESSORS), sets[-1])
-        together = max(n for n in sets if n == 1 or n * added <= ADDED)
-        side_by_side = max(side_by_side, min(enough, max(together, fitting(4))))
+        together = max(largest(added, ADDED), largest(bytes_each_group, 4 * L2_BYTES))
+        side_by_side = max(side_by_side, min(enough, together))
     return np.arange(0, groups * heads.group, pack).reshape(-1, side_by_side * heads.group // pack)
