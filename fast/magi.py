@@ -140,6 +140,8 @@ class _Keys:
         rows = _rows(k, v, self.plan, step, self.call.rank, k.dtype)
         own = k.shape[1] if self.plan.holds_own(step) else 0
         came = Cast(k, v, self.plan, cast, self.call.rank, rows[own:], self.call.group)
+        if step:  # the kernel of the step before comes next
+            came.let_begin()
         if own:  # copied while the others are on their way
             for target, source in zip(_columns(rows[:own], k), (k, v), strict=True):
                 target.copy_(source)

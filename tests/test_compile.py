@@ -45,6 +45,10 @@ def test_kernels_compile_without_spills_and_fit_the_device(compiled):
     assert not wrong, f"the assembler warns: {wrong}"
     wrong = [r for r in reports if r["overwritten"]]
     assert not wrong, f"registers of products under way are written: {wrong}"
+    wrong = [r for r in reports if r["waits_added"] > (r["case"]["kernel"] == "forward")]
+    assert not wrong, (
+        f"the assembler has a product wait for another: {wrong}"
+    )  # "forward" once, ahead of its first item
     long = [r["config"] for r in reports if r["case"]["seen"]]
     assert long == [asdict(config) for choices in LONG_TABLE.values() for config in choices.values() if arch == 90]
     merges = [r["updates_after_reading"] for r in reports if r["name"] == "merge_kernel"]

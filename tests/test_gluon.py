@@ -483,7 +483,7 @@ def test_lines_are_whole_and_blind_rows_weigh_nothing():
     made = lines.prepared_lines(lse, delta)
     assert made.shape == (2, 3, 2, 8)
     torch.testing.assert_close(made[:, :, 0, :7], torch.where(lse.isinf(), 1e30, lse * launch.LOG2E))
-    assert torch.equal(made[:, :, 1, :7], delta)
+    assert torch.equal(made[:, :, 1, :7], -delta)
     assert not made[..., 7].any()
 
 

@@ -129,6 +129,25 @@ def test_no_kernel_is_launched_before_the_gathers_beside_it_have_begun(monkeypat
             assert (here, after) not in {("posted gather", f"computed {kind}") for kind in ("forward", "backward")}
 
 
+def test_own_keys_are_not_computed_before_the_cast_beside_them_has_begun(monkeypatch):
+    monkeypatch.setattr(Transport, "let_begin", lambda way: log.add("begun", "cast"))
+    layout, tensors = Layout.zigzag(12, 3), inputs(12)
+
+    def program():
+        q, k, v = (layout.shard(x, dist.get_rank()).requires_grad_() for x in tensors[:3])
+        out = fast.magi_attention(q, k, v, Mask.causal(12), layout, stages=2)
+        out.backward(layout.shard(tensors[3], dist.get_rank()))
+
+    with recording(fast.magi) as log:
+        world.threads(program, 3)
+    for rank in range(3):
+        events = [f"{e.what} {e.kind}" for e in log.of(rank) if e.what in ("posted", "begun", "computed")]
+        assert events.count("begun cast") == 2 * 2, "casts, in both passes"
+        for here, after in itertools.pairwise(events):
+            assert here != "begun cast" or after.startswith("computed")
+            assert not (here.startswith("posted") and after == "computed forward")
+
+
 @pytest.mark.parametrize(("options", "forward", "backward"), PATTERNS)
 def test_steps_overlap_and_send_what_the_docstring_says(half, options, forward, backward):
     ranks, n = 3, 12

@@ -93,6 +93,16 @@ def await_added():
 
 
 @gluon.jit
+def spread(x, like):
+    """x, a number for each column, in every row of ``like``: what a product begins at.
+
+    Moved here. Later, behind the product issued before, the assembler had the two wait for one another.
+    """
+    x, _ = gl.broadcast(gl.expand_dims(x, 0), like)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@gluon.jit
 def turn_of(work, span):
     """Whose number a span waits for at what it adds to, 0 is nobody's, and the number that it leaves there."""
     at = work + gl.load(work + 7) + (span - gl.load(work)) // (SPAN // 2)

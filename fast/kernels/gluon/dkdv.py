@@ -52,6 +52,7 @@ from canon.fast.kernels.gluon.blocks import (
     row_layout,
     shared_layout,
     spans_of,
+    spread,
     store_tile,
     tell,
     tell_end,
@@ -72,7 +73,10 @@ def make_io(
     BUFFERS: gl.constexpr,
     LISTENERS: gl.constexpr = 2,
 ):
-    """Rings of what is visited, tiles of what an item owns, and the barriers of both; an item is let go by LISTENERS."""
+    """Rings of what is visited, tiles of what an item owns, and the barriers of both; an item is let go by LISTENERS.
+
+    The ring of delta holds -delta: `canon.fast.kernels.gluon.lines`.
+    """
     q_desc, dout_desc, k_desc, v_desc, line_desc = descriptors
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, D_PAD], q_desc.layout)
     dout_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout)
@@ -310,12 +314,11 @@ def differentiate(
                 all_k = k_tiles.index(now).reshape([ROWS, D_PAD])
                 k = all_k.slice(W * N, N, dim=0)
                 v = v_tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
-                mbarrier.wait(q_full.index(slot), turn)
                 mbarrier.wait(dout_full.index(slot), turn)
+                dp = spread(delta_ring.index(slot).load(row_layout(BN)), nothing)  # where a product begins at is free
+                mbarrier.wait(q_full.index(slot), turn)
                 if EARLY:
                     lse = lse_ring.index(slot).load(row_layout(BN))
-                delta = delta_ring.index(slot).load(row_layout(BN))
-                dp = gl.expand_dims(-delta, 0) + nothing  # dP - delta, that is: what a product begins at is free
                 s = hopper.warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
                 s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])

@@ -107,7 +107,7 @@ def differentiate(io, lines, padded, result, work, scale, W: gl.constexpr, D: gl
         at = lines + (line_of(work, item) * 2 * padded + first) + (r // PACK + r % PACK * 2 * padded)
         here = r // PACK < end_row - first
         lse_row = gl.expand_dims(gl.load(at, mask=here, other=0.0), 1)
-        delta_row = gl.expand_dims(gl.load(at + padded, mask=here, other=0.0), 1)
+        minus_delta = gl.expand_dims(gl.load(at + padded, mask=here, other=0.0), 1)
         acc = gl.zeros([M, D_PAD], gl.float32, product_layout(D_PAD))
         mbarrier.wait(dout_full.index(W), done & 1)
         for span in range(span_first, span_end, SPAN):
@@ -139,7 +139,7 @@ def differentiate(io, lines, padded, result, work, scale, W: gl.constexpr, D: gl
                 mbarrier.arrive(v_free.index(slot), count=1)
                 if is_last:
                     mbarrier.arrive(dout_free.index(W), count=1)
-                ds = gl.convert_layout((p * (dp - delta_row)).to(q_tiles.dtype), factor_layout(D_PAD))
+                ds = gl.convert_layout((p * (dp + minus_delta)).to(q_tiles.dtype), factor_layout(D_PAD))
                 acc = hopper.warpgroup_mma(ds, k, acc, is_async=True)
                 acc = hopper.warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(k_free.index(slot), count=1)

@@ -1,7 +1,7 @@
 """lse and delta as the Hopper kernels read them: whole, aligned lines in one tensor, lse in base 2.
 
     lines (b, h, 2, padded):   lse * log2(e)   1e30 in rows that see no key, so that exp2(s - lse) = 0 without a compare
-                               delta           0 behind the last token, as is lse
+                               -delta          0 behind the last token, as is lse: a product begins at it
 
 A box of any 4 n tokens from any fourth one on can be fetched by TMA; what it reads of the next line is finite.
 Written in Triton: there is no product in it.
@@ -33,7 +33,7 @@ def lines_kernel(lse, delta, lines, tokens, padded, heads, lse_strides, delta_st
     start = lines + tl.cast(line, tl.int64) * 2 * padded
     tl.store(start + token, x, mask=token < padded)
     y = tl.load(delta_line + at * delta_strides[2], mask=here, other=0.0)
-    tl.store(start + padded + token, y, mask=token < padded)
+    tl.store(start + padded + token, -y, mask=token < padded)
 
 
 def prepared_lines(lse: Tensor, delta: Tensor) -> Tensor:

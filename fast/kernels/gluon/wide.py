@@ -29,6 +29,7 @@ from canon.fast.kernels.gluon.blocks import (
     row_layout,
     shared_layout,
     spans_of,
+    spread,
 )
 from canon.fast.kernels.gluon.dkdv import load_tiles, make_io, store_gradients
 
@@ -69,14 +70,14 @@ def differentiate(io, shared, result, work, scale, W: gl.constexpr, D: gl.conste
                 now = b + (t >> 30)  # b, but not known before the loop: addresses of tiles are made where they are used
                 k = k_tiles.index(now).reshape([ROWS, D_PAD])
                 v = v_tiles.index(now).reshape([ROWS, DV_PAD])
+                mbarrier.wait(dout_full.index(slot), turn)
+                own = delta_ring.index(slot).slice(W * HALF, HALF, dim=0)
+                dp = spread(own.load(row_layout(HALF)), nothing)
                 mbarrier.wait(q_full.index(slot), turn)
                 lse = lse_ring.index(slot).slice(W * HALF, HALF, dim=0).load(row_layout(HALF))
                 own = q.slice(W * HALF, HALF, dim=0)
                 s = hopper.warpgroup_mma(k, own.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                mbarrier.wait(dout_full.index(slot), turn)
                 own = dout.slice(W * HALF, HALF, dim=0)
-                delta = delta_ring.index(slot).slice(W * HALF, HALF, dim=0).load(row_layout(HALF))
-                dp = gl.expand_dims(-delta, 0) + nothing  # as in the dk, dv kernel
                 dp = hopper.warpgroup_mma(v, own.permute((1, 0)), dp, is_async=True)
                 s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])
                 p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))

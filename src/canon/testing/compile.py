@@ -32,7 +32,7 @@ from canon.fast.kernels.triton import config, launch, rows, sum_ranks
 from canon.fast.kernels.triton.config import Config
 from canon.reference.mask import Mask
 from canon.testing import record
-from canon.testing.sass import overwritten
+from canon.testing.sass import overwritten, waits
 
 ROWS = "merge_rows", "pick_rows", "add_to_rows", "take_rows", "add_rows"  # some, by a table
 NO_PRODUCTS = "delta", "sum_heads", "sum_ranks", "lines", "merge", *ROWS
@@ -73,6 +73,7 @@ class Compiled:
     warnings: tuple[str, ...]
     updates_after_reading: bool  # all warps meet between the last load from global memory and the last store to it
     overwritten: tuple[str, ...]  # instructions that write registers of a product under way
+    waits_added: int  # for products, by the assembler
 
     def __str__(self) -> str:
         case, c = self.case, self.config
@@ -269,6 +270,7 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
         tuple(sorted(set(re.findall(r"Potential Performance Loss[^\n]*", log)))),
         ptx.rfind("ld.global") < ptx.rfind("bar.sync") < ptx.rfind("st.global"),
         tuple(overwritten(listing)),
+        waits(listing) - ptx.count("wgmma.wait_group"),
     )
 
 

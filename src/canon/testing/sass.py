@@ -20,6 +20,11 @@ _FOUR, _TWO = re.compile(r"\.128|88\.4"), re.compile(r"\.64|\.WIDE|88\.2|^CS2R(?
 _READS = ("BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RED", "RET", "ST", "WARPSYNC")  # that operand, too
 
 
+def waits(listing: str) -> int:
+    """How often a disassembled kernel waits for products."""
+    return listing.count("WARPGROUP.DEPBAR")
+
+
 def overwritten(listing: str) -> list[str]:
     """The instructions of a disassembled kernel that write registers of a product under way, each with its address."""
     groups: list[set[int]] = []  # registers of those under way, oldest first

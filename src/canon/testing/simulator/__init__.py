@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from canon.fast.kernels.gluon.blocks import await_added, exchanged, tma_add
+from canon.fast.kernels.gluon.blocks import await_added, exchanged, spread, tma_add
 from canon.fast.kernels.gluon.forward import any_above, declare, lane_sum, rounded, scaled, with_excess
 from canon.testing.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
@@ -98,6 +98,7 @@ _register_all()
 register(tma_add, reduce_add)
 register(await_added, await_written)
 register(exchanged, language.exchanged)
+register(spread, language.spread)
 register(scaled, operator.mul)
 register(declare, lambda p, warpgroup: None)
 register(rounded, lambda p, like, warpgroup: p.to(like.dtype))

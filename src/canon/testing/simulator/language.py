@@ -285,6 +285,11 @@ def exchanged(x):
     return Tensor(data.reshape(x.data.shape), x.dtype, x.taint)
 
 
+def spread(x, like):
+    """What a project defines for it: a number for each column, in every row."""
+    return Tensor(x.data.expand(like.shape).clone(), x.dtype, x.taint)
+
+
 def any_above(x, limit, warpgroup):
     """What a project defines for it: a vote of a warpgroup."""
     above = x > limit
