@@ -96,7 +96,8 @@ def await_added():
 def spread(x, like):
     """x, a number for each column, in every row of ``like``: what a product begins at.
 
-    Moved here. Later, behind the product issued before, the assembler had the two wait for one another.
+    Moved where this stands: the assembler would do so behind the product that is issued next, and have the two wait for one
+    another.
     """
     x, _ = gl.broadcast(gl.expand_dims(x, 0), like)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
