@@ -158,16 +158,12 @@ class Cast:
     """A cast of K and V under way: after `wait` they are in ``rows`` (received, b, g, d + dv), by source and by row."""
 
     def __init__(self, k: Tensor, v: Tensor, plan: CastPlan, cast: int, rank: int, rows: Tensor, group):
-        self.way, index = way_of(group, k.device), rows_sent(plan, cast, rank, k.device)
+        way, index = way_of(group, k.device), rows_sent(plan, cast, rank, k.device)
         sizes = plan.receive_sizes(cast, rank), plan.send_sizes(cast, rank)
         self.sent = k.new_empty(len(index), *rows.shape[1:])  # held until it has left
-        with self.way.beside():
+        with way.beside():
             take_rows(k, v, index, self.sent.transpose(0, 1))
-            self.work = dist.all_to_all_single(rows, self.sent, *sizes, group=self.way.gathers, async_op=True)
-
-    def let_begin(self) -> None:
-        """What is launched from here on begins after the cast: beside a kernel that fills all processors nothing does."""
-        self.way.let_begin()
+            self.work = dist.all_to_all_single(rows, self.sent, *sizes, group=way.gathers, async_op=True)
 
     def wait(self) -> None:
         """What is launched from here on may read the rows."""

@@ -43,6 +43,7 @@ from canon.fast.local import attention_forward
 from canon.fast.planner import dispatch
 from canon.fast.schedule import pipeline, started
 from canon.fast.seeing import Seeing, seeing
+from canon.fast.transport import way_of
 from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -140,8 +141,8 @@ class _Keys:
         rows = _rows(k, v, self.plan, step, self.call.rank, k.dtype)
         own = k.shape[1] if self.plan.holds_own(step) else 0
         came = Cast(k, v, self.plan, cast, self.call.rank, rows[own:], self.call.group)
-        if step:  # the kernel of the step before comes next
-            came.let_begin()
+        if step:  # the kernel of the step before comes next, and beside one that fills all processors nothing begins
+            way_of(self.call.group, k.device).let_begin()
         if own:  # copied while the others are on their way
             for target, source in zip(_columns(rows[:own], k), (k, v), strict=True):
                 target.copy_(source)

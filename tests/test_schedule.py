@@ -145,6 +145,7 @@ def test_own_keys_are_not_computed_before_the_cast_beside_them_has_begun(monkeyp
         assert events.count("begun cast") == 2 * 2, "casts, in both passes"
         for here, after in itertools.pairwise(events):
             assert here != "begun cast" or after.startswith("computed")
+            assert after != "begun cast" or here.startswith("posted")
             assert not (here.startswith("posted") and after == "computed forward")
 
 
