@@ -17,7 +17,7 @@ dq comes last, so that ranks can send gradients of keys under its kernel (`begin
 the busiest processor would have a quarter more to do than it has with an owner for every query head. With the Hopper kernels
 it is "fused", in order, where sequences are long: order costs less than two products there. Else it is "split". Rules from
 counts, measured on twelve shapes 128 wide (paper/data/kernels_auto_h200.json), on sequences of 512 to 131072 tokens 64 to 256
-wide (kernels_sweep_widths_h200.json) and on packed documents (backward_methods_h200.json).
+wide (kernels_sweep_widths_h200.json), on packed documents (backward_methods_h200.json) and on shards (pairs_h200.json).
 
 delta = rowsum(dout * out) - dlse is made by a kernel of its own, or given: once per call, whatever the number of steps.
 
@@ -33,7 +33,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.fast.device import check_device, family
-from canon.fast.kernels.gluon.config import padded_to
+from canon.fast.kernels.gluon.config import choose, padded_to
 from canon.fast.kernels.gluon.schedule import followers_wait_little, unevenness
 from canon.fast.kernels.launching import processors as processors_of
 from canon.fast.kernels.triton import launch as portable
@@ -153,10 +153,11 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, processors: int | Non
         split = unevenness(mask, *TILE, b * g, h // g, processors)
         if split > 1.25 * unevenness(mask, *TILE, b * h, 1, processors):
             return "head_parallel"
-    pads = padded_to("fused", d, dv)
-    if not pads or family(q, v, "fused") is portable:  # Triton's kernel adds in any order
+    if not padded_to("fused", d, dv) or family(q, v, "fused") is portable:  # Triton's kernel adds in any order
         return "split"
-    return "fused" if followers_wait_little(mask, b * h, b * g, processors, max(min(pads))) else "split"
+    config, *pads = choose("fused", d, dv)
+    little = followers_wait_little(mask, b * h, b * g, processors, max(pads), config.rows, config.columns)
+    return "fused" if little else "split"
 
 
 def _head_parallel(kernels, arguments: tuple, dk: Tensor, dv: Tensor) -> None:

@@ -101,13 +101,11 @@ KERNELS = {
 }
 
 FENCE = "makes mbarrier.init known to the async proxy; the simulator takes barriers as made for everybody"
-FIRST_V = "before the first item the product with V is dropped: the wait only keeps it from reading what is not there"
 HELD_BACK = "the wait before it, for what is released later in the same step, implies it as the loader's order is now"
 FOR_THE_ASSEMBLER = "has been waited for above: it keeps the assembler from waiting for dp before the exponentials"
 SURVIVORS = {
     "forward": {
         "forward_kernel: fence_async_shared() is left out": FENCE,
-        "start_scores: mbarrier.wait(v_full.index(before), 0, pred=previous == 0) is left out": FIRST_V,
     },
     "dq": {
         "dq_kernel: fence_async_shared() is left out": FENCE,

@@ -112,8 +112,8 @@ def rectangle(queries, keys):
 @pytest.mark.parametrize(
     ("mask", "heads", "each", "beside"),
     [
-        (Mask.causal(16384), Heads(1, 8, 1), 4, 8),
-        (Mask.causal(65536), Heads(1, 8, 1), 4, 4),  # 256 tiles add to a column
+        (rectangle(16384, 16384), Heads(1, 8, 1), 4, 8),
+        (rectangle(65536, 32768), Heads(1, 8, 1), 4, 4),  # 256 tiles add to a column
         (rectangle(2048, 262144), Heads(1, 8, 1), 4, 8),  # 2048 do, but all heads read but 34 MB
         (rectangle(32768, 262144), Heads(1, 8, 1), 4, 2),  # 67 MB each
         (Mask.documents(range(0, 65537, 4096)), Heads(1, 8, 1), 8, 8),  # 268 MB each, but 16 tiles add to a column
@@ -127,6 +127,57 @@ def test_heads_that_add_in_turn_stand_side_by_side_unless_they_drift_apart(mask,
     items = made.work[8 : made.work[0]].reshape(-1, 8)
     assert len({*items[: made.items * beside // (heads.batches * heads.number), 6].tolist()}) == beside
     assert len({*items[:beside, 6].tolist()}) == beside
+
+
+def rows_in_turn(mask, heads, each, columns=64):
+    """First rows of a line's tiles in the order of the list, and how many lines stand side by side."""
+    bytes_each = 512 * each * mask.queries
+    made = schedule.schedule(mask, 128, columns, True, heads, 1, bytes_each, torch.device("cpu"), each, True)
+    items = made.work[8 : made.work[0]].reshape(-1, 8)
+    rows = items[items[:, 6] == 0, 0]
+    return rows.tolist(), int((items[:, 0] == items[0, 0]).cumprod(0).sum())
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads", "each", "beside"),
+    [
+        (Mask.causal(16384), Heads(1, 8, 1), 4, 4),
+        (Mask.causal(65536), Heads(1, 8, 1), 4, 1),  # one head of keys has work for all programs
+        (Mask.causal(8192), Heads(2, 8, 1), 4, 4),
+        (Mask.causal(4096), Heads(4, 8, 1), 4, 8),
+        (Mask.causal(2048), Heads(8, 8, 1), 4, 16),
+        (Mask.causal(8192), Heads(4, 16, 1), 1, 16),
+        (Mask.causal(700), Heads(1, 3, 1), 2, 3),  # not all waves are full
+    ],
+    ids=["16384", "65536", "8192", "4096", "2048", "8192, one query head each", "700"],
+)
+def test_unequal_tiles_that_add_in_turn_are_done_in_pairs(mask, heads, each, beside):
+    rows, found = rows_in_turn(mask, heads, each)
+    assert found == beside
+    tiles = -(-mask.keys // 128)
+    wave = min(tiles, round(132 / beside))
+    starts = list(range(0, mask.keys, 128))
+    assert rows[:wave] == starts[::-1][:wave], "the shortest, the shortest of all first"
+    longest = starts[: min(wave, tiles - wave)]
+    assert rows[wave : wave + len(longest)] == longest, "and the longest, the longest of all first"
+    assert sorted(rows) == starts, "each once"
+
+
+@pytest.mark.parametrize(
+    ("mask", "each", "columns"),
+    [
+        (Mask.full(2048), 4, 64),
+        (Mask.window(16384, 2048, 0), 4, 64),
+        (Mask.documents([*range(0, 16384, 1000), 16384]), 4, 64),
+        (Mask.causal(2048), 1, 128),
+    ],
+    ids=["equal", "nearly equal", "few add to one", "in wide columns a tile is not shorter by enough"],
+)
+def test_other_tiles_that_add_in_turn_come_longest_first(mask, each, columns):
+    rows, _ = rows_in_turn(mask, Heads(1, 8, 1), each, columns)
+    tiles, _, cost = schedule._costs(mask, 128, columns, True, each, columns)
+    length = dict(zip(tiles[:, 0].tolist(), cost.tolist(), strict=True))
+    assert sorted(rows, key=length.__getitem__, reverse=True) == rows
 
 
 def test_regions_come_one_after_another_where_a_head_does_not_fit_the_cache():

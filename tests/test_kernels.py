@@ -8,7 +8,7 @@ import pytest
 import torch
 from sharded import DEVICE
 
-from canon import Mask
+from canon import Layout, Mask
 from canon.fast import backward, local
 from canon.fast.device import backend
 from canon.fast.kernels.triton import config, launch
@@ -318,6 +318,13 @@ def test_auto_adds_in_order_where_that_costs_little_on_hopper(monkeypatch):
     packed = Mask.documents([*range(0, 65536, 4096), 65536])
     assert backward.automatic(q, k, k, packed, 132) == "split", "and so they do in packed documents"
     assert chosen(2, 1024, 8, 1, 64) == "head_parallel"
+    assert chosen(1, 16384, 8, 2, 128) == chosen(4, 4096, 32, 8, 128) == "fused", "pairs of tiles wait little"
+    assert chosen(1, 65536, 8, 2, 128) == "fused"
+    q, k = (torch.empty(1, t, heads, 128, device="meta") for t, heads in ((4096, 32), (16384, 8)))
+    shard = Layout.zigzag(16384, 4).local_mask(Mask.causal(16384), 0, range(4))
+    assert backward.automatic(q, k, k, shard, 132) == "split", (
+        "gradients of others' keys are to leave before dq is made"
+    )
 
 
 def test_fused_is_refused_where_the_same_bits_are_asked_for(deterministic):

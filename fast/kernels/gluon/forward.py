@@ -190,21 +190,19 @@ def finish(
 
 
 @gluon.jit
-def start_scores(b, io, ring, previous, FRESH: gl.constexpr, W: gl.constexpr, TURNS: gl.constexpr):
-    """S = Q K^T of this tile; wait for it. FRESH: the tile is the first of an item, behind the ``previous`` item.
+def start_scores(b, io, ring, W: gl.constexpr, TURNS: gl.constexpr):
+    """S = Q K^T of this tile; wait for it.
 
     ``ring``: the slots of the tile before and of this one, and the parity of its phase; counted on, as the first product
     would have to wait for a division.
     """
-    q_tiles, _, k_ring, _, _, _, k_full, _, v_full, _ = io
+    q_tiles, _, k_ring, _, _, _, k_full, _, _, _ = io
     M: gl.constexpr = q_tiles.shape[2] * q_tiles.shape[3]
     BN: gl.constexpr = k_ring.shape[2]
-    before, slot, turn = ring
+    _, slot, turn = ring
     q = q_tiles.index(b).reshape([M, q_tiles.shape[4]])
     k = k_ring.index(slot).reshape([BN, k_ring.shape[4]])
     mbarrier.wait(k_full.index(slot), turn)
-    if FRESH:  # before the first item is item 0: p is 0, and the product is dropped
-        mbarrier.wait(v_full.index(before), 0, pred=previous == 0)
     if TURNS:
         take_turn(W)
     nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
@@ -213,7 +211,7 @@ def start_scores(b, io, ring, previous, FRESH: gl.constexpr, W: gl.constexpr, TU
 
 @gluon.jit
 def start_output(o, p, io, ring, W: gl.constexpr, WARPGROUPS: gl.constexpr, TURNS: gl.constexpr):
-    """o += p V of the tile before; wait for it."""
+    """o += p V of the tile before; wait for it. Ahead of the first item p is 0, V whatever is there, and o is dropped."""
     _, _, _, v_ring, _, _, _, _, _, _ = io
     v = v_ring.index(ring[0]).reshape([v_ring.shape[2], v_ring.shape[4]])
     o = hopper.warpgroup_mma(p, v, o, is_async=True)
@@ -288,7 +286,7 @@ def step(
     """Take a tile into the maximum m (in base 2, not always followed), the sum l and the output o, which lacks its product p V.
 
     On entry o lacks that of the tile before, and has to be ``shrink`` times what it is, as on return. FRESH: the tile is the
-    first of an item, and the ``previous`` item is finished. l (rows, 4) is what each lane has summed.
+    first of an item, and the ``previous`` item, if there is one, is finished. l (rows, 4) is what each lane has summed.
     With three warpgroups (LATE) exponentials wait for the product with V, so p is rounded into the registers of the p before;
     the product is done by then.
     """
@@ -299,7 +297,7 @@ def step(
     LATE: gl.constexpr = WARPGROUPS == 3
     UNDER: gl.constexpr = DV_PAD <= 128  # o is rescaled under S, where there are registers for that
     before, slot, turn = ring
-    s = start_scores(b, io, ring, previous, FRESH, W, TURNS)
+    s = start_scores(b, io, ring, W, TURNS)
     if UNDER:
         o = rescaled(o, shrink)
     o = start_output(o, p, io, ring, W, WARPGROUPS, TURNS)
@@ -328,7 +326,8 @@ def step(
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(before), count=1, pred=previous > 0 if FRESH else True)
     if FRESH:
-        finish(o, m, l, excess, result, work, previous, W, BN, DV, PACK)
+        if previous > 0:
+            finish(o, m, l, excess, result, work, previous, W, BN, DV, PACK)
         o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))
     else:
         l_new += by_row(l, shrink)
@@ -479,7 +478,7 @@ def try_tiles(
     above, seen = 0, l
     while (column < stop) & (above == 0):
         before, slot, turn = ring
-        s = start_scores(b, io, ring, 0, False, W, TURNS)
+        s = start_scores(b, io, ring, W, TURNS)
         o = start_output(o, p, io, ring, W, WARPGROUPS, TURNS)
         limit = so_far(l, q_tiles)
         s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
@@ -527,7 +526,7 @@ def follow(
     PACK: gl.constexpr,
 ):
     """The tile at which `try_tiles` has stopped: with the maximum of those rows of which a lane has ``seen`` too much."""
-    s = hopper.warpgroup_mma_wait(0, deps=[start_scores(b, io, ring, 0, False, W, False)])
+    s = hopper.warpgroup_mma_wait(0, deps=[start_scores(b, io, ring, W, False)])
     if partial:
         s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
     far = gl.convert_layout(gl.max(seen, 1) > most(io[0].dtype), column_layout(s.shape[1]))

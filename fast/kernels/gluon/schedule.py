@@ -4,7 +4,8 @@ A Hopper program is *persistent*: there is one on each processor, and it does on
 one overlaps the beginning of the next. Who has started all of an item's loads claims the next item of the list that
 nobody has: processors are not equally fast, so nothing is dealt out beforehand. Heads that share keys, and whole groups
 of them, stand together while what they read fits the L2 cache; within such a set the longest tiles come first. Tiles
-that see nothing are not in the list. Where programs add in turn, more heads stand together: see `_lines`.
+that see nothing are not in the list. Where programs add in turn, more heads stand together (`_lines`), or short tiles and
+long ones come by turns (`_in_pairs`).
 
 Cost: O(items) on the host, once per mask, shapes and device; 32 bytes an item on the device.
 
@@ -24,12 +25,19 @@ from canon.reference.mask import Mask
 L2_BYTES = 32 << 20  # of what heads that run side by side read; the cache of an H200 holds 50 MB
 # Tiles of queries that a tile of keys visits, 128 x 128, by the padded width: so few do not make up for what order costs.
 FEW = {64: 8, 128: 24}
+FEW_IN_PAIRS = {64: 8, 128: 12}  # see UNEVEN
 FOLLOWS = 2.5  # steps by which a tile of keys is behind the one before it, if both add to dq in order
 IN_TURN = 6  # tiles of one head under way at a time, if each waits for the one before
 # Programs of one head read the same columns from the cache as long as they keep together, and the more often they add to
 # a column in all, the farther they drift apart: so often, of all heads side by side. On causal zigzag shards to which 1024
 # tiles add, two heads at a time made 569 TFLOP/s, eight 433 (paper/data/lists_side_by_side_h200.json).
 ADDED = 1100
+# Tiles in turn that are not equally long are done in pairs, see `_in_pairs`, so many heads side by side that waiting and
+# drifting apart cost least: those parts of the time for one head, from times with 1 to 32 (paper/data/pairs_h200.json).
+UNEVEN = 1.2  # the longest, over the mean, from which on they count as not equally long
+WAITING = 0.75  # times processors ** 2 / visits
+DRIFTING = 0.9e-14, 2.3e-14  # times bytes ** 2 / tokens; of one query head, of several after one another
+LITTLE = 0.08  # with so much of both, two products more cost less
 # Counted for an H200, so that bits are the same elsewhere.
 PROCESSORS = 132
 BOX = 4  # columns at whose multiples boxes of queries may begin: 16 bytes of lse
@@ -83,11 +91,19 @@ def schedule(
     tiles, spans, cost = _costs(mask, rows // pack, columns, transposed, repeat, boxes)
     first, stop, begin, _, end = tiles.T
     seeing = end > begin
-    lines = _lines(heads, pack, bytes_each_group, _additions(spans, columns) if in_turn else None)
+    paired = in_turn and _are_paired(tiles, spans, cost, rows, columns, repeat)
+    if paired:
+        groups, visits = heads.batches * heads.number // heads.group, repeat * int(spans[:, 1].sum())
+        number, _ = _pairs_side_by_side(groups, bytes_each_group, repeat, visits, mask.queries)
+        lines = np.arange(0, groups * heads.group, pack).reshape(-1, number * heads.group // pack)
+    else:
+        lines = _lines(heads, pack, bytes_each_group, _additions(spans, columns) if in_turn else None)
     read = lines.shape[1] * pack // heads.group * bytes_each_group  # by all that run side by side
     regions = 1 if in_turn else -(-read // L2_BYTES)  # short tiles at the end of a region would wait for longer ones
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
     order = order[seeing[order]]
+    if paired:
+        order = _in_pairs(order, max(1, round(PROCESSORS / lines.shape[1])))
     loaded = [(first[seeing], rows // pack), (spans[:, 0], columns * spans[:, 1])]
     queries, keys = loaded[::-1] if transposed else loaded
     strays = _hold(untouched(mask, keys=False), *queries), _hold(untouched(mask, keys=True), *keys)
@@ -135,9 +151,18 @@ def unevenness(mask: Mask, rows: int, columns: int, owners: int, each: int, prog
 
 
 @lru_cache(maxsize=1024)
-def followers_wait_little(mask: Mask, heads: int, owners: int, programs: int, width: int) -> bool:
+def followers_wait_little(
+    mask: Mask, heads: int, owners: int, programs: int, width: int, rows: int, columns: int
+) -> bool:
     """Whether adding to dq in turn costs little: tiles of keys visit many, and begin only some steps behind one another."""
-    table = work_table(mask, 128, 128, None, True, "cpu", 128)
+    table, each = work_table(mask, 128, 128, None, True, "cpu", 128), heads // owners
+    # Gradients of other ranks' keys travel under the last kernel of "split".
+    if mask.keys <= mask.queries and _are_paired(
+        *_costs(mask, rows, columns, True, each, columns), rows, columns, each
+    ):
+        visits, bytes_each = each * table.visits * 128 / columns, 4 * width * each * mask.queries
+        _, loss = _pairs_side_by_side(owners, bytes_each, each, visits, mask.queries)
+        return table.visits > FEW_IN_PAIRS[width] * len(table) and loss < LITTLE
     behind = FOLLOWS * min(len(table), programs / owners)
     return table.visits > FEW[width] * len(table) and table.visits * heads / programs > 10 * behind
 
@@ -172,6 +197,22 @@ def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
     longest = np.zeros(int(region.max(initial=0)) + 1)
     np.maximum.at(longest, region, cost)
     return np.lexsort((-cost, region, -longest[region]))
+
+
+def _in_pairs(order: np.ndarray, some: int) -> np.ndarray:
+    """By turns ``some`` of the shortest tiles, the shortest first, and as many of the longest, the longest first.
+
+    Where rows end together a tile that is shorter than the one before begins later, and waits until that one, which is to
+    add first, has come there; so of those that begin at once all take as long as the longest. Here each begins when a short
+    one has ended, the longest first: one after another, at about the intervals that let nobody wait.
+    """
+    parts, first, last = [order[:0]], 0, len(order)
+    while first < last:
+        parts.append(order[max(first, last - some) : last][::-1])
+        last -= len(parts[-1])
+        parts.append(order[first : min(first + some, last)])
+        first += len(parts[-1])
+    return np.concatenate(parts)
 
 
 def _with_turns(
@@ -233,3 +274,22 @@ def _lines(heads: Heads, pack: int, bytes_each_group: int, added: float | None) 
         together = max(largest(added, ADDED), largest(bytes_each_group, 4 * L2_BYTES))
         side_by_side = max(side_by_side, min(enough, together))
     return np.arange(0, groups * heads.group, pack).reshape(-1, side_by_side * heads.group // pack)
+
+
+def _are_paired(tiles: np.ndarray, spans: np.ndarray, cost: np.ndarray, rows: int, columns: int, repeat: int) -> bool:
+    """Whether tiles that add in turn are done in pairs: many add to one, and they are not equally long."""
+    cost = cost[tiles[:, 4] > tiles[:, 2]]
+    many = len(cost) and 4 * _additions(spans, columns) >= len(cost)
+    # A tile is shorter than the one before by rows / columns, in each head: by less, and pairs do not stay apart.
+    return bool(many and cost.max() > UNEVEN * cost.mean() and repeat * rows >= 2 * columns)
+
+
+def _pairs_side_by_side(groups: int, bytes_each: int, repeat: int, visits: float, tokens: int) -> tuple[int, float]:
+    """How many lines stand side by side where tiles are done in pairs, and what part of the time that costs.
+
+    ``visits``: of columns, by all tiles of a line; ``tokens``: queries, of which a line reads ``bytes_each``.
+    """
+    waiting, drifting = WAITING * PROCESSORS**2 / max(1, visits), DRIFTING[repeat > 1] * bytes_each**2 / max(1, tokens)
+    loss = {n: waiting / n**2 + drifting * n**2 for n in range(1, groups + 1) if groups % n == 0} or {1: 0.0}
+    best = min(loss, key=loss.__getitem__)
+    return best, loss[best]
