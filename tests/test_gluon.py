@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from canon import Band, Layout, Mask, fast
 from canon.fast import backend, backward, local, ring_attention
-from canon.fast.kernels.gluon import config, forward, launch, lines
+from canon.fast.kernels.gluon import config, forward, launch, lines, schedule
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.schedule import Schedule
 from canon.testing import simulator, world
@@ -358,6 +358,22 @@ def test_what_is_added_in_order_has_the_same_bits_however_many_add(mask, d, dete
     first = attend(*arguments, mask, method="fused")
     assert_exact(first, *arguments, mask)
     for processors, order, seed in ((1, "early", 1), (3, "random", 2), (7, "late", 3), (7, "random", 4)):
+        monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", processors)
+        again = attend(*arguments, mask, method="fused", order=order, seed=seed)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (processors, order)
+
+
+@pytest.mark.parametrize("some", [1, 2, 3])
+def test_short_tiles_and_long_ones_by_turns_add_in_the_order_of_the_list(some, deterministic, monkeypatch):
+    """The list of so many programs of a head at a time, done by as many as there are, fewer or more."""
+    mask = Mask.causal(900)  # of 8 tiles
+    arguments = inputs(mask, h=4, g=2, d=128, dv=64)
+    monkeypatch.setattr(schedule, "PROCESSORS", 2 * some)
+    monkeypatch.setattr(schedule, "DRIFTING", (0.0, 0.0))  # so both heads stand side by side
+    monkeypatch.setattr(launch, "schedule", schedule.schedule.__wrapped__)  # not from the cache
+    first = attend(*arguments, mask, method="fused")
+    assert_exact(first, *arguments, mask)
+    for processors, order, seed in ((1, "early", 1), (3, "random", 2), (11, "late", 3)):
         monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", processors)
         again = attend(*arguments, mask, method="fused", order=order, seed=seed)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (processors, order)

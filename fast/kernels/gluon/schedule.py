@@ -4,8 +4,8 @@ A Hopper program is *persistent*: there is one on each processor, and it does on
 one overlaps the beginning of the next. Who has started all of an item's loads claims the next item of the list that
 nobody has: processors are not equally fast, so nothing is dealt out beforehand. Heads that share keys, and whole groups
 of them, stand together while what they read fits the L2 cache; within such a set the longest tiles come first. Tiles
-that see nothing are not in the list. Where programs add in turn, more heads stand together (`_lines`), or short tiles and
-long ones come by turns (`_in_pairs`).
+that see nothing are not in the list. Where programs add in turn, more heads stand together (`_side_by_side`), or short
+tiles and long ones come by turns (`_in_pairs`).
 
 Cost: O(items) on the host, once per mask, shapes and device; 32 bytes an item on the device.
 
@@ -13,6 +13,7 @@ Source: list scheduling, longest processing time first: Graham, Bounds on multip
 """
 
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -92,18 +93,19 @@ def schedule(
     first, stop, begin, _, end = tiles.T
     seeing = end > begin
     paired = in_turn and _are_paired(tiles, spans, cost, rows, columns, repeat)
+    groups = heads.batches * heads.number // heads.group
     if paired:
-        groups, visits = heads.batches * heads.number // heads.group, repeat * int(spans[:, 1].sum())
-        number, _ = _pairs_side_by_side(groups, bytes_each_group, repeat, visits, mask.queries)
-        lines = np.arange(0, groups * heads.group, pack).reshape(-1, number * heads.group // pack)
+        visits = repeat * int(spans[:, 1].sum())
+        together, _ = _pairs_side_by_side(groups, bytes_each_group, repeat, visits, mask.queries)
     else:
-        lines = _lines(heads, pack, bytes_each_group, _additions(spans, columns) if in_turn else None)
-    read = lines.shape[1] * pack // heads.group * bytes_each_group  # by all that run side by side
+        together = _side_by_side(groups, bytes_each_group, _additions(spans, columns) if in_turn else None)
+    lines = np.arange(0, groups * heads.group, pack).reshape(-1, together * heads.group // pack)
+    read = together * bytes_each_group  # by all that run side by side
     regions = 1 if in_turn else -(-read // L2_BYTES)  # short tiles at the end of a region would wait for longer ones
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
     order = order[seeing[order]]
     if paired:
-        order = _in_pairs(order, max(1, round(PROCESSORS / lines.shape[1])))
+        order = _in_pairs(order, max(1, round(PROCESSORS / together)))
     loaded = [(first[seeing], rows // pack), (spans[:, 0], columns * spans[:, 1])]
     queries, keys = loaded[::-1] if transposed else loaded
     strays = _hold(untouched(mask, keys=False), *queries), _hold(untouched(mask, keys=True), *keys)
@@ -259,21 +261,20 @@ def _additions(spans: np.ndarray, columns: int) -> float:
     return columns * float(spans[:, 1].sum()) / last
 
 
-def _lines(heads: Heads, pack: int, bytes_each_group: int, added: float | None) -> np.ndarray:
-    """batch * heads + head of every item's first head: a row for each set that runs side by side.
+def _side_by_side(groups: int, bytes_each: int, added: float | None) -> int:
+    """How many groups of heads run side by side: as many as what they read, ``bytes_each``, fits the cache.
 
-    ``added``: how many tiles add in turn to a tile of columns. Then more heads stand side by side than fit the cache, so that
-    programs do not wait for one another; unless they would drift apart (`ADDED`), in more than four times what fits.
+    ``added``: how many tiles add in turn to a tile of columns. Then more do than fit, so that programs do not wait for one
+    another; unless they would drift apart (`ADDED`), in more than four times what fits.
     """
-    groups = heads.batches * heads.number // heads.group
-    sets = [n for n in range(1, groups + 1) if groups % n == 0] or [1]
+    sets = _divisors(groups)
     largest = lambda each, room: max(n for n in sets if n == 1 or n * each <= room)
-    side_by_side = largest(bytes_each_group, L2_BYTES)
-    if added is not None:
-        enough = next((n for n in sets if n * IN_TURN >= PROCESSORS), sets[-1])
-        together = max(largest(added, ADDED), largest(bytes_each_group, 4 * L2_BYTES))
-        side_by_side = max(side_by_side, min(enough, together))
-    return np.arange(0, groups * heads.group, pack).reshape(-1, side_by_side * heads.group // pack)
+    side_by_side = largest(bytes_each, L2_BYTES)
+    if added is None:
+        return side_by_side
+    enough = next((n for n in sets if n * IN_TURN >= PROCESSORS), sets[-1])
+    together = max(largest(added, ADDED), largest(bytes_each, 4 * L2_BYTES))
+    return max(side_by_side, min(enough, together))
 
 
 def _are_paired(tiles: np.ndarray, spans: np.ndarray, cost: np.ndarray, rows: int, columns: int, repeat: int) -> bool:
@@ -285,11 +286,14 @@ def _are_paired(tiles: np.ndarray, spans: np.ndarray, cost: np.ndarray, rows: in
 
 
 def _pairs_side_by_side(groups: int, bytes_each: int, repeat: int, visits: float, tokens: int) -> tuple[int, float]:
-    """How many lines stand side by side where tiles are done in pairs, and what part of the time that costs.
+    """How many run side by side where tiles are done in pairs, and what part of the time that costs.
 
-    ``visits``: of columns, by all tiles of a line; ``tokens``: queries, of which a line reads ``bytes_each``.
+    ``visits``: of columns, by all tiles of one; ``tokens``: queries, of which one reads ``bytes_each``.
     """
     waiting, drifting = WAITING * PROCESSORS**2 / max(1, visits), DRIFTING[repeat > 1] * bytes_each**2 / max(1, tokens)
-    loss = {n: waiting / n**2 + drifting * n**2 for n in range(1, groups + 1) if groups % n == 0} or {1: 0.0}
-    best = min(loss, key=loss.__getitem__)
-    return best, loss[best]
+    return min(((n, waiting / n**2 + drifting * n**2) for n in _divisors(groups)), key=itemgetter(1))
+
+
+def _divisors(groups: int) -> list[int]:
+    """In how many groups of heads all can be divided evenly, ascending; of none, 1."""
+    return [n for n in range(1, groups + 1) if groups % n == 0] or [1]
