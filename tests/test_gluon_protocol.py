@@ -9,10 +9,11 @@ the kernel's own.
 
 import ast
 import copy
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from canon import Mask
-from canon.fast.kernels.gluon import blocks, config, dkdv, dq, forward, launch, wide
+from canon.fast.kernels.gluon import blocks, config, dkdv, dq, forward, launch, schedule, wide
 from canon.fast.kernels.gluon.config import Config
 from canon.testing import simulator
 from canon.testing.judge import Attended, agreement, dense, oracle
@@ -229,7 +230,10 @@ def mutants(kernel: Kernel) -> Iterator[tuple[str, GluonJITFunction, GluonJITFun
 # ------------------------------------------------------------------ runs
 @pytest.fixture(autouse=True)
 def _one_program(monkeypatch):
+    """And the longest tiles first, also where programs add in turn: what awaits the end is missed only behind a short item."""
     monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", 1)
+    monkeypatch.setattr(schedule, "UNEVEN", math.inf)
+    monkeypatch.setattr(launch, "schedule", lru_cache(schedule.schedule.__wrapped__))
 
 
 @cache
