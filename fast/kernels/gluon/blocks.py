@@ -12,10 +12,9 @@ query heads of a group side by side (row r: token r // PACK, head r % PACK), any
 columns behind the width arrive as 0, and no load crosses into another sequence.
 
 All that there is to do stands in one int32 tensor, ``work`` (`canon.fast.kernels.gluon.schedule`): where its items end, six
-zeros, and where its turns begin, which together read as an item without rows; items of 8 numbers (first row, stop, batch,
-head, where its spans begin and end, batch * heads + head, first column); the spans of `canon.fast.tiles`; and for each span
-its turn, two numbers, if the kernel adds in order. One pointer, for want of registers. An item is called by where it begins,
-so the first is 8, and 0 is none.
+zeros, and where its turns begin; items of 8 numbers (first row, stop, batch, head, where its spans begin and end, batch *
+heads + head, first column); the spans of `canon.fast.tiles`; and for each span its turn, two numbers, if the kernel adds in
+order. One pointer, for want of registers. An item is called by where it begins, so the first is 8, and 0 is none.
 
 The first items are the programs' own, of which there are no more than items; so the first loads wait for one read alone, of
 the item. What comes next a loader *claims*, from a counter that all programs share, when all tiles of an item are on their

@@ -36,7 +36,7 @@ ADDED = 1100
 # Tiles in turn that are not equally long are done in pairs, see `_in_pairs`, so many heads side by side that waiting and
 # drifting apart cost least: those parts of the time for one head, from times with 1 to 32 (paper/data/pairs_h200.json).
 UNEVEN = 1.2  # the longest, over the mean, from which on they count as not equally long
-WAITING = 0.75  # times processors ** 2 / visits
+WAITING = 0.75  # times processors ** 2 / columns visited
 DRIFTING = 0.9e-14, 2.3e-14  # times bytes ** 2 / tokens; of one query head, of several after one another
 LITTLE = 0.08  # with so much of both, two products more cost less
 # Counted for an H200, so that bits are the same elsewhere.
@@ -89,14 +89,13 @@ def schedule(
     ``full_first``: a tile's full spans come before its partial ones.
     """
     boxes = (columns if in_turn else BOX) if transposed else 0
-    tiles, spans, cost = _costs(mask, rows // pack, columns, transposed, repeat, boxes)
+    tiles, spans, cost = costs = _costs(mask, rows // pack, columns, transposed, repeat, boxes)
     first, stop, begin, _, end = tiles.T
     seeing = end > begin
-    paired = in_turn and _are_paired(tiles, spans, cost, rows, columns, repeat)
     groups = heads.batches * heads.number // heads.group
-    if paired:
-        visits = repeat * int(spans[:, 1].sum())
-        together, _ = _pairs_side_by_side(groups, bytes_each_group, repeat, visits, mask.queries)
+    pairs = _pairs(costs, rows, columns, repeat, groups, bytes_each_group, mask.queries) if in_turn else None
+    if pairs:
+        together, _ = pairs
     else:
         together = _side_by_side(groups, bytes_each_group, _additions(spans, columns) if in_turn else None)
     lines = np.arange(0, groups * heads.group, pack).reshape(-1, together * heads.group // pack)
@@ -104,7 +103,7 @@ def schedule(
     regions = 1 if in_turn else -(-read // L2_BYTES)  # short tiles at the end of a region would wait for longer ones
     order = _longest_first(cost, first * regions // max(1, int(stop.max(initial=0))))
     order = order[seeing[order]]
-    if paired:
+    if pairs:
         order = _in_pairs(order, max(1, round(PROCESSORS / together)))
     loaded = [(first[seeing], rows // pack), (spans[:, 0], columns * spans[:, 1])]
     queries, keys = loaded[::-1] if transposed else loaded
@@ -125,8 +124,8 @@ def schedule(
     at = lambda spans: items_end + 8 * spans[tile]
     batch, head = line // heads.number, line % heads.number
     items = np.stack([first[tile], stop[tile], batch, head, at(begin), at(end), line, spans[begin[tile], 0]], 1)
-    no_item = [items_end, 0, 0, 0, 0, 0, 0, items_end + spans.size]
-    work = np.concatenate([no_item, items.ravel(), spans.ravel(), turns.ravel()]).astype(np.int32)
+    ends = [items_end, 0, 0, 0, 0, 0, 0, items_end + spans.size]
+    work = np.concatenate([ends, items.ravel(), spans.ravel(), turns.ravel()]).astype(np.int32)
     return Schedule(torch.from_numpy(work).to(device), len(tile), _runs(tiles[~seeing]), strays)
 
 
@@ -158,13 +157,10 @@ def followers_wait_little(
 ) -> bool:
     """Whether adding to dq in turn costs little: tiles of keys visit many, and begin only some steps behind one another."""
     table, each = work_table(mask, 128, 128, None, True, "cpu", 128), heads // owners
-    # Gradients of other ranks' keys travel under the last kernel of "split".
-    if mask.keys <= mask.queries and _are_paired(
-        *_costs(mask, rows, columns, True, each, columns), rows, columns, each
-    ):
-        visits, bytes_each = each * table.visits * 128 / columns, 4 * width * each * mask.queries
-        _, loss = _pairs_side_by_side(owners, bytes_each, each, visits, mask.queries)
-        return table.visits > FEW_IN_PAIRS[width] * len(table) and loss < LITTLE
+    if mask.keys <= mask.queries:  # else gradients of other ranks' keys are to travel under the last kernel of "split"
+        costs, bytes_each = _costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
+        if pairs := _pairs(costs, rows, columns, each, owners, bytes_each, mask.queries):
+            return table.visits > FEW_IN_PAIRS[width] * len(table) and pairs[1] < LITTLE
     behind = FOLLOWS * min(len(table), programs / owners)
     return table.visits > FEW[width] * len(table) and table.visits * heads / programs > 10 * behind
 
@@ -277,20 +273,28 @@ def _side_by_side(groups: int, bytes_each: int, added: float | None) -> int:
     return max(side_by_side, min(enough, together))
 
 
-def _are_paired(tiles: np.ndarray, spans: np.ndarray, cost: np.ndarray, rows: int, columns: int, repeat: int) -> bool:
-    """Whether tiles that add in turn are done in pairs: many add to one, and they are not equally long."""
-    cost = cost[tiles[:, 4] > tiles[:, 2]]
-    many = len(cost) and 4 * _additions(spans, columns) >= len(cost)
-    # A tile is shorter than the one before by rows / columns, in each head: by less, and pairs do not stay apart.
-    return bool(many and cost.max() > UNEVEN * cost.mean() and repeat * rows >= 2 * columns)
+def _pairs(
+    costs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    rows: int,
+    columns: int,
+    repeat: int,
+    groups: int,
+    bytes_each: int,
+    tokens: int,
+) -> tuple[int, float] | None:
+    """If tiles that add in turn are done in pairs: how many groups of heads run side by side, and what part of the time waiting
+    and drifting apart cost. They are if many add to one, and they are not equally long.
 
-
-def _pairs_side_by_side(groups: int, bytes_each: int, repeat: int, visits: float, tokens: int) -> tuple[int, float]:
-    """How many run side by side where tiles are done in pairs, and what part of the time that costs.
-
-    ``visits``: of columns, by all tiles of one; ``tokens``: queries, of which one reads ``bytes_each``.
+    ``costs``: from `_costs`; ``tokens``: queries, of which a group reads ``bytes_each``.
     """
-    waiting, drifting = WAITING * PROCESSORS**2 / max(1, visits), DRIFTING[repeat > 1] * bytes_each**2 / max(1, tokens)
+    tiles, spans, cost = costs
+    cost = cost[tiles[:, 4] > tiles[:, 2]]
+    if not len(cost) or 4 * _additions(spans, columns) < len(cost) or cost.max() <= UNEVEN * cost.mean():
+        return None
+    if repeat * rows < 2 * columns:  # by so little a tile is shorter than the one before that pairs do not stay apart
+        return None
+    waiting = WAITING * PROCESSORS**2 / (repeat * int(spans[:, 1].sum()))
+    drifting = DRIFTING[repeat > 1] * bytes_each**2 / tokens
     return min(((n, waiting / n**2 + drifting * n**2) for n in _divisors(groups)), key=itemgetter(1))
 
 
