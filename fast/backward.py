@@ -26,7 +26,6 @@ TensorAuto/OpenTau pull request 376.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -37,7 +36,7 @@ from canon.fast.kernels.gluon.config import choose, padded_to
 from canon.fast.kernels.gluon.schedule import followers_wait_little, unevenness
 from canon.fast.kernels.launching import processors as processors_of
 from canon.fast.kernels.triton import launch as portable
-from canon.reference.call import (
+from canon.reference.checks import (
     accumulate_dtype,
     batched,
     check_gradients,
@@ -45,8 +44,10 @@ from canon.reference.call import (
     check_method,
     check_tensors,
     default_scale,
+    under_autocast,
 )
 from canon.reference.mask import Mask
+from canon.reference.plan_cache import cached_plan
 
 __all__ = ["attention_backward"]
 
@@ -54,6 +55,7 @@ TILE = 128, 64  # keys x queries, by which work is counted
 PARTIAL_BYTES = 1 << 28  # of the parts of dk and dv by query head, at a time
 
 
+@under_autocast("dout", "q", "k", "v", "out")
 def attention_backward(
     dout: Float[Tensor, "*b t h dv"],
     q: Float[Tensor, "*b t h d"],
@@ -68,8 +70,9 @@ def attention_backward(
     delta: Float[Tensor, "*b h t"] | None = None,
     method: str = "split",
     grad_dtype: torch.dtype | None = None,
-) -> tuple[Float[Tensor, "*b t h d"], Float[Tensor, "*b s g d"], Float[Tensor, "*b s g dv"]]:
-    """dq, dk and dv of these queries and keys, where ``out`` and ``lse`` are of *all* keys, held here or elsewhere.
+    needs_grad: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Float[Tensor, "*b t h d"] | None, Float[Tensor, "*b s g d"] | None, Float[Tensor, "*b s g dv"] | None]:
+    """Return dq, dk and dv of these queries and keys, where ``out`` and ``lse`` are of *all* keys, held here or elsewhere.
 
     The parts of the gradient that the ranks of a ring compute add up: lse already normalises over all of them.
     Not differentiable by itself.
@@ -79,6 +82,7 @@ def attention_backward(
         delta: rowsum(dout * out) - dlse, (b, h, t), if it is known already; then dlse must be None.
         method: "split", "fused", "head_parallel", or "auto": see the module's docstring.
         grad_dtype: of the results, that of the inputs by default; float32 comes straight from the accumulators.
+        needs_grad: which of q, k and v need a gradient. The others' are None and cost nothing; dk and dv share their cost.
 
     Raises:
         ValueError: shapes, dtypes or the mask do not fit together, dlse and delta both given, unknown method, or
@@ -99,28 +103,25 @@ def attention_backward(
     dlse, delta = (x.unsqueeze(0) if packed and x is not None else x for x in (dlse, delta))
     if delta is None:
         delta = make_delta(dout, out, lse, dlse)
-    dq, dk, dv = (torch.empty(x.shape, dtype=grad_dtype, device=x.device) for x in (q, k, v))
-    backward_into(dout, q, k, v, lse, delta, mask, scale, method, dq, dk, dv)
-    return (dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)) if packed else (dq, dk, dv)
-
-
-def backward_into(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, mask: Mask, scale: float, method: str,
-    dq: Tensor, dk: Tensor, dv: Tensor,
-) -> None:  # fmt: skip
-    """As `attention_backward` of a batch, but written into ``dq``, ``dk`` and ``dv``, of any strides and dtypes."""
-    begin_backward(dout, q, k, v, lse, delta, mask, scale, method, dq, dk, dv)()
+    needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])  # one kernel makes dk and dv
+    new = lambda x: torch.empty(x.shape, dtype=grad_dtype, device=x.device)
+    grads = [new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True)]
+    begin_backward(dout, q, k, v, lse, delta, mask, scale, method, *grads)()
+    grads = [x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True)]
+    return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
 
 
 def begin_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, mask: Mask, scale: float, method: str,
-    dq: Tensor, dk: Tensor, dv: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
 ) -> Callable[[], None]:  # fmt: skip
-    """`backward_into`, of which dk and dv are launched; what is returned launches dq, if a kernel of its own makes it.
+    """Write dk and dv of a batch, and return a function that writes dq, so that messages can leave before it.
 
-    So the gradients of other ranks' keys can leave before, and travel under it.
+    ``dq``, ``dk`` and ``dv`` have any strides and dtypes. No kernel runs for dq, or for dk and dv, if they are None.
     """
     chosen = automatic(q, k, v, mask) if method == "auto" else method
+    if chosen == "fused" and (dq is None or dk is None):
+        chosen = "split"  # only one of its two halves is wanted
     kernels = family(q, v, chosen)
     lines = kernels.prepared_lines(lse, delta)
     arguments = (q, k, v, dout, lines, mask, scale)
@@ -128,11 +129,13 @@ def begin_backward(
         ordered = method == "auto" or torch.are_deterministic_algorithms_enabled()
         _fused(kernels, arguments, dq, dk, dv, ordered)
         return lambda: None
-    if chosen == "split" or q.shape[2] == k.shape[2]:
+    if dk is None:
+        pass
+    elif chosen == "split" or q.shape[2] == k.shape[2]:
         kernels.dkdv(*arguments, dk, dv)
     else:
         _head_parallel(kernels, arguments, dk, dv)
-    return lambda: kernels.dq(*arguments, dq)
+    return (lambda: None) if dq is None else lambda: kernels.dq(*arguments, dq)
 
 
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -173,7 +176,7 @@ def _head_parallel(kernels, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
         del parts, x  # before the next ones are made
 
 
-@lru_cache(maxsize=1024)
+@cached_plan
 def _key_chunks(mask: Mask, most: int) -> tuple[tuple[range, Mask], ...]:
     """The keys in ranges of at most ``most``, whole tiles where that is possible, and the mask of each."""
     if mask.keys <= most:

@@ -13,20 +13,20 @@ Cost and memory: as `canon.reference.casts`. Tables: 8 bytes a row that is sent,
 Source: as `canon.reference.casts`.
 """
 
-from functools import lru_cache
-
 import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.fast.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import merged, seen
 from canon.fast.transport import way_of
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan, Piece, PlanReport, check_cast, check_into, check_rows, staged
+from canon.reference.plan_cache import cached_plan
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
@@ -43,7 +43,7 @@ def cast_plan(mask: Mask, layout: Layout, *, stages: int = 1) -> CastPlan:
     return _cast_plan(mask, layout, stages)
 
 
-@lru_cache(maxsize=256)
+@cached_plan
 def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
     remote: list[list[list[Piece]]] = [[[] for _ in range(layout.ranks)] for _ in range(layout.ranks)]
     for rank, source, first, stop, step, row in zip(*(x.tolist() for x in _transfers(mask, layout)), strict=True):
@@ -158,10 +158,11 @@ class Cast:
     """A cast of K and V under way: after `wait` they are in ``rows`` (received, b, g, d + dv), by source and by row."""
 
     def __init__(self, k: Tensor, v: Tensor, plan: CastPlan, cast: int, rank: int, rows: Tensor, group):
-        way, index = way_of(group, k.device), rows_sent(plan, cast, rank, k.device)
+        way = way_of(group, k.device)
         sizes = plan.receive_sizes(cast, rank), plan.send_sizes(cast, rank)
-        self.sent = k.new_empty(len(index), *rows.shape[1:])  # held until it has left
+        self.sent = k.new_empty(sum(sizes[1]), *rows.shape[1:])  # held until it has left
         with way.beside():
+            index = rows_sent(plan, cast, rank, k.device)
             take_rows(k, v, index, self.sent.transpose(0, 1))
             self.work = dist.all_to_all_single(rows, self.sent, *sizes, group=way.gathers, async_op=True)
 
@@ -174,7 +175,8 @@ class Return:
     """The way back of ``rows``, contiguous ones: `wait` adds what comes to the rows of ``into``, in rank order."""
 
     def __init__(self, rows: Tensor, plan: CastPlan, cast: int, rank: int, into: Tensor, group):
-        self.way, self.into, self.table = way_of(group, rows.device), into, rows_returned(plan, cast, rank, rows.device)
+        self.way, self.into = way_of(group, rows.device), into
+        self.table = plan, cast, rank, rows.device
         sizes = plan.send_sizes(cast, rank), plan.receive_sizes(cast, rank)  # what had been sent comes back
         self.sent, self.received = rows, rows.new_empty(sum(sizes[0]), *rows.shape[1:])
         self.work = dist.all_to_all_single(self.received, rows, *sizes, group=self.way.reductions, async_op=True)
@@ -184,18 +186,18 @@ class Return:
         total = _lines(self.into)
         with self.way.beside(after_all=False):
             self.work.wait()
-            add_rows(total, _lines(self.received), *self.table, total)
+            add_rows(total, _lines(self.received), *rows_returned(*self.table), total)
         self.way.join()
         self.work = self.sent = self.received = None  # not before: the memory is the next kernel's
 
 
-@lru_cache(maxsize=4096)
+@device_plan
 def rows_sent(plan: CastPlan, cast: int, rank: int, device: torch.device) -> Tensor:
     """The rows that a rank sends in a cast, on the device: int64."""
     return plan.send_rows(cast, rank).to(device)
 
 
-@lru_cache(maxsize=4096)
+@device_plan
 def rows_returned(plan: CastPlan, cast: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """For `add_rows`: where what comes back for each row stands, by row and then by the rank that it comes from."""
     rows = plan.send_rows(cast, rank)

@@ -8,10 +8,9 @@ Without `backend`, "gluon" computes what it can and "triton" the rest. A family 
 another in silence.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
 from types import ModuleType
 
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from canon.fast.kernels.gluon import config
 from canon.fast.kernels.launching import capability
 from canon.fast.kernels.triton import launch
+from canon.fast.recomputation import note_choice
 
 __all__ = ["backend"]
 
@@ -32,21 +32,23 @@ _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
 def backend(name: str) -> Iterator[None]:
     """Within the block, compute with this kernel family: "triton", "gluon" or "cuda".
 
-    A backward pass computes with the family of its forward pass, wherever it runs. Without `backend` it is "gluon" on
-    Hopper for what the Hopper kernels can do, else "triton". What a family cannot do (a dtype, a width, a device) is a
-    ValueError when it is asked to.
+    A backward pass and a recomputation by `torch.utils.checkpoint` use the backend of the original call. Without `backend`,
+    calls use "gluon" on Hopper for what its kernels support, else "triton". A dtype, width or device that the backend does
+    not support raises ValueError when a call needs it.
     Raises ValueError for an unknown name and NotImplementedError for a family that does not exist yet.
     """
     if name not in FAMILIES:
         raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, FAMILIES))}")
     if name not in AVAILABLE:
         raise NotImplementedError(f"backend({name!r}) is not written yet; there is {', '.join(map(repr, AVAILABLE))}")
-    with _computing_with(name):
+    note_choice()
+    with computing_with(name):
         yield
 
 
 @contextmanager
-def _computing_with(name: str | None) -> Iterator[None]:
+def computing_with(name: str | None) -> Iterator[None]:
+    """Compute with this backend, or with the one that suits (None), whatever was chosen around."""
     token = _chosen.set(name)
     try:
         yield
@@ -54,20 +56,9 @@ def _computing_with(name: str | None) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def remember_family(ctx) -> None:
-    """Keep the family in the context of an autograd function: its backward pass may run in another thread."""
-    ctx.family = _chosen.get()
-
-
-def with_family(backward: Callable) -> Callable:
-    """A backward pass that computes with the family that `remember_family` kept."""
-
-    @wraps(backward)
-    def same(ctx, *grads):
-        with _computing_with(ctx.family):
-            return backward(ctx, *grads)
-
-    return same
+def chosen_backend() -> str | None:
+    """Return the name that `backend` was given around this call, or None."""
+    return _chosen.get()
 
 
 def family(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:

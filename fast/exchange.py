@@ -12,7 +12,6 @@ buffer has been enqueued, and the transport waits for those.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -25,6 +24,7 @@ from canon.reference.band import joined
 from canon.reference.call import Call
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.plan_cache import cached_plan
 
 
 class Hop:
@@ -204,13 +204,13 @@ def zero_outside(x: Tensor, tokens: slice) -> Tensor:
     return x[:, tokens]
 
 
-@lru_cache(maxsize=1024)
+@cached_plan
 def padded_tokens(layout: Layout) -> int:
     """T, the most tokens that a rank holds: what each rank has room for in a gathered buffer."""
     return max(map(layout.size, range(layout.ranks)))
 
 
-@lru_cache(maxsize=1024)
+@cached_plan
 def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
     """What the queries of ``rank`` see of a gathered buffer, in its coordinates: nobody sees what fills up small shards."""
     room = padded_tokens(layout)

@@ -18,12 +18,12 @@ Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from canon.fast.backward import attention_backward
-from canon.fast.device import check_device, family, remember_family, with_family
+from canon.fast.device import check_device, family
+from canon.fast.differentiable import differentiable
 from canon.fast.kernels.triton import launch
-from canon.reference.call import (
+from canon.reference.checks import (
     accumulate_dtype,
     batched,
     check_mask,
@@ -31,6 +31,7 @@ from canon.reference.call import (
     check_tensors,
     default_mask,
     default_scale,
+    under_autocast,
 )
 from canon.reference.mask import Mask
 
@@ -38,6 +39,7 @@ __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
 
 @torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
+@under_autocast("q", "k", "v")
 def attention(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b s g d"],
@@ -69,35 +71,20 @@ def attention(
     """
     check_tensors(q, k, v)
     check_method("backward", backward)
-    mask = default_mask(q, k, mask)
-    out, lse = _Attention.apply(*batched(q, k, v), mask, default_scale(q, scale), backward)
-    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
-    return (out, lse) if return_lse else out
+    mask, scale = default_mask(q, k, mask), default_scale(q, scale)
+
+    def forward(q, k, v):
+        return attention_forward(q, k, v, mask, scale=scale)
+
+    def differentiate(needs_grad, dout, dlse, q, k, v, out, lse):
+        return attention_backward(
+            dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=backward, needs_grad=needs_grad
+        )
+
+    return differentiable(q, k, v, forward, differentiate, return_lse=return_lse)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, mask, scale, method):
-        out, lse = attention_forward(q, k, v, mask, scale=scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = mask, scale, method
-        ctx.set_materialize_grads(False)
-        remember_family(ctx)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    @with_family
-    def backward(ctx, dout, dlse):
-        mask, scale, method = ctx.call
-        q, k, v, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 6
-        dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
-        grads = attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
-        return *grads, None, None, None
-
-
+@under_autocast("q", "k", "v")
 def attention_forward(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b s g d"],
@@ -130,6 +117,7 @@ def forward_into(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out:
     family(q, v).forward(q, k, v, mask, scale, out, lse)
 
 
+@under_autocast()
 def merge(
     out: Float[Tensor, "*b t h dv"],
     lse: Float[Tensor, "*b h t"],

@@ -33,18 +33,18 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from canon.fast.backward import attention_backward, begin_backward, make_delta
 from canon.fast.casts import Cast, Return, cast_plan, group_cast, group_reduce, plan_report
-from canon.fast.device import remember_family, with_family
+from canon.fast.differentiable import differentiable
 from canon.fast.exchange import Arriving
 from canon.fast.local import attention_forward
 from canon.fast.planner import dispatch
 from canon.fast.schedule import pipeline, started
 from canon.fast.seeing import Seeing, seeing
 from canon.fast.transport import way_of
-from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
+from canon.reference.call import Call, agreed_call
+from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
@@ -93,34 +93,22 @@ def magi_attention(
 
 
 @torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
+@under_autocast("q", "k", "v")
 def _magi(q, k, v, mask, layout, stages, keep_kv, scale, group, reduce_dtype, backward, return_lse):
     call = agreed_call(
         "magi_attention", q, k, v, mask, layout,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, stages=stages, keep_kv=keep_kv,
     )  # fmt: skip
     plan = cast_plan(call.mask, call.layout, stages=stages)  # once all agree: what is wrong is wrong on all ranks
-    out, lse = _Magi.apply(*batched(q, k, v), call, plan, keep_kv)
-    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
-    return (out, lse) if return_lse else out
 
-
-class _Magi(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, call, plan, keep_kv):
+    def forward(q, k, v):
         keys = _Keys(k, v, call, plan, keep=keep_kv)
-        out, lse = _forward(q, keys, call, plan)
-        ctx.save_for_backward(q, k, v, out, lse, *keys.kept)
-        ctx.call = call, plan
-        remember_family(ctx)
-        return out, lse
+        return *_forward(q, keys, call, plan), *keys.kept
 
-    @staticmethod
-    @once_differentiable
-    @with_family
-    def backward(ctx, dout, dlse):
-        q, k, v, out, lse, *kept = ctx.saved_tensors
-        call, plan = ctx.call
-        return *_backward(dout, q, k, v, out, lse, dlse, _Keys(k, v, call, plan, kept), call, plan), None, None, None
+    def differentiate(needs_grad, dout, dlse, q, k, v, out, lse, *kept):
+        return _backward(needs_grad, dout, dlse, q, k, v, out, lse, _Keys(k, v, call, plan, kept), call, plan)
+
+    return differentiable(q, k, v, forward, differentiate, call=call, return_lse=return_lse)
 
 
 class _Keys:
@@ -189,45 +177,54 @@ def _forward(q: Tensor, keys: _Keys, call: Call, plan: CastPlan) -> tuple[Tensor
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
-    keys: _Keys, call: Call, plan: CastPlan,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """dq, dk, dv of this rank's tokens, in the dtype of q."""
+    needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: _Keys, call: Call, plan: CastPlan,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q; those that nobody needs are not computed or sent."""
     if not plan.casts:
-        mask = plan.local_mask(0, call.rank)
-        return attention_backward(dout, q, k, v, out, lse, mask, scale=call.scale, dlse=dlse, method=call.backward)
+        return attention_backward(
+            dout, q, k, v, out, lse, plan.local_mask(0, call.rank),
+            scale=call.scale, dlse=dlse, method=call.backward, needs_grad=needs_grad,
+        )  # fmt: skip
     order = (*range(1, plan.steps), 0) if keys.kept else range(plan.steps)
     fetch = started(lambda turn: keys.fetch(order[turn]))
     delta, accumulate, own = make_delta(dout, out, lse, dlse), accumulate_dtype(q.dtype), k.shape[1]
-    dq = torch.empty(q.shape, dtype=q.dtype if plan.steps == 1 else accumulate, device=q.device)
+    dq, keys_need_grad = None, any(needs_grad[1:])
+    if needs_grad[0]:
+        dq = torch.empty(q.shape, dtype=q.dtype if plan.steps == 1 else accumulate, device=q.device)
     home: Tensor | None = None  # rows of dk and dv of the own tokens, so far
 
-    def compute(turn: int, held: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Returns dk and dv of the step's keys, and what makes dq."""
+    def compute(turn: int, held: Sequence[Tensor]) -> tuple[Tensor | None, Callable[[], None]]:
+        """Return dk and dv of the step's keys, and the function that makes dq."""
         step = order[turn]
         seen, own_keys = _seeing(plan, step, call.rank), plan.holds_own(step)
-        grads = _rows(k, v, plan, step, call.rank, accumulate if own_keys else call.reduce_dtype)
+        grads = None
+        if keys_need_grad:
+            grads = _rows(k, v, plan, step, call.rank, accumulate if own_keys else call.reduce_dtype)
         at_once = own_keys and not turn  # all of dq, and the first part of it
-        if not turn and not at_once:
+        if dq is not None and not turn and not at_once:
             dq.zero_()
         if not seen.mask.bands and not own_keys:
             return grads, lambda: None
-        queries = seen.take(q)
-        part = dq if at_once else torch.empty_like(queries, dtype=dq.dtype)
+        queries, part = seen.take(q), dq
+        if dq is not None and not at_once:
+            part = torch.empty_like(queries, dtype=dq.dtype)
         make_part = begin_backward(
             seen.take(dout), queries, *held, seen.take(lse, 2), seen.take(delta, 2), seen.mask,
-            call.scale, call.backward, part, *_columns(grads, k),
+            call.scale, call.backward, part, *((None, None) if grads is None else _columns(grads, k)),
         )  # fmt: skip
 
         def make_dq():
             make_part()
-            if not at_once:
+            if dq is not None and not at_once:
                 seen.add(dq, part)
 
         return grads, make_dq
 
-    def send_home(turn: int, grads: Tensor, _: None) -> Return | None:
+    def send_home(turn: int, grads: Tensor | None, _: None) -> Return | None:
         nonlocal home
+        if grads is None:
+            return None
         step = order[turn]
         if plan.holds_own(step):
             mine, grads = grads[:own], grads[own:]
@@ -238,4 +235,5 @@ def _backward(
         return None if cast is None else Return(grads.to(call.reduce_dtype), plan, cast, call.rank, home, call.group)
 
     pipeline(plan.steps, fetch, compute, send_home)
-    return dq.to(q.dtype), *(x.to(k.dtype) for x in _columns(home, k))
+    dk, dv = (None, None) if home is None else _columns(home, k)
+    return tuple(None if x is None else x.to(q.dtype) for x in (dq, dk, dv))

@@ -17,13 +17,13 @@ Source: as `canon.reference.planner`.
 """
 
 from fractions import Fraction
-from functools import lru_cache
 
 import numpy as np
 
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import check_dispatch
+from canon.reference.plan_cache import cached_plan
 
 __all__ = ["dispatch"]
 
@@ -67,7 +67,7 @@ def dispatch(
     return _dispatch(mask, ranks, chunk, Fraction(imbalance), cells_per_us, tokens_per_us, swaps_per_chunk)
 
 
-@lru_cache(maxsize=256)
+@cached_plan
 def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) -> Layout:
     if not mask.queries:
         return Layout([[]] * ranks, 0)

@@ -22,23 +22,24 @@ Sources: as `canon.reference.ring`.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from canon.fast.backward import attention_backward, begin_backward, make_delta
-from canon.fast.device import remember_family, with_family
+from canon.fast.differentiable import differentiable
 from canon.fast.exchange import Hop, Lane, zero_outside
 from canon.fast.local import attention_forward
 from canon.fast.schedule import pipeline
 from canon.fast.seeing import Seeing, seeing, seen_keys
-from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
+from canon.reference.call import Call, agreed_call
+from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.plan_cache import cached_plan
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
@@ -120,6 +121,7 @@ def striped_attention(
 
 
 @torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
+@under_autocast("q", "k", "v")
 def _ring(
     function: str,
     q: Tensor,
@@ -136,35 +138,19 @@ def _ring(
     call = agreed_call(
         function, q, k, v, mask, layout, scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward
     )
-    out, lse = _Ring.apply(*batched(q, k, v), call)
-    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
-    return (out, lse) if return_lse else out
+    return differentiable(
+        q, k, v, partial(_forward, call), partial(ring_backward, call), call=call, return_lse=return_lse
+    )
 
 
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, call):
-        out, lse = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
-        remember_family(ctx)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    @with_family
-    def backward(ctx, dout, dlse):
-        return *ring_backward(dout, *ctx.saved_tensors, dlse, ctx.call), None
-
-
-@lru_cache(maxsize=1024)
+@cached_plan
 def _touched(mask: Mask) -> tuple[Seeing, slice]:
     """The queries that see a key, under the mask of the keys from the first to the last that are seen, and these keys."""
     columns, seen = seen_keys(mask)
     return seeing(seen), columns
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (b, t, h, dv) in the dtype of q, lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
         return attention_forward(q, k, v, call.local_mask(0), scale=call.scale)
@@ -188,17 +174,24 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
 
 
 def ring_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of this rank's tokens, in the dtype of q."""
+    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q; those that nobody needs are not computed or sent."""
     if call.ranks == 1:
-        mask = call.local_mask(0)
-        return attention_backward(dout, q, k, v, out, lse, mask, scale=call.scale, dlse=dlse, method=call.backward)
+        return attention_backward(
+            dout, q, k, v, out, lse, call.local_mask(0),
+            scale=call.scale, dlse=dlse, method=call.backward, needs_grad=needs_grad,
+        )  # fmt: skip
+    keys_need_grad = any(needs_grad[1:])
     delta, accumulate = make_delta(dout, out, lse, dlse), accumulate_dtype(q.dtype)
     like = lambda x: torch.empty(x.shape, dtype=accumulate, device=x.device)
-    dq, dk, dv = map(like, (q, k, v))  # dq so far; dk and dv of the own keys stay here, what others found is added last
+    dq = like(q) if needs_grad[0] else None  # so far
+    dk, dv = (like(x) if keys_need_grad else None for x in (k, v))  # of the own keys; what others found is added last
     keys = _KeysGoRound(k, v, call)
-    sums = Lane(call, q.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)  # step i's block is in buffer i % 2
+    sums = (
+        None if dk is None else Lane(call, q.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)
+    )  # step i's block is in buffer i % 2
 
     def write(held, seen, columns, *grads) -> Callable[[], None]:
         k_part, v_part = (x[:, columns] for x in held)
@@ -208,34 +201,41 @@ def ring_backward(
         )  # fmt: skip
 
     def compute(step: int, held: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
-        """Returns what is to be added to the block that arrives meanwhile, where and what; and what makes dq."""
+        """Return what is added to the block that arrives meanwhile, where and what, and the function that makes dq."""
         local = call.local_mask(keys.owner(step))
         if step == 0:
             return [], write(held, seeing(local, everyone=True), slice(None), dq, dk, dv)
-        (seen, columns), block = _touched(local), sums.block(step % 2, keys.owner(step))
-        first = step == 1  # what a block is given first is written where it leaves from
-        targets = [zero_outside(x, columns) if first else x[:, columns] for x in block]
+        seen, columns = _touched(local)
+        first = step == 1  # the first part of a block is written where it leaves from
+        targets, parts = [], [None, None]
+        if keys_need_grad:
+            block = sums.block(step % 2, keys.owner(step))
+            targets = [zero_outside(x, columns) if first else x[:, columns] for x in block]
         if not seen.mask.bands:
             return [], lambda: None
-        dq_part = q.new_empty(q.shape[0], seen.mask.queries, *q.shape[2:], dtype=accumulate)
-        parts = targets if first else [like(x) for x in targets]
+        if keys_need_grad:
+            parts = targets if first else [like(x) for x in targets]
+        dq_part = None
+        if dq is not None:
+            dq_part = q.new_empty(q.shape[0], seen.mask.queries, *q.shape[2:], dtype=accumulate)
         make_dq_part = write(held, seen, columns, dq_part, *parts)
 
         def make_dq():
             make_dq_part()
-            seen.add(dq, dq_part)
+            if dq is not None:
+                seen.add(dq, dq_part)
 
-        return [] if first else list(zip(targets, parts, strict=True)), make_dq
+        return [] if first else list(zip(targets, parts, strict=False)), make_dq
 
     def send_on(step: int, parts: list[tuple[Tensor, Tensor]], _: list[Tensor] | None) -> Hop | None:
         for total, part in parts:
             total += part
-        return sums.hop(step % 2, keys.owner(step), keys.owner(step + 1)) if step else None
+        return sums.hop(step % 2, keys.owner(step), keys.owner(step + 1)) if step and keys_need_grad else None
 
     received = pipeline(call.ranks, keys.fetch, compute, send_on)
-    for mine, others in zip((dk, dv), received, strict=True):
+    for mine, others in zip((dk, dv), received or (), strict=False):
         mine += others
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return tuple(None if x is None else x.to(q.dtype) for x in (dq, dk, dv))
 
 
 class _KeysGoRound:

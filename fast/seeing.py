@@ -7,30 +7,35 @@ see nothing, to set their part to 0 or to merge it: on short documents that took
 Cost: of gathered queries q is copied, and in the backward pass dout, lse and delta.
 """
 
-from functools import lru_cache
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from canon.fast.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_to_rows, pick_rows
 from canon.fast.local import merge_into
 from canon.reference.band import Band
 from canon.reference.mask import Mask
+from canon.reference.plan_cache import cached_plan
 
 
 class Seeing:
     """Some queries: ``pieces`` of them, in ascending order, and the ``mask`` of these alone over all keys."""
 
     def __init__(self, mask: Mask, pieces: tuple[range, ...]):
-        self.mask, self.pieces, self._index = mask, pieces, {}
+        self.mask, self.pieces = mask, pieces
         self._in_place = len(pieces) == 1
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes it takes on the host."""
+        return self.mask.nbytes + 100 * len(self.pieces)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """x at these queries, of lines (b, h, t) with ``dim=2``: a view where they stand side by side, else a copy."""
         if self._in_place:
             return x.narrow(dim, self.pieces[0].start, len(self.pieces[0]))
-        places = self._places(x.device)
+        places = places_of(self, x.device)
         return pick_rows(x, places) if x.ndim == 4 else x.index_select(dim, places)
 
     def merge(self, running: list[Tensor], part: tuple[Tensor, Tensor]) -> None:
@@ -38,23 +43,24 @@ class Seeing:
         if self._in_place:
             merge_into(self.take(running[0]), self.take(running[1], 2), *part)
         else:
-            merge_into(*running, *part, rows=self._places(part[0].device))
+            merge_into(*running, *part, rows=places_of(self, part[0].device))
 
     def add(self, total: Tensor, part: Tensor) -> None:
         """Add a part of dq (b, n, h, d) to that of all queries."""
         if self._in_place:
             self.take(total).add_(part)
         else:
-            add_to_rows(total, self._places(part.device), part)
-
-    def _places(self, device: torch.device) -> Tensor:
-        if device not in self._index:
-            places = np.concatenate([np.arange(p.start, p.stop) for p in self.pieces] or [np.arange(0)])
-            self._index[device] = torch.from_numpy(places).to(device)
-        return self._index[device]
+            add_to_rows(total, places_of(self, part.device), part)
 
 
-@lru_cache(maxsize=1024)  # an entry may hold 8 bytes a query on the device
+@device_plan
+def places_of(queries: Seeing, device: torch.device) -> Tensor:
+    """Return the numbers of these queries, on the device: int64."""
+    places = np.concatenate([np.arange(piece.start, piece.stop) for piece in queries.pieces] or [np.arange(0)])
+    return torch.from_numpy(places).to(device)
+
+
+@cached_plan
 def seeing(mask: Mask, everyone: bool = False) -> Seeing:
     """The queries that see a key, or ``everyone``."""
     if everyone:

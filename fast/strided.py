@@ -24,24 +24,25 @@ Sources: as `canon.reference.strided`.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from canon.fast.backward import begin_backward, make_delta
-from canon.fast.device import remember_family, with_family
+from canon.fast.differentiable import differentiable
 from canon.fast.exchange import Gathers, Reductions, gathered_mask
 from canon.fast.local import attention_forward, forward_into
 from canon.fast.ring import ring_backward
 from canon.fast.schedule import pipeline, started
 from canon.fast.seeing import seen_keys
-from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
+from canon.reference.call import Call, agreed_call
+from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.plan_cache import cached_plan
 from canon.reference.strides import Steps, strided_steps, suggest_strides
 
 __all__ = ["strided_attention", "suggest_strides"]
@@ -104,37 +105,19 @@ def strided_attention(
 
 
 @torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
+@under_autocast("q", "k", "v")
 def _strided(q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse, options):
     call = agreed_call(
         "strided_attention", q, k, v, mask, layout,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options,
     )  # fmt: skip
     steps = strided_steps(k.shape[-2], **options)  # after the ranks agree: what is wrong is wrong on all of them
-    out, lse = _Strided.apply(*batched(q, k, v), call, steps)
-    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
-    return (out, lse) if return_lse else out
+    ring = steps.backward is None or call.ranks == 1
+    backward = partial(ring_backward, call) if ring else partial(_backward, call, steps)
+    return differentiable(q, k, v, partial(_forward, call, steps), backward, call=call, return_lse=return_lse)
 
 
-class _Strided(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, call, steps):
-        out, lse = _forward(q, k, v, call, steps)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call, ctx.steps = call, steps
-        remember_family(ctx)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    @with_family
-    def backward(ctx, dout, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
-        if ctx.steps.backward is None or ctx.call.ranks == 1:
-            return *ring_backward(dout, q, k, v, out, lse, dlse, ctx.call), None, None
-        return *_backward(dout, q, k, v, out, lse, dlse, ctx.call, ctx.steps), None, None
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, steps: Steps) -> tuple[Tensor, Tensor]:
+def _forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (b, t, h, dv) in the dtype of q, lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
         return attention_forward(q, k, v, call.local_mask(0), scale=call.scale)
@@ -153,29 +136,32 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, steps: Steps) -> tuple
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor, call: Call, steps: Steps
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of this rank's tokens, in the dtype of q."""
+    call: Call, steps: Steps, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q; those that nobody needs are not computed or sent."""
     fetch = started(Gathers(k, v, call, steps.backward, steps.pack_first).fetch)
     delta = make_delta(dout, out, lse, dlse)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
+    new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
     columns, mask = _seen(call.layout, call.mask, call.rank)
-    reductions = Reductions(dk, dv, call, steps.backward)
+    reductions = None if dk is None else Reductions(dk, dv, call, steps.backward)
 
     def compute(step: int, keys: list[Tensor]) -> tuple[None, Callable[[], None]]:
-        """What is to be sent is staged; returns what makes dq."""
+        """Stage the gradients of the keys, and return the function that makes dq."""
         own = _query_heads(steps.backward[step], q, k)
         k_part, v_part = (x[:, columns] for x in keys)
         return None, begin_backward(
             dout[:, :, own], q[:, :, own], k_part, v_part, lse[:, own], delta[:, own], mask, call.scale, call.backward,
-            dq[:, :, own], *reductions.stage(step, columns),
+            None if dq is None else dq[:, :, own], *(reductions.stage(step, columns) if reductions else (None, None)),
         )  # fmt: skip
 
-    pipeline(len(steps.backward), fetch, compute, lambda step, *_: reductions.start(step))
+    pipeline(len(steps.backward), fetch, compute, lambda step, *_: reductions.start(step) if reductions else None)
     return dq, dk, dv
 
 
-@lru_cache(maxsize=1024)
+@cached_plan
 def _seen(layout: Layout, mask: Mask, rank: int) -> tuple[slice, Mask]:
     """The keys of a gathered buffer from the first to the last that the queries of ``rank`` see, and the mask over them."""
     return seen_keys(gathered_mask(layout, mask, rank))

@@ -20,12 +20,12 @@ Source: block masks with full and partial tiles are FlexAttention's (Dong et al.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from canon.fast.device_plans import device_plan
 from canon.reference.mask import Mask
 
 TILE_FIELDS = 5  # first row, row behind the last, first partial span, first full span, span behind the last
@@ -50,8 +50,13 @@ class WorkTable:
     def __len__(self) -> int:
         return len(self.tiles)
 
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """The tensors."""
+        return self.tiles, self.spans
 
-@lru_cache(maxsize=1024)
+
+@device_plan
 def work_table(
     mask: Mask,
     rows: int,

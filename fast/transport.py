@@ -26,21 +26,18 @@ Source: NCCL user guide, NCCL_CTA_POLICY_ZERO and window registration (NVIDIA, 2
 import hashlib
 import os
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import nccl
 
-COPY_ENGINE = "nccl copy engine"
+from canon.reference.group_state import backend_of, group_state, new_group_of
 
-_chosen: WeakKeyDictionary = WeakKeyDictionary()  # group -> {device: transport}
-_lock = threading.Lock()  # ranks may be threads
+COPY_ENGINE = "nccl copy engine"
 
 
 class Transport:
@@ -114,16 +111,28 @@ class CopyEngines(Transport):
             dist.all_reduce(torch.zeros(1, device=device), group=made)  # windows need a communicator that exists
         super().__init__(COPY_ENGINE, group, device, gathers, reductions)
         self.windows: dict[str, Tensor] = {}
+        self.last_stream: torch.cuda.Stream | None = None  # of the last call that used them
         self._try(device)
 
     def empty(self, name: str, items: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         needed = items * dtype.itemsize
+        self._follow_last_call()
         window = self.windows.get(name)
         if window is None or window.numel() < needed:  # of equal size on every rank, so all of them come here
             torch.cuda.synchronize(device)
             group = self.gathers if name.startswith("gather") else self.reductions
-            self.windows[name] = window = self._window(-(-needed // 4096) * 4096, group, device)
+            with torch.inference_mode(False):
+                self.windows[name] = window = self._window(-(-needed // 4096) * 4096, group, device)
         return window[:needed].view(dtype)
+
+    def _follow_last_call(self) -> None:
+        """All calls share the windows: a call on another stream waits until the last one has read them."""
+        if self.stream is None:
+            return
+        current = torch.cuda.current_stream(self.stream.device)
+        if self.last_stream is not None and self.last_stream != current:
+            current.wait_stream(self.last_stream)
+        self.last_stream = current
 
     def _window(self, size: int, group, device: torch.device) -> Tensor:
         with torch.cuda.use_mem_pool(self.symmetric_memory.get_mem_pool(device)):
@@ -148,11 +157,10 @@ class CopyEngines(Transport):
 
 def way_of(group, device: torch.device) -> Transport:
     """The way of this group on this device (``group=None``: all ranks). The first call is a collective of the group."""
-    key = dist.group.WORLD if group is None else group
-    with _lock:
-        ways = _chosen.setdefault(key, {})
-    if device not in ways:  # only this rank's thread asks for its own group
-        ways[device] = _choose(key, device)
+    ways = group_state(group).transports
+    if device not in ways:  # only this rank's thread uses its own group
+        with torch.inference_mode(False):  # buffers stay, and training may write to them later
+            ways[device] = _choose(dist.group.WORLD if group is None else group, device)
     return ways[device]
 
 
@@ -186,11 +194,6 @@ def _choose(group, device: torch.device) -> Transport:
     return Transport(backend, group, device, reductions=reductions, reason=reason)
 
 
-def backend_of(group, device: torch.device) -> str:
-    """The backend by which the group moves tensors of the device: "nccl", "gloo", "threads"."""
-    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))[device.type]
-
-
 def why_not_copy_engines() -> str:
     """What this rank lacks, or nothing; asks no other rank."""
     if os.environ.get("CANON_COPY_ENGINE") != "1":
@@ -222,29 +225,22 @@ def _everyones(reason: str, group, device: torch.device) -> str:
 
 
 def _another(group, zero_cta: bool = False):
-    """A second communicator of the same ranks in the same order; only they take part."""
+    """Return a second communicator of the same ranks in the same order; only they take part.
+
+    Raises NotImplementedError if that order is not ascending, as that of a new group would be.
+    """
     if not _in_order(group):
         raise NotImplementedError("the ranks of the group are not in ascending order, those of a new group would be")
-    ranks, options = dist.get_process_group_ranks(group), None
+    options = None
     backend = "nccl" if "nccl" in dist.get_backend_config(group) else dist.get_backend(group)
     if zero_cta:
         options = _nccl_group().Options()
         options.config.cta_policy = _nccl_group().NCCL_CTA_POLICY_ZERO
-    with _unbound():
-        return dist.new_group(ranks, backend=backend, pg_options=options, use_local_synchronization=True)
+    made = new_group_of(group, backend, options)
+    group_state(group).aborted.append(made)
+    return made
 
 
 def _in_order(group) -> bool:
     ranks = dist.get_process_group_ranks(group)
     return ranks == sorted(ranks)
-
-
-@contextmanager
-def _unbound() -> Iterator[None]:
-    """A world bound to its GPUs splits new NCCL groups off itself, which takes all its ranks; unbound, the members do."""
-    everyone = dist.group.WORLD
-    bound, everyone.bound_device_id = everyone.bound_device_id, None
-    try:
-        yield
-    finally:
-        everyone.bound_device_id = bound

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.reference.call import (
+from canon.reference.checks import (
     accumulate_dtype,
     batched,
     check_gradients,
@@ -33,6 +33,7 @@ from canon.reference.call import (
     check_method,
     check_tensors,
     default_scale,
+    under_autocast,
 )
 from canon.reference.mask import Mask
 from canon.reference.tiles import read, read_keys, visible_tiles
@@ -40,6 +41,7 @@ from canon.reference.tiles import read, read_keys, visible_tiles
 __all__ = ["attention_backward"]
 
 
+@under_autocast("dout", "q", "k", "v", "out")
 def attention_backward(
     dout: Float[Tensor, "*b t h dv"],
     q: Float[Tensor, "*b t h d"],
@@ -54,8 +56,9 @@ def attention_backward(
     delta: Float[Tensor, "*b h t"] | None = None,
     method: str = "split",
     grad_dtype: torch.dtype | None = None,
-) -> tuple[Float[Tensor, "*b t h d"], Float[Tensor, "*b s g d"], Float[Tensor, "*b s g dv"]]:
-    """dq, dk and dv of these queries and keys, where ``out`` and ``lse`` are of *all* keys, held here or elsewhere.
+    needs_grad: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Float[Tensor, "*b t h d"] | None, Float[Tensor, "*b s g d"] | None, Float[Tensor, "*b s g dv"] | None]:
+    """Return dq, dk and dv of these queries and keys, where ``out`` and ``lse`` are of *all* keys, held here or elsewhere.
 
     The parts of the gradient that the ranks of a ring compute add up: lse already normalises over all of them.
 
@@ -64,6 +67,7 @@ def attention_backward(
         delta: rowsum(dout * out) - dlse, (b, h, t), if it is known already; then dlse must be None.
         method: "fused", "split", "head_parallel", or "auto" (here: "split").
         grad_dtype: of the results, that of the inputs by default.
+        needs_grad: which of q, k and v need a gradient. The others' are None and cost nothing; dk and dv share their cost.
 
     Raises:
         ValueError: shapes, dtypes or the mask do not fit together, dlse and delta both given, or unknown method.
@@ -76,11 +80,17 @@ def attention_backward(
     check_method("method", method)
     packed, scale, grad_dtype = q.ndim == 3, default_scale(q, scale), grad_dtype or q.dtype
     if delta is None:
-        delta = _delta(dout, out, dlse)
+        delta = make_delta(dout, out, dlse)
     tiles = _Backward(mask, scale, *(x.transpose(1, 2) for x in batched(q, k, v, dout)), *_batched_rows(lse, delta))
     walk = {"fused": tiles.fused, "head_parallel": tiles.head_parallel}.get(method, tiles.split)
-    grads = [x.transpose(1, 2).to(grad_dtype) for x in walk()]
-    return tuple(x.squeeze(0) for x in grads) if packed else tuple(grads)
+    if not any(needs_grad[1:]):
+        grads = tiles.dq(), None, None
+    elif not needs_grad[0]:
+        grads = None, *(tiles.head_parallel_keys() if method == "head_parallel" else tiles.split_keys())
+    else:
+        grads = walk()
+    grads = (x.transpose(1, 2).to(grad_dtype) if needed else None for x, needed in zip(grads, needs_grad, strict=True))
+    return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
 
 
 class _Backward:
@@ -105,16 +115,24 @@ class _Backward:
 
     def split(self):
         """One walk over query tiles for dq, one over key tiles for dk and dv: each tile of a gradient is written once."""
+        return self.dq(), *self.split_keys()
+
+    def split_keys(self):
+        """dk and dv: key tiles outside, a key head's query heads are summed tile by tile."""
         dk, dv = self._zeros(self.k), self._zeros(self.v)
         for columns, column in visible_tiles(self.mask, self.q.device, by_keys=True):
             for rows, seen in column:
                 p, ds, q, _, dout = self._scores(rows, columns, seen)
                 dv[:, :, columns] += self._over_group(p.mT @ dout)
                 dk[:, :, columns] += self._over_group(ds.mT @ q)
-        return self._dq(), dk, dv
+        return dk, dv
 
     def head_parallel(self):
         """As split, but every query head keeps a dk and a dv of its own; they are summed at the end, in head order."""
+        return self.dq(), *self.head_parallel_keys()
+
+    def head_parallel_keys(self):
+        """dk and dv of each query head, then their sums over each group."""
         heads = self.q.shape[1]
         dk_heads, dv_heads = self._zeros(self.k, heads), self._zeros(self.v, heads)
         for columns, column in visible_tiles(self.mask, self.q.device, by_keys=True):
@@ -122,9 +140,10 @@ class _Backward:
                 p, ds, q, _, dout = self._scores(rows, columns, seen)
                 dv_heads[:, :, columns] += p.mT @ dout
                 dk_heads[:, :, columns] += ds.mT @ q
-        return self._dq(), self._over_group(dk_heads), self._over_group(dv_heads)
+        return self._over_group(dk_heads), self._over_group(dv_heads)
 
-    def _dq(self):
+    def dq(self):
+        """dq: query tiles outside, each written once."""
         dq = self._zeros(self.q)
         for rows, row in visible_tiles(self.mask, self.q.device):
             for columns, seen in row:
@@ -157,8 +176,8 @@ def _batched_rows(*rows: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.unsqueeze(0) if x.ndim == 2 else x for x in rows)
 
 
-def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, (b, h, t): once per call, however many steps use it."""
+def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """Return rowsum(dout * out) - dlse, (b, h, t): once per call, however many steps use it."""
     accumulate = accumulate_dtype(out.dtype)
     delta = (dout.to(accumulate) * out.to(accumulate)).sum(-1).transpose(-1, -2)
     return delta if dlse is None else delta - dlse

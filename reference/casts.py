@@ -23,8 +23,6 @@ received, once. Every rank takes part in every exchange; where no rank at all ne
 Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025), whose group collectives and zero-redundant ranges these are.
 """
 
-from functools import lru_cache
-
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
@@ -32,6 +30,7 @@ from torch import Tensor
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan, Piece, PlanReport, check_cast, check_into, check_rows, staged
+from canon.reference.plan_cache import cached_plan
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
@@ -48,7 +47,7 @@ def cast_plan(mask: Mask, layout: Layout, *, stages: int = 1) -> CastPlan:
     return _cast_plan(mask, layout, stages)
 
 
-@lru_cache(maxsize=256)
+@cached_plan
 def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
     ranks = range(layout.ranks)
     needs = [mask.needed_keys(layout.ranges_per_rank[rank]) for rank in ranks]

@@ -16,7 +16,6 @@ Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brando
 
 import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from canon.reference.band import joined
 from canon.reference.mask import Ints, Mask, document_ends
+from canon.reference.plan_cache import cached_plan
 
 
 class Layout:
@@ -102,6 +102,11 @@ class Layout:
         """The number of ranks."""
         return len(self.ranges_per_rank)
 
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes the layout takes on the host."""
+        return 200 + 200 * sum(map(len, self.ranges_per_rank))
+
     def size(self, rank: int) -> int:
         """The number of tokens that ``rank`` holds."""
         return sum(map(len, self._held(rank)))
@@ -166,7 +171,7 @@ class Layout:
         return self.ranges_per_rank[rank]
 
 
-@lru_cache(maxsize=4096)
+@cached_plan
 def _local_mask(layout: Layout, mask: Mask, q_rank: int, k_ranks: tuple[int, ...]) -> Mask:
     return mask_between(mask, layout._held(q_rank), [piece for rank in k_ranks for piece in layout._held(rank)])
 

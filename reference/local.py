@@ -18,10 +18,9 @@ Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from canon.reference.backward import attention_backward
-from canon.reference.call import (
+from canon.reference.checks import (
     accumulate_dtype,
     batched,
     check_mask,
@@ -29,13 +28,16 @@ from canon.reference.call import (
     check_tensors,
     default_mask,
     default_scale,
+    under_autocast,
 )
+from canon.reference.differentiable import differentiable
 from canon.reference.mask import Mask
 from canon.reference.tiles import read, read_keys, visible_tiles
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
 
+@under_autocast("q", "k", "v")
 def attention(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b s g d"],
@@ -65,29 +67,20 @@ def attention(
     """
     check_tensors(q, k, v)
     check_method("backward", backward)
-    mask = default_mask(q, k, mask)
-    out, lse = _Attention.apply(*batched(q, k, v), mask, default_scale(q, scale), backward)
-    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
-    return (out, lse) if return_lse else out
+    mask, scale = default_mask(q, k, mask), default_scale(q, scale)
+
+    def forward(q, k, v):
+        return attention_forward(q, k, v, mask, scale=scale)
+
+    def differentiate(needs_grad, dout, dlse, q, k, v, out, lse):
+        return attention_backward(
+            dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=backward, needs_grad=needs_grad
+        )
+
+    return differentiable(q, k, v, forward, differentiate, return_lse=return_lse)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, mask, scale, method):
-        out, lse = attention_forward(q, k, v, mask, scale=scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = mask, scale, method
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dlse):
-        mask, scale, method = ctx.call
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
-        return *grads, None, None, None
-
-
+@under_autocast("q", "k", "v")
 def attention_forward(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b s g d"],
@@ -129,6 +122,7 @@ def attention_forward(
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
 
+@under_autocast()
 def merge(
     out: Float[Tensor, "*b t h dv"],
     lse: Float[Tensor, "*b h t"],

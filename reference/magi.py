@@ -32,12 +32,14 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
+from canon.reference.backward import attention_backward, make_delta
+from canon.reference.call import Call, agreed_call
 from canon.reference.casts import cast_plan, group_cast, group_reduce, plan_report, start_cast, start_reduce
+from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.differentiable import differentiable
 from canon.reference.layout import Layout
-from canon.reference.local import attention_backward, attention_forward, merge
+from canon.reference.local import attention_forward, merge
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
 from canon.reference.planner import dispatch
@@ -85,38 +87,26 @@ def magi_attention(
     return _magi(q, k, v, mask, layout, stages, keep_kv, scale, group, reduce_dtype, backward, return_lse)
 
 
+@under_autocast("q", "k", "v")
 def _magi(q, k, v, mask, layout, stages, keep_kv, scale, group, reduce_dtype, backward, return_lse):
     call = agreed_call(
         "magi_attention", q, k, v, mask, layout,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, stages=stages, keep_kv=keep_kv,
     )  # fmt: skip
     plan = cast_plan(call.mask, call.layout, stages=stages)  # once all agree: what is wrong is wrong on all ranks
-    out, lse = _Magi.apply(*batched(q, k, v), call, plan, keep_kv)
-    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
-    return (out, lse) if return_lse else out
 
+    def forward(q, k, v):
+        fetched: list[Tensor] = []
+        out, lse = magi_forward(q, fetch(rows(k, v), plan, call, fetched), v.shape[-1], call, plan)
+        return out.to(q.dtype), lse, *(fetched if keep_kv else ())
 
-class _Magi(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, call, plan, keep_kv):
+    def differentiate(needs_grad, dout, dlse, q, k, v, out, lse, *kept):
         own = rows(k, v)
-        fetched: list[Tensor | None] = []
-        out, lse = magi_forward(q, fetch(own, plan, call, fetched), v.shape[-1], call, plan)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, *(fetched if keep_kv else ()))
-        ctx.call = call, plan
-        return out, lse
+        again = ((step, together(own, came, plan, step)) for step, came in enumerate(kept))
+        steps = again if kept else fetch(own, plan, call)
+        return magi_backward(needs_grad, dout, dlse, q, k, v, out, lse, steps, call, plan)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dlse):
-        q, k, v, out, lse, *kept = ctx.saved_tensors
-        call, plan = ctx.call
-        own = rows(k, v)
-        steps = fetch(own, plan, call)
-        if kept:
-            steps = ((step, together(own, came, plan, step)) for step, came in enumerate(kept))
-        return *magi_backward(dout, q, k, v, out, lse, dlse, steps, call, plan), None, None, None
+    return differentiable(q, k, v, forward, differentiate, call=call, return_lse=return_lse)
 
 
 def magi_forward(
@@ -135,21 +125,27 @@ def magi_forward(
 
 
 def magi_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor,
+    needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     steps: Iterator[tuple[int, Tensor]], call: Call, plan: CastPlan,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of this rank's tokens, in the dtype of q."""
-    accumulate = accumulate_dtype(q.dtype)
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q; those that nobody needs are not computed or sent."""
+    accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
+    needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     t, d = q.shape[1], q.shape[-1]
-    delta = (dout.to(accumulate) * out.to(accumulate)).sum(-1).transpose(1, 2) - dlse
-    dq = torch.zeros_like(q, dtype=accumulate)
-    home, going_back = torch.zeros_like(rows(k, v), dtype=accumulate), None
+    delta = make_delta(dout, out, dlse)
+    dq = torch.zeros_like(q, dtype=accumulate) if needs_grad[0] else None
+    home = torch.zeros_like(rows(k, v), dtype=accumulate) if keys_need_grad else None
+    going_back = None
     for step, held in steps:
         dq_part, *part = attention_backward(
-            dout, q, *columns(held, d), out, lse, plan.local_mask(step, call.rank),
-            scale=call.scale, delta=delta, method=call.backward, grad_dtype=accumulate,
+            dout, q, *columns(held, d), out, lse, plan.local_mask(step, call.rank), scale=call.scale, delta=delta,
+            method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
         )  # fmt: skip
-        dq += dq_part
+        if dq is not None:
+            dq += dq_part
+        if home is None:
+            continue
         grads = rows(*part)
         if going_back:  # it travelled while this step was computed
             going_back.wait()
@@ -161,7 +157,8 @@ def magi_backward(
             going_back = start_reduce(grads.to(call.reduce_dtype), plan, cast, call.group, home)
     if going_back:
         going_back.wait()
-    return tuple(x.to(q.dtype) for x in (dq, *columns(home, d)))
+    home = (None, None) if home is None else columns(home, d)
+    return tuple(None if x is None else x.to(q.dtype) for x in (dq, *home))
 
 
 def fetch(

@@ -174,6 +174,11 @@ class Mask:
         return self._digest
 
     @property
+    def nbytes(self) -> int:
+        """About how many bytes the mask takes on the host."""
+        return 200 + 300 * len(self.bands)
+
+    @property
     def area(self) -> int:
         """The number of visible cells."""
         return sum(band.area for band in self.bands)

@@ -13,7 +13,7 @@ A step's keys stand in one buffer: the own ones first, if it has them, then what
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from numbers import Integral
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from canon.reference.layout import Layout, mask_between
 from canon.reference.mask import Mask
+from canon.reference.plan_cache import cached_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,12 @@ class CastPlan:
     @cached_property
     def _hash(self) -> int:
         return hash((self.mask, self.layout, self.stages))
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes the plan takes on the host."""
+        pieces = sum(len(each) for cast in self.received for each in cast)
+        return 1000 + 300 * pieces + 100 * len(self.received) * self.layout.ranks**2
 
     @property
     def casts(self) -> int:
@@ -119,7 +126,7 @@ class CastPlan:
         return sent
 
 
-@lru_cache(maxsize=4096)
+@cached_plan
 def _local_mask(plan: CastPlan, step: int, rank: int) -> Mask:
     return mask_between(plan.mask, plan.layout.ranges_per_rank[rank], plan.keys(step, rank))
 

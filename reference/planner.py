@@ -36,7 +36,6 @@ Bounds on multiprocessing timing anomalies (1969).
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
 from itertools import combinations, product
 
 from canon.reference.chunks import (
@@ -55,6 +54,7 @@ from canon.reference.chunks import (
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import check_dispatch
+from canon.reference.plan_cache import cached_plan
 
 __all__ = ["dispatch"]
 
@@ -98,7 +98,7 @@ def dispatch(
     return _dispatch(mask, ranks, chunk, Fraction(imbalance), cells_per_us, tokens_per_us, swaps_per_chunk)
 
 
-@lru_cache(maxsize=256)
+@cached_plan
 def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) -> Layout:
     chunks = chunks_of(mask, ranks, chunk)
     aim = Aim(chunks, ranks, imbalance, cells_per_us, tokens_per_us)

@@ -34,16 +34,19 @@ mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
+from canon.reference.backward import attention_backward, make_delta
+from canon.reference.call import Call, agreed_call
+from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.differentiable import differentiable
 from canon.reference.layout import Layout
-from canon.reference.local import attention_backward, attention_forward, merge
+from canon.reference.local import attention_forward, merge
 from canon.reference.mask import Mask
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
@@ -131,6 +134,7 @@ def striped_attention(
     return _ring("striped_attention", q, k, v, mask, Layout.striped, scale, group, reduce_dtype, backward, return_lse)
 
 
+@under_autocast("q", "k", "v")
 def _ring(
     function: str,
     q: Tensor,
@@ -147,25 +151,12 @@ def _ring(
     call = agreed_call(
         function, q, k, v, mask, layout, scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward
     )
-    out, lse = _Ring.apply(*batched(q, k, v), call)
-    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
-    return (out, lse) if return_lse else out
 
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, call):
+    def forward(q, k, v):
         out, lse = ring_forward(q, k, v, call)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
-        return out, lse
+        return out.to(q.dtype), lse
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
-        return *ring_backward(dout, q, k, v, out, lse, dlse, ctx.call), None
+    return differentiable(q, k, v, forward, partial(ring_backward, call), call=call, return_lse=return_lse)
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -185,31 +176,35 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, T
 
 
 def ring_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of this rank's tokens, in the dtype of q."""
-    accumulate = accumulate_dtype(q.dtype)
-    delta = (dout.to(accumulate) * out.to(accumulate)).sum(-1).transpose(1, 2) - dlse
-    dq = torch.zeros_like(q, dtype=accumulate)
-    held, home, gradient_hop = [k.contiguous(), v.contiguous()], [], None
+    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q; those that nobody needs are not computed or sent."""
+    accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
+    needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
+    delta = make_delta(dout, out, dlse)
+    dq = torch.zeros_like(q, dtype=accumulate) if needs_grad[0] else None
+    held, gradient_hop = [k.contiguous(), v.contiguous()], None
+    home: list = [None, None]  # dk and dv of the own keys
     for step in range(call.ranks):
         owner = (call.rank - step) % call.ranks
         hop = post(held, step + 1, call) if step + 1 < call.ranks else None
         dq_part, *part = attention_backward(
-            dout, q, *held, out, lse, call.local_mask(owner),
-            scale=call.scale, delta=delta, method=call.backward, grad_dtype=accumulate,
+            dout, q, *held, out, lse, call.local_mask(owner), scale=call.scale, delta=delta, method=call.backward,
+            grad_dtype=accumulate, needs_grad=needs_grad,
         )  # fmt: skip
-        dq += dq_part
+        if dq is not None:
+            dq += dq_part
         if gradient_hop:  # what the ranks before this one found for the same keys
             part = [mine + received.to(accumulate) for mine, received in zip(part, gradient_hop.wait(), strict=True)]
         if step == 0:
             home = part
-        else:
+        elif keys_need_grad:
             gradient_hop = post([x.to(call.reduce_dtype).contiguous() for x in part], step + 1, call)
         held = hop.wait() if hop else held
     if gradient_hop:
         home = [mine + received.to(accumulate) for mine, received in zip(home, gradient_hop.wait(), strict=True)]
-    return tuple(x.to(q.dtype) for x in (dq, *home))
+    return tuple(None if x is None else x.to(q.dtype) for x in (dq, *home))
 
 
 class post:

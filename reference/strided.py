@@ -30,15 +30,19 @@ Sources: gathering by head groups, Llama Team, The Llama 3 Herd of Models (2024)
 ring-flash-attention; split ends and float32 reduction, aqlaboratory/ring-flash-attention pull request 12.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from canon.reference.call import Call, accumulate_dtype, agreed_call, batched
+from canon.reference.backward import attention_backward, make_delta
+from canon.reference.call import Call, agreed_call
+from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.differentiable import differentiable
 from canon.reference.layout import Layout
-from canon.reference.local import attention_backward, attention_forward
+from canon.reference.local import attention_forward
 from canon.reference.mask import Mask
 from canon.reference.ring import ring_backward
 from canon.reference.strides import Steps, strided_steps, suggest_strides
@@ -102,36 +106,19 @@ def strided_attention(
     return _strided(q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse, options)
 
 
+@under_autocast("q", "k", "v")
 def _strided(q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse, options):
     call = agreed_call(
         "strided_attention", q, k, v, mask, layout,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options,
     )  # fmt: skip
     steps = strided_steps(k.shape[-2], **options)  # after the ranks agree: what is wrong is wrong on all of them
-    out, lse = _Strided.apply(*batched(q, k, v), call, steps)
-    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
-    return (out, lse) if return_lse else out
+    backward = partial(ring_backward, call) if steps.backward is None else partial(strided_backward, call, steps)
+    return differentiable(q, k, v, partial(strided_forward, call, steps), backward, call=call, return_lse=return_lse)
 
 
-class _Strided(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, call, steps):
-        out, lse = strided_forward(q, k, v, call, steps)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call, ctx.steps = call, steps
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
-        if ctx.steps.backward is None:
-            return *ring_backward(dout, q, k, v, out, lse, dlse, ctx.call), None, None
-        return *strided_backward(dout, q, k, v, out, lse, dlse, ctx.call, ctx.steps), None, None
-
-
-def strided_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, steps: Steps) -> tuple[Tensor, Tensor]:
-    """out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
+def strided_forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     mask = call.layout.local_mask(call.mask, call.rank, range(call.ranks))
     outs, lses = [], []
     arriving = gather(k, v, steps.forward[0], call, steps.pack_first)
@@ -147,12 +134,14 @@ def strided_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, steps: Steps) -
 
 
 def strided_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor, call: Call, steps: Steps
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of this rank's tokens, in the dtype of q."""
-    accumulate = accumulate_dtype(q.dtype)
+    call: Call, steps: Steps, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q; those that nobody needs are not computed or sent."""
+    accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
+    needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     mask = call.layout.local_mask(call.mask, call.rank, range(call.ranks))
-    delta = (dout.to(accumulate) * out.to(accumulate)).sum(-1).transpose(1, 2) - dlse
+    delta = make_delta(dout, out, dlse)
     dqs, sums, leaving = [], [], None
     arriving = gather(k, v, steps.backward[0], call, steps.pack_first)
     for heads, following in zip(steps.backward, (*steps.backward[1:], None), strict=True):
@@ -161,16 +150,16 @@ def strided_backward(
             arriving = gather(k, v, following, call)
         own = query_heads(heads, q, k)
         dq, dk_full, dv_full = attention_backward(
-            dout[:, :, own], q[:, :, own], k_full, v_full, out[:, :, own], lse[:, own], mask,
-            scale=call.scale, delta=delta[:, own], method=call.backward, grad_dtype=accumulate,
+            dout[:, :, own], q[:, :, own], k_full, v_full, out[:, :, own], lse[:, own], mask, scale=call.scale,
+            delta=delta[:, own], method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
         )  # fmt: skip
         dqs.append(dq)
-        if leaving:  # one reduction at a time is under way
+        if leaving:  # one reduction at a time is in flight
             sums.append(leaving.wait())
-        leaving = reduce(dk_full, dv_full, call)
-    sums.append(leaving.wait())
-    dk, dv = (torch.cat(parts, dim=2) for parts in zip(*sums, strict=True))
-    return torch.cat(dqs, dim=2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        leaving = reduce(dk_full, dv_full, call) if keys_need_grad else None
+    sums += [leaving.wait()] if leaving else []
+    dk, dv = (torch.cat(parts, dim=2).to(k.dtype) for parts in zip(*sums, strict=True)) if sums else (None, None)
+    return torch.cat(dqs, dim=2).to(q.dtype) if needs_grad[0] else None, dk, dv
 
 
 def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:

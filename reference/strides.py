@@ -16,7 +16,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.reference.call import accumulate_dtype
+from canon.reference.checks import accumulate_dtype
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 

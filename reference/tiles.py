@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from canon.reference.call import accumulate_dtype
+from canon.reference.checks import accumulate_dtype
 from canon.reference.mask import Mask
 
 TILE = 128  # tokens along each side of a tile

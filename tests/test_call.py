@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
+from canon.reference.group_state import group_state
 from canon.testing import world
 
 HALVES = {"reference": reference, "fast": fast}
@@ -62,21 +63,69 @@ def test_every_disagreement_is_named_on_every_rank_of_gloo(name):
             assert seconds < 5
 
 
-@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
-def test_a_known_call_compares_nothing(half, monkeypatch):
-    gathers = []
-    gather = dist.all_gather
-    monkeypatch.setattr(
-        dist, "all_gather", lambda *args, **kw: (gathers.append(dist.get_rank()), gather(*args, **kw))[1]
-    )
+MASKS = [Mask.causal(12), Mask.window(12, 2, 0)]
+LATER = {  # a call of rank 1 that both ranks know, or only one, and the field that must be named
+    "two known masks": (dict(mask=MASKS[1]), "mask"),
+    "a mask that one rank knows": (dict(mask=Mask.window(12, 3, 0)), "mask"),
+    "another shape": (dict(tensors=inputs(tokens=5)), "mask"),
+    "requires_grad on one rank": (dict(tensors=[x.requires_grad_() for x in inputs()]), "requires_grad"),
+    "another scale": (dict(scale=0.25), "scale"),
+}
 
+
+def disagree_later(name, difference):
+    """All ranks make known calls, then rank 1 makes another one; and then all make a known call again."""
+    half, wrong = HALVES[name], LATER[difference][0]
+    for mask in (*MASKS, *MASKS):
+        call(half, mask=mask)
+    start = time.monotonic()
+    with pytest.raises(ValueError) as raised:
+        call(half, **(wrong if dist.get_rank() == 1 else dict(mask=MASKS[0])))
+    seconds = time.monotonic() - start
+    out = call(half, mask=MASKS[0])  # nothing was sent before the error, so the group can still be used
+    return str(raised.value), seconds, out
+
+
+@pytest.mark.parametrize("difference", LATER)
+@pytest.mark.parametrize("name", HALVES)
+def test_ranks_that_disagree_in_a_later_call_raise_on_every_rank(name, difference):
+    for message, seconds, out in world.processes(functools.partial(disagree_later, name, difference), 3):
+        assert LATER[difference][1] in message
+        assert "rank 1: " in message
+        assert seconds < 5
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+def test_an_equal_scale_is_the_default_scale(half):
     def program():
-        for _ in range(3):
-            call(half)
-        call(half, scale=0.5)
+        return call(half, **(dict(scale=8**-0.5) if dist.get_rank() == 1 else {}))
 
     world.threads(program, 2)
-    assert sorted(gathers) == [0, 0, 1, 1]
+
+
+def backward_of_one_rank(name):
+    """Rank 1 calls forward again where the others go backward."""
+    leaves = [x.requires_grad_() for x in inputs()]
+    out = call(HALVES[name], tensors=leaves)
+    with pytest.raises(ValueError, match="pass"):
+        call(HALVES[name], tensors=leaves) if dist.get_rank() == 1 else out.sum().backward()
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_rank_that_makes_another_pass_is_named(name):
+    world.processes(functools.partial(backward_of_one_rank, name), 3)
+
+
+@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+def test_calls_with_new_masks_leave_no_memory_behind(half):
+    def program():
+        for left in range(30):
+            call(half, mask=Mask.window(8, left % 7, 0))
+        state = group_state(None)
+        return len(state.known), state.pending
+
+    assert world.threads(program, 2) == [(7, None)] * 2
 
 
 @pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
@@ -90,7 +139,7 @@ def test_what_all_ranks_do_wrong_alike_is_told_too(half):
             call(half, layout=Layout([[range(0, 3)], [range(3, 8)]], 8))
         with pytest.raises(ValueError, match="the mask is 9 x 9, the layout has 8 tokens"):
             call(half, mask=Mask.causal(9), layout=Layout.contiguous(8, 2))
-        with pytest.raises(ValueError, match="floating dtype, got torch.int32"):
+        with pytest.raises(ValueError, match="reduce_dtype must be .* got torch.int32"):
             call(half, reduce_dtype=torch.int32)
 
     world.threads(program, 2)

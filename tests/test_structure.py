@@ -15,7 +15,19 @@ import canon
 from canon import fast, reference
 
 ROOT = Path(__file__).parents[1]
-VOCABULARY = {"band", "mask", "layout", "call", "plan", "strides"}
+VOCABULARY = {
+    "band",
+    "mask",
+    "layout",
+    "call",
+    "checks",
+    "differentiable",
+    "group_state",
+    "liveness",
+    "plan",
+    "plan_cache",
+    "strides",
+}
 BY_DESIGN_ONLY_FAST = {"backend"}
 
 # Folders and the packages that their files belong to.

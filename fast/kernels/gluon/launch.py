@@ -16,6 +16,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
+from canon.fast.device_plans import device_plan
 from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
@@ -28,6 +29,7 @@ from canon.fast.kernels.launching import processors as processors_of
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.tiles import work_table
 from canon.reference.mask import Mask
+from canon.reference.plan_cache import cached_plan
 
 LOG2E = 1.4426950408889634
 SIMULATED_PROCESSORS = 3
@@ -171,7 +173,7 @@ def seen_only(x: Tensor, mask: Mask, plan: Schedule, keys: bool) -> Tensor:
     return torch.where(unseen_tokens(mask, keys, x.device)[:, None, None], 0.0, x) if plan.strays[keys] else x
 
 
-@lru_cache(maxsize=128)
+@device_plan
 def unseen_tokens(mask: Mask, keys: bool, device: torch.device) -> Tensor:
     """Which keys, or queries, no band touches (bool)."""
     return torch.from_numpy(untouched(mask, keys)).to(device)
@@ -232,7 +234,7 @@ def padded_width(dtype: torch.dtype, shape: torch.Size) -> int:
     return -(-shape[-1] // unit) * unit
 
 
-@lru_cache(maxsize=1024)
+@cached_plan
 def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
     """How many query heads of a group share a tile: more than one where it saves a tenth of the visits.
 
@@ -244,7 +246,7 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
     return best if visits[best] < 0.9 * visits[1] else 1
 
 
-@lru_cache(maxsize=1024)
+@cached_plan
 def tiles_seen(mask: Mask, heads: int, programs: int) -> float:
     """How many tiles of 128 keys a query sees on average; a quarter of it where no program has two tiles of queries."""
     tiles = -(-mask.queries // 128)

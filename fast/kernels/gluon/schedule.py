@@ -12,7 +12,6 @@ Cost: O(items) on the host, once per mask, shapes and device; 32 bytes an item o
 Source: list scheduling, longest processing time first: Graham, Bounds on multiprocessing timing anomalies (1969).
 """
 
-from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -20,8 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from canon.fast.device_plans import device_plan
 from canon.fast.tiles import work_table
 from canon.reference.mask import Mask
+from canon.reference.plan_cache import cached_plan
 
 L2_BYTES = 32 << 20  # of what heads that run side by side read; the cache of an H200 holds 50 MB
 # Tiles of queries that a tile of keys visits, 128 x 128, by the padded width: so few do not make up for what order costs.
@@ -67,7 +68,7 @@ class Schedule(NamedTuple):
     strays: tuple[bool, bool]
 
 
-@lru_cache(maxsize=128)  # an entry holds 32 bytes an item on the device
+@device_plan
 def schedule(
     mask: Mask,
     rows: int,
@@ -139,7 +140,7 @@ def untouched(mask: Mask, keys: bool) -> np.ndarray:
     return np.cumsum(steps)[:-1] == 0
 
 
-@lru_cache(maxsize=1024)
+@cached_plan
 def unevenness(mask: Mask, rows: int, columns: int, owners: int, each: int, programs: int) -> float:
     """What the busiest processor has to do for dk and dv, over the mean: ``owners`` that sum ``each`` query heads."""
     tiles, _, cost = _costs(mask, rows, columns, True, each, BOX)
@@ -151,7 +152,7 @@ def unevenness(mask: Mask, rows: int, columns: int, owners: int, each: int, prog
     return float(load.max() / load.mean()) if len(cost) else 1.0
 
 
-@lru_cache(maxsize=1024)
+@cached_plan
 def followers_wait_little(
     mask: Mask, heads: int, owners: int, programs: int, width: int, rows: int, columns: int
 ) -> bool:

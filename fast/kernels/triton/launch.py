@@ -22,7 +22,7 @@ from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.forward import forward_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
 from canon.fast.tiles import WorkTable, work_table
-from canon.reference.call import accumulate_dtype
+from canon.reference.checks import accumulate_dtype
 from canon.reference.mask import Mask
 
 LOG2E = 1.4426950408889634

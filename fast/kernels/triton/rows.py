@@ -11,7 +11,7 @@ from torch import Tensor
 
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.blocks import row_pointers
-from canon.reference.call import accumulate_dtype
+from canon.reference.checks import accumulate_dtype
 
 
 @triton.jit(do_not_specialize=["count", "heads", "lines"])

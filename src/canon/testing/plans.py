@@ -57,11 +57,12 @@ def plans(options: argparse.Namespace) -> list[dict]:
 
 
 def _row(kind: str, ranks: int, masks: list[Mask]) -> dict:
-    from canon.fast import magi, planner  # Triton comes with it: not before it is asked for
+    from canon.fast import magi, planner  # loads Triton: not before it is needed
+    from canon.reference.plan_cache import PLANS
 
     balance, volume, receive, milliseconds = [], [], [], []
     for mask in masks:
-        planner._dispatch.cache_clear()
+        PLANS.clear()
         start = time.perf_counter()
         layout = planner.dispatch(mask, ranks, chunk=CHUNK)
         milliseconds.append(1e3 * (time.perf_counter() - start))

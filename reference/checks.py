@@ -1,0 +1,165 @@
+"""What both halves check of their arguments, and the defaults that they fill in."""
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canon.reference.mask import Mask
+from canon.reference.plan_cache import cached_plan
+
+METHODS = ("auto", "fused", "split", "head_parallel")
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of partial results and of lse: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def batched(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return packed tensors (t, h, d) as a batch of one, others as they are."""
+    return tuple(x.unsqueeze(0) if x.ndim == 3 else x for x in tensors)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise TypeError or ValueError unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all packed, belong together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
+        wrong = "expected q, k, v all (b, t, heads, width) or all packed (t, heads, width)"
+    elif q.shape[:-3] != k.shape[:-3] or k.shape[:-1] != v.shape[:-1]:
+        wrong = "q, k, v must share the batch, and k, v their tokens and heads"
+    elif q.shape[-1] != k.shape[-1] or 0 in (q.shape[-1], v.shape[-1]):
+        wrong = "q and k must have one width, and no width may be 0"
+    elif 0 in (q.shape[-2], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
+    elif not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ValueError(f"q, k, v must share one dtype of {names}, got {q.dtype}, {k.dtype}, {v.dtype}: cast them")
+    elif not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}: move them")
+    else:
+        return
+    raise ValueError(f"{wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Raise TypeError or ValueError unless ``x`` is a plain dense tensor with memory."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if hasattr(x, "to_local"):
+        raise TypeError(f"{name} is a DTensor: pass {name}.to_local(), the tokens of this rank")
+    if getattr(type(x), "__torch_dispatch__", None) is not getattr(Tensor, "__torch_dispatch__", None):
+        raise TypeError(f"{name} is a {type(x).__name__}, a tensor subclass: pass a plain torch.Tensor")
+    if x.layout is not torch.strided or x.is_quantized:
+        raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}: pass {name}.to_dense()")
+    if x.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device and holds no numbers: move it to a CPU or a GPU")
+
+
+def check_mask(q: Tensor, k: Tensor, mask: Mask) -> None:
+    """Raise TypeError or ValueError unless the mask is one of q's tokens x k's tokens."""
+    check_mask_type(mask)
+    if (mask.queries, mask.keys) != (q.shape[-3], k.shape[-3]):
+        raise ValueError(
+            f"the mask is {mask.queries} queries x {mask.keys} keys, q holds {q.shape[-3]} tokens and k {k.shape[-3]}"
+        )
+
+
+def check_mask_type(mask: Any) -> None:
+    """Raise TypeError unless ``mask`` is a Mask."""
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask must be a canon.Mask or None, got {type(mask).__name__}: build one with Mask.causal, ..."
+        )
+
+
+def check_gradients(
+    dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None
+) -> None:
+    """Raise ValueError unless the other arguments of `attention_backward` fit q, k, v."""
+    rows = (*q.shape[:-1], v.shape[-1])
+    columns = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    for name, x, shape in (
+        ("dout", dout, rows),
+        ("out", out, rows),
+        ("lse", lse, columns),
+        ("dlse", dlse, columns),
+        ("delta", delta, columns),
+    ):
+        if x is None:
+            continue
+        check_tensor(name, x)
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on {q.device}, as q is, got {x.device}: move it")
+    if dlse is not None and delta is not None:
+        raise ValueError("give dlse or delta, not both: delta = rowsum(dout * out) - dlse holds dlse already")
+
+
+def check_method(name: str, method: str) -> None:
+    """Raise ValueError unless ``method`` is one of the backward methods."""
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"{name}={method!r}: expected one of {', '.join(map(repr, METHODS))}")
+
+
+def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
+    """Return ``mask``, or the causal mask. Raise TypeError or ValueError if it does not fit q and k."""
+    if mask is None:
+        if q.shape[-3] != k.shape[-3]:
+            raise ValueError(f"mask=None is causal and needs as many queries as keys, got {q.shape[-3]}, {k.shape[-3]}")
+        return made(Mask.causal, q.shape[-3])
+    check_mask(q, k, mask)
+    return mask
+
+
+def default_scale(q: Tensor, scale: float | None) -> float:
+    """Return ``scale``, or one over the square root of the width. Raise TypeError or ValueError if it is no finite number."""
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if isinstance(scale, (str, bytes)) or (isinstance(scale, Tensor) and (scale.requires_grad or scale.numel() != 1)):
+        raise TypeError(f"scale must be a number without a gradient, got {scale!r}: multiply q instead")
+    if not math.isfinite(number := float(scale)):
+        raise ValueError(f"scale must be finite, got {number}")
+    return number
+
+
+def under_autocast(*names: str) -> Callable:
+    """Decorate a function to cast its arguments ``names`` as autocast asks, and to compute without autocast.
+
+    Tensors are cast as by `torch.nn.functional.scaled_dot_product_attention`: all floating dtypes but float64.
+    """
+
+    def _decorate(function: Callable) -> Callable:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def _called(*args, **kwargs):
+            if not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu"):
+                return function(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            device = next((x.device.type for x in given.arguments.values() if isinstance(x, Tensor)), "meta")
+            if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+                return function(*args, **kwargs)
+            for name in names:
+                x = given.arguments.get(name)
+                if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
+                    given.arguments[name] = x.to(torch.get_autocast_dtype(device))
+            with torch.autocast(device, enabled=False):
+                return function(*given.args, **given.kwargs)
+
+        return _called
+
+    return _decorate
+
+
+@cached_plan
+def made(make: Any, *sizes: int) -> Any:
+    """Return ``make(*sizes)``, a default mask or layout: made once, whatever the number of layers that use it."""
+    return make(*sizes)

@@ -1,0 +1,95 @@
+"""Where autograd meets attention: one Function for every algorithm of both halves.
+
+An algorithm is two functions of tensors with a batch axis:
+
+    forward(q, k, v)                                                 returns out, lse and whatever else backward needs
+    backward(needs_grad, dout, dlse, q, k, v, out, lse, *others)     returns dq, dk, dv; None where needs_grad is False
+
+The gradients of out and of lse are None where nothing depends on them. Neither pass runs under autocast: inputs were cast
+before, and partial results stay float32. What autograd cannot do with attention raises here.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from canon.reference.call import Call
+from canon.reference.checks import batched
+
+NO_TRANSFORMS = "canon does not support torch.func transforms (grad, vmap, jvp): call it outside of them"
+NO_FORWARD_MODE = (
+    "canon does not support forward-mode differentiation: use backward(), or detach the tangents of q, k, v"
+)
+NO_SECOND_DERIVATIVE = "canon does not support second derivatives of attention: its gradients cannot be differentiated"
+
+
+def differentiable(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forward: Callable,
+    backward: Callable,
+    *,
+    call: Call | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return out, and on request lse, as a differentiable function of q, k and v, packed or with a batch axis.
+
+    Args: ``forward`` and ``backward``, as the module says; ``call``, where ranks take part.
+    Raises NotImplementedError under torch.func transforms and forward-mode differentiation. A second derivative raises
+    RuntimeError when it is computed.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        raise NotImplementedError(NO_TRANSFORMS)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError(NO_FORWARD_MODE)
+    out, lse = _Attention.apply(*batched(q, k, v), forward, backward, call)
+    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
+    return (out, lse) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, forward, backward, call):
+        with _surroundings(q, call, "forward"):
+            out, lse, *others = forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse, *others)
+        ctx.backward, ctx.call = backward, call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        saved = ctx.saved_tensors
+        needs_grad = tuple(ctx.needs_input_grad[:3])
+        if (dout is None and dlse is None) or not any(needs_grad):
+            return (None,) * 6
+        q, out = saved[0], saved[3]
+        create_graph = torch.is_grad_enabled()
+        with torch.no_grad(), _surroundings(q, ctx.call, "backward"):
+            if ctx.call is not None and ctx.call.ranks > 1:
+                ctx.call.agree("backward", q.device)
+            dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
+            grads = ctx.backward(needs_grad, dout, dlse, *saved)
+        grads = _undifferentiable(*grads) if create_graph else grads
+        return *(x if needed else None for x, needed in zip(grads, needs_grad, strict=True)), None, None, None
+
+
+@contextmanager
+def _surroundings(q: Tensor, call: Call | None, name: str) -> Iterator[None]:
+    """Switch autocast off, and name the ranks that are missing if messages fail."""
+    device = q.device.type
+    plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    named = call.state.failures(f"{call.function} ({name})") if call is not None and call.ranks > 1 else nullcontext()
+    with plain, named:
+        yield
+
+
+def _undifferentiable(*grads: Tensor | None) -> tuple[Any, ...]:
+    """Return gradients that raise when they are differentiated, so that no second derivative is silently 0."""
+    raising = torch._C._functions.DelayedError(NO_SECOND_DERIVATIVE.encode(), len(grads))  # pyright: ignore[reportAttributeAccessIssue]
+    return raising(*(None if x is None else x.detach().requires_grad_() for x in grads))

@@ -1,0 +1,241 @@
+"""What Canon keeps for a process group, and the check that all ranks of it make the same call.
+
+Ranks that pass different masks, shapes or options would wait for each other for ever, or compute wrong numbers without an
+error. So every call begins with a digest of its arguments, 8 bytes a rank, gathered beside the messages of the call:
+
+    call n, forward     post digest n        messages, kernels
+    call n, backward    verdict n, post n'   messages, kernels
+    call n + 1          verdict n', ...
+
+On CPUs, and where a rank sees a call for the first time, the rank waits for the verdict before it sends anything. On GPUs
+a known call goes on at once, and the verdict is read at the next call. A thread looks at verdicts that nobody has read
+after a second: if the ranks differ, it ends the messages under way, so no rank hangs. A replayed CUDA graph makes no
+call, so it checks nothing.
+
+Where a rank has died or stopped, the others find out who is missing: each rank that still runs answers through the group's
+store. The group cannot be used afterwards, and says so.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from canon.reference.liveness import POLL_SECONDS, Liveness, watch
+
+Fields = tuple[tuple[str, Any], ...]
+KNOWN = 65536  # digests that are remembered at most
+NATIVE = ("gloo", "threads", "mpi")  # backends that move small CPU tensors themselves
+
+_states: WeakKeyDictionary[Any, "GroupState"] = WeakKeyDictionary()
+_lock = threading.Lock()  # ranks may be threads
+
+
+class Verdict:
+    """A digest on its way to all ranks: ``table`` holds every rank's once ``work`` is done."""
+
+    def __init__(self, state: "GroupState", name: str, digest: int, fields: Fields):
+        self.name, self.digest, self.fields, self.number = name, digest, fields, state.calls
+        self.begun = time.monotonic()
+        self.sent = torch.tensor([digest])
+        self.table = [torch.empty(1, dtype=torch.int64) for _ in range(state.ranks)]
+        self.work = state.channel.allgather([self.table], [self.sent])
+
+    def agrees(self) -> bool:
+        """Return whether all ranks sent one digest. Call it when ``work`` is done."""
+        return all(x.item() == self.digest for x in self.table)
+
+
+class GroupState:
+    """The rank, the ranks, and the calls of one process group, as this rank has made them."""
+
+    def __init__(self, group: Any):
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.transports: dict[torch.device, Any] = {}  # of `canon.fast.transport`
+        self.aborted: list[Any] = []  # other groups whose messages end with this one's
+        self._group, self._channel = ref(group), _channel(group)  # no strong reference: the group may end before
+        self.calls = 0
+        self.known: set[int] = set()  # digests on which all ranks agreed
+        self.pending: Verdict | None = None
+        self.broken: Exception | None = None  # why the group cannot be used any more
+        self.lock = threading.RLock()
+        self.liveness = Liveness(dist.distributed_c10d._get_process_group_store(self.channel), self.rank, self.ranks)
+        watch(self)
+
+    @property
+    def channel(self) -> Any:
+        """The group that carries digests: the group itself if it moves CPU tensors, else a gloo group of the same ranks."""
+        return self._channel or self._group()
+
+    # ------------------------------------------------------------------ agreement
+    def agree(self, name: str, fields: Fields, wait: bool) -> None:
+        """Compare a call named ``name`` with the other ranks' calls.
+
+        Args:
+            fields: (name, value) of everything that all ranks must pass alike; a value's ``digest`` or repr is compared.
+            wait: wait for the verdict now, even if this rank knows the call.
+
+        Raises:
+            ValueError: the ranks differ, in this call or in the one before.
+            RuntimeError: a rank is missing, or the group was broken by an earlier error.
+        """
+        digest = digest_of(tuple((field, getattr(value, "digest", value)) for field, value in fields))
+        with self.lock:
+            self.settle()
+            self.calls += 1
+            with self.failures(name):
+                self.pending = Verdict(self, name, digest, fields)
+            if wait or digest not in self.known:
+                self.settle(before_messages=True)
+
+    def settle(self, before_messages: bool = False) -> None:
+        """Read the verdict on the last call, and raise if the ranks differ."""
+        with self.lock:
+            if self.broken:
+                raise type(self.broken)(*self.broken.args)
+            verdict, self.pending = self.pending, None
+            if verdict is None:
+                return
+            with self.failures(verdict.name):
+                verdict.work.wait()
+            if verdict.agrees():
+                if len(self.known) >= KNOWN:
+                    self.known.clear()
+                self.known.add(verdict.digest)
+                return
+            problem = ValueError(self._difference(verdict))
+            if not before_messages:
+                self.broken = ValueError(f"{problem}\nMessages of that call were under way: make a new process group.")
+            raise self.broken or problem
+
+    def _difference(self, verdict: Verdict) -> str:
+        """Exchange, through the store, what each rank has passed, and name the fields and the ranks that differ."""
+        fields = {name: value if isinstance(value, str) else repr(value) for name, value in verdict.fields}
+        everyone = self.liveness.exchange(f"call {verdict.number}", fields) or {self.rank: fields}
+        if any(theirs.get("arguments") for theirs in everyone.values()):
+            everyone = {rank: {"arguments": theirs.get("arguments", "")} for rank, theirs in everyone.items()}
+        lines = ["the ranks disagree:"]
+        for name in dict.fromkeys(name for theirs in everyone.values() for name in theirs):
+            holders: dict[str, list[int]] = {}
+            for rank, theirs in everyone.items():
+                holders.setdefault(theirs.get(name, ""), []).append(rank)
+            if len(holders) > 1:
+                told = "; ".join(f"rank {', '.join(map(str, r))}: {text or 'fine'}" for text, r in holders.items())
+                lines.append(f"  {name}: {told}")
+        if silent := [str(rank) for rank in range(self.ranks) if rank not in everyone]:
+            lines.append(f"  rank {', '.join(silent)} did not say what it passed")
+        return "\n".join(lines)
+
+    # ------------------------------------------------------------------ missing ranks
+    @contextmanager
+    def failures(self, name: str) -> Iterator[None]:
+        """Name the missing ranks in errors of the messages inside, and mark the group as broken."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.broken or not _of_messages(error):
+                raise
+            who = self.liveness.missing(self.calls)
+            cause = str(error).splitlines()[0][:200]
+            self.broken = RuntimeError(
+                f"{name}, call {self.calls} of rank {self.rank}: {who}. The messages of the call failed ({cause}), "
+                "so make a new process group."
+            )
+            raise self.broken from error
+
+    # ------------------------------------------------------------------ the watching thread
+    def look(self) -> None:
+        """End the messages of a call on which the ranks differ, if the rank itself does not come to read the verdict."""
+        if self.broken is None:
+            self.liveness.answer(self.calls)
+        verdict = self.pending
+        if verdict is None or time.monotonic() - verdict.begun < POLL_SECONDS or not verdict.work.is_completed():
+            return
+        if not self.lock.acquire(blocking=False):
+            return  # the rank reads it now
+        try:
+            if self.pending is verdict:
+                self.settle()
+        except (ValueError, RuntimeError) as error:
+            logging.getLogger(__name__).error("%s", error)
+            for group in (self._group(), *self.aborted):
+                with suppress(Exception):
+                    group.abort()
+        finally:
+            self.lock.release()
+
+
+def group_state(group: Any) -> GroupState:
+    """Return the state of a group (None: all ranks). The first call is a collective.
+
+    Raises ValueError if this rank is not a member of the group.
+    """
+    group = dist.group.WORLD if group is None else group
+    with _lock:
+        state = _states.get(group)
+    if state is None:  # only this rank's thread uses its group
+        if dist.get_rank(group) < 0:
+            members = ", ".join(map(str, dist.get_process_group_ranks(group)))
+            raise ValueError(
+                f"rank {dist.get_rank()} is not a member of the group of ranks {members}: pass its own group"
+            )
+        state = GroupState(group)
+        with _lock:
+            _states[group] = state
+    return state
+
+
+@lru_cache(maxsize=256)
+def digest_of(fields: Fields) -> int:
+    """Return 56 bits that tell these fields apart, equal in every process."""
+    return int.from_bytes(hashlib.sha256(repr(fields).encode()).digest()[:7], "big")
+
+
+def new_group_of(group: Any, backend: str, options: Any = None, timeout: timedelta | None = None) -> Any:
+    """Return a new group of the same ranks, in ascending order. Only they take part."""
+    ranks = sorted(dist.get_process_group_ranks(group))
+    with _unbound():
+        return dist.new_group(
+            ranks, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+        )
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """A world that is bound to its GPUs splits new NCCL groups off itself, which takes all its ranks. Unbound, it does not."""
+    everyone = dist.group.WORLD
+    bound, everyone.bound_device_id = everyone.bound_device_id, None
+    try:
+        yield
+    finally:
+        everyone.bound_device_id = bound
+
+
+def backend_of(group: Any, device: torch.device) -> str:
+    """Return the backend by which the group moves tensors of the device: "nccl", "gloo", "threads"."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(device.type, "")
+
+
+def _channel(group: Any) -> Any:
+    """Return a gloo group of the same ranks and timeout, or None if the group moves CPU tensors itself."""
+    if backend_of(group, torch.device("cpu")) in NATIVE:
+        return None
+    timeout = None
+    with suppress(AttributeError, RuntimeError):
+        timeout = group._get_backend(torch.device("cuda")).options._timeout
+    return new_group_of(group, "gloo", timeout=timeout)
+
+
+def _of_messages(error: RuntimeError) -> bool:
+    """Return whether an error comes from messages between ranks."""
+    words = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)

@@ -1,0 +1,85 @@
+"""Which ranks of a group still run: an exchange through the group's store, where messages have failed.
+
+A thread of each process looks at the groups of its rank once a second. If a rank has raised the alarm in the store, the
+thread answers for its own rank, even while the rank waits for a message. A rank that has died or stopped does not answer.
+"""
+
+import json
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+ANSWER_SECONDS = 5.0  # that a rank gets to answer
+POLL_SECONDS = 1.0
+
+_watched: WeakSet[Any] = WeakSet()
+_thread: list[threading.Thread] = []
+_lock = threading.Lock()
+
+
+class Liveness:
+    """What the ranks of a group write into its store for one another."""
+
+    def __init__(self, store: Any, rank: int, ranks: int):
+        self.store, self.rank, self.ranks = store, rank, ranks
+
+    def exchange(self, about: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
+        """Return what each rank writes ``about`` something, by rank, without those that write nothing in time.
+
+        Returns None if the store does not answer: it may have died with a rank.
+        """
+        written = {self.rank: mine}
+        try:
+            self._write(about, mine)
+            limit = time.monotonic() + ANSWER_SECONDS
+            while len(written) < self.ranks and time.monotonic() < limit:
+                for rank in set(range(self.ranks)) - written.keys():
+                    if self.store.check([key := f"canon/{about}/{rank}"]):
+                        written[rank] = json.loads(self.store.get(key))
+                time.sleep(0.01)
+        except RuntimeError:
+            return None
+        return dict(sorted(written.items()))
+
+    def missing(self, calls: int) -> str:
+        """Return, in words, which ranks do not answer, or else which have made fewer calls than this one."""
+        answers = self.exchange("failure", {"calls": calls})
+        if answers is None:
+            return "the group's store does not answer, so the process that serves it is missing, often rank 0"
+        if silent := [str(rank) for rank in range(self.ranks) if rank not in answers]:
+            return f"rank {', '.join(silent)} is missing: it does not answer"
+        behind = {rank: answer["calls"] for rank, answer in answers.items() if answer["calls"] < calls}
+        if behind:
+            return "; ".join(f"rank {rank} is missing: it runs, but is at call {made}" for rank, made in behind.items())
+        return "all ranks still run"
+
+    def answer(self, calls: int) -> None:
+        """Write how many calls this rank has made, if another rank has raised the alarm."""
+        if self.store.check(["canon/failure"]):
+            self._write("failure", {"calls": calls})
+
+    def _write(self, about: str, mine: dict[str, Any]) -> None:
+        self.store.set(f"canon/{about}/{self.rank}", json.dumps(mine))
+        self.store.set(f"canon/{about}", "1")
+
+
+def watch(group_state: Any) -> None:
+    """Have ``group_state.look()`` called once a second, for as long as the object lives."""
+    with _lock:
+        _watched.add(group_state)
+        if not _thread or not _thread[0].is_alive():
+            _thread[:] = [threading.Thread(target=_look, name="canon-liveness", daemon=True)]
+            _thread[0].start()
+
+
+def _look() -> None:
+    while True:
+        time.sleep(POLL_SECONDS)
+        with _lock:
+            states = list(_watched)
+        for state in states:
+            with suppress(Exception):  # a group may end meanwhile
+                state.look()
+        states = state = None  # hold nothing while the thread sleeps

@@ -1,0 +1,231 @@
+"""What autograd does around attention: recomputation, autocast, inference mode, frozen inputs, second derivatives."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from canon import Layout, Mask, fast, reference
+from canon.fast import backward as fast_backward
+from canon.fast import device
+from canon.testing import world
+
+HALVES = {"reference": reference, "fast": fast}
+DISTRIBUTED = ("ring_attention", "strided_attention", "magi_attention")
+both_halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+every_function = pytest.mark.parametrize("function", ["attention", *DISTRIBUTED])
+
+
+def inputs(tokens=24, h=4, g=2, d=16, dtype=torch.float32, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, tokens, heads, d, generator=draw).to(dtype) for heads in (h, g, g)]
+
+
+# --- recomputation
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """The backends that kernels were asked for, in order."""
+    names = []
+    family = device.family
+
+    def noted(*args):
+        names.append(device.chosen_backend())
+        return family(*args)
+
+    monkeypatch.setattr(fast.local, "family", noted)
+    monkeypatch.setattr(fast_backward, "family", noted)
+    return names
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_uses_the_backend_of_the_original_call(used, reentrant):
+    q, k, v = (x.requires_grad_() for x in inputs())
+
+    def layer(q, k, v):
+        scores = torch.sin(q)  # saves a tensor, so that another node recomputes first
+        with fast.backend("triton"):
+            out = fast.attention(scores, k, v)
+        return torch.sin(fast.attention(out, k, v))
+
+    with fast.backend("triton"):
+        out = checkpoint(layer, q, k, v, use_reentrant=reentrant)
+        out = checkpoint(layer, out, k, v, use_reentrant=reentrant)
+    forward = len(used)
+    out.sum().backward()
+    assert forward == 4
+    assert set(used) == {"triton"}
+    assert len(used) == 4 + 4 + 4, "forward, recomputed, backward"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backend_around_the_backward_pass_alone_does_not_reach_recomputations(used, reentrant):
+    q, k, v = (x.requires_grad_() for x in inputs())
+    out = checkpoint(lambda *x: torch.sin(fast.attention(*x)), q, k, v, use_reentrant=reentrant)
+    with fast.backend("triton"):
+        out.sum().backward()
+    assert set(used) == {None} or reentrant
+
+
+def test_layers_of_one_checkpoint_keep_their_own_backends(used):
+    q, k, v = (x.requires_grad_() for x in inputs())
+
+    def layers(q, k, v):
+        with fast.backend("triton"):
+            q = fast.attention(q, k, v)
+        return torch.sin(fast.attention(q, k, v))
+
+    checkpoint(layers, q, k, v, use_reentrant=False).sum().backward()
+    assert used[:4] == ["triton", None, "triton", None]
+
+
+def test_a_nested_checkpoint_whose_backend_cannot_be_found_raises():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    inner = lambda *x: checkpoint(lambda *y: torch.sin(fast.attention(*y)), *x, use_reentrant=False)
+    with fast.backend("triton"):
+        out = checkpoint(lambda *x: torch.sin(inner(*x)), q, k, v, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="inside the function that is checkpointed"):
+        out.sum().backward()
+
+
+# --- autocast
+
+
+@both_halves
+@every_function
+def test_autocast_casts_the_inputs_and_nothing_else(half, function):
+    def program():
+        leaves = [x.requires_grad_() for x in inputs()]
+        cast = [x.detach().bfloat16().requires_grad_() for x in leaves]
+        attend = functools.partial(getattr(half, function), return_lse=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, lse = attend(*leaves)
+            grads = torch.autograd.grad(out.float().sum() + lse.sum(), leaves)
+        expected_out, expected_lse = attend(*cast)
+        expected = torch.autograd.grad(expected_out.float().sum() + expected_lse.sum(), cast)
+        assert out.dtype == torch.bfloat16
+        assert lse.dtype == torch.float32
+        assert torch.equal(out, expected_out)
+        assert torch.equal(lse, expected_lse)
+        for mine, theirs in zip(grads, expected, strict=True):
+            assert mine.dtype == torch.float32
+            assert torch.equal(mine, theirs.float())
+
+    program() if function == "attention" else world.threads(program, 2)
+
+
+@both_halves
+def test_autocast_leaves_float64_alone_and_covers_the_parts(half):
+    q, k, v = inputs(dtype=torch.float64)
+    mask = Mask.causal(24)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = half.attention_forward(q, k, v, mask)
+        grads = half.attention_backward(torch.ones_like(out), q, k, v, out, lse, mask)
+        merged, _ = half.merge(out, lse, out, lse)
+    assert {x.dtype for x in (out, lse, *grads, merged)} == {torch.float64}
+    exact, exact_lse = half.attention_forward(q, k, v, mask)
+    assert torch.equal(out, exact)
+    assert torch.equal(lse, exact_lse)
+
+
+# --- inference first
+
+
+@both_halves
+@pytest.mark.parametrize("function", DISTRIBUTED)
+def test_training_works_after_a_first_call_in_inference_mode(half, function):
+    mask = Mask.documents([0, 5, 17, 48])
+
+    def program():
+        layout = reference.dispatch(mask, 2, chunk=4)
+        with torch.inference_mode():
+            getattr(half, function)(*inputs(layout.size(dist.get_rank())), mask, layout)
+        leaves = [x.requires_grad_() for x in inputs(layout.size(dist.get_rank()))]
+        getattr(half, function)(*leaves, mask, layout).sum().backward()
+        return all(bool(x.grad.isfinite().all()) for x in leaves)
+
+    assert world.threads(program, 2) == [True] * 2
+
+
+# --- frozen inputs
+
+
+def messages(half, function, frozen, monkeypatch):
+    """The bytes that travel in the backward pass of rank 0, and the gradients of those who need one."""
+    from canon.testing.thread_group import ThreadGroup
+
+    sent = []
+    for name in ("send", "all_to_all_single", "all_gather_single", "allgather"):
+        method = getattr(ThreadGroup, name)
+
+        def noted(self, *args, _method=method, _name=name, **kwargs):
+            tensors = args[0] if _name == "send" else [args[1]] if torch.is_tensor(args[1]) else args[1]
+            if self.place == 0:
+                sent.append(sum(x.numel() * x.element_size() for x in tensors))
+            return _method(self, *args, **kwargs)
+
+        monkeypatch.setattr(ThreadGroup, name, noted)
+
+    def program():
+        layout = Layout.zigzag(48, 2)
+        leaves = [x.requires_grad_(name not in frozen) for name, x in zip("qkv", inputs(), strict=True)]
+        out = getattr(half, function)(*leaves, None, layout)
+        dist.barrier()
+        sent.clear()
+        dist.barrier()
+        out.square().sum().backward()
+        return [x.grad for x in leaves]
+
+    return world.threads(program, 2)[0], sum(sent)
+
+
+@both_halves
+@pytest.mark.parametrize("function", DISTRIBUTED)
+def test_gradients_that_nobody_needs_are_not_sent(half, function, monkeypatch):
+    with monkeypatch.context() as patch:
+        everything, all_bytes = messages(half, function, "", patch)
+    with monkeypatch.context() as patch:
+        queries, few_bytes = messages(half, function, "kv", patch)
+    with monkeypatch.context() as patch:
+        keys, more_bytes = messages(half, function, "q", patch)
+    assert torch.equal(queries[0], everything[0])
+    assert queries[1] is queries[2] is keys[0] is None
+    assert all(torch.equal(x, y) for x, y in zip(keys[1:], everything[1:], strict=True))
+    assert all_bytes - few_bytes >= 4 * 24 * 2 * (16 + 16), "dk and dv of the other rank, in float32"
+    assert more_bytes == all_bytes
+
+
+@both_halves
+@pytest.mark.parametrize("method", ["split", "fused", "head_parallel", "auto"])
+@pytest.mark.parametrize("frozen", ["q", "k", "v", "kv", "qk"])
+def test_attention_computes_the_gradients_that_are_needed(half, method, frozen):
+    def grads(frozen):
+        leaves = [x.requires_grad_(name not in frozen) for name, x in zip("qkv", inputs(), strict=True)]
+        half.attention(*leaves, backward=method).square().sum().backward()
+        return [x.grad for x in leaves]
+
+    for name, some, whole in zip("qkv", grads(frozen), grads(""), strict=True):
+        assert some is None if name in frozen else torch.equal(some, whole)
+
+
+# --- what autograd cannot do
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own forward mode
+@both_halves
+@every_function
+def test_unsupported_differentiation_is_named(half, function):
+    attend = getattr(half, function)
+    q, k, v = (x.requires_grad_() for x in inputs())
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda q: attend(q, k, v).sum())(q)
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.vmap(lambda q: attend(q, k.detach(), v.detach()))(q.detach()[None])
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        attend(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()), k.detach(), v.detach())
+    (dq,) = torch.autograd.grad(attend(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        (dq.sum() + q.sum()).backward()

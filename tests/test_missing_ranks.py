@@ -1,0 +1,114 @@
+"""A rank that dies, stops, or never comes: the other ranks raise an error that names it, and the group says it is unusable."""
+
+import functools
+import os
+import signal
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from canon import Mask, fast, reference
+
+HALVES = {"reference": reference, "fast": fast}
+RANKS, LOST, TIMEOUT = 3, 1, 4.0  # the rank that gets lost; seconds of the process group
+MASK = Mask.documents([0, 7, 24])
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def late():
+    time.sleep(1000)
+
+
+def raises():
+    raise ValueError("an error of the user's")
+
+
+def program(half, function, where, how):
+    """Two training steps; the lost rank gets lost ``where`` it is in the second one."""
+    leaves = [torch.ones(1, 8, heads, 8).requires_grad_() for heads in (4, 2, 2)]
+    for step in range(2):
+        lose = how if step and dist.get_rank() == LOST else lambda: None
+        if where == "forward":
+            lose()
+        out = getattr(HALVES[half], function)(*leaves, MASK)
+        if where == "backward":
+            lose()
+        out.sum().backward()
+
+
+def rank_main(rank, folder, run):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["TRITON_INTERPRET"] = "1"
+    store, said = dist.FileStore(f"{folder}/store", RANKS), Path(folder) / f"rank{rank}"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
+    (Path(folder) / f"started{rank}").touch()
+    try:
+        run()
+        said.write_text("finished")
+    except RuntimeError as error:
+        again = "not raised"
+        try:
+            reference.ring_attention(*(torch.ones(1, 8, 2, 8) for _ in range(3)))
+        except RuntimeError as second:
+            again = str(second)
+        said.write_text(f"{error}\n---\n{again}")
+        time.sleep(4)  # the others find out by themselves, not from closed connections
+    except ValueError:
+        said.write_text(traceback.format_exc())
+    os._exit(0)
+
+
+def survivors(run, folder):
+    """What the ranks that are left write down, and how long they took from the start of the last one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    children = [context.Process(target=rank_main, args=(rank, str(folder), run), daemon=True) for rank in range(RANKS)]
+    others = [rank for rank in range(RANKS) if rank != LOST]
+    try:
+        for child in children:
+            child.start()
+        limit = time.monotonic() + 120
+        while not all((folder / f"started{rank}").exists() for rank in range(RANKS)) and time.monotonic() < limit:
+            time.sleep(0.05)
+        start = time.monotonic()
+        while not all((folder / f"rank{rank}").exists() for rank in others) and time.monotonic() < start + 90:
+            time.sleep(0.05)
+        return [(folder / f"rank{rank}").read_text() for rank in others], time.monotonic() - start
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+@pytest.mark.parametrize(
+    ("how", "half", "function", "where"),
+    [
+        (killed, "reference", "ring_attention", "forward"),
+        (killed, "fast", "ring_attention", "backward"),
+        (stopped, "fast", "strided_attention", "forward"),
+        (late, "reference", "magi_attention", "backward"),
+        (raises, "fast", "magi_attention", "backward"),
+    ],
+)
+def test_a_missing_rank_is_named(how, half, function, where, tmp_path):
+    said, seconds = survivors(functools.partial(program, half, function, where, how), tmp_path)
+    for text in said:
+        error, again = text.split("\n---\n")
+        assert f"{function} ({where})" in error
+        assert "rank 1 is missing" in error
+        assert again == error, "the group cannot be used any more, and says why"
+    assert seconds < TIMEOUT + 30

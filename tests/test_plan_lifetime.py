@@ -1,0 +1,175 @@
+"""Plans live as long as anything that reads them, and all plans together stay within a limit of bytes."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from canon import Mask, fast, reference
+from canon.fast import device_plans
+from canon.reference import plan_cache
+from canon.reference.plan_cache import PlanCache, sizes
+from canon.testing import world
+
+
+def block(size):
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def test_the_least_recently_used_plans_go_first():
+    cache = PlanCache(host_limit=3 * (1000 + plan_cache.ENTRY))
+    for key in "abc":
+        cache.find(key, lambda: block(1000))
+    cache.find("a", lambda: pytest.fail("a is there"))
+    cache.find("d", lambda: block(1000))
+    assert list(cache.plans) == ["c", "a", "d"]
+    assert cache.held["cpu"] == 3 * (1000 + plan_cache.ENTRY)
+
+
+def test_a_plan_larger_than_the_limit_is_kept_until_the_next_one():
+    cache = PlanCache(host_limit=100)
+    first = cache.find("a", lambda: block(1000))
+    assert cache.find("a", lambda: pytest.fail("a is there")) is first
+    cache.find("b", lambda: block(1000))
+    assert list(cache.plans) == ["b"]
+    assert first.numel() == 1000, "who holds a plan keeps it"
+
+
+def test_the_number_of_plans_has_no_limit():
+    cache = PlanCache()
+    plans = [cache.find(number, lambda: block(8)) for number in range(5000)]
+    assert [cache.find(number, lambda: pytest.fail("it is there")) for number in range(5000)] == plans
+
+
+def test_masks_and_tables_state_their_size():
+    mask = Mask.documents(list(range(0, 3001, 3)))
+    assert 100 * len(mask.bands) < sizes(mask)["cpu"] < 1000 * len(mask.bands)
+    table = fast.tiles.work_table(mask, 128, 128)
+    assert sizes(table)["cpu"] >= table.tiles.nbytes + table.spans.nbytes
+    plan = reference.cast_plan(Mask.full(3000), reference.Layout.zigzag(3000, 4))
+    assert sizes(plan)["cpu"] > 100 * sum(len(pieces) for pieces in plan.received[0])
+
+
+def test_200_steps_with_new_masks_leave_memory_flat(monkeypatch):
+    """The limits are lowered, so that they are reached within the first steps."""
+    monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache(host_limit=1 << 20))
+    resident = []
+
+    def step(number):
+        mask = Mask.documents(sorted({*range(0, 32 + number % 60, 2), 1 + number % 95, 96}), window=(number, 0))
+        q, k, v = (torch.ones(48, 1, 4).requires_grad_() for _ in range(3))
+        layout = fast.dispatch(mask, 2, chunk=4)
+        for _ in range(2):  # layers
+            reference.magi_attention(q, k, v, mask, layout).sum().backward()
+
+    def program():
+        for number in range(200):
+            step(number)
+            if torch.distributed.get_rank() == 0 and number in (100, 199):
+                gc.collect()
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
+                resident.append(pages * os.sysconf("SC_PAGESIZE"))
+
+    world.threads(program, 2)
+    assert cache.held["cpu"] <= 1 << 20
+    assert cache.made > 800
+    assert resident[1] - resident[0] < 16 << 20, "plans of 100 steps would be larger"
+
+
+def test_a_thread_that_comes_second_gets_the_same_plan():
+    cache = PlanCache()
+
+    def make():
+        cache.find("key", lambda: "first")  # another thread, meanwhile
+        return "second"
+
+    assert cache.find("key", make) == "first"
+
+
+# --- on GPUs
+
+
+def gpu_inputs(tokens=1024, seed=0):
+    draw = torch.Generator("cuda").manual_seed(seed)
+    return [
+        torch.randn(1, tokens, heads, 64, generator=draw, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2, 8)
+    ]
+
+
+def both_passes(q, k, v, dout, mask):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = fast.attention(*leaves, mask)
+    return out, *torch.autograd.grad(out, leaves, dout)
+
+
+def fill_memory():
+    """Write over every block that the allocator may have given away."""
+    blocks = [
+        torch.full((1 << size,), -1, dtype=torch.int32, device="cuda") for size in range(6, 18) for _ in range(40)
+    ]
+    torch.cuda.synchronize()
+    return blocks
+
+
+@pytest.mark.gpus(1)
+def test_a_captured_graph_keeps_its_plans(monkeypatch):
+    inputs, mask = gpu_inputs(), Mask.documents([0, 1, 300, 700, 1024], window=(200, 0))
+    expected = both_passes(*inputs, mask)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both_passes(*inputs, mask)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        replayed = both_passes(*inputs, mask)
+    plan_cache.PLANS.clear()
+    gc.collect()
+    blocks = fill_memory()
+    for x in replayed:
+        x.detach().zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(replayed, expected, strict=True))
+    assert device_plans._captured
+    del blocks
+
+
+@pytest.mark.gpus(1)
+def test_another_stream_may_read_a_plan_that_the_cache_has_dropped():
+    inputs, mask = gpu_inputs(), Mask.documents([0, 1, 300, 700, 1024], window=(200, 0))
+    expected = both_passes(*inputs, mask)  # the tables belong to this stream
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        got = both_passes(*inputs, mask)
+    plan_cache.PLANS.clear()
+    gc.collect()
+    blocks = [
+        torch.full((1 << size,), -1, dtype=torch.int32, device="cuda") for size in range(6, 18) for _ in range(40)
+    ]
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    del blocks
+
+
+@pytest.mark.gpus(1)
+def test_a_new_mask_during_a_capture_raises():
+    inputs = gpu_inputs()
+    both_passes(*inputs, Mask.causal(1024))
+    with pytest.raises(RuntimeError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        both_passes(*inputs, Mask.window(1024, 77, 0))
+    torch.cuda.synchronize()
+    both_passes(*inputs, Mask.causal(1024))
+
+
+@pytest.mark.gpus(1)
+def test_new_masks_leave_device_memory_flat(monkeypatch):
+    monkeypatch.setattr(plan_cache, "PLANS", PlanCache(device_limit=1 << 20))
+    inputs, held = gpu_inputs(), []
+    for number in range(200):
+        both_passes(*inputs, Mask.documents(sorted({*range(0, 1024, 2 + number % 7), 5 + number, 1024})))
+        held.append(torch.cuda.memory_allocated())
+    assert max(held[150:]) <= max(held[50:100]) + (1 << 20)
