@@ -1,0 +1,1 @@
+"""Articles of one finding each: their tables, numbers and figures."""

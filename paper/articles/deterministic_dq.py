@@ -1,0 +1,137 @@
+"""Compute the tables and numbers of `deterministic_dq.md` from the records, and draw its figure."""
+
+import re
+
+from kernel_tables import speed
+from plots import ONE, SKY, VERMILION, Drawing, finish, new
+from records import case, load, median, named, only, span, table, tokens
+
+ORDERS = ("any order", "longest first", "by turns")
+ORDERED = (  # cases of the fourth run of `pairs_h200`
+    "1,16384,8,2,128,causal",
+    "1,65536,8,2,128,causal",
+    "1,8192,32,8,128,causal",
+    "1,16384,32,8,128,causal",
+    "1,32768,16,4,128,causal",
+    "2,8192,32,8,128,causal",
+    "4,4096,32,8,128,causal",
+    "4,8192,16,16,128,causal",
+)
+
+
+def ordered_times(text: str) -> dict[str, float]:
+    """Return the median ms of the backward pass in one case, by the order of the sums."""
+    row = only(load("pairs_h200")["runs"][3]["results"], case=text)
+    return {name: median(times) for name, times in row["ms"].items()}
+
+
+def values() -> dict[str, str]:
+    rows, costs = [], {name: [] for name in ORDERS}
+    for text in ORDERED:
+        times = ordered_times(text)
+        for name in ORDERS:
+            costs[name].append(times[name] / times["any order"])
+        over = [f"{times[name]:.2f} ({times[name] / times['any order'] - 1:+.0%})" for name in ORDERS[1:]]
+        rows.append([case(text), f"{times['any order']:.2f}", *over, f"{times['split']:.2f}"])
+    peers, ours, theirs = [], [], []
+    for shape in dict.fromkeys(row["shape"] for row in load("kernels_h200")["results"] if row["d"] <= 128):
+        get = lambda contender, shape=shape: speed("kernels_h200", shape, contender, "backward")
+        any_order, ordered = get("canon gluon fused"), get("canon gluon fused in order")
+        fa, fa_ordered = get("flash-attn-4"), get("flash-attn-4 deterministic")
+        ours.append(ordered / any_order)
+        theirs.append(fa_ordered / fa)
+        peers.append(
+            [
+                named(shape),
+                f"{any_order:.0f}",
+                f"{ordered:.0f}",
+                f"{fa:.0f}",
+                f"{fa_ordered:.0f}",
+                f"{ordered / fa_ordered:.2f}",
+            ]
+        )
+    shards = []
+    for text in ("zigzag 32768/2 rank 0", "zigzag 65536/4 rank 0", "zigzag 131072/2 rank 0", "zigzag 262144/4 rank 0"):
+        row = only(load("lists_side_by_side_h200")["results"][0]["rows"], case=text)
+        n, ranks = re.findall(r"\d+", text)[:2]
+        times = [median(row["ms"][heads]) for heads in "1248"]
+        shards.append(
+            [f"{tokens(int(n))} on {ranks} ranks", *(f"**{t:.1f}**" if t == min(times) else f"{t:.1f}" for t in times)]
+        )
+    adder = []
+    for shape in (
+        "1,16384,32,8,128,causal",
+        "1,16384,32,8,128,full",
+        "4,8192,16,16,128,causal",
+        "8,2048,32,8,128,causal",
+    ):
+        found = {
+            row["variant"]: row["tflops"]
+            for row in load("variants_last_h200")["results"]
+            if row["kernel"] == "in order" and row["shape"] == shape and row["machine"] == 3
+        }
+        adder.append(
+            [case(shape), *(" and ".join(map(str, found[name])) for name in ("as it was (334452d)", "one adder"))]
+        )
+    packs = [
+        median(row["ms"]["split"]) / median(row["ms"]["(8, False)"])
+        for row in load("lists_side_by_side_h200")["results"][2]["rows"]
+        if row["case"].startswith("magi 32768") or row["case"].startswith("magi 65536")
+    ]
+    model = only(load("pairs_h200")["runs"][2]["results"], case="1,16384,32,8,128 causal")
+    documents = "B1 S65536 Hq64 Hk8 D128 documents:4096"
+    return {
+        "ordered": table(("ms", "any order", "ordered, longest first", "ordered, alternating", "split"), rows),
+        "peers": table(
+            (
+                "TFLOP/s",
+                "Canon, any order",
+                "Canon, ordered",
+                "flash-attn-4, any order",
+                "flash-attn-4, deterministic",
+                "Canon over flash-attn-4, both deterministic",
+            ),
+            peers,
+        ),
+        "heads": table(("tokens", "1 head", "2", "4", "8"), shards),
+        "adder": table(
+            ("TFLOP/s of the MMAs, two passes over the variants", "the warpgroups add", "an adder warp adds"), adder
+        ),
+        "longest_cost": span([100 * (c - 1) for c in costs["longest first"]], 0),
+        "alternating_cost": span([100 * (c - 1) for c in costs["by turns"]], 0),
+        "ours_kept": span(ours),
+        "theirs_kept": span(theirs),
+        "packs_over_split": span(packs),
+        "documents_split": f"{speed('kernels_h200', documents, 'canon gluon split', 'backward'):.0f}",
+        "documents_ordered": f"{speed('kernels_h200', documents, 'canon gluon fused in order', 'backward'):.0f}",
+        "model": f"{model['model']['longest first'] - 1:.0%}",
+        "model_measured": f"{median(model['ms']['longest first']) / median(model['ms']['any order']) - 1:.0%}",
+    }
+
+
+def figure():
+    figure, grid = new(width=8.5, height=4.2)
+    axes = grid[0][0]
+    for i, text in enumerate(ORDERED):
+        times = ordered_times(text)
+        split = 100 * (times["split"] / times["any order"] - 1)
+        for offset, colour, name in ((0.2, SKY, "longest first"), (-0.2, VERMILION, "by turns")):
+            cost = 100 * (times[name] / times["any order"] - 1)
+            axes.barh(-i + offset, cost, color=colour, height=0.36)
+            right = split if cost < split < cost + 3 else cost  # the label does not cross the mark of "split"
+            axes.text(right + 0.4, -i + offset, f"{cost:.0f} %", va="center", fontsize=8)
+        axes.plot([split, split], [-i - 0.42, -i + 0.42], color="black", linewidth=1.6)
+    axes.barh([0], [0], color=SKY, label="ordered, longest tiles first")
+    axes.barh([0], [0], color=VERMILION, label="ordered, short and long tiles alternate")
+    axes.plot([], [], color="black", linewidth=1.6, label="split: seven MMAs, no sum to order")
+    axes.set_yticks([-i for i in range(len(ORDERED))], [case(text) for text in ORDERED])
+    axes.legend(fontsize=8, loc="lower right", frameon=True)
+    finish(
+        axes,
+        f"What a fixed order of the sums of dq costs on {ONE}",
+        "% more time than the fused backward that adds in any order",
+    )
+    return figure
+
+
+FIGURE = Drawing(figure, ("pairs_h200.json",))

@@ -1,0 +1,241 @@
+"""Compute the tables and numbers of `measured.md` about agreement, kernels and compilation."""
+
+from records import cut_off_cases, lines, load, named, span, table, tokens
+
+SHAPES = (  # shape, record
+    ("B1 S16384 Hq32 Hk8 D128 causal", "kernels_h200"),
+    ("B1 S16384 Hq32 Hk8 D128 full", "kernels_h200"),
+    ("B8 S2048 Hq32 Hk8 D128 causal", "kernels_h200"),
+    ("B4 S8192 Hq16 Hk16 D128 causal", "kernels_h200"),
+    ("B1 S16384 Hq32 Hk32 D64 causal", "kernels_h200"),
+    ("B1 S16384 Hq16 Hk16 D256 causal", "kernels_h200"),
+    ("B2 S1024 Hq8 Hk1 D256 full", "kernels_h200"),
+    ("B1 S65536 Hq64 Hk8 D128 documents:4096", "kernels_h200"),
+    ("B1 S65536 Hq64 Hk8 D128 documents:1024", "kernels_ten_h200"),
+    ("B1 S65536 Hq32 Hk8 D128 causal", "kernels_ten_h200"),
+)
+REPEATABLE = {"split": "split", "head_parallel": "head-parallel", "fused in order": "ordered fused"}
+PEERS = ("SDPA cudnn", "SDPA flash", "FlexAttention", "flash-attn-4")
+CHECKS = (  # record, what ran, dtypes
+    ("check_one_h200", "4 ranks as threads on 1 H200", "bf16, fp16, fp32"),
+    ("check_one_float32_h200", "4 ranks as threads on 1 H200", "fp32"),
+    ("check_two_h200", "2 H200s, NCCL", "bf16, fp16"),
+    ("check_two_copy_engines_h200", "2 H200s, NCCL by copy engines", "bf16, fp16"),
+    ("check_runs_four_h200", "4 H200s, NCCL, strided attention only", "bf16"),
+    ("check_cpu", "4 CPU ranks, Triton's interpreter", "bf16, fp32, fp64"),
+    ("check_gluon_simulated", "4 CPU ranks, Hopper kernels simulated", "bf16, fp16"),
+)
+CUT_OFF = (  # text records of runs that a time limit ended
+    ("check_excess_cut_off_h200.txt", "1 H200, cut off by a time limit", "bf16, fp16"),
+    ("check_runs_cut_off_eight_h200.txt", "8 H200s, NCCL, cut off by a time limit", "bf16"),
+)
+
+
+def rows_of(record: str, shape: str) -> list[dict]:
+    return [row for row in load(record)["results"] if row["shape"] == shape]
+
+
+def speed(record: str, shape: str, contender: str, name: str) -> float:
+    """Return the TFLOP/s of the pass ``name``; 0 where the contender has none."""
+    found = [row for row in rows_of(record, shape) if row["contender"] == contender]
+    return found[0].get(f"{name}_tflops", 0.0) if found else 0.0
+
+
+def forward(record: str, shape: str) -> float:
+    """Return the mean of both timings of the forward kernel, which a run times as "split" and as "auto"."""
+    return (speed(record, shape, "canon gluon split", "forward") + speed(record, shape, "canon auto", "forward")) / 2
+
+
+def repeatable(record: str, shape: str) -> tuple[float, str]:
+    """Return the speed of Canon's fastest backward that repeats its bits, and the name of its method."""
+    return max((speed(record, shape, f"canon gluon {key}", "backward"), name) for key, name in REPEATABLE.items())
+
+
+def best_peer(record: str, shape: str, name: str) -> float:
+    """Return the speed of the fastest peer."""
+    return max(speed(record, shape, peer, name) for peer in PEERS)
+
+
+def agreeing(record: str) -> str:
+    """Return how many rows of schedules agree. Raises ValueError if one does not; one GPU alone is not judged."""
+    found = [row.get("agrees") for row in load(record)["results"] if row["schedule"] != "one GPU"]
+    if not all(found):
+        raise ValueError(f"{record}: a schedule does not agree")
+    return str(len(found))
+
+
+def agreement() -> dict[str, str]:
+    rows = []
+    for record, what, dtypes in CHECKS:
+        results = load(record)["results"]
+        agree = sum(row["verdict"] == "agrees" for row in results)
+        # Cases of the unordered "fused" are not compared bit by bit.
+        repeats = sum(bool(row["same_bits"]) for row in results if not row["case"].endswith("/fused"))
+        worst = max(measure["ratio"] for row in results for measure in row["measures"])
+        asked = sum(not row["case"].endswith("/fused") for row in results)
+        rows.append(
+            [
+                f"{what} ([record](data/{record}.json))",
+                dtypes,
+                f"{agree} of {len(results)}",
+                f"{repeats} of {asked}",
+                f"{worst:.2f}",
+            ]
+        )
+    for record, what, dtypes in CUT_OFF:
+        agree, asked = cut_off_cases(record)
+        rows.append([f"{what} ([record](data/{record}))", dtypes, f"{agree} of {agree}; {asked} planned", "", ""])
+    again = load("check_again_two_h200")["results"]
+    passed = next(line for line in lines("tests_gluon_h200.txt") if " passed" in line)
+    return {
+        "agreement": table(
+            ("run", "dtypes", "cases that agree", "cases that repeat their bits", "largest error over its bound"),
+            rows,
+            left=2,
+        ),
+        "again_runs": tokens(sum(row["processes"] * row["runs_each"] for row in again)),
+        "again_wrong": str(sum(row["disagreements"] + row["other_bits"] for row in again)),
+        "gluon_tests": passed.split(" passed")[0].split()[-1],
+        "four_agree": agreeing("schedules_four_h200"),
+        "eight_agree": agreeing("schedules_eight_h200"),
+    }
+
+
+def kernels() -> dict[str, str]:
+    rows, ratios = [], {"forward": [], "fastest": [], "repeatable": []}
+    for shape, record in SHAPES:
+        ours, (ordered, method) = forward(record, shape), repeatable(record, shape)
+        fused = speed(record, shape, "canon gluon fused", "backward")
+        strict = speed(record, shape, "flash-attn-4 deterministic", "backward")
+        ratios["forward"].append(ours / best_peer(record, shape, "forward"))
+        ratios["fastest"].append(max(fused, ordered) / best_peer(record, shape, "backward"))
+        ratios["repeatable"].append(ordered / strict)
+        cells = [ours, *(speed(record, shape, peer, "forward") for peer in ("SDPA cudnn", "flash-attn-4"))]
+        back = [fused, *(speed(record, shape, peer, "backward") for peer in ("SDPA cudnn", "flash-attn-4")), strict]
+        rows.append(
+            [named(shape), *(f"{c:.0f}" if c else "-" for c in cells), f"{ordered:.0f} ({method})"]
+            + [f"{c:.0f}" if c else "-" for c in back]
+        )
+    header = ("batch x tokens, query/key heads, width, mask", "forward: Canon", "cuDNN", "flash-attn-4")
+    header += (
+        "backward, same bits every time: Canon",
+        "any order: Canon fused",
+        "cuDNN",
+        "flash-attn-4",
+        "flash-attn-4 deterministic",
+    )
+    causal = "B1 S16384 Hq32 Hk8 D128 causal"
+    cudnn = [
+        speed(record, causal, "SDPA cudnn", "forward")
+        for record in ("kernels_h200", "kernels_ten_h200", "kernels_triton_h200")
+    ]
+    flex = [
+        speed("kernels_h200", shape, "FlexAttention", "forward") / forward("kernels_h200", shape)
+        for shape, record in SHAPES
+        if record == "kernels_h200"
+    ]
+    both = [("canon gluon split", "canon auto", shape) for shape, record in SHAPES if record == "kernels_h200"]
+    twice = [speed("kernels_h200", s, a, "forward") / speed("kernels_h200", s, b, "forward") - 1 for a, b, s in both]
+    return {
+        "kernels": table(header, rows),
+        "forward_over_peer": span(ratios["forward"]),
+        "backward_over_peer": span(ratios["fastest"]),
+        "repeatable_over_peer": span(ratios["repeatable"]),
+        "repeatable_slower": str(sum(ratio < 1 for ratio in ratios["repeatable"])),
+        "fastest_slower": str(sum(ratio < 1 for ratio in ratios["fastest"])),
+        "rows": str(len(rows)),
+        "flex_over_canon": span(flex),
+        "cudnn_runs": span(cudnn, 0),
+        "timed_twice": f"{max(map(abs, twice)):.1%}",
+    }
+
+
+def portable() -> dict[str, str]:
+    """Return the table of the Triton backend, and the costs of masks and of "auto"."""
+    record, rows = "kernels_triton_h200", []
+    for shape in dict.fromkeys(row["shape"] for row in load(record)["results"]):
+        back = max(speed(record, shape, f"canon triton {key}", "backward") for key in ("split", "head_parallel"))
+        cells = [speed(record, shape, "canon triton split", "forward"), back]
+        for peer in ("FlexAttention", "SDPA flash", "SDPA cudnn"):
+            cells += [speed(record, shape, peer, name) for name in ("forward", "backward")]
+        pairs = zip(cells[::2], cells[1::2], strict=True)
+        rows.append([named(shape), *(f"{one:.0f} / {two:.0f}" if one else "-" for one, two in pairs)])
+    auto, partial = load("kernels_auto_h200")["auto"], load("kernels_partial_h200")["partial"]
+    over = lambda name: [
+        speed(record, shape, "canon triton split", "forward") / speed(record, shape, name, "forward")
+        for shape in dict.fromkeys(row["shape"] for row in load(record)["results"])
+    ]
+    return {
+        "portable": table(
+            (
+                "batch x tokens, query/key heads, width, mask",
+                "Canon, Triton backend",
+                "FlexAttention",
+                "FlashAttention-2",
+                "cuDNN",
+            ),
+            rows,
+        ),
+        "portable_over_flex": span(over("FlexAttention")),
+        "auto_shapes": str(len({row["shape"] for row in auto})),
+        "auto_worst": f"{max(row['auto_to_best'] for row in auto) - 1:.1%}",
+        "partial_worst": f"{max(row['cost'] for row in partial):.1%}",
+    }
+
+
+def lengths() -> dict[str, str]:
+    """Return Canon's forward over cuDNN's at a few lengths of the sweep."""
+    record = "kernels_sweep_widths_h200"
+    rows, chosen = [], (512, 1024, 2048, 4096, 8192, 16384)
+    found = {
+        (row["d"], row["n"], row["contender"]): (row.get("forward_tflops", 0.0), row.get("backward_tflops", 0.0))
+        for row in load(record)["results"]
+    }
+    for d in (64, 128, 256):
+        for i, name in enumerate(("forward", "backward")):
+            ratios = [found[d, n, "canon auto"][i] / found[d, n, "SDPA cudnn"][i] for n in chosen]
+            rows.append([f"D {d}, {name}", *(f"{ratio:.2f}" for ratio in ratios)])
+    worst = min(found[d, 512, "canon auto"][0] / found[d, 512, "SDPA cudnn"][0] for d in (64, 128, 256))
+    return {
+        "short_worst": f"{1 / worst:.2f}",
+        "lengths": table(("Canon over cuDNN", *(f"{tokens(n)} tokens" for n in chosen)), rows),
+    }
+
+
+def compilation() -> dict[str, str]:
+    rows = []
+    for version in ("3.6.0", "3.7.1", "3.8.0", "3.9.0"):
+        record = f"compile_triton_{version}"
+        results = load(record)["results"]
+        cells = []
+        for backend in ("gluon", "triton"):
+            kernels = [row["spilled"] for row in results if row["case"]["family"] == backend]
+            spilled = [bytes_ for bytes_ in kernels if bytes_]
+            cells.append(f"{len(spilled)} of {len(kernels)}" + (f", at most {max(spilled)} bytes" if spilled else ""))
+        rows.append([f"[{version}](data/{record}.json)", *cells])
+    return {"compilation": table(("Triton", "Hopper kernels (Gluon) that spill", "Triton kernels that spill"), rows)}
+
+
+def tiles() -> dict[str, str]:
+    """Return the fastest tile sizes of the Triton backend on two shapes, from the records of `canon bench tune`."""
+    rows = []
+    for kernel in ("forward", "dq", "dkdv"):
+        for width, suffixes in ((64, ("_64",)), (128, ("",)), (256, ("_256_more" if kernel == "dq" else "_256",))):
+            record = f"tune_triton_{kernel}{suffixes[-1]}_h200"
+            times: dict[str, dict[str, float]] = {}
+            for row in load(record)["results"]:
+                if row.get("ms"):
+                    times.setdefault(row["shape"], {})[row["config"]] = row["tflops"]
+            links = ", ".join(f"[record](data/tune_triton_{kernel}{suffix}_h200.json)" for suffix in suffixes)
+            cells = []
+            for speeds in times.values():
+                config = max(speeds, key=lambda each: speeds[each])
+                keys, columns, warps = config.split(",")[:3]
+                cells.append(
+                    f"{keys} x {columns}, {warps} warps: {speeds[config]:.0f} (worst {min(speeds.values()):.0f})"
+                )
+            rows.append([f"{kernel}, D {width} ({links})", *cells])
+    return {"tiles": table(("kernel", "packed documents of mean 1024", "16,384 tokens, causal"), rows, left=3)}
+
+
+PARTS = (agreement, kernels, portable, lengths, compilation, tiles)

@@ -1,0 +1,175 @@
+"""Compute the tables and numbers of `measured.md` about several GPUs, packed documents, host time and plans."""
+
+from collections.abc import Sequence
+
+from records import load, median, span, table, tokens
+
+SCHEDULES = (  # name in the record, name on the page
+    ("ring contiguous", "ring, contiguous shards"),
+    ("ring zigzag", "ring, zigzag"),
+    ("ring striped", "ring, striped"),
+    ("strided contiguous 8", "strided, contiguous shards, 8 key heads at a time"),
+    ("strided zigzag 1", "strided, zigzag, 1 key head at a time"),
+    ("strided zigzag 2", "strided, zigzag, 2"),
+    ("strided zigzag 4", "strided, zigzag, 4"),
+    ("strided zigzag 4, small ends", "strided, zigzag, 4, short first and last head groups"),
+    ("strided zigzag 8", "strided, zigzag, 8"),
+    ("magi, 0 stages", "magi, one group cast"),
+    ("magi, 0 stages, keys kept", "the same, `keep_kv`"),
+    ("magi, 1 stages", "magi, own keys first"),
+    ("magi, 1 stages, keys kept", "the same, `keep_kv`"),
+    ("torch cudnn allgather", "torch `context_parallel`, cuDNN, all-gather"),
+    ("torch cudnn alltoall", "torch `context_parallel`, cuDNN, all-to-all"),
+    ("torch flash alltoall", "torch `context_parallel`, flash, all-to-all"),
+    ("one GPU", "one GPU, the whole sequence"),
+)
+PACKED = (
+    *((name, label) for name, label in SCHEDULES if name.startswith("magi")),
+    ("magi, 2 stages", "magi, own keys first, then two group casts"),
+    ("ring zigzag", "ring, zigzag"),
+    ("strided zigzag 8", "strided, zigzag, 8 key heads at a time"),
+    ("one GPU", "one GPU, the whole pack"),
+)
+
+
+def schedule_table(records: Sequence[str], lengths: Sequence[int]) -> str:
+    found = {
+        (row["schedule"], int(row["shape"].split()[1][1:])): f"{row['forward_tflops']:.0f} / {row['both_tflops']:.0f}"
+        for record in records
+        for row in load(record)["results"]
+    }
+    rows = [
+        [label, *(found.get((name, n), "") for n in lengths)]
+        for name, label in SCHEDULES
+        if any((name, n) in found for n in lengths)
+    ]
+    return table(("forward / both passes", *(f"{tokens(n)} tokens" for n in lengths)), rows)
+
+
+def schedule(record: str, name: str, n: int) -> dict:
+    return next(row for row in load(record)["results"] if row["schedule"] == name and f" S{n} " in row["shape"])
+
+
+def schedules() -> dict[str, str]:
+    def both(record: str, name: str, n: int) -> float:
+        return schedule(record, name, n)["both_tflops"]
+
+    def best(record: str, kind: str, n: int) -> float:
+        return max(
+            row["both_tflops"]
+            for row in load(record)["results"]
+            if row["schedule"].startswith(kind) and f" S{n} " in row["shape"]
+        )
+
+    def hidden(record: str, name: str, n: int) -> str:
+        row = schedule(record, name, n)
+        return f"{row['exposed_ms']:.1f} of {median(row['both_ms']):.0f} ms"
+
+    eight, four = "schedules_eight_h200", "schedules_four_h200"
+    share = lambda record, name, n: f"{both(record, name, n) / both(record, 'one GPU', n):.0%}"
+    over_torch = [
+        best(r, "strided zigzag", n) / best(r, "torch", n)
+        for r, sizes in ((eight, (32768, 131072)), (four, (16384, 65536, 262144)))
+        for n in sizes
+    ]
+    over_ring = [
+        best(r, "strided zigzag", n) / best(r, "ring", n)
+        for r, sizes in ((eight, (32768, 131072)), (four, (16384, 65536, 262144)))
+        for n in sizes
+    ]
+    return {
+        "eight": schedule_table((eight, "schedules_long_eight_h200"), (32768, 131072, 524288)),
+        "four": schedule_table((four,), (16384, 65536, 262144)),
+        "two": schedule_table(("schedules_two_h200",), (8192, 32768, 131072)),
+        "strided_over_torch": span(over_torch),
+        "strided_over_ring": span(over_ring),
+        "ring_share_short": share(eight, "ring zigzag", 32768),
+        "strided_share_short": share(eight, "strided zigzag 8", 32768),
+        "strided_share_long": share(eight, "strided zigzag 2", 131072),
+        "strided_share_figure": span(
+            [
+                100 * both(r, "strided zigzag 8", n) / both(r, "one GPU", n)
+                for r, n in (("schedules_two_h200", 32768), (four, 65536), (eight, 131072))
+            ],
+            0,
+        ),
+        "contiguous_share": share(eight, "ring contiguous", 131072),
+        "hidden_strided_eight": hidden(eight, "strided zigzag 4", 131072),
+        "hidden_ring_eight": hidden(eight, "ring zigzag", 131072),
+        "hidden_strided_four": hidden(four, "strided zigzag 4", 65536),
+        "hidden_ring_four": hidden(four, "ring zigzag", 65536),
+    }
+
+
+def pack_speeds() -> dict[tuple[str, int], list[tuple[float, float, float]]]:
+    """Return (forward, backward alone, ms that no kernel hides) of each pack, by schedule and column: 0 is 8 GPUs, 1 is 4."""
+    groups = (("packs_eight_h200", "packs_later_eight_h200", "packs_magi_eight_h200"), ("packs_four_h200",))
+    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    for i, records in enumerate(groups):
+        seen = set()
+        for row in (row for record in records for row in load(record)["results"]):
+            key = row["schedule"], i
+            if (key, row["shape"]) in seen:  # the first run of a pack counts
+                continue
+            seen.add((key, row["shape"]))
+            one, both = median(row["forward_ms"]), median(row["both_ms"])
+            alone = 2.5 * row["forward_tflops"] * one / (both - one)
+            found.setdefault(key, []).append((row["forward_tflops"], alone, row["exposed_ms"]))
+    return found
+
+
+def packs() -> dict[str, str]:
+    found = pack_speeds()
+    mean = lambda key, i: sum(row[i] for row in found[key]) / len(found[key])
+    rows = [
+        [label, *(f"{mean((name, i), 0):.0f} / {mean((name, i), 1):.0f}" for i in range(2))] for name, label in PACKED
+    ]
+    one, ring, whole = "magi, 0 stages", "ring zigzag", "one GPU"
+    both = [(i, j) for i in range(2) for j in range(2)]
+    return {
+        "packs": table(
+            ("forward / backward alone", "8 GPUs, 65,536 tokens, 9 packs", "4 GPUs, 32,768 tokens, 10 packs"), rows
+        ),
+        "packs_over_ring": span([mean((one, i), j) / mean((ring, i), j) for i, j in both], 1),
+        "packs_share": span([100 * mean((one, i), j) / mean((whole, i), j) for i, j in both], 0),
+        "packs_exposed": span([median(row[2] for row in found[one, i]) for i in range(2)], 1),
+    }
+
+
+def host() -> dict[str, str]:
+    calls = load("launches_h200")["results"][-1]["us_a_call"]
+    rows = [
+        ["Canon", f"{calls['forward']}", f"{calls['both_auto']}"],
+        ["`scaled_dot_product_attention`", f"{calls['sdpa_forward']}", f"{calls['sdpa_both']}"],
+    ]
+    names = (
+        "ring zigzag",
+        "strided zigzag 1",
+        "strided zigzag 4",
+        "strided zigzag 8",
+        "magi, 0 stages",
+        "torch cudnn allgather",
+        "one GPU",
+    )
+    labels = dict(SCHEDULES)
+    launching = []
+    for name in names:
+        row = schedule("schedules_eight_h200", name, 32768)
+        launching.append([labels[name], f"{median(row['both_launches_ms']):.1f}", f"{median(row['both_ms']):.1f}"])
+    return {
+        "host_calls": table(("us of the host for one call", "forward", "forward and backward"), rows),
+        "host_schedules": table(("ms, both passes, 8 GPUs, 32,768 tokens", "host: launches", "GPU"), launching),
+        "host_ratio": f"{calls['forward'] / calls['sdpa_forward']:.1f}",
+    }
+
+
+def plans() -> dict[str, str]:
+    results, rows = load("plans")["results"], []
+    mean = lambda values: sum(values) / len(values)
+    for row in (row for row in results if row["kind"] == "packs"):
+        cells = [f"{mean(row[key]):.3f}" for key in ("balance", "volume", "worst_receive")]
+        rows.append([str(row["ranks"]), tokens(row["tokens"]), *cells, f"{median(row['ms']):.0f} ms"])
+    return {"plans": table(("ranks", "tokens", "balance", "volume", "worst receive", "planned in"), rows, left=0)}
+
+
+PARTS = (schedules, packs, host, plans)

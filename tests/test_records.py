@@ -1,0 +1,119 @@
+"""Claims about `paper`: pages follow from records, each record is quoted, and no figure is older than its records.
+
+The scripts of `paper` are no package: they are imported from their folder.
+"""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPER = ROOT / "paper"
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """Return a function that imports a script of `paper` by its name."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(PAPER))
+
+    def script(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    yield script
+    sys.path.remove(str(PAPER))
+    for name in set(sys.modules) - before:
+        if str(PAPER) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def pages(scripts) -> dict[str, str]:
+    return scripts("measured").pages()
+
+
+def test_every_number_on_a_page_follows_from_its_records(pages):
+    assert pages.keys() >= {
+        "measured",
+        "deterministic_dq",
+        "stale_maximum",
+        "shared_memory_bound",
+        "hidden_wait",
+        "copy_engines",
+    }
+    for name, text in pages.items():
+        written = (PAPER / f"{name}.md").read_text().splitlines()
+        changed = [
+            (i + 1, one, two)
+            for i, (one, two) in enumerate(zip(written, text.splitlines(), strict=False))
+            if one != two
+        ]
+        assert not changed, f"paper/{name}.md differs from its records: run `python paper/measured.py`"
+        assert len(written) == len(text.splitlines()), f"paper/{name}.md: run `python paper/measured.py`"
+
+
+def test_the_command_writes_the_same_pages_to_another_folder(tmp_path, pages):
+    subprocess.run([sys.executable, str(PAPER / "measured.py"), "--text", "--out", str(tmp_path)], check=True)
+    assert {path.stem: path.read_text() for path in tmp_path.iterdir()} == pages
+
+
+def test_every_record_is_quoted_by_a_page_or_the_readme(scripts, pages):
+    assert scripts("measured").unquoted(pages, (ROOT / "README.md").read_text()) == []
+
+
+def test_every_link_to_a_record_or_a_figure_leads_to_a_file(pages):
+    linked = {ROOT / target for target in re.findall(r"\]\((paper/data/[^)#]+)\)", (ROOT / "README.md").read_text())}
+    for text in pages.values():
+        linked |= {PAPER / target for target in re.findall(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)", text)}
+    assert sorted(str(path) for path in linked if not path.is_file()) == []
+
+
+def test_every_link_to_a_section_of_a_page_leads_to_a_heading(pages):
+    headings = {
+        name: {
+            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+            for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        }
+        for name, text in pages.items()
+    }
+    for name, text in pages.items():
+        for page, anchor in re.findall(r"\]\((?:(\w+)\.md)?#([\w-]+)\)", text):
+            assert anchor in headings[page or name], f"{name}.md links to {page or name}.md#{anchor}"
+
+
+def test_no_agreement_of_several_gpus_is_older_than_the_fix_of_the_merge(scripts):
+    race_fixed = "409cdf4"
+    records = scripts("records")
+    gpus = {path.stem: records.provenance(path.name)[2] for path in PAPER.glob("data/check_*.json")}
+    several = [name for name, used in gpus.items() if used[0] not in "1n"]
+    assert several, "no check of several GPUs is recorded"
+    known = subprocess.run(["git", "cat-file", "-e", race_fixed], cwd=ROOT, capture_output=True).returncode == 0
+    if not known:
+        pytest.skip("a shallow clone or an export of the repository: its history is not there")
+    for name in several:
+        commit = records.load(name)["commit"].split("+")[0]
+        asked = ["git", "merge-base", "--is-ancestor", race_fixed, commit]
+        assert subprocess.run(asked, cwd=ROOT, check=False).returncode == 0, f"{name} was made before {race_fixed}"
+
+
+def test_every_figure_is_drawn_from_its_records_as_they_are(scripts):
+    drawings, plots = scripts("measured").drawings(), scripts("plots")
+    assert {path.stem for path in (PAPER / "figures").iterdir()} == drawings.keys()
+    for name, drawing in drawings.items():
+        path = PAPER / "figures" / f"{name}.svg"
+        assert plots.drawn_from(path) == plots.digest(drawing.records), f"{path} is old: run `python paper/measured.py`"
+        assert path.stat().st_size < 150_000
+
+
+def test_a_template_must_use_exactly_the_values_that_are_computed(scripts):
+    measured = scripts("measured")
+    values = measured.ARTICLES["hidden_wait"].values()
+    with pytest.raises(ValueError, match="unknown \\['late'\\]"):
+        measured.filled("hidden_wait", {key: value for key, value in values.items() if key != "late"})
+    with pytest.raises(ValueError, match="unused \\['more'\\]"):
+        measured.filled("hidden_wait", values | {"more": ""})
