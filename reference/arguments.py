@@ -2,6 +2,7 @@
 
     whole            a whole number
     whole_numbers    a sequence or a tensor of whole numbers
+    list_of          an iterable of values of one class
     plain_tensor     a tensor that is no DTensor, and the axis of its tokens
     place_in         a process group, and the rank of this process in it
 
@@ -9,7 +10,7 @@ An argument of a wrong type raises TypeError, a value out of range raises ValueE
 refused where a whole number is expected: rounding one would make a wrong mask or layout without a word.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -53,6 +54,17 @@ def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int
     return list(map(int, entries))
 
 
+def list_of(name: str, values: Any, kind: type) -> list[Any]:
+    """Return the values as a list. Raise TypeError unless each one is a ``kind``."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence of {kind.__name__}s, got {shown(values)}")
+    values = list(values)
+    for place, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}[{place}] must be a {kind.__name__}, got {shown(value)}")
+    return values
+
+
 def plain_tensor(name: str, x: Any, dim: Any) -> int:
     """Return ``dim`` as an int. Raise unless ``x`` is a tensor of this process alone, with an axis ``dim``."""
     if not isinstance(x, Tensor) or hasattr(x, "to_local"):  # a DTensor
@@ -60,7 +72,9 @@ def plain_tensor(name: str, x: Any, dim: Any) -> int:
         raise TypeError(f"{name}: x must be a plain tensor, got {type(x).__name__}: {remedy}")
     dim = whole(f"{name}: dim", dim)
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{name}: x of shape {tuple(x.shape)} has no dim {dim}: pass the dim of its tokens, 0 if packed")
+        raise ValueError(
+            f"{name}: x of shape {tuple(x.shape)} has no dim {dim}: pass the dim of its tokens, 0 if packed"
+        )
     return dim
 
 

@@ -113,15 +113,15 @@ class Layout:
 
     def positions(self, rank: int) -> Tensor:
         """The place of each local token in the whole sequence: int64 [t], CPU."""
-        pieces = [torch.arange(r.start, r.stop, r.step) for r in self._held(rank)]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+        pieces = [torch.arange(r.start, r.stop, r.step, device="cpu") for r in self._held(rank)]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def document_positions(self, rank: int, cu_seqlens: Ints) -> Tensor:
         """The place of each local token in its own document, for the rotary embedding: int64 [t], CPU.
 
         Raises ValueError or TypeError if cu_seqlens is malformed, or ends elsewhere than at ``tokens``.
         """
-        ends = torch.tensor(document_ends(cu_seqlens))
+        ends = torch.tensor(document_ends(cu_seqlens), device="cpu")
         if ends[-1] != self.tokens:
             raise ValueError(f"cu_seqlens ends at {ends[-1]}, the layout has {self.tokens} tokens")
         positions = self.positions(rank)

@@ -88,8 +88,8 @@ class CastPlan:
 
     def send_rows(self, cast: int, rank: int) -> Tensor:
         """The rows that ``rank`` sends, those for rank 0 first, then those for rank 1, ...: int64, CPU."""
-        rows = [torch.arange(p.row, p.row + len(p.tokens)) for p in self._sent[cast][rank]]
-        return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        rows = [torch.arange(p.row, p.row + len(p.tokens), device="cpu") for p in self._sent[cast][rank]]
+        return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def tokens_moved(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """By rank, the tokens that it receives and those that it sends in all casts; a K and a V move with each."""
