@@ -26,7 +26,8 @@ from canon.fast.planner import merged, seen
 from canon.fast.transport import way_of
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan import CastPlan, Piece, PlanReport, check_cast, check_into, check_rows, staged
+from canon.reference.plan import CastPlan, Piece, check_cast, check_into, check_rows, checked_chunk, staged
+from canon.reference.report import PlanReport
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
@@ -51,16 +52,15 @@ def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
     return CastPlan(mask, layout, stages, staged([[tuple(pieces) for pieces in line] for line in remote], stages))
 
 
-def plan_report(mask: Mask, layout: Layout, *, chunk: int = 1024) -> PlanReport:
+def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
     """What a layout is worth under a mask: each rank's area, what it receives and sends, the largest chunk's area.
 
-    Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound.
-    Raises ValueError if the mask is not one of the layout's tokens, or chunk < 1.
+    Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound; by default that of `dispatch`.
+    Raises ValueError if the mask is not one of the layout's tokens, or chunk < 1; TypeError for arguments of other types.
     Source: the module's docstring.
     """
     check_cast(mask, layout, 0)
-    if chunk < 1:
-        raise ValueError(f"chunk must be a whole number >= 1, got {chunk!r}")
+    chunk = checked_chunk(chunk, layout.tokens, layout.ranks)
     held = _Held(layout)
     area, *_ = seen(mask, *held.rows[:2])
     areas = np.bincount(held.rows[2], area, layout.ranks)  # exact below 2^53

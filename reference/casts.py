@@ -31,7 +31,8 @@ from torch import Tensor
 
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan import CastPlan, Piece, PlanReport, check_cast, check_into, check_rows, staged
+from canon.reference.plan import CastPlan, Piece, check_cast, check_into, check_rows, checked_chunk, staged
+from canon.reference.report import PlanReport
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
@@ -68,16 +69,15 @@ def _pieces(need: tuple[range, ...], layout: Layout, source: int) -> tuple[Piece
     return tuple(pieces)
 
 
-def plan_report(mask: Mask, layout: Layout, *, chunk: int = 1024) -> PlanReport:
+def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
     """What a layout is worth under a mask: each rank's area, what it receives and sends, the largest chunk's area.
 
-    Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound.
-    Raises ValueError if the mask is not one of the layout's tokens, or chunk < 1.
+    Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound; by default that of `dispatch`.
+    Raises ValueError if the mask is not one of the layout's tokens, or chunk < 1; TypeError for arguments of other types.
     Source: the module's docstring.
     """
     plan = cast_plan(mask, layout, stages=0)
-    if chunk < 1:
-        raise ValueError(f"chunk must be a whole number >= 1, got {chunk!r}")
+    chunk = checked_chunk(chunk, layout.tokens, layout.ranks)
     areas = tuple(sum(_area(mask, rows) for rows in ranges) for ranges in layout.ranges_per_rank)
     largest = max(
         (_area(mask, range(a, min(a + chunk, layout.tokens))) for a in range(0, layout.tokens, chunk)), default=0

@@ -15,7 +15,7 @@ import canon
 from canon import fast, reference
 
 ROOT = Path(__file__).parents[1]
-VOCABULARY = {"band", "mask", "layout", "call", "plan", "strides"}
+VOCABULARY = {"band", "mask", "layout", "call", "plan", "report", "strides"}
 BY_DESIGN_ONLY_FAST = {"backend"}
 
 # Folders and the packages that their files belong to.
