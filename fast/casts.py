@@ -53,7 +53,7 @@ def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
 
 
 def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
-    """What a layout is worth under a mask: each rank's area, what it receives and sends, the largest chunk's area.
+    """Return the worth of a layout under a mask: by rank, its area and the tokens that it receives and sends.
 
     Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound; by default that of `dispatch`.
     Raises ValueError if the mask is not one of the layout's tokens, or chunk < 1; TypeError for arguments of other types.

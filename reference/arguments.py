@@ -2,6 +2,7 @@
 
     whole            a whole number
     whole_numbers    a sequence or a tensor of whole numbers
+    nested           the same of any number of axes, not checked
     list_of          an iterable of values of one class
     plain_tensor     a tensor that is no DTensor, and the axis of its tokens
     place_in         a process group, and the rank of this process in it
@@ -28,9 +29,10 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     expected = f"{name} must be a whole number" + ("" if least is None else f" >= {least}")
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{expected}, got {shown(value)}: pass an int")
-    if least is not None and not least <= value < LIMIT:
-        raise ValueError(f"{expected}, got {value}" if value < least else f"{name} must be below 2^62, got {value}")
-    return int(value)
+    number = int(value)
+    if least is not None and not least <= number < LIMIT:
+        raise ValueError(f"{expected}, got {number}" if number < least else f"{name} must be below 2^62, got {number}")
+    return number
 
 
 def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int]:
@@ -40,7 +42,7 @@ def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int
     """
     if getattr(values, "ndim", 1) != 1:
         raise ValueError(f"{name} must have one axis, got shape {tuple(values.shape)}: pass one sequence, flattened")
-    entries = values.tolist() if hasattr(values, "tolist") else values
+    entries = nested(values)
     if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
         raise TypeError(f"{name} must be a sequence or a tensor of whole numbers, got {shown(values)}")
     kinds = set(map(type, entries))
@@ -52,6 +54,11 @@ def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int
     if entries and not -LIMIT < min(entries) <= max(entries) < LIMIT:
         raise ValueError(f"{name} must lie within +-2^62, got {min(entries)} to {max(entries)}")
     return list(map(int, entries))
+
+
+def nested(values: Any) -> Any:
+    """Return a tensor or an array as nested lists, anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def list_of(name: str, values: Any, kind: type) -> list[Any]:

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from canon.reference.arguments import place_in, plain_tensor, shown, whole
 from canon.reference.band import joined
 from canon.reference.mask import Ints, Mask, document_ends
+from canon.reference.unshard import Unshard
 
 
 class Layout:
@@ -147,8 +147,8 @@ class Layout:
             x: this rank's tokens along ``dim``.
             group: the ranks; their number is ``ranks``.
             partial_grad: False takes the gradient of the full tensor to be the same on all ranks, and returns this
-                rank's part of it. True takes the gradients of the ranks as summands: each rank sends them in the dtype
-                of ``x``, and its owner adds them in rank order in float32 (float64 for float64) and rounds once.
+                rank's part of it. True takes the gradients of the ranks as summands. They travel in the dtype of ``x``;
+                their owner adds them in rank order, in float32 (float64 for float64), and rounds the sum once.
 
         Raises ValueError if the shard or the group does not fit the layout, TypeError if ``x`` is no plain tensor.
         """
@@ -161,7 +161,7 @@ class Layout:
                 f"unshard: rank {rank} of {ranks} has {x.shape[dim]} tokens along dim {dim}; the layout is for "
                 f"{self.ranks} ranks" + (f" and gives it {self.size(rank)}" if rank < self.ranks else "")
             )
-        return _Unshard.apply(x.movedim(dim, 0), self, rank, group, partial_grad).movedim(0, dim)
+        return Unshard.apply(x.movedim(dim, 0), self, rank, group, partial_grad).movedim(0, dim)
 
     def local_mask(self, mask: Mask, q_rank: int, k_ranks: int | Sequence[int]) -> Mask:
         """The mask between the tokens of ``q_rank`` and those of ``k_ranks``, one after another, in local coordinates.
@@ -215,51 +215,6 @@ def _placed(pieces: Sequence[range]) -> list[tuple[int, range]]:
             placed.append((end, piece))
         end += len(piece)
     return placed
-
-
-class _Unshard(torch.autograd.Function):
-    """Tokens first: [t, ...] -> [tokens, ...]. Uneven shards travel padded to the largest.
-
-    A second derivative would need the gradients of the other ranks, so asking for one raises.
-    """
-
-    @staticmethod
-    def forward(ctx, x, layout, rank, group, partial_grad):
-        ctx.call = layout, rank, group, partial_grad
-        sizes = [layout.size(r) for r in range(layout.ranks)]
-        if layout.ranks == 1:
-            shards = [x]
-        else:
-            padded = x.new_zeros(max(sizes), *x.shape[1:])
-            padded[: len(x)] = x
-            shards = [torch.empty_like(padded) for _ in sizes]
-            dist.all_gather(shards, padded, group=group)
-        full = x.new_empty(layout.tokens, *x.shape[1:])
-        for r, shard in enumerate(shards):
-            full[layout.positions(r).to(x.device)] = shard[: sizes[r]]
-        return full
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        (full,) = grads
-        layout, rank, group, partial_grad = ctx.call
-        mine = layout.shard(full, rank, dim=0)
-        if partial_grad and layout.ranks > 1:
-            sizes = [layout.size(r) for r in range(layout.ranks)]
-            send = torch.cat([layout.shard(full, r, dim=0) for r in range(layout.ranks)])
-            received = full.new_empty(layout.ranks * sizes[rank], *full.shape[1:])
-            dist.all_to_all_single(received, send, [sizes[rank]] * layout.ranks, sizes, group=group)
-            mine = _sum_in_order(received.unflatten(0, (layout.ranks, sizes[rank])))
-        return mine, None, None, None, None
-
-
-def _sum_in_order(summands: Tensor) -> Tensor:
-    """Add the rows of [ranks, ...] from the first to the last in float32 (float64 for float64), and round once."""
-    total = summands[0].to(torch.promote_types(summands.dtype, torch.float32), copy=True)
-    for summand in summands[1:]:
-        total += summand
-    return total.to(summands.dtype)
 
 
 def _pieces(n: int, count: int) -> list[range]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from canon.reference.arguments import list_of, shown, whole, whole_numbers
+from canon.reference.arguments import list_of, nested, shown, whole, whole_numbers
 from canon.reference.band import Band
 from canon.reference.blocks import bands_of_levels, levels
 
@@ -150,7 +150,7 @@ class Mask:
         that run backwards, lists of different lengths, and slices that share a cell.
         """
         rows, columns = _pairs("q_ranges", q_ranges), _pairs("k_ranges", k_ranges)
-        kinds = types.tolist() if hasattr(types, "tolist") else types
+        kinds = nested(types)
         if not isinstance(kinds, Sequence) or isinstance(kinds, str):
             raise TypeError(f"types must be a sequence with a type for each range, got {shown(kinds)}")
         if not len(rows) == len(columns) == len(kinds):
@@ -300,9 +300,8 @@ def document_ends(cu_seqlens: Ints) -> list[int]:
 
 
 def _pairs(name: str, ranges: Sequence[Sequence[int]] | Tensor) -> list[tuple[int, int]]:
-    rows = ranges if isinstance(ranges, Iterable) else [ranges]
-    pairs = []
-    for place, row in enumerate(rows.tolist() if hasattr(rows, "tolist") else rows):
+    rows, pairs = nested(ranges), []
+    for place, row in enumerate(rows if isinstance(rows, Iterable) else [rows]):
         pair = [row.start, row.stop, row.step][: 2 + (row.step != 1)] if isinstance(row, range) else row
         if not isinstance(pair, Sequence) or len(pair) != 2 or isinstance(pair, str):
             raise TypeError(f"{name}[{place}] must be a pair (start, stop), or a range of step 1, got {shown(row)}")

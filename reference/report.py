@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a plan is worth: areas in visible cells, traffic in tokens, of which each means a K and a V."""
+    """The worth of a plan: areas in visible cells, traffic in tokens. A K and a V move with each token."""
 
     tokens: int
     areas: tuple[int, ...]  # by rank
@@ -25,17 +25,17 @@ class PlanReport:
 
     @property
     def volume(self) -> float:
-        """All tokens received, as a part of what an all-gather moves."""
+        """All tokens received, over those that an all-gather moves."""
         return sum(self.received) / self._all_gather if self._all_gather else 0.0
 
     @property
     def worst_receive(self) -> float:
-        """The most that a rank receives, as a part of what it receives in an all-gather."""
+        """The most tokens that a rank receives, over those that it receives in an all-gather."""
         return max(self.received) * len(self.areas) / self._all_gather if self._all_gather else 0.0
 
     @property
     def worst_send(self) -> float:
-        """The most that a rank sends, as a part of what it sends in an all-gather."""
+        """The most tokens that a rank sends, over those that it sends in an all-gather."""
         return max(self.sent) * len(self.areas) / self._all_gather if self._all_gather else 0.0
 
     @property
@@ -53,7 +53,7 @@ class PlanReport:
         return "\n".join(lines)
 
     def picture(self, width: int = 24) -> str:
-        """A line for each rank: bars of its area, of what it receives and of what it sends."""
+        """Draw a line for each rank: bars of its area and of the tokens that it receives and sends."""
         columns = [("area", self.areas), ("receives", self.received), ("sends", self.sent)]
         lines = ["rank  " + "  ".join(f"{name:<{width + 2}}" for name, _ in columns).rstrip()]
         for rank in range(len(self.areas)):

@@ -76,7 +76,7 @@ def test_every_rank_holds_a_token_where_there_are_enough(mask, ranks):
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(2048, 4), (3001, 3), (5000, 2), (2000, 6)])
 def test_short_sequences_are_balanced(half, tokens, ranks):
-    """Where computing takes the time: with the default rates, keys are dear to receive and balance is given up for them."""
+    """Rates with free traffic: with the default ones, a plan of few tokens gives up balance to receive fewer keys."""
     packed = Mask.documents([0, tokens // 5, tokens // 2, tokens - 100, tokens])
     for mask in (Mask.causal(tokens), packed):
         layout = half.dispatch(mask, ranks, cells_per_us=1, tokens_per_us=1000)
