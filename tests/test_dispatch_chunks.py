@@ -105,13 +105,14 @@ def test_more_ranks_than_tokens_are_not_warned_of(half):
         assert sum(map(layout.size, range(5))) == 3
 
 
-@pytest.mark.parametrize("chunk", [100, 101, 2**40, 2**62 - 1])
+@pytest.mark.parametrize("chunk", [100, 101, 2**40, 2**61, 2**62 - 1])
 def test_chunks_longer_than_the_sequence_are_one(chunk):
+    """However long: seven of them do not fit in 64 bits."""
     mask = Mask.documents([0, 30, 100])
-    with pytest.warns(UserWarning, match=f"chunk={chunk} leaves 2 of 3 ranks"):
-        layout = reference.dispatch(mask, 3, chunk=chunk)
-    with pytest.warns(UserWarning, match=f"chunk={chunk} leaves 2 of 3 ranks"):
-        assert layout == fast.dispatch(mask, 3, chunk=chunk)
+    with pytest.warns(UserWarning, match=f"chunk={chunk} leaves 6 of 7 ranks"):
+        layout = reference.dispatch(mask, 7, chunk=chunk)
+    with pytest.warns(UserWarning, match=f"chunk={chunk} leaves 6 of 7 ranks"):
+        assert layout == fast.dispatch(mask, 7, chunk=chunk)
     report = reference.plan_report(mask, layout, chunk=chunk)
     assert report == fast.plan_report(mask, layout, chunk=chunk)
     assert report.largest_chunk == mask.area
