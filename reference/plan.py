@@ -192,7 +192,7 @@ def check_into(into: Tensor, y: Tensor, plan: CastPlan, rank: int) -> None:
 def default_chunk(tokens: int, ranks: int) -> int:
     """Return the tokens of a chunk by default: 1024, or fewer where a rank would get less than 8 chunks of that size.
 
-    With 8 chunks a rank, causal and packed masks balance within 5 %. Chunks are multiples of 128, a kernel's tile, or
+    With 8 chunks a rank, causal and packed masks balance within about 5 %. Chunks are multiples of 128, a kernel's tile, or
     else of 16, and shorter than 16 only where a rank holds fewer than 128 tokens.
     """
     most = min(LONGEST_CHUNK, tokens // (CHUNKS_OF_A_RANK * ranks))
