@@ -23,10 +23,12 @@ from canon.fast.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import merged, seen
 from canon.fast.transport import way_of
+from canon.reference.call import agreed_cast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan import CastPlan, Piece, PlanReport, check_cast, check_into, check_rows, staged
+from canon.reference.plan import CastPlan, Piece, check_cast, checked_chunk, staged
 from canon.reference.plan_cache import cached_plan
+from canon.reference.report import PlanReport
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
@@ -51,16 +53,15 @@ def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
     return CastPlan(mask, layout, stages, staged([[tuple(pieces) for pieces in line] for line in remote], stages))
 
 
-def plan_report(mask: Mask, layout: Layout, *, chunk: int = 1024) -> PlanReport:
-    """What a layout is worth under a mask: each rank's area, what it receives and sends, the largest chunk's area.
+def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
+    """Return the worth of a layout under a mask: by rank, its area and the tokens that it receives and sends.
 
-    Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound.
-    Raises ValueError if the mask is not one of the layout's tokens, or chunk < 1.
+    Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound; by default that of `dispatch`.
+    Raises ValueError if the mask is not one of the layout's tokens, or chunk < 1; TypeError for arguments of other types.
     Source: the module's docstring.
     """
     check_cast(mask, layout, 0)
-    if chunk < 1:
-        raise ValueError(f"chunk must be a whole number >= 1, got {chunk!r}")
+    chunk = checked_chunk(chunk, layout.tokens, layout.ranks)
     held = _Held(layout)
     area, *_ = seen(mask, *held.rows[:2])
     areas = np.bincount(held.rows[2], area, layout.ranks)  # exact below 2^53
@@ -126,7 +127,7 @@ def group_cast(
     Not differentiable by itself: `group_reduce` is its transpose. Raises ValueError if x, the group or the stage do not
     fit the plan. Source: the module's docstring.
     """
-    rank, sizes = check_rows("group_cast: x", x, plan, stage, group)
+    rank, sizes = agreed_cast("group_cast", x, plan, stage, group)
     received = x.new_empty(sum(sizes.received), *x.shape[1:])
     sent = x.index_select(0, rows_sent(plan, stage, rank, x.device))
     dist.all_to_all_single(received, sent, sizes.received, sizes.sent, group=way_of(group, x.device).gathers)
@@ -147,8 +148,7 @@ def group_reduce(
         dtype and is added in that of ``into``, in place. The rest as `group_cast`, whose transpose this is.
     Raises ValueError if y, into, the group or the stage do not fit the plan. Source: the module's docstring.
     """
-    rank, _ = check_rows("group_reduce: y", y, plan, stage, group, received=True)
-    check_into(into, y, plan, rank)
+    rank, _ = agreed_cast("group_reduce", y, plan, stage, group, into)
     total = into.contiguous()
     Return(y.contiguous(), plan, stage, rank, total, group).wait()
     return into if total is into else into.copy_(total)

@@ -17,6 +17,10 @@ which are four choices of lo and hi.
 
 from typing import NamedTuple
 
+from canon.reference.arguments import whole
+
+_INTS = frozenset({int, type(None)})
+
 
 class _Bounds(NamedTuple):
     q_start: int
@@ -35,6 +39,7 @@ class Band(_Bounds):
     key and every key from k_start to k_stop is seen. A band without cells is (0, 0, 0, 0, 0, -1).
 
     A band is the tuple of its six numbers: immutable, and cheap to compare, to sort and to hash.
+    Raises TypeError for a number that is not whole.
     """
 
     __slots__ = ()
@@ -42,6 +47,12 @@ class Band(_Bounds):
     def __new__(
         cls, q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int | None = None, hi: int | None = None
     ):
+        given = q_start, q_stop, k_start, k_stop, lo, hi
+        if not _INTS.issuperset(map(type, given)) or None in given[:4]:
+            names = zip(_Bounds._fields, given, strict=True)
+            return cls(
+                *(None if value is None and name in ("lo", "hi") else whole(name, value) for name, value in names)
+            )
         lowest, highest = k_start - q_stop + 1, k_stop - 1 - q_start  # what j - i reaches in the rectangle
         lo = lowest if lo is None else max(lo, lowest)
         hi = highest if hi is None else min(hi, highest)
@@ -56,7 +67,7 @@ class Band(_Bounds):
             lo,
             hi,
         )
-        return super().__new__(cls, *map(int, tight))
+        return super().__new__(cls, *tight)
 
     def __repr__(self) -> str:
         return f"Band(q {self.q_start}:{self.q_stop}, k {self.k_start}:{self.k_stop}, {self.lo} <= j-i <= {self.hi})"
@@ -95,8 +106,10 @@ class Band(_Bounds):
         """The band between ``queries`` and ``keys``, each counted from 0: rows and columns of a matrix, sliced.
 
         Both ranges have one step W >= 1: i = queries.start + W i' and j = keys.start + W j' give
-        lo <= (keys.start - queries.start) + W (j' - i') <= hi.
+        lo <= (keys.start - queries.start) + W (j' - i') <= hi. Raises ValueError for other steps.
         """
+        if queries.step != keys.step or queries.step < 1:
+            raise ValueError(f"pick needs two ascending ranges of one step, got {queries} and {keys}")
         step, offset = queries.step, keys.start - queries.start
         return Band(
             max(0, -((queries.start - self.q_start) // step)),

@@ -48,7 +48,7 @@ def bands_of_levels(rows: Tensor, columns: Tensor) -> list[Band]:
     """The bands of the mask in which query i sees key j iff columns[j] < rows[i], both >= 0."""
     row, q_edges = _runs(rows)
     column, k_edges = _runs(columns)
-    stretches = torch.tensor(list(_stretches(column.tolist())), dtype=torch.int64).reshape(-1, 4)
+    stretches = torch.tensor(list(_stretches(column.tolist())), dtype=torch.int64, device="cpu").reshape(-1, 4)
     start, stop, above, upto = stretches.T.contiguous()
     stretch, first, last = _seen_as_one(row, above, upto)
     q_start, q_stop = q_edges[first], q_edges[last + 1]
@@ -81,12 +81,12 @@ def _seen_as_one(rows: Tensor, above: Tensor, upto: Tensor) -> tuple[Tensor, Ten
     by_level = rows.argsort()
     begin, end = (torch.searchsorted(rows[by_level], bound, right=True) for bound in (above, upto))
     ends = (end - begin).cumsum(0)  # rows that see the first stretches, one after another
-    place = torch.arange(int(ends[-1]) if len(ends) else 0)
+    place = torch.arange(int(ends[-1]) if len(ends) else 0, device="cpu")
     stretch = torch.searchsorted(ends, place, right=True)
     seeing = by_level[place + (end - ends)[stretch]]
     size = len(rows) + 1
     pairs = (stretch * size + seeing).sort().values  # neighbours differ by 1, those of different stretches by more
-    apart, edge = pairs.diff() != 1, torch.ones(1, dtype=torch.bool)
+    apart, edge = pairs.diff() != 1, torch.ones(1, dtype=torch.bool, device="cpu")
     first, last = (pairs[torch.cat(ends)[: len(pairs)]] for ends in ((edge, apart), (apart, edge)))
     return first // size, first % size, last % size
 

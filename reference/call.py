@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.reference.arguments import place_in, plain_tensor
 from canon.reference.checks import (
     DTYPES,
     accumulate_dtype,
@@ -21,9 +22,10 @@ from canon.reference.checks import (
     default_scale,
     made,
 )
-from canon.reference.group_state import GroupState, group_state
+from canon.reference.group_state import GroupState, group_state, refused_together
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.plan import CastPlan, Sizes, check_into, check_rows
 
 
 @dataclass(frozen=True)
@@ -75,36 +77,40 @@ def agreed_call(
         arguments that all ranks must pass alike.
     Raises ValueError or TypeError on every rank if the arguments of one rank do not fit, or differ from the others'.
     """
-    rank, ranks = _place(group)
-    try:
+    rank, ranks = place_in(function, group)
+    with refused_together(function, group, ranks):
         call = _filled(function, rank, ranks, group, q, k, v, mask, layout, scale, reduce_dtype, backward, options)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        if ranks > 1:
-            fields = (("function", function), ("arguments", str(error)))
-            group_state(group).agree(function, fields, wait=True)
-        raise
     if ranks > 1:
         call.agree("forward", q.device)
     return call
 
 
-def _place(group: Any) -> tuple[int, int]:
-    """Return the rank and the number of ranks. Raise TypeError or ValueError, on this rank alone, if it is in no such group."""
-    if not dist.is_initialized():
-        if group is not None:
-            raise ValueError(
-                "a group was given, but torch.distributed is not initialised: call init_process_group first"
-            )
-        return 0, 1
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"rank {dist.get_rank()} is not a member of the group that was given")
-        raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
-    rank = dist.get_rank(group)
-    if rank < 0:
-        members = ", ".join(map(str, dist.get_process_group_ranks(group)))
-        raise ValueError(f"rank {dist.get_rank()} is not a member of the group, whose ranks are {members}")
-    return rank, dist.get_world_size(group)
+def agreed_cast(
+    function: str, x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, into: Tensor | None = None
+) -> tuple[int, Sizes]:
+    """Return this rank and the sizes of its cast, once all ranks have agreed on the call. A collective.
+
+    Raises ValueError or TypeError on every rank if the arguments of one rank do not fit, or differ from the others'.
+    """
+    rank, ranks = place_in(function, group)
+    with refused_together(function, group, ranks):
+        plain_tensor(function, x, 0)
+        if not isinstance(plan, CastPlan):
+            raise TypeError(f"{function}: plan must be a CastPlan, got {type(plan).__name__}: make it by cast_plan")
+        rank, sizes = check_rows(f"{function}: x", x, plan, stage, group, received=into is not None)
+        if into is not None:
+            check_into(into, x, plan, rank)
+    if ranks > 1:
+        fields = (
+            ("function", function),
+            ("mask", plan.mask),
+            ("layout", plan.layout),
+            ("stages, stage", (plan.stages, stage)),
+            ("dtype", x.dtype),
+            ("shape of a row", tuple(x.shape[1:])),
+        )
+        group_state(group).agree(function, fields, wait=x.device.type == "cpu")
+    return rank, sizes
 
 
 def _filled(function, rank, ranks, group, q, k, v, mask, layout, scale, reduce_dtype, backward, options) -> Call:

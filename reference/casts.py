@@ -27,10 +27,12 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.reference.call import agreed_cast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan import CastPlan, Piece, PlanReport, check_cast, check_into, check_rows, staged
+from canon.reference.plan import CastPlan, Piece, check_cast, check_rows, checked_chunk, staged
 from canon.reference.plan_cache import cached_plan
+from canon.reference.report import PlanReport
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
@@ -67,16 +69,15 @@ def _pieces(need: tuple[range, ...], layout: Layout, source: int) -> tuple[Piece
     return tuple(pieces)
 
 
-def plan_report(mask: Mask, layout: Layout, *, chunk: int = 1024) -> PlanReport:
-    """What a layout is worth under a mask: each rank's area, what it receives and sends, the largest chunk's area.
+def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
+    """Return the worth of a layout under a mask: by rank, its area and the tokens that it receives and sends.
 
-    Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound.
-    Raises ValueError if the mask is not one of the layout's tokens, or chunk < 1.
+    Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound; by default that of `dispatch`.
+    Raises ValueError if the mask is not one of the layout's tokens, or chunk < 1; TypeError for arguments of other types.
     Source: the module's docstring.
     """
     plan = cast_plan(mask, layout, stages=0)
-    if chunk < 1:
-        raise ValueError(f"chunk must be a whole number >= 1, got {chunk!r}")
+    chunk = checked_chunk(chunk, layout.tokens, layout.ranks)
     areas = tuple(sum(_area(mask, rows) for rows in ranges) for ranges in layout.ranges_per_rank)
     largest = max(
         (_area(mask, range(a, min(a + chunk, layout.tokens))) for a in range(0, layout.tokens, chunk)), default=0
@@ -101,6 +102,7 @@ def group_cast(
     Not differentiable by itself: `group_reduce` is its transpose. Raises ValueError if x, the group or the stage do not
     fit the plan. Source: the module's docstring.
     """
+    agreed_cast("group_cast", x, plan, stage, group)
     return start_cast(x, plan, stage, group).wait()
 
 
@@ -118,6 +120,7 @@ def group_reduce(
         dtype and is added in that of ``into``, in place. The rest as `group_cast`, whose transpose this is.
     Raises ValueError if y, into, the group or the stage do not fit the plan. Source: the module's docstring.
     """
+    agreed_cast("group_reduce", y, plan, stage, group, into)
     return start_reduce(y, plan, stage, group, into).wait()
 
 
@@ -142,7 +145,6 @@ class start_reduce:
 
     def __init__(self, y: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, into: Tensor):
         rank, self.sizes = check_rows("group_reduce: y", y, plan, stage, group, received=True)
-        check_into(into, y, plan, rank)
         self.into = into
         self.rows = plan.send_rows(stage, rank).to(y.device)  # what had been sent comes back
         self.sent = y.contiguous()

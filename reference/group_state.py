@@ -175,23 +175,29 @@ class GroupState:
 
 
 def group_state(group: Any) -> GroupState:
-    """Return the state of a group (None: all ranks). The first call is a collective.
-
-    Raises ValueError if this rank is not a member of the group.
-    """
+    """Return the state of a group (None: all ranks) that this rank is a member of. The first call is a collective."""
     group = dist.group.WORLD if group is None else group
     with _lock:
         state = _states.get(group)
     if state is None:  # only this rank's thread uses its group
-        if dist.get_rank(group) < 0:
-            members = ", ".join(map(str, dist.get_process_group_ranks(group)))
-            raise ValueError(
-                f"rank {dist.get_rank()} is not a member of the group of ranks {members}: pass its own group"
-            )
         state = GroupState(group)
         with _lock:
             _states[group] = state
     return state
+
+
+@contextmanager
+def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
+    """Check the arguments of a collective inside: what raises on one rank raises on every rank.
+
+    The other ranks find out as they compare their own arguments by `GroupState.agree`.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if ranks > 1:
+            group_state(group).agree(name, (("function", name), ("arguments", str(error))), wait=True)
+        raise
 
 
 @lru_cache(maxsize=256)

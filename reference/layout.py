@@ -16,20 +16,24 @@ Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brando
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.reference.arguments import place_in, plain_tensor, shown, whole
 from canon.reference.band import joined
+from canon.reference.group_state import group_state, refused_together
 from canon.reference.mask import Ints, Mask, document_ends
 from canon.reference.plan_cache import cached_plan
+from canon.reference.unshard import Unshard
 
 
 class Layout:
     """The tokens 0 .. ``tokens`` - 1, each on one rank: per rank a tuple of ranges, in local order, all of one step.
 
-    Raises ValueError if a token is missing or held twice, or the steps differ.
+    Raises ValueError if a token is missing or held twice, or the steps differ; TypeError if a piece is not a range.
     """
 
     __slots__ = ("_digest", "_hash", "ranges_per_rank", "tokens")
@@ -37,17 +41,17 @@ class Layout:
     tokens: int
 
     def __init__(self, ranges_per_rank: Sequence[Sequence[range]], tokens: int):
+        tokens = whole("tokens", tokens, 0)
+        _check_ranges(ranges_per_rank, tokens)
         steps = {piece.step for ranges in ranges_per_rank for piece in ranges if len(piece) > 1} or {1}
         if len(steps) > 1 or min(steps) < 1:
             raise ValueError(f"the ranges of a layout must share one step >= 1, got {sorted(steps)}")
         (step,) = steps
         held = tuple(tuple(range(p[0], p[-1] + 1, step) for p in ranges if len(p)) for ranges in ranges_per_rank)
-        if tokens < 0 or not held:
-            raise ValueError(f"a layout needs tokens >= 0 and at least one rank, got {tokens} and {len(held)}")
         _check_partition(held, tokens, step)
-        content = (held, int(tokens))
+        content = (held, tokens)
         object.__setattr__(self, "ranges_per_rank", held)
-        object.__setattr__(self, "tokens", int(tokens))
+        object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "_hash", hash(content))
         object.__setattr__(self, "_digest", None)
 
@@ -74,18 +78,20 @@ class Layout:
     @classmethod
     def contiguous(cls, n: int, ranks: int) -> "Layout":
         """One piece of n tokens for each rank; sizes differ by at most 1, larger ones first."""
-        return cls([[piece] for piece in _pieces(n, ranks, ranks)], n)
+        n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
+        return cls([[piece] for piece in _pieces(n, ranks)], n)
 
     @classmethod
     def zigzag(cls, n: int, ranks: int) -> "Layout":
         """2 x ranks pieces; rank r holds pieces r and 2 * ranks - 1 - r: one cheap, one dear under a causal mask."""
-        pieces = _pieces(n, 2 * ranks, ranks)
+        n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
+        pieces = _pieces(n, 2 * ranks)
         return cls([[pieces[r], pieces[2 * ranks - 1 - r]] for r in range(ranks)], n)
 
     @classmethod
     def striped(cls, n: int, ranks: int) -> "Layout":
         """Rank r holds the tokens r, r + ranks, r + 2 * ranks, ..."""
-        _pieces(n, ranks, ranks)  # for its errors
+        n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
         return cls([[range(r, n, ranks)] for r in range(ranks)], n)
 
     # ------------------------------------------------------------------ what can be asked
@@ -113,15 +119,15 @@ class Layout:
 
     def positions(self, rank: int) -> Tensor:
         """The place of each local token in the whole sequence: int64 [t], CPU."""
-        pieces = [torch.arange(r.start, r.stop, r.step) for r in self._held(rank)]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+        pieces = [torch.arange(r.start, r.stop, r.step, device="cpu") for r in self._held(rank)]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def document_positions(self, rank: int, cu_seqlens: Ints) -> Tensor:
         """The place of each local token in its own document, for the rotary embedding: int64 [t], CPU.
 
-        Raises ValueError if cu_seqlens is malformed or ends elsewhere than at ``tokens``.
+        Raises ValueError or TypeError if cu_seqlens is malformed, or ends elsewhere than at ``tokens``.
         """
-        ends = torch.tensor(document_ends(cu_seqlens))
+        ends = torch.tensor(document_ends(cu_seqlens), device="cpu")
         if ends[-1] != self.tokens:
             raise ValueError(f"cu_seqlens ends at {ends[-1]}, the layout has {self.tokens} tokens")
         positions = self.positions(rank)
@@ -131,8 +137,9 @@ class Layout:
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """The tokens of ``rank`` out of a full tensor, along ``dim`` (1; 0 where packed). Differentiable.
 
-        Raises ValueError if ``x`` does not hold ``tokens`` tokens along ``dim``.
+        Raises ValueError if ``x`` does not hold ``tokens`` tokens along ``dim``, TypeError if it is no plain tensor.
         """
+        dim = plain_tensor("shard", x, dim)
         if x.shape[dim] != self.tokens:
             raise ValueError(f"shard: x holds {x.shape[dim]} tokens along dim {dim}, the layout {self.tokens}")
         return x.index_select(dim, self.positions(rank).to(x.device))
@@ -140,34 +147,54 @@ class Layout:
     def unshard(
         self, x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1, *, partial_grad: bool = False
     ) -> Tensor:
-        """The full tensor out of every rank's shard: a collective, forward and backward.
+        """Gather the full tensor out of every rank's shard. A collective, forward and backward; differentiable once.
 
-        Args: ``x``, this rank's tokens along ``dim``; ``group``, whose size is ``ranks``. Its gradient is this rank's
-            part of the full gradient, taken to be the same on all ranks; with ``partial_grad`` each rank's full
-            gradient is a summand, and they are summed over the ranks in rank order.
-        Raises ValueError if the shard or the group does not fit the layout.
+        Args:
+            x: this rank's tokens along ``dim``.
+            group: the ranks; their number is ``ranks``.
+            partial_grad: False takes the gradient of the full tensor to be the same on all ranks, and returns this
+                rank's part of it. True takes the gradients of the ranks as summands. They travel in the dtype of ``x``;
+                their owner adds them in rank order, in float32 (float64 for float64), and rounds the sum once.
+
+        Raises ValueError if the shard or the group does not fit the layout, TypeError if ``x`` is no plain tensor.
         """
-        rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-        if ranks != self.ranks or x.shape[dim] != self.size(rank):
-            raise ValueError(
-                f"unshard: rank {rank} of {ranks} has {x.shape[dim]} tokens along dim {dim}; the layout is for "
-                f"{self.ranks} ranks" + (f" and gives it {self.size(rank)}" if rank < self.ranks else "")
+        rank, ranks = place_in("unshard", group)
+        with refused_together("unshard", group, ranks):
+            dim = plain_tensor("unshard", x, dim)
+            if not isinstance(partial_grad, bool):
+                raise TypeError(f"unshard: partial_grad must be True or False, got {shown(partial_grad)}")
+            if ranks != self.ranks or x.shape[dim] != self.size(rank):
+                raise ValueError(
+                    f"unshard: rank {rank} of {ranks} has {x.shape[dim]} tokens along dim {dim}; the layout is for "
+                    f"{self.ranks} ranks" + (f" and gives it {self.size(rank)}" if rank < self.ranks else "")
+                )
+        if ranks > 1:
+            fields = (
+                ("function", "unshard"),
+                ("layout", self),
+                ("dtype", x.dtype),
+                ("requires_grad, partial_grad", (torch.is_grad_enabled() and x.requires_grad, partial_grad)),
+                ("shape without tokens", tuple(size for axis, size in enumerate(x.shape) if axis != dim % x.ndim)),
             )
-        return _Unshard.apply(x.movedim(dim, 0), self, rank, group, partial_grad).movedim(0, dim)
+            group_state(group).agree("unshard", fields, wait=x.device.type == "cpu")
+        return Unshard.apply(x.movedim(dim, 0), self, rank, group, partial_grad).movedim(0, dim)
 
     def local_mask(self, mask: Mask, q_rank: int, k_ranks: int | Sequence[int]) -> Mask:
         """The mask between the tokens of ``q_rank`` and those of ``k_ranks``, one after another, in local coordinates.
 
         It speaks the coordinates of a buffer that holds the keys of ``k_ranks`` in that order: nothing is re-ordered.
-        Raises ValueError if the mask is not one of ``tokens`` x ``tokens``.
+        Raises ValueError if the mask is not one of ``tokens`` x ``tokens``, or a rank is not one of the layout's.
         """
+        if not isinstance(mask, Mask):
+            raise TypeError(f"local_mask: mask must be a Mask, got {shown(mask)}")
         if (mask.queries, mask.keys) != (self.tokens, self.tokens):
             raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {self.tokens} tokens")
-        return _local_mask(self, mask, q_rank, (k_ranks,) if isinstance(k_ranks, int) else tuple(k_ranks))
+        several = k_ranks if isinstance(k_ranks, Sequence) else (k_ranks,)
+        return _local_mask(self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several))
 
     def _held(self, rank: int) -> tuple[range, ...]:
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} is not one of the layout's {self.ranks}")
+        if not 0 <= whole("rank", rank) < self.ranks:
+            raise ValueError(f"rank {rank} is not one of the layout's {self.ranks}: they count from 0")
         return self.ranges_per_rank[rank]
 
 
@@ -206,45 +233,27 @@ def _placed(pieces: Sequence[range]) -> list[tuple[int, range]]:
     return placed
 
 
-class _Unshard(torch.autograd.Function):
-    """Tokens first: [t, ...] -> [tokens, ...]. Uneven shards travel padded to the largest."""
-
-    @staticmethod
-    def forward(ctx, x, layout, rank, group, partial_grad):
-        ctx.call = layout, rank, group, partial_grad
-        sizes = [layout.size(r) for r in range(layout.ranks)]
-        if layout.ranks == 1:
-            shards = [x]
-        else:
-            padded = x.new_zeros(max(sizes), *x.shape[1:])
-            padded[: len(x)] = x
-            shards = [torch.empty_like(padded) for _ in sizes]
-            dist.all_gather(shards, padded, group=group)
-        full = x.new_empty(layout.tokens, *x.shape[1:])
-        for r, shard in enumerate(shards):
-            full[layout.positions(r).to(x.device)] = shard[: sizes[r]]
-        return full
-
-    @staticmethod
-    def backward(ctx, *grads):
-        (full,) = grads
-        layout, rank, group, partial_grad = ctx.call
-        mine = layout.shard(full, rank, dim=0)
-        if partial_grad and layout.ranks > 1:
-            sizes = [layout.size(r) for r in range(layout.ranks)]
-            send = torch.cat([layout.shard(full, r, dim=0) for r in range(layout.ranks)])
-            received = full.new_empty(layout.ranks * sizes[rank], *full.shape[1:])
-            dist.all_to_all_single(received, send, [sizes[rank]] * layout.ranks, sizes, group=group)
-            mine = received.unflatten(0, (layout.ranks, sizes[rank])).sum(0)  # in rank order on every rank
-        return mine, None, None, None, None
-
-
-def _pieces(n: int, count: int, ranks: int) -> list[range]:
-    if n < 0 or ranks < 1:
-        raise ValueError(f"a layout needs n >= 0 tokens and ranks >= 1, got {n} and {ranks}")
+def _pieces(n: int, count: int) -> list[range]:
     small, larger = divmod(n, count)
     starts = [i * small + min(i, larger) for i in range(count + 1)]
     return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def _check_ranges(ranges_per_rank: Any, tokens: int) -> None:
+    """Raise unless each rank has a sequence of ranges, all inside 0 .. ``tokens`` - 1."""
+    if not isinstance(ranges_per_rank, Sequence):
+        raise TypeError(f"ranges_per_rank must be a list with a list of ranges by rank, got {shown(ranges_per_rank)}")
+    if not ranges_per_rank:
+        raise ValueError("ranges_per_rank must hold a list of ranges for each of one or more ranks, got []")
+    for rank, ranges in enumerate(ranges_per_rank):
+        if not isinstance(ranges, Sequence) or isinstance(ranges, range):
+            raise TypeError(f"ranges_per_rank[{rank}] must be a list of ranges, got {shown(ranges)}: put it in a list")
+        for place, piece in enumerate(ranges):
+            name = f"ranges_per_rank[{rank}][{place}]"
+            if not isinstance(piece, range):
+                raise TypeError(f"{name} must be a range, got {shown(piece)}: write range(start, stop)")
+            if piece and not (0 <= piece[0] < tokens and 0 <= piece[-1] < tokens):
+                raise ValueError(f"{name} must lie inside the layout's {tokens} tokens, got {piece}")
 
 
 def _check_partition(held: tuple[tuple[range, ...], ...], tokens: int, step: int) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from canon.reference.arguments import list_of, nested, shown, whole, whole_numbers
 from canon.reference.band import Band
 from canon.reference.blocks import bands_of_levels, levels
 
@@ -26,7 +27,7 @@ class Mask:
     """The visible cells of ``queries`` x ``keys`` as disjoint bands, sorted; empty bands are dropped.
 
     Args: bands in any order; ``queries`` and ``keys``, the sizes of the (virtual) matrix.
-    Raises ValueError if a size is negative, a band leaves the matrix, or two bands share a cell.
+    Raises ValueError if a size is negative, a band leaves the matrix, or two bands share a cell. Wrong types raise TypeError.
     """
 
     __slots__ = ("_digest", "_hash", "bands", "keys", "queries")
@@ -35,14 +36,14 @@ class Mask:
     keys: int
 
     def __init__(self, bands: Iterable[Band], queries: int, keys: int):
+        bands = list_of("bands", bands, Band)
+        queries, keys = whole("queries", queries, 0), whole("keys", keys, 0)
         bands = tuple(sorted(band for band in bands if band.q_start < band.q_stop))
-        if queries < 0 or keys < 0:
-            raise ValueError(f"a mask needs sizes >= 0, got {queries} queries and {keys} keys")
         for band in bands:
             if min(band.q_start, band.k_start) < 0 or band.q_stop > queries or band.k_stop > keys:
                 raise ValueError(f"{band} leaves the mask of {queries} queries and {keys} keys")
         _check_disjoint(bands)
-        content = (bands, int(queries), int(keys))
+        content = (bands, queries, keys)
         for name, value in zip(("bands", "queries", "keys"), content, strict=True):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(content))
@@ -71,6 +72,7 @@ class Mask:
     @classmethod
     def full(cls, n: int) -> "Mask":
         """Every one of n tokens sees every one."""
+        n = whole("n", n, 0)
         return cls([Band(0, n, 0, n)], n, n)
 
     @classmethod
@@ -84,6 +86,7 @@ class Mask:
 
         Raises ValueError if a bound is below -1.
         """
+        n = whole("n", n, 0)
         return cls([Band(0, n, 0, n, *_bounds(left, right))], n, n)
 
     @classmethod
@@ -97,8 +100,11 @@ class Mask:
         Raises ValueError if cu_seqlens does not start at 0 or decreases.
         """
         ends = document_ends(cu_seqlens)
-        left, right = window or (None, None)
-        lo, hi = _bounds(left, right)
+        if not isinstance(causal, bool):
+            raise TypeError(f"causal must be True or False, got {shown(causal)}")
+        if window is not None and (not isinstance(window, Sequence) or len(window) != 2):
+            raise TypeError(f"window must be a pair (left, right) or None, got {shown(window)}")
+        lo, hi = _bounds(*window or (None, None))
         hi = min(0, 0 if hi is None else hi) if causal else hi
         bands = [Band(a, b, a, b, lo, hi) for a, b in zip(ends, ends[1:], strict=False)]
         return cls(bands, ends[-1], ends[-1])
@@ -113,7 +119,7 @@ class Mask:
             (all valid by default). One id a token is causal, one id for all is full, few ids are prefix attention.
         Ids in r runs make up to r bands where they ascend, but about r^2 / 9 in random order: no bands of the same cells
         are fewer than r^2 / 24 (see `blocks`), so ids that change with every token are dear. Equal cells make equal masks.
-        Raises ValueError if ids and validity differ in length.
+        Raises ValueError if ids and validity differ in length, or a validity is neither 0 nor 1.
         """
         q_ids, q_flags = _ids("q", q_blocks, q_valid)
         k_ids, k_flags = _ids("k", q_blocks if k_blocks is None else k_blocks, k_valid)
@@ -122,6 +128,7 @@ class Mask:
     @classmethod
     def prefix(cls, n: int, prefix: int) -> "Mask":
         """The first ``prefix`` of n tokens see one another, the others are causal (prefix language model)."""
+        n, prefix = whole("n", n, 0), whole("prefix", prefix)
         if not 0 <= prefix <= n:
             raise ValueError(f"prefix must be in 0..{n}, got {prefix}")
         return cls([Band(0, prefix, 0, prefix), Band(prefix, n, 0, n, None, 0)], n, n)
@@ -142,14 +149,18 @@ class Mask:
         corner; 3 "bi_causal", both. Sizes default to the largest ends. Raises ValueError for unknown types, ranges
         that run backwards, lists of different lengths, and slices that share a cell.
         """
-        rows, columns = _pairs(q_ranges), _pairs(k_ranges)
-        kinds = types.tolist() if isinstance(types, Tensor) else list(types)
+        rows, columns = _pairs("q_ranges", q_ranges), _pairs("k_ranges", k_ranges)
+        kinds = nested(types)
+        if not isinstance(kinds, Sequence) or isinstance(kinds, str):
+            raise TypeError(f"types must be a sequence with a type for each range, got {shown(kinds)}")
         if not len(rows) == len(columns) == len(kinds):
             raise ValueError(f"{len(rows)} q_ranges, {len(columns)} k_ranges and {len(kinds)} types: give one of each")
         bands = []
         for (q0, q1), (k0, k1), kind in zip(rows, columns, kinds, strict=True):
-            number = SLICE_TYPES.index(kind) if kind in SLICE_TYPES else kind
-            if number not in (0, 1, 2, 3):
+            if isinstance(kind, str) and kind not in SLICE_TYPES:
+                raise ValueError(f"slice type {kind!r}: expected 0 to 3 or one of {SLICE_TYPES}")
+            number = SLICE_TYPES.index(kind) if isinstance(kind, str) else whole("slice type", kind, 0)
+            if number > 3:
                 raise ValueError(f"slice type {kind!r}: expected 0 to 3 or one of {SLICE_TYPES}")
             bands.append(Band(q0, q1, k0, k1, k0 - q0 if number & 2 else None, k1 - q1 if number & 1 else None))
         ends = [max((stop for _, stop in side), default=0) for side in (rows, columns)]
@@ -159,7 +170,7 @@ class Mask:
     def concat(cls, masks: Sequence["Mask"]) -> "Mask":
         """Independent sequences side by side: a block-diagonal mask."""
         bands, queries, keys = [], 0, 0
-        for mask in masks:
+        for mask in list_of("masks", masks, Mask):
             bands += [band.shift(queries, keys) for band in mask.bands]
             queries, keys = queries + mask.queries, keys + mask.keys
         return cls(bands, queries, keys)
@@ -185,9 +196,10 @@ class Mask:
 
     def dense(self) -> Tensor:
         """The boolean matrix [queries, keys] (CPU)."""
-        matrix = torch.zeros(self.queries, self.keys, dtype=torch.bool)
+        matrix = torch.zeros(self.queries, self.keys, dtype=torch.bool, device="cpu")
         for b in self.bands:
-            offset = torch.arange(b.k_start, b.k_stop) - torch.arange(b.q_start, b.q_stop)[:, None]
+            keys, queries = (torch.arange(*x, device="cpu") for x in ((b.k_start, b.k_stop), (b.q_start, b.q_stop)))
+            offset = keys - queries[:, None]
             matrix[b.q_start : b.q_stop, b.k_start : b.k_stop] |= (offset >= b.lo) & (offset <= b.hi)
         return matrix
 
@@ -206,6 +218,7 @@ class Mask:
 
     def shift(self, queries: int = 0, keys: int = 0) -> "Mask":
         """The mask moved down and right, behind rows and columns that see nothing; negative numbers cut rows off."""
+        queries, keys = whole("queries", queries), whole("keys", keys)
         sizes = max(0, self.queries + queries), max(0, self.keys + keys)
         inside = Band(0, sizes[0], 0, sizes[1])
         return Mask([band.shift(queries, keys).intersect(inside) for band in self.bands], *sizes)
@@ -216,7 +229,7 @@ class Mask:
         Raises ValueError for a range that runs backwards.
         """
         pieces: list[tuple[int, int]] = []
-        for rows in query_ranges:
+        for rows in list_of("query_ranges", query_ranges, range):
             if rows.step < 1:
                 raise ValueError(f"needed_keys takes ascending ranges, got {rows}")
             for band in self.bands:
@@ -264,23 +277,25 @@ def _merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _ids(name: str, blocks: Ints, valid: Ints | None) -> tuple[Tensor, Tensor]:
     """Block ids (int64) and validity (bool) of a side's tokens."""
-    ids = _list(blocks)
-    flags = [1] * len(ids) if valid is None else _list(valid)
+    ids = whole_numbers(f"{name}_blocks", blocks, booleans=True)
+    flags = [1] * len(ids) if valid is None else whole_numbers(f"{name}_valid", valid, booleans=True)
     if len(flags) != len(ids):
         raise ValueError(f"{name}_valid has {len(flags)} entries for {len(ids)} {name}_blocks")
-    return torch.tensor(ids, dtype=torch.int64), torch.tensor(flags, dtype=torch.bool)
+    if not {0, 1}.issuperset(flags):
+        raise ValueError(f"{name}_valid must hold booleans, 0 or 1, got {max(flags, key=abs)}: one for each token")
+    return torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.tensor(flags, dtype=torch.bool, device="cpu")
 
 
 def _bounds(left: int | None, right: int | None) -> tuple[int | None, int | None]:
     for name, value in (("left", left), ("right", right)):
-        if value is not None and value < -1:
+        if value is not None and whole(f"window {name}", value) < -1:
             raise ValueError(f"window {name} must be >= 0, or None or -1 for no bound; got {value}")
-    return None if left in (None, -1) else -left, None if right in (None, -1) else right
+    return None if left in (None, -1) else -int(left), None if right in (None, -1) else int(right)
 
 
 def document_ends(cu_seqlens: Ints) -> list[int]:
-    """cu_seqlens as a list of ints; ValueError if it does not start at 0 or decreases."""
-    ends = _list(cu_seqlens)
+    """Return cu_seqlens as a list of ints. Raise ValueError if it does not start at 0 or decreases."""
+    ends = whole_numbers("cu_seqlens", cu_seqlens)
     if not ends or ends[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {ends[:4]}")
     for position, (before, after) in enumerate(zip(ends, ends[1:], strict=False)):
@@ -289,25 +304,24 @@ def document_ends(cu_seqlens: Ints) -> list[int]:
     return ends
 
 
-def _list(numbers: Ints) -> list[int]:
-    values = numbers.tolist() if isinstance(numbers, Tensor) else list(numbers)
-    if any(int(value) != value for value in values):
-        raise ValueError(f"expected whole numbers, got {values[:8]}")
-    return [int(value) for value in values]
-
-
-def _pairs(ranges: Sequence[Sequence[int]] | Tensor) -> list[tuple[int, int]]:
-    rows = ranges.tolist() if isinstance(ranges, Tensor) else ranges
-    pairs = [(r.start, r.stop) if isinstance(r, range) else (int(r[0]), int(r[1])) for r in rows]
-    for start, stop in pairs:
+def _pairs(name: str, ranges: Sequence[Sequence[int]] | Tensor) -> list[tuple[int, int]]:
+    rows, pairs = nested(ranges), []
+    for place, row in enumerate(rows if isinstance(rows, Iterable) else [rows]):
+        pair = [row.start, row.stop, row.step][: 2 + (row.step != 1)] if isinstance(row, range) else row
+        if not isinstance(pair, Sequence) or len(pair) != 2 or isinstance(pair, str):
+            raise TypeError(f"{name}[{place}] must be a pair (start, stop), or a range of step 1, got {shown(row)}")
+        start, stop = whole_numbers(f"{name}[{place}]", pair)
         if not 0 <= start <= stop:
-            raise ValueError(f"a range needs 0 <= start <= stop, got ({start}, {stop})")
+            raise ValueError(f"{name}[{place}] needs 0 <= start <= stop, got ({start}, {stop})")
+        pairs.append((start, stop))
     return pairs
 
 
 def _range(name: str, picked: range | None, size: int) -> range:
     if picked is None:
         return range(size)
+    if not isinstance(picked, range):
+        raise TypeError(f"crop: {name} must be a range, got {shown(picked)}: write range(start, stop)")
     if picked.step < 1 or (len(picked) and not 0 <= picked.start <= picked[-1] < size):
         raise ValueError(f"crop: {name} {picked} is not an ascending range inside 0..{size}")
     return picked

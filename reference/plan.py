@@ -1,7 +1,7 @@
-"""The vocabulary of plans: what is sent from whom to whom, and what a plan is worth. No algorithm: both halves make these.
+"""The vocabulary of plans: what is sent from whom to whom. No algorithm: both halves make these.
 
-    CastPlan      for each cast and each rank: the pieces of other ranks' tokens that it receives, by source
-    PlanReport    the work and the traffic of each rank, and what they come to
+    CastPlan         for each cast and each rank: the pieces of other ranks' tokens that it receives, by source
+    default_chunk    the tokens that a dispatch plan keeps together, where its caller does not say
 
 A cast is one exchange, all to all. With ``stages=0`` there is one, and one step of attention after it; with
 ``stages=n`` step 0 uses a rank's own keys, and step i those of cast i - 1:
@@ -13,16 +13,22 @@ A step's keys stand in one buffer: the own ones first, if it has them, then what
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from numbers import Integral
+from numbers import Rational, Real
+from warnings import warn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.reference.arguments import place_in, shown, whole
 from canon.reference.layout import Layout, mask_between
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
+
+LONGEST_CHUNK = 1024
+CHUNKS_OF_A_RANK = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +101,8 @@ class CastPlan:
 
     def send_rows(self, cast: int, rank: int) -> Tensor:
         """The rows that ``rank`` sends, those for rank 0 first, then those for rank 1, ...: int64, CPU."""
-        rows = [torch.arange(p.row, p.row + len(p.tokens)) for p in self._sent[cast][rank]]
-        return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        rows = [torch.arange(p.row, p.row + len(p.tokens), device="cpu") for p in self._sent[cast][rank]]
+        return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def tokens_moved(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """By rank, the tokens that it receives and those that it sends in all casts; a K and a V move with each."""
@@ -129,71 +135,6 @@ class CastPlan:
 @cached_plan
 def _local_mask(plan: CastPlan, step: int, rank: int) -> Mask:
     return mask_between(plan.mask, plan.layout.ranges_per_rank[rank], plan.keys(step, rank))
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """What a plan is worth: areas in visible cells, traffic in tokens, of which each means a K and a V."""
-
-    tokens: int
-    areas: tuple[int, ...]  # by rank
-    received: tuple[int, ...]
-    sent: tuple[int, ...]
-    largest_chunk: int  # the area of the largest piece that a plan may not divide
-
-    @property
-    def balance(self) -> float:
-        """The largest area over the lower bound; 1 is perfect."""
-        return max(self.areas) / self.lower_bound if self.lower_bound else 1.0
-
-    @property
-    def lower_bound(self) -> float:
-        """max(mean area, largest chunk): no plan of these chunks can have a smaller largest area."""
-        return float(max(sum(self.areas) / len(self.areas), self.largest_chunk))
-
-    @property
-    def volume(self) -> float:
-        """All tokens received, as a part of what an all-gather moves."""
-        return sum(self.received) / self._all_gather if self._all_gather else 0.0
-
-    @property
-    def worst_receive(self) -> float:
-        """The most that a rank receives, as a part of what it receives in an all-gather."""
-        return max(self.received) * len(self.areas) / self._all_gather if self._all_gather else 0.0
-
-    @property
-    def worst_send(self) -> float:
-        """The most that a rank sends, as a part of what it sends in an all-gather."""
-        return max(self.sent) * len(self.areas) / self._all_gather if self._all_gather else 0.0
-
-    @property
-    def _all_gather(self) -> int:
-        return (len(self.areas) - 1) * self.tokens
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.tokens} tokens on {len(self.areas)} ranks",
-            f"balance        {self.balance:.3f}   largest area / max(mean, largest chunk)",
-            f"volume         {self.volume:.3f}   of an all-gather",
-            f"worst receive  {self.worst_receive:.3f}   of a rank's part of it",
-            f"worst send     {self.worst_send:.3f}",
-        ]
-        return "\n".join(lines)
-
-    def picture(self, width: int = 24) -> str:
-        """A line for each rank: bars of its area, of what it receives and of what it sends."""
-        columns = [("area", self.areas), ("receives", self.received), ("sends", self.sent)]
-        lines = ["rank  " + "  ".join(f"{name:<{width + 2}}" for name, _ in columns).rstrip()]
-        for rank in range(len(self.areas)):
-            bars = (_bar(values[rank], max(values), width) for _, values in columns)
-            lines.append(f"{rank:>4}  " + "  ".join(f"|{bar:<{width}}|" for bar in bars))
-        return "\n".join(lines)
-
-
-def _bar(value: int, most: int, width: int) -> str:
-    """Eighths of a character: a bar of the full width is ``most``."""
-    eighths = 8 * width * value // most if most else 0
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def cut(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
@@ -236,7 +177,7 @@ def check_rows(
     name: str, x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, received: bool = False
 ) -> tuple[int, Sizes]:
     """This rank, and the sizes of its cast; ValueError unless ``x`` has a row for each of its (or the received) tokens."""
-    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    rank, ranks = place_in(name.partition(":")[0], group)
     if ranks != plan.layout.ranks:
         raise ValueError(f"{name}: the plan is for {plan.layout.ranks} ranks, the group has {ranks}")
     if not 0 <= stage < plan.casts:
@@ -255,29 +196,68 @@ def check_into(into: Tensor, y: Tensor, plan: CastPlan, rank: int) -> None:
         raise ValueError(f"group_reduce: into must be {expected}, the tokens of rank {rank}, got {tuple(into.shape)}")
 
 
-def check_dispatch(
-    mask: Mask, ranks: int, chunk: int, imbalance: float, cells_per_us: int, tokens_per_us: int, swaps_per_chunk: int
-) -> None:
-    """Raise ValueError unless these are arguments of `dispatch`."""
+def default_chunk(tokens: int, ranks: int) -> int:
+    """Return the tokens of a chunk by default: 1024, or fewer where a rank would get less than 8 chunks of that size.
+
+    With 8 chunks a rank, causal and packed masks balance within about 5 %. Chunks are multiples of 128, a kernel's tile, or
+    else of 16, and shorter than 16 only where a rank holds fewer than 128 tokens.
+    """
+    most = min(LONGEST_CHUNK, tokens // (CHUNKS_OF_A_RANK * ranks))
+    unit = next((unit for unit in (128, 16) if unit <= most), 1)
+    return max(1, most // unit * unit)
+
+
+def checked_dispatch(
+    mask: Mask,
+    ranks: int,
+    chunk: int | None,
+    imbalance: float,
+    cells_per_us: int,
+    tokens_per_us: int,
+    swaps_per_chunk: int,
+) -> tuple[int, int, Fraction, int, int, int]:
+    """Return the arguments of `dispatch` after the mask, as ints and a fraction, with the chunk filled in.
+
+    Raise TypeError or ValueError unless they are arguments of `dispatch`. Warn if an explicit chunk leaves a rank
+    empty that a shorter one would not.
+    """
+    if not isinstance(mask, Mask):
+        raise TypeError(f"dispatch: mask must be a Mask, got {shown(mask)}")
     if mask.queries != mask.keys:
         raise ValueError(f"tokens are dispatched with their keys: the mask is {mask.queries} x {mask.keys}, not square")
-    whole = dict(ranks=ranks, chunk=chunk, cells_per_us=cells_per_us, tokens_per_us=tokens_per_us)
-    for name, value in dict(whole, swaps_per_chunk=swaps_per_chunk).items():
-        least = int(name in whole)
-        if not isinstance(value, Integral) or value < least:
-            raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
-    if max(mask.area * tokens_per_us, mask.keys * cells_per_us) >= 2**62:
-        raise ValueError(
-            f"cells_per_us={cells_per_us} and tokens_per_us={tokens_per_us} are too large for {mask.area} cells in 64 bits: "
-            "their ratio decides, so divide both"
-        )
+    ranks, swaps = whole("ranks", ranks, 1), whole("swaps_per_chunk", swaps_per_chunk, 0)
+    cells_per_us, tokens_per_us = whole("cells_per_us", cells_per_us, 1), whole("tokens_per_us", tokens_per_us, 1)
+    if isinstance(imbalance, bool) or not isinstance(imbalance, Real):
+        raise TypeError(f"imbalance must be a number >= 1, got {shown(imbalance)}: pass a float")
     if not 1 <= imbalance < float("inf"):
         raise ValueError(f"imbalance is largest work over the lower bound, so at least 1; got {imbalance}")
+    allowed = Fraction(imbalance) if isinstance(imbalance, Rational) else Fraction(float(imbalance))
+    if max(mask.area * allowed * tokens_per_us, mask.keys * cells_per_us) >= 2**62:
+        raise ValueError(
+            f"cells_per_us={cells_per_us}, tokens_per_us={tokens_per_us} and imbalance={imbalance} are too large for "
+            f"{mask.area} cells in 64 bits: the ratio of the two rates decides, so divide both"
+        )
+    tokens, together = mask.queries, checked_chunk(chunk, mask.queries, ranks)
+    chunks = -(-tokens // together)
+    if chunks < ranks <= tokens:
+        warn(
+            f"dispatch: chunk={chunk} leaves {ranks - chunks} of {ranks} ranks without a token, as {tokens} tokens make "
+            f"no more chunks: pass chunk={default_chunk(tokens, ranks)}, the default",
+            stacklevel=3,
+        )
+    return ranks, together, allowed, cells_per_us, tokens_per_us, swaps
+
+
+def checked_chunk(chunk: int | None, tokens: int, ranks: int) -> int:
+    """Return ``chunk`` or the default, at most ``tokens`` + 1. Raise unless it is a whole number >= 1 or None."""
+    return default_chunk(tokens, ranks) if chunk is None else min(whole("chunk", chunk, 1), tokens + 1)
 
 
 def check_cast(mask: Mask, layout: Layout, stages: int) -> None:
-    """Raise ValueError unless these are arguments of `cast_plan`."""
+    """Raise TypeError or ValueError unless these are arguments of `cast_plan`."""
+    for name, value, kind in (("mask", mask, Mask), ("layout", layout, Layout)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
     if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
         raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
-    if not isinstance(stages, Integral) or stages < 0:
-        raise ValueError(f"stages must be a whole number >= 0, got {stages!r}")
+    whole("stages", stages, 0)

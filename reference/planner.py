@@ -53,7 +53,7 @@ from canon.reference.chunks import (
 )
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan import check_dispatch
+from canon.reference.plan import checked_dispatch
 from canon.reference.plan_cache import cached_plan
 
 __all__ = ["dispatch"]
@@ -67,7 +67,7 @@ def dispatch(
     mask: Mask,
     ranks: int,
     *,
-    chunk: int = 1024,
+    chunk: int | None = None,
     imbalance: float = 1.05,
     cells_per_us: int = 4400,
     tokens_per_us: int = 18,
@@ -82,7 +82,8 @@ def dispatch(
         mask: over the whole sequence, as many queries as keys.
         ranks: how many share it.
         chunk: tokens that stay together; the last chunk may be short. Each rank gets as many chunks as the others, or
-            one less, and token counts differ by at most one chunk.
+            one less, and token counts differ by at most one chunk. None means 1024, or less for short sequences: at
+            least 8 chunks a rank, because fewer balance badly (`canon.reference.plan.default_chunk`).
         imbalance: largest work over the lower bound, max(mean over the ranks, largest chunk), that is good enough.
         cells_per_us, tokens_per_us: the assumed rates: query-key pairs, of all heads, that a rank computes in a
             microsecond, and tokens whose K and V it receives; forward and backward together. (The defaults: 64 heads of
@@ -91,11 +92,15 @@ def dispatch(
 
     Raises:
         ValueError: the mask is not square, or a number is out of its range.
+        TypeError: an argument is of another type.
+
+    Warns:
+        UserWarning: an explicit chunk is so long that ranks hold no token, though there are tokens for all of them.
 
     Source: the module's docstring.
     """
-    check_dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk)
-    return _dispatch(mask, ranks, chunk, Fraction(imbalance), cells_per_us, tokens_per_us, swaps_per_chunk)
+    checked = checked_dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk)
+    return _dispatch(mask, *checked)
 
 
 @cached_plan

@@ -51,3 +51,13 @@ def deterministic():
 
     with peers.deterministic():
         yield
+
+
+@pytest.fixture
+def own_errors():
+    """The test passes arguments of wrong types: the library's own errors come, not those of the tests' type checker."""
+    from jaxtyping import config
+
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)

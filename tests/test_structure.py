@@ -26,6 +26,7 @@ VOCABULARY = {
     "liveness",
     "plan",
     "plan_cache",
+    "report",
     "strides",
 }
 BY_DESIGN_ONLY_FAST = {"backend"}

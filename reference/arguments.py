@@ -1,0 +1,114 @@
+"""Checks of arguments. Each error names the argument and its value, the expectation, and the remedy where there is one.
+
+    whole            a whole number
+    whole_numbers    a sequence or a tensor of whole numbers
+    nested           the same of any number of axes, not checked
+    list_of          an iterable of values of one class
+    plain_tensor     a tensor that is no DTensor, and the axis of its tokens
+    place_in         a process group, and the rank of this process in it
+
+An argument of a wrong type raises TypeError, a value out of range raises ValueError. Booleans, floats and tensors are
+refused where a whole number is expected: rounding one would make a wrong mask or layout without a word.
+"""
+
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+LIMIT = 2**62
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """Return ``value`` as an int. Raise TypeError unless it is a whole number.
+
+    With ``least``, also raise ValueError below it and from 2^62 on: sums of two such numbers fit in 64 bits.
+    """
+    expected = f"{name} must be a whole number" + ("" if least is None else f" >= {least}")
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{expected}, got {shown(value)}: pass an int")
+    number = int(value)
+    if least is not None and not least <= number < LIMIT:
+        raise ValueError(f"{expected}, got {number}" if number < least else f"{name} must be below 2^62, got {number}")
+    return number
+
+
+def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int]:
+    """Return a sequence, or a tensor or array of one axis, as a list of ints; with ``booleans`` they count as 0 and 1.
+
+    Raise TypeError for anything else, ValueError for two axes or an entry beyond 2^62.
+    """
+    if getattr(values, "ndim", 1) != 1:
+        raise ValueError(f"{name} must have one axis, got shape {tuple(values.shape)}: pass one sequence, flattened")
+    entries = nested(values)
+    if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
+        raise TypeError(f"{name} must be a sequence or a tensor of whole numbers, got {shown(values)}")
+    kinds = set(map(type, entries))
+    if not kinds <= ({int, bool} if booleans else {int}):
+        entries = [
+            int(entry) if booleans and isinstance(entry, bool) else whole(f"{name}[{place}]", entry)
+            for place, entry in enumerate(entries)
+        ]
+    if entries and not -LIMIT < min(entries) <= max(entries) < LIMIT:
+        raise ValueError(f"{name} must lie within +-2^62, got {min(entries)} to {max(entries)}")
+    return list(map(int, entries))
+
+
+def nested(values: Any) -> Any:
+    """Return a tensor or an array as nested lists, anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def list_of(name: str, values: Any, kind: type) -> list[Any]:
+    """Return the values as a list. Raise TypeError unless each one is a ``kind``."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence of {kind.__name__}s, got {shown(values)}")
+    values = list(values)
+    for place, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}[{place}] must be a {kind.__name__}, got {shown(value)}")
+    return values
+
+
+def plain_tensor(name: str, x: Any, dim: Any) -> int:
+    """Return ``dim`` as an int. Raise unless ``x`` is a tensor of this process alone, with an axis ``dim``."""
+    if not isinstance(x, Tensor) or hasattr(x, "to_local"):  # a DTensor
+        remedy = "pass x.to_local()" if isinstance(x, Tensor) else "pass torch.as_tensor(x)"
+        raise TypeError(f"{name}: x must be a plain tensor, got {type(x).__name__}: {remedy}")
+    dim = whole(f"{name}: dim", dim)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"{name}: x of shape {tuple(x.shape)} has no dim {dim}: pass the dim of its tokens, 0 if packed"
+        )
+    return dim
+
+
+def place_in(name: str, group: Any) -> tuple[int, int]:
+    """Return (rank, ranks) of this process in ``group``; without torch.distributed it is rank 0 of 1.
+
+    Raise TypeError if the group is no ProcessGroup, ValueError if this process is not a member of it, on this rank alone.
+    """
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{name}: this process is not a member of group: call it on the members alone")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        remedy = "pass mesh.get_group()" if hasattr(group, "get_group") else "pass what dist.new_group returned"
+        raise TypeError(f"{name}: group must be a ProcessGroup or None, got {shown(group)}: {remedy}")
+    if not dist.is_initialized():
+        if group is not None:
+            raise ValueError(f"{name}: a group was given, but torch.distributed has ended: call init_process_group")
+        return 0, 1
+    rank = dist.get_rank(group)
+    if rank < 0:
+        members = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        raise ValueError(f"{name}: rank {dist.get_rank()} is not a member of the group, whose ranks are {members}")
+    return rank, dist.get_world_size(group)
+
+
+def shown(value: Any) -> str:
+    """Return a value and its type, short enough for an error."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,0 +1,166 @@
+"""Chunks are by default short enough to balance the ranks, and one that leaves a rank empty is warned of."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canon import Layout, Mask
+from canon.fast import magi as fast
+from canon.reference import magi as reference
+from canon.reference.plan import default_chunk
+
+HALVES = {"reference": reference, "fast": fast}
+
+
+@pytest.fixture(params=HALVES)
+def half(request):
+    return HALVES[request.param]
+
+
+@st.composite
+def masks(draw, most=70):
+    """Square masks of few tokens, often none or one."""
+    n = draw(st.sampled_from([0, 1, 1, 2, 3]) | st.integers(0, most))
+    ends = sorted(draw(st.lists(st.integers(0, n), max_size=4)))
+    packed = Mask.documents([0, *ends, n], causal=draw(st.booleans()))
+    return draw(st.sampled_from([packed, Mask.causal(n), Mask.window(n, 3, 1), Mask.full(n), Mask([], n, n)]))
+
+
+# --- the default
+
+
+@given(st.integers(0, 3_000_000), st.integers(1, 1100))
+def test_the_default_gives_each_rank_eight_chunks_or_each_token_its_own(tokens, ranks):
+    chunk = default_chunk(tokens, ranks)
+    chunks = -(-tokens // chunk)
+    assert 1 <= chunk <= 1024
+    assert chunks >= min(8 * ranks, tokens)
+    unit = 128 if tokens >= 1024 * ranks else 16 if tokens >= 128 * ranks else 1
+    assert chunk % unit == 0
+    assert (
+        chunk > 511 or chunks <= 16 * ranks + 1
+    )  # short chunks are not many: planning takes the square of their number
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "chunk"),
+    [(65536, 8, 1024), (10_000_000, 1024, 1024), (8191 * 8, 8, 896), (2048, 4, 64), (100, 4, 3), (3, 4, 1), (0, 4, 1)],
+)
+def test_the_default_of_known_sizes(half, tokens, ranks, chunk):
+    assert default_chunk(tokens, ranks) == chunk
+    if tokens <= 2048:
+        mask = Mask.causal(tokens)
+        layout = half.dispatch(mask, ranks)
+        assert layout == half.dispatch(mask, ranks, chunk=chunk)
+        assert half.plan_report(mask, layout) == half.plan_report(mask, layout, chunk=chunk)
+
+
+@settings(max_examples=60)
+@given(masks(), st.integers(1, 9))
+def test_every_rank_holds_a_token_where_there_are_enough(mask, ranks):
+    """Down to no token at all, and with more ranks than tokens: both halves plan alike, and nothing is warned of."""
+    layout = reference.dispatch(mask, ranks)
+    assert layout == fast.dispatch(mask, ranks)
+    sizes = [layout.size(rank) for rank in range(ranks)]
+    assert sum(sizes) == mask.queries
+    assert sum(map(bool, sizes)) == min(ranks, mask.queries)
+    assert max(sizes) - min(sizes) <= default_chunk(mask.queries, ranks)
+    assert reference.plan_report(mask, layout) == fast.plan_report(mask, layout)
+    for stages in (0, 2):
+        assert reference.cast_plan(mask, layout, stages=stages) == fast.cast_plan(mask, layout, stages=stages)
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(2048, 4), (3001, 3), (5000, 2), (2000, 6)])
+def test_short_sequences_are_balanced(half, tokens, ranks):
+    """Rates with free traffic: with the default ones, a plan of few tokens gives up balance to receive fewer keys."""
+    packed = Mask.documents([0, tokens // 5, tokens // 2, tokens - 100, tokens])
+    for mask in (Mask.causal(tokens), packed):
+        layout = half.dispatch(mask, ranks, cells_per_us=1, tokens_per_us=1000)
+        report = half.plan_report(mask, layout)
+        assert max(report.areas) <= 1.05 * sum(report.areas) / ranks
+
+
+# --- warnings
+
+
+def test_a_chunk_that_leaves_ranks_empty_is_warned_of_with_one_that_does_not(half):
+    mask = Mask.causal(2048)
+    told = (
+        "chunk=1024 leaves 2 of 4 ranks without a token, as 2048 tokens make no more chunks: pass chunk=64, the default"
+    )
+    for _ in range(2):  # also where the plan is cached
+        with pytest.warns(UserWarning, match=told):
+            assert sorted(map(half.dispatch(mask, 4, chunk=1024).size, range(4))) == [0, 0, 1024, 1024]
+    for chunk in (None, 64, 512):
+        assert min(map(half.dispatch(mask, 4, chunk=chunk).size, range(4))) > 0
+
+
+def test_more_ranks_than_tokens_are_not_warned_of(half):
+    for chunk in (None, 1, 2, 99):
+        layout = half.dispatch(Mask.causal(3), 5, chunk=chunk)
+        assert sum(map(layout.size, range(5))) == 3
+
+
+@pytest.mark.parametrize("chunk", [100, 101, 2**40, 2**61, 2**62 - 1])
+def test_chunks_longer_than_the_sequence_are_one(chunk):
+    """However long: seven of them do not fit in 64 bits."""
+    mask = Mask.documents([0, 30, 100])
+    with pytest.warns(UserWarning, match=f"chunk={chunk} leaves 6 of 7 ranks"):
+        layout = reference.dispatch(mask, 7, chunk=chunk)
+    with pytest.warns(UserWarning, match=f"chunk={chunk} leaves 6 of 7 ranks"):
+        assert layout == fast.dispatch(mask, 7, chunk=chunk)
+    report = reference.plan_report(mask, layout, chunk=chunk)
+    assert report == fast.plan_report(mask, layout, chunk=chunk)
+    assert report.largest_chunk == mask.area
+
+
+# --- wrong arguments
+
+
+@pytest.mark.usefixtures("own_errors")
+@pytest.mark.parametrize("name", ["ranks", "chunk", "cells_per_us", "tokens_per_us", "swaps_per_chunk"])
+@pytest.mark.parametrize("wrong", ["4", 4.0, True, [4], float("nan"), torch.tensor(4), np.float32(4)], ids=repr)
+def test_what_is_no_whole_number_is_refused_by_name(half, name, wrong):
+    arguments = {"mask": Mask.causal(64), "ranks": 2, name: wrong}
+    with pytest.raises(TypeError, match=f"^{name} must be a whole number >= [01], got .*: pass an int"):
+        half.dispatch(**arguments)
+    if name == "chunk":
+        with pytest.raises(TypeError, match="^chunk must be a whole number >= 1, got"):
+            half.plan_report(Mask.causal(8), Layout.contiguous(8, 2), chunk=wrong)
+
+
+@pytest.mark.usefixtures("own_errors")
+def test_other_wrong_arguments_are_refused_by_name(half):
+    mask, layout = Mask.causal(64), Layout.contiguous(64, 2)
+    for wrong in ("1.05", True, None, torch.tensor(1.05)):
+        with pytest.raises(TypeError, match="imbalance must be a number >= 1, got"):
+            half.dispatch(mask, 2, imbalance=wrong)
+    for wrong in (float("nan"), float("inf"), 0, -1.0):
+        with pytest.raises(ValueError, match="imbalance is largest work over the lower bound, so at least 1"):
+            half.dispatch(mask, 2, imbalance=wrong)
+    with pytest.raises(ValueError, match=r"imbalance=1e\+30 are too large for 2080 cells in 64 bits"):
+        half.dispatch(mask, 2, imbalance=1e30)
+    for call in (lambda x: half.dispatch(x, 2), lambda x: half.cast_plan(x, layout)):
+        for wrong in (mask.dense(), None, 64, layout):
+            with pytest.raises(TypeError, match="mask must be a Mask, got"):
+                call(wrong)
+    for wrong in (None, 2, mask, [[range(64)]]):
+        with pytest.raises(TypeError, match="layout must be a Layout, got"):
+            half.plan_report(mask, wrong)
+    for wrong in ("1", 1.0, True, None):
+        with pytest.raises(TypeError, match="stages must be a whole number >= 0, got"):
+            half.cast_plan(mask, layout, stages=wrong)
+
+
+@pytest.mark.usefixtures("own_errors")
+def test_numbers_of_numpy_and_fractions_make_the_same_plan(half):
+    mask = Mask.documents([0, 100, 300])
+    options = dict(chunk=np.int32(16), cells_per_us=np.int64(10), tokens_per_us=np.uint8(3), swaps_per_chunk=np.int8(1))
+    expected = half.dispatch(mask, 3, chunk=16, cells_per_us=10, tokens_per_us=3, imbalance=1.25)
+    for imbalance in (np.float32(1.25), np.float64(1.25), Fraction(5, 4)):
+        assert half.dispatch(mask, np.int64(3), imbalance=imbalance, **options) is expected
+    assert half.plan_report(mask, expected, chunk=np.int64(16)) == half.plan_report(mask, expected, chunk=16)
