@@ -17,7 +17,7 @@ dq comes last, so that ranks can send gradients of keys under its kernel (`begin
 the busiest processor would have a quarter more to do than it has with an owner for every query head. With the Hopper kernels
 it is "fused", in order, where sequences are long: order costs less than two products there. Else it is "split". Rules from
 counts, measured on twelve shapes 128 wide (paper/data/kernels_auto_h200.json), on sequences of 512 to 131072 tokens 64 to 256
-wide (kernels_sweep_widths_h200.json), on packed documents (backward_methods_h200.json) and on shards (pairs_h200.json).
+wide (kernels_sweep_widths_h200.json), on packed documents (paper/deterministic_dq.md) and on shards (pairs_h200.json).
 
 delta = rowsum(dout * out) - dlse is made by a kernel of its own, or given: once per call, whatever the number of steps.
 

@@ -15,8 +15,7 @@ once, grow to the largest call and are used by every call of the group; other wa
 the way is tried, with a small gather and a small exchange that must arrive whole; if anything fails on any rank, all
 take plain NCCL, and `transport_report` says why. They serve only where every rank has ``CANON_COPY_ENGINE=1`` in
 its environment: torch has one backend of symmetric memory a process, which is NCCL's from then on, and that is for whoever
-owns the process to say. On two, four and eight H200s both passes of strided attention over zigzag shards were up to 10 % faster
-so, and 1 % slower at worst (paper/data/schedules_copy_engines_*_h200.json).
+owns the process to say. On eight H200s both passes of strided attention are up to 5 % faster so (paper/copy_engines.md).
 What is computed does not depend on the way: all move the same bytes, and no way adds anything up. (NCCL itself takes
 multiprocessors again, without a word, where its copy engines cannot reach a peer: a profile shows which.)
 

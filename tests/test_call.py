@@ -1,7 +1,9 @@
 """Ranks that do not mean the same call find out before they compute: every rank raises, naming the field and the ranks."""
 
 import functools
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,3 +155,62 @@ def test_a_cu_seqlens_refilled_in_place_makes_another_call():
     second = reference.attention(q, k, v, Mask.documents(ends))
     assert not torch.equal(first, second)
     assert torch.equal(second, reference.attention(q, k, v, Mask.documents([0, 7, 12])))
+
+
+# --- on GPUs: a known call goes on at once, and its verdict is read at the next call
+
+
+def on_gpu(half, mask, tokens=4):
+    q, k, v = (x.cuda() for x in inputs(tokens=tokens))
+    return call(half, tensors=(q, k, v), mask=mask)
+
+
+def disagree_on_gpus(other):
+    """Both calls are known on both ranks; then rank 1 makes the other one. Returns the error, and the seconds it took."""
+    shapes = {"mask": (Mask.causal(8), Mask.window(8, 2, 0)), "tokens": (Mask.causal(8), Mask.causal(4096))}
+    masks = shapes[other]
+    for _ in range(2):
+        for mask in masks:
+            on_gpu(fast, mask, mask.queries // 2)
+    torch.cuda.synchronize()
+    mask = masks[dist.get_rank()]
+    on_gpu(fast, mask, mask.queries // 2)
+    start = time.monotonic()
+    if other == "tokens":
+        torch.cuda.synchronize()  # the messages do not match: only their end lets it return
+    with pytest.raises(ValueError) as raised:
+        on_gpu(fast, masks[0], 4)
+    return str(raised.value), time.monotonic() - start
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("other", ["mask", "tokens"])
+def test_ranks_that_disagree_on_gpus_raise_at_the_next_call(other):
+    for message, seconds in world.gpus(functools.partial(disagree_on_gpus, other), 2, timeout=90):
+        assert "rank 0: " in message
+        assert "rank 1: " in message
+        assert "make a new process group" in message
+        assert seconds < 20
+
+
+def lose_a_rank_on_gpus():
+    on_gpu(fast, Mask.causal(8))
+    torch.cuda.synchronize()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    two_calls = lambda: [on_gpu(fast, Mask.causal(8)) for _ in range(2)]
+    with pytest.raises(RuntimeError) as raised:
+        two_calls()
+    return str(raised.value)
+
+
+@pytest.mark.gpus(2)
+def test_a_missing_rank_is_named_on_gpus(tmp_path):
+    """The world reports that rank 1 is gone, so rank 0 writes down what it saw."""
+    with pytest.raises(RuntimeError, match="rank 1 ended with exit code 0"):
+        world.gpus(functools.partial(written, str(tmp_path / "error"), lose_a_rank_on_gpus), 2, timeout=60)
+    assert "rank 1 is missing" in (tmp_path / "error").read_text()
+
+
+def written(path, program):
+    Path(path).write_text(program())

@@ -20,7 +20,7 @@ because whoever waits for that and for turns can do nothing else, and the wait e
 
 Shared memory: 2 (BUFFERS rows (d + dv) + STAGES columns (d + dv)) + 8 STAGES columns bytes, and if fused
 4 rows columns + 8 columns d; widths padded to a power of 2.
-What limits it is shared memory, of which products of 64 columns alone take all: paper/hopper_kernels.md.
+Shared memory limits it: paper/shared_memory_bound.md.
 Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
 """
 
