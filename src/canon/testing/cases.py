@@ -92,6 +92,7 @@ class Shape:
     batch: int = 0  # 0 is packed
     contiguous: bool = True
     scale: float | None = None
+    strides: int | None = None  # seed of random strides, where not None
 
 
 SHAPES = {  # by mask; the second is for GPUs
@@ -116,6 +117,7 @@ class Case:
     method: str = "auto"
     variant: str = ""  # the name of the options
     options: tuple[tuple[str, Any], ...] = ()
+    used: str = "both"  # results that are differentiated: "both", "out", "lse"; "no lse" and "sum" do not return lse
 
     @property
     def name(self) -> str:
@@ -125,6 +127,10 @@ class Case:
     @property
     def distributed(self) -> bool:
         return self.function in DISTRIBUTED
+
+    @property
+    def returns_lse(self) -> bool:
+        return self.used not in {"no lse", "sum"}
 
     def layout_of(self, mask: Mask, ranks: int) -> Layout:
         return LAYOUTS[self.layout or "contiguous"](mask, ranks if self.distributed else 1)

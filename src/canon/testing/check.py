@@ -7,30 +7,25 @@ show and keep       table, faults, picture, record; 0 only if everything agrees
 
 import argparse
 import importlib
-import json
 import os
 import sys
-import tempfile
-import threading
-from collections.abc import Callable
-from dataclasses import replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from canon import reference
-from canon.testing import interpreter, record, report, world
+from canon.testing import interpreter, random_check, random_record, record, report
 from canon.testing.cases import DTYPES, Case, all_cases, covered
 from canon.testing.documents import Documents
-from canon.testing.trial import CaseFailed, Trial
+from canon.testing.inputs import FromDocuments
+from canon.testing.running import Interrupted, run_cases
+from canon.testing.trial import Trial
 
-AGREES, DISAGREES, MISUSED = 0, 1, 2
-_RESTARTS = 5  # of worlds made of processes, after failures
+AGREES, DISAGREES, MISUSED, INTERRUPTED = 0, 1, 2, 130
+_RECORD = Path("canon-check/record.json")
 _BUDGET = {"cpu": 600, "cuda": 4096}  # tokens of the repository's documents
 
 
@@ -57,8 +52,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--list", action="store_true", help="print the names of the cases and stop")
     add("--world", choices=["auto", "threads", "processes", "gpus"], default="auto",
         help="ranks as threads of one process, as processes on the CPU, or as one process per GPU (default: auto)")  # fmt: skip
-    add("--record", type=Path, default=Path("canon-check/record.json"), metavar="PATH",
-        help="where the record goes (default: %(default)s)")  # fmt: skip
+    add(
+        "--random",
+        type=int,
+        metavar="N",
+        help="run N random cases instead: masks, layouts, shapes, options, of all kinds",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="--random: of the cases; case i depends on S and i alone (default: 0)",
+    )
+    add("--first", type=int, default=0, metavar="I", help="--random: the number of the first case (default: 0)")
+    add("--merge", type=Path, nargs="+", metavar="RECORD", help="merge records of --random into --record, and stop")
+    add("--record", type=Path, metavar="PATH",
+        help=f"where the record goes, and what --random continues (default: {_RECORD}, {random_check.RECORD})")  # fmt: skip
     add("--picture", type=Path, default=Path("canon-check/errors.png"), metavar="PATH",
         help="where the picture goes (default: %(default)s)")  # fmt: skip
 
@@ -67,6 +77,8 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     """Check, show and keep what `add_arguments` asked for. Returns the exit status."""
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     try:
+        if arguments.merge:
+            return _merged(arguments, console)
         kind, device, ranks = _world(arguments.world, arguments.ranks)
         _interpret_if(device == "cpu", console)
         module = _module(arguments.module)
@@ -74,6 +86,8 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             raise _Misuse(f"--backend chooses kernels of canon.fast, not of {arguments.module}")
         if arguments.runs < 1:
             raise _Misuse(f"--runs must be at least 1, got {arguments.runs}")
+        if arguments.random is not None:
+            return _random(arguments, console, kind, device, module)
         dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
         cases, absent, untried = _chosen(module, dtypes, device, arguments.only)
         if arguments.list:
@@ -89,9 +103,36 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         where += f", {arguments.backend} kernels" + ", simulated" * (arguments.backend == "gluon" and device == "cpu")
     console.print(f"{len(cases)} cases of [bold]{arguments.module}[/] on {where}; {len(documents.lengths)} documents, "
                   f"{documents.tokens} tokens: {_lengths(documents)}", highlight=False)  # fmt: skip
-    trial = Trial(arguments.module, tuple(cases), documents, device, Path(), arguments.backend, arguments.runs)
-    results = _results(kind, ranks, trial)
+    source = FromDocuments(documents)
+    trial = Trial(arguments.module, tuple(cases), source, device, Path(), arguments.backend, arguments.runs)
+    results = run_cases(kind, ranks, trial)
     return _show(arguments, console, results, documents, absent, untried, where, ranks)
+
+
+def _random(arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any) -> int:
+    given = {"--documents": arguments.documents, "--tokens": arguments.tokens, "--dtype": arguments.dtype,
+             "--only": arguments.only, "--list": arguments.list}  # fmt: skip
+    if useless := [name for name, value in given.items() if value]:
+        raise _Misuse(f"--random draws its own cases: leave {', '.join(useless)} out")
+    if arguments.random < 1 or arguments.first < 0 or not 1 <= (arguments.ranks or 1) <= random_check.RANKS:
+        raise _Misuse(f"--random takes N >= 1, --first I >= 0 and --ranks 1 to {random_check.RANKS}, the largest world")
+    kind = "threads" if arguments.world == "auto" else kind
+    try:
+        wrong = random_check.run(arguments, console, kind, device, covered(module, reference)[0])
+    except Interrupted:
+        console.print("[bold red]Interrupted; the record holds what had finished.")
+        return INTERRUPTED
+    return DISAGREES if wrong else AGREES
+
+
+def _merged(arguments: argparse.Namespace, console: Console) -> int:
+    if not arguments.record:
+        raise _Misuse("--merge needs --record PATH, where the merged record goes")
+    kept = random_record.merge(arguments.merge)
+    random_record.write(arguments.record, kept)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in random_record.counts(kept).items())
+    console.print(f"Record: {arguments.record}, of {len(kept['runs'])} runs: {counts}.", highlight=False)
+    return AGREES
 
 
 class _Misuse(ValueError):
@@ -164,87 +205,6 @@ def _lengths(documents: Documents) -> str:
     return shown + (", ..." if len(documents.lengths) > 12 else "")
 
 
-# ---------------------------------------------------------------------- running
-def _results(kind: str, ranks: int, trial: Trial) -> list[dict[str, Any]]:
-    """A result for every case, in order; a case that ends a world has failed, and a fresh world runs the others."""
-    results: dict[str, dict[str, Any]] = {}
-    restarts = 0
-    while left := [case for case in trial.cases if case.name not in results]:
-        with tempfile.TemporaryDirectory(prefix="canon-check-") as folder:
-            some = replace(trial, cases=tuple(left), sink=Path(folder) / "results")
-            some.sink.touch()
-            error = _go(partial(_start(kind, len(left)), some, ranks), some.sink, len(results), len(trial.cases))
-            results |= {result["case"]: result for result in map(json.loads, _lines(some.sink))}
-        if error is None:
-            break
-        cause = error.__cause__
-        named = cause.args[0] if isinstance(cause, CaseFailed) else None
-        name = named or next((case.name for case in left if case.name not in results), None)
-        if name is None:
-            raise error
-        results[name] = _failed(name, error)
-        restarts += kind != "threads"
-        if restarts > _RESTARTS:
-            results |= {c.name: _failed(c.name, "not run: too many failures") for c in left if c.name not in results}
-    return [results[case.name] for case in trial.cases]
-
-
-def _start(kind: str, cases: int) -> Callable:
-    return partial(getattr(world, kind), timeout=120 + 20 * cases) if kind != "threads" else world.threads
-
-
-def _failed(name: str, error: Exception | str) -> dict[str, Any]:
-    """float64 is an offer: hardware kernels may decline it. All else must run."""
-    cause = getattr(error, "__cause__", None)
-    told = f"{str(error).split(':')[0]}: {cause}" if isinstance(cause, CaseFailed) else str(error)
-    declined = "/float64" in name and str(cause).startswith(("ValueError", "NotImplementedError", "TypeError"))
-    return {
-        "case": name,
-        "verdict": "declined" if declined else "failed",
-        "faults": [told],
-        "measures": [],
-        "same_bits": None,
-        "seconds": [],
-        "reference_seconds": [],
-    }
-
-
-def _lines(sink: Path) -> list[str]:
-    """The lines that are there in full."""
-    return sink.read_text().split("\n")[:-1]
-
-
-def _go(start: Callable[[], Any], sink: Path, done: int, total: int) -> Exception | None:
-    """Run a world, showing how far it is, as a bar or, where nobody watches, in lines; returns its error."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console, ended = Console(stderr=True), threading.Event()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("checking", total=total, completed=done)
-
-        def follow() -> None:
-            told, last = 0, False
-            while not last:
-                last = ended.wait(0.3)
-                finished = _lines(sink)
-                progress.update(task, completed=done + len(finished))
-                if not console.is_terminal:
-                    for number, line in enumerate(finished[told:], done + told + 1):
-                        result = json.loads(line)
-                        print(f"{number}/{total} {result['case']} {result['verdict']}", file=sys.stderr, flush=True)
-                told = len(finished)
-
-        follower = threading.Thread(target=follow, daemon=True)
-        follower.start()
-        try:
-            start()
-        except (RuntimeError, TimeoutError) as error:
-            return error
-        finally:
-            ended.set()
-            follower.join()
-    return None
-
-
 # ---------------------------------------------------------------------- showing
 def _show(arguments, console: Console, results, documents, absent, untried, where: str, ranks: int) -> int:
     console.print(report.table(results, arguments.module))
@@ -255,7 +215,7 @@ def _show(arguments, console: Console, results, documents, absent, untried, wher
         console.print(f"Public, but no case tries them: {', '.join(untried)}.")
     wrong = [result for result in results if result["verdict"] in {"disagrees", "failed"}]
     kept = record.write(
-        arguments.record,
+        arguments.record or _RECORD,
         _command(arguments, ranks),
         results,
         module=arguments.module,

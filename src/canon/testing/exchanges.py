@@ -22,8 +22,8 @@ from canon.reference import Layout, Mask
 from canon.reference.call import accumulate_dtype
 from canon.reference.plan import CastPlan
 from canon.testing.cases import Case, interleaving
-from canon.testing.inputs import Inputs, with_gaps
-from canon.testing.judge import Measure, judged, visible_blocks
+from canon.testing.inputs import Inputs, placed
+from canon.testing.judge import EXACT, UNIT, Measure, judged, visible_blocks
 
 Tables = dict[str, Tensor]
 
@@ -34,6 +34,7 @@ class Answer:
 
     exact: Tensor
     honest: list[Tensor] = field(default_factory=list)
+    roundings: Tensor | None = None  # how far they reach, if known
 
 
 def tables(module: Any, case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int) -> Tables:
@@ -54,7 +55,7 @@ def compared(got: Tables, should: dict[str, Answer]) -> tuple[list[Measure], lis
         if (mine.shape, mine.dtype) != (like.shape, like.dtype):
             faults.append(f"{name} is {_form(mine)}, expected {_form(like)}")
         elif answer.honest:
-            some, wrong = judged(name, mine, exact, answer.honest)
+            some, wrong = judged(name, mine, exact, answer.honest, answer.roundings)
             measures, faults = measures + some, faults + wrong
         else:
             rows = rows_that_differ(mine, exact)
@@ -135,8 +136,7 @@ def _plan_report_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
 # ---------------------------------------------------------------------- what moves, and what is added
 def _rows(layout: Layout, x: Tensor, rank: int, case: Case) -> Tensor:
     """This rank's tokens of (tokens, ...), in its own memory; with gaps between the rows where the case asks for strides."""
-    mine = x[_positions(layout, rank).to(x.device)]
-    return mine if case.shape.contiguous else with_gaps(mine)
+    return placed(x[_positions(layout, rank).to(x.device)], case.shape)
 
 
 def _positions(layout: Layout, rank: int) -> Tensor:
@@ -178,7 +178,9 @@ def _summed(there: Tensor, parts: list[Tensor]) -> Answer:
         for place in torch.randperm(len(parts), generator=generator).tolist():
             total += parts[place]
         honest.append(total)
-    return Answer(sum((part.double() for part in parts), there.double()), honest)
+    unit = EXACT if there.dtype == torch.float64 else UNIT
+    reach = unit * sum((part.double().abs() for part in parts), there.double().abs())
+    return Answer(sum((part.double() for part in parts), there.double()), honest, reach)
 
 
 def _group_reduce(module, case, mask, layout, x, rank) -> Tables:
@@ -187,7 +189,7 @@ def _group_reduce(module, case, mask, layout, x, rank) -> Tables:
     into = total = _rows(layout, there, rank, case)
     for cast in range(plan.casts):
         y = added[rank][_tokens_received(plan, cast, rank).to(there.device)]
-        total = module.group_reduce(y if case.shape.contiguous else with_gaps(y), plan, cast, into)
+        total = module.group_reduce(placed(y, case.shape), plan, cast, into)
     return {"sum": total, "into": into}
 
 
