@@ -7,6 +7,7 @@ show and keep       table, faults, picture, record; 0 only if everything agrees
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from fnmatch import fnmatch
@@ -17,66 +18,25 @@ import torch
 from rich.console import Console
 
 from canon import reference
-from canon.testing import interpreter, random_check, random_record, record, report
-from canon.testing.cases import DTYPES, Case, all_cases, covered
+from canon.testing import contract, interpreter, random_check, random_record, record, report, warming
+from canon.testing.cases import Case, all_cases, covered
 from canon.testing.documents import Documents
 from canon.testing.inputs import FromDocuments
+from canon.testing.options import BUDGET, PICTURE, RECORD, add_arguments
 from canon.testing.running import Interrupted, run_cases
 from canon.testing.trial import Trial
 
 AGREES, DISAGREES, MISUSED, INTERRUPTED = 0, 1, 2, 130
-_RECORD = Path("canon-check/record.json")
-_BUDGET = {"cpu": 600, "cuda": 4096}  # tokens of the repository's documents
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `canon check`."""
-    add = parser.add_argument
-    add("module", nargs="?", default="canon.fast", metavar="MODULE",
-        help="module to check, any that has functions of the reference's names (default: canon.fast)")  # fmt: skip
-    add("--ranks", type=int, metavar="N", help="ranks that hold the sequence together (default: 4, or all GPUs)")
-    add("--documents", type=Path, nargs="+", default=[], metavar="PATH",
-        help="files, or folders of text files, to attend over (default: files of this repository)")  # fmt: skip
-    add("--tokens", type=int, metavar="N",
-        help="read documents only up to so many tokens, a token being a byte (default: no limit on --documents, "
-             f"{_BUDGET['cpu']} on the CPU and {_BUDGET['cuda']} on GPUs for the repository's)")  # fmt: skip
-    add("--dtype", action="append", choices=list(DTYPES), metavar="DTYPE",
-        help=f"one of {', '.join(DTYPES)}; may be repeated, the cases then take turns "
-             "(default: all but float16 on the CPU, all but float64 on GPUs)")  # fmt: skip
-    add("--backend", choices=["triton", "gluon"], metavar="FAMILY",
-        help="kernels of canon.fast, triton or gluon; the latter run on Hopper, and CPUs simulate them (default: its own "
-             "choice)")  # fmt: skip
-    add("--runs", type=int, default=2, metavar="N",
-        help="how often each case is run; all runs must give the same bits (default: %(default)s)")  # fmt: skip
-    add("--only", metavar="PATTERN", help="run the cases whose name contains PATTERN (with * and ?)")
-    add("--list", action="store_true", help="print the names of the cases and stop")
-    add("--world", choices=["auto", "threads", "processes", "gpus"], default="auto",
-        help="ranks as threads of one process, as processes on the CPU, or as one process per GPU (default: auto)")  # fmt: skip
-    add(
-        "--random",
-        type=int,
-        metavar="N",
-        help="run N random cases instead: masks, layouts, shapes, options, of all kinds",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="--random: of the cases; case i depends on S and i alone (default: 0)",
-    )
-    add("--first", type=int, default=0, metavar="I", help="--random: the number of the first case (default: 0)")
-    add("--merge", type=Path, nargs="+", metavar="RECORD", help="merge records of --random into --record, and stop")
-    add("--record", type=Path, metavar="PATH",
-        help=f"where the record goes, and what --random continues (default: {_RECORD}, {random_check.RECORD})")  # fmt: skip
-    add("--picture", type=Path, default=Path("canon-check/errors.png"), metavar="PATH",
-        help="where the picture goes (default: %(default)s)")  # fmt: skip
+__all__ = ["add_arguments", "run"]
 
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     """Check, show and keep what `add_arguments` asked for. Returns the exit status."""
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     try:
+        if arguments.template:
+            console.print(contract.TEMPLATE, markup=False, highlight=False, soft_wrap=True, end="")
+            return AGREES
         if arguments.merge:
             return _merged(arguments, console)
         kind, device, ranks = _world(arguments.world, arguments.ranks)
@@ -88,32 +48,67 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             raise _Misuse(f"--runs must be at least 1, got {arguments.runs}")
         if arguments.random is not None:
             return _random(arguments, console, kind, device, module)
-        dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
-        cases, absent, untried = _chosen(module, dtypes, device, arguments.only)
-        if arguments.list:
-            console.print("\n".join(case.name for case in cases), highlight=False)
-            return AGREES
-        budget = arguments.tokens or (None if arguments.documents else _BUDGET[device])
-        documents = Documents.of(arguments.documents, budget)
+        return _fixed(arguments, console, kind, device, ranks, module)
     except ValueError as error:
         print(f"canon check: {error}", file=sys.stderr)
         return MISUSED
-    where = _describe(kind, device, ranks)
-    if arguments.backend:
-        where += f", {arguments.backend} kernels" + ", simulated" * (arguments.backend == "gluon" and device == "cpu")
+
+
+def _fixed(arguments: argparse.Namespace, console: Console, kind: str, device: str, ranks: int, module: Any) -> int:
+    """The cases of `canon.testing.cases`, on documents."""
+    if arguments.seed is not None or arguments.first is not None:
+        raise _Misuse("--seed and --first choose random cases: give --random N, too")
+    budget = arguments.tokens or (None if arguments.documents else BUDGET[device])
+    documents = Documents.of(arguments.documents, budget)
+    cases, absent, untried = _chosen(module, arguments, device, documents.tokens % ranks == 0)
+    if arguments.list:
+        console.print("\n".join(case.name for case in cases), highlight=False)
+        return AGREES
+    where = _describe(kind, device, ranks, arguments.backend)
+    key = record.digest(record.source(arguments.module), where, arguments.runs, arguments.features, documents)
+    known = _known(arguments, key)
+    left = tuple(case for case in cases if case.name not in known)
     console.print(f"{len(cases)} cases of [bold]{arguments.module}[/] on {where}; {len(documents.lengths)} documents, "
                   f"{documents.tokens} tokens: {_lengths(documents)}", highlight=False)  # fmt: skip
     source = FromDocuments(documents)
-    trial = Trial(arguments.module, tuple(cases), source, device, Path(), arguments.backend, arguments.runs)
-    results = run_cases(kind, ranks, trial)
-    return _show(arguments, console, results, documents, absent, untried, where, ranks)
+    trial = Trial(arguments.module, left, source, device, Path(), arguments.backend, arguments.runs)
+    interrupted = False
+    try:
+        if left and warming.worth_it(device):
+            console.print(warming.warm([(ranks, trial)]), highlight=False)
+        results = run_cases(kind, ranks, trial, len(cases) - len(left), len(cases))
+    except Interrupted as error:
+        results, interrupted = error.results, True
+    found = known | {result["case"]: result for result in results}
+    results = [found[case.name] for case in cases if case.name in found]
+    if interrupted:
+        console.print(
+            f"[bold red]Interrupted: {len(results)} of {len(cases)} cases have run; --resume runs the others."
+        )
+    status = _show(arguments, console, results, documents, absent, untried, where, ranks, key)
+    return INTERRUPTED if interrupted else status
+
+
+def _known(arguments: argparse.Namespace, key: str) -> dict[str, dict[str, Any]]:
+    """Results that the record has, of the same code and arguments; an exception is no result."""
+    path = arguments.record or RECORD
+    if not arguments.resume or not path.exists():
+        return {}
+    try:
+        kept = json.loads(path.read_text())
+        results = kept["results"] if kept["key"] == key else []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _Misuse(f"--resume: {path} is not a record of canon check that can be resumed: {error!r}") from error
+    return {result["case"]: result for result in results if result["verdict"] != "failed"}
 
 
 def _random(arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any) -> int:
     given = {"--documents": arguments.documents, "--tokens": arguments.tokens, "--dtype": arguments.dtype,
-             "--only": arguments.only, "--list": arguments.list}  # fmt: skip
+             "--only": arguments.only, "--list": arguments.list, "--features": arguments.features,
+             "--picture": arguments.picture, "--resume": arguments.resume}  # fmt: skip
     if useless := [name for name, value in given.items() if value]:
-        raise _Misuse(f"--random draws its own cases: leave {', '.join(useless)} out")
+        raise _Misuse(f"--random draws its own cases and always resumes: leave {', '.join(useless)} out")
+    arguments.seed, arguments.first = arguments.seed or 0, arguments.first or 0
     if arguments.random < 1 or arguments.first < 0 or not 1 <= (arguments.ranks or 1) <= random_check.RANKS:
         raise _Misuse(f"--random takes N >= 1, --first I >= 0 and --ranks 1 to {random_check.RANKS}, the largest world")
     kind = "threads" if arguments.world == "auto" else kind
@@ -178,26 +173,33 @@ def _default_dtypes(device: str, backend: str | None) -> list[str]:
     return ["bfloat16", "float32", "float64"] if device == "cpu" else ["bfloat16", "float16", "float32"]
 
 
-def _chosen(module: Any, dtypes: list[str], device: str, only: str | None) -> tuple[list[Case], list[str], list[str]]:
+def _chosen(module: Any, arguments, device: str, even: bool) -> tuple[list[Case], list[str], list[str]]:
+    dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
     functions, absent, untried = covered(module, reference)
     cases = [case for case in all_cases(dtypes, device == "cuda") if case.function in functions]
     if not cases:
         raise _Misuse(f"{module.__name__} has none of the functions {', '.join(absent)}")
-    if only:
-        cases = [case for case in cases if fnmatch(case.name, f"*{only}*")]
+    if arguments.features:
+        cases = contract.limited(cases, contract.features(arguments.features), even)
         if not cases:
-            raise _Misuse(f"no case matches {only!r}; --list shows their names")
+            raise _Misuse(f"--features {arguments.features} leaves no case of {', '.join(functions)}")
+    if arguments.only:
+        cases = [case for case in cases if fnmatch(case.name, f"*{arguments.only}*")]
+        if not cases:
+            raise _Misuse(f"no case matches {arguments.only!r}; --list shows their names")
     return cases, absent, untried
 
 
-def _describe(kind: str, device: str, ranks: int) -> str:
+def _describe(kind: str, device: str, ranks: int, backend: str | None) -> str:
     gpu = torch.cuda.get_device_name() if device == "cuda" else ""
     many = f"{ranks} rank{'s' * (ranks > 1)}"
-    return {
+    kernels = f", {backend} kernels" + ", simulated" * (backend == "gluon" and device == "cpu") if backend else ""
+    places = {
         "gpus": f"{many}, a process and a {gpu} each (NCCL)",
         "processes": f"{many}, a process on the CPU each (gloo)",
         "threads": f"{many}, threads sharing " + (f"one {gpu}" if gpu else "the CPU"),
-    }[kind]
+    }
+    return places[kind] + kernels
 
 
 def _lengths(documents: Documents) -> str:
@@ -206,7 +208,7 @@ def _lengths(documents: Documents) -> str:
 
 
 # ---------------------------------------------------------------------- showing
-def _show(arguments, console: Console, results, documents, absent, untried, where: str, ranks: int) -> int:
+def _show(arguments, console, results, documents, absent, untried, where: str, ranks: int, key: str) -> int:
     console.print(report.table(results, arguments.module))
     report.faults(results, console)
     if absent:
@@ -215,9 +217,10 @@ def _show(arguments, console: Console, results, documents, absent, untried, wher
         console.print(f"Public, but no case tries them: {', '.join(untried)}.")
     wrong = [result for result in results if result["verdict"] in {"disagrees", "failed"}]
     kept = record.write(
-        arguments.record or _RECORD,
+        arguments.record or RECORD,
         _command(arguments, ranks),
         results,
+        key=key,
         module=arguments.module,
         world=where,
         ranks=ranks,
@@ -225,8 +228,9 @@ def _show(arguments, console: Console, results, documents, absent, untried, wher
         absent=absent,
         untried=untried,
     )
-    if report.picture(results, arguments.picture, f"{arguments.module} on {where}"):
-        console.print(f"Record: {kept}. Picture: {arguments.picture}.", highlight=False)
+    picture = arguments.picture or PICTURE
+    if report.picture(results, picture, f"{arguments.module} on {where}"):
+        console.print(f"Record: {kept}. Picture: {picture}.", highlight=False)
     else:
         console.print(f"Record: {kept}. No picture: it takes matplotlib (pip install matplotlib).", highlight=False)
     declined = sum(result["verdict"] == "declined" for result in results)
@@ -244,6 +248,7 @@ def _command(arguments, ranks: int) -> str:
     words += [f"--backend {arguments.backend}"] if arguments.backend else []
     words += [f"--tokens {arguments.tokens}"] if arguments.tokens else []
     words += [f"--runs {arguments.runs}"] if arguments.runs != 2 else []
+    words += [f"--features {arguments.features}"] if arguments.features else []
     words += [f"--only '{arguments.only}'"] if arguments.only else []
     return " ".join(words)
 

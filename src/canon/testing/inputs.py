@@ -137,7 +137,8 @@ def _expected(
 
 def expected(case: Case, documents: Documents, device: str) -> tuple[Attended, list[Attended]]:
     """The oracle's answer, and honest ones in the dtype of the case; a merge is of float32 parts, and held to that."""
-    wide, with_lse = case.function == "merge", case.variant != "plain"
+    wide = case.function == "merge"
+    with_lse = case.variant != "plain" and case.used in {"both", "lse"}
     return _expected(case.mask, case.dtype, case.shape, documents, device, wide, with_lse)
 
 

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 import canon
-from canon.testing import random_record, record
+from canon.testing import random_record, record, warming
 from canon.testing.draws import Drawn, drawn
+from canon.testing.options import RANDOM_RECORD
 from canon.testing.random_source import RandomSource
 from canon.testing.running import Interrupted, run_cases
 from canon.testing.trial import Trial
 
 BLOCK = 200  # cases between two writes of the record
-RECORD = Path("canon-check/random.json")
 RANKS = 8  # of the largest world, if nothing else is asked for
 
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, console: Console, kind: str, device: str,
 
     Raises ValueError for a record that is something else, Interrupted at Ctrl-C, when all that finished is kept.
     """
-    path, ranks = arguments.record or RECORD, arguments.ranks or RANKS
+    path, ranks = arguments.record or RANDOM_RECORD, arguments.ranks or RANKS
     table = table_of(device, arguments.backend)
     kept = random_record.read(path, arguments.module)
     head = {
@@ -62,6 +62,10 @@ def run(arguments: argparse.Namespace, console: Console, kind: str, device: str,
     if len(left) < len(wanted):
         console.print(f"{len(wanted) - len(left)} of these cases are in {path} already.", highlight=False)
     trial = Trial(arguments.module, (), RandomSource(), device, Path(), arguments.backend, arguments.runs)
+    if left and warming.worth_it(device):
+        some = [drawn(arguments.seed, index, table, ranks) for index in left[:BLOCK]]
+        worlds = [(case.ranks, replace(trial, cases=(case,))) for case in some if case.function in functions]
+        console.print(warming.warm(worlds), highlight=False)
     try:
         for start in range(0, len(left), BLOCK):
             cases = [drawn(arguments.seed, index, table, ranks) for index in left[start : start + BLOCK]]

@@ -45,14 +45,19 @@ def source(module: str) -> str:
     if found is not None and found.origin and module.partition(".")[0] != "canon":
         origin = Path(found.origin)
         roots.append(origin.parent if "." in module or origin.name == "__init__.py" else origin)
-    digest = hashlib.sha256()
+    total = hashlib.sha256()
     for root in roots:
         files = [root] if root.is_file() else sorted(root.glob("**/*.py")) + sorted(root.glob("*/**/*.cu*"))
         for linked in (root / "reference", root / "fast") if root.is_dir() else ():
             files += sorted(linked.resolve().glob("**/*.py")) if linked.is_symlink() else []
         for file in files:
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
+            total.update(file.name.encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def digest(*parts: Any) -> str:
+    """Return a digest of anything with a stable repr."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def machine() -> dict[str, Any]:

@@ -30,7 +30,7 @@ def roundings(q, k, v, dout, mask: Mask, scale: float | None = None, dlse=None) 
         packed, dlse = (x[None] for x in (q, k, v, dout)), None if dlse is None else dlse[None]
         return Attended(*(x[0] for x in roundings(*packed, mask, scale, dlse)))
     scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[2] // k.shape[2]
-    narrow = torch.finfo(q.dtype).eps / 2 if q.dtype.itemsize == 2 else 0.0
+    narrow_dtype, narrow = q.dtype, torch.finfo(q.dtype).eps / 2 if q.dtype.itemsize == 2 else 0.0
     blocks = [rows for _, rows in visible_blocks(mask, q.device)]
     visible = torch.cat(blocks) if blocks else torch.zeros(0, mask.keys, dtype=torch.bool, device=q.device)
     wide = EXACT if q.dtype == torch.float64 else UNIT
@@ -45,7 +45,8 @@ def roundings(q, k, v, dout, mask: Mask, scale: float | None = None, dlse=None) 
     some = _wide(q.abs(), k.abs(), v.abs(), dout.abs(), p, lse.abs(), dlse.abs(), scale)
     sizes = [wide * x for x in some]
     if narrow:
-        few = _narrow(q, k, v, dout, p, dlse, scale)
+        least = torch.finfo(narrow_dtype).smallest_subnormal / (2 * narrow) * visible  # float16 underflows
+        few = _narrow(q, k, v, dout, p, dlse, scale, least)
         sizes = [x if y is None else x + narrow * y for x, y in zip(sizes, few, strict=True)]
     out, lse, dq, dk, dv = sizes
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
@@ -62,13 +63,13 @@ def _wide(q, k, v, dout, p, lse, dlse, scale: float) -> tuple[Tensor, ...]:
     return out, lse + (p * (1 + scores)).sum(-1), scale * ds @ k, scale * ds.mT @ q, weights.mT @ dout
 
 
-def _narrow(q, k, v, dout, p, dlse, scale: float) -> tuple[Tensor | None, ...]:
-    """Return the same of the second table; lse is not rounded."""
-    out, out_error = p @ v, _rss(p, v)
+def _narrow(q, k, v, dout, p, dlse, scale: float, least: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the same of the second table; lse is not rounded. No number is rounded by less than ``least`` allows."""
+    out, out_error = p @ v, _rss(p + least, v)
     delta = (dout * (out.abs() + out_error)).norm(dim=-1, keepdim=True)
-    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])
+    ds = (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])).abs() + least
     dq = _rss(ds, k) + delta * (p @ k).abs()
-    return out_error, None, scale * dq, scale * _rss((ds.abs() + p * delta).mT, q), _rss(p.mT, dout)
+    return out_error, None, scale * dq, scale * _rss((ds + p * delta).mT, q), _rss((p + least).mT, dout)
 
 
 def _rss(a: Tensor, b: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ from canon.testing.cases import DTYPES, EXCHANGES, TAKE_A_LAYOUT, Case
 from canon.testing.exchanges import answers, compared, rows_that_differ, tables
 from canon.testing.inputs import Expected, Inputs, placed
 from canon.testing.judge import Attended, Measure, agreement, relative
+from canon.testing.places import worst_places
 
+DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}  # are not passed
 _making = threading.Lock()  # ranks as threads share one set of inputs
 
 
@@ -85,6 +87,23 @@ class Trial:
                     with self.sink.open("a") as lines:
                         lines.write(json.dumps(result) + "\n")  # in one piece: the lines are read as they come
 
+    def rehearse(self) -> None:
+        """Run the module's half of every case once, and judge nothing: to find out which kernels it launches."""
+        module, rank, ranks = import_module(self.module), dist.get_rank(), dist.get_world_size()
+        with self._kernels():
+            for case in self.cases:
+                if rank and not case.distributed:
+                    continue
+                mask, x = self.source.mask(case), None
+                layout = case.layout_of(mask, ranks)
+                if case.dtype:
+                    with _making:
+                        x = self.source.inputs(case, self.device)
+                if case.function in EXCHANGES:
+                    tables(module, case, mask, layout, x, rank)
+                else:
+                    call(module, case, x, layout, rank)
+
     @contextmanager
     def _kernels(self) -> Iterator[None]:
         """The family that was asked for; on a CPU, where Gluon does not run, its simulator."""
@@ -131,6 +150,7 @@ def _attended(module, case: Case, source: Source, device, runs, mask, layout: La
     exact, judge = should.exact, lambda got: agreement(got, should.exact, should.honest, should.roundings)
     verdict, of_reference = judge(first), judge(theirs)
     faults = _wrong_dtypes(case, first, exact) + list(verdict.faults)
+    faults += worst_places(list(verdict.faults), first, exact, layout if case.distributed else None)
     faults += [f"the reference itself: {fault}" for fault in of_reference.faults]
     if not (case.method == "fused" and device == "cuda"):  # there its dq is added up by atomics
         faults += wavers
@@ -283,14 +303,19 @@ def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Atten
 
 def _whole(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
     """A differentiable function, forward and backward."""
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    leaves = [t.detach().requires_grad_(not case.used.startswith("forward")) for t in (q, k, v)]
     if case.variant == "plain":  # the mask is causal, which is what None means
         out = getattr(module, case.function)(*leaves, *((None, layout) if case.function in TAKE_A_LAYOUT else ()))
+        if case.used.startswith("forward"):
+            return Attended(out)
         return Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
     arguments = (*leaves, x.mask, layout) if case.function in TAKE_A_LAYOUT else (*leaves, x.mask)
     options = _options(case) | {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
+    options = {name: value for name, value in options.items() if value != DEFAULTS.get(name, ...)}
     results = getattr(module, case.function)(*arguments, **options)
     out, lse = results if case.returns_lse else (results, None)
+    if case.used.startswith("forward"):
+        return Attended(out, lse)
     some, grads = {"both": ((out, lse), (dout, dlse)), "lse": (lse, dlse)}.get(case.used, (out, dout))
     return Attended(out.detach(), None if lse is None else lse.detach(), *torch.autograd.grad(some, leaves, grads))
 
