@@ -64,7 +64,7 @@ def attention(q, k, v, mask=None, *, scale=None, backward="auto", return_lse=Fal
     blind = ~seen.any(1, keepdim=True)
     p = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
     lse = torch.logsumexp(scores.masked_fill(blind, 0), -1).masked_fill(blind[:, 0], -torch.inf)
-    out = (p @ values).transpose(1, 2).to(q.dtype)
+    out = (p @ values).masked_fill(blind, 0).transpose(1, 2).to(q.dtype)  # so their gradients are 0
     return (out, lse) if return_lse else out
 
 

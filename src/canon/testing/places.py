@@ -27,7 +27,7 @@ def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
         return f"{name} is empty"
     worst = error.max()
     b, token, head = (int(i) for i in (error == worst).nonzero()[0])
-    bad = (error > worst / 2).any(-1).any(0).nonzero().flatten().tolist()
+    bad = (error >= worst / 2).any(-1).any(0).nonzero().flatten().tolist()
     line = f"{name} is worst at token {token}" + (f" of sequence {b}" if len(error) > 1 else "") + f", head {head}"
     if layout is not None:
         rank, row = holder(layout, token)

@@ -47,16 +47,29 @@ def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def picture(results: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
-    """Draw error / bound of every tensor of every case on a logarithmic axis; False where matplotlib is missing."""
+    """Draw `figure` into ``path``; False where matplotlib is missing."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        drawn = figure(results, title)
     except ModuleNotFoundError:
         return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=150)
+    return True
+
+
+def figure(results: Sequence[dict[str, Any]], title: str):
+    """Return a figure of error / bound of every tensor of every case, on a logarithmic axis.
+
+    Cases that do not agree have red names, and a cross where no error over its bound was measured. Raises
+    ModuleNotFoundError without matplotlib.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     results = results or [{"case": "nothing ran", "measures": [], "verdict": "declined"}]
-    figure = Figure(figsize=(8, 1.5 + 0.2 * len(results)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    drawing = Figure(figsize=(8, 1.5 + 0.2 * len(results)), layout="constrained")
+    FigureCanvasAgg(drawing)
+    axes = drawing.add_subplot()
     for tensor, colour in [*COLOURS.items(), ("equal", EQUAL)]:
         for row, result in enumerate(results):
             ratios = [m["ratio"] for m in result["measures"] if _shown_as(m["tensor"]) == tensor]
@@ -76,11 +89,9 @@ def picture(results: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
         label.set_color(WRONG if result["verdict"] in {"disagrees", "failed"} else "black")
     axes.set_ylim(len(results) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.3)
-    figure.legend(ncols=7, loc="outside lower right", frameon=False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return True
+    drawing.legend(ncols=7, loc="outside lower right", frameon=False)
+    drawing.suptitle(title, x=0.01, ha="left", fontsize=10)
+    return drawing
 
 
 def _shown_as(tensor: str) -> str:

@@ -45,7 +45,7 @@ def roundings(q, k, v, dout, mask: Mask, scale: float | None = None, dlse=None) 
     some = _wide(q.abs(), k.abs(), v.abs(), dout.abs(), p, lse.abs(), dlse.abs(), scale)
     sizes = [wide * x for x in some]
     if narrow:
-        least = torch.finfo(narrow_dtype).smallest_subnormal / (2 * narrow) * visible  # float16 underflows
+        least = torch.finfo(narrow_dtype).smallest_normal * visible  # below it spacing is constant: float16 underflows
         few = _narrow(q, k, v, dout, p, dlse, scale, least)
         sizes = [x if y is None else x + narrow * y for x, y in zip(sizes, few, strict=True)]
     out, lse, dq, dk, dv = sizes

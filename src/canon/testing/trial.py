@@ -210,8 +210,11 @@ def _rows_apart(a: Attended, b: Attended) -> str:
     """How many rows of which tensors, a row being one head of one token; nothing if all bits are the same."""
     told = []
     for name, x, y in zip(Attended._fields, a, b, strict=True):
-        if x is not None and y is not None and not torch.equal(x, y):
-            rows = (x != y) if name == "lse" else (x != y).any(-1)
+        if x is not None and y is not None:
+            differ = (x != y) & ~((x != x) & (y != y))  # a NaN equals a NaN
+            rows = differ if name == "lse" else differ.any(-1)
+            if not rows.any():
+                continue
             told.append(f"{int(rows.sum())} of {rows.numel()} rows of {name}")
         elif (x is None) != (y is None):
             told.append(f"whether there is {name}")

@@ -35,6 +35,7 @@ from canon.testing import record, world
 from canon.testing.trial import Trial
 
 Job = Callable[[], Any]
+PROCESS = [sys.executable, "-m", "canon.testing.warming"]
 _jobs: list[Job] = []  # inherited by forks
 
 
@@ -53,9 +54,7 @@ def warm(worlds: Sequence[tuple[int, Trial]]) -> str:
         return "Kernels were compiled before."
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     done = {"cases": 0, "compiled": 0, "failed": 0, "of": 0}
-    child = subprocess.Popen(
-        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
+    child = subprocess.Popen(PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("kernels: collecting", total=sum(len(trial.cases) for _, trial in worlds))
         try:
