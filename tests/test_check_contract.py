@@ -186,7 +186,7 @@ def test_version():
 def test_ctrl_c_keeps_what_has_finished(tmp_path):
     words = [sys.executable, "-m", "canon", "check", "canon.reference", "--tokens", "200"]
     child = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in child.stderr:
+    for line in child.stderr or ():
         if line.startswith("3/"):
             break
     child.send_signal(signal.SIGINT)

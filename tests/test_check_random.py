@@ -171,6 +171,7 @@ def test_the_judge_lets_pass_rounding_of_few_numbers_and_no_more():
     mask = Mask.window(3, 0, 0)
     q, k, v, dout = (torch.randn(1, 3, 1, 1, generator=draw) for _ in range(4))
     exact, honest = oracle(q, k, v, dout, mask), orders(q, k, v, dout, mask)
+    assert exact.dq is not None
     noise = exact.dq + 2.0**-25 * (dout.abs() * v.abs()) * k.abs()
     got = Attended(dq=noise.float())
     assert not agreement(got, exact, honest).agrees

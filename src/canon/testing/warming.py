@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -54,24 +55,23 @@ def warm(worlds: Sequence[tuple[int, Trial]]) -> str:
         return "Kernels were compiled before."
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     done = {"cases": 0, "compiled": 0, "failed": 0, "of": 0}
-    child = subprocess.Popen(PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    with subprocess.Popen(PROCESS, **pipes, start_new_session=True) as child, progress:
         task = progress.add_task("kernels: collecting", total=sum(len(trial.cases) for _, trial in worlds))
         try:
-            child.stdin.write(pickle.dumps(list(worlds)))
-            child.stdin.close()
-            for line in child.stdout or ():
-                done |= json.loads(line)
-                of = done["of"]
-                place = {"description": "kernels: compiling", "total": of} if of else {}
-                progress.update(task, completed=done["compiled"] + done["failed"] if of else done["cases"], **place)
-        except (OSError, ValueError):  # it has ended, or printed something else
-            child.kill()
-        except BaseException:
-            child.kill()
-            raise
+            with suppress(OSError, ValueError):  # it has ended, or printed something else
+                child.stdin.write(pickle.dumps(list(worlds)))
+                child.stdin.close()
+                for line in child.stdout or ():
+                    done |= json.loads(line)
+                    of = done["of"]
+                    place = {"description": "kernels: compiling", "total": of} if of else {}
+                    progress.update(task, completed=done["compiled"] + done["failed"] if of else done["cases"], **place)
+                child.wait()
         finally:
-            child.wait()
+            with suppress(ProcessLookupError):  # its forks must not outlive it
+                os.killpg(child.pid, signal.SIGKILL)
     left = done["of"] - done["compiled"]
     if child.returncode or not done["of"]:
         return f"Compiling ahead ended early, {done['compiled']} kernels are ready: the others compile when they run."
