@@ -152,6 +152,32 @@ def test_a_failure_names_token_rank_and_head(run, tmp_path, monkeypatch):  # noq
     assert f"token {token}, head 2, which rank 1" in " ".join(printed.out.split())
 
 
+def test_wrong_moves_and_sums_name_rank_and_token(run, tmp_path, monkeypatch):  # noqa: F811
+    text = """
+import torch.distributed as dist
+from canon import reference
+
+def group_cast(x, plan, stage, *, group=None):
+    received = reference.group_cast(x, plan, stage, group=group)
+    if dist.get_rank() == 2:
+        received[3] += 1
+    return received
+
+def group_reduce(y, plan, stage, into, *, group=None):
+    total = reference.group_reduce(y, plan, stage, into, group=group)
+    if dist.get_rank() == 1:
+        total[5, ..., 1, :] += 1
+    return total
+"""
+    module_in(tmp_path, monkeypatch, "moved", text)
+    _, _, record = run("moved", "--tokens", 200, "--only", "group_*/striped/documents/*one_stage")
+    cast, reduced = (result["faults"] for result in record["results"])
+    assert cast[0].startswith("rank 2: cast 0: 1 of ")
+    tokens = sum(record["documents"].values())
+    assert "the first is row 3, token " in cast[0]
+    assert f"rank 1: sum is worst in row 5, token {int(Layout.striped(tokens, 4).positions(1)[5])}, head 1" in reduced
+
+
 def test_places_of_lse_and_of_values_that_are_not_finite():
     layout = Layout.striped(6, 2)
     exact = torch.zeros(2, 3, 6)
@@ -162,6 +188,15 @@ def test_places_of_lse_and_of_values_that_are_not_finite():
     )
     exact[1, 0, 2] = -torch.inf  # of both a little NaN and an infinity the first counts
     assert "tokens 2, 5" in place("lse", got, exact, layout)
+
+
+def test_the_same_nan_twice_is_not_called_wavering(run, tmp_path, monkeypatch):  # noqa: F811
+    text = "from canon import reference\n\ndef merge(*parts):\n    out, lse = reference.merge(*parts)\n    return out * float('nan'), lse\n"
+    module_in(tmp_path, monkeypatch, "not_a_number", text)
+    _, _, record = run("not_a_number", "--tokens", 150, "--only", "merge/documents")
+    (result,) = record["results"]
+    assert result["faults"][0].startswith("out has ")
+    assert not any("other bits" in fault for fault in result["faults"])
 
 
 def test_failed_cases_stay_in_the_picture(tmp_path):

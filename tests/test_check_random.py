@@ -207,3 +207,9 @@ def test_gradients_that_travel_in_16_bits_are_judged_as_such():
     assert agreement(Attended(dk=coarse.dk, dv=coarse.dv), should.exact, should.honest, should.roundings).agrees
     in_float32 = should.honest[:4]
     assert not agreement(Attended(dk=coarse.dk, dv=coarse.dv), should.exact, in_float32, should.roundings).agrees
+
+
+def test_no_tokens_agree_with_no_tokens():
+    q, k, v, dout = (torch.zeros(1, 0, 2, 4) for _ in range(4))
+    exact = oracle(q, k, v, dout, Mask.full(0))
+    assert agreement(dense(q, k, v, dout, Mask.full(0)), exact, orders(q, k, v, dout, Mask.full(0))).agrees

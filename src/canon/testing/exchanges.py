@@ -11,7 +11,7 @@ is found from the definitions, not by the functions that are tried; which tokens
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Answer:
     exact: Tensor
     honest: list[Tensor] = field(default_factory=list)
     roundings: Tensor | None = None  # how far they reach, if known
+    tokens: Tensor | None = None  # of the rows, where they are tokens
 
 
 def tables(module: Any, case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int) -> Tables:
@@ -57,12 +58,23 @@ def compared(got: Tables, should: dict[str, Answer]) -> tuple[list[Measure], lis
         elif answer.honest:
             some, wrong = judged(name, mine, exact, answer.honest, answer.roundings)
             measures, faults = measures + some, faults + wrong
+            faults += [_worst(name, mine, answer)] if wrong else []
         else:
             rows = rows_that_differ(mine, exact)
             measures.append(Measure(name, "rows", float(len(rows)), 0.0))
             if len(rows):
-                faults.append(f"{name}: {len(rows)} of {len(exact)} rows are wrong, the first is row {rows[0]}")
+                token = "" if answer.tokens is None else f", token {int(answer.tokens[rows[0]])}"
+                faults.append(f"{name}: {len(rows)} of {len(exact)} rows are wrong, the first is row {rows[0]}{token}")
     return measures, faults
+
+
+def _worst(name: str, got: Tensor, answer: Answer) -> str:
+    """Where a sum (tokens, ..., heads, width) is worst."""
+    error = (got.double() - answer.exact.double()).norm(dim=-1).nan_to_num(torch.inf)
+    error = error.flatten(1, -2).amax(1) if error.dim() > 2 else error
+    row, head = divmod(int(error.argmax()), error.shape[-1])
+    token = "" if answer.tokens is None else f", token {int(answer.tokens[row])}"
+    return f"{name} is worst in row {row}{token}, head {head}"
 
 
 def rows_that_differ(a: Tensor, b: Tensor) -> list[int]:
@@ -159,7 +171,7 @@ def _group_cast_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
     plan = reference.cast_plan(mask, layout, **dict(case.options))
     full = x.k.movedim(-3, 0)
     received = [_tokens_received(plan, cast, rank).to(full.device) for cast in range(plan.casts)]
-    return {f"cast {cast}": Answer(full[tokens]) for cast, tokens in enumerate(received)}
+    return {f"cast {cast}": Answer(full[tokens], tokens=tokens) for cast, tokens in enumerate(received)}
 
 
 def _summands(like: Tensor, ranks: int) -> tuple[Tensor, list[Tensor]]:
@@ -202,7 +214,7 @@ def _group_reduce_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
         for cast in range(plan.casts):
             sent[_tokens_received(plan, cast, source)] = True
         part[~sent.to(part.device)] = 0
-    answer = _summed(there[mine], [part[mine] for part in added])
+    answer = replace(_summed(there[mine], [part[mine] for part in added]), tokens=mine)
     return {"sum": answer, "into": answer}
 
 
@@ -237,8 +249,9 @@ def _layout_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
         "gradient of shard": spread,
         "gradient of unshard": grads[0][mine],
     }
-    summed = _summed(torch.zeros_like(full[mine]), [grad[mine] for grad in grads])
-    return {name: Answer(table) for name, table in equal.items()} | {"sum": summed}
+    summed = replace(_summed(torch.zeros_like(full[mine]), [grad[mine] for grad in grads]), tokens=mine)
+    tokens = {"positions": positions, "shard": positions, "gradient of unshard": positions}
+    return {name: Answer(table, tokens=tokens.get(name)) for name, table in equal.items()} | {"sum": summed}
 
 
 _RUNNERS: dict[str, Callable[..., Tables]] = {

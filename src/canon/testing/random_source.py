@@ -4,6 +4,7 @@ The judge is the one of all cases. Its bounds widen by one rounding of each inte
 because random cases may have few numbers. Where gradients travel in 16 bits, honest evaluations round the ranks' sums too.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 
@@ -18,6 +19,7 @@ from canon.testing.judge import Attended, dense, oracle, orders
 from canon.testing.roundings import roundings
 
 
+@dataclass(frozen=True)
 class RandomSource:
     """The source of the cases of `canon.testing.draws`."""
 

@@ -88,7 +88,7 @@ def _stamp(worlds: Sequence[tuple[int, Trial]]) -> Path:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     first = worlds[0][1]
     names = [(ranks, case.name) for ranks, trial in worlds for case in trial.cases]
-    content = repr((record.source(first.module), gpu, __version__, first.backend, names))
+    content = repr((record.source(first.module), gpu, __version__, first.backend, first.source, names))
     return Path(knobs.cache.dir) / f"canon-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
 
 
