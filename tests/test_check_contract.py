@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -191,7 +192,8 @@ def test_places_of_lse_and_of_values_that_are_not_finite():
 
 
 def test_the_same_nan_twice_is_not_called_wavering(run, tmp_path, monkeypatch):  # noqa: F811
-    text = "from canon import reference\n\ndef merge(*parts):\n    out, lse = reference.merge(*parts)\n    return out * float('nan'), lse\n"
+    text = "from canon import reference\n\ndef merge(*parts):\n    out, lse = reference.merge(*parts)\n"
+    text += "    return out * float('nan'), lse\n"
     module_in(tmp_path, monkeypatch, "not_a_number", text)
     _, _, record = run("not_a_number", "--tokens", 150, "--only", "merge/documents")
     (result,) = record["results"]
@@ -235,19 +237,21 @@ def test_ctrl_c_keeps_what_has_finished(tmp_path):
 
 
 def test_random_cases_that_have_finished_are_kept_too(run, monkeypatch):  # noqa: F811
+    """Ctrl-C in the second world, after the first of its cases."""
     real, worlds = running.world.threads, []
 
     def threads(program, ranks):
-        worlds.append(ranks)
-        if len(worlds) == 3:
-            raise KeyboardInterrupt
-        return real(program, ranks)
+        worlds.append(program.cases)
+        if len(worlds) == 1:
+            return real(program, ranks)
+        real(replace(program, cases=program.cases[:1]), ranks)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(running.world, "threads", threads)
     status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
     assert status == 130
-    kept = [row for some in record["runs"] for row in some["cases"]]
-    assert kept
+    kept = {row[0] for some in record["runs"] for row in some["cases"]}
+    assert kept == {case.index for case in (*worlds[0], worlds[1][0])}
     monkeypatch.setattr(running.world, "threads", real)
     status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
     assert status == 0
