@@ -106,15 +106,16 @@ def test_a_failure_names_its_draws_and_the_command_that_repeats_it(run, tmp_path
 
 
 def test_an_exception_fails_its_case_and_the_others_of_its_world_go_on(run, tmp_path, monkeypatch):  # noqa: F811
-    line = "assert q.dtype != torch.float32, 'no float32'"
+    line = "assert q.dtype == torch.bfloat16, 'bfloat16 alone'"
     module_in(tmp_path, monkeypatch, "raising_ring", FAULTY.format(line=line))
     status, printed, record = run("raising_ring", "--random", 30, "--seed", 2)
     assert status == 1
     assert len(kept_cases(record)) == 30
     failed = [number for number, (_, verdict, _) in kept_cases(record).items() if verdict == "failed"]
     assert failed
-    assert all(draws.drawn(2, number).dtype == "float32" for number in failed)
-    assert "AssertionError: no float32" in printed.out
+    drawn = [draws.drawn(2, number) for number in range(30)]
+    assert failed == [c.index for c in drawn if c.function == "ring_attention" and c.dtype != "bfloat16"]
+    assert "AssertionError: bfloat16 alone" in printed.out
 
 
 def test_records_resume_and_merge(run, tmp_path, monkeypatch):  # noqa: F811

@@ -23,7 +23,7 @@ from canon.testing.cases import DISTRIBUTED, EXCHANGES, PLANS, TAKE_A_LAYOUT, Ca
 WEIGHTS = {
     "attention": 4, "attention_forward": 2, "attention_backward": 3, "merge": 1, "ring_attention": 4,
     "zigzag_attention": 2, "striped_attention": 2, "strided_attention": 4, "magi_attention": 4, "dispatch": 1,
-    "cast_plan": 1, "plan_report": 1, "group_cast": 1, "group_reduce": 1, "Layout": 1,
+    "cast_plan": 1, "plan_report": 1, "group_cast": 3, "group_reduce": 2, "Layout": 1,
 }  # fmt: skip
 RANKS = (3, 6, 5, 4, 3, 2, 2, 3)  # weights of 1 to 8 ranks
 WORK = 48  # of an interpreted case: about half a second
@@ -76,7 +76,7 @@ class Drawn(Case):
 
     @property
     def draws(self) -> dict[str, str]:
-        """What each argument of the case is, in words: for the report of a failure."""
+        """The value of each argument, in words: for the report of a failure."""
         shape, told = self.shape, {"ranks": str(self.ranks), "mask": self.mask}
         told |= {"layout": self.layout} if self.layout else {}
         if self.dtype:

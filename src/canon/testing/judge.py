@@ -27,6 +27,9 @@ Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). `dense` doe
 its error an honest one, that of d/16 truncations. The bound is a few units of float32: an lse that passed through
 bfloat16 anywhere is ten thousand times over it.
 
+Few numbers, and sums whose terms cancel, may be given `roundings` besides (`canon.testing.roundings`): distances by which
+one rounding of each intermediate result moves them. They widen the bound.
+
 float64 is held to 1e-12 instead. ``mask=None`` is causal. Rows without keys have out 0, lse -inf, gradients 0; what nobody sees
 (keys without a query, queries without a key) may hold NaN.
 """

@@ -1,4 +1,4 @@
-"""Inputs of a random case, and the answers to it: normally distributed tensors, NaN wherever no cell of the mask lies.
+"""Inputs of a random case, and the answers to it: normally distributed tensors, with NaN in tokens that nothing sees.
 
 The judge is the one of all cases. Its bounds widen by one rounding of each intermediate result (`canon.testing.roundings`),
 because random cases may have few numbers. Where gradients travel in 16 bits, honest evaluations round the ranks' sums too.
@@ -32,7 +32,7 @@ class RandomSource:
         return _inputs(case, device)
 
     def expected(self, case: Drawn, layout: Layout, device: str) -> Expected:
-        """What the judge compares with."""
+        """The answers that the judge compares with."""
         x = _inputs(case, device)
         wide = torch.promote_types(x.q.dtype, torch.float32) if case.function == "merge" else x.q.dtype
         tensors = [t.to(wide) for t in (x.q, x.k, x.v, x.dout)]

@@ -11,8 +11,8 @@
                                               dk   |scale| rss_i (dS + P delta) q
 
 To first order, a rounding moves a score by u A, and so P by u P (A + |lse|). The measured errors of honest evaluations show the
-same for many numbers. For few numbers honest evaluations may be exact by luck, and sums whose terms cancel (dq of a query
-with one key is 0) have no size of their own.
+same for many numbers. For few numbers honest evaluations may be exact by luck. Sums whose terms cancel have no size of their
+own: dq of a query with one key is 0.
 
 Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running error analysis.
 """

@@ -99,7 +99,7 @@ def _lines(sink: Path) -> list[str]:
 
 
 def _go(start: Callable[[], Any], sink: Path, done: int, total: int, aloud: bool) -> Exception | None:
-    """Run a world, showing how far it is, as a bar or, where nobody watches, in lines; returns its error."""
+    """Run a world and return its error. Show the progress as a bar, or as lines where there is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console, ended = Console(stderr=True), threading.Event()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
