@@ -164,6 +164,9 @@ def ceiling(m, l, BN: gl.constexpr):
     return gl.maximum(m, m + gl.minimum(power, 8.0))
 
 
+HIGHEST = gl.constexpr(2.0**24)  # in base 2: float32 rounds m by at most 1/2, so P of the largest score stays near 1
+
+
 @gluon.jit
 def finish(
     o, m, l, excess, result, work, item, W: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr
@@ -178,15 +181,18 @@ def finish(
     divisor = l if excess is None else l - excess
     divisor = gl.convert_layout(gl.sum(divisor, 1), column_layout(BN))
     l = divisor if excess is None else gl.convert_layout(gl.sum(l, 1), column_layout(BN))
-    blind = l == 0.0
-    l = gl.where(blind, 1.0, l)
-    natural = gl.where(blind, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
+    blind = (l == 0.0) & (m == float("-inf"))
+    held = (gl.abs(m) <= HIGHEST) & (l > 0.0) & (l < float("inf"))
+    natural = (m + gl.log2(gl.where(held, l, 1.0))) * 0.6931471805599453
+    natural = gl.where(blind, float("-inf"), gl.where(held, natural, float("nan")))
     r = gl.arange(0, M, column_layout(BN))
     start = lse + (line.to(gl.int64) * tokens + first)
     gl.store(start + (r // PACK + r % PACK * tokens), natural, mask=r // PACK < left)
-    inverse = gl.convert_layout(gl.where(blind, 0.0, 1.0 / divisor), column_layout(o.shape[1]))
+    inverse = gl.where(blind, 0.0, gl.where(held, 1.0 / divisor, float("nan")))
+    inverse = gl.expand_dims(gl.convert_layout(inverse, column_layout(o.shape[1])), 1)
+    o = gl.where(inverse == 0.0, 0.0, o * inverse)  # the o of a blind row may be NaN: 0 times a NaN of v
     start = out + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
-    store_tile(start, o * gl.expand_dims(inverse, 1), line, left, stride_t, stride_h, 0, DV, PACK)
+    store_tile(start, o, line, left, stride_t, stride_h, 0, DV, PACK)
 
 
 @gluon.jit
@@ -428,7 +434,7 @@ def with_excess(excess, p, seen, limit, W: gl.constexpr):
     )
 
 
-LOWEST = gl.constexpr(-3e38)  # a maximum, relative to which P of whatever is seen is infinite
+LOWEST = gl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the lowest float32: relative to it P of what is seen is infinite
 
 
 @gluon.constexpr_function

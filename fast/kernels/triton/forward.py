@@ -23,18 +23,24 @@ from canon.fast.kernels.triton.blocks import (
 )
 
 
+@triton.constexpr_function
+def highest(accumulate):
+    """Return the largest score, in base 2, of which the accumulation dtype still holds halves."""
+    return 2.0**53 if accumulate == tl.float64 else 2.0**24
+
+
 @triton.jit
 def softmax_step(q, k, v, m, l, acc, scale, seen, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Takes one tile of keys into the running maximum m (unscaled), sum l and output acc."""
+    """Take one tile of keys into the running maximum m (scaled, in base 2), the sum l and the output acc."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
     m_use = m_new
     if MASKED:  # a row that has seen no key yet: exp2(-inf - 0) = 0, where -inf - -inf would be NaN
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * scale - (m_use * scale)[:, None])
-    shrink = tl.exp2((m - m_use) * scale)
+    p = tl.exp2(s * scale - m_use[:, None])
+    shrink = tl.exp2(m - m_use)  # of the very numbers that P was made with: m is rounded, the product above may not be
     l = l * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION, out_dtype=acc.dtype)
     return m_new, l, acc
@@ -116,10 +122,11 @@ def forward_kernel(
             v_tile = load_whole(v_source, batch, j, 0, v_strides, BN, DV, DV_PAD, UNIT, TMA)
             m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, False, PRECISION)
 
-    blind = l == 0.0
-    l = tl.where(blind, 1.0, l)
-    acc = tl.where(blind[:, None], 0.0, acc / l[:, None])
+    blind = (l == 0.0) & (m == float("-inf"))
+    held = (tl.abs(m) <= highest(ACC)) & (l > 0.0) & (l < float("inf"))
+    l = tl.where(blind, float("inf"), tl.where(held, l, float("nan")))
+    acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])  # the acc of a blind row may be NaN: 0 times a NaN of v
     out_head = head_pointer(out, batch, head, out_strides, UNIT)
     store_rows(out_head, offsets(out_strides, BM, DV_PAD, UNIT), first, out_strides[1], here, acc, DV, DV_PAD, UNIT)
-    natural = tl.where(blind, float("-inf"), (m * scale + tl.log2(l)) * 0.6931471805599453)
+    natural = tl.where(blind, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
     tl.store(line_pointer(lse, batch, head, lse_strides) + tl.cast(rows, tl.int64) * lse_strides[2], natural, mask=here)

@@ -36,12 +36,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     q, k, v = map(addressable, (q, k, v))
     config, table = plan("forward", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
-    base2_scale = (abs(scale) or 1.0) * LOG2E  # its sign, or 0, goes to q
+    sign = 0 if vanishes(scale, q.dtype) else -1 if scale < 0 else 1  # goes to q
+    base2_scale = (abs(scale) if sign else 1.0) * LOG2E
     tensors = (q, k, v, source(k, config), source(v, config), out, lse)
     arguments = (*tensors, table.tiles, table.spans, base2_scale, len(table), q.shape[2])
-    options = {"SIGN": (scale > 0) - (scale < 0), "GROUP": group, **product_options(config, q, v, k, out)}
+    options = {"SIGN": sign, "GROUP": group, **product_options(config, q, v, k, out)}
     width = side_by_side(batch_heads(q), group, bytes_each_head(k, v))
     run(forward_kernel, len(table) * batch_heads(q), config, arguments, width, (q, k, v, out, lse), options)
+
+
+def vanishes(scale: float, dtype: torch.dtype) -> bool:
+    """Whether the kernels' dtype takes the scale for 0: then -inf, the score of a hidden cell, would become NaN."""
+    return abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150)
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:
