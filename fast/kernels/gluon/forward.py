@@ -155,6 +155,25 @@ def rescaled(o, shrink):
     return scaled(o, gl.expand_dims(gl.convert_layout(shrink, column_layout(o.shape[1])), 1))
 
 
+@gluon.constexpr_function
+def blanking(number):
+    """PTX that sets to 0 those of ``number`` elements, of two rows, that have a factor of 0, if any of the warp's have."""
+    zeros = " ".join(f"@{('first', 'second')[i // 2 % 2]} mov.f32 ${i}, 0.0;" for i in range(number))
+    return (
+        f"{{ .reg .pred first, second, any; setp.eq.f32 first, ${2 * number}, 0.0; "
+        f"setp.eq.f32 second, ${2 * number + 2}, 0.0; or.pred any, first, second; vote.sync.any.pred any, any, -1; "
+        f"@!any bra.uni DONE; {zeros} DONE: }}"
+    )
+
+
+@gluon.jit
+def blanked(x, factors):
+    """Return x, a product, and 0 in rows whose factor is 0: o of a row that sees no key may be NaN, 0 times a NaN of v."""
+    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
+    factors, _ = gl.broadcast(factors, x)
+    return gl.inline_asm_elementwise(blanking(N), in_place(N), [x, factors], dtype=gl.float32, is_pure=True, pack=N)
+
+
 @gluon.jit
 def ceiling(m, l, BN: gl.constexpr):
     """Which maximum a row may have before m follows it: P is at most 2^8, and the sum so far, down to a power of 2."""
@@ -190,7 +209,7 @@ def finish(
     gl.store(start + (r // PACK + r % PACK * tokens), natural, mask=r // PACK < left)
     inverse = gl.where(blind, 0.0, gl.where(held, 1.0 / divisor, float("nan")))
     inverse = gl.expand_dims(gl.convert_layout(inverse, column_layout(o.shape[1])), 1)
-    o = gl.where(inverse == 0.0, 0.0, o * inverse)  # the o of a blind row may be NaN: 0 times a NaN of v
+    o = blanked(o * inverse, inverse)
     start = out + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
     store_tile(start, o, line, left, stride_t, stride_h, 0, DV, PACK)
 

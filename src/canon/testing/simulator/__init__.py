@@ -55,7 +55,7 @@ from canon.fast.kernels.gluon.blocks import (
     tma_add,
     unless_zero,
 )
-from canon.fast.kernels.gluon.forward import any_above, declare, lane_sum, rounded, scaled, with_excess
+from canon.fast.kernels.gluon.forward import any_above, blanked, declare, lane_sum, rounded, scaled, with_excess
 from canon.testing.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
 from canon.testing.simulator.engines import await_written, fence_acquired, look, reduce_add
@@ -115,6 +115,7 @@ register(fence_async_global, fence_acquired)
 register(store_release, language.store)
 register(unless_zero, lambda x, p: language.where(p == 0.0, 0.0, x))
 register(scaled, operator.mul)
+register(blanked, lambda x, factors: language.where(factors == 0.0, 0.0, x))
 register(declare, lambda p, warpgroup: None)
 register(rounded, lambda p, like, warpgroup: p.to(like.dtype))
 register(any_above, language.any_above)
