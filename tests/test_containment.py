@@ -200,3 +200,36 @@ def test_a_query_that_sees_no_key_gets_0_though_its_tile_holds_nan(name):
     assert not got.out[:, 100:].any()
     assert (got.lse[..., 100:] == -torch.inf).all()
     assert not got.dq[:, 100:].any()
+
+
+@pytest.mark.parametrize("method", ["split", "fused"])
+def test_a_key_whose_scores_are_all_minus_infinity_weighs_nothing(method):
+    draw = torch.Generator().manual_seed(0)
+    mask = Mask.causal(48)
+    tensors = {x: torch.randn(1, 48, 2, 16, generator=draw).to(DEVICE) for x in PLANTED}
+    tensors["q"][..., 5], tensors["k"][:, 9, :, 5] = 1, -torch.inf
+    with forced(**dict.fromkeys(("forward", "dq", "dkdv", "fused"), TRITON_TILES)):
+        got = attend(tensors, mask, method, "triton")
+    assert not got.dv[:, 9].any()
+    assert got.out[:, 10:].isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["split", "fused"])
+@pytest.mark.parametrize(("name", "d"), [("triton", 64), ("gluon", 64), ("gluon", 256)])
+def test_v_of_the_backward_alone_reaches_the_queries_that_see_it_and_its_own_key(name, d, method):
+    """As in a ring, where out and lse come from elsewhere: dP is NaN in hidden cells, too."""
+    if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
+        pytest.skip("this GPU is no Hopper")
+    if d > 128 and method == "fused":
+        pytest.skip("there is no fused kernel so wide")
+    draw = torch.Generator().manual_seed(0)
+    mask, token = Mask.documents([0, 70, 290]), 20
+    q, k, v, dout = (torch.randn(1, 290, 1, d, generator=draw).bfloat16().to(DEVICE) for _ in range(4))
+    simulate = name == "gluon" and not ON_HOPPER
+    with backend(name), simulator.simulated("late") if simulate else nullcontext():
+        out, lse = local.attention_forward(q, k, v, mask)
+        v[:, token] = torch.nan
+        dq, dk, dv = backward.attention_backward(dout, q, k, v, out, lse, mask, method=method)
+    assert torch.equal(dq.isnan().any(-1)[0, :, 0].cpu(), mask.dense()[:, token])
+    assert dk.isnan().any(-1)[0, :, 0].nonzero().flatten().tolist() == [token]
+    assert dv.isfinite().all()

@@ -218,7 +218,7 @@ def hand_dq(dq, fused, t, PART: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def await_turn(place, awaited):
-    """Wait until the number stands there that a span waits for; TMA operations that follow see what was added before."""
+    """Wait until the number stands there that a span waits for; the additions that follow come behind those before it."""
     while load_acquire(place) != awaited:
         back_off()
     fence_async_global()
@@ -226,7 +226,7 @@ def await_turn(place, awaited):
 
 @gluon.jit
 def pass_on(place, number):
-    """Once dq has been added to, leave the number of the span that did so, for whom waits for it."""
+    """Once dq has been added to, publish the number of the span that did so, for the adder that waits for it."""
     await_added()
     store_release(place, number)
 

@@ -20,6 +20,9 @@ of weight w is w (1 - w) times what it is rounded by. l holds the exact sum, for
 by. Only if a sum is more than two bytes hold, or many tiles may add up to, does the warpgroup make S and P of this tile again,
 with the maximum. K stays until then, which costs where few tiles are visited.
 
+A query whose m is beyond 2^24 gets NaN: `HIGHEST`. P is at most 2^32, and a sum of it at most 2^58 over 2^30 keys, so that
+values up to 1e21 make no infinity of o.
+
 Shared memory: e (BUFFERS rows d + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
 Sources: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2; the spans: `canon.fast.tiles`.
 """
@@ -183,14 +186,19 @@ def ceiling(m, l, BN: gl.constexpr):
     return gl.maximum(m, m + gl.minimum(power, 8.0))
 
 
-HIGHEST = gl.constexpr(2.0**24)  # in base 2: float32 rounds m by at most 1/2, so P of the largest score stays near 1
+HIGHEST = gl.constexpr(
+    2.0**24
+)  # of m: it is rounded by at most 1/2, so P of the largest score stays between 2^-1 and 2
 
 
 @gluon.jit
 def finish(
     o, m, l, excess, result, work, item, W: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr
 ):
-    """Divide and write the result of an item; rows that saw nothing get 0 and -inf. ``excess``: None is 0."""
+    """Divide and write the result of an item. ``excess``: None is 0.
+
+    Rows that saw nothing get 0 and -inf, and those whose sum or maximum is out of range get NaN.
+    """
     out, lse, tokens, stride_t, stride_h = result
     M: gl.constexpr = o.shape[0]
     first, stop, batch, head = place_of(work, item)

@@ -5,7 +5,8 @@ stride is not 1. So are tensors of which a tile would load tokens that the mask 
 holds 0 there.
 Results that kernels cannot write (`evenly`, `nearby`) are made apart and copied. Everything else is used in place.
 
-Elements are of two bytes, heads at most 256 wide, and the device is an sm_90: anything else is a ValueError.
+Elements are of two bytes, heads at most 256 wide, and the device is an sm_90: anything else is a ValueError. The range of
+scores and values, and what a NaN reaches, are those of `canon.fast.kernels.triton.launch`; only the tiles are others.
 """
 
 from functools import lru_cache

@@ -1,6 +1,7 @@
 """The forward kernel: one program per (tile of queries, head) keeps a running softmax over the spans of its work table.
 
 Base 2: the scores are multiplied by scale * log2(e) inside the exponent (one FMA), lse is written as a natural logarithm.
+The maximum m is kept scaled and rounded; a row whose m is beyond `highest` gets NaN.
 Partial spans first, then full ones, in two loops, so that the loop over full tiles has no compare.
 
 Source: FlashAttention-2 (Tri Dao, 2023), algorithm 1; exp2 and the loop split as in Triton's attention tutorial.
@@ -25,7 +26,7 @@ from canon.fast.kernels.triton.blocks import (
 
 @triton.constexpr_function
 def highest(accumulate):
-    """Return the largest score, in base 2, of which the accumulation dtype still holds halves."""
+    """Return the largest m that is rounded by at most 1/2, so that P of the largest score stays between 2^-1 and 2."""
     return 2.0**53 if accumulate == tl.float64 else 2.0**24
 
 
@@ -81,7 +82,7 @@ def forward_kernel(
     BN: tl.constexpr,
     PARTIAL_BN: tl.constexpr,
 ):
-    """out (b, t, h, dv) and natural lse (b, h, t); rows that see no key get 0 and -inf."""
+    """Write out (b, t, h, dv) and natural lse (b, h, t). Rows that see no key get 0 and -inf."""
     tile, batch, head = program_work(tiles, tile_count, heads, width)
     first, stop = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -125,7 +126,9 @@ def forward_kernel(
     blind = (l == 0.0) & (m == float("-inf"))
     held = (tl.abs(m) <= highest(ACC)) & (l > 0.0) & (l < float("inf"))
     l = tl.where(blind, float("inf"), tl.where(held, l, float("nan")))
-    acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])  # the acc of a blind row may be NaN: 0 times a NaN of v
+    acc = tl.where(
+        l[:, None] == float("inf"), 0.0, acc / l[:, None]
+    )  # the acc of a blind row may be NaN: 0 times a NaN of v
     out_head = head_pointer(out, batch, head, out_strides, UNIT)
     store_rows(out_head, offsets(out_strides, BM, DV_PAD, UNIT), first, out_strides[1], here, acc, DV, DV_PAD, UNIT)
     natural = tl.where(blind, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)

@@ -2,6 +2,25 @@
 
 Tensors are 4-D, checked, and on one device; lse, delta are (b, h, t). What is written is given, and may hold anything
 before (but for dq of the fused method, which is added to).
+
+**Range**, of this backend and of the Hopper kernels. Scores, scale q k, may be up to 1e7 in magnitude (6e15 in float64), and
+values up to 1e21. A query whose largest score is beyond gets NaN for out and lse: P is exp2(s scale - m), whose product a GPU
+does not round as m was rounded, so P of the largest score would be 0 or infinite. Scores far below the largest may be of any
+size. A query whose scores are all -inf counts as one that sees no key.
+
+**NaN and infinities** reach the tokens that see them. A product also multiplies the hidden cells of a tile by 0, and 0 times
+NaN is NaN; so they reach some tokens that share a tile, of other documents, too:
+
+    in      out                 lse              dq                           dk                      dv
+    q       its query           its query        its query                    keys of shared tiles    keys that it sees
+    k       queries that        the same         the same, and queries        keys that those         keys that those
+            see it                               of shared tiles              queries see             queries see
+    v       queries of          none             the same as out              keys that those         none
+            shared tiles                                                      queries see
+    dout    none                none             its query                    keys that it sees       keys of shared tiles
+
+A query and a key share a tile if a kernel loads both for one product. Tiles have at most 256 rows and columns. So a key
+shares tiles with queries fewer than 256 tokens from one that sees a key fewer than 256 tokens from it, and with no other.
 """
 
 import warnings
