@@ -186,9 +186,8 @@ def ceiling(m, l, BN: gl.constexpr):
     return gl.maximum(m, m + gl.minimum(power, 8.0))
 
 
-HIGHEST = gl.constexpr(
-    2.0**24
-)  # of m: it is rounded by at most 1/2, so P of the largest score stays between 2^-1 and 2
+# The largest m: it is rounded by at most 1/2, so that P of the largest score stays between 2^-1 and 2.
+HIGHEST = gl.constexpr(2.0**24)
 
 
 @gluon.jit

@@ -296,14 +296,13 @@ def dkdv_kernel(
     here = rows < stop
     k_head = head_pointer(k, batch, head_first // GROUP, k_strides, UNIT)
     v_head = head_pointer(v, batch, head_first // GROUP, v_strides, UNIT)
-    known = here
+    k_tile = load_some_rows(k_head, offsets(k_strides, BM, D_PAD, UNIT), first, k_strides[1], here, D, D_PAD, UNIT)
+    v_tile = load_some_rows(v_head, offsets(v_strides, BM, DV_PAD, UNIT), first, v_strides[1], here, DV, DV_PAD, UNIT)
     if FUSED:  # dq is made of all keys of the tile: 0 for those that no query sees, which may be NaN
         known = here & (end > full)
         for index in range(partial, full):
             known = known | ((rows >= tl.load(spans + index * 8 + 2)) & (rows < tl.load(spans + index * 8 + 3)))
-        known = known & here
-    k_tile = load_some_rows(k_head, offsets(k_strides, BM, D_PAD, UNIT), first, k_strides[1], known, D, D_PAD, UNIT)
-    v_tile = load_some_rows(v_head, offsets(v_strides, BM, DV_PAD, UNIT), first, v_strides[1], here, DV, DV_PAD, UNIT)
+        k_tile = tl.where(known[:, None], k_tile, 0.0)
     q_head = head_pointer(q, batch, head_first, q_strides, UNIT)
     dout_head = head_pointer(dout, batch, head_first, dout_strides, UNIT)
     q_source = whole_source(q_whole, batch, head_first, q_strides, BN, D_PAD, UNIT, TMA)

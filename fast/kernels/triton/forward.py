@@ -126,9 +126,8 @@ def forward_kernel(
     blind = (l == 0.0) & (m == float("-inf"))
     held = (tl.abs(m) <= highest(ACC)) & (l > 0.0) & (l < float("inf"))
     l = tl.where(blind, float("inf"), tl.where(held, l, float("nan")))
-    acc = tl.where(
-        l[:, None] == float("inf"), 0.0, acc / l[:, None]
-    )  # the acc of a blind row may be NaN: 0 times a NaN of v
+    # The acc of a blind row may be NaN: 0 times a NaN of v.
+    acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])
     out_head = head_pointer(out, batch, head, out_strides, UNIT)
     store_rows(out_head, offsets(out_strides, BM, DV_PAD, UNIT), first, out_strides[1], here, acc, DV, DV_PAD, UNIT)
     natural = tl.where(blind, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
