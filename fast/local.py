@@ -55,10 +55,15 @@ def attention(
     A query that sees no key gets out 0 and lse -inf. Keys that no query sees and queries that see no key may hold
     anything, NaN included. Differentiable in q, k, v, through out and through lse.
 
+    Scores, scale * q k, may be up to 1e7 in magnitude (6e15 in float64), and values up to 1e21. A query whose largest score
+    is beyond gets NaN for out and lse. A NaN or an infinity at one token reaches the tokens that see it, and other tokens
+    whose tile holds it, of another document too; `canon.fast.kernels.triton.launch` has the table. Under autocast q, k, v
+    are cast as `torch.nn.functional.scaled_dot_product_attention` casts them.
+
     Args:
         q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b; h a multiple of g; any strides.
         mask: who sees whom; None is causal, for as many queries as keys.
-        scale: of the scores; None is 1 / sqrt(d).
+        scale: of the scores, finite; None is 1 / sqrt(d).
         backward: "fused", "split", "head_parallel", or "auto": see `attention_backward`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64).
 

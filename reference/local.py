@@ -51,12 +51,13 @@ def attention(
     """softmax(scale * q k^T) v over the visible cells, and on request the logarithm of the softmax's denominator.
 
     A query that sees no key gets out 0 and lse -inf. Keys that no query sees and queries that see no key may hold
-    anything, NaN included. Differentiable in q, k, v, through out and through lse.
+    anything, NaN included. Differentiable in q, k, v, through out and through lse. Under autocast q, k, v are cast as
+    `torch.nn.functional.scaled_dot_product_attention` casts them.
 
     Args:
         q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b; h a multiple of g; any strides.
         mask: who sees whom; None is causal, for as many queries as keys.
-        scale: of the scores; None is 1 / sqrt(d).
+        scale: of the scores, finite; None is 1 / sqrt(d).
         backward: "fused", "split", "head_parallel", or "auto" (here: "split").
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64).
 

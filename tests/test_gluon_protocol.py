@@ -160,6 +160,7 @@ CHANGES = {
     "tell": {"is left out": left_out},
     "await_turn": {"is left out": left_out},
     "await_added": {"is left out": left_out},
+    "fence_async_global": {"is left out": left_out},
     "pass_on": {"is left out": left_out},
     "store_tile": {"stores rows behind the item's": all_rows},
 }

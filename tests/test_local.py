@@ -227,7 +227,7 @@ def test_wrong_arguments_are_named(half, unchecked_shapes):
         r"share the batch": lambda: half.attention(x, k, k[:, :5]),
         r"all \(b, t, heads, width\)": lambda: half.attention(x[0], k, k),
         r"float16": lambda: half.attention(x, k.half(), k),
-        r"floating": lambda: half.attention(x.int(), k.int(), k.int()),
+        r"share one dtype": lambda: half.attention(x.int(), k.int(), k.int()),
         r"mask is 5 queries x 5 keys": lambda: half.attention(x, k, k, Mask.causal(5)),
         r"as many queries as keys, got 6, 5": lambda: half.attention(x, k[:, :5], k[:, :5]),
         r"backward='fast'.*'split'": lambda: half.attention(x, k, k, backward="fast"),

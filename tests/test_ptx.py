@@ -8,7 +8,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from canon.fast.kernels.gluon.blocks import exchange
-from canon.fast.kernels.gluon.forward import comparing, declaring, exceeding, rounding, scaling, voting
+from canon.fast.kernels.gluon.forward import blanking, comparing, declaring, exceeding, rounding, scaling, voting
 
 LANES = np.arange(32)
 
@@ -55,7 +55,7 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         x = [registers[name] if name in registers else literal(name) for name in names]
         match operation.split("."):
             case ["mov", _]:
-                registers[target] = x[0]
+                registers[target] = x[0] if kept.all() else np.where(kept, x[0], registers[target])
             case ["and", _]:
                 registers[target] = (x[0].astype(np.uint32) & x[1].astype(np.uint32)).astype(np.uint32)
             case ["shl", _]:
@@ -71,6 +71,8 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 registers[target] = np.where(kept, as_float(x[0]) + change, registers.get(target, 0.0))
             case ["selp", _]:
                 registers[target] = np.where(x[2], x[0], x[1])
+            case ["setp", "eq", _]:
+                registers[target] = x[0] == x[1]
             case ["setp", "ne" | "neu", _]:
                 registers[target] = x[0] != x[1]
             case ["setp", "neu", "or", _]:
@@ -118,6 +120,23 @@ def test_rows_are_scaled_if_any_of_the_warp_has_to_be(growing):
         np.testing.assert_array_equal(after[f"${i}"], x[i] * factors[i // 2 % 2])
     touched = any(after[f"${i}"] is not operands[f"${i}"] for i in range(number))
     assert touched == bool(growing), "nothing is done where nothing has to be"
+
+
+@pytest.mark.parametrize("blind", [[], [(4, 0)], [(17, 1)], [(0, 0), (31, 1)]])
+def test_rows_whose_factor_is_0_are_set_to_0(blind):
+    number = 8  # elements, of rows 0 and 1 in pairs
+    factors = np.ones((2, 32))
+    for lane, row in blind:
+        factors[row, lane] = 0.0
+    x = np.where(factors[np.arange(number) // 2 % 2] == 0, np.nan, 2.0)
+    operands = {f"${i}": x[i] for i in range(number)} | {
+        f"${2 * number + i}": factors[i // 2 % 2] for i in range(number)
+    }
+    after = run(blanking(number), operands)
+    for i in range(number):
+        np.testing.assert_array_equal(after[f"${i}"], 2.0 * factors[i // 2 % 2])
+    touched = any(after[f"${i}"] is not operands[f"${i}"] for i in range(number))
+    assert touched == bool(blind), "nothing is done where nothing has to be"
 
 
 @pytest.mark.parametrize("above", [[], [(5, 0)], [(31, 1)], [(0, 0), (9, 1)]])

@@ -80,7 +80,11 @@ def tma_add(descriptor, coordinates, source, _semantic=None):
 
 @gluon.jit
 def await_added():
-    """Wait until global memory holds what this warpgroup has had added: ``tma.store_wait`` looks at shared memory alone."""
+    """Wait until global memory holds what this warp has had added: ``tma.store_wait`` looks at shared memory alone.
+
+    No proxy fence is needed behind it: the completion of a bulk operation is followed by an implicit one (PTX ISA,
+    Data Movement and Conversion Instructions, Async Proxy). The barrier carries it from the lane that added to all.
+    """
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
         "=r",
@@ -88,6 +92,48 @@ def await_added():
         dtype=gl.int32,
         is_pure=False,
         pack=1,
+    )
+
+
+@gluon.jit
+def load_acquire(place):
+    """Load the number at ``place``; what its writer did before `store_release` has happened before the next operation.
+
+    PTX ISA, Memory Consistency Model, Release and Acquire Patterns (8.8) and Causality Order (8.9.5).
+    """
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [place.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def store_release(place, number):
+    """Store a number at ``place``, by one lane, behind all that this warp has done and waited for."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one st.release.gpu.global.s32 [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [place.to(gl.int64), number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def back_off():
+    """Leave the memory system alone for about 30 ns."""
+    gl.inline_asm_elementwise("nanosleep.u32 32; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fence_async_global():
+    """Order the TMA operations that follow behind what `load_acquire` has observed.
+
+    TMA works in the async proxy, and acquiring orders the generic proxy alone: operations of one proxy in different CTAs
+    are not ordered by causality without a proxy fence (PTX ISA 8.9.5, proxy-preserved base causality order).
+    """
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -180,7 +226,11 @@ def first_item():
 
 @gluon.jit
 def claim(work, counter, ALL: gl.constexpr = False):
-    """An item that nobody has, of ALL or of those behind the programs' first; or 0, and the counter is not touched."""
+    """Claim the next item, of ALL or of those behind the programs' first. Return 0 if none is left.
+
+    The counter is relaxed: a claim carries no data. Each program needs a number that no other has, which atomicity alone
+    gives. ``work`` was written before the launch, and nobody writes it during the kernel, so all its loads are ordinary.
+    """
     end = gl.load(work)
     item = ITEM * (1 + (0 if ALL else gl.num_programs(0)))
     if item < end:
@@ -262,6 +312,22 @@ def hide_unseen(x, work, span, first, column, hidden, PACK: gl.constexpr):
     lane = (j & 6) ^ zero
     left, right = gl.expand_dims(left, 1) - lane, gl.expand_dims(right, 1) - lane
     return gl.where(((j & ~6) >= left) & ((j & ~6) < right), x, hidden)
+
+
+@gluon.jit
+def unless_zero(x, p):
+    """Return x, and 0 where p is 0: dP of a hidden cell may be NaN, and 0 times NaN is NaN.
+
+    Inline assembly, because the assembler would evaluate a select in every tile, not only behind the branch.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred keep; setp.neu.f32 keep, $2, 0.0; selp.f32 $0, $1, 0.0, keep; }",
+        "=f,0,f",
+        [x, p],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.constexpr_function

@@ -34,10 +34,12 @@ from canon.fast.kernels.gluon.blocks import (
     SECOND,
     SPAN,
     await_added,
+    back_off,
     barriers,
     claim,
     columns_of,
     factor_layout,
+    fence_async_global,
     fetch,
     first_item,
     first_tile,
@@ -45,6 +47,7 @@ from canon.fast.kernels.gluon.blocks import (
     hide_unseen,
     is_partial,
     line_of,
+    load_acquire,
     next_tile,
     place_of,
     places,
@@ -53,12 +56,14 @@ from canon.fast.kernels.gluon.blocks import (
     shared_layout,
     spans_of,
     spread,
+    store_release,
     store_tile,
     tell,
     tell_end,
     tma_add,
     tma_load,
     turn_of,
+    unless_zero,
 )
 
 
@@ -213,16 +218,17 @@ def hand_dq(dq, fused, t, PART: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def await_turn(place, awaited):
-    """Wait until the number stands there that a span waits for."""
-    while gl.load(place, volatile=True) != awaited:
-        pass
+    """Wait until the number stands there that a span waits for; the additions that follow come behind those before it."""
+    while load_acquire(place) != awaited:
+        back_off()
+    fence_async_global()
 
 
 @gluon.jit
 def pass_on(place, number):
-    """Once dq has been added to, leave the number of the span that did so, for whom waits for it."""
+    """Once dq has been added to, publish the number of the span that did so, for the adder that waits for it."""
     await_added()
-    gl.store(place, number)
+    store_release(place, number)
 
 
 @gluon.jit
@@ -322,15 +328,17 @@ def differentiate(
                 s = hopper.warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
                 s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])
-                if partial:
-                    row = gl.load(work + item) + W * N  # here: registers are short
-                    s = hide_unseen(s, work, span, row, i, float("-inf"), 1)
                 if not EARLY:
                     lse = lse_ring.index(slot).load(row_layout(BN))
                 p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
+                if partial:  # not S, before: lse of a query that sees no key here may be NaN
+                    row = gl.load(work + item) + W * N  # here: registers are short
+                    p = hide_unseen(p, work, span, row, i, 0.0, 1)
                 p_factor = gl.convert_layout(p.to(q_ring.dtype), factor_layout(DV_PAD))
                 acc_v = hopper.warpgroup_mma(p_factor, dout, acc_v, is_async=True)
                 dp, acc_v = hopper.warpgroup_mma_wait(1, deps=[dp, acc_v])
+                if partial:
+                    dp = unless_zero(dp, p)
                 ds = (p * dp).to(q_ring.dtype)
                 ds_factor = gl.convert_layout(ds, factor_layout(D_PAD))
                 if FUSED:
@@ -372,7 +380,7 @@ def dkdv_kernel(
     dv,
     work,
     counter,
-    scale,  # > 0
+    scale,
     k_strides,
     v_strides,
     padded,

@@ -130,8 +130,6 @@ def differentiate(io, lines, padded, result, work, scale, W: gl.constexpr, D: gl
                 if is_last:
                     mbarrier.arrive(q_free.index(W), count=1)
                 p = gl.exp2(s * scale_log2 - lse_row)
-                if partial:
-                    p = hide_unseen(p, work, span, first, j, 0.0, PACK)
                 mbarrier.wait(
                     v_full.index(slot), turn
                 )  # long done: keeps the assembler from waiting for dp any earlier
@@ -139,7 +137,10 @@ def differentiate(io, lines, padded, result, work, scale, W: gl.constexpr, D: gl
                 mbarrier.arrive(v_free.index(slot), count=1)
                 if is_last:
                     mbarrier.arrive(dout_free.index(W), count=1)
-                ds = gl.convert_layout((p * (dp + minus_delta)).to(q_tiles.dtype), factor_layout(D_PAD))
+                ds = p * (dp + minus_delta)
+                if partial:  # not P, before: 0 times a NaN of dP is NaN
+                    ds = hide_unseen(ds, work, span, first, j, 0.0, PACK)
+                ds = gl.convert_layout(ds.to(q_tiles.dtype), factor_layout(D_PAD))
                 acc = hopper.warpgroup_mma(ds, k, acc, is_async=True)
                 acc = hopper.warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(k_free.index(slot), count=1)

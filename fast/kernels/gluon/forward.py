@@ -20,6 +20,9 @@ of weight w is w (1 - w) times what it is rounded by. l holds the exact sum, for
 by. Only if a sum is more than two bytes hold, or many tiles may add up to, does the warpgroup make S and P of this tile again,
 with the maximum. K stays until then, which costs where few tiles are visited.
 
+A query whose m is beyond 2^24 gets NaN: `HIGHEST`. P is at most 2^32, and a sum of it at most 2^58 over 2^30 keys, so that
+values up to 1e21 make no infinity of o.
+
 Shared memory: e (BUFFERS rows d + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
 Sources: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2; the spans: `canon.fast.tiles`.
 """
@@ -155,6 +158,25 @@ def rescaled(o, shrink):
     return scaled(o, gl.expand_dims(gl.convert_layout(shrink, column_layout(o.shape[1])), 1))
 
 
+@gluon.constexpr_function
+def blanking(number):
+    """PTX that sets to 0 those of ``number`` elements, of two rows, that have a factor of 0, if any of the warp's have."""
+    zeros = " ".join(f"@{('first', 'second')[i // 2 % 2]} mov.f32 ${i}, 0.0;" for i in range(number))
+    return (
+        f"{{ .reg .pred first, second, any; setp.eq.f32 first, ${2 * number}, 0.0; "
+        f"setp.eq.f32 second, ${2 * number + 2}, 0.0; or.pred any, first, second; vote.sync.any.pred any, any, -1; "
+        f"@!any bra.uni DONE; {zeros} DONE: }}"
+    )
+
+
+@gluon.jit
+def blanked(x, factors):
+    """Return x, a product, and 0 in rows whose factor is 0: o of a row that sees no key may be NaN, 0 times a NaN of v."""
+    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
+    factors, _ = gl.broadcast(factors, x)
+    return gl.inline_asm_elementwise(blanking(N), in_place(N), [x, factors], dtype=gl.float32, is_pure=True, pack=N)
+
+
 @gluon.jit
 def ceiling(m, l, BN: gl.constexpr):
     """Which maximum a row may have before m follows it: P is at most 2^8, and the sum so far, down to a power of 2."""
@@ -164,11 +186,18 @@ def ceiling(m, l, BN: gl.constexpr):
     return gl.maximum(m, m + gl.minimum(power, 8.0))
 
 
+# The largest m: it is rounded by at most 1/2, so that P of the largest score stays between 2^-1 and 2.
+HIGHEST = gl.constexpr(2.0**24)
+
+
 @gluon.jit
 def finish(
     o, m, l, excess, result, work, item, W: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr
 ):
-    """Divide and write the result of an item; rows that saw nothing get 0 and -inf. ``excess``: None is 0."""
+    """Divide and write the result of an item. ``excess``: None is 0.
+
+    Rows that saw nothing get 0 and -inf, and those whose sum or maximum is out of range get NaN.
+    """
     out, lse, tokens, stride_t, stride_h = result
     M: gl.constexpr = o.shape[0]
     first, stop, batch, head = place_of(work, item)
@@ -178,15 +207,18 @@ def finish(
     divisor = l if excess is None else l - excess
     divisor = gl.convert_layout(gl.sum(divisor, 1), column_layout(BN))
     l = divisor if excess is None else gl.convert_layout(gl.sum(l, 1), column_layout(BN))
-    blind = l == 0.0
-    l = gl.where(blind, 1.0, l)
-    natural = gl.where(blind, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
+    blind = (l == 0.0) & (m == float("-inf"))
+    held = (gl.abs(m) <= HIGHEST) & (l > 0.0) & (l < float("inf"))
+    natural = (m + gl.log2(gl.where(held, l, 1.0))) * 0.6931471805599453
+    natural = gl.where(blind, float("-inf"), gl.where(held, natural, float("nan")))
     r = gl.arange(0, M, column_layout(BN))
     start = lse + (line.to(gl.int64) * tokens + first)
     gl.store(start + (r // PACK + r % PACK * tokens), natural, mask=r // PACK < left)
-    inverse = gl.convert_layout(gl.where(blind, 0.0, 1.0 / divisor), column_layout(o.shape[1]))
+    inverse = gl.where(blind, 0.0, gl.where(held, 1.0 / divisor, float("nan")))
+    inverse = gl.expand_dims(gl.convert_layout(inverse, column_layout(o.shape[1])), 1)
+    o = blanked(o * inverse, inverse)
     start = out + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
-    store_tile(start, o * gl.expand_dims(inverse, 1), line, left, stride_t, stride_h, 0, DV, PACK)
+    store_tile(start, o, line, left, stride_t, stride_h, 0, DV, PACK)
 
 
 @gluon.jit
@@ -428,7 +460,7 @@ def with_excess(excess, p, seen, limit, W: gl.constexpr):
     )
 
 
-LOWEST = gl.constexpr(-3e38)  # a maximum, relative to which P of whatever is seen is infinite
+LOWEST = gl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the lowest float32: relative to it P of what is seen is infinite
 
 
 @gluon.constexpr_function

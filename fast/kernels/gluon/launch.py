@@ -5,7 +5,8 @@ stride is not 1. So are tensors of which a tile would load tokens that the mask 
 holds 0 there.
 Results that kernels cannot write (`evenly`, `nearby`) are made apart and copied. Everything else is used in place.
 
-Elements are of two bytes, heads at most 256 wide, and the device is an sm_90: anything else is a ValueError.
+Elements are of two bytes, heads at most 256 wide, and the device is an sm_90: anything else is a ValueError. The range of
+scores and values, and what a NaN reaches, are those of `canon.fast.kernels.triton.launch`; only the tiles are others.
 """
 
 from functools import lru_cache
@@ -51,7 +52,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
         even_out[:, rows] = 0
         line_lse[..., rows] = float("-inf")
     if plan.items:
-        q, scale, _ = positive(q, scale)
+        q, scale = positive(q, scale)
         tiles = (
             box(q, 64 // pack, pack, d),
             box(k, config.columns, 1, d),
@@ -118,8 +119,7 @@ def dkdv(
     if plan.items:
         q, dout = (seen_only(x, mask, plan, keys=False) for x in (q, dout))
         k, v = (seen_only(x, mask, plan, keys=True) for x in (k, v))
-        q, scale, sign = positive(q, scale)
-        sums = dq if dq is None or (sign > 0 and reachable(dq)) else roomy(dq).zero_()
+        sums = dq if dq is None or reachable(dq) else roomy(dq).zero_()
         queries = box(q, config.columns, 1, d_pad), box(dout, config.columns, 1, dv_pad)
         keys = box(k, config.rows, 1, d_pad), box(v, config.rows, 1, dv_pad)
         line = described(lines.view(-1), config.columns)
@@ -136,7 +136,7 @@ def dkdv(
             options |= {"FUSED": dq is not None, "ORDERED": ordered}
             run(dkdv_kernel, plan.items, q, config, (*queries, *keys, line, added, *written, tiles), **options)
         if dq is not None and sums is not dq:
-            dq.add_(sums, alpha=sign)
+            dq.add_(sums)
     settle(dk, near_dk)
     settle(dv, near_dv)
 
@@ -161,11 +161,14 @@ def check(q: Tensor) -> None:
         raise ValueError(f'the Hopper kernels are for compute capability 9.0, this is {name}: use backend("triton")')
 
 
-def positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
-    """q and scale such that scale > 0, and the sign that went into q: cells are hidden before scores are scaled."""
-    if scale > 0:
-        return q, scale, 1
-    return (-q, -scale, -1) if scale < 0 else (torch.zeros_like(q), 1.0, 0)
+def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return q and a scale > 0 that give the same scores: the forward hides cells with -inf before it scales them.
+
+    A scale of NaN stays NaN.
+    """
+    if portable.vanishes(scale, q.dtype):
+        return q * 0.0, 1.0  # NaN stays NaN
+    return (-q, -scale) if scale < 0 else (q, scale)
 
 
 def seen_only(x: Tensor, mask: Mask, plan: Schedule, keys: bool) -> Tensor:

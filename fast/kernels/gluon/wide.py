@@ -30,6 +30,7 @@ from canon.fast.kernels.gluon.blocks import (
     shared_layout,
     spans_of,
     spread,
+    unless_zero,
 )
 from canon.fast.kernels.gluon.dkdv import load_tiles, make_io, store_gradients
 
@@ -86,6 +87,8 @@ def differentiate(io, shared, result, work, scale, W: gl.constexpr, D: gl.conste
                 place = t % 2
                 p_tiles.index(2 * place + W).store(p.to(q_ring.dtype))
                 dp = hopper.warpgroup_mma_wait(0, deps=[dp])
+                if partial:
+                    dp = unless_zero(dp, p)
                 ds_tiles.index(2 * place + W).store((p * dp).to(q_ring.dtype))
                 fence_async_shared()
                 mbarrier.arrive(met.index(place), count=1)

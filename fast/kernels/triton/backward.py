@@ -298,8 +298,11 @@ def dkdv_kernel(
     v_head = head_pointer(v, batch, head_first // GROUP, v_strides, UNIT)
     k_tile = load_some_rows(k_head, offsets(k_strides, BM, D_PAD, UNIT), first, k_strides[1], here, D, D_PAD, UNIT)
     v_tile = load_some_rows(v_head, offsets(v_strides, BM, DV_PAD, UNIT), first, v_strides[1], here, DV, DV_PAD, UNIT)
-    if FUSED:  # a key that no query sees may be NaN; where a query does see one, lse is NaN as well
-        k_tile = tl.where(tl.abs(k_tile.to(ACC)) < float("inf"), k_tile, 0.0)
+    if FUSED:  # dq is made of all keys of the tile: 0 for those that no query sees, which may be NaN
+        known = here & (end > full)
+        for index in range(partial, full):
+            known = known | ((rows >= tl.load(spans + index * 8 + 2)) & (rows < tl.load(spans + index * 8 + 3)))
+        k_tile = tl.where(known[:, None], k_tile, 0.0)
     q_head = head_pointer(q, batch, head_first, q_strides, UNIT)
     dout_head = head_pointer(dout, batch, head_first, dout_strides, UNIT)
     q_source = whole_source(q_whole, batch, head_first, q_strides, BN, D_PAD, UNIT, TMA)

@@ -1,6 +1,7 @@
 """The forward kernel: one program per (tile of queries, head) keeps a running softmax over the spans of its work table.
 
 Base 2: the scores are multiplied by scale * log2(e) inside the exponent (one FMA), lse is written as a natural logarithm.
+The maximum m is kept scaled and rounded; a row whose m is beyond `highest` gets NaN.
 Partial spans first, then full ones, in two loops, so that the loop over full tiles has no compare.
 
 Source: FlashAttention-2 (Tri Dao, 2023), algorithm 1; exp2 and the loop split as in Triton's attention tutorial.
@@ -23,18 +24,24 @@ from canon.fast.kernels.triton.blocks import (
 )
 
 
+@triton.constexpr_function
+def highest(accumulate):
+    """Return the largest m that is rounded by at most 1/2, so that P of the largest score stays between 2^-1 and 2."""
+    return 2.0**53 if accumulate == tl.float64 else 2.0**24
+
+
 @triton.jit
 def softmax_step(q, k, v, m, l, acc, scale, seen, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Takes one tile of keys into the running maximum m (unscaled), sum l and output acc."""
+    """Take one tile of keys into the running maximum m (scaled, in base 2), the sum l and the output acc."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
     m_use = m_new
     if MASKED:  # a row that has seen no key yet: exp2(-inf - 0) = 0, where -inf - -inf would be NaN
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * scale - (m_use * scale)[:, None])
-    shrink = tl.exp2((m - m_use) * scale)
+    p = tl.exp2(s * scale - m_use[:, None])
+    shrink = tl.exp2(m - m_use)  # of the very numbers that P was made with: m is rounded, the product above may not be
     l = l * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION, out_dtype=acc.dtype)
     return m_new, l, acc
@@ -75,7 +82,7 @@ def forward_kernel(
     BN: tl.constexpr,
     PARTIAL_BN: tl.constexpr,
 ):
-    """out (b, t, h, dv) and natural lse (b, h, t); rows that see no key get 0 and -inf."""
+    """Write out (b, t, h, dv) and natural lse (b, h, t). Rows that see no key get 0 and -inf."""
     tile, batch, head = program_work(tiles, tile_count, heads, width)
     first, stop = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -116,10 +123,12 @@ def forward_kernel(
             v_tile = load_whole(v_source, batch, j, 0, v_strides, BN, DV, DV_PAD, UNIT, TMA)
             m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, False, PRECISION)
 
-    blind = l == 0.0
-    l = tl.where(blind, 1.0, l)
-    acc = tl.where(blind[:, None], 0.0, acc / l[:, None])
+    blind = (l == 0.0) & (m == float("-inf"))
+    held = (tl.abs(m) <= highest(ACC)) & (l > 0.0) & (l < float("inf"))
+    l = tl.where(blind, float("inf"), tl.where(held, l, float("nan")))
+    # The acc of a blind row may be NaN: 0 times a NaN of v.
+    acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])
     out_head = head_pointer(out, batch, head, out_strides, UNIT)
     store_rows(out_head, offsets(out_strides, BM, DV_PAD, UNIT), first, out_strides[1], here, acc, DV, DV_PAD, UNIT)
-    natural = tl.where(blind, float("-inf"), (m * scale + tl.log2(l)) * 0.6931471805599453)
+    natural = tl.where(blind, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
     tl.store(line_pointer(lse, batch, head, lse_strides) + tl.cast(rows, tl.int64) * lse_strides[2], natural, mask=here)

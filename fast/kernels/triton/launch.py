@@ -2,6 +2,25 @@
 
 Tensors are 4-D, checked, and on one device; lse, delta are (b, h, t). What is written is given, and may hold anything
 before (but for dq of the fused method, which is added to).
+
+**Range**, of this backend and of the Hopper kernels. Scores, scale q k, may be up to 1e7 in magnitude (6e15 in float64), and
+values up to 1e21. A query whose largest score is beyond gets NaN for out and lse: P is exp2(s scale - m), whose product a GPU
+does not round as m was rounded, so P of the largest score would be 0 or infinite. Scores far below the largest may be of any
+size. A query whose scores are all -inf counts as one that sees no key.
+
+**NaN and infinities** reach the tokens that see them. A product also multiplies the hidden cells of a tile by 0, and 0 times
+NaN is NaN; so they reach some tokens that share a tile, of other documents, too:
+
+    in      out                 lse              dq                           dk                      dv
+    q       its query           its query        its query                    keys of shared tiles    keys that it sees
+    k       queries that        the same         the same, and queries        keys that those         keys that those
+            see it                               of shared tiles              queries see             queries see
+    v       queries of          none             the same as out              keys that those         none
+            shared tiles                                                      queries see
+    dout    none                none             its query                    keys that it sees       keys of shared tiles
+
+A query and a key share a tile if a kernel loads both for one product. Tiles have at most 256 rows and columns. So a key
+shares tiles with queries fewer than 256 tokens from one that sees a key fewer than 256 tokens from it, and with no other.
 """
 
 import warnings
@@ -36,12 +55,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     q, k, v = map(addressable, (q, k, v))
     config, table = plan("forward", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
-    base2_scale = (abs(scale) or 1.0) * LOG2E  # its sign, or 0, goes to q
+    sign = 0 if vanishes(scale, q.dtype) else -1 if scale < 0 else 1  # goes to q
+    base2_scale = (abs(scale) if sign else 1.0) * LOG2E
     tensors = (q, k, v, source(k, config), source(v, config), out, lse)
     arguments = (*tensors, table.tiles, table.spans, base2_scale, len(table), q.shape[2])
-    options = {"SIGN": (scale > 0) - (scale < 0), "GROUP": group, **product_options(config, q, v, k, out)}
+    options = {"SIGN": sign, "GROUP": group, **product_options(config, q, v, k, out)}
     width = side_by_side(batch_heads(q), group, bytes_each_head(k, v))
     run(forward_kernel, len(table) * batch_heads(q), config, arguments, width, (q, k, v, out, lse), options)
+
+
+def vanishes(scale: float, dtype: torch.dtype) -> bool:
+    """Whether the kernels' dtype takes the scale for 0: then -inf, the score of a hidden cell, would become NaN."""
+    return abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150)
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:

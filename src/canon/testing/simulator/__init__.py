@@ -44,11 +44,21 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from canon.fast.kernels.gluon.blocks import await_added, exchanged, spread, tma_add
-from canon.fast.kernels.gluon.forward import any_above, declare, lane_sum, rounded, scaled, with_excess
+from canon.fast.kernels.gluon.blocks import (
+    await_added,
+    back_off,
+    exchanged,
+    fence_async_global,
+    load_acquire,
+    spread,
+    store_release,
+    tma_add,
+    unless_zero,
+)
+from canon.fast.kernels.gluon.forward import any_above, blanked, declare, lane_sum, rounded, scaled, with_excess
 from canon.testing.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
-from canon.testing.simulator.engines import await_written, reduce_add
+from canon.testing.simulator.engines import await_written, fence_acquired, look, reduce_add
 from canon.testing.simulator.memory import Descriptor
 from canon.testing.simulator.program import Deadlock, Event, Fault, Program, take_turns
 from canon.testing.simulator.values import Tensor
@@ -99,7 +109,13 @@ register(tma_add, reduce_add)
 register(await_added, await_written)
 register(exchanged, language.exchanged)
 register(spread, language.spread)
+register(load_acquire, look)
+register(back_off, lambda: None)
+register(fence_async_global, fence_acquired)
+register(store_release, language.store)
+register(unless_zero, lambda x, p: language.where(p == 0.0, 0.0, x))
 register(scaled, operator.mul)
+register(blanked, lambda x, factors: language.where(factors == 0.0, 0.0, x))
 register(declare, lambda p, warpgroup: None)
 register(rounded, lambda p, like, warpgroup: p.to(like.dtype))
 register(any_above, language.any_above)

@@ -15,6 +15,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from canon.testing.simulator.barriers import Barrier, NamedBarrier
+from canon.testing.simulator.language import load
 from canon.testing.simulator.memory import Access, Allocation, Descriptor, Shared, allocate_shared_memory
 from canon.testing.simulator.program import Fault, Place, here
 from canon.testing.simulator.values import Tensor, number
@@ -161,6 +162,8 @@ def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True, 
 
 
 def _store(descriptor: Descriptor, coord: Any, source: Shared, add: bool) -> None:
+    if here().acquired:
+        raise Fault(f"TMA writes behind an acquire without fence.proxy.async.global, at {Place()}")
     coordinates = [number(c) for c in coord]
     descriptor.check(coordinates, source)
     access, taint = source.allocation.read(source.region, "TMA add" if add else "TMA store", asynchronous=True)
@@ -185,6 +188,17 @@ def store_wait(pendings):
     stores = here().stores
     while len(stores) > number(pendings):
         stores.pop(0).complete()
+
+
+def look(place):
+    """What a project defines for it: an acquiring load. TMA sees what it has acquired behind `fence_acquired` alone."""
+    here().acquired = True
+    return load(place, volatile=True)
+
+
+def fence_acquired() -> None:
+    """What a project defines for it: ``fence.proxy.async.global``."""
+    here().acquired = False
 
 
 def await_written() -> None:

@@ -100,6 +100,7 @@ class Partition:
         self.clock = {**clock, self.id: 1}
         self.products: list[Any] = []
         self.stores: list[Any] = []
+        self.acquired = False  # an acquire that no proxy fence follows yet
         self.unfenced: list[Any] = []  # its writes to shared memory that the async proxy need not see yet
         self.baton = threading.Lock()
         self.baton.acquire()

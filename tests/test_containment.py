@@ -1,0 +1,235 @@
+"""Which tokens a NaN or an infinity at one token reaches: those that see it, and those of a tile that holds it.
+
+A product multiplies the hidden cells of a tile by 0, and 0 times NaN is NaN. The table in `canon.fast.kernels.triton.launch`
+says where that happens. Here `must` is what the mask alone implies, and `may` adds the tokens of a shared tile, from the
+work tables that the kernels read.
+"""
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import pytest
+import torch
+from sharded import DEVICE, ON_HOPPER
+
+from canon import Band, Mask
+from canon.fast import backend, backward, local
+from canon.fast.kernels.gluon import config as hopper_config
+from canon.fast.kernels.gluon.schedule import BOX
+from canon.fast.kernels.triton.config import Config, forced
+from canon.fast.tiles import work_table
+from canon.testing import simulator
+from canon.testing.judge import Attended
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:All-NaN slice"),  # of NumPy, where the interpreter takes a maximum
+]
+PLANTED = ("q", "k", "v", "dout")
+TRITON_TILES = Config(32, 16, 4, 1)
+MASKS = {
+    "triton": {
+        "a document ends inside a tile": (Mask.documents([0, 21, 48]), (4, 21)),
+        "a document ends at the edge of a tile": (Mask.documents([0, 32, 48]), (31, 32)),
+    },
+    "gluon": {
+        "a document ends inside a tile": (Mask.documents([0, 70, 290]), (20, 70)),
+        "a document ends at the edge of a tile": (Mask.documents([0, 128, 290]), (127, 128)),
+    },
+}
+
+
+class Shared(NamedTuple):
+    """Which (query, key) pairs of a kernel stand in one tile: in the forward, in dq's, and in dk's and dv's."""
+
+    forward: torch.Tensor
+    dq: torch.Tensor
+    dkdv: torch.Tensor
+
+
+def shared_tiles(mask: Mask, rows: int, columns: int, transposed: bool, boxes: int = 0) -> torch.Tensor:
+    """Return (queries, keys), bool. Kernels with ``boxes`` load all columns of a tile, others those of its band."""
+    table = work_table(mask, rows, columns, None, transposed, "cpu", boxes if transposed else 0)
+    pairs = torch.zeros(*((mask.keys, mask.queries) if transposed else (mask.queries, mask.keys)), dtype=torch.bool)
+    for first, stop, begin, _, end in table.tiles.tolist():
+        for column, tiles, _, row_stop, start, column_stop, *_ in table.spans[begin:end].tolist():
+            last = column + tiles * columns
+            if not boxes and row_stop:
+                column, last = max(column, start), min(last, column_stop)
+            pairs[first : first + rows if boxes else stop, column:last] = True
+    return pairs.T if transposed else pairs
+
+
+def on_triton(mask: Mask) -> Shared:
+    rows, columns = TRITON_TILES.rows, TRITON_TILES.columns
+    tables = [shared_tiles(mask, rows, columns, transposed) for transposed in (False, False, True)]
+    return Shared(*tables)
+
+
+def on_hopper(mask: Mask, d: int, method: str) -> Shared:
+    wide = "wide" if d > 128 else "fused" if method == "fused" else "dkdv"
+    tiles = [hopper_config.choose(kernel, d, d)[0] for kernel in ("forward", "dq", wide)]
+    sizes = [(x.rows, x.columns, kernel == wide) for x, kernel in zip(tiles, ("forward", "dq", wide), strict=True)]
+    return Shared(*(shared_tiles(mask, *size, BOX) for size in sizes))
+
+
+def reached(planted: str, token: int, seen: torch.Tensor, shared: Shared, fused: bool) -> dict[str, torch.Tensor]:
+    """Return the tokens of each result that a NaN at ``token`` reaches: the table in `canon.fast.kernels.triton.launch`."""
+    queries, keys = seen.shape
+    at = torch.zeros(queries if planted in ("q", "dout") else keys, dtype=torch.bool)
+    at[token] = True
+    no_query, no_key = torch.zeros(queries, dtype=torch.bool), torch.zeros(keys, dtype=torch.bool)
+    of_keys = lambda some: seen[some].any(0)  # the keys that some queries see
+    if planted == "q":
+        return {"out": at, "lse": at, "dq": at, "dk": shared.dkdv[token], "dv": of_keys(at)}
+    if planted == "dout":
+        return {"out": no_query, "lse": no_query, "dq": at, "dk": of_keys(at), "dv": shared.dkdv[token]}
+    if planted == "v":
+        some = shared.forward[:, token]
+        return {"out": some, "lse": no_query, "dq": some, "dk": of_keys(some), "dv": no_key}
+    some, beside = seen[:, token], (shared.dkdv if fused else shared.dq)[:, token]
+    return {"out": some, "lse": some, "dq": some | beside, "dk": of_keys(some), "dv": of_keys(some)}
+
+
+def attend(tensors: dict[str, torch.Tensor], mask: Mask, method: str, name: str) -> Attended:
+    q, k, v, dout = tensors.values()
+    simulate = name == "gluon" and not ON_HOPPER
+    with backend(name), simulator.simulated("late") if simulate else nullcontext():
+        out, lse = local.attention_forward(q, k, v, mask)
+        return Attended(out, lse, *backward.attention_backward(dout, q, k, v, out, lse, mask, method=method))
+
+
+def tokens_that_are_not_finite(got: Attended) -> dict[str, torch.Tensor]:
+    """Return, for the heads of the second group, which tokens of each result hold NaN or infinities."""
+    some = {}
+    for name, x in got._asdict().items():
+        x = x.transpose(1, 2)[..., None] if name == "lse" else x
+        first, second = x.cpu().chunk(2, 2)  # of two groups of heads
+        assert first.isfinite().all(), f"{name} of another group of heads"
+        some[name] = ~second.isfinite().all(-1).all(2)[0]
+    return some
+
+
+def check(name, mask, token, planted, value, method, d, shared, dtype=torch.bfloat16):
+    draw = torch.Generator().manual_seed(token)
+    shapes = {"q": (mask.queries, 4, d), "k": (mask.keys, 2, d), "v": (mask.keys, 2, d), "dout": (mask.queries, 4, d)}
+    tensors = {x: torch.randn(1, *shape, generator=draw).to(dtype).to(DEVICE) for x, shape in shapes.items()}
+    tensors[planted][0, token, -1, 5] = value
+    got = tokens_that_are_not_finite(attend(tensors, mask, method, name))
+    seen = mask.dense()
+    may = reached(planted, token, seen, shared, method == "fused")
+    must = reached(planted, token, seen, Shared(seen, seen, seen), method == "fused")
+    for result, some in got.items():
+        where = f"{value} in {planted}[{token}], {method}, {result}: {some.nonzero().flatten().tolist()}"
+        assert not (some & ~may[result]).any(), where
+        if value != value:
+            assert some[must[result]].all(), where
+
+
+TRITON_CASES = [
+    ("split", torch.nan),
+    ("split", torch.inf),
+    ("fused", torch.nan),
+    ("fused", -torch.inf),
+    ("head_parallel", torch.nan),
+]
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize(("method", "value"), TRITON_CASES)
+@pytest.mark.parametrize("mask", MASKS["triton"])
+def test_triton_lets_nothing_out_of_the_tiles_that_hold_it(mask, method, planted, value):
+    mask, tokens = MASKS["triton"][mask]
+    with forced(**dict.fromkeys(("forward", "dq", "dkdv", "fused"), TRITON_TILES)):
+        for token in tokens:
+            check("triton", mask, token, planted, value, method, 16, on_triton(mask), torch.float32)
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper")
+@pytest.mark.parametrize(
+    ("method", "d", "value"),
+    [
+        ("split", 64, torch.nan),
+        ("split", 64, torch.inf),
+        ("fused", 64, torch.nan),
+        ("head_parallel", 64, torch.nan),
+        ("split", 128, torch.nan),
+        ("fused", 128, torch.nan),
+        ("split", 256, torch.nan),
+        ("split", 256, -torch.inf),
+    ],
+)
+@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize("mask", MASKS["gluon"])
+def test_hopper_lets_nothing_out_of_the_tiles_that_hold_it(mask, planted, method, d, value, monkeypatch):
+    mask, tokens = MASKS["gluon"][mask]
+    monkeypatch.setattr("canon.fast.kernels.gluon.launch.packing", lambda *_: 1)  # heads of a group share no tile
+    for token in tokens:
+        check("gluon", mask, token, planted, value, method, d, on_hopper(mask, d, method))
+
+
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_document_that_shares_no_tile_stays_as_it_is(planted, name):
+    """Bit by bit: the other document ends at the edge of a tile."""
+    if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
+        pytest.skip("this GPU is no Hopper")
+    draw = torch.Generator().manual_seed(0)
+    mask, edge = Mask.documents([0, 128, 290]), 128
+    clean = {x: torch.randn(1, 290, 1, 64, generator=draw).bfloat16().to(DEVICE) for x in PLANTED}
+    dirty = {x: y.clone() for x, y in clean.items()}
+    dirty[planted][:, edge:] = torch.nan
+    for method in ("split", "fused"):
+        before, after = (attend(tensors, mask, method, name) for tensors in (clean, dirty))
+        for result, x, y in zip(before._fields, before, after, strict=True):
+            x, y = (z.transpose(1, 2) if result == "lse" else z for z in (x, y))
+            assert torch.equal(x[:, :edge], y[:, :edge]), (method, result)
+
+
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+def test_a_query_that_sees_no_key_gets_0_though_its_tile_holds_nan(name):
+    if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
+        pytest.skip("this GPU is no Hopper")
+    mask = Mask([Band(0, 100, 0, 40)], 130, 40)  # queries 100 to 129 see nothing
+    draw = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(1, 130, 1, 64, generator=draw).bfloat16().to(DEVICE) for _ in range(2))
+    k, v = (torch.randn(1, 40, 1, 64, generator=draw).bfloat16().to(DEVICE) for _ in range(2))
+    v[:, 7] = torch.nan
+    got = attend({"q": q, "k": k, "v": v, "dout": dout}, mask, "split", name)
+    assert got.out[:, :100].isnan().any(-1).all()
+    assert not got.out[:, 100:].any()
+    assert (got.lse[..., 100:] == -torch.inf).all()
+    assert not got.dq[:, 100:].any()
+
+
+@pytest.mark.parametrize("method", ["split", "fused"])
+def test_a_key_whose_scores_are_all_minus_infinity_weighs_nothing(method):
+    draw = torch.Generator().manual_seed(0)
+    mask = Mask.causal(48)
+    tensors = {x: torch.randn(1, 48, 2, 16, generator=draw).to(DEVICE) for x in PLANTED}
+    tensors["q"][..., 5], tensors["k"][:, 9, :, 5] = 1, -torch.inf
+    with forced(**dict.fromkeys(("forward", "dq", "dkdv", "fused"), TRITON_TILES)):
+        got = attend(tensors, mask, method, "triton")
+    assert not got.dv[:, 9].any()
+    assert got.out[:, 10:].isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["split", "fused"])
+@pytest.mark.parametrize(("name", "d"), [("triton", 64), ("gluon", 64), ("gluon", 256)])
+def test_v_of_the_backward_alone_reaches_the_queries_that_see_it_and_its_own_key(name, d, method):
+    """As in a ring, where out and lse come from elsewhere: dP is NaN in hidden cells, too."""
+    if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
+        pytest.skip("this GPU is no Hopper")
+    if d > 128 and method == "fused":
+        pytest.skip("there is no fused kernel so wide")
+    draw = torch.Generator().manual_seed(0)
+    mask, token = Mask.documents([0, 70, 290]), 20
+    q, k, v, dout = (torch.randn(1, 290, 1, d, generator=draw).bfloat16().to(DEVICE) for _ in range(4))
+    simulate = name == "gluon" and not ON_HOPPER
+    with backend(name), simulator.simulated("late") if simulate else nullcontext():
+        out, lse = local.attention_forward(q, k, v, mask)
+        v[:, token] = torch.nan
+        dq, dk, dv = backward.attention_backward(dout, q, k, v, out, lse, mask, method=method)
+    assert torch.equal(dq.isnan().any(-1)[0, :, 0].cpu(), mask.dense()[:, token])
+    assert dk.isnan().any(-1)[0, :, 0].nonzero().flatten().tolist() == [token]
+    assert dv.isfinite().all()

@@ -1,0 +1,37 @@
+"""The semaphore of dq in order, as it is compiled: acquire, proxy fence, add, wait for the addition, release.
+
+The simulator finds a missing wait, fence or release in the source (test_gluon_protocol.py); what the instructions are called
+can be seen here alone. No GPU is needed.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+PROGRAM = """
+from canon.testing import compile
+ptx = []
+compile._report = lambda case, used, binary, expected: ptx.append(binary.asm["ptx"])
+case = next(case for case in compile.main_cases(90) if case.ordered and case.d == 128)
+compile.compile_case(case)
+print(ptx[0])
+"""
+INSTRUCTIONS = {
+    r"ld\.acquire\.gpu\.global\.s32": "a",
+    r"fence\.proxy\.async\.global": "f",
+    r"cp\.reduce\.async\.bulk\.tensor": "+",
+    r"cp\.async\.bulk\.wait_group 0": "w",
+    r"st\.release\.gpu\.global\.s32": "r",
+    r"ld\.volatile\.global": "v",
+}
+
+
+def test_dq_is_added_behind_an_acquire_and_published_by_a_release():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = re.findall("|".join(INSTRUCTIONS), done.stdout)
+    order = "".join(letter for text in found for name, letter in INSTRUCTIONS.items() if re.fullmatch(name, text))
+    turned = [order[i:] + order[:i] for i in range(len(order))]  # a loop's blocks may be laid out from any of them on
+    assert any(re.fullmatch(r"a+f\++wr", x) for x in turned), order

@@ -1,0 +1,157 @@
+"""How large scores, values and the scale may be, on both kernel backends; beyond that, a query gets NaN."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from sharded import DEVICE, ON_HOPPER
+
+from canon import Band, Mask
+from canon.fast import backend, backward, local
+from canon.fast.kernels.gluon import config as hopper_config
+from canon.fast.kernels.gluon.config import Config as HopperConfig
+from canon.fast.kernels.triton.config import Config, forced
+from canon.testing import simulator
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:All-NaN slice"),  # of NumPy, where the interpreter takes a maximum
+]
+LOG2E = 1.4426950408889634
+STALE = HopperConfig(128, 128, 3, turns=True, optimistic=True)  # P before its maximum
+BACKENDS = {
+    "triton": ("triton", None),
+    "gluon": ("gluon", HopperConfig(128, 128, 3, turns=True)),
+    "gluon, stale maximum": ("gluon", STALE),
+    "gluon, by three": ("gluon", HopperConfig(192, 128, 4, 2, turns=True, optimistic=True)),
+}
+
+
+@pytest.fixture(params=BACKENDS.values(), ids=BACKENDS)
+def kernels(request):
+    """A backend, and for Hopper the forward's tiles."""
+    name, tiles = request.param
+    if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
+        pytest.skip("this GPU is no Hopper")
+    small = dict.fromkeys(("forward", "dq", "dkdv"), Config(32, 32, 4, 1))
+    tiled = hopper_config.forced(forward=tiles) if tiles else forced(**small)
+    simulated = simulator.simulated("late") if name == "gluon" and not ON_HOPPER else nullcontext()
+    with backend(name), tiled, simulated:
+        yield name
+
+
+def full(queries, keys):
+    return Mask([Band(0, queries, 0, keys)], queries, keys)
+
+
+def zeros(queries, keys, dtype=torch.bfloat16):
+    q, k, v = (torch.zeros(1, n, 1, 64, dtype=dtype, device=DEVICE) for n in (queries, keys, keys))
+    return q, k, v
+
+
+def forward(q, k, v, mask, scale=1.0):
+    out = torch.full(q.shape, 7.0, device=DEVICE)
+    lse = torch.full((1, 1, q.shape[1]), 7.0, device=DEVICE)
+    local.forward_into(q, k, v, mask, scale, out, lse)
+    return out, lse
+
+
+def backward_of(q, k, v, out, lse, mask):
+    dout = torch.ones_like(q)
+    return backward.attention_backward(dout, q, k, v, out.to(q.dtype), lse, mask, scale=1.0)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_up_to_1e7_overflow_nothing(kernels, sign):
+    """Of 2^23 and 0 to 255 more. float32 rounds scores of that size by 1/2, and lse by a few times as much."""
+    mask = full(140, 300)
+    q, k, v = zeros(140, 300)
+    more = torch.arange(300, device=DEVICE) % 256
+    q[..., 0], q[..., 1], k[..., 0], k[..., 1] = 2.0**12, 1, sign * 2.0**11, more[:, None]
+    v[..., :32], v[..., 32:] = 1, more[:, None, None] / 256
+    out, lse = forward(q, k, v, mask)
+    exact = torch.logsumexp((sign * 2.0**23 + more.double()), 0)
+    assert (lse - exact).abs().max() <= 4
+    torch.testing.assert_close(out[..., :32], torch.ones_like(out[..., :32]), rtol=2**-7, atol=0)  # two roundings of P
+    assert (out[..., 32:] > 0.9).all()
+    assert (out[..., 32:] <= 1).all()
+    assert all(grad.isfinite().all() for grad in backward_of(q, k, v, out, lse, mask))
+
+
+@pytest.mark.parametrize("score", [2.0**25, -(2.0**25), 1e10, -1e10, 1e30])
+def test_a_query_whose_largest_score_is_beyond_gets_nan_and_the_others_what_they_see(kernels, score):
+    mask = full(140, 300)
+    q, k, v = zeros(140, 300)
+    q[:, 70, :, 0], q[:, 71:, :, 1], k[..., 0], k[:, 5:, :, 1] = 1, 1, score, -abs(score)
+    v[..., :5] = torch.arange(300, device=DEVICE)[:, None, None] / 300
+    out, lse = forward(q, k, v, mask)
+    assert lse[..., 70].isnan().all()
+    assert out[:, 70].isnan().all()
+    expected = torch.tensor(300.0).log().item()  # all scores are 0
+    torch.testing.assert_close(lse[..., :70], torch.full_like(lse[..., :70], expected))
+    torch.testing.assert_close(lse[..., 71:], torch.full_like(lse[..., 71:], torch.tensor(5.0).log().item()))
+    assert out[:, :70].isfinite().all()
+    assert out[:, 71:].isfinite().all()
+
+
+def test_rows_that_are_hidden_at_first_and_far_below_then_are_not_taken_for_blind(kernels):
+    """Rows 0 to 9 see no key of the first tile; their scores are lower than -3e38 in base 2, but no infinities."""
+    mask = Mask([Band(0, 10, 150, 260, -300, 300), Band(10, 150, 0, 260, -300, 300)], 150, 260)
+    q, k, v = zeros(150, 260)
+    q[:, :10, :, 0], k[..., 0], v[:] = 2.0**64, -3.2e38 / LOG2E / 2.0**64, 1
+    out, lse = forward(q, k, v, mask)
+    assert lse[..., :10].isnan().all()
+    assert out[:, :10].isnan().all()
+    torch.testing.assert_close(out[:, 10:], torch.ones_like(out[:, 10:]))
+
+
+def test_values_up_to_1e21_overflow_nothing_though_p_is_made_before_its_maximum(kernels):
+    """The last keys outweigh those before by 2^60: P of them would not be infinite, but P V would."""
+    mask = full(192, 320)
+    q, k, v = zeros(192, 320)
+    q[..., 0], k[:, 200:, :, 0], v[:] = 1, 60 / LOG2E, 1e21
+    out, _ = forward(q, k, v, mask)
+    torch.testing.assert_close(out, v[:, :1].float().expand(out.shape), rtol=2**-7, atol=0)
+
+
+def test_a_scale_of_nan_makes_nan(kernels):
+    """The public functions refuse it; the kernels must not take it for 0."""
+    mask = Mask.causal(40)
+    q, k, v = (torch.randn(1, 40, 1, 64, device=DEVICE).bfloat16() for _ in range(3))
+    out, lse = forward(q, k, v, mask, torch.nan)
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+@pytest.mark.parametrize("scale", [1e-50, -1e-50, -0.0])
+def test_a_scale_that_float32_takes_for_0_is_0(kernels, scale):
+    mask = Mask.causal(40)
+    q, k, v = (torch.randn(1, 40, 1, 64, device=DEVICE).bfloat16() for _ in range(3))
+    for got, expected in zip(forward(q, k, v, mask, scale), forward(q, k, v, mask, 0.0), strict=True):
+        assert torch.equal(got, expected)
+    assert (got - torch.arange(1, 41, device=DEVICE).log()).abs().max() < 1e-5
+
+
+def test_float64_has_its_own_range():
+    mask = Mask.full(20)
+    q, k, v = zeros(20, 20, torch.float64)
+    q[..., 0], k[..., 0], v[..., 0] = 1e5, 1e5 + torch.arange(20, device=DEVICE).double()[:, None] * 1e-5, 1
+    with backend("triton"), forced(forward=Config(16, 16, 4, 1)):
+        out, lse = local.attention_forward(q, k, v, mask, scale=1.0)
+    assert (lse - torch.logsumexp(1e10 + torch.arange(20.0, dtype=torch.float64, device=DEVICE), 0)).abs().max() < 1e-4
+    torch.testing.assert_close(out[..., 0], torch.ones_like(out[..., 0]), rtol=1e-5, atol=0)
+
+
+def test_what_was_summed_is_rescaled_by_the_maxima_that_p_was_made_with():
+    """Scores near 2^20 grow from tile to tile. A GPU does not round their product with the scale; the interpreter does."""
+    scale, mask = 1.1, full(16, 128)
+    q, k, v = zeros(16, 128, torch.float32)
+    more = torch.arange(128, device=DEVICE) / 8
+    q[..., 0], q[..., 1], k[..., 0], k[..., 1] = 2.0**10, 1, 2.0**10, more[:, None]
+    v[:, :, 0, 0] = more
+    with backend("triton"), forced(forward=Config(16, 16, 4, 1)):
+        out, _ = forward(q, k, v, mask, scale)
+    log2 = (2.0**20 + more.double()) * torch.tensor(scale * LOG2E, dtype=torch.float32, device=DEVICE).double()
+    log2 = log2.float().double() if DEVICE == "cpu" else log2
+    expected = torch.softmax(log2 * 0.6931471805599453, 0) @ more.double()
+    torch.testing.assert_close(out[0, :, 0, 0].double(), expected.expand(16), rtol=1e-5, atol=0)
