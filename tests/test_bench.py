@@ -10,7 +10,7 @@ from canon import Mask
 from canon.__main__ import main
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
-from canon.testing import bench, figure, interpreter, kernels, rates, record, shapes, simulator, timing, tune
+from canon.testing import bench, figure, kernels, rates, record, shapes, simulator, timing, tune, world
 from canon.testing.packs import sampled_packs
 
 CPU = torch.device("cpu")
@@ -318,7 +318,7 @@ def test_without_a_gpu_it_says_so(what, monkeypatch, capsys):
 
 def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(interpreter, "gpus", lambda: 1)
+    monkeypatch.setattr(world, "kernel_gpus", lambda: 1)
     monkeypatch.setattr(bench, "_device", lambda: CPU)
     monkeypatch.setattr(kernels, "ceilings", lambda dtype, device: CEILINGS)
     monkeypatch.setattr(record, "machine", lambda: {"gpus": ["none"]})

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from canon import reference
-from canon.testing import interpreter, record, report, world
+from canon.testing import record, report, world
 from canon.testing.cases import DTYPES, Case, all_cases, covered
 from canon.testing.documents import Documents
 from canon.testing.trial import CaseFailed, Trial
@@ -100,7 +100,7 @@ class _Misuse(ValueError):
 
 def _world(asked: str, ranks: int | None) -> tuple[str, str, int]:
     """(kind, device, ranks)."""
-    gpus = interpreter.gpus()
+    gpus = world.kernel_gpus()
     if ranks is not None and ranks < 1:
         raise _Misuse(f"--ranks must be at least 1, got {ranks}")
     kind = asked if asked != "auto" else "gpus" if gpus > 1 and (ranks or gpus) <= gpus else "threads"
@@ -117,7 +117,9 @@ def _interpret_if(on_cpu: bool, console: Console) -> None:
         return
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, which is when the module is imported
     try:
-        interpreter.repair()
+        from canon.fast.kernels.interpreter import repair
+
+        repair()
     except ModuleNotFoundError:
         return  # no Triton here: a module that needs it will say so
     console.print("No GPU in use: Triton's kernels run in its interpreter on the CPU (TRITON_INTERPRET=1).")

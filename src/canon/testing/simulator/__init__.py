@@ -46,7 +46,7 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from canon.fast.kernels.gluon.blocks import await_added, exchanged, spread, tma_add
 from canon.fast.kernels.gluon.forward import any_above, declare, lane_sum, rounded, scaled, with_excess
-from canon.testing.interpreter import parsing
+from canon.fast.kernels.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
 from canon.testing.simulator.engines import await_written, reduce_add
 from canon.testing.simulator.memory import Descriptor
