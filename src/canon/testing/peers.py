@@ -1,4 +1,4 @@
-"""Who is measured by `canon bench kernels`: Canon's kernel families and methods, and other people's attention.
+"""The contenders of `canon bench kernels`: Canon's kernel backends and backward methods, and the peers.
 
     canon FAMILY METHOD             every family that there is, every backward method: forced, or declined with a reason;
                                     "in order": under `torch.use_deterministic_algorithms(True)`
@@ -36,8 +36,8 @@ class Contender:
 
     name: str
     make: Callable[[], Attend]
-    forward: str  # whose forward pass it has: contenders that share one have it timed once
-    declines: bool = False  # ValueError and NotImplementedError say that it does not do this shape, and are no failure
+    forward: str  # contenders with equal names here share one forward pass, which is timed once
+    declines: bool = False  # ValueError and NotImplementedError are no failure: this shape is not supported
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # both passes run inside
 
     @property
@@ -201,7 +201,7 @@ def _flash4_module() -> tuple[Any, str]:
         module = importlib.import_module("flash_attn.cute")
     except ModuleNotFoundError as error:
         return None, f"not installed ({error})"
-    except Exception as error:  # compiled parts of what it needs may not fit together
+    except Exception as error:  # for example an ImportError of a compiled dependency
         return None, f"cannot be imported ({type(error).__name__}: {error})"[:300]
     try:
         return module, version(FLASH4)
