@@ -72,7 +72,7 @@ def test_disagreements_are_errors():
 
 
 def test_a_group_of_threads_is_its_own_backend():
-    """torch 2.14 and later look it up before a batch of sends and receives."""
+    """torch 2.15 looks it up before a batch of sends and receives."""
 
     def program():
         group = dist.group.WORLD

@@ -182,13 +182,8 @@ def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) ->
 
 def kernel_gpus() -> int:
     """Return the number of GPUs that Triton's kernels can run on: 0 if TRITON_INTERPRET keeps them on the CPU."""
-    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in (
-        "1",
-        "true",
-        "on",
-        "yes",
-        "y",
-    )  # as Triton reads it
+    values = ("1", "true", "on", "yes", "y")  # Triton reads these as true
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in values
     return torch.cuda.device_count() if torch.cuda.is_available() and not interpreted else 0
 
 
