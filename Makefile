@@ -1,9 +1,11 @@
-# Two commands do everything on a machine with Python 3.11 and network access to PyPI:
+# Three commands do everything on a machine with Python 3.11 and network access to PyPI:
 #
 #   make check    every algorithm, on real documents, against the reference (4 CPU ranks, or all GPUs)
 #   make test     ruff, pyright, the tests and the notebooks; the kernels' tests once more on a GPU, where there is one
+#   make newest   the check with the newest torch and Triton that PyPI has; warnings are errors
 #
-# Both first make .venv with the versions of requirements.txt and install the package in place.
+# The first two make .venv with the versions of requirements.txt and install the package in place. The third makes
+# .venv-newest, of 6 GB.
 
 PYTHON  ?= python3
 WORKERS ?= 2
@@ -14,7 +16,7 @@ STAMP := .venv/.installed
 # Ranks and test workers already fill the cores: one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install check test notebooks clean
+.PHONY: install check test newest notebooks clean
 .DEFAULT_GOAL := check
 
 install: $(STAMP)
@@ -38,10 +40,16 @@ test: $(STAMP)
 	fi
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --nbval notebooks # a notebook's cells in one worker
 
+newest:
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable .
+	.venv-newest/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|triton|numpy) '
+	.venv-newest/bin/python -W error -m canon check --record canon-check/newest.json
+
 # Runs the .md twins and writes them, with their outputs, as .ipynb beside them.
 notebooks: $(STAMP)
 	cd notebooks && ../$(BIN)/jupytext --to ipynb --execute *.md
 
 clean:
-	rm -rf .venv build dist canon-check .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest build dist canon-check .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -o -name '*.egg-info' | xargs rm -rf

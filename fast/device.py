@@ -16,6 +16,7 @@ from types import ModuleType
 from torch import Tensor
 
 from canon.fast.kernels.gluon import config
+from canon.fast.kernels.interpreter import is_requested
 from canon.fast.kernels.launching import capability
 from canon.fast.kernels.triton import launch
 from canon.fast.recomputation import note_choice
@@ -78,11 +79,16 @@ def _hopper_can(q: Tensor, v: Tensor, method: str) -> bool:
 
 
 def check_device(x: Tensor) -> None:
-    """Raise RuntimeError unless kernels can run where x is."""
+    """Raise RuntimeError unless kernels can run on the device of x."""
     if x.device.type not in ("cpu", "cuda"):
         raise RuntimeError(f"canon.fast runs on CUDA devices, got a tensor on {x.device}: use canon.reference")
     if x.device.type == "cpu" and not launch.INTERPRETED:
+        if is_requested():
+            raise RuntimeError(
+                "canon.fast was imported before TRITON_INTERPRET=1 was set, so it cannot run on CPU tensors: set the variable "
+                "before the import, or use canon.reference"
+            )
         raise RuntimeError(
             "canon.fast needs tensors on a CUDA device, got CPU tensors: use canon.reference, or set TRITON_INTERPRET=1 "
-            "before Triton is imported (slow: it runs the kernels in Python)"
+            "before canon.fast is imported (slow: it runs the kernels in Python)"
         )

@@ -87,16 +87,17 @@ class GroupState:
             if wait or digest not in self.known:
                 self.settle(before_messages=True)
 
-    def settle(self, before_messages: bool = False) -> None:
-        """Read the verdict on the last call, and raise if the ranks differ."""
+    def settle(self, before_messages: bool = False, digests: list[int] | None = None) -> None:
+        """Compare the digests of the last call, waiting for them if they are not given. Raise if the ranks differ."""
         with self.lock:
             if self.broken:
                 raise type(self.broken)(*self.broken.args)
             verdict, self.pending = self.pending, None
             if verdict is None:
                 return
-            with self.failures(verdict.name):
-                digests = verdict.post.wait()
+            if digests is None:
+                with self.failures(verdict.name):
+                    digests = verdict.post.wait()
             if all(digest == verdict.digest for digest in digests):
                 if len(self.known) >= KNOWN:
                     self.known.clear()
@@ -148,13 +149,15 @@ class GroupState:
         if self.broken is None:
             self.liveness.answer(self.calls)
         verdict = self.pending
-        if verdict is None or time.monotonic() - verdict.begun < POLL_SECONDS or verdict.post.digests() is None:
+        if verdict is None or time.monotonic() - verdict.begun < POLL_SECONDS:
+            return
+        if (digests := verdict.post.digests()) is None:
             return
         if not self.lock.acquire(blocking=False):
             return  # the rank reads it now
         try:
             if self.pending is verdict:
-                self.settle()
+                self.settle(digests=digests)
         except (ValueError, RuntimeError) as error:
             logging.getLogger(__name__).error("%s", error)
             for group in (self._group(), *self.aborted):

@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from canon.testing import interpreter
-
 # The same examples in every run: a failure that comes and goes teaches nothing.
 settings.register_profile("canon", deadline=None, derandomize=True, database=None)
 settings.load_profile("canon")
@@ -27,7 +25,6 @@ def pytest_configure(config):
         os.environ.pop("TRITON_INTERPRET", None)
     else:
         raise pytest.UsageError("--gpu: torch finds no GPU here; without --gpu the kernels are tested on the CPU")
-    interpreter.repair()
 
 
 def pytest_collection_modifyitems(config, items):

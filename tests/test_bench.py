@@ -1,16 +1,14 @@
-"""`canon bench` reads its shapes, measures nothing that disagrees, says what speeds are worth, and where it cannot measure."""
+"""`canon bench` reads its shapes and measures nothing that disagrees."""
 
-import json
 from argparse import ArgumentParser
 
 import pytest
 import torch
 
 from canon import Mask
-from canon.__main__ import main
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
-from canon.testing import bench, figure, interpreter, kernels, rates, record, shapes, simulator, timing, tune
+from canon.testing import bench, kernels, shapes, simulator, timing, tune
 from canon.testing.packs import sampled_packs
 
 CPU = torch.device("cpu")
@@ -225,121 +223,3 @@ def test_the_hopper_grid_goes_from_the_table_of_long_masks_to_that_of_short_ones
     assert backward == tune.FAMILIES["gluon"].table("dq", q, q, q, q, long)
     grid = tune.FAMILIES["gluon"].grid("dq", backward, long)
     assert {(c.rows, c.turns, c.optimistic) for c in grid} == {(128, False, False)}
-
-
-# ---------------------------------------------------------------------- what speeds are worth
-def test_a_roofline_is_the_lower_of_products_and_traffic():
-    shape = shapes.shape_of("2,1000,4,2,16,full")
-    moved = 2 * (2 * 1000 * 4 * 16 * 2) + 2 * (2 * 1000 * 2 * 16 * 2) + 4 * 2 * 1000 * 4  # q, out; k, v; lse
-    assert rates.compulsory_bytes(shape, 2, "forward") == moved
-    assert rates.compulsory_bytes(shape, 2, "backward") == 2 * moved - 4 * 2 * 1000 * 4  # lse is read once
-    ceilings = {"matmul_tflops": 800.0, "copy_tbs": 1.0}
-    assert rates.roofline(shape, 2, "forward", ceilings) == pytest.approx(shape.operations / moved)
-    assert rates.roofline(shape, 2, "forward", {"matmul_tflops": 1.0, "copy_tbs": 1.0}) == 1.0
-
-
-def made_up(contender, forward=None, backward=None, shape="1,1000,4,2,16,full"):
-    shape = shapes.shape_of(shape)
-    row = {"contender": contender, "forward_of": contender.rpartition(" ")[0] or contender, "shape": str(shape)}
-    row |= {"canon": contender.startswith("canon"), "n": shape.n, "d": shape.d, "mask": shape.mask_name}
-    row |= {f"{name}_ms": [ms] for name, ms in (("forward", forward), ("backward", backward)) if ms}
-    return row
-
-
-def test_ratios_are_to_the_fastest_peer_of_each_pass():
-    rows = [made_up("canon triton split", 2.0, 4.0), made_up("slow", 8.0, 8.0), made_up("fast", 1.0, 16.0)]
-    rates.add_speeds([*rows, made_up("absent")], shapes.shape_of("1,1000,4,2,16,full"), 2, CEILINGS)
-    assert [row["forward_to_peer"] for row in rows] == pytest.approx([0.5, 0.125, 1.0])
-    assert [row["backward_to_peer"] for row in rows] == pytest.approx([2.0, 1.0, 0.5])
-    assert rows[0]["forward_roofline"] == pytest.approx(
-        rows[0]["forward_tflops"] / rates.roofline(shapes.shape_of("1,1000,4,2,16,full"), 2, "forward", CEILINGS)
-    )
-
-
-def test_auto_must_be_close_to_the_fastest_method():
-    rows = [
-        made_up("canon triton split", 1.0, 4.0),
-        made_up("canon triton fused", None, 2.0),
-        made_up("SDPA", 0.1, 0.1),
-    ]
-    verdicts = rates.auto_verdicts([*rows, made_up("canon auto", 1.05, 4.0)])
-    assert [(v["pass"], v["best"], v["within"]) for v in verdicts] == [
-        ("forward", "canon triton split", True),
-        ("backward", "canon triton fused", False),
-    ]
-    assert verdicts[1]["auto_to_best"] == 2.0
-    assert rates.auto_verdicts(rows) == []
-
-
-# ---------------------------------------------------------------------- figures and the command
-def write_record(path, d):
-    rows = []
-    for n in (2048, 512, 8192):
-        shape = shapes.shape_of(f"1,{n},4,4,{d},causal")
-        some = [made_up("canon triton split", 1.0, 2.0, f"1,{n},4,4,{d},causal")]
-        some.append(made_up("canon triton fused", None, 3.0, f"1,{n},4,4,{d},causal"))
-        some.append(made_up("SDPA cudnn", 0.9, None, f"1,{n},4,4,{d},causal") | {"failed": "backward"})
-        rates.add_speeds(some, shape, 2, CEILINGS)
-        rows += some
-    return record.write(path, "canon bench kernels --sweep", rows, ceilings=CEILINGS)
-
-
-def test_a_figure_has_a_panel_for_each_width_and_a_line_for_each_contender(tmp_path, capsys):
-    paths = [write_record(tmp_path / f"sweep{d}.json", d) for d in (128, 64)]
-    drawn = figure.drawing([json.loads(path.read_text()) for path in paths])
-    titles = [axes.get_title() for axes in drawn.axes]
-    assert titles == [f"{name}, causal, width {d}" for name in ("forward", "backward") for d in (64, 128)]
-    lines = [line for line in drawn.axes[3].lines if len(line.get_xdata()) == 3]
-    assert len(lines) == 2  # both of Canon's methods backward
-    assert list(lines[0].get_xdata()) == [512, 2048, 8192]
-    assert [line for line in drawn.axes[3].lines if list(line.get_ydata()) == [800.0, 800.0]]
-    out = tmp_path / "drawn.png"
-    assert main(["bench", "figure", *map(str, paths), "--out", str(out)]) == 0
-    assert out.stat().st_size > 10_000
-
-
-def test_a_figure_says_what_it_lacks(tmp_path, monkeypatch, capsys):
-    assert main(["bench", "figure"]) == 2
-    empty = record.write(tmp_path / "empty.json", "canon bench plans", [{"kind": "packs"}])
-    assert main(["bench", "figure", str(empty)]) == 2
-    assert "no speeds" in capsys.readouterr().out
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert main(["bench", "figure", str(write_record(tmp_path / "one.json", 64))]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("what", ["kernels", "tune", "schedules"])
-def test_without_a_gpu_it_says_so(what, monkeypatch, capsys):
-    for there, told in ((False, "there is none here"), (True, "unset TRITON_INTERPRET")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        assert main(["bench", what]) == 2
-        assert told in capsys.readouterr().out
-
-
-def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(interpreter, "gpus", lambda: 1)
-    monkeypatch.setattr(bench, "_device", lambda: CPU)
-    monkeypatch.setattr(kernels, "ceilings", lambda dtype, device: CEILINGS)
-    monkeypatch.setattr(record, "machine", lambda: {"gpus": ["none"]})
-    path = tmp_path / "kernels.json"
-    words = ["--shape", "1,40,2,2,16,window:9", "--only", "canon", "--dtype", "float32", "--rounds", "1"]
-    assert main(["bench", "kernels", *words, "--record", str(path)]) == 0
-    kept = json.loads(path.read_text())
-    given = options_of(*kept["command"].split()[2:])
-    assert given == options_of("kernels", *words)  # the record's command asks for the same again
-    assert "packs" not in kept["command"]
-    assert kept["ceilings"] == CEILINGS
-    assert [row["contender"] for row in kept["results"]][-1] == "canon auto"
-    assert all(row["agrees"] for row in kept["results"] if "gluon" not in row["contender"])  # which has no float32
-    assert "canon auto" in capsys.readouterr().out
-
-
-def test_plans_are_reported_and_recorded(tmp_path):
-    path = tmp_path / "plans.json"
-    assert main(["bench", "plans", "--packs", "1", "--ranks", "8", "--record", str(path)]) == 0
-    rows = {row["kind"]: row for row in json.loads(path.read_text())["results"]}
-    alone = {"one causal document", "a window of 1024", "1000 documents", "1000 documents, cut at random"}
-    assert set(rows) == {"packs"} | alone
-    assert rows["one causal document"]["volume"] == [0.75]
-    assert all(len(row["ms"]) == 1 for row in rows.values())

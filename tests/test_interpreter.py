@@ -1,15 +1,17 @@
-"""The repairs of Triton's interpreter: each against what the same kernel gives on a GPU, by PyTorch's arithmetic."""
+"""The repaired interpreter of Triton computes as PyTorch does, in every process that imports canon.fast."""
 
 import os
 import subprocess
 import sys
+import textwrap
 import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from canon.testing import interpreter, world
+from canon.fast.kernels import interpreter
+from canon.testing import world
 
 if not interpreter.repair():
     pytest.skip("kernels run on the GPU here, not in the interpreter", allow_module_level=True)
@@ -67,12 +69,6 @@ def infinities_kernel(out):
     tl.store(out + tl.arange(0, 16), tl.exp2(x - x) + tl.exp2(tl.full([16], 1000.0, tl.float32)))
 
 
-@triton.jit
-def descriptor_kernel(x, out, n, B: tl.constexpr, D: tl.constexpr):
-    values = tl.make_tensor_descriptor(x, [n, D], [D, 1], [B, D]).load([0, 0])
-    tl.make_tensor_descriptor(out, [n, D], [D, 1], [B, D]).atomic_add([0, 0], values)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_products_of_tiles(dtype, kept):
@@ -123,13 +119,6 @@ def test_numpy_does_not_warn_of_what_gpus_do_silently():
     assert out.isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_descriptors_add(dtype):
-    x, out = torch.randn(16, 32).to(dtype), torch.ones(16, 32, dtype=dtype)
-    descriptor_kernel[(2,)](x, out, 16, B=16, D=32)
-    assert torch.equal(out, torch.ones_like(x) + x + x)
-
-
 def test_ranks_as_threads_launch_one_at_a_time():
     def program():
         out = torch.zeros(1, dtype=torch.int32)
@@ -141,26 +130,91 @@ def test_ranks_as_threads_launch_one_at_a_time():
     assert world.threads(program, 4) == [19] * 4
 
 
-def test_triton_may_have_been_imported_before(tmp_path):
-    (tmp_path / "kernels.py").write_text(
-        "import triton, torch, triton.language as tl\n"
-        "@triton.jit\n"
-        "def kernel(x, out):\n"
-        "    tl.store(out, tl.sum(tl.load(x + tl.arange(0, 16)), 0) + tl.cdiv(5, 2))\n"
-        "out = torch.zeros(1)\n"
-        "kernel[(1,)](torch.ones(16), out)\n"
-        "assert out.item() == 19, out\n"
-    )
-    program = (
-        "import triton.language, os; os.environ['TRITON_INTERPRET'] = '1'\n"
-        "from canon.testing import interpreter; interpreter.repair()\n"
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kernels\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ended = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
+def test_float32_products_stay_float32_under_autocast():
+    a, b, c = torch.randn(32, 64), torch.randn(64, 32), torch.empty(32, 32)
+    with torch.autocast("cpu"):
+        dot_kernel[(1,)](a, b, c, M=32, K=64)
+    assert (c - a @ b).abs().max() < 1e-4
+
+
+# ---------------------------------------------------------------------- in a fresh process
+def fresh(program, **variables):
+    """Run a program in a process that has TRITON_INTERPRET from ``variables`` alone. Return the ended process."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+ATTEND = """
+import torch
+from canon import fast, reference
+q, k, v = (torch.randn(1, 70, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (2, 1, 1))
+dout, results = torch.randn(1, 70, 2, 16), []
+for half, dtype in ((fast, torch.bfloat16), (reference, torch.float64)):
+    out = half.attention(*(x.to(dtype) for x in (q, k, v)))
+    results.append([out, *torch.autograd.grad(out, (q, k, v), dout.to(dtype))])
+for got, exact in zip(*results):
+    error = (got.double() - exact).norm() / exact.norm()
+    assert error < 0.02, error
+"""
+
+
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_bfloat16_on_cpus_needs_the_variable_alone(value):
+    ended = fresh(ATTEND, TRITON_INTERPRET=value)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_the_variable_may_be_set_after_triton_is_imported():
+    """Triton's own functions, which were compiled ones until then, are interpreted too."""
+    before = "import os, triton.language, triton.runtime.interpreter\nos.environ['TRITON_INTERPRET'] = '1'\n"
+    after = "import triton.language as tl, triton\nassert not isinstance(tl.sum, triton.JITFunction)\n"
+    ended = fresh(before + ATTEND + after)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_variable_may_be_removed_after_canon_is_imported():
+    ended = fresh(f"import canon.fast, os\ndel os.environ['TRITON_INTERPRET']\n{ATTEND}", TRITON_INTERPRET="1")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_variable_set_too_late_is_an_error():
+    ended = fresh(f"import canon.fast, os\nos.environ['TRITON_INTERPRET'] = '1'\n{ATTEND}")
+    assert "canon.fast was imported before TRITON_INTERPRET=1 was set" in ended.stderr
+    ended = fresh(ATTEND)
+    assert "set TRITON_INTERPRET=1 before canon.fast is imported" in ended.stderr
+
+
+RENAMED = "del interpreter.GridExecutor.__call__"
+WRONG = """
+builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+load = builder.create_masked_load
+builder.create_masked_load = lambda *given: handle(load(*given).data + 1, tl.bfloat16)  # the next bfloat16 number
+"""
+
+
+@pytest.mark.parametrize("fault", [RENAMED, WRONG])
+def test_an_interpreter_that_the_repairs_do_not_fit_is_refused(fault):
+    before = "import triton.language as tl\nfrom triton.runtime import interpreter\n"
+    ended = fresh(f"{before}{fault}\nimport canon.fast", TRITON_INTERPRET="1")
+    assert "ImportError: canon.fast repairs the CPU interpreter of Triton 3.6 to 3.9" in ended.stderr
+
+
+def test_without_triton_the_error_says_how_to_install_it():
+    ended = fresh("""
+        import importlib, sys
+        sys.modules["triton"] = None
+        import canon.reference
+        for load in (lambda: importlib.import_module("canon.fast"), lambda: canon.fast):
+            try:
+                load()
+            except ModuleNotFoundError as error:
+                print(error.name, error)
+        """)
+    told = (
+        "canon.fast needs Triton: pip install 'triton>=3.6' (on Linux), or use canon.reference, which needs torch alone"
+    )
+    assert ended.stdout.splitlines() == [f"triton {told}"] * 2, ended.stderr
 
 
 def test_the_tests_of_gpus_without_a_gpu_are_an_error():

@@ -212,10 +212,6 @@ def test_errors_are_raised_on_every_rank(half):
 
 def run_as_processes(name):
     """The whole path over gloo, whose messages really travel; a module's function, so that it can be pickled."""
-    if name == "fast":
-        from canon.testing import interpreter
-
-        interpreter.repair()
     half, mask = HALVES[name], Mask.documents([0, 1, 12, 19])
     layout = planned(half, mask, 3, chunk=2)
     return on_this_rank(attending(half, mask, layout, stages=2), layout, whole(mask))

@@ -185,8 +185,6 @@ def test_sends_what_the_docstring_says(half, monkeypatch):
 def run_as_processes(name):
     """The whole path over gloo, whose messages really travel; a module's function, so that it can be pickled."""
     half, layout, mask = HALVES[name], Layout.zigzag(29, 3), Mask.documents([0, 1, 17, 29])
-    if name == "fast":
-        import canon.testing.interpreter  # noqa: F401
     tensors = whole(mask)
     attend = functools.partial(half.zigzag_attention, mask=mask, return_lse=True)
     return on_this_rank(attend, layout, tensors)

@@ -2,7 +2,7 @@
 
     from canon.testing import agreement, oracle, orders, world
 
-Needs torch alone; `interpreter` repairs Triton's CPU interpreter and is imported where kernels run under it.
+Needs torch alone.
 """
 
 from canon.testing.judge import Agreement, Attended, agreement, dense, oracle, orders

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from canon.testing import figure, interpreter, kernels, plans, record
+from canon.testing import figure, kernels, plans, record, world
 from canon.testing.shapes import MASKS, shapes_of
 
 # What belongs to which command; an option of another one is refused.
@@ -95,7 +95,7 @@ def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
         return lambda: _plans(options, console)
     if not torch.cuda.is_available():
         raise ValueError("it measures GPUs, and there is none here")
-    if not interpreter.gpus():
+    if not world.kernel_gpus():
         raise ValueError("it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU")
     if options.what == "kernels":
         return partial(_kernels, options, kernels.jobs(options), console)

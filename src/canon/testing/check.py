@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from canon import reference
-from canon.testing import contract, interpreter, random_check, random_record, record, report, warming
+from canon.testing import contract, random_check, random_record, record, report, warming, world
 from canon.testing.cases import Case, all_cases, covered
 from canon.testing.documents import Documents
 from canon.testing.inputs import FromDocuments
@@ -136,7 +136,7 @@ class _Misuse(ValueError):
 
 def _world(asked: str, ranks: int | None) -> tuple[str, str, int]:
     """(kind, device, ranks)."""
-    gpus = interpreter.gpus()
+    gpus = world.kernel_gpus()
     if ranks is not None and ranks < 1:
         raise _Misuse(f"--ranks must be at least 1, got {ranks}")
     kind = asked if asked != "auto" else "gpus" if gpus > 1 and (ranks or gpus) <= gpus else "threads"
@@ -153,7 +153,9 @@ def _interpret_if(on_cpu: bool, console: Console) -> None:
         return
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, which is when the module is imported
     try:
-        interpreter.repair()
+        from canon.fast.kernels.interpreter import repair
+
+        repair()
     except ModuleNotFoundError:
         return  # no Triton here: a module that needs it will say so
     console.print("No GPU in use: Triton's kernels run in its interpreter on the CPU (TRITON_INTERPRET=1).")

@@ -1,9 +1,10 @@
-"""Who is measured by `canon bench kernels`: Canon's kernel families and methods, and other people's attention.
+"""The contenders of `canon bench kernels`: Canon's kernel backends and backward methods, and the peers.
 
     canon FAMILY METHOD             every family that there is, every backward method: forced, or declined with a reason;
                                     "in order": under `torch.use_deterministic_algorithms(True)`
     canon auto                      what a user gets who asks for nothing
     SDPA cudnn, SDPA flash          torch's attention, causal or full; "flash" is FlashAttention-2
+    torch varlen                    `torch.nn.attention.varlen`, FlashAttention-2 too: packed documents
     FlexAttention                   compiled, with the BlockMask of the same mask
     flash-attn-4 (deterministic)    where it is installed: dense, windows, and packed documents by its varlen function
 
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.testing.shapes import Shape, asked_for, documents
+from canon.testing.shapes import Shape, asked_for, packed
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 FLASH4 = "flash-attn-4"
@@ -35,8 +36,8 @@ class Contender:
 
     name: str
     make: Callable[[], Attend]
-    forward: str  # whose forward pass it has: contenders that share one have it timed once
-    declines: bool = False  # ValueError and NotImplementedError say that it does not do this shape, and are no failure
+    forward: str  # contenders with equal names here share one forward pass, which is timed once
+    declines: bool = False  # ValueError and NotImplementedError are no failure: this shape is not supported
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # both passes run inside
 
     @property
@@ -49,8 +50,7 @@ def contenders(shape: Shape, device: torch.device, only: str, *, others: bool = 
     """Canon and, with ``others``, every peer that has this kind of mask, filtered by a part of the name."""
     found = [*_canon(shape)]
     if others:
-        found += [*_sdpa(shape), Contender("FlexAttention", partial(_flex, shape, device), "FlexAttention")]
-        found += _flash4(shape, device)
+        found += [*_torch(shape, device), *_flash4(shape, device)]
     return [contender for contender in found if asked_for(contender.name, only)]
 
 
@@ -112,11 +112,14 @@ def deterministic() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------- torch's
-def _sdpa(shape: Shape) -> Iterator[Contender]:
+def _torch(shape: Shape, device: torch.device) -> Iterator[Contender]:
+    if packed(shape.n, shape.mask_name):
+        yield Contender("torch varlen", partial(_varlen, shape, device), "torch varlen")
     if shape.mask_name.partition(":")[0] in ("causal", "full"):
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
             name = f"SDPA {backend.split('_')[0].lower()}"
             yield Contender(name, partial(_sdpa_by, backend, shape), name)
+    yield Contender("FlexAttention", partial(_flex, shape, device), "FlexAttention")
 
 
 def _sdpa_by(backend: str, shape: Shape) -> Attend:
@@ -130,6 +133,30 @@ def _sdpa_by(backend: str, shape: Shape) -> Attend:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
     return attend
+
+
+def _varlen(shape: Shape, device: torch.device) -> Attend:
+    from torch.nn.attention import varlen
+
+    cu_seqlens, longest = _cu_seqlens(shape, device)
+    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": shape.h != shape.g}
+
+    def attend(q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        out = varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        return out.unflatten(0, (shape.b, shape.n))
+
+    return attend
+
+
+def _cu_seqlens(shape: Shape, device: torch.device) -> tuple[Tensor, int]:
+    """Return cu_seqlens (int32) of the documents of all b sequences, one after another, and the longest document."""
+    own = packed(shape.n, shape.mask_name)
+    if own is None:
+        raise ValueError(f"mask {shape.mask_name!r} has no documents")
+    ends = [0, *(i * shape.n + end for i in range(shape.b) for end in own[1:])]
+    longest = max(b - a for a, b in zip(own, own[1:], strict=False))
+    return torch.tensor(ends, dtype=torch.int32, device=device), longest
 
 
 def _flex(shape: Shape, device: torch.device) -> Attend:
@@ -150,18 +177,20 @@ def _flex(shape: Shape, device: torch.device) -> Attend:
 
 
 def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
-    """The mask as FlexAttention's function of batch, head, query i and key j."""
+    """Return the mask as FlexAttention's function of batch, head, query i and key j."""
+    if cu_seqlens := packed(shape.n, shape.mask_name):
+        ends = torch.tensor(cu_seqlens, device=device)
+        document = (torch.searchsorted(ends, torch.arange(shape.n, device=device), right=True) - 1).int()
+        return lambda b, h, i, j: (i >= j) & (document[i] == document[j])
     kind, _, number = shape.mask_name.partition(":")
     if kind == "causal":
         return lambda b, h, i, j: i >= j
     if kind == "window":
         left = int(number)
         return lambda b, h, i, j: (i >= j) & (j >= i - left)
-    if kind == "documents":
-        ends = torch.tensor(documents(shape.n, int(number)), device=device)
-        document = (torch.searchsorted(ends, torch.arange(shape.n, device=device), right=True) - 1).int()
-        return lambda b, h, i, j: (i >= j) & (document[i] == document[j])
-    return lambda b, h, i, j: i >= 0
+    if kind == "full":
+        return lambda b, h, i, j: i >= 0
+    raise ValueError(f"mask {shape.mask_name!r} has no mask function for FlexAttention")
 
 
 # ---------------------------------------------------------------------- flash-attn-4
@@ -172,7 +201,7 @@ def _flash4_module() -> tuple[Any, str]:
         module = importlib.import_module("flash_attn.cute")
     except ModuleNotFoundError as error:
         return None, f"not installed ({error})"
-    except Exception as error:  # compiled parts of what it needs may not fit together
+    except Exception as error:  # for example an ImportError of a compiled dependency
         return None, f"cannot be imported ({type(error).__name__}: {error})"[:300]
     try:
         return module, version(FLASH4)
@@ -184,8 +213,7 @@ def _flash4(shape: Shape, device: torch.device) -> list[Contender]:
     module, _ = _flash4_module()
     if module is None:
         return []
-    packed = shape.mask_name.startswith("documents")
-    make = partial(_flash4_packed if packed else _flash4_dense, module, shape, device)
+    make = partial(_flash4_packed if packed(shape.n, shape.mask_name) else _flash4_dense, module, shape, device)
     names = {FLASH4: False, f"{FLASH4} deterministic": True}  # the same forward pass
     return [Contender(name, partial(make, deterministic), FLASH4) for name, deterministic in names.items()]
 
@@ -195,14 +223,13 @@ def _flash4_dense(module, shape: Shape, device: torch.device, deterministic: boo
     options: dict[str, Any] = {"causal": kind == "causal", "deterministic": deterministic}
     if kind == "window":
         options["window_size"] = (int(number), 0)
+    elif kind not in ("causal", "full"):
+        raise ValueError(f"mask {shape.mask_name!r} has no arguments for {FLASH4}")
     return lambda q, k, v: _first(module.flash_attn_func(q, k, v, **options))
 
 
 def _flash4_packed(module, shape: Shape, device: torch.device, deterministic: bool) -> Attend:
-    own = documents(shape.n, int(shape.mask_name.partition(":")[2]))
-    ends = [0, *(i * shape.n + end for i in range(shape.b) for end in own[1:])]
-    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
-    longest = max(b - a for a, b in zip(own, own[1:], strict=False))
+    cu_seqlens, longest = _cu_seqlens(shape, device)
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "causal": True}
     options |= {"max_seqlen_q": longest, "max_seqlen_k": longest, "deterministic": deterministic}
 

@@ -27,7 +27,7 @@ from canon.testing.shapes import Shape, asked_for
 class Schedule:
     """A name, the layout of its tokens, and a function of this rank's q, k, v that takes ``return_lse``, as `attention`.
 
-    ``around`` opens what both passes must run in. A peer may have no lse, and is timed if it disagrees as well.
+    ``around`` opens what both passes must run in. A peer may have no lse.
     """
 
     name: str

@@ -79,6 +79,16 @@ def documents(n: int, mean: int, seed: int = 0) -> list[int]:
     return [*(end for end in ends if end < n), n]
 
 
+def packed(n: int, name: str) -> list[int] | None:
+    """Return the cu_seqlens of ``documents:MEAN`` and ``pack:NUMBER``, and None for a mask of another kind."""
+    kind, _, number = name.partition(":")
+    if kind == "documents" and number.isdigit() and int(number):
+        return documents(n, int(number))
+    if kind == "pack" and number.isdigit():
+        return sampled_packs(n, int(number) + 1)[-1]
+    return None
+
+
 def mask_of(n: int, name: str) -> Mask:
     """The mask of n queries that ``name`` names: one of `MASKS`. Raises ValueError."""
     kind, _, number = name.partition(":")
@@ -89,10 +99,8 @@ def mask_of(n: int, name: str) -> Mask:
         return Mask([Band(0, n, 0, keys)], n, keys)
     if kind == "window" and number.isdigit():
         return Mask.window(n, int(number), 0)
-    if kind == "documents" and number.isdigit() and int(number):
-        return Mask.documents(documents(n, int(number)))
-    if kind == "pack" and number.isdigit():
-        return Mask.documents(sampled_packs(n, int(number) + 1)[-1])
+    if cu_seqlens := packed(n, name):
+        return Mask.documents(cu_seqlens)
     raise ValueError(f"mask {name!r}: expected one of {MASKS}")
 
 

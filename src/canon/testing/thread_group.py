@@ -114,7 +114,7 @@ def _reduced(tensors: list[Tensor], op: Any) -> Tensor:
 
 
 class ThreadGroup(dist.ProcessGroup):
-    """The methods that torch.distributed calls, under the names of torch 2.11 and of 2.13."""
+    """The methods that torch.distributed calls, under the names of torch 2.11, 2.13 and 2.15."""
 
     def __init__(self, meeting: Meeting, world_rank: int, rank: int, size: int):
         super().__init__(rank, size)
@@ -124,6 +124,10 @@ class ThreadGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return "threads"
+
+    def _get_backend(self, device) -> "ThreadGroup":
+        """Return the group itself, for every device: torch 2.15 looks up the backend of a batch of sends."""
+        return self
 
     @property
     def pg_name(self) -> str:

@@ -12,6 +12,7 @@ not finished and where it was. Programs for processes must be picklable: a funct
 """
 
 import contextvars
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from canon.testing import interpreter
 from canon.testing.meeting import Ended, Meeting, failed, tell
 from canon.testing.process_world import run_processes
 from canon.testing.thread_group import ThreadGroup
@@ -81,7 +81,7 @@ def _threads(program: Program, ranks: int) -> list[Any]:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     sys.stdout = voices
     try:
-        with _one_launch_at_a_time() if interpreter.gpus() else nullcontext():
+        with _one_launch_at_a_time() if kernel_gpus() else nullcontext():
             for worker in workers:
                 worker.start()
             for worker in workers:
@@ -178,6 +178,13 @@ def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) ->
         raise ValueError(f"{ranks} ranks need as many GPUs, this machine has {torch.cuda.device_count()}")
     _check_ranks(ranks)
     return run_processes(program, ranks, "nccl", timeout)
+
+
+def kernel_gpus() -> int:
+    """Return the number of GPUs that Triton's kernels can run on: 0 if TRITON_INTERPRET keeps them on the CPU."""
+    values = ("1", "true", "on", "yes", "y")  # Triton reads these as true
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in values
+    return torch.cuda.device_count() if torch.cuda.is_available() and not interpreted else 0
 
 
 def _check_ranks(ranks: int) -> None:

@@ -56,7 +56,7 @@ from canon.fast.kernels.gluon.blocks import (
     unless_zero,
 )
 from canon.fast.kernels.gluon.forward import any_above, blanked, declare, lane_sum, rounded, scaled, with_excess
-from canon.testing.interpreter import parsing
+from canon.fast.kernels.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
 from canon.testing.simulator.engines import await_written, fence_acquired, look, reduce_add
 from canon.testing.simulator.memory import Descriptor

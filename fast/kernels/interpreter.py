@@ -1,28 +1,27 @@
-"""Repairs for Triton's CPU interpreter (TRITON_INTERPRET=1), releases 3.6 to 3.9, and a lock for ranks as threads.
+"""Repairs of Triton's CPU interpreter (TRITON_INTERPRET=1), releases 3.6 to 3.9.
 
-    from canon.testing import interpreter; interpreter.repair()      before the first kernel is launched
+`canon.fast.kernels` calls `repair` when it is imported, before it defines a kernel. The repairs change Triton for the
+whole process:
 
-What is wrong, and what `repair` does about it (nothing at all unless TRITON_INTERPRET=1):
+    fault of the interpreter                     repair
+    bfloat16 is held as uint16 bit patterns;     widen operands of tl.dot, arithmetic, comparisons, reductions and scans
+    arithmetic treats these as integers          to float32, round the results
+    casts to bfloat16 truncate                   round to nearest, ties to even
+    bfloat16 constants lack `get_bf16`           define it
+    a tensor as loop bound raises TypeError      convert its one element to an int (Triton 3.6, numpy 2.4)
+    NumPy warns of -inf - -inf and overflow      silence NumPy during a launch, as GPUs are silent
+    launches from several threads interfere      run one launch at a time
+    each inner call patches triton.language      patch it once per launch: milliseconds per call
+    tl.dot runs on BLAS threads                  use one thread of torch's matmul: ranks share the cores
+    tl.sum stays compiled if Triton was          replace the functions of triton.language by interpreted ones
+    imported before the variable was set
+    integer sums are checked for overflow        skip the check and cache dtypes: a quarter of the time
 
-    bf16 is held as uint16 bit patterns     tl.dot, arithmetic, comparisons, reductions and scans of bf16 work on the
-                                            patterns as if they were integers: widened to float32, rounded back
-    casts to bf16                           truncate, and take integers for patterns: round to nearest even
-    constants of bf16                       `get_bf16` is missing
-    a tensor as a loop bound                TypeError with numpy >= 2.4 on 3.6: the one element is taken out
-    TMA reductions (descriptor.atomic_add)  missing: load, add, store
-    numpy's warnings                        -inf - -inf and exp2 overflows warn, GPUs do not: silenced during a launch
-    launches from several threads           rewrite kernels, patch and restore triton.language under one another: one at a time
-    calls of one kernel function by another patch the whole language again each time, milliseconds a call: once a launch
-    products of tiles                       go to NumPy's BLAS, whose threads wait for one another: to torch's, with one
-    Triton imported before the variable     its own functions (tl.sum, tl.cdiv) stay compiled ones: made anew
-    integer sums, and looking up dtypes     checked for overflow each time, and looked up in a new table: a quarter of the time
-
-Atomic adds of bf16 stay impossible (they raise); inline assembly and Gluon are not interpreted.
+Atomic adds of bfloat16 raise an error. Inline assembly and Gluon cannot be interpreted.
 """
 
 import contextlib
 import inspect
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -32,43 +31,78 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
-parsing = threading.Lock()  # of who makes a tree of source: Python 3.11 counts the depth for all threads together
+parsing = (
+    threading.Lock()
+)  # held while source is parsed: Python 3.11 counts the depth of the tree for all threads together
 _launch = threading.RLock()
 _repaired = threading.Event()
-_patched: set[tuple] = set()  # language modules that the launch under way has patched
+_patched: set[tuple] = set()  # language modules that the current launch has patched
 
 
-def gpus() -> int:
-    """How many GPUs kernels can run on: none under TRITON_INTERPRET=1, which keeps them on the CPU."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return torch.cuda.device_count() if torch.cuda.is_available() and not interpreted else 0
+def is_requested() -> bool:
+    """Return whether Triton interprets the kernels that are defined from now on: TRITON_INTERPRET is set."""
+    return triton.knobs.runtime.interpret
 
 
 def repair() -> bool:
-    """Apply the repairs, once; returns whether kernels are interpreted: those defined since TRITON_INTERPRET=1 was set."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return False
-    import triton.language  # noqa: F401
+    """Repair the interpreter, once per process, if it is requested. Return whether it is.
 
+    Raises ImportError if the repairs do not fit the installed release of Triton.
+    """
+    if not is_requested():
+        return False
     with _launch:
         if not _repaired.is_set():
-            _repair_library()
-            _repair_bfloat16()
-            _repair_loop_bounds()
-            _repair_launches()
+            try:
+                _repair_library()
+                _repair_bfloat16()
+                _repair_loop_bounds()
+                _repair_launches()
+                fits = _computes_bfloat16()
+            except Exception as error:
+                raise _misfit() from error
+            if not fits:
+                raise _misfit()
             _repaired.set()
     return True
 
 
+def _misfit() -> ImportError:
+    return ImportError(
+        f"canon.fast repairs the CPU interpreter of Triton 3.6 to 3.9, and the repairs do not fit Triton {triton.__version__}: "
+        "install one of those releases, or use canon.reference on the CPU"
+    )
+
+
+def _probe(x, out, N: tl.constexpr):
+    """Store x @ x + x of an (N, N) matrix."""
+    i = tl.arange(0, N)
+    cells = i[:, None] * N + i[None, :]
+    tile = tl.load(x + cells)
+    tl.store(out + cells, tl.dot(tile, tile).to(tl.bfloat16) + tile)
+
+
+def _computes_bfloat16() -> bool:
+    """Return whether an interpreted kernel has the bits of PyTorch on small integers, where every sum is exact."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    x = (torch.arange(256, device="cpu").reshape(16, 16) % 5 - 2).bfloat16()
+    out = torch.empty_like(x)
+    InterpretedFunction(_probe)[(1,)](x, out, N=16)
+    return torch.equal(out, x @ x + x)
+
+
 def _repair_library() -> None:
-    """`tl.sum` and its like are kernel functions, compiled ones if Triton was imported before the variable was set."""
+    """Replace compiled functions of triton.language, such as `tl.sum`, by interpreted ones."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     made: dict[int, InterpretedFunction] = {}
     library = [module for name, module in sys.modules.items() if name.startswith("triton.language")]
-    for holder in [*library, sys.modules["triton.language"].tensor]:
+    for holder in [*library, tl.tensor]:
         for name, value in list(vars(holder).items()):
             if isinstance(value, JITFunction):
                 setattr(holder, name, made.setdefault(id(value), InterpretedFunction(value.fn)))
@@ -76,19 +110,18 @@ def _repair_library() -> None:
 
 # ---------------------------------------------------------------------- bfloat16
 def widen(bits: np.ndarray) -> np.ndarray:
-    """float32 values of uint16 bfloat16 patterns."""
+    """Return the float32 values of uint16 bfloat16 patterns."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow(values: Any) -> np.ndarray:
-    """uint16 bfloat16 patterns of numbers, rounded to nearest, ties to even."""
+    """Return the uint16 bfloat16 patterns of numbers, rounded to nearest, ties to even."""
     values = np.asarray(values, np.float32)
     bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
     return np.where(np.isnan(values), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _repair_bfloat16() -> None:
-    import triton.language as tl
     from triton.runtime import interpreter
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -103,7 +136,7 @@ def _repair_bfloat16() -> None:
         return handle(narrow(x.data), tl.bfloat16)
 
     def through_float32(method: Callable) -> Callable:
-        """An operation whose bf16 operands are widened, and whose float32 result is rounded back if there were any."""
+        """Widen bfloat16 operands of an operation and round its result."""
 
         @wraps(method)
         def repaired(self, *operands):
@@ -119,8 +152,8 @@ def _repair_bfloat16() -> None:
     def create_dot(self, a, b, d, *rest, dot=builder.create_dot):
         a, b, total = wide(a), wide(b), wide(d)
         if {a.data.dtype.kind, b.data.dtype.kind, total.data.dtype.kind} == {"f"}:
-            factors = (_as_torch(x.data, total.data.dtype) for x in (a, b))
-            result = handle(torch.matmul(*factors).numpy() + total.data, total.dtype.scalar)
+            operands = (_as_torch(x.data, total.data.dtype) for x in (a, b))
+            result = handle(torch.matmul(*operands).numpy() + total.data, total.dtype.scalar)
         else:
             result = dot(self, a, b, total, *rest)
         return as_bf16(result) if is_bf16(d) else result
@@ -139,24 +172,14 @@ def _repair_bfloat16() -> None:
             return cast_impl(self, source, target)
         return convert(self, source, target, rounding)
 
-    def descriptor_reduce(self, kind, descriptor, value, indices):
-        if not str(kind).endswith("ADD"):
-            raise NotImplementedError(f"the interpreter's TMA reduction knows ADD alone, got {kind}")
-        pointers, mask = descriptor.materialize_pointers(indices)
-        old = self.create_masked_load(pointers, mask, None, None, None, None)
-        new = self.create_fadd(old, value) if value.dtype.scalar.is_floating() else self.create_add(old, value)
-        return self.create_masked_store(pointers, new, mask, None, None)
-
     for name in ("binary_op", "ternary_op", "unary_op"):
         setattr(builder, name, _except_selection(through_float32(getattr(builder, name)), getattr(builder, name)))
     builder.create_fma = through_float32(builder.create_fma)
     builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
     if not hasattr(builder, "get_bf16"):
         builder.get_bf16 = lambda self, value: handle(narrow([value]), tl.bfloat16)
-    if not hasattr(builder, "create_descriptor_reduce"):
-        builder.create_descriptor_reduce = descriptor_reduce
     for operation in (interpreter.ReduceOps, interpreter.ScanOps):
-        operation.apply_impl = _reduced_wide(operation.apply_impl, tl, wide, as_bf16, is_bf16)
+        operation.apply_impl = _reduced_wide(operation.apply_impl, wide, as_bf16, is_bf16)
 
 
 def _as_torch(x: np.ndarray, dtype: np.dtype) -> torch.Tensor:
@@ -165,7 +188,7 @@ def _as_torch(x: np.ndarray, dtype: np.dtype) -> torch.Tensor:
 
 
 def _except_selection(repaired: Callable, method: Callable) -> Callable:
-    """`where` moves patterns and computes nothing: it keeps the payload of a NaN."""
+    """Leave `where` as it is: it copies patterns, payloads of NaN included."""
 
     @wraps(method)
     def chosen(self, *arguments):
@@ -177,7 +200,7 @@ def _except_selection(repaired: Callable, method: Callable) -> Callable:
     return chosen
 
 
-def _reduced_wide(method: Callable, tl: Any, wide: Callable, as_bf16: Callable, is_bf16: Callable) -> Callable:
+def _reduced_wide(method: Callable, wide: Callable, as_bf16: Callable, is_bf16: Callable) -> Callable:
     @wraps(method)
     def apply_impl(self, tensors):
         if not any(is_bf16(x.handle) for x in tensors):
@@ -226,7 +249,7 @@ def _repair_launches() -> None:
 
     @wraps(launch)
     def one_at_a_time(self, *arguments, **options):
-        with _launch, np.errstate(all="ignore"):
+        with _launch, np.errstate(all="ignore"), torch.autocast("cpu", enabled=False):
             outer, threads = _patched.copy(), torch.get_num_threads()
             _patched.clear()
             torch.set_num_threads(1)
@@ -242,31 +265,33 @@ def _repair_launches() -> None:
             return rewrite(self)
 
     def patch_once(function):
-        names = id(function.__globals__)
-        languages = known[names] = known.get(names) or _languages(function, interpreter)
+        names = function.__globals__
+        if id(names) not in known:
+            known[id(names)] = names, _languages(names)
+        _, languages = known[id(names)]
         if languages in _patched:
-            return contextlib.nullcontext()  # what an inner call gets: nothing to restore
+            return contextlib.nullcontext()  # an inner call has nothing to restore
         _patched.add(languages)
         return patch(function)
 
     def patch_builtin(package, builder, scope):
         if package not in builtins:
             members = inspect.getmembers(package)
-            builtins[package] = [(name, member) for name, member in members if interpreter.tl.core.is_builtin(member)]
+            builtins[package] = [(name, member) for name, member in members if tl.core.is_builtin(member)]
         for name, member in builtins[package]:
             interpreter._patch_attr(package, name, member, builder, scope)
 
-    known: dict[int, tuple] = {}
+    known: dict[int, tuple[dict, tuple]] = {}  # keeps the globals, so that their id stays theirs
     builtins: dict[Any, list] = {}
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-    interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype, interpreter.tl)
+    interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
     interpreter.GridExecutor.__call__ = one_at_a_time
     interpreter.InterpretedFunction.rewrite = one_rewrite_at_a_time
     interpreter._patch_lang = patch_once
     interpreter._patch_builtin = patch_builtin
 
 
-def _looked_up_once(look_up: Callable, tl: Any) -> Callable:
+def _looked_up_once(look_up: Callable) -> Callable:
     found: dict[str, np.dtype] = {}
 
     def np_dtype(kind: Any) -> np.dtype:
@@ -280,7 +305,7 @@ def _looked_up_once(look_up: Callable, tl: Any) -> Callable:
     return np_dtype
 
 
-def _languages(function: Any, interpreter: Any) -> tuple:
-    """Which language modules a kernel function names: those get patched for it."""
-    core = (interpreter.tl, interpreter.tl.core)
-    return tuple(sorted({id(x) for x in function.__globals__.values() if any(x is module for module in core)}))
+def _languages(names: dict) -> tuple:
+    """Return the identities of the language modules among a kernel's globals: those are patched for it."""
+    core = (tl, tl.core)
+    return tuple(sorted({id(x) for x in names.values() if any(x is module for module in core)}))

@@ -1,0 +1,158 @@
+"""Schedules agree before they are timed, and torch's context parallel, which is measured beside them, may fail."""
+
+import functools
+import json
+import pickle
+from argparse import ArgumentParser
+
+import torch
+
+from canon import reference
+from canon.testing import bench, schedule_peers, schedules, shapes, world
+from canon.testing.judge import dense
+
+CPU = torch.device("cpu")
+SHAPE = shapes.shape_of("1,64,2,2,16", "documents:20")
+SHORT = shapes.shape_of("1,8,2,2,16,causal")
+
+
+def test_schedules_agree_before_they_are_timed(monkeypatch):
+    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
+    monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
+    program = schedules.Bench((SHAPE,), torch.float32, "", 1, "cpu")
+    rows, others = world.threads(program, 2)
+    assert [row["schedule"] for row in rows] == [row["schedule"] for row in others]
+    found = {row["schedule"] for row in rows}
+    assert {"ring zigzag", "strided zigzag 2, small ends", "magi, 2 stages", "one GPU"} <= found
+    assert all(row["agrees"] for row in rows if row["schedule"] != "one GPU")
+    assert all(
+        row["forward_tflops"] > 0 and row["both_ms"] == [1.0] and row["both_launches_ms"] == [0.5] for row in rows
+    )
+    assert not any(row["peer"] for row in rows)
+    assert schedules.table(rows).row_count == len(rows)
+
+
+def test_a_peer_that_disagrees_is_not_timed(monkeypatch):
+    def wrong(q, k, v, return_lse=False):
+        out, lse = reference.zigzag_attention(q, k, v, return_lse=True)
+        return (1.01 * out, lse) if return_lse else 1.01 * out
+
+    def peers(shape, ranks, only, device):
+        return [schedule_peers.Schedule("torch wrong", schedules.Layout.zigzag(shape.n, ranks), wrong, peer=True)]
+
+    monkeypatch.setattr(schedules, "torch_schedules", peers)
+    rows, _ = world.threads(schedules.Bench((SHORT,), torch.float32, "", 1, "cpu", peers=True), 2)
+    assert "disagrees" in rows[0]["failed"]
+    assert not [name for name in rows[0] if name.endswith(("_ms", "_tflops"))]
+
+
+def test_what_was_measured_is_kept_after_each_shape(monkeypatch, tmp_path):
+    """By rank 0, in the record: where a later shape fails, or the command is ended, it stands there."""
+    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
+    monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
+    parser, path, told = ArgumentParser(), tmp_path / "record.json", []
+    bench.add_arguments(parser)
+    options = parser.parse_args(["schedules", "--record", str(path)])
+
+    def keep(rows):
+        pickle.loads(pickle.dumps(functools.partial(bench._keep, options)))(rows)  # as it comes to a rank
+        told.append([row["shape"] for row in json.loads(path.read_text())["results"]])
+
+    program = schedules.Bench((SHAPE, SHORT), torch.float32, "ring", 1, "cpu", keep=keep)
+    rows, _ = world.threads(program, 2)
+    assert told == [[str(SHAPE)] * 3, [row["shape"] for row in rows]]
+    assert [row["shape"] for row in rows] == [str(SHAPE)] * 3 + [str(SHORT)] * 3
+
+
+def test_exposed_is_what_no_kernel_covers():
+    waiting, meeting = (0.0, 90.0, "at::cuda::spin_kernel(long)"), (92.0, 100.0, "ncclDevKernel_AllReduce")
+    message = (100.0, 140.0, "ncclDevKernel_SendRecv")
+    kernels = [(110.0, 120.0, "forward_kernel"), (115.0, 130.0, "merge_kernel"), (150.0, 160.0, "dq_kernel")]
+    copied = (160.0, 165.0, "Memcpy DtoD")
+    assert schedules.uncovered([message, waiting, copied, *kernels, meeting]) == 10 + 20 + 5
+    assert schedules.uncovered(kernels) == 20
+    assert schedules.uncovered([]) == 0
+
+
+def test_what_fails_on_one_rank_is_left_out_on_all():
+    each = schedule_peers.Schedule("unlucky", schedules.Layout.zigzag(64, 2), attend=lambda q, k, v: q)
+
+    def attempt():
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("out of luck")
+        return {"agrees": True}
+
+    told = world.threads(lambda: schedules._tried(each, attempt, None), 2)
+    assert told == [{"failed": "another rank failed"}, {"failed": "RuntimeError: out of luck"}]
+
+
+def test_torch_context_parallel_is_for_causal_sequences_that_it_can_balance():
+    def found(text, ranks, only=""):
+        return [each.name for each in schedule_peers.torch_schedules(shapes.shape_of(text), ranks, only, "cpu")]
+
+    ways = ["torch cudnn allgather", "torch cudnn alltoall", "torch flash allgather", "torch flash alltoall"]
+    assert found("1,64,4,2,16,causal", 4) == ways
+    assert found("1,64,4,2,16,causal", 4, "flash") == ways[2:]
+    assert found("1,64,4,2,16,causal", 4, "flash allgather|cudnn") == ways[:3]
+    assert found("1,60,4,2,16,causal", 4) == found("1,64,4,2,16,full", 4) == found("1,64,4,2,16,causal", 1) == []
+
+
+def test_torch_context_parallel_that_cannot_run_is_said_to_on_every_rank():
+    """It has no kernels for CPUs: the context opens and closes on both ranks, and every way of it is a row that failed."""
+    shape = shapes.shape_of("1,64,2,1,16,causal")
+    rows, others = world.processes(schedules.Bench((shape,), torch.float32, "", 1, "cpu", peers=True), 2)
+    assert [row["schedule"] for row in rows] == [row["schedule"] for row in others]
+    assert len(rows) == 4
+    assert all("failed" in row and row["peer"] for row in rows + others)
+
+
+def flash_forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    """What torch's kernel for GPUs gives, computed densely."""
+    n, m = q.shape[2], k.shape[2]
+    mask = shapes.Mask.causal(n) if is_causal else shapes.mask_of(n, f"full:{m}")
+    got = dense(*(x.transpose(1, 2) for x in (q, k, v, q)), mask)
+    number = torch.empty((), dtype=torch.int64)
+    return got.out.transpose(1, 2), got.lse, None, None, n, m, torch.zeros(2, dtype=torch.int64), number, number[None]
+
+
+def flash_backward(dout, q, k, v, out, lse, _, __, ___, ____, dropout_p, is_causal, *seeds, scale=None):
+    """With the lse of all keys, of which k and v may be a part."""
+    scale, group = q.shape[-1] ** -0.5, q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    p = torch.exp(scale * q @ k.mT - lse[..., None])
+    p = p.tril() if is_causal else p
+    ds = scale * p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+    return ds @ k, *(x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q, p.mT @ dout))
+
+
+def scaled_dot_product_attention(q, k, v, *, is_causal, enable_gqa):
+    """torch's, made to take its kernel for GPUs."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+
+def on_stand_ins():
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", flash_forward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
+    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+    schedules._timed = lambda run, device: (run(), (1.0, 0.5))[1]
+    schedules._exposed = lambda run, device: (run(), 0.0)[1]
+    shape = shapes.shape_of("2,64,4,2,16,causal")
+    return schedules.measure(shape, torch.float32, CPU, "flash", 1, peers=True)
+
+
+def test_torch_context_parallel_gets_the_same_tokens():
+    """Shards, rotation and both passes are torch's own, over dense stand-ins for its kernels; each rank is a process."""
+    for rows in world.processes(on_stand_ins, 2):
+        assert [row["schedule"] for row in rows] == ["torch flash allgather", "torch flash alltoall"]
+        assert all(row["agrees"] and row["both_ms"] == [1.0] and row["both_launches_ms"] == [0.5] for row in rows)
+
+
+def test_a_world_of_peers_that_ends_badly_is_a_row():
+    def late():
+        raise TimeoutError("after 150 s rank 1 had not finished")
+
+    (row,) = schedules.peer_rows(late)
+    assert "rank 1 had not finished" in row["failed"]
+    assert row["peer"]
+    assert schedules.table([row]).row_count == 1
