@@ -21,6 +21,10 @@ from canon.reference.plan_cache import cached_plan
 P = ParamSpec("P")
 R = TypeVar("R")
 
+NEW_WHILE_CAPTURING = (
+    "a CUDA graph is being captured, and this mask, layout or shape is new: make the call once before the capture"
+)
+
 _captured: dict[int, Tensor] = {}  # by address: the tensors that captured graphs read
 
 
@@ -33,11 +37,14 @@ def device_plan(function: Callable[P, R]) -> Callable[P, R]:
     @cached_plan
     @wraps(function)
     def made(*args: P.args, **kwargs: P.kwargs) -> R:
-        plan = function(*args, **kwargs)
+        try:
+            plan = function(*args, **kwargs)
+        except RuntimeError as error:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(NEW_WHILE_CAPTURING) from error
+            raise
         if any(x.is_cuda for x in _tensors(plan)) and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a CUDA graph is being captured, and this mask, layout or shape is new: make the call once before the capture"
-            )
+            raise RuntimeError(NEW_WHILE_CAPTURING)
         return plan
 
     @wraps(function)

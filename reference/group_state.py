@@ -1,15 +1,15 @@
 """What Canon keeps for a process group, and the check that all ranks of it make the same call.
 
 Ranks that pass different masks, shapes or options would wait for each other for ever, or compute wrong numbers without an
-error. So every call begins with a digest of its arguments, 8 bytes a rank, gathered beside the messages of the call:
+error. So every call posts a digest of its arguments, 8 bytes a rank (`digests`), beside its messages:
 
-    call n, forward     post digest n        messages, kernels
-    call n, backward    verdict n, post n'   messages, kernels
-    call n + 1          verdict n', ...
+    call n, forward     post digest n                       messages, kernels
+    call n, backward    read all digests n, post n'         messages, kernels
+    call n + 1          read all digests n', post n + 1     ...
 
-On CPUs, and where a rank sees a call for the first time, the rank waits for the verdict before it sends anything. On GPUs
-a known call goes on at once, and the verdict is read at the next call. A thread looks at verdicts that nobody has read
-after a second: if the ranks differ, it ends the messages under way, so no rank hangs. A replayed CUDA graph makes no
+On CPUs, and where a rank sees a call for the first time, the rank waits for all digests before it sends anything. On GPUs
+a known call goes on at once, and the digests are read at the next call. A thread looks at digests that were not read
+within a second: if the ranks differ, it ends the messages in flight, so no rank hangs. A replayed CUDA graph makes no
 call, so it checks nothing.
 
 Where a rank has died or stopped, the others find out who is missing: each rank that still runs answers through the group's
@@ -30,29 +30,22 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
+from canon.reference.digests import GatheredDigests, SharedDigests, shared_memory
 from canon.reference.liveness import POLL_SECONDS, Liveness, watch
 
 Fields = tuple[tuple[str, Any], ...]
 KNOWN = 65536  # digests that are remembered at most
-NATIVE = ("gloo", "threads", "mpi")  # backends that move small CPU tensors themselves
 
 _states: WeakKeyDictionary[Any, "GroupState"] = WeakKeyDictionary()
 _lock = threading.Lock()  # ranks may be threads
 
 
 class Verdict:
-    """A digest on its way to all ranks: ``table`` holds every rank's once ``work`` is done."""
+    """A call whose digest is on its way to all ranks."""
 
-    def __init__(self, state: "GroupState", name: str, digest: int, fields: Fields):
-        self.name, self.digest, self.fields, self.number = name, digest, fields, state.calls
+    def __init__(self, name: str, number: int, digest: int, fields: Fields, post: Any):
+        self.name, self.number, self.digest, self.fields, self.post = name, number, digest, fields, post
         self.begun = time.monotonic()
-        self.sent = torch.tensor([digest])
-        self.table = [torch.empty(1, dtype=torch.int64) for _ in range(state.ranks)]
-        self.work = state.channel.allgather([self.table], [self.sent])
-
-    def agrees(self) -> bool:
-        """Return whether all ranks sent one digest. Call it when ``work`` is done."""
-        return all(x.item() == self.digest for x in self.table)
 
 
 class GroupState:
@@ -62,19 +55,16 @@ class GroupState:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.transports: dict[torch.device, Any] = {}  # of `canon.fast.transport`
         self.aborted: list[Any] = []  # other groups whose messages end with this one's
-        self._group, self._channel = ref(group), _channel(group)  # no strong reference: the group may end before
+        self._group = ref(group)  # no strong reference: the group may end before
+        store = dist.distributed_c10d._get_process_group_store(group)
+        self.liveness = Liveness(store, self.rank, self.ranks)
+        self.digests = _digests(group, store, self.rank, self.ranks)
         self.calls = 0
         self.known: set[int] = set()  # digests on which all ranks agreed
         self.pending: Verdict | None = None
         self.broken: Exception | None = None  # why the group cannot be used any more
         self.lock = threading.RLock()
-        self.liveness = Liveness(dist.distributed_c10d._get_process_group_store(self.channel), self.rank, self.ranks)
         watch(self)
-
-    @property
-    def channel(self) -> Any:
-        """The group that carries digests: the group itself if it moves CPU tensors, else a gloo group of the same ranks."""
-        return self._channel or self._group()
 
     # ------------------------------------------------------------------ agreement
     def agree(self, name: str, fields: Fields, wait: bool) -> None:
@@ -93,7 +83,7 @@ class GroupState:
             self.settle()
             self.calls += 1
             with self.failures(name):
-                self.pending = Verdict(self, name, digest, fields)
+                self.pending = Verdict(name, self.calls, digest, fields, self.digests.post(self.calls, digest))
             if wait or digest not in self.known:
                 self.settle(before_messages=True)
 
@@ -106,8 +96,8 @@ class GroupState:
             if verdict is None:
                 return
             with self.failures(verdict.name):
-                verdict.work.wait()
-            if verdict.agrees():
+                digests = verdict.post.wait()
+            if all(digest == verdict.digest for digest in digests):
                 if len(self.known) >= KNOWN:
                     self.known.clear()
                 self.known.add(verdict.digest)
@@ -158,7 +148,7 @@ class GroupState:
         if self.broken is None:
             self.liveness.answer(self.calls)
         verdict = self.pending
-        if verdict is None or time.monotonic() - verdict.begun < POLL_SECONDS or not verdict.work.is_completed():
+        if verdict is None or time.monotonic() - verdict.begun < POLL_SECONDS or verdict.post.digests() is None:
             return
         if not self.lock.acquire(blocking=False):
             return  # the rank reads it now
@@ -231,14 +221,20 @@ def backend_of(group: Any, device: torch.device) -> str:
     return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(device.type, "")
 
 
-def _channel(group: Any) -> Any:
-    """Return a gloo group of the same ranks and timeout, or None if the group moves CPU tensors itself."""
-    if backend_of(group, torch.device("cpu")) in NATIVE:
-        return None
-    timeout = None
-    with suppress(AttributeError, RuntimeError):
-        timeout = group._get_backend(torch.device("cuda")).options._timeout
-    return new_group_of(group, "gloo", timeout=timeout)
+def _digests(group: Any, store: Any, rank: int, ranks: int) -> Any:
+    """Return what carries the digests of a group: memory that the ranks share, or all-gathers. A collective."""
+    if backend_of(group, torch.device("cpu")) == "threads":
+        return GatheredDigests(ref(group), ranks)
+    timeout = dist.distributed_c10d.default_pg_timeout
+    for device in ("cpu", "cuda"):
+        with suppress(AttributeError, RuntimeError):
+            timeout = group._get_backend(torch.device(device)).options._timeout
+    if (memory := shared_memory(store, rank, ranks)) is not None:
+        return SharedDigests(memory, rank, ranks, timeout.total_seconds())
+    if backend_of(group, torch.device("cpu")) in ("gloo", "mpi"):
+        return GatheredDigests(ref(group), ranks)
+    channel = new_group_of(group, "gloo", timeout=timeout)
+    return GatheredDigests(lambda: channel, ranks)
 
 
 def _of_messages(error: RuntimeError) -> bool:

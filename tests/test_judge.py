@@ -15,6 +15,7 @@ from canon.reference import Band, Mask
 from canon.testing import Attended, agreement, dense, oracle, orders, world
 from canon.testing.cases import all_cases
 from canon.testing.documents import Documents
+from canon.testing.inputs import FromDocuments
 from canon.testing.trial import Trial
 
 DOCUMENTS = Documents(("a", "b", "c"), tuple(bytes(range(n)) * 4 for n in (30, 1, 250)))
@@ -104,7 +105,7 @@ def verdict(module_name, case_name, dtype, tmp_path, ranks=4):
     cases = tuple(case for case in all_cases([dtype], gpu=False) if case.name.replace(f"/{dtype}", "") == case_name)
     assert cases, case_name
     sink = Path(tmp_path) / "results"
-    world.threads(Trial(module_name, cases, DOCUMENTS, "cpu", sink), ranks)
+    world.threads(Trial(module_name, cases, FromDocuments(DOCUMENTS), "cpu", sink), ranks)
     return json.loads(sink.read_text())
 
 

@@ -159,8 +159,10 @@ def test_another_stream_may_read_a_plan_that_the_cache_has_dropped():
 def test_a_new_mask_during_a_capture_raises():
     inputs = gpu_inputs()
     both_passes(*inputs, Mask.causal(1024))
-    with pytest.raises(RuntimeError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        both_passes(*inputs, Mask.window(1024, 77, 0))
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        inputs[0].add_(1)
+        with pytest.raises(RuntimeError, match="before the capture"):
+            both_passes(*inputs, Mask.window(1024, 77, 0))
     torch.cuda.synchronize()
     both_passes(*inputs, Mask.causal(1024))
 

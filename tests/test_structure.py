@@ -22,6 +22,7 @@ VOCABULARY = {
     "call",
     "checks",
     "differentiable",
+    "digests",
     "group_state",
     "liveness",
     "plan",

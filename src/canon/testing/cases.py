@@ -72,6 +72,15 @@ CAST_PLANS = {  # mask: layout, stages
     "block_causal": ("planned", 3),
     "full": ("contiguous", 1),
 }
+USES = (  # results that are differentiated
+    "both",
+    "out",
+    "lse",  # both are returned
+    "no lse",
+    "sum",  # out.sum(); lse is not returned
+    "forward",
+    "forward, no lse",  # none is differentiated
+)
 VOCABULARY = {"Band", "Mask", "Layout", "backend", "suggest_strides"}  # no case is owed to what both halves share
 
 
@@ -92,6 +101,7 @@ class Shape:
     batch: int = 0  # 0 is packed
     contiguous: bool = True
     scale: float | None = None
+    strides: int | None = None  # seed of random strides, where not None
 
 
 SHAPES = {  # by mask; the second is for GPUs
@@ -116,6 +126,7 @@ class Case:
     method: str = "auto"
     variant: str = ""  # the name of the options
     options: tuple[tuple[str, Any], ...] = ()
+    used: str = "both"  # results that are differentiated: see `USES`
 
     @property
     def name(self) -> str:
@@ -125,6 +136,10 @@ class Case:
     @property
     def distributed(self) -> bool:
         return self.function in DISTRIBUTED
+
+    @property
+    def returns_lse(self) -> bool:
+        return self.used in {"both", "out", "lse", "forward"}
 
     def layout_of(self, mask: Mask, ranks: int) -> Layout:
         return LAYOUTS[self.layout or "contiguous"](mask, ranks if self.distributed else 1)
@@ -189,9 +204,10 @@ def covered(module: Any, reference: Any) -> tuple[list[str], list[str], list[str
         names = getattr(half, "__all__", None) or [name for name in vars(half) if not name.startswith("_")]
         return {name for name in names if callable(getattr(half, name, None))} - VOCABULARY
 
-    def own(half: Any) -> set[str]:  # a module without __all__ shows what it imports, too
-        named = hasattr(half, "__all__")
-        return {n for n in public(half) if named or getattr(getattr(half, n), "__module__", "") == half.__name__}
+    def own(half: Any) -> set[str]:  # names that it defines, itself or in its package, and does not merely re-export
+        package = half.__name__ if half.__name__.startswith("canon.") else half.__name__.partition(".")[0]
+        home = {name: str(getattr(getattr(half, name), "__module__", "")) for name in public(half)}
+        return {name for name, module in home.items() if f"{module}.".startswith(f"{package}.")}
 
     known = {name for name in tried if callable(getattr(module, name, None))}
     return sorted(known), sorted(tried - known), sorted((own(module) | public(reference)) - tried)

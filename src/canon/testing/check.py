@@ -10,63 +10,35 @@ import importlib
 import json
 import os
 import sys
-import tempfile
-import threading
-from collections.abc import Callable
-from dataclasses import replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from canon import reference
-from canon.testing import interpreter, record, report, world
-from canon.testing.cases import DTYPES, Case, all_cases, covered
+from canon.testing import contract, interpreter, random_check, random_record, record, report, warming
+from canon.testing.cases import Case, all_cases, covered
 from canon.testing.documents import Documents
-from canon.testing.trial import CaseFailed, Trial
+from canon.testing.inputs import FromDocuments
+from canon.testing.options import BUDGET, PICTURE, RECORD, add_arguments
+from canon.testing.running import Interrupted, run_cases
+from canon.testing.trial import Trial
 
-AGREES, DISAGREES, MISUSED = 0, 1, 2
-_RESTARTS = 5  # of worlds made of processes, after failures
-_BUDGET = {"cpu": 600, "cuda": 4096}  # tokens of the repository's documents
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `canon check`."""
-    add = parser.add_argument
-    add("module", nargs="?", default="canon.fast", metavar="MODULE",
-        help="module to check, any that has functions of the reference's names (default: canon.fast)")  # fmt: skip
-    add("--ranks", type=int, metavar="N", help="ranks that hold the sequence together (default: 4, or all GPUs)")
-    add("--documents", type=Path, nargs="+", default=[], metavar="PATH",
-        help="files, or folders of text files, to attend over (default: files of this repository)")  # fmt: skip
-    add("--tokens", type=int, metavar="N",
-        help="read documents only up to so many tokens, a token being a byte (default: no limit on --documents, "
-             f"{_BUDGET['cpu']} on the CPU and {_BUDGET['cuda']} on GPUs for the repository's)")  # fmt: skip
-    add("--dtype", action="append", choices=list(DTYPES), metavar="DTYPE",
-        help=f"one of {', '.join(DTYPES)}; may be repeated, the cases then take turns "
-             "(default: all but float16 on the CPU, all but float64 on GPUs)")  # fmt: skip
-    add("--backend", choices=["triton", "gluon"], metavar="FAMILY",
-        help="kernels of canon.fast, triton or gluon; the latter run on Hopper, and CPUs simulate them (default: its own "
-             "choice)")  # fmt: skip
-    add("--runs", type=int, default=2, metavar="N",
-        help="how often each case is run; all runs must give the same bits (default: %(default)s)")  # fmt: skip
-    add("--only", metavar="PATTERN", help="run the cases whose name contains PATTERN (with * and ?)")
-    add("--list", action="store_true", help="print the names of the cases and stop")
-    add("--world", choices=["auto", "threads", "processes", "gpus"], default="auto",
-        help="ranks as threads of one process, as processes on the CPU, or as one process per GPU (default: auto)")  # fmt: skip
-    add("--record", type=Path, default=Path("canon-check/record.json"), metavar="PATH",
-        help="where the record goes (default: %(default)s)")  # fmt: skip
-    add("--picture", type=Path, default=Path("canon-check/errors.png"), metavar="PATH",
-        help="where the picture goes (default: %(default)s)")  # fmt: skip
+AGREES, DISAGREES, MISUSED, INTERRUPTED = 0, 1, 2, 130
+__all__ = ["add_arguments", "run"]
 
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     """Check, show and keep what `add_arguments` asked for. Returns the exit status."""
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     try:
+        if arguments.template:
+            console.print(contract.TEMPLATE, markup=False, highlight=False, soft_wrap=True, end="")
+            return AGREES
+        if arguments.merge:
+            return _merged(arguments, console)
         kind, device, ranks = _world(arguments.world, arguments.ranks)
         _interpret_if(device == "cpu", console)
         module = _module(arguments.module)
@@ -74,24 +46,88 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             raise _Misuse(f"--backend chooses kernels of canon.fast, not of {arguments.module}")
         if arguments.runs < 1:
             raise _Misuse(f"--runs must be at least 1, got {arguments.runs}")
-        dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
-        cases, absent, untried = _chosen(module, dtypes, device, arguments.only)
-        if arguments.list:
-            console.print("\n".join(case.name for case in cases), highlight=False)
-            return AGREES
-        budget = arguments.tokens or (None if arguments.documents else _BUDGET[device])
-        documents = Documents.of(arguments.documents, budget)
+        if arguments.random is not None:
+            return _random(arguments, console, kind, device, module)
+        return _fixed(arguments, console, kind, device, ranks, module)
     except ValueError as error:
         print(f"canon check: {error}", file=sys.stderr)
         return MISUSED
-    where = _describe(kind, device, ranks)
-    if arguments.backend:
-        where += f", {arguments.backend} kernels" + ", simulated" * (arguments.backend == "gluon" and device == "cpu")
+
+
+def _fixed(arguments: argparse.Namespace, console: Console, kind: str, device: str, ranks: int, module: Any) -> int:
+    """The cases of `canon.testing.cases`, on documents."""
+    if arguments.seed is not None or arguments.first is not None:
+        raise _Misuse("--seed and --first choose random cases: give --random N, too")
+    budget = arguments.tokens or (None if arguments.documents else BUDGET[device])
+    documents = Documents.of(arguments.documents, budget)
+    cases, absent, untried = _chosen(module, arguments, device, documents.tokens % ranks == 0)
+    if arguments.list:
+        console.print("\n".join(case.name for case in cases), highlight=False)
+        return AGREES
+    where = _describe(kind, device, ranks, arguments.backend)
+    key = record.digest(record.source(arguments.module), where, arguments.runs, arguments.features, documents)
+    known = _known(arguments, key)
+    left = tuple(case for case in cases if case.name not in known)
     console.print(f"{len(cases)} cases of [bold]{arguments.module}[/] on {where}; {len(documents.lengths)} documents, "
                   f"{documents.tokens} tokens: {_lengths(documents)}", highlight=False)  # fmt: skip
-    trial = Trial(arguments.module, tuple(cases), documents, device, Path(), arguments.backend, arguments.runs)
-    results = _results(kind, ranks, trial)
-    return _show(arguments, console, results, documents, absent, untried, where, ranks)
+    source = FromDocuments(documents)
+    trial = Trial(arguments.module, left, source, device, Path(), arguments.backend, arguments.runs)
+    interrupted = False
+    try:
+        if left and warming.worth_it(device):
+            console.print(warming.warm([(ranks, trial)]), highlight=False)
+        results = run_cases(kind, ranks, trial, len(cases) - len(left), len(cases))
+    except Interrupted as error:
+        results, interrupted = error.results, True
+    found = known | {result["case"]: result for result in results}
+    results = [found[case.name] for case in cases if case.name in found]
+    if interrupted:
+        console.print(
+            f"[bold red]Interrupted: {len(results)} of {len(cases)} cases have run; --resume runs the others."
+        )
+    status = _show(arguments, console, results, documents, absent, untried, where, ranks, key)
+    return INTERRUPTED if interrupted else status
+
+
+def _known(arguments: argparse.Namespace, key: str) -> dict[str, dict[str, Any]]:
+    """Results that the record has, of the same code and arguments; an exception is no result."""
+    path = arguments.record or RECORD
+    if not arguments.resume or not path.exists():
+        return {}
+    try:
+        kept = json.loads(path.read_text())
+        results = kept["results"] if kept["key"] == key else []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _Misuse(f"--resume: {path} is not a record of canon check that can be resumed: {error!r}") from error
+    return {result["case"]: result for result in results if result["verdict"] != "failed"}
+
+
+def _random(arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any) -> int:
+    given = {"--documents": arguments.documents, "--tokens": arguments.tokens, "--dtype": arguments.dtype,
+             "--only": arguments.only, "--list": arguments.list, "--features": arguments.features,
+             "--picture": arguments.picture, "--resume": arguments.resume}  # fmt: skip
+    if useless := [name for name, value in given.items() if value]:
+        raise _Misuse(f"--random draws its own cases and always resumes: leave {', '.join(useless)} out")
+    arguments.seed, arguments.first = arguments.seed or 0, arguments.first or 0
+    if arguments.random < 1 or arguments.first < 0 or not 1 <= (arguments.ranks or 1) <= random_check.RANKS:
+        raise _Misuse(f"--random takes N >= 1, --first I >= 0 and --ranks 1 to {random_check.RANKS}, the largest world")
+    kind = "threads" if arguments.world == "auto" else kind
+    try:
+        wrong = random_check.run(arguments, console, kind, device, covered(module, reference)[0])
+    except Interrupted:
+        console.print("[bold red]Interrupted; the record holds what had finished.")
+        return INTERRUPTED
+    return DISAGREES if wrong else AGREES
+
+
+def _merged(arguments: argparse.Namespace, console: Console) -> int:
+    if not arguments.record:
+        raise _Misuse("--merge needs --record PATH, where the merged record goes")
+    kept = random_record.merge(arguments.merge)
+    random_record.write(arguments.record, kept)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in random_record.counts(kept).items())
+    console.print(f"Record: {arguments.record}, of {len(kept['runs'])} runs: {counts}.", highlight=False)
+    return AGREES
 
 
 class _Misuse(ValueError):
@@ -137,26 +173,33 @@ def _default_dtypes(device: str, backend: str | None) -> list[str]:
     return ["bfloat16", "float32", "float64"] if device == "cpu" else ["bfloat16", "float16", "float32"]
 
 
-def _chosen(module: Any, dtypes: list[str], device: str, only: str | None) -> tuple[list[Case], list[str], list[str]]:
+def _chosen(module: Any, arguments, device: str, even: bool) -> tuple[list[Case], list[str], list[str]]:
+    dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
     functions, absent, untried = covered(module, reference)
     cases = [case for case in all_cases(dtypes, device == "cuda") if case.function in functions]
     if not cases:
         raise _Misuse(f"{module.__name__} has none of the functions {', '.join(absent)}")
-    if only:
-        cases = [case for case in cases if fnmatch(case.name, f"*{only}*")]
+    if arguments.features:
+        cases = contract.limited(cases, contract.features(arguments.features), even)
         if not cases:
-            raise _Misuse(f"no case matches {only!r}; --list shows their names")
+            raise _Misuse(f"--features {arguments.features} leaves no case of {', '.join(functions)}")
+    if arguments.only:
+        cases = [case for case in cases if fnmatch(case.name, f"*{arguments.only}*")]
+        if not cases:
+            raise _Misuse(f"no case matches {arguments.only!r}; --list shows their names")
     return cases, absent, untried
 
 
-def _describe(kind: str, device: str, ranks: int) -> str:
+def _describe(kind: str, device: str, ranks: int, backend: str | None) -> str:
     gpu = torch.cuda.get_device_name() if device == "cuda" else ""
     many = f"{ranks} rank{'s' * (ranks > 1)}"
-    return {
+    kernels = f", {backend} kernels" + ", simulated" * (backend == "gluon" and device == "cpu") if backend else ""
+    places = {
         "gpus": f"{many}, a process and a {gpu} each (NCCL)",
         "processes": f"{many}, a process on the CPU each (gloo)",
         "threads": f"{many}, threads sharing " + (f"one {gpu}" if gpu else "the CPU"),
-    }[kind]
+    }
+    return places[kind] + kernels
 
 
 def _lengths(documents: Documents) -> str:
@@ -164,89 +207,8 @@ def _lengths(documents: Documents) -> str:
     return shown + (", ..." if len(documents.lengths) > 12 else "")
 
 
-# ---------------------------------------------------------------------- running
-def _results(kind: str, ranks: int, trial: Trial) -> list[dict[str, Any]]:
-    """A result for every case, in order; a case that ends a world has failed, and a fresh world runs the others."""
-    results: dict[str, dict[str, Any]] = {}
-    restarts = 0
-    while left := [case for case in trial.cases if case.name not in results]:
-        with tempfile.TemporaryDirectory(prefix="canon-check-") as folder:
-            some = replace(trial, cases=tuple(left), sink=Path(folder) / "results")
-            some.sink.touch()
-            error = _go(partial(_start(kind, len(left)), some, ranks), some.sink, len(results), len(trial.cases))
-            results |= {result["case"]: result for result in map(json.loads, _lines(some.sink))}
-        if error is None:
-            break
-        cause = error.__cause__
-        named = cause.args[0] if isinstance(cause, CaseFailed) else None
-        name = named or next((case.name for case in left if case.name not in results), None)
-        if name is None:
-            raise error
-        results[name] = _failed(name, error)
-        restarts += kind != "threads"
-        if restarts > _RESTARTS:
-            results |= {c.name: _failed(c.name, "not run: too many failures") for c in left if c.name not in results}
-    return [results[case.name] for case in trial.cases]
-
-
-def _start(kind: str, cases: int) -> Callable:
-    return partial(getattr(world, kind), timeout=120 + 20 * cases) if kind != "threads" else world.threads
-
-
-def _failed(name: str, error: Exception | str) -> dict[str, Any]:
-    """float64 is an offer: hardware kernels may decline it. All else must run."""
-    cause = getattr(error, "__cause__", None)
-    told = f"{str(error).split(':')[0]}: {cause}" if isinstance(cause, CaseFailed) else str(error)
-    declined = "/float64" in name and str(cause).startswith(("ValueError", "NotImplementedError", "TypeError"))
-    return {
-        "case": name,
-        "verdict": "declined" if declined else "failed",
-        "faults": [told],
-        "measures": [],
-        "same_bits": None,
-        "seconds": [],
-        "reference_seconds": [],
-    }
-
-
-def _lines(sink: Path) -> list[str]:
-    """The lines that are there in full."""
-    return sink.read_text().split("\n")[:-1]
-
-
-def _go(start: Callable[[], Any], sink: Path, done: int, total: int) -> Exception | None:
-    """Run a world, showing how far it is, as a bar or, where nobody watches, in lines; returns its error."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console, ended = Console(stderr=True), threading.Event()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("checking", total=total, completed=done)
-
-        def follow() -> None:
-            told, last = 0, False
-            while not last:
-                last = ended.wait(0.3)
-                finished = _lines(sink)
-                progress.update(task, completed=done + len(finished))
-                if not console.is_terminal:
-                    for number, line in enumerate(finished[told:], done + told + 1):
-                        result = json.loads(line)
-                        print(f"{number}/{total} {result['case']} {result['verdict']}", file=sys.stderr, flush=True)
-                told = len(finished)
-
-        follower = threading.Thread(target=follow, daemon=True)
-        follower.start()
-        try:
-            start()
-        except (RuntimeError, TimeoutError) as error:
-            return error
-        finally:
-            ended.set()
-            follower.join()
-    return None
-
-
 # ---------------------------------------------------------------------- showing
-def _show(arguments, console: Console, results, documents, absent, untried, where: str, ranks: int) -> int:
+def _show(arguments, console, results, documents, absent, untried, where: str, ranks: int, key: str) -> int:
     console.print(report.table(results, arguments.module))
     report.faults(results, console)
     if absent:
@@ -255,9 +217,10 @@ def _show(arguments, console: Console, results, documents, absent, untried, wher
         console.print(f"Public, but no case tries them: {', '.join(untried)}.")
     wrong = [result for result in results if result["verdict"] in {"disagrees", "failed"}]
     kept = record.write(
-        arguments.record,
+        arguments.record or RECORD,
         _command(arguments, ranks),
         results,
+        key=key,
         module=arguments.module,
         world=where,
         ranks=ranks,
@@ -265,8 +228,9 @@ def _show(arguments, console: Console, results, documents, absent, untried, wher
         absent=absent,
         untried=untried,
     )
-    if report.picture(results, arguments.picture, f"{arguments.module} on {where}"):
-        console.print(f"Record: {kept}. Picture: {arguments.picture}.", highlight=False)
+    picture = arguments.picture or PICTURE
+    if report.picture(results, picture, f"{arguments.module} on {where}"):
+        console.print(f"Record: {kept}. Picture: {picture}.", highlight=False)
     else:
         console.print(f"Record: {kept}. No picture: it takes matplotlib (pip install matplotlib).", highlight=False)
     declined = sum(result["verdict"] == "declined" for result in results)
@@ -284,6 +248,7 @@ def _command(arguments, ranks: int) -> str:
     words += [f"--backend {arguments.backend}"] if arguments.backend else []
     words += [f"--tokens {arguments.tokens}"] if arguments.tokens else []
     words += [f"--runs {arguments.runs}"] if arguments.runs != 2 else []
+    words += [f"--features {arguments.features}"] if arguments.features else []
     words += [f"--only '{arguments.only}'"] if arguments.only else []
     return " ".join(words)
 

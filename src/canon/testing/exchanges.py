@@ -11,7 +11,7 @@ is found from the definitions, not by the functions that are tried; which tokens
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from canon.reference import Layout, Mask
 from canon.reference.call import accumulate_dtype
 from canon.reference.plan import CastPlan
 from canon.testing.cases import Case, interleaving
-from canon.testing.inputs import Inputs, with_gaps
-from canon.testing.judge import Measure, judged, visible_blocks
+from canon.testing.inputs import Inputs, placed
+from canon.testing.judge import EXACT, UNIT, Measure, judged, visible_blocks
 
 Tables = dict[str, Tensor]
 
@@ -34,6 +34,8 @@ class Answer:
 
     exact: Tensor
     honest: list[Tensor] = field(default_factory=list)
+    roundings: Tensor | None = None  # how far they reach, if known
+    tokens: Tensor | None = None  # of the rows, where they are tokens
 
 
 def tables(module: Any, case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int) -> Tables:
@@ -54,14 +56,25 @@ def compared(got: Tables, should: dict[str, Answer]) -> tuple[list[Measure], lis
         if (mine.shape, mine.dtype) != (like.shape, like.dtype):
             faults.append(f"{name} is {_form(mine)}, expected {_form(like)}")
         elif answer.honest:
-            some, wrong = judged(name, mine, exact, answer.honest)
+            some, wrong = judged(name, mine, exact, answer.honest, answer.roundings)
             measures, faults = measures + some, faults + wrong
+            faults += [_worst(name, mine, answer)] if wrong else []
         else:
             rows = rows_that_differ(mine, exact)
             measures.append(Measure(name, "rows", float(len(rows)), 0.0))
             if len(rows):
-                faults.append(f"{name}: {len(rows)} of {len(exact)} rows are wrong, the first is row {rows[0]}")
+                token = "" if answer.tokens is None else f", token {int(answer.tokens[rows[0]])}"
+                faults.append(f"{name}: {len(rows)} of {len(exact)} rows are wrong, the first is row {rows[0]}{token}")
     return measures, faults
+
+
+def _worst(name: str, got: Tensor, answer: Answer) -> str:
+    """Where a sum (tokens, ..., heads, width) is worst."""
+    error = (got.double() - answer.exact.double()).norm(dim=-1).nan_to_num(torch.inf)
+    error = error.flatten(1, -2).amax(1) if error.dim() > 2 else error
+    row, head = divmod(int(error.argmax()), error.shape[-1])
+    token = "" if answer.tokens is None else f", token {int(answer.tokens[row])}"
+    return f"{name} is worst in row {row}{token}, head {head}"
 
 
 def rows_that_differ(a: Tensor, b: Tensor) -> list[int]:
@@ -135,8 +148,7 @@ def _plan_report_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
 # ---------------------------------------------------------------------- what moves, and what is added
 def _rows(layout: Layout, x: Tensor, rank: int, case: Case) -> Tensor:
     """This rank's tokens of (tokens, ...), in its own memory; with gaps between the rows where the case asks for strides."""
-    mine = x[_positions(layout, rank).to(x.device)]
-    return mine if case.shape.contiguous else with_gaps(mine)
+    return placed(x[_positions(layout, rank).to(x.device)], case.shape)
 
 
 def _positions(layout: Layout, rank: int) -> Tensor:
@@ -159,7 +171,7 @@ def _group_cast_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
     plan = reference.cast_plan(mask, layout, **dict(case.options))
     full = x.k.movedim(-3, 0)
     received = [_tokens_received(plan, cast, rank).to(full.device) for cast in range(plan.casts)]
-    return {f"cast {cast}": Answer(full[tokens]) for cast, tokens in enumerate(received)}
+    return {f"cast {cast}": Answer(full[tokens], tokens=tokens) for cast, tokens in enumerate(received)}
 
 
 def _summands(like: Tensor, ranks: int) -> tuple[Tensor, list[Tensor]]:
@@ -178,7 +190,9 @@ def _summed(there: Tensor, parts: list[Tensor]) -> Answer:
         for place in torch.randperm(len(parts), generator=generator).tolist():
             total += parts[place]
         honest.append(total)
-    return Answer(sum((part.double() for part in parts), there.double()), honest)
+    unit = EXACT if there.dtype == torch.float64 else UNIT
+    reach = unit * sum((part.double().abs() for part in parts), there.double().abs())
+    return Answer(sum((part.double() for part in parts), there.double()), honest, reach)
 
 
 def _group_reduce(module, case, mask, layout, x, rank) -> Tables:
@@ -187,7 +201,7 @@ def _group_reduce(module, case, mask, layout, x, rank) -> Tables:
     into = total = _rows(layout, there, rank, case)
     for cast in range(plan.casts):
         y = added[rank][_tokens_received(plan, cast, rank).to(there.device)]
-        total = module.group_reduce(y if case.shape.contiguous else with_gaps(y), plan, cast, into)
+        total = module.group_reduce(placed(y, case.shape), plan, cast, into)
     return {"sum": total, "into": into}
 
 
@@ -200,7 +214,7 @@ def _group_reduce_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
         for cast in range(plan.casts):
             sent[_tokens_received(plan, cast, source)] = True
         part[~sent.to(part.device)] = 0
-    answer = _summed(there[mine], [part[mine] for part in added])
+    answer = replace(_summed(there[mine], [part[mine] for part in added]), tokens=mine)
     return {"sum": answer, "into": answer}
 
 
@@ -235,8 +249,9 @@ def _layout_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
         "gradient of shard": spread,
         "gradient of unshard": grads[0][mine],
     }
-    summed = _summed(torch.zeros_like(full[mine]), [grad[mine] for grad in grads])
-    return {name: Answer(table) for name, table in equal.items()} | {"sum": summed}
+    summed = replace(_summed(torch.zeros_like(full[mine]), [grad[mine] for grad in grads]), tokens=mine)
+    tokens = {"positions": positions, "shard": positions, "gradient of unshard": positions}
+    return {name: Answer(table, tokens=tokens.get(name)) for name, table in equal.items()} | {"sum": summed}
 
 
 _RUNNERS: dict[str, Callable[..., Tables]] = {

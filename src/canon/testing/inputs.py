@@ -5,6 +5,8 @@ All layouts and functions of one mask and dtype share one input, and so the answ
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
+from random import Random
 
 import torch
 from torch import Tensor
@@ -18,6 +20,26 @@ from canon.testing.judge import Attended, oracle, orders
 def with_gaps(x: Tensor) -> Tensor:
     """x in memory of its own, with a gap behind each row."""
     return x.new_empty(*x.shape[:-1], x.shape[-1] + 16)[..., : x.shape[-1]].copy_(x)
+
+
+def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
+    """Return x, or a copy with the strides of ``shape``; ``heads_first`` allocates gapped copies with heads outermost."""
+    if shape.strides is not None:
+        return anywhere(x, Random(shape.strides))
+    if shape.contiguous:
+        return x
+    return with_gaps(x.transpose(-3, -2)).transpose(-3, -2) if heads_first else with_gaps(x)
+
+
+def anywhere(x: Tensor, draw: Random) -> Tensor:
+    """Return a copy of x with axes in random order, inside memory of NaN: an offset in front, room behind each axis."""
+    axes = list(range(x.dim()))
+    draw.shuffle(axes)
+    offset, room = draw.choice([0, 1, 8]), [draw.choice([0, 0, 1, 8]) for _ in axes]
+    sizes = [x.shape[axis] + room[axis] for axis in axes]
+    memory = x.new_full((offset + prod(sizes),), torch.nan)
+    whole = memory[offset:].view(sizes).permute([axes.index(axis) for axis in range(len(axes))])
+    return whole[tuple(slice(n) for n in x.shape)].copy_(x)
 
 
 @dataclass(frozen=True)
@@ -59,7 +81,12 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
     dlse = 4 * torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
     mask = _mask(mask_name, documents)
     q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
-    for x, unseen in ((q, _unseen(mask, 0)), (dout, _unseen(mask, 0)), (k, _unseen(mask, 1)), (v, _unseen(mask, 1))):
+    for x, unseen in (
+        (q, unseen_tokens(mask, 0)),
+        (dout, unseen_tokens(mask, 0)),
+        (k, unseen_tokens(mask, 1)),
+        (v, unseen_tokens(mask, 1)),
+    ):
         x[:, unseen] = torch.nan
     dlse = dlse.double() if dtype == torch.float64 else dlse
     tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
@@ -90,7 +117,7 @@ def _lean(documents: Documents) -> Tensor:
     return torch.where((places < 0.25) | (places >= 0.75), 3.0, -3.0)
 
 
-def _unseen(mask: Mask, axis: int) -> Tensor:
+def unseen_tokens(mask: Mask, axis: int) -> Tensor:
     """Queries (0) that see no key, or keys (1) that no query sees."""
     unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
     for band in mask.bands:  # every row and column of a band is seen
@@ -110,5 +137,34 @@ def _expected(
 
 def expected(case: Case, documents: Documents, device: str) -> tuple[Attended, list[Attended]]:
     """The oracle's answer, and honest ones in the dtype of the case; a merge is of float32 parts, and held to that."""
-    wide, with_lse = case.function == "merge", case.variant != "plain"
+    wide = case.function == "merge"
+    with_lse = case.variant != "plain" and case.used in {"both", "lse"}
     return _expected(case.mask, case.dtype, case.shape, documents, device, wide, with_lse)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Answers that a result is judged by: the oracle's, honest ones in the dtype, and how far roundings reach, if known."""
+
+    exact: Attended
+    honest: list[Attended]
+    roundings: Attended | None = None
+
+
+@dataclass(frozen=True)
+class FromDocuments:
+    """The source of the fixed cases."""
+
+    documents: Documents
+
+    def mask(self, case: Case) -> Mask:
+        """The mask of ``case``."""
+        return mask_of(case, self.documents)
+
+    def inputs(self, case: Case, device: str) -> Inputs:
+        """The whole sequence, the same tensors on every rank."""
+        return inputs(case, self.documents, device)
+
+    def expected(self, case: Case, layout: Layout, device: str) -> Expected:
+        """What the judge compares with."""
+        return Expected(*expected(case, self.documents, device))

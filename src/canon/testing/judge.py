@@ -27,6 +27,9 @@ Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). `dense` doe
 its error an honest one, that of d/16 truncations. The bound is a few units of float32: an lse that passed through
 bfloat16 anywhere is ten thousand times over it.
 
+Few numbers, and sums whose terms cancel, may be given `roundings` besides (`canon.testing.roundings`): distances by which
+one rounding of each intermediate result moves them. They widen the bound.
+
 float64 is held to 1e-12 instead. ``mask=None`` is causal. Rows without keys have out 0, lse -inf, gradients 0; what nobody sees
 (keys without a query, queries without a key) may hold NaN.
 """
@@ -41,6 +44,7 @@ from torch import Tensor
 from canon.reference import Mask
 
 EXACT = 1e-12
+UNIT = 2.0**-24  # one rounding of float32
 NORMS = ("l2", "max", "token")
 LOG2E = 1.4426950408889634
 _BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}  # scores held at once, all heads together
@@ -252,18 +256,22 @@ class Agreement:
         return "\n".join([*lines, *self.faults])
 
 
-def agreement(got: Attended, exact: Attended, honest: Attended | list[Attended]) -> Agreement:
+def agreement(
+    got: Attended, exact: Attended, honest: Attended | list[Attended], roundings: Attended | None = None
+) -> Agreement:
     """Whether ``got`` is as near to ``exact`` (from `oracle`) as ``honest`` (from `orders`, or one `dense`) lets one expect.
 
     Tensors that ``got`` leaves out (None) are not judged. Raises ValueError if it has none, or one of another shape.
     """
     measures, faults = [], []
     honest = [honest] if isinstance(honest, Attended) else honest
-    for name, mine, true, *theirs in zip(Attended._fields, got, exact, *honest, strict=True):
+    for name, mine, true, size, *theirs in zip(
+        Attended._fields, got, exact, roundings or Attended(), *honest, strict=True
+    ):
         if mine is not None:
             if mine.shape != true.shape:
                 raise ValueError(f"{name} has shape {tuple(mine.shape)}, expected {tuple(true.shape)}")
-            some, wrong = judged(name, mine.detach(), true, theirs)
+            some, wrong = judged(name, mine.detach(), true, theirs, size)
             measures += some
             faults += wrong
     if all(x is None for x in got):
@@ -271,7 +279,9 @@ def agreement(got: Attended, exact: Attended, honest: Attended | list[Attended])
     return Agreement(tuple(measures), tuple(faults))
 
 
-def judged(name: str, got: Tensor, exact: Tensor, honest: list[Tensor]) -> tuple[list[Measure], list[str]]:
+def judged(
+    name: str, got: Tensor, exact: Tensor, honest: list[Tensor], roundings: Tensor | None = None
+) -> tuple[list[Measure], list[str]]:
     """The three measures of the tensor called ``name``, tokens last but for heads and width, and in words what is wrong."""
     kept, unseen = honest[0].dtype, exact == -torch.inf
     if name == "lse" and not torch.equal(got == -torch.inf, unseen):
@@ -285,6 +295,8 @@ def judged(name: str, got: Tensor, exact: Tensor, honest: list[Tensor]) -> tuple
     for norm in NORMS:
         error, once, *theirs = (relative(name, norm, x - exact, exact) for x in (got, rounded, *honest))
         bound = EXACT if kept == torch.float64 else 2 * max(theirs) + once
+        if roundings is not None:
+            bound += relative(name, norm, roundings.to(exact.device).masked_fill(unseen, 0), exact)
         measures.append(Measure(name, norm, error, bound))
         if error > bound:
             faults.append(f"{name} is off by {error:.2e} in the {norm} norm, {bound:.2e} is what its dtype explains")
@@ -293,6 +305,8 @@ def judged(name: str, got: Tensor, exact: Tensor, honest: list[Tensor]) -> tuple
 
 def relative(name: str, norm: str, error: Tensor, exact: Tensor) -> float:
     """The size of ``error`` against that of ``exact``, the tensor called ``name``, in one of the three norms."""
+    if not error.numel():
+        return 0.0
     if norm == "max":
         error, size = error.abs().amax(), exact.abs().amax()
     elif norm == "l2":

@@ -1,5 +1,7 @@
 """Records of what was run, where and with which result: JSON, to be committed beside the claims that rest on them."""
 
+import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -21,14 +23,41 @@ def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: A
         "command": command,
         "canon": canon.__version__,
         "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "machine": machine(),
         **more,
         "results": list(results),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(entry), indent=1, allow_nan=False) + "\n")
+    path.write_text(json.dumps(finite(entry), indent=1, allow_nan=False) + "\n")
     return path
+
+
+def now() -> str:
+    """Return the date and time, UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def source(module: str) -> str:
+    """Return a digest of the code that a check runs: the files of canon, and those of ``module``'s package."""
+    roots = [Path(canon.__file__).parent]
+    found = importlib.util.find_spec(module)
+    if found is not None and found.origin and module.partition(".")[0] != "canon":
+        origin = Path(found.origin)
+        roots.append(origin.parent if "." in module or origin.name == "__init__.py" else origin)
+    total = hashlib.sha256()
+    for root in roots:
+        files = [root] if root.is_file() else sorted(root.glob("**/*.py")) + sorted(root.glob("*/**/*.cu*"))
+        for linked in (root / "reference", root / "fast") if root.is_dir() else ():
+            files += sorted(linked.resolve().glob("**/*.py")) if linked.is_symlink() else []
+        for file in files:
+            total.update(file.name.encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def digest(*parts: Any) -> str:
+    """Return a digest of anything with a stable repr."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def machine() -> dict[str, Any]:
@@ -84,12 +113,12 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no infinities: they become strings."""
     if isinstance(value, dict):
-        return {key: _finite(some) for key, some in value.items()}
+        return {key: finite(some) for key, some in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(some) for some in value]
+        return [finite(some) for some in value]
     if isinstance(value, float) and not -float("inf") < value < float("inf"):
         return str(value)
     return value

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 COLOURS = {"out": "#0072b2", "lse": "#56b4e9", "dq": "#e69f00", "dk": "#d55e00", "dv": "#009e73", "sum": "#cc79a7"}
+WRONG = "#cc0000"  # names of cases that do not agree
 EQUAL = "#999999"  # what is not near to the truth, but equal to it
 MARKS = {
     "agrees": "[green]agrees",
@@ -46,33 +47,51 @@ def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def picture(results: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
-    """Draw error / bound of every tensor of every case on a logarithmic axis; False where matplotlib is missing."""
+    """Draw `figure` into ``path``; False where matplotlib is missing."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        drawn = figure(results, title)
     except ModuleNotFoundError:
         return False
-    results = [result for result in results if result["measures"]] or [{"case": "nothing ran", "measures": []}]
-    figure = Figure(figsize=(8, 1.5 + 0.2 * len(results)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=150)
+    return True
+
+
+def figure(results: Sequence[dict[str, Any]], title: str):
+    """Return a figure of error / bound of every tensor of every case, on a logarithmic axis.
+
+    Cases that do not agree have red names, and a cross where no error over its bound was measured. Raises
+    ModuleNotFoundError without matplotlib.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    results = results or [{"case": "nothing ran", "measures": [], "verdict": "declined"}]
+    drawing = Figure(figsize=(8, 1.5 + 0.2 * len(results)), layout="constrained")
+    FigureCanvasAgg(drawing)
+    axes = drawing.add_subplot()
     for tensor, colour in [*COLOURS.items(), ("equal", EQUAL)]:
         for row, result in enumerate(results):
             ratios = [m["ratio"] for m in result["measures"] if _shown_as(m["tensor"]) == tensor]
             drawn = [min(max(ratio, 1e-4), 1e4) for ratio in ratios]
             axes.plot(drawn, [row] * len(drawn), "o", color=colour, markersize=4, alpha=0.8)
         axes.plot([], [], "o", color=colour, label=tensor)
+    for row, result in enumerate(results):
+        wrong = result["verdict"] in {"disagrees", "failed"}
+        if wrong and not any(m["ratio"] > 1 for m in result["measures"]):  # a cross where no error was measured
+            axes.plot([1e4], [row], "x", color=WRONG, markersize=6)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")
     axes.set_xlabel("error / bound (agrees up to 1)")
-    axes.set_yticks(range(len(results)), [result["case"] for result in results], fontsize=7)
+    labels = [result["case"] + (f" ({result['verdict']})" if not result["measures"] else "") for result in results]
+    axes.set_yticks(range(len(results)), labels, fontsize=7)
+    for label, result in zip(axes.get_yticklabels(), results, strict=True):
+        label.set_color(WRONG if result["verdict"] in {"disagrees", "failed"} else "black")
     axes.set_ylim(len(results) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.3)
-    figure.legend(ncols=7, loc="outside lower right", frameon=False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return True
+    drawing.legend(ncols=7, loc="outside lower right", frameon=False)
+    drawing.suptitle(title, x=0.01, ha="left", fontsize=10)
+    return drawing
 
 
 def _shown_as(tensor: str) -> str:

@@ -17,22 +17,39 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from canon import reference
-from canon.reference import Layout
+from canon.reference import Layout, Mask
 from canon.reference.call import accumulate_dtype
-from canon.testing.cases import DTYPES, EXCHANGES, TAKE_A_LAYOUT, Case, Shape
-from canon.testing.documents import Documents
+from canon.testing.cases import DTYPES, EXCHANGES, TAKE_A_LAYOUT, Case
 from canon.testing.exchanges import answers, compared, rows_that_differ, tables
-from canon.testing.inputs import Inputs, expected, inputs, mask_of, with_gaps
+from canon.testing.inputs import Expected, Inputs, placed
 from canon.testing.judge import Attended, Measure, agreement, relative
+from canon.testing.places import worst_places
 
+DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}  # are not passed
 _making = threading.Lock()  # ranks as threads share one set of inputs
+
+
+class Source(Protocol):
+    """Where the inputs of a case, and the answers to it, come from."""
+
+    def mask(self, case: Case) -> Mask:
+        """The mask over the whole sequence."""
+        ...
+
+    def inputs(self, case: Case, device: str) -> Inputs:
+        """The whole sequence, the same tensors on every rank."""
+        ...
+
+    def expected(self, case: Case, layout: Layout, device: str) -> Expected:
+        """What the judge compares with."""
+        ...
 
 
 class CaseFailed(Exception):
@@ -48,7 +65,7 @@ class Trial:
 
     module: str
     cases: tuple[Case, ...]
-    documents: Documents
+    source: Source
     device: str
     sink: Path
     backend: str | None = None  # of canon.fast
@@ -63,12 +80,29 @@ class Trial:
         with self._kernels():
             for case in self.cases:
                 try:
-                    result = _run(module, case, self.documents, self.device, self.runs)
+                    result = _run(module, case, self.source, self.device, self.runs)
                 except Exception as error:
                     raise CaseFailed(case.name, f"{type(error).__name__}: {error}") from error
                 if result is not None:
                     with self.sink.open("a") as lines:
                         lines.write(json.dumps(result) + "\n")  # in one piece: the lines are read as they come
+
+    def rehearse(self) -> None:
+        """Run the module's half of every case once, and judge nothing: to find out which kernels it launches."""
+        module, rank, ranks = import_module(self.module), dist.get_rank(), dist.get_world_size()
+        with self._kernels():
+            for case in self.cases:
+                if rank and not case.distributed:
+                    continue
+                mask, x = self.source.mask(case), None
+                layout = case.layout_of(mask, ranks)
+                if case.dtype:
+                    with _making:
+                        x = self.source.inputs(case, self.device)
+                if case.function in EXCHANGES:
+                    tables(module, case, mask, layout, x, rank)
+                else:
+                    call(module, case, x, layout, rank)
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
@@ -85,16 +119,16 @@ class Trial:
             yield
 
 
-def _run(module: Any, case: Case, documents: Documents, device: str, runs: int) -> dict[str, Any] | None:
+def _run(module: Any, case: Case, source: Source, device: str, runs: int) -> dict[str, Any] | None:
     if dist.get_rank() and not case.distributed:
         return None
-    mask, x = mask_of(case, documents), None
+    mask, x = source.mask(case), None
     if case.dtype:
         with _making:
-            x = inputs(case, documents, device)
+            x = source.inputs(case, device)
     layout = case.layout_of(mask, dist.get_world_size())
     run = _exchanged if case.function in EXCHANGES else _attended
-    result = run(module, case, documents, device, runs, mask, layout, x)
+    result = run(module, case, source, device, runs, mask, layout, x)
     if dist.get_rank():
         return None
     verdict = "disagrees" if result["faults"] else "agrees"
@@ -102,7 +136,7 @@ def _run(module: Any, case: Case, documents: Documents, device: str, runs: int) 
     return {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict, **result}
 
 
-def _attended(module, case: Case, documents, device, runs, mask, layout: Layout, x: Inputs) -> dict[str, Any]:
+def _attended(module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs) -> dict[str, Any]:
     rank = dist.get_rank()
     program = lambda half: call(half, case, x, layout, rank)
     first, wavers, seconds = _repeated(program, module, case, device, runs, _rows_apart)
@@ -112,9 +146,11 @@ def _attended(module, case: Case, documents, device, runs, mask, layout: Layout,
         first, theirs = (Attended(*map(_assembler(layout), range(5), part)) for part in (first, theirs))
     if rank:
         return {}
-    exact, honest = expected(case, documents, device)
-    verdict, of_reference = agreement(first, exact, honest), agreement(theirs, exact, honest)
+    should = source.expected(case, layout, device)
+    exact, judge = should.exact, lambda got: agreement(got, should.exact, should.honest, should.roundings)
+    verdict, of_reference = judge(first), judge(theirs)
     faults = _wrong_dtypes(case, first, exact) + list(verdict.faults)
+    faults += worst_places(list(verdict.faults), first, exact, layout if case.distributed else None)
     faults += [f"the reference itself: {fault}" for fault in of_reference.faults]
     if not (case.method == "fused" and device == "cuda"):  # there its dq is added up by atomics
         faults += wavers
@@ -130,7 +166,9 @@ def _attended(module, case: Case, documents, device, runs, mask, layout: Layout,
     return {"faults": faults, "measures": measures, "same_bits": not wavers, **seconds}
 
 
-def _exchanged(module, case: Case, documents, device, runs, mask, layout: Layout, x: Inputs | None) -> dict[str, Any]:
+def _exchanged(
+    module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs | None
+) -> dict[str, Any]:
     """Every rank judges what it has. The worst of each measure, and every fault with the ranks that found it."""
     rank = dist.get_rank()
     program = lambda half: tables(half, case, mask, layout, x, rank)
@@ -172,8 +210,11 @@ def _rows_apart(a: Attended, b: Attended) -> str:
     """How many rows of which tensors, a row being one head of one token; nothing if all bits are the same."""
     told = []
     for name, x, y in zip(Attended._fields, a, b, strict=True):
-        if x is not None and y is not None and not torch.equal(x, y):
-            rows = (x != y) if name == "lse" else (x != y).any(-1)
+        if x is not None and y is not None:
+            differ = (x != y) & ~((x != x) & (y != y))  # a NaN equals a NaN
+            rows = differ if name == "lse" else differ.any(-1)
+            if not rows.any():
+                continue
             told.append(f"{int(rows.sum())} of {rows.numel()} rows of {name}")
         elif (x is None) != (y is None):
             told.append(f"whether there is {name}")
@@ -254,30 +295,38 @@ def _assembler(layout: Layout) -> Callable[[int, Tensor | None], Tensor | None]:
 # ---------------------------------------------------------------------- calls
 def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Attended:
     """What ``module`` gives for this rank's part of ``x``. Local functions get the whole."""
-    q, k, v, dout = (_own(t, layout, rank, -3, case.shape) for t in (x.q, x.k, x.v, x.dout))
-    dlse = layout.shard(x.dlse, rank, x.dlse.dim() - 1)
+    shard = layout.shard if case.distributed else lambda whole, rank, dim: whole
+    q, k, v, dout = (placed(shard(t, rank, t.dim() - 3), case.shape, heads_first=True) for t in (x.q, x.k, x.v, x.dout))
+    if case.used == "sum":  # the gradient of out.sum(): one number with strides of 0
+        dout = dout.new_ones(()).expand(dout.shape)
+    dlse = shard(x.dlse, rank, x.dlse.dim() - 1)
     runner: Callable = _RUNNERS.get(case.function, _whole)
     return runner(module, case, q, k, v, dout, dlse, x, layout)
 
 
-def _own(x: Tensor, layout: Layout, rank: int, dim: int, shape: Shape) -> Tensor:
-    """This rank's tokens, in its own memory; heads outermost and rows with a gap where the case asks for strides."""
-    mine = layout.shard(x, rank, x.dim() + dim)
-    if shape.contiguous:
-        return mine
-    return with_gaps(mine.transpose(-3, -2)).transpose(-3, -2)
-
-
 def _whole(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
     """A differentiable function, forward and backward."""
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    leaves = [t.detach().requires_grad_(not case.used.startswith("forward")) for t in (q, k, v)]
     if case.variant == "plain":  # the mask is causal, which is what None means
         out = getattr(module, case.function)(*leaves, *((None, layout) if case.function in TAKE_A_LAYOUT else ()))
+        if case.used.startswith("forward"):
+            return Attended(out)
         return Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
     arguments = (*leaves, x.mask, layout) if case.function in TAKE_A_LAYOUT else (*leaves, x.mask)
-    options = dict(case.options, scale=x.scale, backward=case.method, return_lse=True)
-    out, lse = getattr(module, case.function)(*arguments, **options)
-    return Attended(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+    options = _options(case) | {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
+    options = {name: value for name, value in options.items() if value != DEFAULTS.get(name, ...)}
+    results = getattr(module, case.function)(*arguments, **options)
+    out, lse = results if case.returns_lse else (results, None)
+    if case.used.startswith("forward"):
+        return Attended(out, lse)
+    some, grads = {"both": ((out, lse), (dout, dlse)), "lse": (lse, dlse)}.get(case.used, (out, dout))
+    return Attended(out.detach(), None if lse is None else lse.detach(), *torch.autograd.grad(some, leaves, grads))
+
+
+def _options(case: Case) -> dict[str, Any]:
+    """The options of a case; a dtype is named in it."""
+    options = dict(case.options)
+    return options | {name: DTYPES[options[name]] for name in ("reduce_dtype",) if name in options}
 
 
 def _forward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
@@ -288,7 +337,7 @@ def _forward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
 def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
     forward = module if hasattr(module, "attention_forward") else reference
     out, lse = forward.attention_forward(q, k, v, x.mask, scale=x.scale)
-    options: dict[str, Any] = {"dlse": dlse}
+    options: dict[str, Any] = {"dlse": dlse if case.used in {"both", "lse"} else None}
     if case.variant == "part":
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2) - dlse
         options = {"delta": delta, "grad_dtype": accumulate_dtype(q.dtype)}

@@ -1,0 +1,49 @@
+"""Where a wrong result is wrong: the worst token, the rank that holds it, its row there, and the head."""
+
+import torch
+from torch import Tensor
+
+from canon.reference import Layout
+from canon.testing.judge import Attended
+
+
+def worst_places(faults: list[str], got: Attended, exact: Attended, layout: Layout | None) -> list[str]:
+    """Return a line for each tensor that a fault names. ``layout`` is None for functions of one rank."""
+    named = [name for name in Attended._fields if any(fault.startswith(f"{name} ") for fault in faults)]
+    return [
+        place(name, getattr(got, name), getattr(exact, name), layout)
+        for name in named
+        if getattr(got, name) is not None
+    ]
+
+
+def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
+    """Describe the worst token of a whole tensor: (b, t, h, width) or packed; lse: (b, h, t)."""
+    got, exact = got.to(exact.device).double(), exact.double()
+    error = torch.where(got == exact, 0.0, (got - exact).abs()).nan_to_num(torch.inf, torch.inf)
+    error = error.transpose(-1, -2) if name == "lse" else error.norm(dim=-1)  # (b, t, h)
+    error = error if error.dim() == 3 else error[None]
+    if not error.numel():
+        return f"{name} is empty"
+    worst = error.max()
+    b, token, head = (int(i) for i in (error == worst).nonzero()[0])
+    bad = (error >= worst / 2).any(-1).any(0).nonzero().flatten().tolist()
+    line = f"{name} is worst at token {token}" + (f" of sequence {b}" if len(error) > 1 else "") + f", head {head}"
+    if layout is not None:
+        rank, row = holder(layout, token)
+        line += f", which rank {rank} holds in row {row}"
+    others = f"; at least half as bad: tokens {_some(bad)}" if len(bad) > 1 else ""
+    return f"{line}: off by {float(worst):.2e}{others}"
+
+
+def holder(layout: Layout, token: int) -> tuple[int, int]:
+    """Return (rank, row there) of a token."""
+    for rank in range(layout.ranks):
+        rows = (layout.positions(rank) == token).nonzero()
+        if len(rows):
+            return rank, int(rows[0])
+    raise ValueError(f"no rank holds token {token}")
+
+
+def _some(tokens: list[int]) -> str:
+    return ", ".join(map(str, tokens[:8])) + (f" and {len(tokens) - 8} more" if len(tokens) > 8 else "")

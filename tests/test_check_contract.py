@@ -1,0 +1,282 @@
+"""The contract of `canon check MODULE`: the template passes, limits are respected, failures say where, Ctrl-C keeps."""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from checking import module_in, run  # noqa: F401  a fixture
+
+import canon
+from canon.__main__ import main
+from canon.reference import Layout
+from canon.testing import cases, contract, report, running
+from canon.testing.cases import all_cases, covered
+from canon.testing.places import place
+
+PLAIN = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+def attention(q, k, v):
+    assert q.ndim == 4 and q.shape[2] == k.shape[2] and k.shape[-1] == v.shape[-1]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+"""
+OFF = """
+from canon import reference
+
+def zigzag_attention(q, k, v, mask=None, **options):
+    import torch.distributed as dist
+    out, lse = reference.zigzag_attention(q, k, v, mask, **options)
+    if dist.get_rank() == 1:
+        out = out * torch_ones(out)
+    return out, lse
+
+def torch_ones(out):
+    factor = out.new_ones(out.shape)
+    factor[..., 7, 2, :] = 1.5
+    return factor
+"""
+UNSURE = """
+from canon import reference
+from canon.reference import ring_attention
+
+def attention(q, k, v, mask=None, **options):
+    raise NotImplementedError("not yet")
+"""
+
+
+def verdicts(record):
+    return {result["case"]: result["verdict"] for result in record["results"]}
+
+
+def test_the_template_passes_and_declines_what_it_leaves_open(run, tmp_path, monkeypatch):  # noqa: F811
+    status, printed, _ = run("--template")
+    assert status == 0
+    module_in(tmp_path, monkeypatch, "my_attention", printed.out)
+    status, printed, record = run("my_attention", "--tokens", 200)
+    assert status == 0, printed.out
+    assert {name.split("/")[0]: verdict for name, verdict in verdicts(record).items()} == {
+        "attention": "agrees", "ring_attention": "declined"}  # fmt: skip
+    assert sum(name.startswith("attention/") for name in verdicts(record)) == 7
+
+
+def test_help_names_the_conventions_and_every_feature(run):  # noqa: F811
+    _, printed, _ = run("--help")
+    for word in ("q (b, t, h, d)", "natural logarithm", "NotImplementedError declines", *contract.WORDS):
+        assert word in printed.out, word
+    for name in covered(canon.reference, canon.reference)[0]:
+        assert name in printed.out, "every function that is tried is named"
+
+
+def test_features_limit_the_cases_to_what_a_module_can_do(run, tmp_path, monkeypatch):  # noqa: F811
+    module_in(tmp_path, monkeypatch, "plain_attention", PLAIN)
+    words = ("plain_attention", "--tokens", 200)
+    status, printed, _ = run(*words)
+    assert status == 1
+    limits = "no-mask,equal-heads,equal-widths,batched"
+    status, printed, record = run(*words, "--features", limits)
+    assert status == 0, printed.out
+    assert list(verdicts(record)) == ["attention/causal/float32/plain"]
+    assert f"--features {limits}" in record["command"]
+
+
+@pytest.mark.parametrize("words", ["documents,no-lse", "forward", "forward,no-lse,packed", "no-options", "causal,contiguous",
+                                   "no-mask", "no-mask,forward"])  # fmt: skip
+def test_the_reference_agrees_under_every_limit(words, run):  # noqa: F811
+    status, printed, record = run("canon.reference", "--tokens", 150, "--features", words, "--only", "attention/*causal*",
+                                  "--ranks", 3) if "documents" not in words else run(
+        "canon.reference", "--tokens", 150, "--features", words, "--only", "zigzag_attention")  # fmt: skip
+    assert status == 0, printed.out
+    assert record["results"]
+    tensors = {m["tensor"] for result in record["results"] for m in result["measures"]}
+    assert ("lse" in tensors) == (
+        words not in {"documents,no-lse", "forward,no-lse,packed", "no-mask", "no-mask,forward"}
+    )
+    assert ("dq" in tensors) == ("forward" not in words)
+
+
+def test_limits_adapt_shapes_and_leave_cases_out():
+    every = all_cases(["float32"], gpu=False)
+    some = contract.limited(every, contract.features("equal-heads,equal-widths,packed,contiguous"), True)
+    assert len(some) == len(every)
+    for case in some:
+        assert case.shape.heads[0] == case.shape.heads[1]
+        assert case.shape.widths[0] == case.shape.widths[1]
+        assert case.shape.batch == 0
+        assert case.shape.contiguous
+    assert {case.mask for case in contract.limited(every, contract.features("causal,window"), True)} == {
+        "causal",
+        "window",
+    }
+    uneven = contract.limited(every, contract.features("no-mask"), False)
+    assert {"attention", "ring_attention"} <= {case.function for case in uneven}
+    assert not {"zigzag_attention", "striped_attention"} & {case.function for case in uneven}
+
+
+@pytest.mark.parametrize(("text", "told"), [("causal,fast", "--features fast: expected words of"),
+                                            ("batched,packed", "each excludes the other"),
+                                            ("no-mask,full", "no other mask")])  # fmt: skip
+def test_unknown_and_contradictory_features_raise(text, told, run):  # noqa: F811
+    status, printed, _ = run("canon.reference", "--features", text)
+    assert status == 2
+    assert told in printed.err
+
+
+def test_not_implemented_is_declined_and_re_exports_are_no_gap(run, tmp_path, monkeypatch):  # noqa: F811
+    text = (
+        UNSURE
+        + "\nfrom torch import softmax\nfrom functools import partial\n__all__ = ['attention', 'softmax', 'mine']\n"
+    )
+    module_in(tmp_path, monkeypatch, "unsure", text + "def mine(x): return x\n")
+    status, printed, record = run("unsure", "--tokens", 150, "--only", "attention/[fr]*")
+    assert set(verdicts(record).values()) == {"declined"}
+    assert status == 1, "nothing agrees"
+    assert "NotImplementedError: not yet" in printed.out
+    assert "mine" in record["untried"]
+    assert not {"softmax", "partial"} & set(record["untried"])
+
+
+def test_a_failure_names_token_rank_and_head(run, tmp_path, monkeypatch):  # noqa: F811
+    module_in(tmp_path, monkeypatch, "off_attention", OFF)
+    status, printed, record = run("off_attention", "--tokens", 200, "--only", "zigzag_attention/zigzag/documents")
+    assert status == 1
+    (result,) = record["results"]
+    tokens = sum(record["documents"].values())
+    token = int(Layout.zigzag(tokens, 4).positions(1)[7])
+    (line,) = [fault for fault in result["faults"] if fault.startswith("out is worst")]
+    assert line.startswith(f"out is worst at token {token}, head 2, which rank 1 holds in row 7: off by")
+    assert f"token {token}, head 2, which rank 1" in " ".join(printed.out.split())
+
+
+def test_wrong_moves_and_sums_name_rank_and_token(run, tmp_path, monkeypatch):  # noqa: F811
+    text = """
+import torch.distributed as dist
+from canon import reference
+
+def group_cast(x, plan, stage, *, group=None):
+    received = reference.group_cast(x, plan, stage, group=group)
+    if dist.get_rank() == 2:
+        received[3] += 1
+    return received
+
+def group_reduce(y, plan, stage, into, *, group=None):
+    total = reference.group_reduce(y, plan, stage, into, group=group)
+    if dist.get_rank() == 1:
+        total[5, ..., 1, :] += 1
+    return total
+"""
+    module_in(tmp_path, monkeypatch, "moved", text)
+    _, _, record = run("moved", "--tokens", 200, "--only", "group_*/striped/documents/*one_stage")
+    cast, reduced = (result["faults"] for result in record["results"])
+    assert cast[0].startswith("rank 2: cast 0: 1 of ")
+    tokens = sum(record["documents"].values())
+    assert "the first is row 3, token " in cast[0]
+    assert f"rank 1: sum is worst in row 5, token {int(Layout.striped(tokens, 4).positions(1)[5])}, head 1" in reduced
+
+
+def test_places_of_lse_and_of_values_that_are_not_finite():
+    layout = Layout.striped(6, 2)
+    exact = torch.zeros(2, 3, 6)
+    got = exact.clone()
+    got[1, 2, 5] = torch.nan
+    assert place("lse", got, exact, layout).startswith(
+        "lse is worst at token 5 of sequence 1, head 2, which rank 1 holds in row 2"
+    )
+    exact[1, 0, 2] = -torch.inf  # of both a little NaN and an infinity the first counts
+    assert "tokens 2, 5" in place("lse", got, exact, layout)
+
+
+def test_the_same_nan_twice_is_not_called_wavering(run, tmp_path, monkeypatch):  # noqa: F811
+    text = "from canon import reference\n\ndef merge(*parts):\n    out, lse = reference.merge(*parts)\n"
+    text += "    return out * float('nan'), lse\n"
+    module_in(tmp_path, monkeypatch, "not_a_number", text)
+    _, _, record = run("not_a_number", "--tokens", 150, "--only", "merge/documents")
+    (result,) = record["results"]
+    assert result["faults"][0].startswith("out has ")
+    assert not any("other bits" in fault for fault in result["faults"])
+
+
+def test_failed_cases_stay_in_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    failed = {"case": "a case", "verdict": "failed", "faults": ["rank 1: Error"], "measures": [], "seconds": []}
+    measure = {"tensor": "out", "norm": "l2", "error": 1.0, "bound": 2.0, "ratio": 0.5}
+    agrees = failed | {"case": "another", "verdict": "agrees", "measures": [measure]}
+    drawn = report.figure([agrees, failed], "title")
+    labels = {label.get_text(): label.get_color() for label in drawn.axes[0].get_yticklabels()}
+    assert labels == {"another": "black", "a case (failed)": report.WRONG}
+    crosses = [line for line in drawn.axes[0].get_lines() if line.get_marker() == "x"]
+    assert [list(line.get_ydata()) for line in crosses] == [[1]]
+
+
+def test_version():
+    program = [sys.executable, "-m", "canon", "--version"]
+    said = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["canon", canon.__version__]
+
+
+# ---------------------------------------------------------------------- interrupted, and resumed
+def test_ctrl_c_keeps_what_has_finished(tmp_path):
+    words = [sys.executable, "-m", "canon", "check", "canon.reference", "--tokens", "200"]
+    child = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in child.stderr or ():
+        if line.startswith("3/"):
+            break
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Traceback" not in out + err
+    assert "cases have run; --resume runs the others" in " ".join(out.split())
+    record = json.loads((tmp_path / "canon-check" / "record.json").read_text())
+    assert 3 <= len(record["results"]) < 40
+    assert (tmp_path / "canon-check" / "errors.png").exists()
+
+
+def test_random_cases_that_have_finished_are_kept_too(run, monkeypatch):  # noqa: F811
+    """Ctrl-C in the second world, after the first of its cases."""
+    real, worlds = running.world.threads, []
+
+    def threads(program, ranks):
+        worlds.append(program.cases)
+        if len(worlds) == 1:
+            return real(program, ranks)
+        real(replace(program, cases=program.cases[:1]), ranks)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running.world, "threads", threads)
+    status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
+    assert status == 130
+    kept = {row[0] for some in record["runs"] for row in some["cases"]}
+    assert kept == {case.index for case in (*worlds[0], worlds[1][0])}
+    monkeypatch.setattr(running.world, "threads", real)
+    status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
+    assert status == 0
+    assert f"{len(kept)} of these cases are in" in printed.out
+
+
+def test_a_check_resumes(run, monkeypatch):  # noqa: F811
+    words = ("canon.reference", "--tokens", 200, "--only", "merge")
+    _, _, first = run(*words)
+    ran = []
+    real = running.world.threads
+    monkeypatch.setattr(running.world, "threads", lambda trial, ranks: ran.extend(trial.cases) or real(trial, ranks))
+    status, _, record = run("canon.reference", "--tokens", 200, "--only", "[am]*documents*", "--resume")
+    assert status == 0
+    assert verdicts(first).keys() & verdicts(record).keys() == {"merge/documents/bfloat16"}
+    assert {case.name for case in ran} == verdicts(record).keys() - verdicts(first).keys()
+    ran.clear()
+    run("canon.reference", "--tokens", 400, "--only", "merge", "--resume")
+    assert len(ran) == 2, "other documents"
+    ran.clear()
+    run("canon.reference", "--tokens", 400, "--only", "merge")
+    assert len(ran) == 2, "not asked to resume"
+
+
+def test_all_names_are_tried_once():
+    names = [case.name for case in all_cases(list(cases.DTYPES), gpu=False)]
+    assert len(names) == len(set(names))
+    assert main(["check", "canon.reference", "--list", "--features", "no-mask"]) == 0

@@ -1,0 +1,216 @@
+"""`canon check --random`: a case is a pure function of its seed and number, faults are found, records resume and merge."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from checking import module_in, run  # noqa: F401  a fixture
+
+from canon.reference import Layout, Mask
+from canon.testing import draws, random_check
+from canon.testing.judge import Attended, agreement, dense, oracle, orders
+from canon.testing.random_source import RandomSource
+from canon.testing.roundings import roundings
+
+FAULTY = """
+from canon import reference
+from canon.reference import *
+import torch
+
+def ring_attention(q, k, v, mask=None, layout=None, **options):
+    {line}
+    return reference.ring_attention(q, k, v, mask, layout, **options)
+"""
+
+
+def kept_cases(record):
+    return {row[0]: row[1:] for some in record["runs"] for row in some["cases"]}
+
+
+def test_fifty_random_cases_agree(run):  # noqa: F811
+    status, printed, record = run("--random", 50, "--seed", 20)
+    assert status == 0, printed.out
+    assert len(kept_cases(record)) == 50
+    assert {verdict for _, verdict, _ in kept_cases(record).values()} <= {"agrees", "declined"}
+
+
+def test_a_case_is_a_pure_function_of_seed_and_number():
+    program = "from canon.testing.draws import drawn; print([drawn(3, i) for i in range(40)])"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert other.strip() == str([draws.drawn(3, i) for i in range(40)])
+    assert draws.drawn(3, 0) != draws.drawn(4, 0)
+
+
+def test_all_kinds_are_drawn():
+    """Among 800 cases: every function, constructor, layout, number of ranks, dtype and option, and the awkward sizes."""
+    cases = [draws.drawn(0, i) for i in range(800)]
+    assert {case.function for case in cases} == set(draws.WEIGHTS)
+    for word in ("full", "causal", "window", "documents", "prefix", "block_causal", "ranges", "concat"):
+        assert any(f"Mask.{word}(" in case.mask for case in cases), word
+    for word in (".crop(", ".shift(", "window=(", "causal=False", "q_valid", "k_valid", "left=-1"):
+        assert any(word in case.mask for case in cases), word
+    assert any(re.search(r"documents\(\[[^]]*\b(\d+), \1\b", case.mask) for case in cases), "an empty document"
+    assert {case.ranks for case in cases} == set(range(1, 9))
+    assert {case.dtype for case in cases} == {"", "float64", "float32", "float16", "bfloat16"}
+    assert {case.used for case in cases} == {"both", "out", "lse", "no lse", "sum"}
+    assert {case.method for case in cases} == {"auto", "split", "fused", "head_parallel"}
+    options = Counter(name for case in cases for name, _ in case.options)
+    assert options.keys() == {"reduce_dtype", "stages", "keep_kv", "head_stride", "pack_first", "backward_schedule",
+                              "forward_first_stride", "backward_first_stride", "backward_last_stride"}  # fmt: skip
+    attended = [case for case in cases if case.dtype]
+    assert any(case.shape.scale == 0 for case in attended)
+    assert any((case.shape.scale or 0) < 0 for case in attended)
+    assert any(case.shape.widths[0] % 2 and case.shape.widths[0] != case.shape.widths[1] for case in attended)
+    held = [(draws.evaluated(case.mask), case.layout_of(draws.evaluated(case.mask), case.ranks)) for case in cases]
+    assert {0, 1} <= {mask.queries for mask, _ in held}
+    assert any(mask.queries != mask.keys for mask, _ in held)
+    shared = [layout for case, (_, layout) in zip(cases, held, strict=True) if case.ranks > 1]
+    assert any(0 < layout.tokens < layout.ranks for layout in shared), "more ranks than tokens"
+    assert any({piece.step for held in layout.ranges_per_rank for piece in held if len(piece) > 1} - {1, layout.ranks}
+               for layout in shared), "a step of its own"  # fmt: skip
+
+
+@pytest.mark.parametrize("table", ["cuda", "cuda gluon"])
+def test_a_gpu_is_asked_for_few_configurations(table):
+    cases = [draws.drawn(0, i, table) for i in range(500)]
+    rows = {(case.shape.heads, case.shape.widths, case.dtype) for case in cases if case.dtype}
+    assert len(rows) <= 4
+    assert max(draws.evaluated(case.mask).queries for case in cases) > 1000
+    assert all((case.shape.scale or 1) > 0 for case in cases if case.dtype)
+
+
+def test_a_failure_names_its_draws_and_the_command_that_repeats_it(run, tmp_path, monkeypatch):  # noqa: F811
+    module_in(tmp_path, monkeypatch, "off_ring", FAULTY.format(line="v = v * 1.02"))
+    status, printed, record = run("off_ring", "--random", 30, "--seed", 1)
+    assert status == 1
+    wrong = {number for number, (_, verdict, _) in kept_cases(record).items() if verdict == "disagrees"}
+    assert wrong
+    assert {kept_cases(record)[number][0] for number in wrong} == {"ring_attention"}
+    (failures,) = [some["failures"] for some in record["runs"]]
+    assert {failure["index"] for failure in failures} == wrong
+    failure = failures[0]
+    assert failure["draws"]["mask"].startswith("Mask.")
+    for name in ("ranks", "layout", "dtype", "heads", "widths", "scale", "method", "differentiated"):
+        assert name in failure["draws"]
+    index = failure["index"]
+    assert failure["repeat"] == f"canon check off_ring --random 1 --seed 1 --first {index}"
+    assert failure["repeat"] in printed.out
+    status, printed, record = run(*failure["repeat"].split()[2:], "--record", tmp_path / "again.json")
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert status == 1
+    assert kept_cases(again) == {index: kept_cases(record)[index]}
+
+
+def test_an_exception_fails_its_case_and_the_others_of_its_world_go_on(run, tmp_path, monkeypatch):  # noqa: F811
+    line = "assert q.dtype == torch.bfloat16, 'bfloat16 alone'"
+    module_in(tmp_path, monkeypatch, "raising_ring", FAULTY.format(line=line))
+    status, printed, record = run("raising_ring", "--random", 30, "--seed", 2)
+    assert status == 1
+    assert len(kept_cases(record)) == 30
+    failed = [number for number, (_, verdict, _) in kept_cases(record).items() if verdict == "failed"]
+    assert failed
+    drawn = [draws.drawn(2, number) for number in range(30)]
+    assert failed == [c.index for c in drawn if c.function == "ring_attention" and c.dtype != "bfloat16"]
+    assert "AssertionError: bfloat16 alone" in printed.out
+
+
+def test_records_resume_and_merge(run, tmp_path, monkeypatch):  # noqa: F811
+    status, printed, record = run("canon.reference", "--random", 6, "--seed", 5)
+    assert status == 0
+    assert sorted(kept_cases(record)) == list(range(6))
+    ran = []
+    monkeypatch.setattr(random_check, "drawn", lambda *words: ran.append(words[1]) or draws.drawn(*words))
+    status, printed, record = run("canon.reference", "--random", 9, "--seed", 5)
+    assert ran == [6, 7, 8]
+    assert "6 of these cases are in" in printed.out
+    assert sorted(kept_cases(record)) == list(range(9))
+    assert len(record["runs"]) == 1
+    other = tmp_path / "other.json"
+    run("canon.reference", "--random", 4, "--seed", 5, "--first", 7, "--record", other)
+    merged = tmp_path / "merged.json"
+    status, printed, _ = run("--merge", tmp_path / "canon-check" / "random.json", other, "--record", merged)
+    assert status == 0
+    assert "11 agrees" in printed.out
+    assert sorted(kept_cases(json.loads(merged.read_text()))) == list(range(11))
+
+
+def test_a_record_of_ten_thousand_cases_is_small(tmp_path):
+    rows = [[i, "striped_attention", "agrees", 0.123] for i in range(10_000)]
+    head = dict.fromkeys(("source", "seed", "table", "ranks", "runs"), "a" * 16)
+    path = tmp_path / "random.json"
+    random_check.random_record.write(path, {"module": "canon.fast", "runs": [{**head, "cases": rows, "failures": []}]})
+    assert path.stat().st_size < 1_000_000
+    assert len(random_check.random_record.read(path)["runs"][0]["cases"]) == 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--random", "0"], "--random takes N >= 1"),
+        (["--random", "1", "--ranks", "9"], "--ranks 1 to 8"),
+        (["--random", "1", "--only", "ring"], "leave --only out"),
+        (["--random", "1", "--dtype", "float32", "--resume"], "leave --dtype, --resume out"),
+        (["canon.reference", "--seed", "3"], "give --random N, too"),
+        (["--merge", "a.json"], "--merge needs --record"),
+        (["--merge", "a.json", "--record", "b.json"], "cannot read the record a.json"),
+    ],
+)
+def test_random_commands_that_cannot_be_carried_out(run, words, told):  # noqa: F811
+    status, printed, _ = run(*words)
+    assert status == 2
+    assert told in printed.err
+
+
+# ---------------------------------------------------------------------- the judge of few numbers
+def test_the_judge_lets_pass_rounding_of_few_numbers_and_no_more():
+    """One key per query: dq is exactly 0. At width 1 no honest evaluation shows the noise that float32 may leave."""
+    draw = torch.Generator().manual_seed(0)
+    mask = Mask.window(3, 0, 0)
+    q, k, v, dout = (torch.randn(1, 3, 1, 1, generator=draw) for _ in range(4))
+    exact, honest = oracle(q, k, v, dout, mask), orders(q, k, v, dout, mask)
+    assert exact.dq is not None
+    noise = exact.dq + 2.0**-25 * (dout.abs() * v.abs()) * k.abs()
+    got = Attended(dq=noise.float())
+    assert not agreement(got, exact, honest).agrees
+    reach = roundings(q, k, v, dout, mask)
+    assert agreement(got, exact, honest, reach).agrees
+    assert not agreement(Attended(dq=64 * noise.float()), exact, honest, reach).agrees
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_roundings_bound_the_errors_of_honest_attention(dtype):
+    """Each error stays below 8 times one rounding of every step, and most of all sums come within a hundredth of it."""
+    draw = torch.Generator().manual_seed(1)
+    mask = Mask.documents([0, 1, 9, 40])
+    q, k, v, dout = (torch.randn(2, 40, 4, 16, generator=draw).to(dtype) for _ in range(4))
+    exact, reach = oracle(q, k, v, dout, mask), roundings(q, k, v, dout, mask)
+    for name, got, true, size in zip(Attended._fields, dense(q, k, v, dout, mask), exact, reach, strict=True):
+        error, once = (
+            (got.double() - true).abs(),
+            torch.finfo(got.dtype).eps * true.abs().clamp(min=torch.finfo(got.dtype).tiny),
+        )
+        assert (error <= 8 * size + once).all(), name
+        assert error.max() >= size.max() / 100, name
+
+
+def test_gradients_that_travel_in_16_bits_are_judged_as_such():
+    case = next(c for c in (draws.drawn(0, i) for i in range(2000))
+                if dict(c.options).get("reduce_dtype") == "bfloat16" and c.dtype == "float32" and c.ranks > 2
+                and draws.evaluated(c.mask).area > 50 and c.used == "both")  # fmt: skip
+    layout = draws.evaluated(case.layout)
+    assert isinstance(layout, Layout)
+    should = RandomSource().expected(case, layout, "cpu")
+    coarse = should.exact._replace(dk=should.exact.dk.bfloat16().float(), dv=should.exact.dv.bfloat16().float())
+    assert agreement(Attended(dk=coarse.dk, dv=coarse.dv), should.exact, should.honest, should.roundings).agrees
+    in_float32 = should.honest[:4]
+    assert not agreement(Attended(dk=coarse.dk, dv=coarse.dv), should.exact, in_float32, should.roundings).agrees
+
+
+def test_no_tokens_agree_with_no_tokens():
+    q, k, v, dout = (torch.zeros(1, 0, 2, 4) for _ in range(4))
+    exact = oracle(q, k, v, dout, Mask.full(0))
+    assert agreement(dense(q, k, v, dout, Mask.full(0)), exact, orders(q, k, v, dout, Mask.full(0))).agrees
