@@ -107,6 +107,7 @@ def test_each_command_of_the_readme_exists(command, monkeypatch):
     if words[0] == "make":
         done = subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        assert "Nothing to be done" not in done.stdout, "a file or folder, not a target"
     elif words[0] == "canon":
         accepted = []
         monkeypatch.setattr(check, "run", lambda arguments: accepted.append(arguments.module) or 0)
