@@ -1,0 +1,150 @@
+"""Claims about `README.md`: its code runs as printed, its commands and links exist, its figures are on `paper/measured.md`."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon import Layout, Mask, __main__, fast, reference
+from canon.testing import check, world
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "paper" / "measured.md").read_text()
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = BLOCK.findall(README)
+TRAIN, CHOOSE = (text for language, text in BLOCKS if language == "python")
+COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
+CALLS = [line for line in CHOOSE.splitlines() if line.startswith("out = ")]
+HALVES = {"reference": reference, "fast": fast}
+
+
+def section(title: str) -> str:
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)[1]
+
+
+def heading(title: str) -> str:
+    """Return the anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+# --- the training step
+
+
+def losses(folder: Path, ranks: int, **environment: str) -> list[float]:
+    """Run the training step under torchrun, on the loopback device alone, and return what it prints."""
+    (folder / "train.py").write_text(TRAIN)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths} | environment
+    done = subprocess.run(
+        [*torchrun, "train.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+
+
+def test_the_training_step_runs_under_torchrun_and_gives_the_loss_of_one_rank(tmp_path):
+    one, two = (losses(tmp_path, ranks, CUDA_VISIBLE_DEVICES="") for ranks in (1, 2))
+    assert len(one) == len(two) == 20
+    assert one[0] == pytest.approx(two[0], abs=1.5e-4)  # each is rounded to 1e-4; sums of 1021 float32 add 1e-6
+    assert one == pytest.approx(two, rel=0.01)  # Adam may turn a rounding into a step of the learning rate, 2e-3
+    first, last = map(float, re.findall(r"from about (\S+) to below (\S+) on", section("Train"))[0])
+    assert two[0] == pytest.approx(first, abs=0.1)
+    assert two[-1] < last
+
+
+@pytest.mark.gpus(2)
+def test_the_training_step_runs_on_gpus_unchanged(tmp_path):
+    found = losses(tmp_path, 2)
+    assert len(found) == 20
+    assert found[-1] < 0.5 * found[0]
+
+
+# --- the other code
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_calls_of_choose_a_function_run_as_printed(half, ranks):
+    """One rank runs all lines; two ranks run the lines for several GPUs, each on its shard."""
+    calls, masks = CALLS[ranks > 1 :], [Mask.documents([0, 5, 32])] * 2 + [Mask.causal(32)] * 2
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 32, heads, 16) for heads in (8, 4, 4))
+
+    def program():
+        for call, mask in zip(calls, masks[-len(calls) :], strict=True):
+            magi = "magi" in call
+            layout = HALVES[half].dispatch(mask, ranks) if magi else Layout.zigzag(32, ranks)
+            names = {"attn": HALVES[half], "Layout": Layout, "mask": mask, "ranks": ranks, "tokens": 32}
+            names |= {name: layout.shard(x, dist.get_rank()) for name, x in (("q", q), ("k", k), ("v", v))}
+            exec(call, names)
+            expected = layout.shard(reference.attention(q, k, v, mask), dist.get_rank())
+            torch.testing.assert_close(names["out"], expected)
+
+    assert [call.split("(")[0] for call in CALLS] == [
+        f"out = attn.{name}" for name in ("attention", "magi_attention", "strided_attention", "zigzag_attention")
+    ]
+    world.threads(program, ranks)
+
+
+def test_all_code_of_the_readme_is_python_or_commands():
+    assert [language for language, _ in BLOCKS].count("python") == 2
+    assert {language for language, _ in BLOCKS} == {"python", "bash"}
+    compile(CHOOSE, "README.md", "exec")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_of_the_readme_exists(command, monkeypatch):
+    """make finds the target, canon accepts the options, and torchrun has the script and the option of the training step."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        done = subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "Nothing to be done" not in done.stdout, "a file or folder, not a target"
+    elif words[0] == "canon":
+        accepted = []
+        monkeypatch.setattr(check, "run", lambda arguments: accepted.append(arguments.module) or 0)
+        assert __main__.main(words[1 : words.index(">") if ">" in words else None]) == 0
+        assert len(accepted) == 1
+    else:
+        assert words == ["torchrun", "--nproc-per-node", "4", "train.py"]
+
+
+# --- links and figures
+
+
+def test_every_link_of_the_readme_leads_to_a_file_and_a_heading():
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", BLOCK.sub("", README))
+    assert len(links) > 20
+    assert [path for path, _ in links if not (ROOT / path).exists()] == []
+    for path, anchor in links:
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
+            assert anchor in map(heading, titles), f"{path}#{anchor}"
+
+
+def test_every_figure_of_speed_and_traffic_is_on_the_page_of_measurements():
+    quoted = re.findall(r"\d+\.\d+ to \d+\.\d+", section("Speed")) + re.findall(
+        r"\[(\d\.\d+)", section("Choose a function")
+    )
+    assert len(quoted) == 4
+    measured = " ".join(MEASURED.split())
+    assert [number for number in quoted if number not in measured] == []
+
+
+def test_the_minutes_of_the_reading_path_follow_from_the_words():
+    for row in re.findall(r"^\| \[.*$", section("Read"), re.MULTILINE):
+        first, _, minutes = row.strip("| ").split(" | ")
+        pages = [ROOT / path for path in re.findall(r"\((\S+\.md)\)", first)]
+        if "articles" in row:
+            linked = {*re.findall(r"\]\((\w+)\.md\)", MEASURED)}
+            pages += [ROOT / "paper" / f"{name}.md" for name in linked]
+        words = sum(len(page.read_text().split()) for page in pages)
+        assert words / 130 == pytest.approx(int(minutes), rel=0.3), row
