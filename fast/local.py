@@ -56,9 +56,10 @@ def attention(
     anything, NaN included. Differentiable in q, k, v, through out and through lse.
 
     Scores, scale * q k, may be up to 1e7 in magnitude (6e15 in float64), and values up to 1e21. A query whose largest score
-    is beyond gets NaN for out and lse, and one that sees a score below -2e9 may get NaN. A NaN or an infinity at one token reaches the tokens that see it, and other tokens
-    whose tile holds it, of another document too; `canon.fast.kernels.triton.launch` has the table. Under autocast q, k, v
-    are cast as `torch.nn.functional.scaled_dot_product_attention` casts them.
+    is beyond gets NaN for out and lse, and one that sees a score below -2e9 may get NaN. A NaN or an infinity at one token
+    reaches the tokens that see it, and other tokens whose tile holds it, of another document too;
+    `canon.fast.kernels.triton.launch` has the table. Under autocast q, k, v are cast as
+    `torch.nn.functional.scaled_dot_product_attention` casts them.
 
     Args:
         q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b; h a multiple of g; any strides.

@@ -29,6 +29,7 @@ class SharedDigests:
     def __init__(self, memory: mmap.mmap, rank: int, ranks: int, timeout: float):
         self.words, self.rank, self.ranks, self.timeout = memoryview(memory)[16:].cast("Q"), rank, ranks, timeout
         self.words[SLOTS * ranks + rank] = os.getpid()
+        self.seen: set[int] = set()  # ranks whose processes have been seen to run
 
     def post(self, number: int, digest: int) -> "SharedPost":
         """Write this rank's digest of call ``number``."""
@@ -36,13 +37,12 @@ class SharedDigests:
         return SharedPost(self, number)
 
     def check_processes(self) -> None:
-        """Raise RuntimeError if the process of a rank has ended."""
+        """Raise RuntimeError if the process of a rank, seen to run before, has ended."""
         for rank in range(self.ranks):
-            with suppress(PermissionError):  # it runs, as another user
-                try:
-                    os.kill(self.words[SLOTS * self.ranks + rank], 0)
-                except ProcessLookupError as error:
-                    raise RuntimeError(f"connection lost: the process of rank {rank} has ended") from error
+            if runs(self.words[SLOTS * self.ranks + rank]):
+                self.seen.add(rank)
+            elif rank in self.seen:  # containers with process numbers of their own may never see it
+                raise RuntimeError(f"connection lost: the process of rank {rank} has ended")
 
 
 class SharedPost:
@@ -51,6 +51,8 @@ class SharedPost:
     def __init__(self, shared: SharedDigests, number: int):
         self.shared, self.places = shared, [SLOTS * rank + number % SLOTS for rank in range(shared.ranks)]
         self.number = number & 255
+        if number == 2:  # by now every rank has written its process number
+            shared.check_processes()
 
     def digests(self) -> list[int] | None:
         """Return every rank's digest, or None if one is not there yet."""
@@ -100,6 +102,19 @@ class GatheredPost:
         """Return every rank's digest. Raises RuntimeError as the group's messages do."""
         self.work.wait()
         return [x.item() for x in self.table]
+
+
+def runs(process: int) -> bool:
+    """Return whether a process of this number runs: one that has ended counts as gone, even if its parent has not noticed."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it runs, as another user
+        return True
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return True
 
 
 def shared_memory(store: Any, rank: int, ranks: int) -> mmap.mmap | None:

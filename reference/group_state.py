@@ -95,10 +95,9 @@ class GroupState:
             verdict, self.pending = self.pending, None
             if verdict is None:
                 return
-            if digests is None:
-                with self.failures(verdict.name):
-                    digests = verdict.post.wait()
-            if all(digest == verdict.digest for digest in digests):
+            with self.failures(verdict.name):
+                found = verdict.post.wait() if digests is None else digests
+            if all(digest == verdict.digest for digest in found):
                 if len(self.known) >= KNOWN:
                     self.known.clear()
                 self.known.add(verdict.digest)

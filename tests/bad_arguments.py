@@ -67,7 +67,7 @@ def outside():
     group = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         return reference.ring_attention(*inputs(), group=group).shape
-    with pytest.raises(ValueError, match="rank 2 is not a member of the group"):
+    with pytest.raises(ValueError, match="is not a member of"):
         reference.ring_attention(*inputs(), group=group)
     return None
 
@@ -77,7 +77,7 @@ def test_a_rank_outside_the_group_raises_alone():
 
 
 def test_a_group_without_torch_distributed_raises():
-    with pytest.raises(ValueError, match="init_process_group"):
+    with pytest.raises(TypeError, match="group must be a ProcessGroup or None"):
         reference.ring_attention(*inputs(), group="a group")
 
 

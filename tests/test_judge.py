@@ -21,7 +21,14 @@ from canon.testing.trial import Trial
 DOCUMENTS = Documents(("a", "b", "c"), tuple(bytes(range(n)) * 4 for n in (30, 1, 250)))
 LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring_attention/contiguous/full"
 CAST, REDUCE = "group_cast/planned/documents/two_stages", "group_reduce/striped/documents/one_stage"
-FILES = ("call", "tiles", "backward", "local", "casts", "ring")  # of which a faulty module is made, in order of imports
+FILES = (
+    "checks",
+    "tiles",
+    "backward",
+    "local",
+    "casts",
+    "ring",
+)  # of which a faulty module is made, in order of imports
 
 # fault: (case that meets it, file, text, what stands there instead). The first place where the text stands is changed.
 FAULTS = {
@@ -31,13 +38,13 @@ FAULTS = {
     "the merge skips a rescale": (
         RING, "local", "weighted(out, lse) + weighted", "out.to(lse.dtype) + weighted"),
     "the online softmax skips a rescale": (LOCAL, "local", "shrink[..., None] * weighted", "weighted"),
-    "dk and dv are swapped": (LOCAL, "backward", "in walk()]", "in [walk()[i] for i in (0, 2, 1)]]"),
+    "dk and dv are swapped": (LOCAL, "backward", "grads = walk()", "grads = [walk()[i] for i in (0, 2, 1)]"),
     "out is accumulated in bfloat16": (
         FULL, "local", "weighted + p @ v_tile", "weighted.bfloat16() + (p @ v_tile).bfloat16()"),
     "parts are merged in bfloat16": (
         FULL, "ring", "merge(out, lse, *part)", "merge(out.bfloat16(), lse, *part)"),
     "dk and dv are accumulated in bfloat16": (FULL, "backward", "dtype=self.accumulate", "dtype=torch.bfloat16"),
-    "the scale is off by 1 %": (LOCAL, "call", "q.shape[-1] ** -0.5", "1.01 * q.shape[-1] ** -0.5"),
+    "the scale is off by 1 %": (LOCAL, "checks", "q.shape[-1] ** -0.5", "1.01 * q.shape[-1] ** -0.5"),
     "causal is off by one, a key too few": (
         LOCAL, "tiles", "tiles = [", "mask = moved(mask, hi=-1)\n    tiles = ["),
     "causal is off by one, a key too many": (LOCAL, "tiles", "tiles = [", "mask = moved(mask, hi=1)\n    tiles = ["),
@@ -51,7 +58,7 @@ FAULTS = {
     "delta is made for every hop from its own part": (
         RING, "ring", "delta=delta, method", "delta=delta / call.ranks, method"),
     "the ring sums gradients in bfloat16": (FULL, "ring", "x.to(call.reduce_dtype)", "x.bfloat16()"),
-    "no mask is no mask": ("attention/causal/plain", "call", "Mask.causal(q.shape[-3])", "Mask.full(q.shape[-3])"),
+    "no mask is no mask": ("attention/causal/plain", "checks", "Mask.causal, q.shape[-3]", "Mask.full, q.shape[-3]"),
     "delta is made anew where it is given": (
         "attention_backward/causal/split/part", "backward", "if delta is None:", "if True:"),
     "grad_dtype is ignored": (  # where it is not the dtype of q

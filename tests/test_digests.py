@@ -1,0 +1,71 @@
+"""Digests in shared memory: every rank reads what all have posted, and an ended process is noticed."""
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from canon.reference.digests import SLOTS, SharedDigests, runs, shared_memory
+
+
+def memory(ranks):
+    return mmap.mmap(-1, 16 + 8 * (SLOTS + 1) * ranks)
+
+
+def test_every_rank_reads_what_all_have_posted():
+    shared = memory(3)
+    ranks = [SharedDigests(shared, rank, 3, timeout=5.0) for rank in range(3)]
+    for number in range(1, 600):  # the numbers of calls wrap at 256
+        posts = [each.post(number, 1000 * number + rank) for rank, each in enumerate(ranks)]
+        assert all(post.wait() == [1000 * number + rank for rank in range(3)] for post in posts)
+
+
+def test_a_rank_that_has_not_posted_is_waited_for():
+    shared = memory(2)
+    first, second = (SharedDigests(shared, rank, 2, timeout=0.2) for rank in range(2))
+    post = first.post(1, 7)
+    assert post.digests() is None
+    with pytest.raises(RuntimeError, match="timed out"):
+        post.wait()
+    second.post(1, 8)
+    assert post.wait() == [7, 8]
+
+
+def test_digests_of_the_call_before_are_not_taken_for_this_one():
+    shared = memory(2)
+    first, second = (SharedDigests(shared, rank, 2, timeout=5.0) for rank in range(2))
+    for number in range(1, 10):
+        second.post(number, 5)
+        first.post(number, 5).wait()
+    assert first.post(10, 5).digests() is None
+
+
+def test_a_process_that_has_ended_is_noticed_before_its_parent_has():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    try:
+        shared = memory(2)
+        mine, other = (SharedDigests(shared, rank, 2, timeout=60.0) for rank in range(2))
+        other.words[SLOTS * 2 + 1] = child.pid
+        for number in (1, 2):
+            other.post(number, 5)
+            mine.post(number, 5).wait()
+        assert runs(child.pid)
+        child.kill()
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
+            mine.post(3, 5).wait()
+        assert time.monotonic() - start < 10
+    finally:
+        child.kill()
+        child.wait()
+    assert not runs(child.pid)
+
+
+def test_one_rank_shares_memory_with_itself_and_leaves_no_file():
+    before = set(os.listdir("/dev/shm"))
+    assert shared_memory(dist.HashStore(), 0, 1) is not None
+    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("canon-")} == set()
