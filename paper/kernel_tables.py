@@ -1,6 +1,8 @@
 """Compute the tables and numbers of `measured.md` about agreement, kernels and compilation."""
 
-from records import cut_off_cases, lines, load, named, span, table, tokens
+import re
+
+from records import cut_off_cases, lines, load, median, named, span, table, tokens
 
 SHAPES = (  # shape, record
     ("B1 S16384 Hq32 Hk8 D128 causal", "kernels_h200"),
@@ -18,17 +20,25 @@ REPEATABLE = {"split": "split", "head_parallel": "head-parallel", "fused in orde
 PEERS = ("SDPA cudnn", "SDPA flash", "FlexAttention", "flash-attn-4")
 CHECKS = (  # record, what ran, dtypes
     ("check_one_h200", "4 ranks as threads on 1 H200", "bf16, fp16, fp32"),
-    ("check_one_float32_h200", "4 ranks as threads on 1 H200", "fp32"),
-    ("check_two_h200", "2 H200s, NCCL", "bf16, fp16"),
+    ("check_two_h200", "2 H200s, NCCL", "bf16, fp16, fp32"),
     ("check_two_copy_engines_h200", "2 H200s, NCCL by copy engines", "bf16, fp16"),
     ("check_runs_four_h200", "4 H200s, NCCL, strided attention only", "bf16"),
     ("check_cpu", "4 CPU ranks, Triton's interpreter", "bf16, fp32, fp64"),
     ("check_gluon_simulated", "4 CPU ranks, Hopper kernels simulated", "bf16, fp16"),
 )
 CUT_OFF = (  # text records of runs that a time limit ended
-    ("check_excess_cut_off_h200.txt", "1 H200, cut off by a time limit", "bf16, fp16"),
     ("check_runs_cut_off_eight_h200.txt", "8 H200s, NCCL, cut off by a time limit", "bf16"),
 )
+
+
+def semaphore() -> list[float]:
+    """Return the time of the ordered dq with release and acquire over the time without, for each shape."""
+    times: dict[tuple[str, str], list[float]] = {}
+    for row in load("kernels_semaphore_h200")["results"]:
+        if row["what"] == "ordered" and row["run"] == "3":
+            times.setdefault((row["shape"], row["tree"]), []).extend(row["ms"])
+    shapes = dict.fromkeys(shape for shape, _ in times)
+    return [median(times[shape, "8d91517"]) / median(times[shape, "1dfbf10"]) for shape in shapes]
 
 
 def rows_of(record: str, shape: str) -> list[dict]:
@@ -86,7 +96,9 @@ def agreement() -> dict[str, str]:
         agree, asked = cut_off_cases(record)
         rows.append([f"{what} ([record](data/{record}))", dtypes, f"{agree} of {agree}; {asked} planned", "", ""])
     again = load("check_again_two_h200")["results"]
-    passed = next(line for line in lines("tests_gluon_h200.txt") if " passed" in line)
+    passed = [line for line in lines("tests_h200.txt") if " passed" in line]
+    count = lambda line, word: re.findall(rf"(\d+) {word}", line)[0]
+    slower = semaphore()
     return {
         "agreement": table(
             ("run", "dtypes", "cases that agree", "cases that repeat their bits", "largest error over its bound"),
@@ -95,7 +107,11 @@ def agreement() -> dict[str, str]:
         ),
         "again_runs": tokens(sum(row["processes"] * row["runs_each"] for row in again)),
         "again_wrong": str(sum(row["disagreements"] + row["other_bits"] for row in again)),
-        "gluon_tests": passed.split(" passed")[0].split()[-1],
+        "gpu_tests": count(passed[0], "passed"),
+        "gpu_failed": count(passed[0], "failed"),
+        "two_tests": count(passed[1], "passed"),
+        "two_failed": count(passed[1], "failed"),
+        "semaphore": f"{min(slower):.2f} to {max(slower):.2f}",
         "four_agree": agreeing("schedules_four_h200"),
         "eight_agree": agreeing("schedules_eight_h200"),
     }

@@ -158,6 +158,9 @@ def host() -> dict[str, str]:
         launching.append([labels[name], f"{median(row['both_launches_ms']):.1f}", f"{median(row['both_ms']):.1f}"])
     return {
         "host_calls": table(("us of the host for one call", "forward", "forward and backward"), rows),
+        "agreed_us": f"{load('agreement_two_h200')['agreed_call_us'][0]:.0f}",
+        "ring_with": _ring_wall(True),
+        "ring_without": _ring_wall(False),
         "host_schedules": table(("ms, both passes, 8 GPUs, 32,768 tokens", "host: launches", "GPU"), launching),
         "host_ratio": f"{calls['forward'] / calls['sdpa_forward']:.1f}",
     }
@@ -173,3 +176,8 @@ def plans() -> dict[str, str]:
 
 
 PARTS = (schedules, packs, host, plans)
+
+
+def _ring_wall(checked: bool) -> str:
+    rows = load("agreement_two_h200")["results"]
+    return f"{median(row['forward_us'][1] for row in rows if row['checked'] is checked):.0f}"
