@@ -34,8 +34,8 @@ def backend(name: str) -> Iterator[None]:
     """Within the block, compute with this kernel family: "triton", "gluon" or "cuda".
 
     A backward pass and a recomputation by `torch.utils.checkpoint` use the backend of the original call. Without `backend`,
-    calls use "gluon" on Hopper for what its kernels support, else "triton". A dtype, width or device that the backend does
-    not support raises ValueError when a call needs it.
+    calls use "gluon" on Hopper where its kernels support the dtype and width, else "triton". A dtype, width or device that
+    the backend does not support raises ValueError when a call needs it.
     Raises ValueError for an unknown name and NotImplementedError for a family that does not exist yet.
     """
     if name not in FAMILIES:

@@ -57,7 +57,7 @@ def device_plan(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def keep_for_stream(*tensors: Tensor) -> None:
-    """Keep tensors valid for what the current stream runs from here on."""
+    """Keep tensors valid for later kernels of the current stream."""
     for x in tensors:
         if not x.is_cuda:
             continue

@@ -180,7 +180,7 @@ def _backward(
     needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: _Keys, call: Call, plan: CastPlan,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q; those that nobody needs are not computed or sent."""
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are not computed or sent."""
     if not plan.casts:
         return attention_backward(
             dout, q, k, v, out, lse, plan.local_mask(0, call.rank),

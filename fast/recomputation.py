@@ -1,4 +1,4 @@
-"""Which kernel backend a call is computed with again, when activation checkpointing recomputes it.
+"""The kernel backend of a call that activation checkpointing recomputes.
 
 `torch.utils.checkpoint` runs a function twice: in the forward pass, and again inside the backward pass, in another thread and
 after `with backend(...)` has ended. So the choice of each call is kept with the checkpoint that surrounds it:
@@ -44,7 +44,7 @@ def choice_of_call(chosen: str | None) -> str | None:
 
 
 def _check_unambiguous(chosen: str | None) -> None:
-    """Raise RuntimeError if a recomputation cannot be told from a first call, and a backend may have been forced."""
+    """Raise RuntimeError if a recomputation may pass for a first call, and a backend may have been forced."""
     if chosen is None and _forced and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
             "a checkpoint inside a checkpoint, or below other saved-tensor hooks, is recomputed after backend(...) was used: "

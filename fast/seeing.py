@@ -32,7 +32,7 @@ class Seeing:
         return self.mask.nbytes + 100 * len(self.pieces)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """x at these queries, of lines (b, h, t) with ``dim=2``: a view where they stand side by side, else a copy."""
+        """Return x at these queries; ``dim=2`` for (b, h, t). A view if the queries are one range, else a copy."""
         if self._in_place:
             return x.narrow(dim, self.pieces[0].start, len(self.pieces[0]))
         places = places_of(self, x.device)

@@ -139,7 +139,7 @@ def _backward(
     call: Call, steps: Steps, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q; those that nobody needs are not computed or sent."""
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are not computed or sent."""
     fetch = started(Gathers(k, v, call, steps.backward, steps.pack_first).fetch)
     delta = make_delta(dout, out, lse, dlse)
     needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])

@@ -1,4 +1,4 @@
-"""What both halves check before they compute: do the arguments fit, and do all ranks make the same call?
+"""The checks before a distributed call: the arguments fit, and all ranks make the same call.
 
 `agreed_call` fills in the defaults, checks the arguments, and compares a digest of the call with the other ranks'
 (`group_state`), in every call. A bad argument on one rank raises on every rank.
@@ -30,7 +30,7 @@ from canon.reference.plan import CastPlan, Sizes, check_into, check_rows
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a distributed function, with every default filled in; equal on all ranks but for ``rank``."""
+    """One call of a distributed function, with every default filled in. Only ``rank`` differs between ranks."""
 
     function: str
     rank: int

@@ -1,4 +1,4 @@
-"""What both halves check of their arguments, and the defaults that they fill in."""
+"""Checks of tensors and options, and the defaults that both halves fill in."""
 
 import inspect
 import math

@@ -1,4 +1,4 @@
-"""Where autograd meets attention: one Function for every algorithm of both halves.
+"""The autograd Function of every algorithm of both halves.
 
 An algorithm is two functions of tensors with a batch axis:
 
@@ -6,7 +6,7 @@ An algorithm is two functions of tensors with a batch axis:
     backward(needs_grad, dout, dlse, q, k, v, out, lse, *others)     returns dq, dk, dv; None where needs_grad is False
 
 The gradients of out and of lse are None where nothing depends on them. Neither pass runs under autocast: inputs were cast
-before, and partial results stay float32. What autograd cannot do with attention raises here.
+before, and partial results stay float32. Unsupported kinds of differentiation raise here.
 """
 
 from collections.abc import Callable, Iterator

@@ -51,7 +51,7 @@ class SharedPost:
     def __init__(self, shared: SharedDigests, number: int):
         self.shared, self.places = shared, [SLOTS * rank + number % SLOTS for rank in range(shared.ranks)]
         self.number = number & 255
-        if number == 2:  # by now every rank has written its process number
+        if number == 2:  # all ranks have made call 1, so their process numbers are there
             shared.check_processes()
 
     def digests(self) -> list[int] | None:
@@ -125,14 +125,14 @@ def shared_memory(store: Any, rank: int, ranks: int) -> mmap.mmap | None:
         with suppress(OSError):
             path.write_bytes(secret + bytes(size))
             path.chmod(0o600)
-        store.set("canon/memory", f"{path}|{secret.hex()}")
-    path, _, secret = store.get("canon/memory").decode().rpartition("|")
+        store.set("memory", f"{path}|{secret.hex()}")
+    path, _, secret = store.get("memory").decode().rpartition("|")
     memory = None
     with suppress(OSError, ValueError), open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 16 + size)
     reached = memory is not None and memory[:16] == bytes.fromhex(secret)
-    store.set(f"canon/memory/{rank}", "1" if reached else "0")
-    everyone = all(store.get(f"canon/memory/{other}") == b"1" for other in range(ranks))
+    store.set(f"memory/{rank}", "1" if reached else "0")
+    everyone = all(store.get(f"memory/{other}") == b"1" for other in range(ranks))
     if rank == 0:
         Path(path).unlink(missing_ok=True)
     return memory if everyone else None

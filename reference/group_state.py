@@ -1,19 +1,19 @@
-"""What Canon keeps for a process group, and the check that all ranks of it make the same call.
+"""The state of a process group, and the check that all its ranks make the same call.
 
 Ranks that pass different masks, shapes or options would wait for each other for ever, or compute wrong numbers without an
-error. So every call posts a digest of its arguments, 8 bytes a rank (`digests`), beside its messages:
+error. So every call posts a digest of its arguments, 8 bytes a rank (`digests`), apart from its messages:
 
     call n, forward     post digest n                       messages, kernels
     call n, backward    read all digests n, post n'         messages, kernels
     call n + 1          read all digests n', post n + 1     ...
 
-On CPUs, and where a rank sees a call for the first time, the rank waits for all digests before it sends anything. On GPUs
+On CPUs, and where a call is new to a rank, the rank waits for all digests before it sends anything. On GPUs
 a known call goes on at once, and the digests are read at the next call. A thread looks at digests that were not read
 within a second: if the ranks differ, it ends the messages in flight, so no rank hangs. A replayed CUDA graph makes no
 call, so it checks nothing.
 
-Where a rank has died or stopped, the others find out who is missing: each rank that still runs answers through the group's
-store. The group cannot be used afterwards, and says so.
+If a rank has died or stopped, the other ranks name it in their errors: each rank that still runs answers through the
+group's store (`liveness`). Later calls of the group raise the same error.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class GroupState:
         self.transports: dict[torch.device, Any] = {}  # of `canon.fast.transport`
         self.aborted: list[Any] = []  # other groups whose messages end with this one's
         self._group = ref(group)  # no strong reference: the group may end before
-        store = dist.distributed_c10d._get_process_group_store(group)
+        store = _own_store(dist.distributed_c10d._get_process_group_store(group), self.ranks)
         self.liveness = Liveness(store, self.rank, self.ranks)
         self.digests = _digests(group, store, self.rank, self.ranks)
         self.calls = 0
@@ -194,7 +194,7 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
 
 @lru_cache(maxsize=256)
 def digest_of(fields: Fields) -> int:
-    """Return 56 bits that tell these fields apart, equal in every process."""
+    """Return a digest of the fields in 56 bits, equal in every process."""
     return int.from_bytes(hashlib.sha256(repr(fields).encode()).digest()[:7], "big")
 
 
@@ -221,6 +221,12 @@ def _unbound() -> Iterator[None]:
 def backend_of(group: Any, device: torch.device) -> str:
     """Return the backend by which the group moves tensors of the device: "nccl", "gloo", "threads"."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(device.type, "")
+
+
+def _own_store(store: Any, ranks: int) -> Any:
+    """Return a part of the store for this group alone: a group that ended may have left entries under the same names."""
+    generation = (store.add("canon/generation", 1) - 1) // ranks
+    return dist.PrefixStore(f"canon/{generation}", store)
 
 
 def _digests(group: Any, store: Any, rank: int, ranks: int) -> Any:

@@ -1,4 +1,4 @@
-"""Which ranks of a group still run: an exchange through the group's store, where messages have failed.
+"""A check of the ranks of a group that still run, through its store, after messages have failed.
 
 A thread of each process looks at the groups of its rank once a second. If a rank has raised the alarm in the store, the
 thread answers for its own rank, even while the rank waits for a message. A rank that has died or stopped does not answer.
@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 
 class Liveness:
-    """What the ranks of a group write into its store for one another."""
+    """Entries of the ranks of a group in its store."""
 
     def __init__(self, store: Any, rank: int, ranks: int):
         self.store, self.rank, self.ranks = store, rank, ranks
@@ -36,7 +36,7 @@ class Liveness:
             limit = time.monotonic() + ANSWER_SECONDS
             while len(written) < self.ranks and time.monotonic() < limit:
                 for rank in set(range(self.ranks)) - written.keys():
-                    if self.store.check([key := f"canon/{about}/{rank}"]):
+                    if self.store.check([key := f"{about}/{rank}"]):
                         written[rank] = json.loads(self.store.get(key))
                 time.sleep(0.01)
         except RuntimeError:
@@ -57,12 +57,12 @@ class Liveness:
 
     def answer(self, calls: int) -> None:
         """Write how many calls this rank has made, if another rank has raised the alarm."""
-        if self.store.check(["canon/failure"]):
+        if self.store.check(["failure"]):
             self._write("failure", {"calls": calls})
 
     def _write(self, about: str, mine: dict[str, Any]) -> None:
-        self.store.set(f"canon/{about}/{self.rank}", json.dumps(mine))
-        self.store.set(f"canon/{about}", "1")
+        self.store.set(f"{about}/{self.rank}", json.dumps(mine))
+        self.store.set(f"{about}", "1")
 
 
 def watch(group_state: Any) -> None:

@@ -129,7 +129,7 @@ def magi_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     steps: Iterator[tuple[int, Tensor]], call: Call, plan: CastPlan,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q; those that nobody needs are not computed or sent."""
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are not computed or sent."""
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     t, d = q.shape[1], q.shape[-1]

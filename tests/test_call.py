@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
+from canon.reference import group_state as group_state_module
 from canon.reference.group_state import group_state
 from canon.testing import world
 
@@ -214,3 +215,12 @@ def test_a_missing_rank_is_named_on_gpus(tmp_path):
 
 def written(path, program):
     Path(path).write_text(program())
+
+
+def test_a_group_does_not_read_what_another_has_left_in_the_store():
+    store = dist.HashStore()
+    first = [group_state_module._own_store(store, 3) for _ in range(3)]
+    first[0].set("memory", "a file that is gone")
+    second = [group_state_module._own_store(store, 3) for _ in range(3)]
+    assert all(own.check(["memory"]) for own in first)
+    assert not any(own.check(["memory"]) for own in second)

@@ -17,6 +17,10 @@ Found, and raised as `Fault`, with the kernel's lines:
     results of wgmma used before a wait, missing fences, barriers that count wrong, named barriers out of balance
     addresses out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
+Triton's own sanitizer, ConSan (``TRITON_INSTRUMENTATION_MODE=consan``), instruments compiled kernels and checks the same
+hazards of barriers, TMA and wgmma on a GPU, in the one order that the GPU takes. The simulator needs no GPU, checks every
+order that the barriers allow, and executes the kernels' numbers; it does not see what the compiler adds.
+
 Not simulated: layouts (compiling checks them), clusters, float8, tf32, tensor memory, races in global memory, the time that
 anything takes. What a kernel uses beyond is NotImplementedError with its name. See `canon.testing.simulator.memory` for what
 counts as a race, `canon.testing.simulator.values` for the arithmetic.
