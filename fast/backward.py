@@ -31,10 +31,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.fast.device import check_device, family
+from canon.fast.device import check_device, kernels_for
 from canon.fast.kernels.gluon.config import choose, padded_to
-from canon.fast.kernels.gluon.schedule import followers_wait_little, unevenness
-from canon.fast.kernels.launching import processors as processors_of
+from canon.fast.kernels.gluon.tile_scheduler import followers_wait_little, unevenness
+from canon.fast.kernels.launcher import processors as processors_of
 from canon.fast.kernels.triton import launch as portable
 from canon.reference.checks import (
     accumulate_dtype,
@@ -122,8 +122,8 @@ def begin_backward(
     chosen = automatic(q, k, v, mask) if method == "auto" else method
     if chosen == "fused" and (dq is None or dk is None):
         chosen = "split"  # only one of its two halves is wanted
-    kernels = family(q, v, chosen)
-    lines = kernels.prepared_lines(lse, delta)
+    kernels = kernels_for(q, v, chosen)
+    lines = kernels.row_statistics(lse, delta)
     arguments = (q, k, v, dout, lines, mask, scale)
     if chosen == "fused":
         ordered = method == "auto" or torch.are_deterministic_algorithms_enabled()
@@ -156,7 +156,7 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, processors: int | Non
         split = unevenness(mask, *TILE, b * g, h // g, processors)
         if split > 1.25 * unevenness(mask, *TILE, b * h, 1, processors):
             return "head_parallel"
-    if not padded_to("fused", d, dv) or family(q, v, "fused") is portable:  # Triton's kernel adds in any order
+    if not padded_to("fused", d, dv) or kernels_for(q, v, "fused") is portable:  # Triton's kernel adds in any order
         return "split"
     config, *pads = choose("fused", d, dv)
     little = followers_wait_little(mask, b * h, b * g, processors, max(pads), config.rows, config.columns)

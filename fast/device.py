@@ -1,10 +1,10 @@
-"""Which kernel family computes: chosen by the caller with `backend`, else the fastest that can.
+"""Which kernel backend computes: chosen by the caller with `backend`, else the fastest that can.
 
     "gluon"     Hopper (sm_90): bfloat16 and float16, heads up to 256 wide; "fused" up to 128
     "triton"    portable: any GPU that Triton supports, any dtype and width
     "cuda"      not written
 
-Without `backend`, "gluon" computes what it can and "triton" the rest. A family that was asked for is never exchanged for
+Without `backend`, "gluon" computes what it can and "triton" the rest. An explicit choice is never exchanged for
 another in silence.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from canon.fast.kernels.gluon import config
 from canon.fast.kernels.interpreter import is_requested
-from canon.fast.kernels.launching import capability
+from canon.fast.kernels.launcher import capability
 from canon.fast.kernels.triton import launch
 from canon.fast.recomputation import note_choice
 
 __all__ = ["backend"]
 
-FAMILIES = ("triton", "gluon", "cuda")
+BACKENDS = ("triton", "gluon", "cuda")
 AVAILABLE = ("triton", "gluon")
 
 _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
@@ -31,15 +31,15 @@ _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Within the block, compute with this kernel family: "triton", "gluon" or "cuda".
+    """Within the block, compute with this kernel backend: "triton", "gluon" or "cuda".
 
     A backward pass and a recomputation by `torch.utils.checkpoint` use the backend of the original call. Without `backend`,
     calls use "gluon" on Hopper where its kernels support the dtype and width, else "triton". A dtype, width or device that
     the backend does not support raises ValueError when a call needs it.
-    Raises ValueError for an unknown name and NotImplementedError for a family that does not exist yet.
+    Raises ValueError for an unknown name and NotImplementedError for a backend that does not exist yet.
     """
-    if name not in FAMILIES:
-        raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, FAMILIES))}")
+    if name not in BACKENDS:
+        raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, BACKENDS))}")
     if name not in AVAILABLE:
         raise NotImplementedError(f"backend({name!r}) is not written yet; there is {', '.join(map(repr, AVAILABLE))}")
     note_choice()
@@ -62,8 +62,8 @@ def chosen_backend() -> str | None:
     return _chosen.get()
 
 
-def family(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
-    """The launches of the family that is to compute with heads as wide as those of q and v; ``method`` of the backward."""
+def kernels_for(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
+    """The launches of the backend that is to compute with heads as wide as those of q and v; ``method`` of the backward."""
     if _chosen.get() == "gluon" or (_chosen.get() is None and _hopper_can(q, v, method)):
         from canon.fast.kernels.gluon import launch as hopper  # only then: other GPUs need not know it
 

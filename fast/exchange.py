@@ -3,7 +3,7 @@
     schedule    fetch                                  reduce
     ring        `Lane`: one block from rank to rank    `Lane`: a block's gradient, one step behind it
     strided     `Gathers`: some heads of all ranks     `Reductions`: their gradients, all to all, summed in rank order
-    magi        `casts.Cast`: the tokens needed        `casts.Return`: their gradients, added in rank order
+    magi        `GroupCast`: the tokens needed         `GroupReduce`: their gradients, added in rank order
 
 Lanes, gathers and reductions hold two buffers, which take turns: one travels while the other one is read. (Casts differ in
 size, so each has a memory of its own.) A message starts before the kernel that it runs under, and `wait` makes the compute
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.fast.kernels.triton.sum_ranks import sum_ranks
-from canon.fast.transport import way_of
+from canon.fast.transport import transport_for
 from canon.reference.band import joined
 from canon.reference.call import Call
 from canon.reference.layout import Layout
@@ -89,7 +89,7 @@ class Gathers:
 
     def __init__(self, k: Tensor, v: Tensor, call: Call, steps: Sequence[range], pack_first: bool):
         self.k, self.v, self.call, self.steps, self.pack_first = k, v, call, steps, pack_first
-        self.way = way_of(call.group, k.device)
+        self.way = transport_for(call.group, k.device)
         items = _items(call, k.shape[0], max(map(len, steps)), k.shape[-1] + v.shape[-1])
         names = [f"gather {slot}" for slot in range(min(2, len(steps)))]
         self.slots = [self.way.empty(name, items, k.dtype, k.device) for name in names]
@@ -110,7 +110,7 @@ class Gathers:
                 target[:, first : first + source.shape[1]].copy_(source)
             works = [self.way.all_gather(x) for x in full]
         if step:  # the kernel of the step before comes next, and beside one that fills all processors nothing begins
-            self.way.let_begin()
+            self.way.wait_until_started()
         return Arriving(works, keys)
 
 
@@ -140,7 +140,7 @@ class Reductions:
 
     def __init__(self, dk: Tensor, dv: Tensor, call: Call, steps: Sequence[range]):
         self.grads, self.call, self.steps = (dk, dv), call, steps
-        self.way = way_of(call.group, dk.device)
+        self.way = transport_for(call.group, dk.device)
         self.width = dk.shape[-1] + dv.shape[-1]
         items = _items(call, dk.shape[0], max(map(len, steps)), self.width)
         self.sent, self.received = (

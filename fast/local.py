@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.fast.backward import attention_backward
-from canon.fast.device import check_device, family
+from canon.fast.device import check_device, kernels_for
 from canon.fast.differentiable import differentiable
 from canon.fast.kernels.triton import launch
 from canon.reference.checks import (
@@ -120,7 +120,7 @@ def attention_forward(
 def forward_into(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """As `attention_forward` of a batch, but written into ``out``, of any strides and dtype, and ``lse``."""
     check_device(q)
-    family(q, v).forward(q, k, v, mask, scale, out, lse)
+    kernels_for(q, v).forward(q, k, v, mask, scale, out, lse)
 
 
 @under_autocast()

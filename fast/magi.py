@@ -6,7 +6,7 @@
     reductions   .                .                        dk, dv of cast 0       dk, dv of cast 1
 
 - Two casts are held at most, the one that is computed on and the one that is coming; all of them with ``keep_kv``.
-- A step computes only the queries that see its keys (`canon.fast.seeing`); parts are merged by one kernel.
+- A step computes only the queries that see its keys (`canon.fast.active_queries`); parts are merged by one kernel.
 - With ``stages=0`` the own keys and the received ones stand in one buffer: one kernel, no merge, no float32 result.
 - Kernels write gradients of received keys where they leave from. Where dk and dv have a kernel of their own, they leave before
   that of dq, so even a single reduction has a kernel to run under. They are added to the own part beside it: cast by cast, and
@@ -34,15 +34,15 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.fast.active_queries import ActiveQueries, active_queries_of
 from canon.fast.backward import attention_backward, begin_backward, make_delta
-from canon.fast.casts import Cast, Return, cast_plan, group_cast, group_reduce, plan_report
 from canon.fast.differentiable import differentiable
 from canon.fast.exchange import Arriving
+from canon.fast.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
 from canon.fast.local import attention_forward
+from canon.fast.pipeline import run_pipeline, started
 from canon.fast.planner import dispatch
-from canon.fast.schedule import pipeline, started
-from canon.fast.seeing import Seeing, seeing
-from canon.fast.transport import way_of
+from canon.fast.transport import transport_for
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
@@ -128,9 +128,9 @@ class _Keys:
             return Arriving([], _columns(self.kept[cast], k))
         rows = _rows(k, v, self.plan, step, self.call.rank, k.dtype)
         own = k.shape[1] if self.plan.holds_own(step) else 0
-        came = Cast(k, v, self.plan, cast, self.call.rank, rows[own:], self.call.group)
+        came = GroupCast(k, v, self.plan, cast, self.call.rank, rows[own:], self.call.group)
         if step:  # the kernel of the step before comes next, and beside one that fills all processors nothing begins
-            way_of(self.call.group, k.device).let_begin()
+            transport_for(self.call.group, k.device).wait_until_started()
         if own:  # copied while the others are on their way
             for target, source in zip(_columns(rows[:own], k), (k, v), strict=True):
                 target.copy_(source)
@@ -151,9 +151,9 @@ def _columns(rows: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     return rows.transpose(0, 1).split([d, rows.shape[-1] - d], -1)
 
 
-def _seeing(plan: CastPlan, step: int, rank: int) -> Seeing:
+def _seeing(plan: CastPlan, step: int, rank: int) -> ActiveQueries:
     """The queries that see a key of the step: of the own keys all."""
-    return seeing(plan.local_mask(step, rank), plan.holds_own(step))
+    return active_queries_of(plan.local_mask(step, rank), plan.holds_own(step))
 
 
 def _forward(q: Tensor, keys: _Keys, call: Call, plan: CastPlan) -> tuple[Tensor, Tensor]:
@@ -171,7 +171,7 @@ def _forward(q: Tensor, keys: _Keys, call: Call, plan: CastPlan) -> tuple[Tensor
         else:
             running.extend(part)
 
-    pipeline(plan.steps, keys.fetch, compute)
+    run_pipeline(plan.steps, keys.fetch, compute)
     out, lse = running
     return out.to(q.dtype), lse
 
@@ -180,7 +180,7 @@ def _backward(
     needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: _Keys, call: Call, plan: CastPlan,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are not computed or sent."""
+    """GroupReduce dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are not computed or sent."""
     if not plan.casts:
         return attention_backward(
             dout, q, k, v, out, lse, plan.local_mask(0, call.rank),
@@ -195,7 +195,7 @@ def _backward(
     home: Tensor | None = None  # rows of dk and dv of the own tokens, so far
 
     def compute(turn: int, held: Sequence[Tensor]) -> tuple[Tensor | None, Callable[[], None]]:
-        """Return dk and dv of the step's keys, and the function that makes dq."""
+        """GroupReduce dk and dv of the step's keys, and the function that makes dq."""
         step = order[turn]
         seen, own_keys = _seeing(plan, step, call.rank), plan.holds_own(step)
         grads = None
@@ -221,7 +221,7 @@ def _backward(
 
         return grads, make_dq
 
-    def send_home(turn: int, grads: Tensor | None, _: None) -> Return | None:
+    def send_home(turn: int, grads: Tensor | None, _: None) -> GroupReduce | None:
         nonlocal home
         if grads is None:
             return None
@@ -232,8 +232,10 @@ def _backward(
         elif home is None:
             home = torch.zeros(own, *grads.shape[1:], dtype=accumulate, device=grads.device)
         cast = plan.cast_of(step)
-        return None if cast is None else Return(grads.to(call.reduce_dtype), plan, cast, call.rank, home, call.group)
+        return (
+            None if cast is None else GroupReduce(grads.to(call.reduce_dtype), plan, cast, call.rank, home, call.group)
+        )
 
-    pipeline(plan.steps, fetch, compute, send_home)
+    run_pipeline(plan.steps, fetch, compute, send_home)
     dk, dv = (None, None) if home is None else _columns(home, k)
     return tuple(None if x is None else x.to(q.dtype) for x in (dq, dk, dv))

@@ -29,12 +29,12 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.fast.active_queries import ActiveQueries, active_queries_of, seen_keys
 from canon.fast.backward import attention_backward, begin_backward, make_delta
 from canon.fast.differentiable import differentiable
 from canon.fast.exchange import Hop, Lane, zero_outside
 from canon.fast.local import attention_forward
-from canon.fast.schedule import pipeline
-from canon.fast.seeing import Seeing, seeing, seen_keys
+from canon.fast.pipeline import run_pipeline
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
@@ -144,17 +144,17 @@ def _ring(
 
 
 @cached_plan
-def _touched(mask: Mask) -> tuple[Seeing, slice]:
+def _touched(mask: Mask) -> tuple[ActiveQueries, slice]:
     """The queries that see a key, under the mask of the keys from the first to the last that are seen, and these keys."""
     columns, seen = seen_keys(mask)
-    return seeing(seen), columns
+    return active_queries_of(seen), columns
 
 
 def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (b, t, h, dv) in the dtype of q, lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
         return attention_forward(q, k, v, call.local_mask(0), scale=call.scale)
-    keys, accumulate = _KeysGoRound(k, v, call), accumulate_dtype(q.dtype)
+    keys, accumulate = _DkDvRing(k, v, call), accumulate_dtype(q.dtype)
     running: list[Tensor] = []  # out and lse of every query: first of the own keys, then the other parts merged in
 
     def compute(step: int, held: list[Tensor]) -> None:
@@ -168,7 +168,7 @@ def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
             part = attention_forward(seen.take(q), k_part, v_part, seen.mask, scale=call.scale, out_dtype=accumulate)
             seen.merge(running, part)
 
-    pipeline(call.ranks, keys.fetch, compute)
+    run_pipeline(call.ranks, keys.fetch, compute)
     out, lse = running
     return out.to(q.dtype), lse
 
@@ -188,7 +188,7 @@ def ring_backward(
     like = lambda x: torch.empty(x.shape, dtype=accumulate, device=x.device)
     dq = like(q) if needs_grad[0] else None  # so far
     dk, dv = (like(x) if keys_need_grad else None for x in (k, v))  # of the own keys; what others found is added last
-    keys = _KeysGoRound(k, v, call)
+    keys = _DkDvRing(k, v, call)
     sums = (
         None if dk is None else Lane(call, q.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)
     )  # step i's block is in buffer i % 2
@@ -204,7 +204,7 @@ def ring_backward(
         """Return what is added to the block that arrives meanwhile, where and what, and the function that makes dq."""
         local = call.local_mask(keys.owner(step))
         if step == 0:
-            return [], write(held, seeing(local, everyone=True), slice(None), dq, dk, dv)
+            return [], write(held, active_queries_of(local, everyone=True), slice(None), dq, dk, dv)
         seen, columns = _touched(local)
         first = step == 1  # the first part of a block is written where it leaves from
         targets, parts = [], [None, None]
@@ -232,13 +232,13 @@ def ring_backward(
             total += part
         return sums.hop(step % 2, keys.owner(step), keys.owner(step + 1)) if step and keys_need_grad else None
 
-    received = pipeline(call.ranks, keys.fetch, compute, send_on)
+    received = run_pipeline(call.ranks, keys.fetch, compute, send_on)
     for mine, others in zip((dk, dv), received or (), strict=False):
         mine += others
     return tuple(None if x is None else x.to(q.dtype) for x in (dq, dk, dv))
 
 
-class _KeysGoRound:
+class _DkDvRing:
     """Every rank's K and V, one block a step: the own one first, then that of the rank before, and so on."""
 
     def __init__(self, k: Tensor, v: Tensor, call: Call):

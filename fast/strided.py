@@ -31,13 +31,13 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.fast.active_queries import seen_keys
 from canon.fast.backward import begin_backward, make_delta
 from canon.fast.differentiable import differentiable
 from canon.fast.exchange import Gathers, Reductions, gathered_mask
 from canon.fast.local import attention_forward, forward_into
+from canon.fast.pipeline import run_pipeline, started
 from canon.fast.ring import ring_backward
-from canon.fast.schedule import pipeline, started
-from canon.fast.seeing import seen_keys
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
@@ -131,7 +131,7 @@ def _forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -> tuple
         k_part, v_part = (x[:, columns] for x in keys)
         forward_into(q[:, :, own], k_part, v_part, mask, call.scale, out[:, :, own], lse[:, own])
 
-    pipeline(len(steps.forward), Gathers(k, v, call, steps.forward, steps.pack_first).fetch, compute)
+    run_pipeline(len(steps.forward), Gathers(k, v, call, steps.forward, steps.pack_first).fetch, compute)
     return out, lse
 
 
@@ -157,7 +157,7 @@ def _backward(
             None if dq is None else dq[:, :, own], *(reductions.stage(step, columns) if reductions else (None, None)),
         )  # fmt: skip
 
-    pipeline(len(steps.backward), fetch, compute, lambda step, *_: reductions.start(step) if reductions else None)
+    run_pipeline(len(steps.backward), fetch, compute, lambda step, *_: reductions.start(step) if reductions else None)
     return dq, dk, dv
 
 

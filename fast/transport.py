@@ -49,7 +49,7 @@ class Transport:
         self.name, self.reason = name, reason
         self._group, self._gathers, self._reductions = ref(group), gathers, reductions  # the group may end before this
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._moment = torch.zeros(1, device=device)  # what `let_begin` spends its time on
+        self._moment = torch.zeros(1, device=device)  # what `wait_until_started` spends its time on
 
     @property
     def gathers(self):
@@ -83,7 +83,7 @@ class Transport:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         return torch.cuda.stream(self.stream)
 
-    def let_begin(self) -> None:
+    def wait_until_started(self) -> None:
         """What is launched from here on waits for what has been launched beside, and begins after the messages from there."""
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
@@ -154,7 +154,7 @@ class CopyEngines(Transport):
         self.windows.clear()
 
 
-def way_of(group, device: torch.device) -> Transport:
+def transport_for(group, device: torch.device) -> Transport:
     """The way of this group on this device (``group=None``: all ranks). The first call is a collective of the group."""
     ways = group_state(group).transports
     if device not in ways:  # only this rank's thread uses its own group
@@ -170,7 +170,7 @@ def transport_report(device: torch.device | str, group=None) -> str:
         return "none: one rank"
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    chosen = way_of(group, device)
+    chosen = transport_for(group, device)
     return f"{chosen.name}: {chosen.reason}" if chosen.reason else chosen.name
 
 

@@ -225,7 +225,7 @@ def compilation() -> dict[str, str]:
         results = load(record)["results"]
         cells = []
         for backend in ("gluon", "triton"):
-            kernels = [row["spilled"] for row in results if row["case"]["family"] == backend]
+            kernels = [row["spilled"] for row in results if row["case"]["backend"] == backend]
             spilled = [bytes_ for bytes_ in kernels if bytes_]
             cells.append(f"{len(spilled)} of {len(kernels)}" + (f", at most {max(spilled)} bytes" if spilled else ""))
         rows.append([f"[{version}](data/{record}.json)", *cells])

@@ -35,9 +35,9 @@ from torch import Tensor
 
 from canon.reference.backward import attention_backward, make_delta
 from canon.reference.call import Call, agreed_call
-from canon.reference.casts import cast_plan, group_cast, group_reduce, plan_report, start_cast, start_reduce
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.differentiable import differentiable
+from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
 from canon.reference.layout import Layout
 from canon.reference.local import attention_forward, merge
 from canon.reference.mask import Mask
@@ -154,7 +154,7 @@ def magi_backward(
             grads = grads[t:]
         cast = plan.cast_of(step)
         if cast is not None:
-            going_back = start_reduce(grads.to(call.reduce_dtype), plan, cast, call.group, home)
+            going_back = GroupReduce(grads.to(call.reduce_dtype), plan, cast, call.group, home)
     if going_back:
         going_back.wait()
     home = (None, None) if home is None else columns(home, d)
@@ -166,7 +166,7 @@ def fetch(
 ) -> Iterator[tuple[int, Tensor]]:
     """(step, its keys and values), the next step's cast being started before each. ``received`` is given what came."""
     casts = [plan.cast_of(step) for step in range(plan.steps)]
-    start = lambda cast: None if cast is None else start_cast(own, plan, cast, call.group)
+    start = lambda cast: None if cast is None else GroupCast(own, plan, cast, call.group)
     coming = start(casts[0])
     for step in range(plan.steps):
         came = coming.wait() if coming else own[:0]

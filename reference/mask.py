@@ -17,7 +17,7 @@ from torch import Tensor
 
 from canon.reference.arguments import list_of, nested, shown, whole, whole_numbers
 from canon.reference.band import Band
-from canon.reference.blocks import bands_of_levels, levels
+from canon.reference.block_causal import bands_of_levels, levels
 
 Ints = Sequence[int] | Tensor
 SLICE_TYPES = ("full", "causal", "inverse_causal", "bi_causal")  # MagiAttention's types 0 to 3

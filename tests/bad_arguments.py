@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from canon import fast, reference
-from canon.testing import world
+from canon.testing import process_groups
 
 both_halves = pytest.mark.parametrize("half", [reference, fast], ids=["reference", "fast"])
 
@@ -60,7 +60,7 @@ def test_a_bad_argument_on_one_rank_raises_on_every_rank(half, name):
         with pytest.raises((TypeError, ValueError), match=message):
             with_bad(half, "magi_attention", bad if dist.get_rank() == 1 else {})
 
-    world.threads(program, 3)
+    process_groups.threads(program, 3)
 
 
 def outside():
@@ -73,7 +73,7 @@ def outside():
 
 
 def test_a_rank_outside_the_group_raises_alone():
-    assert world.processes(outside, 3)[2] is None
+    assert process_groups.processes(outside, 3)[2] is None
 
 
 def test_a_group_without_torch_distributed_raises():

@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 
-from canon.testing import world
+from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
 
-DEVICE = "cuda" if world.kernel_gpus() else "cpu"  # of kernels; conftest.py has chosen, by --gpu
+DEVICE = "cuda" if process_groups.kernel_gpus() else "cpu"  # of kernels; conftest.py has chosen, by --gpu
 ON_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 
 

@@ -7,7 +7,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from canon import Band, Layout, Mask
-from canon.testing import world
+from canon.testing import process_groups
 
 MASK, LAYOUT, ONE = Mask.causal(8), Layout.zigzag(8, 2), Layout.contiguous(8, 1)
 X = torch.zeros(1, 8)
@@ -177,7 +177,7 @@ def refused_on_a_mesh():
 
 
 def test_dtensors_and_meshes_are_refused_with_the_remedy():
-    world.processes(refused_on_a_mesh, 1)
+    process_groups.processes(refused_on_a_mesh, 1)
 
 
 def test_masks_and_layouts_are_made_on_the_cpu_whatever_the_default_device():

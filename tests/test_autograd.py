@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from canon import Layout, Mask, fast, reference
 from canon.fast import backward as fast_backward
 from canon.fast import device
-from canon.testing import world
+from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}
 DISTRIBUTED = ("ring_attention", "strided_attention", "magi_attention")
@@ -30,14 +30,14 @@ def inputs(tokens=24, h=4, g=2, d=16, dtype=torch.float32, seed=0):
 def used(monkeypatch):
     """The backends that kernels were asked for, in order."""
     names = []
-    family = device.family
+    kernels_for = device.kernels_for
 
     def noted(*args):
         names.append(device.chosen_backend())
-        return family(*args)
+        return kernels_for(*args)
 
-    monkeypatch.setattr(fast.local, "family", noted)
-    monkeypatch.setattr(fast_backward, "family", noted)
+    monkeypatch.setattr(fast.local, "kernels_for", noted)
+    monkeypatch.setattr(fast_backward, "kernels_for", noted)
     return names
 
 
@@ -114,7 +114,7 @@ def test_autocast_casts_the_inputs_and_nothing_else(half, function):
             assert mine.dtype == torch.float32
             assert torch.equal(mine, theirs.float())
 
-    program() if function == "attention" else world.threads(program, 2)
+    program() if function == "attention" else process_groups.threads(program, 2)
 
 
 @both_halves
@@ -147,7 +147,7 @@ def test_training_works_after_a_first_call_in_inference_mode(half, function):
         getattr(half, function)(*leaves, mask, layout).sum().backward()
         return all(bool(x.grad.isfinite().all()) for x in leaves)
 
-    assert world.threads(program, 2) == [True] * 2
+    assert process_groups.threads(program, 2) == [True] * 2
 
 
 # --- frozen inputs
@@ -179,7 +179,7 @@ def messages(half, function, frozen, monkeypatch):
         out.square().sum().backward()
         return [x.grad for x in leaves]
 
-    return world.threads(program, 2)[0], sum(sent)
+    return process_groups.threads(program, 2)[0], sum(sent)
 
 
 @both_halves

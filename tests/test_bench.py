@@ -214,12 +214,12 @@ def test_the_hopper_kernels_are_tuned_alike():
 def test_the_hopper_grid_goes_from_the_table_of_long_masks_to_that_of_short_ones_and_back(d):
     short, long = (shapes.shape_of(f"1,{n},1,1,{d}", "causal") for n in (140, 8192))
     q = torch.empty(1, 1, 1, d)
-    tables = [tune.FAMILIES["gluon"].table("forward", q, q, q, q, shape) for shape in (short, long)]
+    tables = [tune.BACKENDS["gluon"].table("forward", q, q, q, q, shape) for shape in (short, long)]
     assert tables == [hopper_config.choose("forward", d, d, seen)[0] for seen in (1, 32)]
-    grids = [set(tune.FAMILIES["gluon"].grid("forward", table, short)) for table in tables]
+    grids = [set(tune.BACKENDS["gluon"].grid("forward", table, short)) for table in tables]
     assert set(tables) <= grids[0] == grids[1]
     assert any(c.rows == 192 for c in grids[0]) == (d < 256)
     backward = hopper_config.choose("dq", d, d)[0]
-    assert backward == tune.FAMILIES["gluon"].table("dq", q, q, q, q, long)
-    grid = tune.FAMILIES["gluon"].grid("dq", backward, long)
+    assert backward == tune.BACKENDS["gluon"].table("dq", q, q, q, q, long)
+    grid = tune.BACKENDS["gluon"].grid("dq", backward, long)
     assert {(c.rows, c.turns, c.optimistic) for c in grid} == {(128, False, False)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from canon.__main__ import main
-from canon.testing import bench, figure, kernels, rates, record, shapes, timing, tune, world
+from canon.testing import bench, figure, kernels, process_groups, record, roofline, shapes, timing, tune
 
 CPU = torch.device("cpu")
 CEILINGS = {"matmul_tflops": 800.0, "copy_tbs": 4.0}
@@ -35,11 +35,11 @@ def options_of(*words):
 def test_a_roofline_is_the_lower_of_products_and_traffic():
     shape = shapes.shape_of("2,1000,4,2,16,full")
     moved = 2 * (2 * 1000 * 4 * 16 * 2) + 2 * (2 * 1000 * 2 * 16 * 2) + 4 * 2 * 1000 * 4  # q, out; k, v; lse
-    assert rates.compulsory_bytes(shape, 2, "forward") == moved
-    assert rates.compulsory_bytes(shape, 2, "backward") == 2 * moved - 4 * 2 * 1000 * 4  # lse is read once
+    assert roofline.compulsory_bytes(shape, 2, "forward") == moved
+    assert roofline.compulsory_bytes(shape, 2, "backward") == 2 * moved - 4 * 2 * 1000 * 4  # lse is read once
     ceilings = {"matmul_tflops": 800.0, "copy_tbs": 1.0}
-    assert rates.roofline(shape, 2, "forward", ceilings) == pytest.approx(shape.operations / moved)
-    assert rates.roofline(shape, 2, "forward", {"matmul_tflops": 1.0, "copy_tbs": 1.0}) == 1.0
+    assert roofline.roofline(shape, 2, "forward", ceilings) == pytest.approx(shape.operations / moved)
+    assert roofline.roofline(shape, 2, "forward", {"matmul_tflops": 1.0, "copy_tbs": 1.0}) == 1.0
 
 
 def made_up(contender, forward=None, backward=None, shape="1,1000,4,2,16,full"):
@@ -52,11 +52,11 @@ def made_up(contender, forward=None, backward=None, shape="1,1000,4,2,16,full"):
 
 def test_ratios_are_to_the_fastest_peer_of_each_pass():
     rows = [made_up("canon triton split", 2.0, 4.0), made_up("slow", 8.0, 8.0), made_up("fast", 1.0, 16.0)]
-    rates.add_speeds([*rows, made_up("absent")], shapes.shape_of("1,1000,4,2,16,full"), 2, CEILINGS)
+    roofline.add_speeds([*rows, made_up("absent")], shapes.shape_of("1,1000,4,2,16,full"), 2, CEILINGS)
     assert [row["forward_to_peer"] for row in rows] == pytest.approx([0.5, 0.125, 1.0])
     assert [row["backward_to_peer"] for row in rows] == pytest.approx([2.0, 1.0, 0.5])
     assert rows[0]["forward_roofline"] == pytest.approx(
-        rows[0]["forward_tflops"] / rates.roofline(shapes.shape_of("1,1000,4,2,16,full"), 2, "forward", CEILINGS)
+        rows[0]["forward_tflops"] / roofline.roofline(shapes.shape_of("1,1000,4,2,16,full"), 2, "forward", CEILINGS)
     )
 
 
@@ -66,13 +66,13 @@ def test_auto_must_be_close_to_the_fastest_method():
         made_up("canon triton fused", None, 2.0),
         made_up("SDPA", 0.1, 0.1),
     ]
-    verdicts = rates.auto_verdicts([*rows, made_up("canon auto", 1.05, 4.0)])
+    verdicts = roofline.auto_verdicts([*rows, made_up("canon auto", 1.05, 4.0)])
     assert [(v["pass"], v["best"], v["within"]) for v in verdicts] == [
         ("forward", "canon triton split", True),
         ("backward", "canon triton fused", False),
     ]
     assert verdicts[1]["auto_to_best"] == 2.0
-    assert rates.auto_verdicts(rows) == []
+    assert roofline.auto_verdicts(rows) == []
 
 
 # ---------------------------------------------------------------------- figures and the command
@@ -83,7 +83,7 @@ def write_record(path, d):
         some = [made_up("canon triton split", 1.0, 2.0, f"1,{n},4,4,{d},causal")]
         some.append(made_up("canon triton fused", None, 3.0, f"1,{n},4,4,{d},causal"))
         some.append(made_up("SDPA cudnn", 0.9, None, f"1,{n},4,4,{d},causal") | {"failed": "backward"})
-        rates.add_speeds(some, shape, 2, CEILINGS)
+        roofline.add_speeds(some, shape, 2, CEILINGS)
         rows += some
     return record.write(path, "canon bench kernels --sweep", rows, ceilings=CEILINGS)
 
@@ -122,7 +122,7 @@ def test_without_a_gpu_it_says_so(what, monkeypatch, capsys):
 
 def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(world, "kernel_gpus", lambda: 1)
+    monkeypatch.setattr(process_groups, "kernel_gpus", lambda: 1)
     monkeypatch.setattr(bench, "_device", lambda: CPU)
     monkeypatch.setattr(kernels, "ceilings", lambda dtype, device: CEILINGS)
     monkeypatch.setattr(record, "machine", lambda: {"gpus": ["none"]})

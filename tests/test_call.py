@@ -12,7 +12,7 @@ import torch.distributed as dist
 from canon import Layout, Mask, fast, reference
 from canon.reference import group_state as group_state_module
 from canon.reference.group_state import group_state
-from canon.testing import world
+from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}
 
@@ -58,7 +58,7 @@ def disagree_in_every_way(name):
 
 @pytest.mark.parametrize("name", HALVES)
 def test_every_disagreement_is_named_on_every_rank_of_gloo(name):
-    for told in world.processes(functools.partial(disagree_in_every_way, name), 3):
+    for told in process_groups.processes(functools.partial(disagree_in_every_way, name), 3):
         for difference, (message, seconds) in told.items():
             assert DIFFERENCES[difference][1] in message, (difference, message)
             assert "rank 1: " in message
@@ -92,7 +92,7 @@ def disagree_later(name, difference):
 @pytest.mark.parametrize("difference", LATER)
 @pytest.mark.parametrize("name", HALVES)
 def test_ranks_that_disagree_in_a_later_call_raise_on_every_rank(name, difference):
-    for message, seconds, out in world.processes(functools.partial(disagree_later, name, difference), 3):
+    for message, seconds, out in process_groups.processes(functools.partial(disagree_later, name, difference), 3):
         assert LATER[difference][1] in message
         assert "rank 1: " in message
         assert seconds < 5
@@ -104,7 +104,7 @@ def test_an_equal_scale_is_the_default_scale(half):
     def program():
         return call(half, **(dict(scale=8**-0.5) if dist.get_rank() == 1 else {}))
 
-    world.threads(program, 2)
+    process_groups.threads(program, 2)
 
 
 def backward_of_one_rank(name):
@@ -117,7 +117,7 @@ def backward_of_one_rank(name):
 
 @pytest.mark.parametrize("name", HALVES)
 def test_a_rank_that_makes_another_pass_is_named(name):
-    world.processes(functools.partial(backward_of_one_rank, name), 3)
+    process_groups.processes(functools.partial(backward_of_one_rank, name), 3)
 
 
 @pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
@@ -128,7 +128,7 @@ def test_calls_with_new_masks_leave_no_memory_behind(half):
         state = group_state(None)
         return len(state.known), state.pending
 
-    assert world.threads(program, 2) == [(7, None)] * 2
+    assert process_groups.threads(program, 2) == [(7, None)] * 2
 
 
 @pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
@@ -145,7 +145,7 @@ def test_what_all_ranks_do_wrong_alike_is_told_too(half):
         with pytest.raises(ValueError, match="reduce_dtype must be .* got torch.int32"):
             call(half, reduce_dtype=torch.int32)
 
-    world.threads(program, 2)
+    process_groups.threads(program, 2)
 
 
 def test_a_cu_seqlens_refilled_in_place_makes_another_call():
@@ -187,7 +187,7 @@ def disagree_on_gpus(other):
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("other", ["mask", "tokens"])
 def test_ranks_that_disagree_on_gpus_raise_at_the_next_call(other):
-    for message, seconds in world.gpus(functools.partial(disagree_on_gpus, other), 2, timeout=90):
+    for message, seconds in process_groups.gpus(functools.partial(disagree_on_gpus, other), 2, timeout=90):
         assert "rank 0: " in message
         assert "rank 1: " in message
         assert "make a new process group" in message
@@ -209,7 +209,7 @@ def lose_a_rank_on_gpus():
 def test_a_missing_rank_is_named_on_gpus(tmp_path):
     """The world reports that rank 1 is gone, so rank 0 writes down what it saw."""
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code 0"):
-        world.gpus(functools.partial(written, str(tmp_path / "error"), lose_a_rank_on_gpus), 2, timeout=60)
+        process_groups.gpus(functools.partial(written, str(tmp_path / "error"), lose_a_rank_on_gpus), 2, timeout=60)
     assert "rank 1 is missing" in (tmp_path / "error").read_text()
 
 

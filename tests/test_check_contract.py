@@ -13,7 +13,7 @@ from checking import module_in, run  # noqa: F401  a fixture
 import canon
 from canon.__main__ import main
 from canon.reference import Layout
-from canon.testing import cases, contract, report, running
+from canon.testing import cases, check_report, contract, run_cases
 from canon.testing.cases import all_cases, covered
 from canon.testing.places import place
 
@@ -206,9 +206,9 @@ def test_failed_cases_stay_in_the_picture(tmp_path):
     failed = {"case": "a case", "verdict": "failed", "faults": ["rank 1: Error"], "measures": [], "seconds": []}
     measure = {"tensor": "out", "norm": "l2", "error": 1.0, "bound": 2.0, "ratio": 0.5}
     agrees = failed | {"case": "another", "verdict": "agrees", "measures": [measure]}
-    drawn = report.figure([agrees, failed], "title")
+    drawn = check_report.figure([agrees, failed], "title")
     labels = {label.get_text(): label.get_color() for label in drawn.axes[0].get_yticklabels()}
-    assert labels == {"another": "black", "a case (failed)": report.WRONG}
+    assert labels == {"another": "black", "a case (failed)": check_report.WRONG}
     crosses = [line for line in drawn.axes[0].get_lines() if line.get_marker() == "x"]
     assert [list(line.get_ydata()) for line in crosses] == [[1]]
 
@@ -238,7 +238,7 @@ def test_ctrl_c_keeps_what_has_finished(tmp_path):
 
 def test_random_cases_that_have_finished_are_kept_too(run, monkeypatch):  # noqa: F811
     """Ctrl-C in the second world, after the first of its cases."""
-    real, worlds = running.world.threads, []
+    real, worlds = run_cases.process_groups.threads, []
 
     def threads(program, ranks):
         worlds.append(program.cases)
@@ -247,12 +247,12 @@ def test_random_cases_that_have_finished_are_kept_too(run, monkeypatch):  # noqa
         real(replace(program, cases=program.cases[:1]), ranks)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running.world, "threads", threads)
+    monkeypatch.setattr(run_cases.process_groups, "threads", threads)
     status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
     assert status == 130
     kept = {row[0] for some in record["runs"] for row in some["cases"]}
     assert kept == {case.index for case in (*worlds[0], worlds[1][0])}
-    monkeypatch.setattr(running.world, "threads", real)
+    monkeypatch.setattr(run_cases.process_groups, "threads", real)
     status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
     assert status == 0
     assert f"{len(kept)} of these cases are in" in printed.out
@@ -262,8 +262,10 @@ def test_a_check_resumes(run, monkeypatch):  # noqa: F811
     words = ("canon.reference", "--tokens", 200, "--only", "merge")
     _, _, first = run(*words)
     ran = []
-    real = running.world.threads
-    monkeypatch.setattr(running.world, "threads", lambda trial, ranks: ran.extend(trial.cases) or real(trial, ranks))
+    real = run_cases.process_groups.threads
+    monkeypatch.setattr(
+        run_cases.process_groups, "threads", lambda trial, ranks: ran.extend(trial.cases) or real(trial, ranks)
+    )
     status, _, record = run("canon.reference", "--tokens", 200, "--only", "[am]*documents*", "--resume")
     assert status == 0
     assert verdicts(first).keys() & verdicts(record).keys() == {"merge/documents/bfloat16"}

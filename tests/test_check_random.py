@@ -5,13 +5,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from checking import module_in, run  # noqa: F401  a fixture
 
 from canon.reference import Layout, Mask
-from canon.testing import draws, random_check
+from canon.testing import case_runner, draws, random_check
 from canon.testing.judge import Attended, agreement, dense, oracle, orders
 from canon.testing.random_source import RandomSource
 from canon.testing.roundings import roundings
@@ -214,3 +215,15 @@ def test_no_tokens_agree_with_no_tokens():
     q, k, v, dout = (torch.zeros(1, 0, 2, 4) for _ in range(4))
     exact = oracle(q, k, v, dout, Mask.full(0))
     assert agreement(dense(q, k, v, dout, Mask.full(0)), exact, orders(q, k, v, dout, Mask.full(0))).agrees
+
+
+@pytest.mark.parametrize(("used", "faults"), [("sum", 0), ("out", 1)])
+def test_dv_of_ones_and_one_query_may_fit_the_narrow_dtype(used, faults):
+    """Case 1454 of seed 1 on a GPU: dv is P itself, which the kernel rounds as an operand. Other dv are sums and products."""
+    case = next(c for i in range(2000) if (c := draws.drawn(0, i)).variant == "part" and c.dtype == "float16")
+    exact = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
+    got = Attended(None, None, None, None, exact.half().float())
+    assert (
+        len(case_runner._wrong_dtypes(replace(case, used=used), got, Attended(exact, exact, exact, exact, exact)))
+        == faults
+    )

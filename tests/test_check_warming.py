@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from canon.testing import warming
+from canon.testing.case_runner import CaseRunner
 from canon.testing.cases import all_cases
 from canon.testing.documents import Documents
 from canon.testing.inputs import FromDocuments
-from canon.testing.trial import Trial
 
 DOCUMENTS = Documents(("a", "b"), (b"some text, and " * 3, b"some more"))
 JOBS = """
@@ -38,12 +38,12 @@ from canon.testing.cases import all_cases
 from canon.testing.compile import _target
 from canon.testing.documents import Documents
 from canon.testing.inputs import FromDocuments
-from canon.testing.trial import Trial
+from canon.testing.case_runner import CaseRunner
 
 local.check_device = backward.check_device = lambda x: None
 documents = Documents(("a", "b"), (b"some text, and " * 3, b"some more"))
 cases = [case for case in all_cases(["bfloat16"], gpu=True) if case.function in ("merge", "attention_forward")]
-trial = Trial("canon.fast", tuple(cases), FromDocuments(documents), "cpu", Path())
+trial = CaseRunner("canon.fast", tuple(cases), FromDocuments(documents), "cpu", Path())
 seen = []
 with _target(90):
     jobs = warming.collect([(1, trial)], seen.append)
@@ -83,7 +83,9 @@ def test_compilations_are_noted_once_without_a_launch_and_compiled_into_the_cach
 @pytest.fixture
 def worlds(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    trial = Trial("canon.fast", tuple(all_cases(["float32"], gpu=True)[:3]), FromDocuments(DOCUMENTS), "cuda", Path())
+    trial = CaseRunner(
+        "canon.fast", tuple(all_cases(["float32"], gpu=True)[:3]), FromDocuments(DOCUMENTS), "cuda", Path()
+    )
     return [(4, trial)]
 
 

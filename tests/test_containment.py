@@ -15,7 +15,7 @@ from sharded import DEVICE, ON_HOPPER
 from canon import Band, Mask
 from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config as hopper_config
-from canon.fast.kernels.gluon.schedule import BOX
+from canon.fast.kernels.gluon.tile_scheduler import BOX
 from canon.fast.kernels.triton.config import Config, forced
 from canon.fast.tiles import work_table
 from canon.testing import simulator
@@ -67,7 +67,7 @@ def on_triton(mask: Mask) -> Shared:
 
 
 def on_hopper(mask: Mask, d: int, method: str) -> Shared:
-    wide = "wide" if d > 128 else "fused" if method == "fused" else "dkdv"
+    wide = "dkdv_hdim256" if d > 128 else "fused" if method == "fused" else "dkdv"
     tiles = [hopper_config.choose(kernel, d, d)[0] for kernel in ("forward", "dq", wide)]
     sizes = [(x.rows, x.columns, kernel == wide) for x, kernel in zip(tiles, ("forward", "dq", wide), strict=True)]
     return Shared(*(shared_tiles(mask, *size, BOX) for size in sizes))

@@ -38,24 +38,24 @@ def machine(monkeypatch):
     ],
 )
 def test_hopper_computes_what_it_can(machine, d, dv, dtype, method, expected):
-    assert device.family(heads(d, dtype), heads(dv, dtype), method) is expected
+    assert device.kernels_for(heads(d, dtype), heads(dv, dtype), method) is expected
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 1), (10, 0), (12, 0)])
 def test_other_gpus_have_the_portable_kernels(machine, capability):
     machine["capability"] = capability
-    assert device.family(heads(128, BF16), heads(128, BF16)) is portable
+    assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
 
 
 def test_interpreted_and_on_cpus_kernels_are_portable(machine, monkeypatch):
-    assert device.family(heads(128, BF16, "cpu"), heads(128, BF16, "cpu")) is portable
+    assert device.kernels_for(heads(128, BF16, "cpu"), heads(128, BF16, "cpu")) is portable
     monkeypatch.setattr(portable, "INTERPRETED", True)
-    assert device.family(heads(128, BF16), heads(128, BF16)) is portable
+    assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
 
 
 @pytest.mark.parametrize(("asked", "expected"), [("gluon", hopper), ("triton", portable), (None, hopper)])
 def test_a_family_that_was_asked_for_is_not_exchanged(machine, asked, expected):
     with backend(asked) if asked else nullcontext():
-        assert device.family(heads(128, BF16), heads(128, BF16)) is expected
+        assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is expected
         if asked == "gluon":  # what it cannot do it says itself
-            assert device.family(heads(512, F32), heads(512, F32)) is hopper
+            assert device.kernels_for(heads(512, F32), heads(512, F32)) is hopper

@@ -15,10 +15,10 @@ from triton.runtime import driver
 
 from canon import Band, Layout, Mask, fast
 from canon.fast import backend, backward, local, ring_attention
-from canon.fast.kernels.gluon import config, forward, launch, lines, schedule
+from canon.fast.kernels.gluon import config, forward, launch, softmax_stats, tile_scheduler
 from canon.fast.kernels.gluon.config import Config
-from canon.fast.kernels.gluon.schedule import Schedule
-from canon.testing import simulator, world
+from canon.fast.kernels.gluon.tile_scheduler import TileSchedule
+from canon.testing import process_groups, simulator
 from canon.testing.judge import Attended, agreement, dense, oracle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper")]
@@ -115,7 +115,7 @@ def test_any_scale(scale):
 
 
 TILES = {
-    "wide": (256, Config(128, 64, 2)),
+    "dkdv_hdim256": (256, Config(128, 64, 2)),
     "wide, optimistic": (256, Config(128, 64, 2, turns=True, optimistic=True)),
     "in turns": (128, Config(128, 128, 3, turns=True)),
     "optimistic": (128, Config(128, 128, 3, turns=True, optimistic=True)),
@@ -368,9 +368,9 @@ def test_short_tiles_and_long_ones_by_turns_add_in_the_order_of_the_list(some, d
     """The list of so many programs of a head at a time, done by as many as there are, fewer or more."""
     mask = Mask.causal(900)  # of 8 tiles
     arguments = inputs(mask, h=4, g=2, d=128, dv=64)
-    monkeypatch.setattr(schedule, "PROCESSORS", 2 * some)
-    monkeypatch.setattr(schedule, "DRIFTING", (0.0, 0.0))  # so both heads stand side by side
-    monkeypatch.setattr(launch, "schedule", schedule.schedule.__wrapped__)  # not from the cache
+    monkeypatch.setattr(tile_scheduler, "PROCESSORS", 2 * some)
+    monkeypatch.setattr(tile_scheduler, "DRIFTING", (0.0, 0.0))  # so both heads stand side by side
+    monkeypatch.setattr(launch, "tile_schedule", tile_scheduler.tile_schedule.__wrapped__)  # not from the cache
     first = attend(*arguments, mask, method="fused")
     assert_exact(first, *arguments, mask)
     for processors, order, seed in ((1, "early", 1), (3, "random", 2), (11, "late", 3)):
@@ -443,7 +443,7 @@ def test_every_schedule_runs_on_them(name):
         return on_this_rank(attend, layout, tensors)
 
     with simulator.simulated(order="random"):
-        for got in world.threads(run, 3):
+        for got in process_groups.threads(run, 3):
             assert_agrees(got, mask, *tensors)
 
 
@@ -471,7 +471,7 @@ def test_what_a_tile_loads_besides_is_copied(monkeypatch):
 
 def test_a_counter_is_made_for_each_launch_that_claims():
     plan, q = (
-        Schedule(torch.zeros(8, dtype=torch.int32, device=DEVICE), 3, (), (False, False)),
+        TileSchedule(torch.zeros(8, dtype=torch.int32, device=DEVICE), 3, (), (False, False)),
         torch.empty(0, device=DEVICE),
     )
     many = plan._replace(items=1 + launch.processors(q))
@@ -496,7 +496,7 @@ def test_lines_are_whole_and_blind_rows_weigh_nothing():
     lse = torch.randn(2, 3, 7, device=DEVICE)
     lse[0, 1, 2] = -torch.inf
     delta = torch.randn(2, 7, 3, device=DEVICE).transpose(1, 2)
-    made = lines.prepared_lines(lse, delta)
+    made = softmax_stats.row_statistics(lse, delta)
     assert made.shape == (2, 3, 2, 8)
     torch.testing.assert_close(made[:, :, 0, :7], torch.where(lse.isinf(), 1e30, lse * launch.LOG2E))
     assert torch.equal(made[:, :, 1, :7], -delta)

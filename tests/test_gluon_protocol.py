@@ -21,12 +21,12 @@ import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from canon import Mask
-from canon.fast.kernels.gluon import blocks, config, dkdv, dq, forward, launch, schedule, wide
+from canon.fast.kernels.gluon import blocks, config, dkdv, dkdv_hdim256, dq, forward, launch, tile_scheduler
 from canon.fast.kernels.gluon.config import Config
 from canon.testing import simulator
 from canon.testing.judge import Attended, agreement, dense, oracle
 
-MODULES = (blocks, forward, dq, dkdv, wide, launch)
+MODULES = (blocks, forward, dq, dkdv, dkdv_hdim256, launch)
 INTERLEAVINGS = [("late", 0), ("early", 1), ("late", 2)]  # not "random", in which dq is added up in any order
 TOKENS, SCALE = 575, 0.125
 MASK = Mask.documents([0, 140, TOKENS])  # the last item is so short that all its tiles are loaded at once
@@ -98,7 +98,7 @@ KERNELS = {
         d=80,
         branches=(*HALVES, ("ORDERED", True), *EARLY),
     ),
-    "wide": Kernel(wide.wide_kernel, Config(64, 64, 2), d=144),
+    "dkdv_hdim256": Kernel(dkdv_hdim256.dkdv_hdim256_kernel, Config(64, 64, 2), d=144),
 }
 
 FENCE = "makes mbarrier.init known to the async proxy; the simulator takes barriers as made for everybody"
@@ -117,8 +117,8 @@ SURVIVORS = {
         "dkdv_kernel: fence_async_shared() is left out": FENCE,
         "load_tiles: mbarrier.wait(dout_free.index(slot), turn ^ 1) is left out": HELD_BACK,
     },
-    "wide": {
-        "wide_kernel: fence_async_shared() is left out": FENCE,
+    "dkdv_hdim256": {
+        "dkdv_hdim256_kernel: fence_async_shared() is left out": FENCE,
         "load_tiles: mbarrier.wait(dout_free.index(slot), turn ^ 1) is left out": HELD_BACK,
     },
 }
@@ -233,8 +233,8 @@ def mutants(kernel: Kernel) -> Iterator[tuple[str, GluonJITFunction, GluonJITFun
 def _one_program(monkeypatch):
     """And the longest tiles first, also where programs add in turn: what awaits the end is missed only behind a short item."""
     monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", 1)
-    monkeypatch.setattr(schedule, "UNEVEN", math.inf)
-    monkeypatch.setattr(launch, "schedule", lru_cache(schedule.schedule.__wrapped__))
+    monkeypatch.setattr(tile_scheduler, "UNEVEN", math.inf)
+    monkeypatch.setattr(launch, "tile_schedule", lru_cache(tile_scheduler.tile_schedule.__wrapped__))
 
 
 @cache

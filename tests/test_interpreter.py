@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from canon.fast.kernels import interpreter
-from canon.testing import world
+from canon.testing import process_groups
 
 if not interpreter.repair():
     pytest.skip("kernels run on the GPU here, not in the interpreter", allow_module_level=True)
@@ -127,7 +127,7 @@ def test_ranks_as_threads_launch_one_at_a_time():
             assert out.item() == count
         return out.item()
 
-    assert world.threads(program, 4) == [19] * 4
+    assert process_groups.threads(program, 4) == [19] * 4
 
 
 def test_float32_products_stay_float32_under_autocast():

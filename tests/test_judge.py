@@ -12,21 +12,22 @@ import pytest
 import torch
 
 from canon.reference import Band, Mask
-from canon.testing import Attended, agreement, dense, oracle, orders, world
+from canon.testing import Attended, agreement, dense, oracle, orders, process_groups
+from canon.testing.case_runner import CaseRunner
 from canon.testing.cases import all_cases
 from canon.testing.documents import Documents
 from canon.testing.inputs import FromDocuments
-from canon.testing.trial import Trial
 
 DOCUMENTS = Documents(("a", "b", "c"), tuple(bytes(range(n)) * 4 for n in (30, 1, 250)))
 LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring_attention/contiguous/full"
+CASTS = "group_collectives"
 CAST, REDUCE = "group_cast/planned/documents/two_stages", "group_reduce/striped/documents/one_stage"
 FILES = (
     "checks",
     "tiles",
     "backward",
     "local",
-    "casts",
+    "group_collectives",
     "ring",
 )  # of which a faulty module is made, in order of imports
 
@@ -64,19 +65,19 @@ FAULTS = {
     "grad_dtype is ignored": (  # where it is not the dtype of q
         "attention_backward/causal/split/part", "backward", "grad_dtype or q.dtype", "torch.bfloat16"),
     "two tokens change places on their way": (
-        CAST, "casts", "return self.received\n", "return self.received[[1, 0, *range(2, len(self.received))]]\n"),
+        CAST, CASTS, "return self.received\n", "return self.received[[1, 0, *range(2, len(self.received))]]\n"),
     "the tokens of one source are stale": (
-        CAST, "casts", "self.sent = x[", "self.sent = (x if rank != 1 else x.roll(1, 0))["),
+        CAST, CASTS, "self.sent = x[", "self.sent = (x if rank != 1 else x.roll(1, 0))["),
     "every cast sends the rows of the first": (
-        CAST, "casts", "x[plan.send_rows(stage, rank).to(x.device)]", "x[plan.send_rows(0, rank)[: sum(sizes.sent)]]"),
+        CAST, CASTS, "x[plan.send_rows(stage, rank).to(x.device)]", "x[plan.send_rows(0, rank)[: sum(sizes.sent)]]"),
     "gradients are added in bfloat16": (
-        REDUCE, "casts", "self.into[rows] += part", "self.into[rows] = (self.into[rows].bfloat16() + part).to(part.dtype)"),
+        REDUCE, CASTS, "self.into[rows] += part", "self.into[rows] = (self.into[rows].bfloat16() + part).to(part.dtype)"),
     "the gradients of one rank are left out": (
-        REDUCE, "casts", "self.sizes.sent), parts, ", "self.sizes.sent)[1:], parts[1:], "),
+        REDUCE, CASTS, "self.sizes.sent), parts, ", "self.sizes.sent)[1:], parts[1:], "),
     "gradients are added, but not in place": (
-        REDUCE, "casts", "parts = self.received", "self.into = self.into.clone(); parts = self.received"),
+        REDUCE, CASTS, "parts = self.received", "self.into = self.into.clone(); parts = self.received"),
     "a plan forgets a token": (
-        "cast_plan/planned/documents", "casts", "common := owned[first:last]", "common := owned[first : last - 1]"),
+        "cast_plan/planned/documents", "group_collectives", "common := owned[first:last]", "common := owned[first : last - 1]"),
 }  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def verdict(module_name, case_name, dtype, tmp_path, ranks=4):
     cases = tuple(case for case in all_cases([dtype], gpu=False) if case.name.replace(f"/{dtype}", "") == case_name)
     assert cases, case_name
     sink = Path(tmp_path) / "results"
-    world.threads(Trial(module_name, cases, FromDocuments(DOCUMENTS), "cpu", sink), ranks)
+    process_groups.threads(CaseRunner(module_name, cases, FromDocuments(DOCUMENTS), "cpu", sink), ranks)
     return json.loads(sink.read_text())
 
 

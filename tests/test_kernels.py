@@ -304,7 +304,7 @@ def test_auto_adds_in_order_where_that_costs_little_on_hopper(monkeypatch):
         return backward.automatic(q, k, v, Mask.causal(t), 132)
 
     assert chosen(1, 16384, 32, 32, 64) == "split", "Triton's kernel adds in any order"
-    monkeypatch.setattr(backward, "family", lambda q, v, method: "hopper")
+    monkeypatch.setattr(backward, "kernels_for", lambda q, v, method: "hopper")
     assert chosen(1, 16384, 32, 32, 64) == "fused"
     assert chosen(0, 16384, 32, 32, 64) == "split", "nothing to do"
     assert chosen(1, 16384, 32, 8, 40) == "fused"

@@ -11,7 +11,7 @@ from sharded import assert_agrees, on_this_rank
 from canon import Layout, Mask
 from canon.fast import magi as fast
 from canon.reference import magi as reference
-from canon.testing import world
+from canon.testing import process_groups
 from canon.testing.judge import oracle
 
 whole = functools.partial(sharded.whole, h=2, g=1)
@@ -48,7 +48,7 @@ def attending(half, mask, layout, **options):
 def check(half, mask, layout, tensors=None, **options):
     tensors = tensors or whole(mask)
     attend = attending(half, mask, layout, **options)
-    for got in world.threads(lambda: on_this_rank(attend, layout, tensors), layout.ranks):
+    for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), layout.ranks):
         assert_agrees(got, mask, *tensors)
 
 
@@ -109,7 +109,7 @@ def test_default_mask_and_layout_and_packed_tensors(half):
         shards = [layout.shard(x[0], dist.get_rank(), 0) for x in (q, k, v)]
         return layout.unshard(half.magi_attention(*shards), dim=0)
 
-    for got in world.threads(program, 3):
+    for got in process_groups.threads(program, 3):
         torch.testing.assert_close(got, oracle(q, k, v, dout).out[0], rtol=0, atol=1e-12)
 
 
@@ -146,7 +146,7 @@ def test_two_disjoint_groups_at_once(half):
         layout = planned(half, mask, 2 + (mine == 0), chunk=2)
         return on_this_rank(attending(half, mask, layout, group=groups[mine]), layout, tensors[mine], groups[mine])
 
-    for rank, got in enumerate(world.threads(program, 5)):
+    for rank, got in enumerate(process_groups.threads(program, 5)):
         assert_agrees(got, mask, *tensors[int(rank > 2)])
 
 
@@ -155,7 +155,7 @@ def test_parts_stay_in_float32_and_bits_repeat(half, dtype):
     mask = Mask.documents([0, 7, 60])
     layout, tensors = planned(half, mask, 3, chunk=4), whole(mask, d=16, dv=16, dtype=dtype)
     attend = attending(half, mask, layout, stages=2, keep_kv=dtype == torch.float32)
-    runs = [world.threads(lambda: on_this_rank(attend, layout, tensors), 3) for _ in range(2)]
+    runs = [process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 3) for _ in range(2)]
     assert_agrees(runs[0][1], mask, *tensors)
     for first, second in zip(*runs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -205,7 +205,7 @@ def test_errors_are_raised_on_every_rank(half):
         "the plan is for 3 ranks, the group has 2",
         "into must be (4, 1, 8)",
     ]
-    for messages in world.threads(program, 2):
+    for messages in process_groups.threads(program, 2):
         for expected, message in zip(told, messages, strict=True):
             assert expected in message
 
@@ -220,5 +220,5 @@ def run_as_processes(name):
 @pytest.mark.parametrize("name", HALVES)
 def test_runs_as_processes(name):
     mask = Mask.documents([0, 1, 12, 19])
-    for got in world.processes(functools.partial(run_as_processes, name), 3):
+    for got in process_groups.processes(functools.partial(run_as_processes, name), 3):
         assert_agrees(got, mask, *whole(mask))

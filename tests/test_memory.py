@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from canon import Layout, Mask, fast
 from canon.fast.kernels.triton import launch
-from canon.testing import thread_group, world
+from canon.testing import process_groups, thread_group
 
 B, H, G, D, DV = 2, 4, 2, 4, 12
 KV, OUT, DQ = B * G * (D + DV), B * H * DV, B * H * D  # numbers a token
@@ -66,7 +66,7 @@ def peaks(attend, layout, **options):
                 torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
         return forward.peak, backward.peak
 
-    return world.threads(program, layout.ranks)
+    return process_groups.threads(program, layout.ranks)
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])

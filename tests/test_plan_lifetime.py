@@ -11,7 +11,7 @@ from canon import Mask, fast, reference
 from canon.fast import device_plans
 from canon.reference import plan_cache
 from canon.reference.plan_cache import PlanCache, sizes
-from canon.testing import world
+from canon.testing import process_groups
 
 
 def block(size):
@@ -72,7 +72,7 @@ def test_200_steps_with_new_masks_leave_memory_flat(monkeypatch):
                 pages = int(Path("/proc/self/statm").read_text().split()[1])
                 resident.append(pages * os.sysconf("SC_PAGESIZE"))
 
-    world.threads(program, 2)
+    process_groups.threads(program, 2)
     assert cache.held["cpu"] <= 1 << 20
     assert cache.made > 800
     assert resident[1] - resident[0] < 16 << 20, "plans of 100 steps would be larger"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, __main__, fast, reference
-from canon.testing import check, world
+from canon.testing import check, process_groups
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -91,7 +91,7 @@ def test_the_calls_of_choose_a_function_run_as_printed(half, ranks):
     assert [call.split("(")[0] for call in CALLS] == [
         f"out = attn.{name}" for name in ("attention", "magi_attention", "strided_attention", "zigzag_attention")
     ]
-    world.threads(program, ranks)
+    process_groups.threads(program, ranks)
 
 
 def test_all_code_of_the_readme_is_python_or_commands():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from sharded import assert_agrees, on_this_rank, whole
 
 from canon import Layout, Mask, fast, reference
-from canon.testing import world
+from canon.testing import process_groups
 from canon.testing.judge import oracle
 
 HALVES = {"reference": reference, "fast": fast}
@@ -42,7 +42,7 @@ def test_equals_the_dense_oracle(half, ranks, kind):
             name = FUNCTIONS.get(kind, "ring_attention")
             extra = {} if kind in FUNCTIONS else {"layout": layout}
             attend = functools.partial(getattr(half, name), mask=mask, return_lse=True, **extra)
-            for got in world.threads(lambda: on_this_rank(attend, layout, tensors), ranks):
+            for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), ranks):
                 assert_agrees(got, mask, *tensors)
 
 
@@ -55,7 +55,7 @@ def test_every_backward_and_any_layout(half, method):
     mask = Mask.block_causal([(5 * (i // 6)) % 7 for i in range(n)])
     tensors = whole(mask, b=2)
     attend = functools.partial(half.ring_attention, mask=mask, layout=layout, backward=method, return_lse=True)
-    assert_agrees(world.threads(lambda: on_this_rank(attend, layout, tensors), 4)[0], mask, *tensors)
+    assert_agrees(process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 4)[0], mask, *tensors)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -64,7 +64,7 @@ def test_more_ranks_than_tokens(half, kind):
     tensors = whole(mask)
     name = FUNCTIONS.get(kind, "ring_attention")
     attend = functools.partial(getattr(half, name), mask=mask, return_lse=True)
-    for got in world.threads(lambda: on_this_rank(attend, layout, tensors), 5):
+    for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 5):
         assert_agrees(got, mask, *tensors)
 
 
@@ -76,7 +76,7 @@ def test_packed_tensors_and_default_mask_and_layout(half):
         shards = [layout.shard(x[0], dist.get_rank(), 0) for x in (q, k, v)]
         return layout.unshard(half.ring_attention(*shards), dim=0)
 
-    for got in world.threads(program, 3):
+    for got in process_groups.threads(program, 3):
         torch.testing.assert_close(got, oracle(q, k, v, dout).out[0], rtol=0, atol=1e-12)
 
 
@@ -88,7 +88,7 @@ def test_tensors_of_any_strides(half):
     attend = lambda q, k, v: half.zigzag_attention(
         q.transpose(0, 3).contiguous().transpose(0, 3), k, v, mask, return_lse=True
     )
-    got = world.threads(lambda: on_this_rank(attend, layout, (*strided, v, dout, dlse)), 2)[0]
+    got = process_groups.threads(lambda: on_this_rank(attend, layout, (*strided, v, dout, dlse)), 2)[0]
     assert_agrees(got, mask, q, k, v, dout, dlse)
 
 
@@ -103,7 +103,7 @@ def test_what_nobody_sees_may_be_nan(half):
     dirty[4][:, :, -4:] = 0
     layout = Layout.zigzag(n, 3)
     attend = functools.partial(half.zigzag_attention, mask=mask, return_lse=True)
-    got = world.threads(lambda: on_this_rank(attend, layout, dirty), 3)[0]
+    got = process_groups.threads(lambda: on_this_rank(attend, layout, dirty), 3)[0]
     assert_agrees(got, mask, *dirty)
 
 
@@ -123,7 +123,7 @@ def test_two_disjoint_groups_at_once(half):
         attend = functools.partial(half.zigzag_attention, mask=mask, group=groups[mine], return_lse=True)
         return on_this_rank(attend, layout, tensors[mine], groups[mine])
 
-    for rank, got in enumerate(world.threads(program, 5)):
+    for rank, got in enumerate(process_groups.threads(program, 5)):
         assert_agrees(got, mask, *tensors[int(rank > 2)])
 
 
@@ -133,7 +133,7 @@ def test_parts_stay_in_float32(half, dtype):
     mask, layout = Mask.documents([0, 11, n]), Layout.zigzag(n, 5)
     tensors = whole(mask, d=16, dv=16, dtype=dtype)
     attend = functools.partial(half.zigzag_attention, mask=mask, return_lse=True)
-    runs = [world.threads(lambda: on_this_rank(attend, layout, tensors), 5) for _ in range(2)]
+    runs = [process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 5) for _ in range(2)]
     assert_agrees(runs[0][3], mask, *tensors)
     for first, second in zip(*runs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # the same bits
@@ -153,9 +153,9 @@ def test_reduce_dtype_rounds_what_travels(half):
         out.backward(parts[rank].expand_as(out))
         return v.grad[0, 0, 0, 0].item()
 
-    exact = world.threads(lambda: program(None), 4)[0]
+    exact = process_groups.threads(lambda: program(None), 4)[0]
     assert abs(exact - 1 / 3) <= 2**-16  # one rounding at 256, where float32 steps by 2**-15
-    assert abs(world.threads(lambda: program(torch.bfloat16), 4)[0] - 1 / 3) > 0.1
+    assert abs(process_groups.threads(lambda: program(torch.bfloat16), 4)[0] - 1 / 3) > 0.1
 
 
 def test_sends_what_the_docstring_says(half, monkeypatch):
@@ -174,7 +174,7 @@ def test_sends_what_the_docstring_says(half, monkeypatch):
     tensors = whole(Mask.causal(n), b=b, g=g, d=d, dv=dv, dtype=torch.bfloat16)
     layout = Layout.zigzag(n, ranks)
     attend = functools.partial(half.zigzag_attention, return_lse=True)
-    world.threads(lambda: on_this_rank(attend, layout, tensors), ranks)
+    process_groups.threads(lambda: on_this_rank(attend, layout, tensors), ranks)
     block = b * (n // ranks) * g * (d + dv)
     assert set(sent) == set(range(ranks))
     for operations in sent.values():
@@ -193,5 +193,5 @@ def run_as_processes(name):
 @pytest.mark.parametrize("name", HALVES)
 def test_runs_as_processes(name):
     mask = Mask.documents([0, 1, 17, 29])
-    for got in world.processes(functools.partial(run_as_processes, name), 3):
+    for got in process_groups.processes(functools.partial(run_as_processes, name), 3):
         assert_agrees(got, mask, *whole(mask))

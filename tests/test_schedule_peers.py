@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 import torch
 
 from canon import reference
-from canon.testing import bench, schedule_peers, schedules, shapes, world
+from canon.testing import bench, process_groups, schedule_peers, schedules, shapes
 from canon.testing.judge import dense
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ def test_schedules_agree_before_they_are_timed(monkeypatch):
     monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
     monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
     program = schedules.Bench((SHAPE,), torch.float32, "", 1, "cpu")
-    rows, others = world.threads(program, 2)
+    rows, others = process_groups.threads(program, 2)
     assert [row["schedule"] for row in rows] == [row["schedule"] for row in others]
     found = {row["schedule"] for row in rows}
     assert {"ring zigzag", "strided zigzag 2, small ends", "magi, 2 stages", "one GPU"} <= found
@@ -41,7 +41,7 @@ def test_a_peer_that_disagrees_is_not_timed(monkeypatch):
         return [schedule_peers.Schedule("torch wrong", schedules.Layout.zigzag(shape.n, ranks), wrong, peer=True)]
 
     monkeypatch.setattr(schedules, "torch_schedules", peers)
-    rows, _ = world.threads(schedules.Bench((SHORT,), torch.float32, "", 1, "cpu", peers=True), 2)
+    rows, _ = process_groups.threads(schedules.Bench((SHORT,), torch.float32, "", 1, "cpu", peers=True), 2)
     assert "disagrees" in rows[0]["failed"]
     assert not [name for name in rows[0] if name.endswith(("_ms", "_tflops"))]
 
@@ -59,7 +59,7 @@ def test_what_was_measured_is_kept_after_each_shape(monkeypatch, tmp_path):
         told.append([row["shape"] for row in json.loads(path.read_text())["results"]])
 
     program = schedules.Bench((SHAPE, SHORT), torch.float32, "ring", 1, "cpu", keep=keep)
-    rows, _ = world.threads(program, 2)
+    rows, _ = process_groups.threads(program, 2)
     assert told == [[str(SHAPE)] * 3, [row["shape"] for row in rows]]
     assert [row["shape"] for row in rows] == [str(SHAPE)] * 3 + [str(SHORT)] * 3
 
@@ -82,7 +82,7 @@ def test_what_fails_on_one_rank_is_left_out_on_all():
             raise RuntimeError("out of luck")
         return {"agrees": True}
 
-    told = world.threads(lambda: schedules._tried(each, attempt, None), 2)
+    told = process_groups.threads(lambda: schedules._tried(each, attempt, None), 2)
     assert told == [{"failed": "another rank failed"}, {"failed": "RuntimeError: out of luck"}]
 
 
@@ -100,7 +100,7 @@ def test_torch_context_parallel_is_for_causal_sequences_that_it_can_balance():
 def test_torch_context_parallel_that_cannot_run_is_said_to_on_every_rank():
     """It has no kernels for CPUs: the context opens and closes on both ranks, and every way of it is a row that failed."""
     shape = shapes.shape_of("1,64,2,1,16,causal")
-    rows, others = world.processes(schedules.Bench((shape,), torch.float32, "", 1, "cpu", peers=True), 2)
+    rows, others = process_groups.processes(schedules.Bench((shape,), torch.float32, "", 1, "cpu", peers=True), 2)
     assert [row["schedule"] for row in rows] == [row["schedule"] for row in others]
     assert len(rows) == 4
     assert all("failed" in row and row["peer"] for row in rows + others)
@@ -143,7 +143,7 @@ def on_stand_ins():
 
 def test_torch_context_parallel_gets_the_same_tokens():
     """Shards, rotation and both passes are torch's own, over dense stand-ins for its kernels; each rank is a process."""
-    for rows in world.processes(on_stand_ins, 2):
+    for rows in process_groups.processes(on_stand_ins, 2):
         assert [row["schedule"] for row in rows] == ["torch flash allgather", "torch flash alltoall"]
         assert all(row["agrees"] and row["both_ms"] == [1.0] and row["both_launches_ms"] == [0.5] for row in rows)
 

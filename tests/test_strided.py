@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sharded import assert_agrees, on_this_rank
 
 from canon import Layout, Mask, fast, reference
-from canon.testing import world
+from canon.testing import process_groups
 from canon.testing.judge import oracle
 
 whole = functools.partial(sharded.whole, h=8, g=4)
@@ -58,7 +58,7 @@ def test_equals_the_dense_oracle(half, ranks, kind, unwritten_is_nan):
         mask = masks[(number + ranks) % len(masks)]
         tensors = whole(mask)
         attend = attend_with(half, mask, layout, **options)
-        for got in world.threads(lambda: on_this_rank(attend, layout, tensors), ranks):
+        for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), ranks):
             assert_agrees(got, mask, *tensors)
 
 
@@ -68,7 +68,7 @@ def test_strides_change_nothing(half):
     results = []
     for options in PATTERNS.values():
         attend = attend_with(half, mask, layout, **options)
-        results.append(world.threads(lambda: on_this_rank(attend, layout, tensors), 2)[0])
+        results.append(process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 2)[0])
     for other in results[1:]:
         for one, same in zip(results[0], other, strict=True):
             torch.testing.assert_close(one, same, rtol=0, atol=1e-12)
@@ -81,7 +81,7 @@ def test_every_backward_uneven_and_empty_shards(half, method, unwritten_is_nan):
     mask = Mask.block_causal([(5 * (i // 6)) % 7 for i in range(31)])
     tensors = whole(mask, b=2, h=4, g=2)
     attend = attend_with(half, mask, layout, backward=method, head_stride=2, backward_first_stride=1)
-    assert_agrees(world.threads(lambda: on_this_rank(attend, layout, tensors), 4)[0], mask, *tensors)
+    assert_agrees(process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 4)[0], mask, *tensors)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -89,7 +89,7 @@ def test_more_ranks_than_tokens(half, kind, unwritten_is_nan):
     mask, layout = Mask.documents([0, 1, 3]), LAYOUTS[kind](3, 5)
     tensors = whole(mask, h=2, g=2)
     attend = attend_with(half, mask, layout)
-    for got in world.threads(lambda: on_this_rank(attend, layout, tensors), 5):
+    for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 5):
         assert_agrees(got, mask, *tensors)
 
 
@@ -101,7 +101,7 @@ def test_packed_tensors_and_default_mask_and_layout(half):
         shards = [layout.shard(x[0], dist.get_rank(), 0) for x in (q, k, v)]
         return layout.unshard(half.strided_attention(*shards), dim=0)
 
-    for got in world.threads(program, 3):
+    for got in process_groups.threads(program, 3):
         torch.testing.assert_close(got, oracle(q, k, v, dout).out[0], rtol=0, atol=1e-12)
 
 
@@ -117,7 +117,7 @@ def test_tensors_of_any_strides(half):
         assert not any(x.is_contiguous() for x in (q, k, v))
         return half.strided_attention(q, k, v, mask, layout, head_stride=2, backward_last_stride=1, return_lse=True)
 
-    got = world.threads(lambda: on_this_rank(attend, layout, (q, k, v, dout, dlse)), 2)[0]
+    got = process_groups.threads(lambda: on_this_rank(attend, layout, (q, k, v, dout, dlse)), 2)[0]
     exact = oracle(q, k, v, dout, mask, dlse=dlse)
     both = torch.stack([exact.dv.sum(2), torch.zeros_like(exact.dv[:, :, 0])], 2)  # the expansion's own gradient
     for one, true in zip(got, exact._replace(dv=both), strict=True):
@@ -135,7 +135,7 @@ def test_what_nobody_sees_may_be_nan(half, unwritten_is_nan):
     layout = Layout.zigzag(n, 3)
     for options in (dict(), dict(head_stride=2, backward_schedule="ring")):
         attend = attend_with(half, mask, layout, **options)
-        got = world.threads(lambda: on_this_rank(attend, layout, dirty), 3)[0]
+        got = process_groups.threads(lambda: on_this_rank(attend, layout, dirty), 3)[0]
         assert_agrees(got, mask, *dirty)
 
 
@@ -156,7 +156,7 @@ def test_two_disjoint_groups_at_once(half):
         attend = attend_with(half, mask, layout, group=groups[mine], head_stride=2, backward_first_stride=1)
         return on_this_rank(attend, layout, tensors[mine], groups[mine])
 
-    for rank, got in enumerate(world.threads(program, 5)):
+    for rank, got in enumerate(process_groups.threads(program, 5)):
         assert_agrees(got, mask, *tensors[int(rank in (1, 2))])
 
 
@@ -166,7 +166,7 @@ def test_parts_stay_in_float32(half, dtype):
     mask, layout = Mask.documents([0, 11, n]), Layout.zigzag(n, 3)
     tensors = whole(mask, h=4, g=2, d=16, dv=16, dtype=dtype)
     attend = attend_with(half, mask, layout, head_stride=2, backward_last_stride=1)
-    runs = [world.threads(lambda: on_this_rank(attend, layout, tensors), 3) for _ in range(2)]
+    runs = [process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 3) for _ in range(2)]
     assert_agrees(runs[0][2], mask, *tensors)
     for first, second in zip(*runs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # the same bits
@@ -187,9 +187,9 @@ def test_reduce_dtype_rounds_what_travels(half, schedule):
         out.backward(parts[rank].expand_as(out))
         return v.grad[0, 0, 0, 0].item()
 
-    exact = world.threads(lambda: program(None), 4)[0]
+    exact = process_groups.threads(lambda: program(None), 4)[0]
     assert abs(exact - 1 / 3) <= 2**-16  # one rounding at 256, where float32 steps by 2**-15
-    assert abs(world.threads(lambda: program(torch.bfloat16), 4)[0] - 1 / 3) > 0.1
+    assert abs(process_groups.threads(lambda: program(torch.bfloat16), 4)[0] - 1 / 3) > 0.1
 
 
 def run_as_processes(name):
@@ -203,7 +203,7 @@ def run_as_processes(name):
 @pytest.mark.parametrize("name", HALVES)
 def test_runs_as_processes(name):
     mask = Mask.documents([0, 1, 12, 23])
-    for results in world.processes(functools.partial(run_as_processes, name), 3):
+    for results in process_groups.processes(functools.partial(run_as_processes, name), 3):
         for got in results:
             assert_agrees(got, mask, *whole(mask, h=4, g=2))
 
@@ -246,9 +246,9 @@ def assert_repeats(results, tokens, width):
 
 
 def test_repeats_its_bits():
-    assert_repeats(world.threads(functools.partial(train_again_and_again, "cpu", 40, 16, 3), 2), 40, 16)
+    assert_repeats(process_groups.threads(functools.partial(train_again_and_again, "cpu", 40, 16, 3), 2), 40, 16)
 
 
 @pytest.mark.gpus(2)
 def test_on_gpus_it_repeats_its_bits_never_waits_and_keeps_its_memory():
-    assert_repeats(world.gpus(functools.partial(train_again_and_again, "cuda", 2048, 128, 50)), 2048, 128)
+    assert_repeats(process_groups.gpus(functools.partial(train_again_and_again, "cuda", 2048, 128, 50)), 2048, 128)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
 from canon.reference.strides import head_groups
-from canon.testing import world
+from canon.testing import process_groups
 from canon.testing.judge import oracle
 from canon.testing.recording import Event, timeline
 
@@ -101,7 +101,9 @@ def test_suggested_strides_are_taken(half):
         assert strides["forward_first_stride"] == 1
         return layout.unshard(half.strided_attention(*mine, mask, layout, head_stride=2, **strides))
 
-    torch.testing.assert_close(world.threads(program, 2)[0], oracle(q, k, v, dout, mask).out, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        process_groups.threads(program, 2)[0], oracle(q, k, v, dout, mask).out, rtol=0, atol=1e-12
+    )
 
 
 WRONG = {
@@ -135,7 +137,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers(half, ranks):
         with pytest.raises(TypeError, match="dropout"):
             half.strided_attention(*(torch.ones(1, 4, 4, 8) for _ in range(3)), dropout_p=0.1)
 
-    world.threads(program, ranks)
+    process_groups.threads(program, ranks)
 
 
 @pytest.mark.parametrize(
@@ -148,4 +150,4 @@ def test_ranks_that_disagree_on_strides_are_told(half, other):
             half.strided_attention(*(torch.ones(1, 4, 2, 8) for _ in range(3)), **options)
         assert next(iter(other)) in str(told.value)
 
-    world.threads(program, 3)
+    process_groups.threads(program, 3)

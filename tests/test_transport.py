@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from canon import Layout, Mask, fast
 from canon.fast import transport
-from canon.testing import world
+from canon.testing import process_groups
 
 CPU = torch.device("cpu")
 B, G, D, DV = 2, 4, 8, 6
@@ -33,7 +33,7 @@ def train(layout, tensors, **options):
 
 def test_the_transport_is_reported():
     assert transport.transport_report("cpu") == "none: one rank"
-    assert set(world.threads(lambda: transport.transport_report("cpu"), 2)) == {"threads"}
+    assert set(process_groups.threads(lambda: transport.transport_report("cpu"), 2)) == {"threads"}
 
 
 def everything_by(fault):
@@ -50,7 +50,7 @@ def everything_by(fault):
         transport.why_not_copy_engines = lambda: ""
         transport.CopyEngines = broken
     pretended = train(layout, tensors, head_stride=2, group=other)
-    chosen = transport.way_of(other, CPU)
+    chosen = transport.transport_for(other, CPU)
     apart = chosen.gathers is other and chosen.reductions is not other
     same = all(torch.equal(a, b) for a, b in zip(plain, pretended, strict=True))
     return report, transport.transport_report("cpu", other), apart, same
@@ -68,7 +68,7 @@ def broken(group, device):
     ],
 )
 def test_without_copy_engines_all_ranks_take_plain_nccl_and_say_why(fault, reasons):
-    for told, reason in zip(world.processes(functools.partial(everything_by, fault), 2), reasons, strict=True):
+    for told, reason in zip(process_groups.processes(functools.partial(everything_by, fault), 2), reasons, strict=True):
         assert told == ("gloo", f"nccl: {reason}", True, True)
 
 
@@ -116,9 +116,9 @@ def test_windows_stay_and_grow(monkeypatch):
         layouts = (small, small, large, small, large)
         return [train(layout, inputs(layout.tokens), head_stride=2, backward_first_stride=1) for layout in layouts]
 
-    windowed = world.threads(program, 2)
+    windowed = process_groups.threads(program, 2)
     monkeypatch.undo()
-    for (report, results, counts), expected in zip(windowed, world.threads(plainly, 2), strict=True):
+    for (report, results, counts), expected in zip(windowed, process_groups.threads(plainly, 2), strict=True):
         assert report == "nccl copy engine"
         assert counts[0] == counts[1] == 2 * (3 + 6)  # three to try it, then two each to gather, send and receive
         assert counts[2] >= counts[1]
@@ -143,7 +143,7 @@ def by_copy_engines_and_without():
 
 @pytest.mark.gpus(2)
 def test_on_gpus_both_ways_give_the_same_bits():
-    for chosen, plain, same in world.gpus(by_copy_engines_and_without, 2):
+    for chosen, plain, same in process_groups.gpus(by_copy_engines_and_without, 2):
         assert chosen.split(":")[0] in ("nccl copy engine", "nccl")
         assert plain == "nccl: CANON_COPY_ENGINE is not 1"
         assert same

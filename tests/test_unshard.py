@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Layout
-from canon.testing import world
+from canon.testing import process_groups
 
 KINDS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
 
@@ -36,7 +36,7 @@ def test_unshard_puts_shards_together_and_its_gradient_takes_them_apart(kind, n,
         (summed,) = torch.autograd.grad((full * x * (rank + 1)).sum(), mine)
         return full.equal(x) and replicated.equal(mine) and torch.allclose(summed, mine * ranks * (ranks + 1) / 2)
 
-    assert all(world.threads(program, ranks))
+    assert all(process_groups.threads(program, ranks))
 
 
 def summed_gradients(layout, summands):
@@ -48,7 +48,7 @@ def summed_gradients(layout, summands):
         full = layout.unshard(mine, partial_grad=True)
         return torch.autograd.grad(full, mine, summands[rank])[0]
 
-    return world.threads(program, layout.ranks)
+    return process_groups.threads(program, layout.ranks)
 
 
 @pytest.fixture
@@ -108,4 +108,4 @@ def test_a_rank_outside_the_group_raises():
             return 4
         return layout.unshard(torch.ones(1, 2, 1), group).sum()
 
-    assert world.threads(program, 3) == [4, 4, 4]
+    assert process_groups.threads(program, 3) == [4, 4, 4]

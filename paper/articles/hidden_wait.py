@@ -29,9 +29,9 @@ def values() -> dict[str, str]:
     config = ":128,128,3,turns,optimistic"
     shifted = [median(order[f"tree{config}"]) / median(order[f"tree_{p}{config}"]) for p in ("p0", "p1", "p3", "p5")]
     waits = Counter(
-        (row["case"]["family"], row["case"]["kernel"], row["waits_added"])
+        (row["case"]["backend"], row["case"]["kernel"], row["waits_added"])
         for row in load("compile_triton_3.6.0")["results"]
-        if row["case"]["family"] == "gluon"
+        if row["case"]["backend"] == "gluon"
     )
     late = lambda variant: only(
         load("variants_h200")["results"], kernel="forward", shape="1,16384,32,8,128,causal", variant=variant

@@ -11,7 +11,8 @@ Tiles are boxes of 4-D tensors (b, t, h, d): 1 batch, ROWS / PACK tokens, PACK h
 query heads of a group side by side (row r: token r // PACK, head r % PACK), any strides will do, rows behind the end and
 columns behind the width arrive as 0, and no load crosses into another sequence.
 
-All that there is to do stands in one int32 tensor, ``work`` (`canon.fast.kernels.gluon.schedule`): where its items end, six
+All that there is to do stands in one int32 tensor, ``work`` (`canon.fast.kernels.gluon.tile_scheduler`):
+where its items end, six
 zeros, and where its turns begin; items of 8 numbers (first row, stop, batch, head, where its spans begin and end, batch *
 heads + head, first column); the spans of `canon.fast.tiles`; and for each span its turn, two numbers, if the kernel adds in
 order. One pointer, for want of registers. An item is called by where it begins, so the first is 8, and 0 is none.

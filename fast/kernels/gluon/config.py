@@ -1,7 +1,8 @@
 """Tile sizes of the Hopper kernels, for each kernel and pair of padded head widths; two-byte elements.
 
 ``rows`` are owned by an item, half of them by each warpgroup (in "forward" 128 by two, or 192 by three); ``columns`` are
-visited: queries x keys in "forward" and "dq", keys x queries in "dkdv", "fused" and "wide". Shared memory, in bytes, with
+visited: queries x keys in "forward" and "dq", keys x queries in "dkdv", "fused" and "dkdv_hdim256".
+Shared memory, in bytes, with
 s stages and b buffers:
 
     forward    2 (b rows d + s columns (d + dv))
@@ -53,8 +54,8 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("dq", (256, 256)): Config(128, 32, 2),
     ("dkdv", (64, 64)): Config(128, 128, 3),
     ("dkdv", (128, 128)): Config(128, 64, 3, 2),
-    ("wide", (256, 128)): Config(64, 64, 2, 2),
-    ("wide", (256, 256)): Config(64, 64, 2),
+    ("dkdv_hdim256", (256, 128)): Config(64, 64, 2, 2),
+    ("dkdv_hdim256", (256, 256)): Config(64, 64, 2),
     ("fused", (64, 64)): Config(128, 128, 2),
     ("fused", (128, 128)): Config(128, 64, 2),
 }
@@ -68,9 +69,9 @@ LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
     ("forward", (256, 128)): {3: Config(128, 64, 3, turns=True, optimistic=True)},
     ("forward", (256, 256)): {3: Config(128, 64, 2, turns=True, optimistic=True)},
 }
-KERNELS = ("forward", "dq", "dkdv", "fused", "wide")
-# 64 for each warpgroup; in "wide" both share them.
-ROWS = {"forward": (128, 192), "dq": (128,), "dkdv": (128,), "fused": (128,), "wide": (64,)}
+KERNELS = ("forward", "dq", "dkdv", "fused", "dkdv_hdim256")
+# 64 for each warpgroup; in "dkdv_hdim256" both share them.
+ROWS = {"forward": (128, 192), "dq": (128,), "dkdv": (128,), "fused": (128,), "dkdv_hdim256": (64,)}
 LIMIT = 232448  # bytes of shared memory that a program may use on sm_90: CUDA Programming Guide, 16.2
 
 _forced: dict[str, Config] = {}
@@ -81,9 +82,9 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     c = config
     owned = {"forward": c.buffers * d, "dq": d + dv}.get(kernel, c.buffers * (d + dv))
     need = 1024 + 2 * c.rows * owned + 2 * c.stages * c.columns * (d + dv)
-    if kernel in ("dkdv", "fused", "wide"):
+    if kernel in ("dkdv", "fused", "dkdv_hdim256"):
         need += 8 * c.stages * c.columns
-    exchanged = {"fused": 4 * c.rows * c.columns + 8 * c.columns * d, "wide": 8 * c.rows * c.columns}
+    exchanged = {"fused": 4 * c.rows * c.columns + 8 * c.columns * d, "dkdv_hdim256": 8 * c.rows * c.columns}
     return need + exchanged.get(kernel, 0)
 
 

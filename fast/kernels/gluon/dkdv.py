@@ -14,7 +14,7 @@ An *owner* is a key head with all query heads of its group, summed in registers 
 head, whose part is written in float32 and summed with the others afterwards, in order. But for the dq of "fused" where it
 is added up as it comes, same inputs give the same bits.
 
-In order: at each tile of dq stands a number, of who has added to it last (`canon.fast.kernels.gluon.schedule`). The
+In order: at each tile of dq stands a number, of who has added to it last (`canon.fast.kernels.gluon.tile_scheduler`). The
 adder waits for that of the item before, adds, and leaves its own when its addition has come. It is a warp of its own
 because whoever waits for that and for turns can do nothing else, and the wait empties the L1 cache.
 
@@ -80,7 +80,7 @@ def make_io(
 ):
     """Rings of what is visited, tiles of what an item owns, and the barriers of both; an item is let go by LISTENERS.
 
-    The ring of delta holds -delta: `canon.fast.kernels.gluon.lines`.
+    The ring of delta holds -delta: `canon.fast.kernels.gluon.softmax_stats`.
     """
     q_desc, dout_desc, k_desc, v_desc, line_desc = descriptors
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, D_PAD], q_desc.layout)

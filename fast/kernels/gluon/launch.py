@@ -20,13 +20,13 @@ from triton.runtime.errors import OutOfResources
 from canon.fast.device_plans import device_plan
 from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
+from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.forward import forward_kernel
-from canon.fast.kernels.gluon.lines import prepared_lines as prepared_lines  # one of the functions here
-from canon.fast.kernels.gluon.schedule import Heads, Schedule, schedule, untouched
-from canon.fast.kernels.gluon.wide import wide_kernel
-from canon.fast.kernels.launching import capability, launch
-from canon.fast.kernels.launching import processors as processors_of
+from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics  # one of the functions here
+from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, tile_schedule, untouched
+from canon.fast.kernels.launcher import capability, launch
+from canon.fast.kernels.launcher import processors as processors_of
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.tiles import work_table
 from canon.reference.mask import Mask
@@ -105,13 +105,13 @@ def dkdv(
     """
     check(q)
     wide = dq is None and max(q.shape[-1], v.shape[-1]) > 128
-    kernel = "wide" if wide else "dkdv" if dq is None else "fused"
+    kernel = "dkdv_hdim256" if wide else "dkdv" if dq is None else "fused"
     config, d_pad, dv_pad = choose(kernel, q.shape[-1], v.shape[-1])
     owners = dk.shape[2]
     each = q.shape[2] // owners
     heads = Heads(q.shape[0], owners, 1)
     read = each * head_bytes(q, dout)
-    plan = schedule(mask, config.rows, config.columns, True, heads, 1, read, q.device, each, ordered)
+    plan = tile_schedule(mask, config.rows, config.columns, True, heads, 1, read, q.device, each, ordered)
     near_dk, near_dv = map(nearby, (dk, dv))
     for rows in plan.blind:
         near_dk[:, rows] = 0
@@ -130,7 +130,7 @@ def dkdv(
         group = q.shape[2] // k.shape[2]
         options = {"HEADS": each, "GROUP": group, "D": q.shape[-1], "DV": v.shape[-1], "D_PAD": d_pad, "DV_PAD": dv_pad}
         if wide:
-            run(wide_kernel, plan.items, q, config, (*queries, *keys, line, *written), **options)
+            run(dkdv_hdim256_kernel, plan.items, q, config, (*queries, *keys, line, *written), **options)
         else:
             added = line if sums is None else box(sums, config.columns, 1, 64)
             options |= {"FUSED": dq is not None, "ORDERED": ordered}
@@ -142,13 +142,15 @@ def dkdv(
 
 
 # ------------------------------------------------------------------ inputs
-def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> tuple[int, int, Schedule]:
+def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> tuple[int, int, TileSchedule]:
     """For kernels that own tiles of queries: heads of a group, how many of them share a tile, and the schedule."""
     group = q.shape[2] // k.shape[2]
     pack = packing(mask, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
     # Optimism wants all of a tile's rows to have seen much: under the diagonal some see one key at first.
-    plan = schedule(mask, config.rows, config.columns, False, heads, pack, read, q.device, full_first=config.optimistic)
+    plan = tile_schedule(
+        mask, config.rows, config.columns, False, heads, pack, read, q.device, full_first=config.optimistic
+    )
     return group, pack, plan
 
 
@@ -171,7 +173,7 @@ def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (-q, -scale) if scale < 0 else (q, scale)
 
 
-def seen_only(x: Tensor, mask: Mask, plan: Schedule, keys: bool) -> Tensor:
+def seen_only(x: Tensor, mask: Mask, plan: TileSchedule, keys: bool) -> Tensor:
     """x (b, t, h, d), queries or keys; a copy with 0 in those that the mask does not touch, if the plan loads such."""
     return torch.where(unseen_tokens(mask, keys, x.device)[:, None, None], 0.0, x) if plan.strays[keys] else x
 
@@ -292,7 +294,7 @@ def processors(x: Tensor) -> int:
     return processors_of(x.device)
 
 
-def queue(plan: Schedule, x: Tensor, places: int = 0) -> tuple[Tensor, Tensor]:
+def queue(plan: TileSchedule, x: Tensor, places: int = 0) -> tuple[Tensor, Tensor]:
     """What there is to do, and the counter that programs claim it from: the launch's own, for streams may overlap.
 
     Behind it are the ``places`` where programs that add to the same wait for one another. Where each program has one item

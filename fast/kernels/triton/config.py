@@ -20,7 +20,7 @@ from functools import lru_cache
 
 import torch
 
-from canon.fast.kernels.launching import capability
+from canon.fast.kernels.launcher import capability
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from canon.fast.kernels.launching import launch
+from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel, sum_heads_kernel
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.forward import forward_kernel
@@ -81,7 +81,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
 Lines = tuple[Tensor, Tensor]
 
 
-def prepared_lines(lse: Tensor, delta: Tensor) -> Lines:
+def row_statistics(lse: Tensor, delta: Tensor) -> Lines:
     """lse and delta (b, h, t) as `dq` and `dkdv` want them: strided alike."""
     return (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
 

@@ -1,6 +1,6 @@
 """What shows that an implementation is right: the judge, the worlds, and the cases that `canon check` runs.
 
-    from canon.testing import agreement, oracle, orders, world
+    from canon.testing import agreement, oracle, orders, process_groups
 
 Needs torch alone.
 """

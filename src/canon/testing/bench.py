@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from canon.testing import figure, kernels, plans, record, world
+from canon.testing import figure, kernels, plans, process_groups, record
 from canon.testing.shapes import MASKS, shapes_of
 
 # What belongs to which command; an option of another one is refused.
@@ -33,7 +33,7 @@ OWNERS = {
     "dtype": ("kernels", "tune", "schedules"),
     "rounds": ("kernels", "schedules"),
     "config": ("tune",),
-    "family": ("tune",),
+    "backend": ("tune",),
     "ranks": ("plans", "schedules"),
     "packs": ("plans",),
     "sweep": ("kernels",),
@@ -42,7 +42,7 @@ OWNERS = {
     "records": ("figure",),
     "out": ("figure",),
 }
-DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20, "family": "triton"}  # given to every command
+DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20, "backend": "triton"}  # given to every command
 DISAGREES, MISUSED = 1, 2
 
 
@@ -63,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kernels, schedules: how often all are timed (default 10)",
     )
     add(
-        "--family", default=DEFAULTS["family"], choices=["triton", "gluon"], help="tune: whose kernels (default triton)"
+        "--backend",
+        default=DEFAULTS["backend"],
+        choices=["triton", "gluon"],
+        help="tune: whose kernels (default triton)",
     )
     add("--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG")
     kernels.add_arguments(parser)
@@ -95,7 +98,7 @@ def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
         return lambda: _plans(options, console)
     if not torch.cuda.is_available():
         raise ValueError("it measures GPUs, and there is none here")
-    if not world.kernel_gpus():
+    if not process_groups.kernel_gpus():
         raise ValueError("it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU")
     if options.what == "kernels":
         return partial(_kernels, options, kernels.jobs(options), console)
@@ -107,7 +110,7 @@ def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
             _tune,
             options,
             found,
-            [tune.config_of(text, options.family) for text in options.config],
+            [tune.config_of(text, options.backend) for text in options.config],
             console,
         )
     from canon.testing import schedules
@@ -139,7 +142,7 @@ def _tune(options: argparse.Namespace, shapes: list, candidates: list, console) 
 
     rows = []
     for shape in shapes:
-        some = tune.tune(shape, getattr(torch, options.dtype), _device(), options.only, candidates, options.family)
+        some = tune.tune(shape, getattr(torch, options.dtype), _device(), options.only, candidates, options.backend)
         rows += some
         console.print(tune.table(some))
         _keep(options, rows)

@@ -18,13 +18,13 @@ import torch
 from rich.console import Console
 
 from canon import reference
-from canon.testing import contract, random_check, random_record, record, report, warming, world
+from canon.testing import check_report, contract, process_groups, random_check, random_record, record, warming
+from canon.testing.case_runner import CaseRunner
 from canon.testing.cases import Case, all_cases, covered
 from canon.testing.documents import Documents
 from canon.testing.inputs import FromDocuments
 from canon.testing.options import BUDGET, PICTURE, RECORD, add_arguments
-from canon.testing.running import Interrupted, run_cases
-from canon.testing.trial import Trial
+from canon.testing.run_cases import Interrupted, run_cases
 
 AGREES, DISAGREES, MISUSED, INTERRUPTED = 0, 1, 2, 130
 __all__ = ["add_arguments", "run"]
@@ -71,7 +71,7 @@ def _fixed(arguments: argparse.Namespace, console: Console, kind: str, device: s
     console.print(f"{len(cases)} cases of [bold]{arguments.module}[/] on {where}; {len(documents.lengths)} documents, "
                   f"{documents.tokens} tokens: {_lengths(documents)}", highlight=False)  # fmt: skip
     source = FromDocuments(documents)
-    trial = Trial(arguments.module, left, source, device, Path(), arguments.backend, arguments.runs)
+    trial = CaseRunner(arguments.module, left, source, device, Path(), arguments.backend, arguments.runs)
     interrupted = False
     try:
         if left and warming.worth_it(device):
@@ -136,7 +136,7 @@ class _Misuse(ValueError):
 
 def _world(asked: str, ranks: int | None) -> tuple[str, str, int]:
     """(kind, device, ranks)."""
-    gpus = world.kernel_gpus()
+    gpus = process_groups.kernel_gpus()
     if ranks is not None and ranks < 1:
         raise _Misuse(f"--ranks must be at least 1, got {ranks}")
     kind = asked if asked != "auto" else "gpus" if gpus > 1 and (ranks or gpus) <= gpus else "threads"
@@ -211,8 +211,8 @@ def _lengths(documents: Documents) -> str:
 
 # ---------------------------------------------------------------------- showing
 def _show(arguments, console, results, documents, absent, untried, where: str, ranks: int, key: str) -> int:
-    console.print(report.table(results, arguments.module))
-    report.faults(results, console)
+    console.print(check_report.table(results, arguments.module))
+    check_report.faults(results, console)
     if absent:
         console.print(f"Skipped, because {arguments.module} does not have them: {', '.join(absent)}.")
     if untried:
@@ -231,7 +231,7 @@ def _show(arguments, console, results, documents, absent, untried, where: str, r
         untried=untried,
     )
     picture = arguments.picture or PICTURE
-    if report.picture(results, picture, f"{arguments.module} on {where}"):
+    if check_report.picture(results, picture, f"{arguments.module} on {where}"):
         console.print(f"Record: {kept}. Picture: {picture}.", highlight=False)
     else:
         console.print(f"Record: {kept}. No picture: it takes matplotlib (pip install matplotlib).", highlight=False)

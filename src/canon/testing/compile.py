@@ -27,7 +27,7 @@ from triton.runtime import driver
 
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
-from canon.fast.kernels.gluon import lines as hopper_lines
+from canon.fast.kernels.gluon import softmax_stats as hopper_stats
 from canon.fast.kernels.triton import config, launch, rows, sum_ranks
 from canon.fast.kernels.triton.config import Config
 from canon.reference.mask import Mask
@@ -35,7 +35,7 @@ from canon.testing import record
 from canon.testing.sass import overwritten, waits
 
 ROWS = "merge_rows", "pick_rows", "add_to_rows", "take_rows", "add_rows"  # some, by a table
-NO_PRODUCTS = "delta", "sum_heads", "sum_ranks", "lines", "merge", *ROWS
+NO_PRODUCTS = "delta", "sum_heads", "sum_ranks", "softmax_stats", "merge", *ROWS
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a program may use: CUDA Programming Guide, 16.2
 
 
@@ -53,7 +53,7 @@ class Case:
     d: int = 128
     dv: int = 128
     describable: bool = False
-    family: str = "triton"
+    backend: str = "triton"
     short: bool = False
     seen: int = 0
     ordered: bool = False
@@ -77,7 +77,7 @@ class Compiled:
 
     def __str__(self) -> str:
         case, c = self.case, self.config
-        if case.family == "gluon":
+        if case.backend == "gluon":
             how = (
                 "packed"
                 if case.short
@@ -123,7 +123,7 @@ def main_cases(arch: int) -> list[Case]:
 
 def compile_case(case: Case) -> list[Compiled]:
     """The kernels of a case, compiled; more than one where dk and dv are made apart. Raises whatever Triton raises."""
-    return _compile_hopper(case) if case.family == "gluon" else _compile_portable(case)
+    return _compile_hopper(case) if case.backend == "gluon" else _compile_portable(case)
 
 
 def _compile_hopper(case: Case) -> list[Compiled]:
@@ -169,7 +169,7 @@ def _compile_portable(case: Case) -> list[Compiled]:
     with (
         _target(case.arch),
         _instead(launch, "run", keep),
-        _instead(hopper_lines, "launch", keep_lines),
+        _instead(hopper_stats, "launch", keep_lines),
         config.forced(**forced),
     ):
         _launch(case.kernel, *tensors)
@@ -200,7 +200,7 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
         "take_rows": lambda: rows.take_rows(k, v, some, torch.cat([k, v], -1)),
         "add_rows": lambda: rows.add_rows(k, k, some, some, k),
         "sum_ranks": lambda: sum_ranks.sum_ranks(torch.stack([wide, wide], 1), wide),
-        "lines": lambda: hopper_lines.prepared_lines(lse, lse),
+        "softmax_stats": lambda: hopper_stats.row_statistics(lse, lse),
     }
     calls[kernel]()
 

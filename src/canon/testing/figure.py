@@ -13,7 +13,7 @@ import json
 from itertools import product
 from pathlib import Path
 
-from canon.testing.rates import PASSES
+from canon.testing.roofline import PASSES
 
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#000000")
 STYLES = ("-", "--", "-.", ":")

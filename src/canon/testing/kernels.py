@@ -7,7 +7,7 @@
     canon bench kernels --partial              what do partial masks cost against an equal area of full tiles?
 
 Every contender gets the same inputs in the same process, and they take turns. A row says how fast it is, which share of
-the roofline that is and how it compares with the fastest peer (`canon.testing.rates`). A contender that disagrees gets
+the roofline that is and how it compares with the fastest peer (`canon.testing.roofline`). A contender that disagrees gets
 no figure and is nobody's peer.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from canon.testing import rates, shapes
+from canon.testing import roofline, shapes
 from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing.peers import Contender, contenders, installed
 from canon.testing.shapes import Shape
@@ -68,9 +68,9 @@ def measured(
         parts = measure(job, dtype, device, options.only, options.rounds, more["ceilings"], others=others)
         rows = [row for part in parts for row in part]
         if options.auto:
-            more["auto"] = [*more.get("auto", []), *rates.auto_verdicts(rows)]
+            more["auto"] = [*more.get("auto", []), *roofline.auto_verdicts(rows)]
         if options.partial:
-            more["partial"] = [*more.get("partial", []), *rates.partial_costs(*parts)]
+            more["partial"] = [*more.get("partial", []), *roofline.partial_costs(*parts)]
         yield rows, more
         torch.cuda.empty_cache()
 
@@ -93,7 +93,7 @@ def measure(
         runs += timed
     take_turns(runs, rounds)
     for shape, some in zip(job, rows, strict=True):
-        rates.add_speeds(some, shape, dtype.itemsize, ceilings)
+        roofline.add_speeds(some, shape, dtype.itemsize, ceilings)
     return rows
 
 
@@ -170,7 +170,7 @@ def speeds(rows: list[dict]) -> Iterator[Any]:
         shown = Table(*columns, title=f"{shape}: TFLOP/s (median), share of the roofline, ratio to the fastest peer")
         for row in (row for row in rows if row["shape"] == shape):
             speeds = []
-            for name in rates.PASSES:
+            for name in roofline.PASSES:
                 for kind, form in (("tflops", ".0f"), ("roofline", ".0%"), ("to_peer", ".2f")):
                     key = f"{name}_{kind}"
                     speeds.append(format(row[key], form) if key in row else "-")

@@ -32,7 +32,7 @@ def _add_world(parser: argparse.ArgumentParser) -> None:
         help="ranks that hold the sequence together (default: 4, or all GPUs); the most, with --random (8)")  # fmt: skip
     add("--world", choices=["auto", "threads", "processes", "gpus"], default="auto",
         help="ranks as threads of one process, as processes on the CPU, or as one process per GPU (default: auto)")  # fmt: skip
-    add("--backend", choices=["triton", "gluon"], metavar="FAMILY",
+    add("--backend", choices=["triton", "gluon"], metavar="BACKEND",
         help="kernels of canon.fast, triton or gluon; the latter run on Hopper, and CPUs simulate them (default: its own "
              "choice)")  # fmt: skip
     add("--runs", type=int, default=2, metavar="N",

@@ -1,6 +1,6 @@
 """The contenders of `canon bench kernels`: Canon's kernel backends and backward methods, and the peers.
 
-    canon FAMILY METHOD             every family that there is, every backward method: forced, or declined with a reason;
+    canon BACKEND METHOD             every backend that there is, every backward method: forced, or declined with a reason;
                                     "in order": under `torch.use_deterministic_algorithms(True)`
     canon auto                      what a user gets who asks for nothing
     SDPA cudnn, SDPA flash          torch's attention, causal or full; "flash" is FlashAttention-2
@@ -66,11 +66,11 @@ def _canon(shape: Shape) -> Iterator[Contender]:
     methods = ["split", "fused", "head_parallel"]
     if shape.h == shape.g:
         methods.remove("head_parallel")  # is split where every head has keys of its own
-    for family in device.AVAILABLE:
+    for backend in device.AVAILABLE:
         for method in methods:
-            name, make, around = f"canon {family}", partial(_attention, shape, method), partial(_forced, family)
+            name, make, around = f"canon {backend}", partial(_attention, shape, method), partial(_forced, backend)
             yield Contender(f"{name} {method}", make, name, declines=True, around=around)
-        if family == "gluon":
+        if backend == "gluon":
             make = partial(_attention, shape, "fused")
             yield Contender(f"{name} fused in order", make, name, declines=True, around=_in_order)
     yield Contender("canon auto", partial(_attention, shape, "auto"), "canon auto")
@@ -83,11 +83,11 @@ def _attention(shape: Shape, method: str) -> Attend:
 
 
 @contextmanager
-def _forced(family: str) -> Iterator[None]:
-    """The family computes both passes: the backward in this thread, where the choice is known, not in one of autograd's."""
+def _forced(backend: str) -> Iterator[None]:
+    """The backend computes both passes: the backward in this thread, where the choice is known, not in one of autograd's."""
     from canon import fast
 
-    with fast.backend(family), torch.autograd.set_multithreading_enabled(False):
+    with fast.backend(backend), torch.autograd.set_multithreading_enabled(False):
         yield
 
 

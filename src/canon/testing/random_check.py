@@ -19,11 +19,11 @@ from rich.table import Table
 
 import canon
 from canon.testing import random_record, record, warming
+from canon.testing.case_runner import CaseRunner
 from canon.testing.draws import Drawn, drawn
 from canon.testing.options import RANDOM_RECORD
 from canon.testing.random_source import RandomSource
-from canon.testing.running import Interrupted, run_cases
-from canon.testing.trial import Trial
+from canon.testing.run_cases import Interrupted, run_cases
 
 BLOCK = 200  # cases between two writes of the record
 RANKS = 8  # of the largest world, if nothing else is asked for
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, console: Console, kind: str, device: str,
     left = [index for index in wanted if index not in known]
     if len(left) < len(wanted):
         console.print(f"{len(wanted) - len(left)} of these cases are in {path} already.", highlight=False)
-    trial = Trial(arguments.module, (), RandomSource(), device, Path(), arguments.backend, arguments.runs)
+    trial = CaseRunner(arguments.module, (), RandomSource(), device, Path(), arguments.backend, arguments.runs)
     if left and warming.worth_it(device):
         some = [drawn(arguments.seed, index, table, ranks) for index in left[:BLOCK]]
         worlds = [(case.ranks, replace(trial, cases=(case,))) for case in some if case.function in functions]
@@ -77,7 +77,9 @@ def run(arguments: argparse.Namespace, console: Console, kind: str, device: str,
     return _shown(console, path, kept, mine, wanted)
 
 
-def _block(arguments, console, kind: str, trial: Trial, cases: list[Drawn], mine: dict, done: int, total: int) -> None:
+def _block(
+    arguments, console, kind: str, trial: CaseRunner, cases: list[Drawn], mine: dict, done: int, total: int
+) -> None:
     """Run the cases, worlds of few ranks first, and add their results to the run ``mine``."""
     worlds: dict[int, list[Drawn]] = defaultdict(list)
     for case in cases:

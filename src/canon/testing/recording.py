@@ -1,7 +1,7 @@
 """What a schedule posts, waits for and computes, written down in order: so that overlap can be asserted on CPUs.
 
     with recording(reference.strided) as log:
-        world.threads(program, ranks=4)
+        process_groups.threads(program, ranks=4)
     log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
 
 Messages are noted where they enter torch.distributed (those that do not block alone: all_gather in its forms,

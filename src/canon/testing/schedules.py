@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.reference.layout import Layout
-from canon.testing import world
+from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing.schedule_peers import Schedule, schedules, torch_schedules
 from canon.testing.shapes import Shape, asked_for, shape_of, shapes_of
@@ -252,10 +252,10 @@ def program(options: argparse.Namespace) -> Bench:
 
 def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:
     """The rows of Canon's schedules, and then those of torch's context parallel, or one that says how that ended."""
-    yield world.gpus(made, ranks, timeout=LIMIT)[0]
+    yield process_groups.gpus(made, ranks, timeout=LIMIT)[0]
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if any(torch_schedules(shape, ranks, made.only, made.device) for shape in made.shapes):
-        yield peer_rows(partial(world.gpus, replace(made, peers=True, keep=None), ranks, timeout=PEERS_LIMIT))
+        yield peer_rows(partial(process_groups.gpus, replace(made, peers=True, keep=None), ranks, timeout=PEERS_LIMIT))
 
 
 def peer_rows(run: Callable[[], list[list[dict]]]) -> list[dict]:

@@ -8,7 +8,7 @@ The state of torch.distributed is kept per thread by torch's private ThreadLocal
 not used: it has no send and receive, waits for ever on a rank that has returned, completes asynchronous calls at once
 only if nobody is late, casts silently where ranks disagree on a dtype, and its method names change between releases.
 
-`Meeting` sees every wait, so it knows when all ranks wait for one another: it says so at once instead of hanging.
+`Rendezvous` sees every wait, so it knows when all ranks wait for one another: it says so at once instead of hanging.
 Ranks that share one GPU are ordered by events, whatever streams they work on.
 
 What it does not do: sends are buffered, so unmatched blocking sends pass here (gloo processes test the same); no
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.testing.meeting import Meeting
+from canon.testing.rendezvous import Rendezvous
 
 
 @dataclass
@@ -116,7 +116,7 @@ def _reduced(tensors: list[Tensor], op: Any) -> Tensor:
 class ThreadGroup(dist.ProcessGroup):
     """The methods that torch.distributed calls, under the names of torch 2.11, 2.13 and 2.15."""
 
-    def __init__(self, meeting: Meeting, world_rank: int, rank: int, size: int):
+    def __init__(self, meeting: Rendezvous, world_rank: int, rank: int, size: int):
         super().__init__(rank, size)
         self.meeting, self.place, self.ranks = meeting, rank, size
         self.world_rank = world_rank

@@ -2,9 +2,9 @@
 
     canon bench tune --shape 1,16384,32,8,128,causal --shape 1,16384,32,8,128,documents:1024
     canon bench tune --only dkdv --config 128,64,8,2 --config 64,64,4,3,tma,partial_columns=32
-    canon bench tune --family gluon --only forward --config 128,128,3,1,turns
+    canon bench tune --backend gluon --only forward --config 128,128,3,1,turns
 
-A candidate is the first numbers of a configuration of the family, then any of its other fields by name: rows, columns,
+A candidate is the first numbers of a configuration of the backend, then any of its other fields by name: rows, columns,
 warps, stages in `canon.fast.kernels.triton.config`; rows, columns, stages, buffers in `canon.fast.kernels.gluon.config`.
 Without any, a grid around the table is tried. Each result must be what the table's own configuration gives before it is timed.
 TFLOP/s count the products a kernel makes on visible cells: forward 2, dq 3, dkdv 4, fused 5, each 2 h d area.
@@ -49,9 +49,9 @@ class Family:
     numbers: int  # that a candidate has to give
 
 
-def config_of(text: str, family: str = "triton") -> Config:
+def config_of(text: str, backend: str = "triton") -> Config:
     """``"128,64,8,2"`` or ``"64,64,4,3,tma,partial_columns=32"`` as a configuration. Raises ValueError."""
-    made = FAMILIES[family].config.Config
+    made = BACKENDS[backend].config.Config
     names = [field.name for field in fields(made)]
     flags = [field.name for field in fields(made) if field.type is bool]
     words = [word.strip() for word in text.split(",")]
@@ -61,7 +61,7 @@ def config_of(text: str, family: str = "triton") -> Config:
         name, _, number = word.partition("=")
         options[name] = int(number) if number.isdigit() else True
     right = all(name in names[len(numbers) :] and (value is True) == (name in flags) for name, value in options.items())
-    if not FAMILIES[family].numbers <= len(numbers) <= 4 or not right:
+    if not BACKENDS[backend].numbers <= len(numbers) <= 4 or not right:
         raise ValueError(f"configuration {text!r}: expected {','.join(names[:4])}, then any of {', '.join(names[4:])}")
     return made(*numbers, **options)
 
@@ -111,25 +111,30 @@ def _hopper_grid(kernel: str, table: Config, shape: Shape) -> list[Config]:
     ]
 
 
-FAMILIES = {
+BACKENDS = {
     "triton": Family(launch, config, _portable_table, _portable_grid, lambda kernel, _: kernel, 4),
     "gluon": Family(
         hopper,
         hopper_config,
         _hopper_table,
         _hopper_grid,
-        lambda kernel, shape: "wide" if kernel == "dkdv" and shape.d > 128 else kernel,
+        lambda kernel, shape: "dkdv_hdim256" if kernel == "dkdv" and shape.d > 128 else kernel,
         3,
     ),
 }
 
 
 def tune(
-    shape: Shape, dtype: torch.dtype, device: torch.device, only: str, candidates: list[Config], family: str = "triton"
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    only: str,
+    candidates: list[Config],
+    backend: str = "triton",
 ) -> list[dict]:
     """A row per kernel and configuration, the table's own first: milliseconds of each run, or why it failed."""
     q, k, v, dout = shape.inputs(dtype, device)
-    kernels, rows = FAMILIES[family], []
+    kernels, rows = BACKENDS[backend], []
     for kernel, (call, results) in _kernels(kernels.launch, q, k, v, dout, shape).items():
         if not asked_for(kernel, only):
             continue
@@ -142,7 +147,7 @@ def tune(
         expected: list[Tensor] = []
         for candidate in dict.fromkeys([table, *(candidates or kernels.grid(kernel, table, shape))]):
             row: dict[str, Any] = {"shape": str(shape), "kernel": kernel, "config": _text(candidate)}
-            rows.append(row | {"family": family, "table": candidate == table})
+            rows.append(row | {"backend": backend, "table": candidate == table})
             try:
                 with kernels.config.forced(**{name: candidate}):
                     _agree(call, results, expected)
@@ -162,7 +167,7 @@ def _kernels(
     mask, scale = shape.mask, shape.d**-0.5
     out, lse = torch.empty_like(q), torch.empty(shape.b, shape.h, shape.n, device=q.device)
     launch.forward(q, k, v, mask, scale, out, lse)
-    lines = launch.prepared_lines(lse, make_delta(dout, out, lse, None))
+    lines = launch.row_statistics(lse, make_delta(dout, out, lse, None))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     total = torch.zeros(q.shape, device=q.device)  # of the fused kernel, which adds to it
     out_again, lse_again = torch.empty_like(out), torch.empty_like(lse)

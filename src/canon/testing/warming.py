@@ -32,8 +32,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from canon.testing import record, world
-from canon.testing.trial import Trial
+from canon.testing import process_groups, record
+from canon.testing.case_runner import CaseRunner
 
 Job = Callable[[], Any]
 PROCESS = [sys.executable, "-m", "canon.testing.warming"]
@@ -45,7 +45,7 @@ def worth_it(device: str) -> bool:
     return device == "cuda" and (os.cpu_count() or 1) > 1 and "triton" in sys.modules and hasattr(os, "fork")
 
 
-def warm(worlds: Sequence[tuple[int, Trial]]) -> str:
+def warm(worlds: Sequence[tuple[int, CaseRunner]]) -> str:
     """Compile what the worlds need; return a line about it. ``worlds``: pairs of ranks and a trial.
 
     Once done for the same code, GPU and cases, it is not done again: a stamp in Triton's cache says so.
@@ -81,7 +81,7 @@ def warm(worlds: Sequence[tuple[int, Trial]]) -> str:
     return f"{done['compiled']} kernels compiled ahead" + (f", {left} left to compile when they run." if left else ".")
 
 
-def _stamp(worlds: Sequence[tuple[int, Trial]]) -> Path:
+def _stamp(worlds: Sequence[tuple[int, CaseRunner]]) -> Path:
     import torch
     from triton import __version__, knobs
 
@@ -93,14 +93,14 @@ def _stamp(worlds: Sequence[tuple[int, Trial]]) -> Path:
 
 
 # ---------------------------------------------------------------------- in the process
-def collect(worlds: Sequence[tuple[int, Trial]], told: Callable[[int], None] = lambda cases: None) -> list[Job]:
+def collect(worlds: Sequence[tuple[int, CaseRunner]], told: Callable[[int], None] = lambda cases: None) -> list[Job]:
     """Return the distinct compilations of the worlds' cases. A case that raises has noted what it needed until then."""
     done = 0
     with noting() as jobs:
         for ranks, trial in worlds:
             for case in trial.cases:
                 with suppress(RuntimeError):  # the check will report it
-                    world.threads(replace(trial, cases=(case,)).rehearse, ranks)
+                    process_groups.threads(replace(trial, cases=(case,)).rehearse, ranks)
                 done += 1
                 told(done)
     return list(jobs.values())

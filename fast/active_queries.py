@@ -19,7 +19,7 @@ from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
 
 
-class Seeing:
+class ActiveQueries:
     """Some queries: ``pieces`` of them, in ascending order, and the ``mask`` of these alone over all keys."""
 
     def __init__(self, mask: Mask, pieces: tuple[range, ...]):
@@ -54,17 +54,17 @@ class Seeing:
 
 
 @device_plan
-def places_of(queries: Seeing, device: torch.device) -> Tensor:
+def places_of(queries: ActiveQueries, device: torch.device) -> Tensor:
     """Return the numbers of these queries, on the device: int64."""
     places = np.concatenate([np.arange(piece.start, piece.stop) for piece in queries.pieces] or [np.arange(0)])
     return torch.from_numpy(places).to(device)
 
 
 @cached_plan
-def seeing(mask: Mask, everyone: bool = False) -> Seeing:
+def active_queries_of(mask: Mask, everyone: bool = False) -> ActiveQueries:
     """The queries that see a key, or ``everyone``."""
     if everyone:
-        return Seeing(mask, (range(mask.queries),))
+        return ActiveQueries(mask, (range(mask.queries),))
     pieces: list[range] = []
     bands: list[Band] = []
     taken = 0  # queries of the pieces before
@@ -75,7 +75,7 @@ def seeing(mask: Mask, everyone: bool = False) -> Seeing:
             taken += len(pieces[-1]) if pieces else 0
             pieces.append(range(band.q_start, band.q_stop))
         bands.append(band.shift(queries=taken - pieces[-1].start))
-    return Seeing(Mask(bands, sum(map(len, pieces)), mask.keys), tuple(pieces))
+    return ActiveQueries(Mask(bands, sum(map(len, pieces)), mask.keys), tuple(pieces))
 
 
 def seen_keys(mask: Mask) -> tuple[slice, Mask]:

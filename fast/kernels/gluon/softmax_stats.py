@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from canon.fast.kernels.launching import launch
+from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.triton.blocks import line_pointer
 
 TOKENS = 256  # a program
 
 
 @triton.jit(do_not_specialize=["tokens", "padded", "heads"])
-def lines_kernel(lse, delta, lines, tokens, padded, heads, lse_strides, delta_strides, TOKENS: tl.constexpr):
+def softmax_stats_kernel(lse, delta, lines, tokens, padded, heads, lse_strides, delta_strides, TOKENS: tl.constexpr):
     """lines (b, h, 2, padded) from lse and delta (b, h, t), of any strides."""
     blocks = tl.cdiv(padded, TOKENS)
     line = tl.program_id(0) // blocks
@@ -36,7 +36,7 @@ def lines_kernel(lse, delta, lines, tokens, padded, heads, lse_strides, delta_st
     tl.store(start + padded + token, -y, mask=token < padded)
 
 
-def prepared_lines(lse: Tensor, delta: Tensor) -> Tensor:
+def row_statistics(lse: Tensor, delta: Tensor) -> Tensor:
     """lines (b, h, 2, padded), float32, from lse and delta (b, h, t). Raises ValueError if 32 bits do not count them."""
     b, h, tokens = lse.shape
     padded = -(-tokens // 4) * 4
@@ -45,5 +45,7 @@ def prepared_lines(lse: Tensor, delta: Tensor) -> Tensor:
     lines = torch.empty(b, h, 2, padded, dtype=torch.float32, device=lse.device)
     if lines.numel():
         arguments = (lse, delta, lines, tokens, padded, h, lse.stride(), delta.stride())
-        launch(lines_kernel, triton.cdiv(padded, TOKENS) * b * h, lse.device, arguments, TOKENS=TOKENS, num_warps=4)
+        launch(
+            softmax_stats_kernel, triton.cdiv(padded, TOKENS) * b * h, lse.device, arguments, TOKENS=TOKENS, num_warps=4
+        )
     return lines

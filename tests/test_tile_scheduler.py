@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from canon import Band, Mask
-from canon.fast.kernels.gluon import schedule
-from canon.fast.kernels.gluon.schedule import Heads
+from canon.fast.kernels.gluon import tile_scheduler
+from canon.fast.kernels.gluon.tile_scheduler import Heads
 
 
 def blind(made, rows):
@@ -29,7 +29,9 @@ def blind(made, rows):
 def test_every_tile_of_every_head_is_somebodys_once(mask, transposed, full_first):
     heads, pack = Heads(2, 4, 4), 1 if transposed else 2
     device = torch.device("cpu")
-    made = schedule.schedule(mask, 128, 64, transposed, heads, pack, 1 << 20, device, 3, full_first=full_first)
+    made = tile_scheduler.tile_schedule(
+        mask, 128, 64, transposed, heads, pack, 1 << 20, device, 3, full_first=full_first
+    )
     work = made.work.numpy()
     assert not work[1:7].any()  # item 0 has no rows
     assert work[7] == len(work)  # nobody takes turns
@@ -57,7 +59,7 @@ def test_every_tile_of_every_head_is_somebodys_once(mask, transposed, full_first
 def test_what_nobody_writes_is_told_place_by_place_while_they_are_few(places, exact):
     rows = 256 * places + 128  # tiles that see something, and between them tiles that see nothing
     mask = Mask([Band(start, start + 128, 0, 64) for start in range(0, rows, 256)], rows, 64)
-    made = schedule.schedule(mask, 128, 64, False, Heads(1, 1, 1), 1, 1, torch.device("cpu"))
+    made = tile_scheduler.tile_schedule(mask, 128, 64, False, Heads(1, 1, 1), 1, 1, torch.device("cpu"))
     unseen = ~mask.dense().numpy().any(1)
     expected = unseen if exact else np.arange(rows) == np.clip(np.arange(rows), 128, rows - 129)
     assert len(made.blind) == (places if exact else 1)
@@ -76,7 +78,7 @@ def test_what_nobody_writes_is_told_place_by_place_while_they_are_few(places, ex
 @pytest.mark.parametrize("transposed", [False, True])
 def test_strays_are_loaded_and_not_touched(mask, strays, transposed):
     rows, columns = (64, 128) if transposed else (128, 64)
-    made = schedule.schedule(mask, rows, columns, transposed, Heads(1, 1, 1), 1, 1, torch.device("cpu"))
+    made = tile_scheduler.tile_schedule(mask, rows, columns, transposed, Heads(1, 1, 1), 1, 1, torch.device("cpu"))
     assert made.strays == strays
 
 
@@ -87,7 +89,7 @@ def test_strays_are_loaded_and_not_touched(mask, strays, transposed):
     ids=repr,
 )
 def test_each_turn_waits_for_the_one_before_it(mask, heads):
-    made = schedule.schedule(mask, 128, 64, True, heads, 1, 1 << 20, torch.device("cpu"), 3, True)
+    made = tile_scheduler.tile_schedule(mask, 128, 64, True, heads, 1, 1 << 20, torch.device("cpu"), 3, True)
     work = made.work.tolist()
     begin, left = work[7], {}
     assert len(work) - begin == (begin - work[0]) // 4, "two numbers for each span of eight"
@@ -123,7 +125,9 @@ def rectangle(queries, keys):
     ids=["all", "some", "small", "few", "documents", "short", "one tile"],
 )
 def test_heads_that_add_in_turn_stand_side_by_side_unless_they_drift_apart(mask, heads, each, beside):
-    made = schedule.schedule(mask, 128, 64, True, heads, 1, 512 * each * mask.queries, torch.device("cpu"), each, True)
+    made = tile_scheduler.tile_schedule(
+        mask, 128, 64, True, heads, 1, 512 * each * mask.queries, torch.device("cpu"), each, True
+    )
     items = made.work[8 : made.work[0]].reshape(-1, 8)
     assert len({*items[: made.items * beside // (heads.batches * heads.number), 6].tolist()}) == beside
     assert len({*items[:beside, 6].tolist()}) == beside
@@ -132,7 +136,7 @@ def test_heads_that_add_in_turn_stand_side_by_side_unless_they_drift_apart(mask,
 def rows_in_turn(mask, heads, each, columns=64):
     """First rows of a line's tiles in the order of the list, and how many lines stand side by side."""
     bytes_each = 512 * each * mask.queries
-    made = schedule.schedule(mask, 128, columns, True, heads, 1, bytes_each, torch.device("cpu"), each, True)
+    made = tile_scheduler.tile_schedule(mask, 128, columns, True, heads, 1, bytes_each, torch.device("cpu"), each, True)
     items = made.work[8 : made.work[0]].reshape(-1, 8)
     rows = items[items[:, 6] == 0, 0]
     return rows.tolist(), int((items[:, 0] == items[0, 0]).cumprod(0).sum())
@@ -175,15 +179,15 @@ def test_unequal_tiles_that_add_in_turn_are_done_in_pairs(mask, heads, each, bes
 )
 def test_other_tiles_that_add_in_turn_come_longest_first(mask, each, columns):
     rows, _ = rows_in_turn(mask, Heads(1, 8, 1), each, columns)
-    tiles, _, cost = schedule._costs(mask, 128, columns, True, each, columns)
+    tiles, _, cost = tile_scheduler._costs(mask, 128, columns, True, each, columns)
     length = dict(zip(tiles[:, 0].tolist(), cost.tolist(), strict=True))
     assert sorted(rows, key=length.__getitem__, reverse=True) == rows
 
 
 def test_regions_come_one_after_another_where_a_head_does_not_fit_the_cache():
     mask, heads = Mask.documents([0, 1000, 5000, 5500, 9000, 16384]), Heads(1, 2, 2)
-    sizes = 1, 4 * schedule.L2_BYTES
-    made = [schedule.schedule(mask, 128, 128, False, heads, 1, size, torch.device("cpu")) for size in sizes]
+    sizes = 1, 4 * tile_scheduler.L2_BYTES
+    made = [tile_scheduler.tile_schedule(mask, 128, 128, False, heads, 1, size, torch.device("cpu")) for size in sizes]
     fits, parts = ([x.work[8 * item].item() for item in range(1, x.items, 2)] for x in made)
     assert sorted(fits) == sorted(parts)
     region = [4 * first // 16384 for first in parts]
@@ -194,7 +198,9 @@ def test_regions_come_one_after_another_where_a_head_does_not_fit_the_cache():
 
 @pytest.mark.parametrize("slowest", [1.0, 0.9])
 def test_processors_that_claim_end_together(slowest):
-    made = schedule.schedule(Mask.causal(16384), 128, 128, False, Heads(1, 32, 4), 1, 8 << 20, torch.device("cpu"))
+    made = tile_scheduler.tile_schedule(
+        Mask.causal(16384), 128, 128, False, Heads(1, 32, 4), 1, 8 << 20, torch.device("cpu")
+    )
     work = made.work.numpy()
     speeds = np.linspace(slowest, 1, 132)
     free = [(0.0, processor) for processor in range(132)]  # when, and who

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
-from canon.fast import exchange, schedule
+from canon.fast import exchange, pipeline
 from canon.fast.transport import Transport
 from canon.reference.call import agreed_call
 from canon.reference.plan_cache import PLANS
-from canon.testing import world
+from canon.testing import process_groups
 from canon.testing.recording import Event, recording, timeline
 
 HALVES = {"reference": reference, "fast": fast}
@@ -49,7 +49,7 @@ def train(half, layout, tensors, **options):
 
 def recorded(half, layout, tensors, **options):
     with recording(half.strided) as log:
-        world.threads(lambda: train(half, layout, tensors, **options), layout.ranks)
+        process_groups.threads(lambda: train(half, layout, tensors, **options), layout.ranks)
     return log
 
 
@@ -74,7 +74,7 @@ def test_the_driver_fetches_ahead_and_reduces_behind():
     def reduce(step, computed, before):
         return message(f"reduce {step} of {computed} after {before}", f"sum {step}")
 
-    last = schedule.pipeline(3, lambda step: message(f"fetch {step}", f"keys {step}"), compute, reduce)
+    last = pipeline.run_pipeline(3, lambda step: message(f"fetch {step}", f"keys {step}"), compute, reduce)
     assert last == "sum 2"
     assert told == [
         "post fetch 0", "wait fetch 0", "post fetch 1", "compute 0 on keys 0", "post reduce 0 of 0 after None", "finish 0",
@@ -88,7 +88,7 @@ def test_the_driver_fetches_ahead_and_reduces_behind():
 
 def test_a_first_fetch_may_be_under_way_before():
     posted = []
-    fetch = schedule.started(lambda step: (posted.append(step), f"keys {step}")[1])
+    fetch = pipeline.started(lambda step: (posted.append(step), f"keys {step}")[1])
     assert posted == [0]
     assert [fetch(step) for step in range(3)] == ["keys 0", "keys 1", "keys 2"]
     assert posted == [0, 1, 2]
@@ -106,7 +106,7 @@ def test_delta_is_made_under_the_first_message_of_the_backward_pass(name, option
         out.backward(layout.shard(tensors[3], dist.get_rank()))
 
     with recording(module) as log:
-        world.threads(program, 3)
+        process_groups.threads(program, 3)
     events = [str(e) for e in log.of(1)]
     backward = events[events.index("computed delta 0") - 1 :]
     assert backward[0].startswith("posted")  # keys, gathered or cast all to all
@@ -117,10 +117,10 @@ def test_delta_is_made_under_the_first_message_of_the_backward_pass(name, option
 
 
 def test_no_kernel_is_launched_before_the_gathers_beside_it_have_begun(monkeypatch):
-    monkeypatch.setattr(Transport, "let_begin", lambda way: log.add("begun", "gather"))
+    monkeypatch.setattr(Transport, "wait_until_started", lambda way: log.add("begun", "gather"))
     layout = Layout.zigzag(12, 3)
     with recording(fast.strided) as log:
-        world.threads(lambda: train(fast, layout, inputs(12), head_stride=1), 3)
+        process_groups.threads(lambda: train(fast, layout, inputs(12), head_stride=1), 3)
     for rank in range(3):
         events = [f"{e.what} {e.kind}" for e in log.of(rank) if e.what != "waited"]
         first = events.index("computed forward")
@@ -131,7 +131,7 @@ def test_no_kernel_is_launched_before_the_gathers_beside_it_have_begun(monkeypat
 
 
 def test_own_keys_are_not_computed_before_the_cast_beside_them_has_begun(monkeypatch):
-    monkeypatch.setattr(Transport, "let_begin", lambda way: log.add("begun", "cast"))
+    monkeypatch.setattr(Transport, "wait_until_started", lambda way: log.add("begun", "cast"))
     layout, tensors = Layout.zigzag(12, 3), inputs(12)
 
     def program():
@@ -140,7 +140,7 @@ def test_own_keys_are_not_computed_before_the_cast_beside_them_has_begun(monkeyp
         out.backward(layout.shard(tensors[3], dist.get_rank()))
 
     with recording(fast.magi) as log:
-        world.threads(program, 3)
+        process_groups.threads(program, 3)
     for rank in range(3):
         events = [f"{e.what} {e.kind}" for e in log.of(rank) if e.what in ("posted", "begun", "computed")]
         assert events.count("begun cast") == 2 * 2, "casts, in both passes"
@@ -219,7 +219,7 @@ def test_rings_send_before_they_compute(name):
         half.zigzag_attention(*mine)
 
     with recording(half.ring) as log:
-        world.threads(program, 3)
+        process_groups.threads(program, 3)
     at = order(log.of(2))
     for step in range(2):
         assert at[f"posted hop {step}"] < at[f"computed forward {step}"] < at[f"waited hop {step}"]
@@ -260,7 +260,7 @@ def test_buffers_are_as_large_as_the_docstring_says(options, forward, backward, 
         return empty(self, name, items, dtype, device)
 
     monkeypatch.setattr(Transport, "empty", counted)
-    world.threads(lambda: train(fast, layout, inputs(8, torch.bfloat16), **options), 3)
+    process_groups.threads(lambda: train(fast, layout, inputs(8, torch.bfloat16), **options), 3)
     per_head = 3 * B * 5 * (D + DV)  # W N / g, with T = 5
     expected = []
     for names, steps, dtype in (
@@ -294,7 +294,7 @@ def test_a_slot_holds_one_reduction():
             reductions.drain(slot)
         return dk, dv
 
-    for grads in world.threads(program, 2):
+    for grads in process_groups.threads(program, 2):
         for grad in grads:
             assert torch.equal(grad[:, :, 0], torch.full((1, 2, 8), 2.0))
             assert torch.equal(grad[:, :, 1], torch.full((1, 2, 8), 4.0))
@@ -311,7 +311,7 @@ def test_nobody_sees_what_fills_up_small_shards():
 
 def test_a_known_call_plans_nothing():
     layout, tensors = Layout.contiguous(10, 3), inputs(10)
-    world.threads(lambda: train(fast, layout, tensors), 3)
+    process_groups.threads(lambda: train(fast, layout, tensors), 3)
     before = PLANS.made
-    world.threads(lambda: train(fast, layout, tensors), 3)
+    process_groups.threads(lambda: train(fast, layout, tensors), 3)
     assert PLANS.made == before

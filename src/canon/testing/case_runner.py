@@ -60,7 +60,7 @@ class CaseFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Trial:
+class CaseRunner:
     """A picklable program for every rank of a world."""
 
     module: str
@@ -107,7 +107,7 @@ class Trial:
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
-        """The family that was asked for; on a CPU, where Gluon does not run, its simulator."""
+        """The backend that was asked for; on a CPU, where Gluon does not run, its simulator."""
         if self.backend is None:
             yield
             return
@@ -236,7 +236,11 @@ def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) ->
 
 
 def _wrong_dtypes(case: Case, got: Attended, exact: Attended) -> list[str]:
-    """Results are in the dtype of the inputs, lse and parts in float32 (float64 for float64), and not in name alone."""
+    """Return a fault for each result of the wrong dtype: that of the inputs; float32 (float64) for lse and parts.
+
+    A wide result whose numbers all fit the narrow dtype was rounded too early. One honest exception: where dout is all ones
+    and one query sees a key, dv is the rounded operand P itself.
+    """
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
     for name, x, true in zip(Attended._fields, got, exact, strict=True):
@@ -246,6 +250,8 @@ def _wrong_dtypes(case: Case, got: Attended, exact: Attended) -> list[str]:
         expected = torch.promote_types(narrow, torch.float32) if wide else narrow
         if x.dtype != expected:
             faults.append(f"{name} is {x.dtype}, expected {expected}")
+        elif name == "dv" and getattr(case, "used", "") == "sum":
+            continue
         elif expected != narrow and rounded(x) and not rounded(true.float()):
             faults.append(f"{name} is {x.dtype} in name, but was rounded to {narrow}")
     return faults

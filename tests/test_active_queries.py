@@ -8,7 +8,7 @@ from sharded import DEVICE
 
 from canon import Mask
 from canon.fast import local
-from canon.fast.seeing import seeing
+from canon.fast.active_queries import active_queries_of
 from canon.reference.layout import Layout
 
 MASKS = {
@@ -21,7 +21,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_they_are_all_that_see_a_key_in_order(mask):
-    seen, dense = seeing(mask), mask.dense()
+    seen, dense = active_queries_of(mask), mask.dense()
     rows = dense.any(1)
     assert torch.equal(seen.take(torch.arange(mask.queries), 0), rows.nonzero()[:, 0])
     assert torch.equal(seen.mask.dense(), dense[rows])
@@ -33,7 +33,7 @@ def test_so_are_those_of_any_documents_and_layouts(cuts, ranks, data):
     mask = Mask.documents([0, *sorted(cuts)], window=data.draw(st.sampled_from([None, (7, 0), (2, 3)])))
     layout = getattr(Layout, data.draw(st.sampled_from(["contiguous", "zigzag", "striped"])))(n, ranks)
     local = layout.local_mask(mask, data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1)))
-    seen, dense = seeing(local), local.dense()
+    seen, dense = active_queries_of(local), local.dense()
     assert torch.equal(seen.mask.dense(), dense[dense.any(1)])
     assert torch.equal(seen.take(torch.arange(local.queries), 0), dense.any(1).nonzero()[:, 0])
 
@@ -41,15 +41,15 @@ def test_so_are_those_of_any_documents_and_layouts(cuts, ranks, data):
 def test_all_of_them_are_used_in_place():
     mask = MASKS["here and there"]
     x = torch.randn(1, mask.queries, 2, 4)
-    assert seeing(mask, everyone=True).mask is mask
-    assert seeing(mask, everyone=True).take(x).data_ptr() == x.data_ptr()
-    assert seeing(Mask.causal(5).crop(queries=range(2, 5))).take(x).data_ptr() == x.data_ptr()
+    assert active_queries_of(mask, everyone=True).mask is mask
+    assert active_queries_of(mask, everyone=True).take(x).data_ptr() == x.data_ptr()
+    assert active_queries_of(Mask.causal(5).crop(queries=range(2, 5))).take(x).data_ptr() == x.data_ptr()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_parts_come_back_to_where_they_belong(mask):
-    seen, draw = seeing(mask), torch.Generator().manual_seed(0)
+    seen, draw = active_queries_of(mask), torch.Generator().manual_seed(0)
     total = torch.randn(2, mask.queries, 3, 4, generator=draw).to(DEVICE)
     expected = total.clone()
     part = torch.randn(2, seen.mask.queries, 3, 4, generator=draw).to(DEVICE)
@@ -61,7 +61,7 @@ def test_parts_come_back_to_where_they_belong(mask):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_parts_are_merged_where_they_belong_and_nowhere_else(mask):
-    seen, draw = seeing(mask), torch.Generator().manual_seed(1)
+    seen, draw = active_queries_of(mask), torch.Generator().manual_seed(1)
     random = lambda *sizes: torch.randn(*sizes, generator=draw).to(DEVICE)
     out = random(2, mask.queries, 5, 3).transpose(2, 3)  # of any strides
     lse, part, part_lse = (
@@ -84,7 +84,7 @@ def test_parts_are_merged_where_they_belong_and_nowhere_else(mask):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_queries_are_gathered_whatever_their_strides(dtype):
-    seen, draw = seeing(MASKS["here and there"]), torch.Generator().manual_seed(2)
+    seen, draw = active_queries_of(MASKS["here and there"]), torch.Generator().manual_seed(2)
     rows = MASKS["here and there"].dense().any(1).to(DEVICE)
     x = torch.randn(2, len(rows), 5, 3, generator=draw).to(DEVICE, dtype)
     for each in (x, x.transpose(2, 3), x[..., :1].expand(x.shape)):

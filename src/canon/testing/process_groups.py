@@ -1,8 +1,8 @@
 """Worlds: one program on every rank, as threads, as processes over gloo, or as one process per GPU over NCCL.
 
-    world.threads(program, ranks=4)      ranks are threads of this process: quick, prints in rank order
-    world.processes(program, ranks=4)    ranks are processes on the CPU: seconds, finds what buffered sends hide
-    world.gpus(program)                  ranks are processes, each with a GPU of its own
+    process_groups.threads(program, ranks=4)      ranks are threads of this process: quick, prints in rank order
+    process_groups.processes(program, ranks=4)    ranks are processes on the CPU: seconds, finds what buffered sends hide
+    process_groups.gpus(program)                  ranks are processes, each with a GPU of its own
 
 ``program()`` takes no arguments, finds its rank by ``torch.distributed.get_rank()``, and may return anything; all three
 return the results by rank. If a rank fails, RuntimeError names the first one that did, chained to its exception. None
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from canon.testing.meeting import Ended, Meeting, failed, tell
-from canon.testing.process_world import run_processes
+from canon.testing.rank_processes import run_processes
+from canon.testing.rendezvous import Ended, Rendezvous, failed, tell
 from canon.testing.thread_group import ThreadGroup
 
 Program = Callable[[], Any]
@@ -48,7 +48,7 @@ _thread = threading.local()
 
 
 def _threads(program: Program, ranks: int) -> list[Any]:
-    meeting, store = Meeting(ranks), dist.HashStore()
+    meeting, store = Rendezvous(ranks), dist.HashStore()
     results: list[Any] = [None] * ranks
     failures: dict[int, BaseException] = {}
     voices = _Voices(sys.stdout, ranks)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from canon.testing import world
+from canon.testing import process_groups
 
-WORLDS = [world.threads, world.processes]
+WORLDS = [process_groups.threads, process_groups.processes]
 # torch 2.13 renames these and warns about the old names.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -179,7 +179,7 @@ def test_a_backward_pass_may_communicate(start):
 
 def test_backward_stays_in_the_thread_of_its_rank():
     """On a GPU it would run in a thread of the device, which knows no rank."""
-    assert not any(world.threads(torch._C._is_multithreading_enabled, 2))
+    assert not any(process_groups.threads(torch._C._is_multithreading_enabled, 2))
 
 
 def test_asynchronous_calls_wait_for_late_ranks():
@@ -196,4 +196,4 @@ def test_asynchronous_calls_wait_for_late_ranks():
         dist.all_reduce(total)
         return None, total.item()
 
-    assert world.threads(program, 2) == [(False, 2.0), (None, 2.0)]
+    assert process_groups.threads(program, 2) == [(False, 2.0), (None, 2.0)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from canon import Mask, fast
 from canon.fast import attention, local
 from canon.fast.kernels import launching
-from canon.testing import world
+from canon.testing import process_groups
 
 GPU = torch.device("cuda", 0)
 
@@ -175,4 +175,4 @@ def captured(names):
 @pytest.mark.gpus(2)
 def test_a_captured_graph_replays_schedules():
     schedules = ["ring_attention", "strided_attention", "magi_attention"]
-    assert world.gpus(functools.partial(captured, schedules), 2) == [[True] * 3] * 2
+    assert process_groups.gpus(functools.partial(captured, schedules), 2) == [[True] * 3] * 2

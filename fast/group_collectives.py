@@ -1,4 +1,4 @@
-"""Group-cast and group-reduce at speed: the plans of `canon.reference.casts`, and rows moved by one kernel each.
+"""Group-cast and group-reduce at speed: the plans of `canon.reference.group_collectives`, and rows moved by one kernel each.
 
 The plans, the order of rows and the order of sums are the reference's. What is added:
 
@@ -8,9 +8,10 @@ The plans, the order of rows and the order of sums are the reference's. What is 
 - Rows of K and V are gathered by one kernel for each cast, and gradients added by one, on the stream beside the kernels.
 - Casts and reductions have a communicator each on GPUs, so that a cast never queues behind a reduction.
 
-Cost and memory: as `canon.reference.casts`. Tables: 8 bytes a row that is sent, 8 more for its return, 8 for each own row.
+Cost and memory: as `canon.reference.group_collectives`. Tables: 8 bytes for each row sent,
+8 more for its reduction, 8 for each own row.
 
-Source: as `canon.reference.casts`.
+Source: as `canon.reference.group_collectives`.
 """
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 from canon.fast.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import merged, seen
-from canon.fast.transport import way_of
+from canon.fast.transport import transport_for
 from canon.reference.call import agreed_cast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -130,7 +131,7 @@ def group_cast(
     rank, sizes = agreed_cast("group_cast", x, plan, stage, group)
     received = x.new_empty(sum(sizes.received), *x.shape[1:])
     sent = x.index_select(0, rows_sent(plan, stage, rank, x.device))
-    dist.all_to_all_single(received, sent, sizes.received, sizes.sent, group=way_of(group, x.device).gathers)
+    dist.all_to_all_single(received, sent, sizes.received, sizes.sent, group=transport_for(group, x.device).gathers)
     return received
 
 
@@ -150,15 +151,15 @@ def group_reduce(
     """
     rank, _ = agreed_cast("group_reduce", y, plan, stage, group, into)
     total = into.contiguous()
-    Return(y.contiguous(), plan, stage, rank, total, group).wait()
+    GroupReduce(y.contiguous(), plan, stage, rank, total, group).wait()
     return into if total is into else into.copy_(total)
 
 
-class Cast:
+class GroupCast:
     """A cast of K and V under way: after `wait` they are in ``rows`` (received, b, g, d + dv), by source and by row."""
 
     def __init__(self, k: Tensor, v: Tensor, plan: CastPlan, cast: int, rank: int, rows: Tensor, group):
-        way = way_of(group, k.device)
+        way = transport_for(group, k.device)
         sizes = plan.receive_sizes(cast, rank), plan.send_sizes(cast, rank)
         self.sent = k.new_empty(sum(sizes[1]), *rows.shape[1:])  # held until it has left
         with way.beside():
@@ -171,11 +172,11 @@ class Cast:
         self.work.wait()
 
 
-class Return:
+class GroupReduce:
     """The way back of ``rows``, contiguous ones: `wait` adds what comes to the rows of ``into``, in rank order."""
 
     def __init__(self, rows: Tensor, plan: CastPlan, cast: int, rank: int, into: Tensor, group):
-        self.way, self.into = way_of(group, rows.device), into
+        self.way, self.into = transport_for(group, rows.device), into
         self.table = plan, cast, rank, rows.device
         sizes = plan.send_sizes(cast, rank), plan.receive_sizes(cast, rank)  # what had been sent comes back
         self.sent, self.received = rows, rows.new_empty(sum(sizes[0]), *rows.shape[1:])

@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from canon.testing import world
+from canon.testing import process_groups
+from canon.testing.case_runner import CaseFailed, CaseRunner
 from canon.testing.cases import Case
-from canon.testing.trial import CaseFailed, Trial
 
 _RESTARTS = 5  # of worlds made of processes, after failures
 
@@ -33,7 +33,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def run_cases(
-    kind: str, ranks: int, trial: Trial, before: int = 0, total: int = 0, aloud: bool = True
+    kind: str, ranks: int, trial: CaseRunner, before: int = 0, total: int = 0, aloud: bool = True
 ) -> list[dict[str, Any]]:
     """Return a result for every case, in order. Raises Interrupted at Ctrl-C.
 
@@ -74,7 +74,11 @@ def _written(sink: Path) -> dict[str, dict[str, Any]]:
 
 
 def _start(kind: str, cases: int) -> Callable:
-    return partial(getattr(world, kind), timeout=120 + 20 * cases) if kind != "threads" else world.threads
+    return (
+        partial(getattr(process_groups, kind), timeout=120 + 20 * cases)
+        if kind != "threads"
+        else process_groups.threads
+    )
 
 
 def _failed(case: Case, error: Exception | str) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def group_cast(
     fit the plan. Source: the module's docstring.
     """
     agreed_cast("group_cast", x, plan, stage, group)
-    return start_cast(x, plan, stage, group).wait()
+    return GroupCast(x, plan, stage, group).wait()
 
 
 def group_reduce(
@@ -121,10 +121,10 @@ def group_reduce(
     Raises ValueError if y, into, the group or the stage do not fit the plan. Source: the module's docstring.
     """
     agreed_cast("group_reduce", y, plan, stage, group, into)
-    return start_reduce(y, plan, stage, group, into).wait()
+    return GroupReduce(y, plan, stage, group, into).wait()
 
 
-class start_cast:
+class GroupCast:
     """A cast under way; `wait` returns what was received."""
 
     def __init__(self, x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None):
@@ -140,7 +140,7 @@ class start_cast:
         return self.received
 
 
-class start_reduce:
+class GroupReduce:
     """A reduction under way; `wait` adds what was received to this rank's tokens."""
 
     def __init__(self, y: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, into: Tensor):

@@ -22,7 +22,7 @@ def started(fetch: Callable[[int], Any]) -> Callable[[int], Any]:
     return lambda step: fetch(step) if step else first.pop()
 
 
-def pipeline(
+def run_pipeline(
     steps: int,
     fetch: Callable[[int], Any],
     compute: Callable[[int, Any], Any],

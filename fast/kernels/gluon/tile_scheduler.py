@@ -55,7 +55,7 @@ class Heads(NamedTuple):
     group: int
 
 
-class Schedule(NamedTuple):
+class TileSchedule(NamedTuple):
     """``work``: what the kernel reads (see `canon.fast.kernels.gluon.blocks`).
 
     ``blind``: where the rows of all tiles without spans are, and perhaps others: results that nobody writes. ``strays``:
@@ -69,7 +69,7 @@ class Schedule(NamedTuple):
 
 
 @device_plan
-def schedule(
+def tile_schedule(
     mask: Mask,
     rows: int,
     columns: int,
@@ -81,7 +81,7 @@ def schedule(
     repeat: int = 1,
     in_turn: bool = False,
     full_first: bool = False,
-) -> Schedule:
+) -> TileSchedule:
     """The schedule of a mask; an item has the ``pack`` heads from its own on.
 
     ``transposed``: tiles of keys, and ``boxes`` of queries as in `work_table`; ``repeat``: how often the spans of a tile come
@@ -127,7 +127,7 @@ def schedule(
     items = np.stack([first[tile], stop[tile], batch, head, at(begin), at(end), line, spans[begin[tile], 0]], 1)
     ends = [items_end, 0, 0, 0, 0, 0, 0, items_end + spans.size]
     work = np.concatenate([ends, items.ravel(), spans.ravel(), turns.ravel()]).astype(np.int32)
-    return Schedule(torch.from_numpy(work).to(device), len(tile), _runs(tiles[~seeing]), strays)
+    return TileSchedule(torch.from_numpy(work).to(device), len(tile), _runs(tiles[~seeing]), strays)
 
 
 def untouched(mask: Mask, keys: bool) -> np.ndarray:

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from canon.testing import world
+from canon.testing import process_groups
 
-WORLDS = [world.threads, world.processes]
+WORLDS = [process_groups.threads, process_groups.processes]
 ASK = contextvars.ContextVar("ask", default="nothing")
 
 
@@ -43,16 +43,16 @@ def test_the_failing_rank_is_named_and_nobody_hangs(start):
 def test_threads_that_wait_for_one_another_are_told():
     told = "rank 0 waits in barrier for rank 2; rank 1 waits in barrier for rank 2; rank 2 has returned"
     with pytest.raises(RuntimeError, match=told):
-        world.threads(returns_early, 3)
+        process_groups.threads(returns_early, 3)
     with pytest.raises(
         RuntimeError, match="rank 0 waits in a receive from rank 1; rank 1 waits in a receive from rank 0"
     ):
-        world.threads(lambda: dist.recv(torch.empty(1), 1 - dist.get_rank()), 2)
+        process_groups.threads(lambda: dist.recv(torch.empty(1), 1 - dist.get_rank()), 2)
 
 
 def test_a_hard_timeout_names_the_ranks_that_had_not_finished():
     with pytest.raises(TimeoutError, match="rank 0, 1 had not finished") as caught:
-        world.processes(sleeps_on_one, 2, timeout=3)
+        process_groups.processes(sleeps_on_one, 2, timeout=3)
     assert "in sleeps_on_one" in str(caught.value)
 
 
@@ -61,14 +61,14 @@ def test_disagreements_are_errors():
         dist.barrier() if dist.get_rank() else dist.all_reduce(torch.zeros(1))
 
     with pytest.raises(RuntimeError, match="rank 0 called all_reduce, rank 1 called barrier"):
-        world.threads(other_collectives, 2)
+        process_groups.threads(other_collectives, 2)
 
     def other_dtypes():
         mine = torch.zeros(2, dtype=torch.float32 if dist.get_rank() else torch.float64)
         dist.all_gather([torch.empty_like(mine) for _ in range(2)], mine)
 
     with pytest.raises(RuntimeError, match="do not fit"):
-        world.threads(other_dtypes, 2)
+        process_groups.threads(other_dtypes, 2)
 
 
 def test_a_group_of_threads_is_its_own_backend():
@@ -78,27 +78,27 @@ def test_a_group_of_threads_is_its_own_backend():
         group = dist.group.WORLD
         return group._get_backend(torch.device("cpu")) is group
 
-    assert world.threads(program, 2) == [True, True]
+    assert process_groups.threads(program, 2) == [True, True]
 
 
 def test_a_world_in_torch_2_11(monkeypatch):
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
     monkeypatch.delattr(ThreadLocalWorld, "comms", raising=False)
-    assert world.threads(dist.get_rank, 3) == [0, 1, 2]
+    assert process_groups.threads(dist.get_rank, 3) == [0, 1, 2]
 
 
 def test_a_world_leaves_nothing_behind():
     with pytest.raises(RuntimeError):
-        world.threads(fails_on_one, 3)
+        process_groups.threads(fails_on_one, 3)
     assert not dist.is_initialized()
-    assert world.threads(dist.get_rank, 5) == [0, 1, 2, 3, 4]
+    assert process_groups.threads(dist.get_rank, 5) == [0, 1, 2, 3, 4]
     with pytest.raises(RuntimeError, match="a rank cannot start"):
-        world.threads(partial(world.threads, dist.get_rank, 2), 2)
+        process_groups.threads(partial(process_groups.threads, dist.get_rank, 2), 2)
     with pytest.raises(ValueError, match="at least one rank, got 0"):
-        world.threads(dist.get_rank, 0)
+        process_groups.threads(dist.get_rank, 0)
     with pytest.raises(ValueError, match="picklable"):
-        world.processes(lambda: None, 2)
+        process_groups.processes(lambda: None, 2)
 
 
 def says():
@@ -116,11 +116,11 @@ def test_prints_come_in_rank_order(start, capsys):
 def test_context_variables_reach_the_ranks():
     token = ASK.set("gluon")
     try:
-        assert world.threads(ASK.get, 2) == ["gluon", "gluon"]
+        assert process_groups.threads(ASK.get, 2) == ["gluon", "gluon"]
     finally:
         ASK.reset(token)
 
 
 def test_gpus_are_not_invented():
     with pytest.raises(ValueError, match="ranks need as many GPUs"):
-        world.gpus(dist.get_rank, torch.cuda.device_count() + 1)
+        process_groups.gpus(dist.get_rank, torch.cuda.device_count() + 1)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from canon.testing.meeting import failed, tell
+from canon.testing.rendezvous import failed, tell
 
 STARTING = 120.0  # seconds that processes get to start
 GRACE = 3.0  # seconds that the other ranks get to end by themselves once one has failed
@@ -34,7 +34,7 @@ _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 def run_processes(program: Callable[[], Any], ranks: int, backend: str, timeout: float) -> list[Any]:
-    """Results of ``program()`` by rank; `world.processes` and `world.gpus` say what it raises."""
+    """Results of ``program()`` by rank; `process_groups.processes` and `process_groups.gpus` say what it raises."""
     try:
         packed = pickle.dumps(program)
     except _UNPICKLABLE as error:

@@ -14,7 +14,7 @@ from canon import Layout, Mask
 from canon.fast import magi as fast
 from canon.reference import magi as reference
 from canon.reference.plan import CastPlan
-from canon.testing import world
+from canon.testing import process_groups
 
 whole = functools.partial(sharded.whole, h=2, g=1)
 HALVES = {"reference": reference, "fast": fast}
@@ -57,7 +57,7 @@ def test_sends_what_the_plan_says(half, exchanged, stages, keep_kv):
     layout = planned(half, mask, ranks, chunk=2)
     plan = half.cast_plan(mask, layout, stages=stages)
     attend = attending(half, mask, layout, stages=stages, keep_kv=keep_kv)
-    results = world.threads(
+    results = process_groups.threads(
         lambda: _gradients(attend, layout, whole(mask, b=b, h=4, g=g, d=d, dtype=torch.bfloat16)), ranks
     )
     assert len(results) == ranks
@@ -82,7 +82,7 @@ def test_a_rank_with_nothing_to_send_or_receive_takes_part(half, exchanged):
     """Rank 2 has a document of its own, rank 3 no token at all."""
     mask = Mask.documents([0, 8, 12])
     layout = Layout([[range(0, 4)], [range(4, 8)], [range(8, 12)], []], 12)
-    world.threads(lambda: _gradients(attending(half, mask, layout), layout, whole(mask)), 4)
+    process_groups.threads(lambda: _gradients(attending(half, mask, layout), layout, whole(mask)), 4)
     calls = {rank: sum(who == rank for who, *_ in exchanged) for rank in range(4)}
     assert calls == dict.fromkeys(range(4), 3)
     assert all(not any(sizes) for who, _, sizes in exchanged if who > 1)
@@ -91,7 +91,7 @@ def test_a_rank_with_nothing_to_send_or_receive_takes_part(half, exchanged):
 def test_zigzag_moves_three_quarters_of_an_all_gather(half, exchanged):
     n, ranks = 32, 4
     mask, layout = Mask.causal(n), Layout.zigzag(n, ranks)
-    world.threads(lambda: _gradients(attending(half, mask, layout), layout, whole(mask, d=8, dv=8)), ranks)
+    process_groups.threads(lambda: _gradients(attending(half, mask, layout), layout, whole(mask, d=8, dv=8)), ranks)
     all_gather = (ranks - 1) * n * 16
     assert sum(sum(sizes) for *_, sizes in exchanged) == 3 * 0.75 * all_gather  # keys twice, gradients once
 
@@ -114,7 +114,7 @@ def test_cast_and_reduce_are_transposes(half):
             products.append(torch.stack([(received * y).sum(), (x * back).sum()]))
         return torch.stack(products).sum(0)
 
-    left, right = torch.stack(world.threads(program, 3)).sum(0)
+    left, right = torch.stack(process_groups.threads(program, 3)).sum(0)
     torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
@@ -132,7 +132,7 @@ def test_gradients_are_added_in_rank_order(half):
     expected = 1.0
     for part in parts[1:]:
         expected += part
-    assert world.threads(program, 4)[0] == expected
+    assert process_groups.threads(program, 4)[0] == expected
 
 
 # --- when it moves
@@ -162,7 +162,7 @@ def test_casts_and_reductions_are_under_way_while_a_kernel_runs(half, monkeypatc
         computing(name)
     mask, layout = Mask.causal(24), Layout.zigzag(24, 2)
     attend = attending(half, mask, layout, stages=2, keep_kv=keep_kv, reduce_dtype=torch.float64)
-    world.threads(lambda: _gradients(attend, layout, whole(mask, dtype=torch.float32)), 2)
+    process_groups.threads(lambda: _gradients(attend, layout, whole(mask, dtype=torch.float32)), 2)
     forward = ["send keys", "compute", "have keys", "send keys", "compute", "have keys", "compute"]
     backward = [*forward[:5], "send gradients", *forward[5:], "have gradients", "send gradients", "have gradients"]
     if keep_kv:
@@ -217,7 +217,7 @@ def test_nothing_is_read_before_it_is_here_nor_given_away_before_it_has_left(hal
     mask = Mask.documents([0, 5, 24])
     layout, tensors = planned(half, mask, 3, chunk=2), whole(mask)
     attend = attending(half, mask, layout, stages=stages, keep_kv=keep_kv)
-    for got in world.threads(lambda: on_this_rank(attend, layout, tensors), 3):
+    for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 3):
         assert_agrees(got, mask, *tensors)
 
 
@@ -225,12 +225,12 @@ def test_a_known_call_plans_nothing_and_uploads_nothing(monkeypatch):
     mask = Mask.documents([0, 9, 24])
     layout, tensors = planned(fast, mask, 2, chunk=3), whole(mask)
     attend = attending(fast, mask, layout, stages=1)
-    world.threads(lambda: _gradients(attend, layout, tensors), 2)
+    process_groups.threads(lambda: _gradients(attend, layout, tensors), 2)
 
     def refuse(*_):
         raise AssertionError("planned again")
 
     for name in ("send_rows", "keys"):
         monkeypatch.setattr(CastPlan, name, refuse)
-    monkeypatch.setattr("canon.fast.casts._transfers", refuse)
-    world.threads(lambda: _gradients(attending(fast, Mask.documents([0, 9, 24]), layout), layout, tensors), 2)
+    monkeypatch.setattr("canon.fast.group_collectives._transfers", refuse)
+    process_groups.threads(lambda: _gradients(attending(fast, Mask.documents([0, 9, 24]), layout), layout, tensors), 2)

@@ -111,7 +111,7 @@ def differentiate(io, shared, result, work, scale, W: gl.constexpr, D: gl.conste
 
 
 @gluon.jit(do_not_specialize=["padded", "query_heads"])
-def wide_kernel(
+def dkdv_hdim256_kernel(
     q_desc,
     dout_desc,
     k_desc,

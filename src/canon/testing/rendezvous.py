@@ -11,7 +11,7 @@ class Ended(BaseException):
     """Ends a rank that waits for what will never come; not an Exception, so that no program swallows it."""
 
 
-class Meeting:
+class Rendezvous:
     """What the ranks of one world share: who is running, who waits for what, calls under way, letters sent."""
 
     def __init__(self, ranks: int):
