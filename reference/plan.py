@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.reference.arguments import place_in, shown, whole
-from canon.reference.layout import Layout, mask_between
+from canon.reference.layout import Layout
+from canon.reference.local_masks import mask_between
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
 
