@@ -17,13 +17,14 @@ There are at most as many stretches as keys, and one pass finds all of them. Nei
 a rectangle. Rectangles that are the steps of a stair join to one band: ascending ids, one per token, give the causal band.
 The bands depend only on the cells of the mask, not on the ids. So equal cells make equal masks.
 
-Number of bands: a *corner* of a set of cells is a cell without a neighbour in the set to its left, above it and diagonally above left. A
-band has one corner, and a corner of the mask is the corner of its band. So a mask has at least as many bands as corners:
+Number of bands: a *corner* of a set of cells is a cell without neighbours in the set to its left, above it, and
+diagonally above left. A band has one corner, and a corner of the mask is the corner of its band. So a mask has at least
+as many bands as corners:
 
     cells (i, j) with q[i-1] < k[j] <= q[i] < k[j-1]        (q is -inf before the first and where invalid, k is +inf)
 
-Random ids in r runs make r^2 / 24 corners; r = n if each of n tokens has its own id. A partition into rectangles, with
-four outer corners each, needs r^2 / 12 of them. This module makes r^2 / 9 rectangles and joins them to 0.105 r^2 bands.
+Random ids in r runs make r^2 / 24 corners; r = n if each of n tokens has its own id. Rectangles without diagonals have
+four corners each, so at least r^2 / 12 are needed. This module makes r^2 / 9 rectangles and joins them to 0.105 r^2 bands.
 
 Cost: O(n log n + p log p) in tensors, plus one Python object for each band. Here p counts the pairs of a stretch and a run
 of queries that sees it: r^2 / 6 for random ids, at most r^2 / 2.

@@ -25,7 +25,8 @@ from canon.reference.checks import (
 from canon.reference.group_state import GroupState, group_state, refused_together
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan import CastPlan, Sizes, check_into, check_rows
+from canon.reference.plan import CastPlan
+from canon.reference.plan_arguments import Sizes, check_into, check_rows
 
 
 @dataclass(frozen=True)

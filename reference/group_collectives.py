@@ -30,7 +30,8 @@ from torch import Tensor
 from canon.reference.call import agreed_cast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan import CastPlan, Piece, check_cast, check_rows, checked_chunk, staged
+from canon.reference.plan import CastPlan, Piece, staged
+from canon.reference.plan_arguments import check_cast, check_rows, checked_chunk
 from canon.reference.plan_cache import cached_plan
 from canon.reference.report import PlanReport
 

@@ -53,7 +53,7 @@ from canon.reference.chunks import (
 )
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan import checked_dispatch
+from canon.reference.plan_arguments import checked_dispatch
 from canon.reference.plan_cache import cached_plan
 
 __all__ = ["dispatch"]
@@ -83,7 +83,7 @@ def dispatch(
         ranks: how many share it.
         chunk: tokens that stay together; the last chunk may be short. Each rank gets as many chunks as the others, or
             one less, and token counts differ by at most one chunk. None means 1024, or less for short sequences: at
-            least 8 chunks a rank, because fewer balance badly (`canon.reference.plan.default_chunk`).
+            least 8 chunks a rank, because fewer balance badly (`canon.reference.plan_arguments.default_chunk`).
         imbalance: largest work over the lower bound, max(mean over the ranks, largest chunk), that is good enough.
         cells_per_us, tokens_per_us: the assumed rates: query-key pairs, of all heads, that a rank computes in a
             microsecond, and tokens whose K and V it receives; forward and backward together. (The defaults: 64 heads of

@@ -165,7 +165,7 @@ def test_plans_are_cached_by_content(half):
         ({"chunk": 0}, "chunk must be a whole number >= 1"),
         ({"imbalance": 0.9}, "at least 1; got 0.9"),
         ({"tokens_per_us": 0}, "tokens_per_us must be"),
-        ({"tokens_per_us": 2**58}, "the ratio of the two rates decides"),
+        ({"tokens_per_us": 2**58}, "only the ratio of the two rates matters"),
         ({"swaps_per_chunk": -1}, "swaps_per_chunk must be a whole number >= 0, got -1"),
         ({"mask": Mask([], 3, 4)}, "the mask is 3 x 4, not square"),
     ],

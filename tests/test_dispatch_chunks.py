@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from canon import Layout, Mask
 from canon.fast import magi as fast
 from canon.reference import magi as reference
-from canon.reference.plan import default_chunk
+from canon.reference.plan_arguments import default_chunk
 
 HALVES = {"reference": reference, "fast": fast}
 
@@ -89,11 +89,12 @@ def test_short_sequences_are_balanced(half, tokens, ranks):
 
 def test_a_chunk_that_leaves_ranks_empty_is_warned_of_with_one_that_does_not(half):
     mask = Mask.causal(2048)
-    told = (
-        "chunk=1024 leaves 2 of 4 ranks without a token, as 2048 tokens make no more chunks: pass chunk=64, the default"
+    message = (
+        "chunk=1024 leaves 2 of 4 ranks without a token, as 2048 tokens make fewer chunks than ranks: "
+        "pass chunk=64, the default"
     )
     for _ in range(2):  # also where the plan is cached
-        with pytest.warns(UserWarning, match=told):
+        with pytest.warns(UserWarning, match=message):
             assert sorted(map(half.dispatch(mask, 4, chunk=1024).size, range(4))) == [0, 0, 1024, 1024]
     for chunk in (None, 64, 512):
         assert min(map(half.dispatch(mask, 4, chunk=chunk).size, range(4))) > 0
@@ -140,7 +141,7 @@ def test_other_wrong_arguments_are_refused_by_name(half):
         with pytest.raises(TypeError, match="imbalance must be a number >= 1, got"):
             half.dispatch(mask, 2, imbalance=wrong)
     for wrong in (float("nan"), float("inf"), 0, -1.0):
-        with pytest.raises(ValueError, match="imbalance is largest work over the lower bound, so at least 1"):
+        with pytest.raises(ValueError, match="imbalance is the largest work divided by its lower bound, so at least 1"):
             half.dispatch(mask, 2, imbalance=wrong)
     with pytest.raises(ValueError, match=r"imbalance=1e\+30 are too large for 2080 cells in 64 bits"):
         half.dispatch(mask, 2, imbalance=1e30)
