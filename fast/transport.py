@@ -34,7 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import nccl
 
-from canon.reference.group_state import backend_of, group_state, new_group_of
+from canon.reference.group_backends import backend_of, new_group_of
+from canon.reference.group_state import group_state
 
 COPY_ENGINE = "nccl copy engine"
 

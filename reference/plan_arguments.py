@@ -33,8 +33,8 @@ def check_rows(
 ) -> tuple[int, Sizes]:
     """Return this rank and the sizes of its cast.
 
-    Raise ValueError unless the group fits the plan and ``x`` has a row for each token of the rank, or with ``received``,
-    for each token that the rank has received in the cast ``stage``.
+    Raise ValueError unless the group and the stage fit the plan and ``x`` has a row for each token of the rank. With
+    ``received``, ``x`` needs a row for each token that the rank receives in the cast ``stage``.
     """
     rank, ranks = place_in(name.partition(":")[0], group)
     if ranks != plan.layout.ranks:

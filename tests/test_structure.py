@@ -23,6 +23,7 @@ VOCABULARY = {
     "checks",
     "differentiable",
     "digests",
+    "group_backends",
     "group_state",
     "liveness",
     "plan",
