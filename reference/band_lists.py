@@ -1,11 +1,12 @@
-"""Operations on the sorted bands of a mask: find, crop, check that they are disjoint, and list the keys that they show.
+"""Operations on the sorted bands of a mask: find them, crop them, check that they are disjoint, list visible keys.
 
-    IntervalIndex     finds the intervals that a range may overlap, without a look at the others
+    IntervalIndex     finds the intervals that a range may overlap, by bisection
     picked            crops bands to ranges of queries and keys
     check_disjoint    raises if two bands share a cell
-    visible_keys      lists the keys that some queries see, as ascending ranges
+    visible_keys      lists the keys that some queries see, as intervals
 
-Cost for n bands: a crop of m neighbouring bands takes O(log n + m), so planning over all ranges of a sequence is linear.
+Cost for n bands: a crop of m neighbouring bands takes O(log n + m). So crops that cover a packed sequence take O(n log n)
+together.
 """
 
 from bisect import bisect_left, bisect_right

@@ -11,7 +11,8 @@ A buffer holds the tokens of its ranges one after another. Here the causal mask,
 Each pair of a query range and a key range gives a crop of the mask, which moves to its place in the buffers. Parts of a
 band that a seam between two ranges has cut are joined again.
 
-Cost: O(r log n + c log c) for r ranges of queries, n bands and c crops of bands. Pairs without a visible cell cost nothing.
+Cost: O(r log n + c log c) for r query ranges, n bands and c crops, if the bands of a range are neighbours in the mask, as
+in packed documents. In the worst case every range tests every band.
 """
 
 from collections import defaultdict

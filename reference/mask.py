@@ -8,8 +8,8 @@
 A mask is immutable, and compared and hashed by content. Plans made from a mask can therefore be cached, and ranks that
 hold equal masks make equal plans without communication. `dense` returns the matrix, for tests and pictures.
 
-The public constructor proves that its bands are disjoint. The other constructors and the methods skip this proof: their
-bands are disjoint by construction. This file exceeds 200 lines because most of it documents public methods.
+`Mask(...)` and `Mask.ranges` prove that their bands are disjoint. The other constructors and the methods skip this proof:
+their bands are disjoint by construction. This file exceeds 200 lines because most of it documents public methods.
 """
 
 import hashlib
@@ -37,14 +37,14 @@ from canon.reference.mask_arguments import (
 class Mask:
     """The visible cells of a matrix ``queries`` x ``keys``, as sorted disjoint bands. Empty bands are dropped.
 
-        Mask([Band(0, 2, 0, 3), Band(2, 4, 1, 3)], 4, 3).dense()      x x x
-                                                                     x x x
-                                                                     . x x
-                                                                     . x x
+        Mask([Band(0, 2, 0, 3), Band(2, 4, 1, 3)], 4, 3)      x x x
+                                                              x x x
+                                                              . x x
+                                                              . x x
 
     Args:
         bands: in any order.
-        queries, keys: the sizes of the matrix, >= 0. It is never stored.
+        queries, keys: the sizes of the matrix, >= 0. The matrix itself is never stored.
 
     Attributes: ``bands``, a sorted tuple of `Band`; ``queries``; ``keys``.
     Raises ValueError if a size is negative, a band leaves the matrix, or two bands share a cell; TypeError for wrong types.
@@ -67,7 +67,7 @@ class Mask:
 
     @classmethod
     def of_disjoint(cls, bands: list[Band], queries: int, keys: int) -> "Mask":
-        """Return the mask of bands that have cells, lie inside the matrix and are disjoint. None of this is checked."""
+        """Return the mask of bands that are disjoint, inside the matrix and not empty. None of this is checked."""
         mask = object.__new__(cls)
         mask._fill(tuple(sorted(bands)), whole("queries", queries, 0), whole("keys", keys, 0))
         return mask
@@ -197,7 +197,8 @@ class Mask:
         n, prefix = whole("n", n, 0), whole("prefix", prefix)
         if not 0 <= prefix <= n:
             raise ValueError(f"prefix must be in 0..{n}, got {prefix}")
-        return cls([Band(0, prefix, 0, prefix), Band(prefix, n, 0, n, None, 0)], n, n)
+        bands = [Band(0, prefix, 0, prefix), Band(prefix, n, 0, n, None, 0)]
+        return cls.of_disjoint([band for band in bands if band.area], n, n)
 
     @classmethod
     def ranges(
