@@ -25,7 +25,7 @@ class IntervalIndex:
         self.stops = list(accumulate(map(itemgetter(1), intervals), max))  # the largest stop so far
 
     def near(self, start: int, stop: int) -> slice:
-        """Return the places of all intervals that overlap start:stop. Those in between may not overlap it."""
+        """Return a slice of the places that holds every interval that overlaps start:stop. Others may be in it."""
         return slice(bisect_right(self.stops, start), bisect_left(self.starts, stop))
 
 
