@@ -9,7 +9,9 @@ Kernels read work tables and indices by address, so the memory must outlive ever
 Raises RuntimeError for a plan that is made while a graph is captured: its upload would be replayed, or refused by CUDA.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,6 +27,7 @@ NEW_WHILE_CAPTURING = (
     "a CUDA graph is being captured, and this mask, layout or shape is new: make the call once before the capture"
 )
 
+_observers = threading.local()
 _captured: dict[int, Tensor] = {}  # by address: the tensors that captured graphs read
 
 
@@ -51,9 +54,21 @@ def device_plan(function: Callable[P, R]) -> Callable[P, R]:
     def held(*args: P.args, **kwargs: P.kwargs) -> R:
         plan = made(*args, **kwargs)
         keep_for_stream(*_tensors(plan))
+        if (note := getattr(_observers, "current", None)) is not None:
+            note(_tensors(plan))
         return plan
 
     return held
+
+
+@contextmanager
+def observed(note: Callable[[list[Tensor]], None]) -> Iterator[None]:
+    """Within the block, call ``note`` with the tensors of each plan that this thread looks up."""
+    _observers.current = note
+    try:
+        yield
+    finally:
+        _observers.current = None
 
 
 def keep_for_stream(*tensors: Tensor) -> None:

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,12 +38,23 @@ class PlanCache:
 
     def find(self, key: Hashable, make: Callable[[], R]) -> R:
         """Return the plan of ``key``; make it if it is not there."""
-        with self.lock:
-            if (entry := self.plans.get(key)) is not None:
-                self.plans.move_to_end(key)
-                return entry[0]
-        with torch.inference_mode(False):  # a plan outlives the call: training may use it later
+        if (known := self.get(key)) is not None:
+            return known
+        # A plan outlives the call: training may use it later. It is made of real tensors, whatever dispatch mode is active.
+        with torch.inference_mode(False), _disable_current_modes():
             plan = make()
+        return self.put(key, plan)
+
+    def get(self, key: Hashable) -> Any:
+        """Return the plan of ``key``, or None."""
+        with self.lock:
+            if (entry := self.plans.get(key)) is None:
+                return None
+            self.plans.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: Hashable, plan: R) -> R:
+        """Keep a plan, unless there is one; return the one that is kept."""
         size = sizes(plan) + Counter(cpu=ENTRY)
         with self.lock:
             if key in self.plans:  # another thread was faster
@@ -93,5 +105,5 @@ def sizes(plan: Any) -> Counter:
     if isinstance(plan, (tuple, list)):
         return sum(map(sizes, plan), Counter(cpu=56 + 8 * len(plan)))
     if isinstance(held := getattr(plan, "held", None), tuple):
-        return sizes(held)
+        return sizes(held) + Counter(cpu=int(getattr(plan, "nbytes", 0)))
     return Counter(cpu=int(getattr(plan, "nbytes", 64)))
