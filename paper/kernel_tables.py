@@ -82,19 +82,19 @@ def agreement() -> dict[str, str]:
         # Cases of the unordered "fused" are not compared bit by bit.
         repeats = sum(bool(row["same_bits"]) for row in results if not row["case"].endswith("/fused"))
         worst = max(measure["ratio"] for row in results for measure in row["measures"])
-        asked = sum(not row["case"].endswith("/fused") for row in results)
+        compared = sum(not row["case"].endswith("/fused") for row in results)
         rows.append(
             [
                 f"{what} ([record](data/{record}.json))",
                 dtypes,
                 f"{agree} of {len(results)}",
-                f"{repeats} of {asked}",
+                f"{repeats} of {compared}",
                 f"{worst:.2f}",
             ]
         )
     for record, what, dtypes in CUT_OFF:
-        agree, asked = cut_off_cases(record)
-        rows.append([f"{what} ([record](data/{record}))", dtypes, f"{agree} of {agree}; {asked} planned", "", ""])
+        agree, planned = cut_off_cases(record)
+        rows.append([f"{what} ([record](data/{record}))", dtypes, f"{agree} of {agree}; {planned} planned", "", ""])
     again = load("check_again_two_h200")["results"]
     passed = [line for line in lines("tests_h200.txt") if " passed" in line]
     count = lambda line, word: re.findall(rf"(\d+) {word}", line)[0]
