@@ -42,6 +42,7 @@ def semaphore() -> list[float]:
 
 
 def rows_of(record: str, shape: str) -> list[dict]:
+    """Return the rows of a record with this shape."""
     return [row for row in load(record)["results"] if row["shape"] == shape]
 
 
@@ -75,6 +76,7 @@ def agreeing(record: str) -> str:
 
 
 def agreement() -> dict[str, str]:
+    """Return the table of checks, and the numbers of tests and sanitizers."""
     rows = []
     for record, what, dtypes in CHECKS:
         results = load(record)["results"]
@@ -118,6 +120,7 @@ def agreement() -> dict[str, str]:
 
 
 def kernels() -> dict[str, str]:
+    """Return the table of kernels and the ratios of their speeds."""
     rows, ratios = [], {"forward": [], "fastest": [], "repeatable": []}
     for shape, record in SHAPES:
         ours, (ordered, method) = forward(record, shape), repeatable(record, shape)
@@ -219,6 +222,7 @@ def lengths() -> dict[str, str]:
 
 
 def compilation() -> dict[str, str]:
+    """Return the table of kernels that spill registers, by release of Triton."""
     rows = []
     for version in ("3.6.0", "3.7.1", "3.8.0", "3.9.0"):
         record = f"compile_triton_{version}"
