@@ -32,8 +32,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.fast.device import check_device, kernels_for
-from canon.fast.kernels.gluon.config import choose, padded_to
-from canon.fast.kernels.gluon.tile_scheduler import followers_wait_little, unevenness
 from canon.fast.kernels.launcher import processors as processors_of
 from canon.fast.kernels.triton import launch as portable
 from canon.reference.checks import (
@@ -51,7 +49,6 @@ from canon.reference.plan_cache import cached_plan
 
 __all__ = ["attention_backward"]
 
-TILE = 128, 64  # keys x queries, by which work is counted
 PARTIAL_BYTES = 1 << 28  # of the parts of dk and dv by query head, at a time
 
 
@@ -145,22 +142,13 @@ def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> T
     return delta
 
 
-def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, processors: int | None = None) -> str:
-    """The method that "auto" stands for: see the module's docstring. ``processors``: those of q's device."""
-    (b, _, h, d), g, dv = q.shape, k.shape[2], v.shape[3]
-    if processors is None:
-        processors = 1 if q.device.type == "cpu" else processors_of(q.device)
-    if processors == 1 or not b:
+def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int | None = None) -> str:
+    """Return the method for "auto", as the kernel backend chooses it. ``multiprocessors``: by default those of q's device."""
+    if multiprocessors is None:
+        multiprocessors = 1 if q.device.type == "cpu" else processors_of(q.device)
+    if multiprocessors == 1 or not q.shape[0]:
         return "split"
-    if h > g:
-        split = unevenness(mask, *TILE, b * g, h // g, processors)
-        if split > 1.25 * unevenness(mask, *TILE, b * h, 1, processors):
-            return "head_parallel"
-    if not padded_to("fused", d, dv) or kernels_for(q, v, "fused") is portable:  # Triton's kernel adds in any order
-        return "split"
-    config, *pads = choose("fused", d, dv)
-    little = followers_wait_little(mask, b * h, b * g, processors, max(pads), config.rows, config.columns)
-    return "fused" if little else "split"
+    return kernels_for(q, v).choose_method(q, k, v, mask, multiprocessors)
 
 
 def _head_parallel(kernels, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
