@@ -1,4 +1,4 @@
-"""`canon.reference.differentiable` for kernels: the choice of a backend travels with the call to its backward pass."""
+"""Make kernels differentiable by `canon.reference.differentiable`, and use one backend for both passes of a call."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -21,7 +21,7 @@ def differentiable(
     call: Call | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Do as `canon.reference.differentiable`, with one kernel backend for the call, its backward pass and recomputations."""
+    """Return out and lse as `canon.reference.differentiable`. Backward passes and recomputations use the call's backend."""
     choice = choice_of_call(chosen_backend())
 
     def _with_choice(function: Callable) -> Callable:

@@ -41,8 +41,8 @@ def test_so_are_those_of_any_documents_and_layouts(cuts, ranks, data):
 def test_all_of_them_are_used_in_place():
     mask = MASKS["here and there"]
     x = torch.randn(1, mask.queries, 2, 4)
-    assert active_queries_of(mask, everyone=True).mask is mask
-    assert active_queries_of(mask, everyone=True).take(x).data_ptr() == x.data_ptr()
+    assert active_queries_of(mask, all_queries=True).mask is mask
+    assert active_queries_of(mask, all_queries=True).take(x).data_ptr() == x.data_ptr()
     assert active_queries_of(Mask.causal(5).crop(queries=range(2, 5))).take(x).data_ptr() == x.data_ptr()
 
 

@@ -88,7 +88,7 @@ def test_the_driver_fetches_ahead_and_reduces_behind():
 
 def test_a_first_fetch_may_be_under_way_before():
     posted = []
-    fetch = pipeline.started(lambda step: (posted.append(step), f"keys {step}")[1])
+    fetch = pipeline.prefetched(lambda step: (posted.append(step), f"keys {step}")[1])
     assert posted == [0]
     assert [fetch(step) for step in range(3)] == ["keys 0", "keys 1", "keys 2"]
     assert posted == [0, 1, 2]
@@ -282,16 +282,16 @@ def test_a_slot_holds_one_reduction():
         q, k, v = (torch.zeros(1, 2, 2, 8) for _ in range(3))
         call = agreed_call("test", q, k, v, None, layout, scale=None, group=None, reduce_dtype=None, backward="auto")
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        reductions = exchange.Reductions(dk, dv, call, (range(0, 1), range(1, 2)))
-        reductions.drain(0)  # empty: nothing happens
+        reduction = exchange.ReduceScatter(dk, dv, call, (range(0, 1), range(1, 2)))
+        reduction.finish(0)  # empty: nothing happens
         for step in range(2):
-            for part in reductions.stage(step, slice(0, 4)):
+            for part in reduction.stage(step, slice(0, 4)):
                 part.fill_(step + 1)
-            reductions.start(step)
-        with pytest.raises(RuntimeError, match="step 0 starts a reduction in slot 0, where one is under way"):
-            reductions.start(0)
+            reduction.start(step)
+        with pytest.raises(RuntimeError, match="step 0 needs buffer 0, where an exchange is in flight"):
+            reduction.start(0)
         for slot in (0, 1, 0):
-            reductions.drain(slot)
+            reduction.finish(slot)
         return dk, dv
 
     for grads in process_groups.threads(program, 2):

@@ -94,7 +94,7 @@ def test_windows_stay_and_grow(monkeypatch):
         def __init__(self, group, device):
             transport.Transport.__init__(self, transport.COPY_ENGINE, group, device)
             self.windows = {}
-            self._try(device)
+            self._check_messages(device)
 
         def _window(self, size, group, device):
             made.append(size)

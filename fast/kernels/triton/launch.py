@@ -35,6 +35,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from canon.fast.kernels.gluon.tile_scheduler import unevenness
 from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel, sum_heads_kernel
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
@@ -48,6 +49,21 @@ LOG2E = 1.4426950408889634
 L2_BYTES = 32 << 20  # what heads that run side by side may read again and again; caches hold 40 to 60 MB
 ROWS = Config(32, 1, 4, 1)  # of the kernels without products: tokens a program
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
+COUNTED_TILE = 128, 64  # keys x queries: `choose_method` counts the work of dk and dv in tiles of this size
+
+
+def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
+    """Return the backward method for "auto": "head_parallel" where "split" would leave SMs idle, else "split".
+
+    "head_parallel" has an owner of dk and dv for each query head, "split" for each key head. It is chosen if the busiest SM
+    has over a quarter more work under "split". "fused" is never chosen: this backend adds to dq in any order.
+    """
+    b, h, g = q.shape[0], q.shape[2], k.shape[2]
+    if h > g:
+        split = unevenness(mask, *COUNTED_TILE, b * g, h // g, multiprocessors)
+        if split > 1.25 * unevenness(mask, *COUNTED_TILE, b * h, 1, multiprocessors):
+            return "head_parallel"
+    return "split"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
