@@ -41,6 +41,7 @@ from torch import Tensor
 from canon.fast.device import check_device, kernels_for
 from canon.fast.kernels.launcher import processors as processors_of
 from canon.fast.kernels.triton import launch as portable
+from canon.fast.prepared import replayed
 from canon.reference.checks import (
     accumulate_dtype,
     batched,
@@ -122,11 +123,34 @@ def attention_backward(
     q, k, v, dout, out = batched(q, k, v, dout.to(q.dtype), out)
     lse = lse.unsqueeze(0) if packed else lse
     dlse, delta = (x.unsqueeze(0) if packed and x is not None else x for x in (dlse, delta))
+    options = (mask, scale, method, needs_grad, grad_dtype)
     if delta is None:
-        delta = make_delta(dout, out, lse, dlse)
-    inputs = QueryInputs(dout, q, lse, delta)
-    grads = local_gradients(inputs, k, v, mask, scale, method, grad_dtype, needs_grad)
+        grads = gradients(dout, q, k, v, out, lse, dlse, *options)
+    else:
+        grads = local_gradients(QueryInputs(dout, q, lse, delta), k, v, *options)
     return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
+
+
+def gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, mask: Mask,
+    scale: float, method: str, needs_grad: tuple[bool, bool, bool], dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all launches are one pass."""
+    grads = _empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
+    replayed(_gradients, (dout, q, k, v, out, lse, dlse, *grads), mask, scale, method)
+    return tuple(x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
+
+
+def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: Mask, scale: float, method: str) -> None:
+    inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
+    begin_backward(inputs, k, v, mask, scale, method, dq, dk, dv)()
+
+
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: tuple[bool, ...]) -> list:
+    """Allocate dq, dk and dv, None where they are not needed. One kernel computes dk and dv, so it needs both."""
+    needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
+    new = lambda x: torch.empty(x.shape, dtype=dtype, device=x.device)
+    return [new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True)]
 
 
 def local_gradients(
@@ -136,13 +160,11 @@ def local_gradients(
     mask: Mask,
     scale: float,
     method: str,
-    dtype: torch.dtype,
     needs_grad: tuple[bool, bool, bool],
+    dtype: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
     """Return dq, dk and dv as `attention_backward` does, for a batch and without checks."""
-    needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])  # one kernel computes dk and dv
-    new = lambda x: torch.empty(x.shape, dtype=dtype, device=x.device)
-    grads = [new(x) if wanted else None for x, wanted in zip((inputs.q, k, v), needed, strict=True)]
+    grads = _empty_gradients(inputs.q, k, v, dtype, needs_grad)
     begin_backward(inputs, k, v, mask, scale, method, *grads)()
     return tuple(x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
 
@@ -226,4 +248,4 @@ def _fused(kernels: ModuleType, arguments: tuple, dq: Tensor, dk: Tensor, dv: Te
     sums = dq if dq.dtype == accumulate else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
     kernels.dkdv(*arguments, dk, dv, sums.zero_(), ordered)
     if sums is not dq:
-        dq.copy_(sums)
+        kernels.sum_heads(sums, dq)  # one head a group: a cast

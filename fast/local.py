@@ -15,14 +15,17 @@ Cost: 2 b h area (d + dv) FLOPs. Memory beyond inputs and outputs: the work tabl
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.fast.backward import attention_backward
+from canon.fast.backward import attention_backward, gradients
 from canon.fast.device import check_device, kernels_for
 from canon.fast.differentiable import differentiable
 from canon.fast.kernels.triton import launch
+from canon.fast.prepared import replayed
 from canon.reference.checks import (
     accumulate_dtype,
     batched,
@@ -34,6 +37,7 @@ from canon.reference.checks import (
     under_autocast,
 )
 from canon.reference.mask import Mask
+from canon.reference.plan_cache import PLANS
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
@@ -75,19 +79,41 @@ def attention(
 
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
+    call = _checked_call(q, k, v, mask, scale, backward)
+    return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
+
+
+@dataclass(frozen=True)
+class _LocalCall:
+    """The arguments of a call after all checks, with defaults filled in; both passes of a batch."""
+
+    mask: Mask
+    scale: float
+    method: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return forward_part(q, k, v, self.mask, self.scale, q.dtype)
+
+    def backward(self, needs_grad, dout, dlse, q, k, v, out, lse) -> tuple[Tensor | None, ...]:
+        return gradients(dout.to(q.dtype), q, k, v, out, lse, dlse, self.mask, self.scale, self.method, needs_grad)
+
+    @property
+    def nbytes(self) -> int:
+        return self.mask.nbytes
+
+
+def _checked_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str) -> _LocalCall:
+    """Check the arguments of `attention`; those of a kind that was checked before are looked up."""
+    key = None
+    if (mask is None or type(mask) is Mask) and type(scale) in (type(None), float, int) and type(method) is str:
+        kinds = [(type(x), x.shape, x.dtype, x.device, x.layout) for x in (q, k, v) if isinstance(x, Tensor)]
+        key = (_LocalCall, *kinds, mask, scale, method)
+        if (found := PLANS.get(key)) is not None:
+            return found
     check_tensors(q, k, v)
-    check_method("backward", backward)
-    mask, scale = default_mask(q, k, mask), default_scale(q, scale)
-
-    def forward(q, k, v):
-        return attention_forward(q, k, v, mask, scale=scale)
-
-    def differentiate(needs_grad, dout, dlse, q, k, v, out, lse):
-        return attention_backward(
-            dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=backward, needs_grad=needs_grad
-        )
-
-    return differentiable(q, k, v, forward, differentiate, return_lse=return_lse)
+    check_method("backward", method)
+    call = _LocalCall(default_mask(q, k, mask), default_scale(q, scale), method)
+    return call if key is None else PLANS.put(key, call)
 
 
 @under_autocast("q", "k", "v")
@@ -132,6 +158,10 @@ def empty_result(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 def forward_into(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise RuntimeError for unusable devices."""
+    replayed(_forward, (q, k, v, out, lse), mask, scale)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float) -> None:
     check_device(q)
     kernels_for(q, v).forward(q, k, v, mask, scale, out, lse)
 
@@ -167,4 +197,8 @@ def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, r
 
     ``rows``: indices (int64, no duplicates) of the tokens that the other part has; None is all of them.
     """
+    replayed(_merge_in_place, (out, lse, other_out, other_lse, rows))
+
+
+def _merge_in_place(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None) -> None:
     launch.merge(out, lse, other_out, other_lse, out, lse, rows)

@@ -181,7 +181,7 @@ def _backward(
     if not plan.casts:
         inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
         mask = plan.local_mask(0, call.rank)
-        return local_gradients(inputs, k, v, mask, call.scale, call.backward, q.dtype, needs_grad)
+        return local_gradients(inputs, k, v, mask, call.scale, call.backward, needs_grad, q.dtype)
     keys = _StepKeys(k, v, call, plan, kept)
     order = (*range(1, plan.steps), 0) if kept else range(plan.steps)
     fetch = prefetched(lambda place: keys.fetch(order[place]))

@@ -32,8 +32,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from canon.fast.device import chosen_backend
 from canon.fast.device_plans import keep_for_stream, observed
 from canon.fast.kernels import launcher
+from canon.fast.kernels.gluon import config as gluon_config
+from canon.fast.kernels.triton import config as triton_config
 from canon.reference.plan_cache import PLANS
 
 ALIGNMENT = 256  # bytes, of each temporary inside the workspace
@@ -405,29 +408,37 @@ def _tensor_map(value: Any, metadata: dict | None, launch: Launch, place: Callab
 
 
 # ---------------------------------------------------------------------- the cache
-def replayed(body: Callable[..., None], tensors: tuple[Tensor, ...], *options: Hashable) -> None:
+def replayed(body: Callable[..., None], tensors: tuple[Tensor | None, ...], *options: Hashable) -> None:
     """Do what ``body(*tensors, *options)`` does, from its recording if there is one for such tensors and options.
 
-    ``body`` writes its results into tensors that it is given, and returns None. The first tensor's device is that of all.
+    ``body`` writes its results into tensors that it is given, and returns None. The first tensor is not None, and its device
+    is that of all. Everything else that the launches depend on is in ``options``, or in `_settings`.
     """
     first = tensors[0]
-    if first.device.type == "cpu" and not REPLAY_ON_CPU:
+    if (first.device.type != "cuda" and not REPLAY_ON_CPU) or gluon_config.FORCED or triton_config.FORCED:
         body(*tensors, *options)
         return
-    key = (
-        body,
-        options,
-        *[(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors],
-        first.device,
-        _shared(tensors),
-    )
+    kinds = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
+    given = tuple(x for x in tensors if x is not None)
+    key = (body, options, *kinds, first.device, _shared(given), _settings(first))
     found = PLANS.get(key)
     if found is None:
-        PLANS.put(key, _recorded(body, tensors, options))
+        PLANS.put(key, _recorded(partial(_with_none, body, tensors), given, options))
     elif found.reason:
         body(*tensors, *options)
     else:
-        found.replay(tensors)
+        found.replay(given)
+
+
+def _with_none(body: Callable[..., None], tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
+    """Call ``body``; the recorded tensors in ``arguments`` are those of ``tensors`` that are not None."""
+    body(*tensors, *arguments[sum(x is not None for x in tensors) :])
+
+
+def _settings(x: Tensor) -> tuple[Hashable, ...]:
+    """Return the settings of the process and the context that decide which kernels are launched."""
+    precision = torch.backends.cuda.matmul.fp32_precision if x.dtype == torch.float32 else None
+    return chosen_backend(), torch.are_deterministic_algorithms_enabled(), precision
 
 
 def _shared(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:

@@ -192,7 +192,7 @@ def ring_backward(
     """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     if call.ranks == 1:
-        return local_gradients(inputs, k, v, call.local_mask(0), call.scale, call.backward, q.dtype, needs_grad)
+        return local_gradients(inputs, k, v, call.local_mask(0), call.scale, call.backward, needs_grad, q.dtype)
     backward = _Backward(call, inputs, k, v, needs_grad)
     received = run_pipeline(call.ranks, backward.ring.fetch, backward.compute, backward.send)
     for own, others in zip((backward.dk, backward.dv), received or (), strict=False):

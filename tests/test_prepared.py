@@ -34,7 +34,9 @@ def forward(q, k, v, out, lse):
 
 def room(q, v):
     b, t, h, _ = q.shape
-    return torch.full((b, t, h, v.shape[-1]), torch.nan, dtype=q.dtype, device=q.device), torch.empty(b, h, t, device=q.device)
+    return torch.full((b, t, h, v.shape[-1]), torch.nan, dtype=q.dtype, device=q.device), torch.empty(
+        b, h, t, device=q.device
+    )
 
 
 def passes():
@@ -60,7 +62,8 @@ def test_a_replayed_backward_has_its_own_workspace_zeroed(method):
 
     def body(dout, q, k, v, out, lse, dq, dk, dv):
         delta = backward.make_delta(dout, out, lse, None)
-        backward.begin_backward(dout, q, k, v, lse, delta, MASK, 0.25, method, dq, dk, dv)()
+        queries = backward.QueryInputs(dout, q, lse, delta)
+        backward.begin_backward(queries, k, v, MASK, 0.25, method, dq, dk, dv)()
 
     for seed in (0, 1):
         q, k, v, dout = inputs(seed)
@@ -72,7 +75,7 @@ def test_a_replayed_backward_has_its_own_workspace_zeroed(method):
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=0.05, atol=0.02)
     (made,) = passes()
-    if method != "fused" or DTYPE == torch.float32:  # else a cast of dq follows
+    if method != "fused" or torch.float32 == DTYPE:  # else a cast of dq follows
         assert not made.reason, made.reason
 
 

@@ -78,7 +78,7 @@ WIDE: dict[int, dict[int, Config]] = {  # exact products of four and eight bytes
 SMALLEST = Config(16, 16, 8, 1)
 INTERPRETED = Config(128, 128)  # large tiles are the fast ones there: NumPy does the work
 
-_forced: dict[str, Config] = {}
+FORCED: dict[str, Config] = {}
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) -> int:
@@ -99,8 +99,8 @@ def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, de
 
     Raises ValueError if none fits, naming what the smallest needs and what the device has.
     """
-    if kernel in _forced:
-        return _forced[kernel]
+    if kernel in FORCED:
+        return FORCED[kernel]
     if device.type == "cpu":
         return INTERPRETED
     return fitting(kernel, d, dv, itemsize, shared_limit(device), describable, is_hopper(device))
@@ -141,7 +141,7 @@ def forced(**configs: Config) -> Iterator[None]:
 
     Holds for all threads. Raises ValueError for unknown kernels.
     """
-    with forcing(_forced, KERNELS, configs):
+    with forcing(FORCED, KERNELS, configs):
         yield
 
 
