@@ -28,6 +28,8 @@ from torch import Tensor
 
 GATHERS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
 KINDS = {
+    "tiled_forward": "forward",
+    "tiled_backward": "backward",
     "attention_forward": "forward",
     "forward_into": "forward",
     "attention_backward": "backward",
