@@ -164,7 +164,7 @@ def magi_backward(
     delta = make_delta(dout, out, dlse)
     dq = torch.zeros_like(q, dtype=accumulate) if needs_grad[0] else None
     own_grads = torch.zeros_like(join_kv(k, v), dtype=accumulate) if keys_need_grad else None
-    reducing = None
+    reduction = None
     for step, keys in steps:
         dq_part, *parts = tiled_backward(
             dout, q, *split_kv(keys, d), lse, delta, plan.local_mask(step, call.rank),
@@ -175,16 +175,16 @@ def magi_backward(
         if own_grads is None:
             continue
         grads = join_kv(*parts)
-        if reducing:  # in flight during this step's computation
-            reducing.wait()
+        if reduction:  # in flight during this step's computation
+            reduction.wait()
         if plan.holds_own(step):
             own_grads += grads[:t]
             grads = grads[t:]
         cast = plan.cast_of(step)
         if cast is not None:
-            reducing = GroupReduce(grads.to(call.reduce_dtype), plan, cast, call.group, own_grads)
-    if reducing:
-        reducing.wait()
+            reduction = GroupReduce(grads.to(call.reduce_dtype), plan, cast, call.group, own_grads)
+    if reduction:
+        reduction.wait()
     dk, dv = (None, None) if own_grads is None else split_kv(own_grads, d)
     return tuple(None if x is None else x.to(q.dtype) for x in (dq, dk, dv))
 
@@ -193,10 +193,10 @@ def fetch(own: Tensor, plan: CastPlan, call: Call, kept: list[Tensor] | None = N
     """Yield (step, its buffer of keys). The cast of the next step is started first. Received keys are appended to ``kept``."""
     casts = [plan.cast_of(step) for step in range(plan.steps)]
     start = lambda cast: None if cast is None else GroupCast(own, plan, cast, call.group)
-    casting = start(casts[0])
+    in_flight = start(casts[0])
     for step in range(plan.steps):
-        received = casting.wait() if casting else own[:0]
-        casting = start(casts[step + 1]) if step + 1 < plan.steps else None
+        received = in_flight.wait() if in_flight else own[:0]
+        in_flight = start(casts[step + 1]) if step + 1 < plan.steps else None
         if kept is not None:
             kept.append(received)
         yield step, key_buffer(own, received, plan, step)

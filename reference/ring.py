@@ -53,7 +53,7 @@ Cost of a rank, for equal shards of t tokens. K and V have N = b t g (d + dv) el
 A hop is one message for each of its two tensors. FLOPs are those of `local.py` and `backward.py` for the cells that the
 rank's queries see. Peak memory beyond inputs and outputs does not grow with W: 3 N elements of K and V; two float32 out
 or dq. The backward pass has up to 5 N elements of dk and dv: own part, new part, their sum, sent and received.
-`post` starts a transfer before the step's computation. Whether they overlap depends on the backend; gloo does not overlap.
+`Hop` starts a transfer before the step's computation. Whether they overlap depends on the backend; gloo does not overlap.
 
 Limits: every rank takes part in every hop, even in a step where its queries see no key. Empty shards are not sent.
 
@@ -188,7 +188,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, T
     held = [k.contiguous(), v.contiguous()]
     for step in range(call.ranks):
         owner = (call.rank - step) % call.ranks  # of the keys that this rank holds now
-        hop = post(held, step + 1, call) if step + 1 < call.ranks else None
+        hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
         part = tiled_forward(q, *held, call.local_mask(owner), scale=call.scale, out_dtype=accumulate)
         out, lse = merge(out, lse, *part)
         held = hop.wait() if hop else held
@@ -208,7 +208,7 @@ def ring_backward(
     own_part: list = [None, None]  # dk and dv of this rank's keys from its own queries
     for step in range(call.ranks):
         owner = (call.rank - step) % call.ranks
-        hop = post(held, step + 1, call) if step + 1 < call.ranks else None
+        hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
         dq_part, *part = tiled_backward(
             dout, q, *held, lse, delta, call.local_mask(owner),
             scale=call.scale, method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
@@ -220,18 +220,18 @@ def ring_backward(
         if step == 0:
             own_part = part
         elif keys_need_grad:
-            gradient_hop = post([x.to(call.reduce_dtype).contiguous() for x in part], step + 1, call)
+            gradient_hop = Hop([x.to(call.reduce_dtype).contiguous() for x in part], step + 1, call)
         held = hop.wait() if hop else held
     if gradient_hop:
         own_part = _plus_received(own_part, gradient_hop)
     return tuple(None if x is None else x.to(q.dtype) for x in (dq, *own_part))
 
 
-def _plus_received(part: list[Tensor], hop: "post") -> list[Tensor]:
+def _plus_received(part: list[Tensor], hop: "Hop") -> list[Tensor]:
     return [mine + received.to(mine.dtype) for mine, received in zip(part, hop.wait(), strict=True)]
 
 
-class post:
+class Hop:
     """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the previous rank.
 
     The received block is used at ``step``. Its owner is then rank - step, and the layout gives its number of tokens.

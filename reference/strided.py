@@ -48,7 +48,7 @@ dv in float32 and reduce_dtype), a copy of out, and float32 dq.
 Limits: `head_stride` divides the g key heads. Uneven shards are padded to the largest one for the gather.
 ``backward_schedule="ring"`` uses the backward pass of `ring.py` instead, which gathers nothing.
 
-Sources: gathering by head groups, Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2, and Zilin Zhu,
+Sources: gather by head groups, Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2, and Zilin Zhu,
 ring-flash-attention. Split groups and float32 reduction: aqlaboratory/ring-flash-attention pull request 12.
 """
 
@@ -143,11 +143,11 @@ def strided_forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     mask = call.layout.local_mask(call.mask, call.rank, range(call.ranks))
     outs, lses = [], []
-    gathering = gather(k, v, steps.forward[0], call, steps.pack_first)
+    gather = AllGather(k, v, steps.forward[0], call, steps.pack_first)
     for heads, next_heads in zip(steps.forward, (*steps.forward[1:], None), strict=True):
-        k_full, v_full = gathering.wait()
+        k_full, v_full = gather.wait()
         if next_heads:
-            gathering = gather(k, v, next_heads, call)
+            gather = AllGather(k, v, next_heads, call)
         own = query_heads(heads, q, k)
         out, lse = tiled_forward(q[:, :, own], k_full, v_full, mask, scale=call.scale, out_dtype=q.dtype)
         outs.append(out)
@@ -164,22 +164,22 @@ def strided_backward(
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     mask = call.layout.local_mask(call.mask, call.rank, range(call.ranks))
     delta = make_delta(dout, out, dlse)
-    dqs, sums, reducing = [], [], None
-    gathering = gather(k, v, steps.backward[0], call, steps.pack_first)
+    dqs, sums, reduction = [], [], None
+    gather = AllGather(k, v, steps.backward[0], call, steps.pack_first)
     for heads, next_heads in zip(steps.backward, (*steps.backward[1:], None), strict=True):
-        k_full, v_full = gathering.wait()
+        k_full, v_full = gather.wait()
         if next_heads:
-            gathering = gather(k, v, next_heads, call)
+            gather = AllGather(k, v, next_heads, call)
         own = query_heads(heads, q, k)
         dq, dk_full, dv_full = tiled_backward(
             dout[:, :, own], q[:, :, own], k_full, v_full, lse[:, own], delta[:, own], mask,
             scale=call.scale, method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
         )  # fmt: skip
         dqs.append(dq)
-        if reducing:  # at most one reduce-scatter is in flight
-            sums.append(reducing.wait())
-        reducing = reduce(dk_full, dv_full, call) if keys_need_grad else None
-    sums += [reducing.wait()] if reducing else []
+        if reduction:  # at most one reduce-scatter is in flight
+            sums.append(reduction.wait())
+        reduction = ReduceScatter(dk_full, dv_full, call) if keys_need_grad else None
+    sums += [reduction.wait()] if reduction else []
     dk, dv = (torch.cat(parts, dim=2).to(k.dtype) for parts in zip(*sums, strict=True)) if sums else (None, None)
     return torch.cat(dqs, dim=2).to(q.dtype) if needs_grad[0] else None, dk, dv
 
@@ -190,7 +190,7 @@ def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
     return slice(share * heads.start, share * heads.stop)
 
 
-class gather:
+class AllGather:
     """An all-gather in flight: K and V of some heads, from all ranks."""
 
     def __init__(self, k: Tensor, v: Tensor, heads: range, call: Call, packed: bool = False):
@@ -218,7 +218,7 @@ class gather:
         return tuple(full) if len(full) == 2 else full[0].split([self.k.shape[-1], self.v.shape[-1]], dim=-1)
 
 
-class reduce:
+class ReduceScatter:
     """A reduce-scatter in flight: this rank's parts of dk and dv go to the owners of the keys."""
 
     def __init__(self, dk_full: Tensor, dv_full: Tensor, call: Call):
