@@ -57,7 +57,7 @@ FAULTS = {
         LOCAL, "local", "out = out.transpose(1, 2).to(out_dtype)", "out = out.transpose(1, 2).to(out_dtype); out[:, -9] = 0"),
     "dlse is ignored": (LOCAL, "backward", "delta if dlse is None else delta - dlse", "delta"),
     "delta is made for every hop from its own part": (
-        RING, "ring", "delta=delta, method", "delta=delta / call.ranks, method"),
+        RING, "ring", "lse, delta, call", "lse, delta / call.ranks, call"),
     "the ring sums gradients in bfloat16": (FULL, "ring", "x.to(call.reduce_dtype)", "x.bfloat16()"),
     "no mask is no mask": ("attention/causal/plain", "checks", "Mask.causal, q.shape[-3]", "Mask.full, q.shape[-3]"),
     "delta is made anew where it is given": (

@@ -116,10 +116,10 @@ WRONG = {
         head_stride=4, backward_first_stride=1, backward_last_stride=1
     ),
     "backward_schedule='rign': expected one of 'scatter', 'ring'": dict(backward_schedule="rign"),
-    'backward_first_stride=1 is of no use with backward_schedule="ring"': dict(
+    'backward_first_stride=1 has no effect with backward_schedule="ring"': dict(
         head_stride=2, backward_first_stride=1, backward_schedule="ring"
     ),
-    'backward_last_stride=1 is of no use with backward_schedule="ring"': dict(
+    'backward_last_stride=1 has no effect with backward_schedule="ring"': dict(
         head_stride=2, backward_last_stride=1, backward_schedule="ring"
     ),
 }

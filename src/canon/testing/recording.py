@@ -30,6 +30,8 @@ from canon.reference.mask import Mask
 
 GATHERS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
 KINDS = {
+    "tiled_forward": "forward",
+    "tiled_backward": "backward",
     "attention_forward": "forward",
     "forward_into": "forward",
     "forward_part": "forward",
