@@ -26,6 +26,7 @@ from canon.fast.device import check_device, kernels_for
 from canon.fast.differentiable import differentiable
 from canon.fast.kernels.triton import launch
 from canon.fast.prepared import replayed
+from canon.reference import plan_cache
 from canon.reference.checks import (
     accumulate_dtype,
     batched,
@@ -37,7 +38,6 @@ from canon.reference.checks import (
     under_autocast,
 )
 from canon.reference.mask import Mask
-from canon.reference.plan_cache import PLANS
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
@@ -108,12 +108,12 @@ def _checked_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: flo
     if (mask is None or type(mask) is Mask) and type(scale) in (type(None), float, int) and type(method) is str:
         kinds = [(type(x), x.shape, x.dtype, x.device, x.layout) for x in (q, k, v) if isinstance(x, Tensor)]
         key = (_LocalCall, *kinds, mask, scale, method)
-        if (found := PLANS.get(key)) is not None:
+        if (found := plan_cache.PLANS.get(key)) is not None:
             return found
     check_tensors(q, k, v)
     check_method("backward", method)
     call = _LocalCall(default_mask(q, k, mask), default_scale(q, scale), method)
-    return call if key is None else PLANS.put(key, call)
+    return call if key is None else plan_cache.PLANS.put(key, call)
 
 
 @under_autocast("q", "k", "v")

@@ -37,7 +37,7 @@ from canon.fast.device_plans import keep_for_stream, observed
 from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import config as gluon_config
 from canon.fast.kernels.triton import config as triton_config
-from canon.reference.plan_cache import PLANS
+from canon.reference import plan_cache
 
 ALIGNMENT = 256  # bytes, of each temporary inside the workspace
 REPLAY_ON_CPU = False  # tests replay through Triton's interpreter; otherwise passes on a CPU run as written
@@ -64,6 +64,7 @@ _VIEWS = _operators(
     *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "_reshape_alias"),
     "_unsafe_view",
 )
+_HARMLESS = _VIEWS | _operators("record_stream")  # the last only tells the allocator about a stream
 _MAKES = _operators("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _MAKES_ZEROS = _operators("zeros", "zeros_like", "new_zeros")
 _NUMBERS = {"i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q"}
@@ -132,7 +133,7 @@ class Recorder(TorchDispatchMode):
                     self.zeroed.add(len(self.temporaries) - 1)
         elif name == "aten::zero_" or (name == "aten::fill_" and args[1] == 0):
             self._zero(args[0])
-        elif name not in _VIEWS and any(isinstance(x, Tensor) and x.device == device for x in args):
+        elif name not in _HARMLESS and any(isinstance(x, Tensor) and x.device == device for x in args):
             self.reason = self.reason or f"the pass calls {name}"
         return result
 
@@ -421,9 +422,9 @@ def replayed(body: Callable[..., None], tensors: tuple[Tensor | None, ...], *opt
     kinds = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
     given = tuple(x for x in tensors if x is not None)
     key = (body, options, *kinds, first.device, _shared(given), _settings(first))
-    found = PLANS.get(key)
+    found = plan_cache.PLANS.get(key)
     if found is None:
-        PLANS.put(key, _recorded(partial(_with_none, body, tensors), given, options))
+        plan_cache.PLANS.put(key, _recorded(partial(_with_none, body, tensors), given, options))
     elif found.reason:
         body(*tensors, *options)
     else:
