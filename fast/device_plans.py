@@ -38,7 +38,7 @@ def device_plan(function: Callable[P, R]) -> Callable[P, R]:
 
     @cached_plan
     @wraps(function)
-    def made(*args: P.args, **kwargs: P.kwargs) -> R:
+    def cached(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             plan = function(*args, **kwargs)
         except RuntimeError as error:
@@ -50,14 +50,14 @@ def device_plan(function: Callable[P, R]) -> Callable[P, R]:
         return plan
 
     @wraps(function)
-    def held(*args: P.args, **kwargs: P.kwargs) -> R:
-        plan = made(*args, **kwargs)
+    def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+        plan = cached(*args, **kwargs)
         keep_for_stream(*_tensors(plan))
         if (note := getattr(_observers, "current", None)) is not None:
             note(_tensors(plan))
         return plan
 
-    return held
+    return kept
 
 
 @contextmanager

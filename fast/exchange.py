@@ -79,7 +79,7 @@ class BlockRing:
 
 
 class PendingKeys:
-    """K and V of a step whose messages are in flight."""
+    """K and V of a step, with their messages in flight."""
 
     def __init__(self, works: Sequence[dist.Work], keys: Sequence[Tensor]):
         self.works, self.keys = works, keys

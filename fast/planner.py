@@ -284,7 +284,7 @@ class _Assignment:
         self.load, self.received, self.cost = np.zeros((3, chunks.ranks), np.int64)
         self.has_small = np.zeros(chunks.ranks, bool)
         self.missing, self.once = np.zeros((2, chunks.ranks, len(chunks.cells) + 1), np.int64)
-        self.alone = np.zeros(slots.size, np.int64)  # for each chunk: keys that no other chunk of its rank needs
+        self.sole_needs = np.zeros(slots.size, np.int64)  # for each chunk: keys that no other chunk of its rank needs
         for first in range(0, chunks.ranks, 8):  # a few at a time, so that their tables fit into the cache
             self._update(np.arange(first, min(first + 8, chunks.ranks)))
 
@@ -300,7 +300,7 @@ class _Assignment:
         np.cumsum(chunks.cells * (needed_by == 0), axis=1, out=missing[:, 1:])
         np.cumsum(chunks.cells * (needed_by == 1), axis=1, out=once[:, 1:])
         self.missing[ranks], self.once[ranks] = missing, once
-        self.alone[held] = (once.take(last) - once.take(first)).sum(2)
+        self.sole_needs[held] = (once.take(last) - once.take(first)).sum(2)
         self.load[ranks], self.has_small[ranks] = chunks.area.take(held).sum(1), chunks.small.take(held).any(1)
         self.received[ranks] = chunks.need_of_all - missing[:, -1] - chunks.size.take(held).sum(1)
         self.cost[ranks] = chunks.cost(self.load[ranks], self.received[ranks])
@@ -312,12 +312,12 @@ class _Assignment:
 
     def descend(self, most: int) -> int:
         """Swap chunks of two ranks that gain, pair after pair, until a round has no gain. Return the number of swaps."""
-        ranks, made, settled = self.chunks.ranks, 0, np.zeros((self.chunks.ranks,) * 2, bool)
-        while made < most:
-            before = made
+        ranks, swaps, settled = self.chunks.ranks, 0, np.zeros((self.chunks.ranks,) * 2, bool)
+        while swaps < most:
+            before = swaps
             for rank in range(ranks):
                 after = rank + 1  # the first rank to compare with
-                while made < most:
+                while swaps < most:
                     others = after + np.flatnonzero(~settled[rank, after:])
                     if not len(others):
                         break
@@ -328,14 +328,14 @@ class _Assignment:
                     tried = others if other is None else others[others < other]
                     settled[rank, tried] = True
                     if other is not None:
-                        made += 1
+                        swaps += 1
                         settled[[rank, other]] = settled[:, [rank, other]] = False
                     elif len(others) < TOGETHER:
                         break
                     after = int(others[-1] if other is None else other) + 1
-            if made == before:
+            if swaps == before:
                 break
-        return made
+        return swaps
 
     def _may_gain(self, rank, others):
         """Return which of ``others`` may gain by a swap with ``rank``, and the keys that each chunk of ``rank`` adds to them.
@@ -353,8 +353,8 @@ class _Assignment:
         chunks, mine, theirs = self.chunks, self.slots[rank], self.slots[others]
         shared_here, shared_there, to_me = self._shared(rank, mine, others, theirs)
         # Axes: others, mine, theirs. Keys that only the leaving chunk needed leave, unless the arriving chunk needs them.
-        here = shared_here + (to_me[:, None] - self.alone[mine][:, None])
-        there = shared_there + (to_other[:, :, None] - self.alone[theirs][:, None])
+        here = shared_here + (to_me[:, None] - self.sole_needs[mine][:, None])
+        there = shared_there + (to_other[:, :, None] - self.sole_needs[theirs][:, None])
         load, received, cost = (x[others] for x in (self.load, self.received, self.cost))
         area = chunks.area[theirs][:, None] - chunks.area[mine][:, None]
         size = chunks.size[theirs][:, None] - chunks.size[mine][:, None] if chunks.small_ones else 0

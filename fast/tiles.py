@@ -112,42 +112,51 @@ def _table(
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Return tiles, spans and visits, as in WorkTable, of tiles that begin at ``starts``. ``small``: partial_columns."""
     stops = np.append(starts[1:], size)[: len(starts)]
+    spans, owner, full = _spans(bands, starts, stops, rows, columns, small, boxes)
+    order = np.lexsort((spans[:, 0], full, owner))
+    order = order[spans[order, 1] > 0]
+    spans, owner, full = spans[order], owner[order], full[order]
+
+    n, ratio = len(starts), columns // small
+    ends = np.cumsum(np.bincount(owner, minlength=n))
+    partials = np.bincount(owner, full == 0, minlength=n).astype(np.int64)
+    begins = np.append(0, ends[:-1])[:n]
+    tiles = np.stack([starts, stops, begins, begins + partials, ends], 1)
+    work = np.bincount(owner, spans[:, 1] * np.where(full == 1, ratio, 1), minlength=n)
+    return tiles[np.argsort(-work, kind="stable")], spans, float(work.sum()) / ratio
+
+
+def _spans(
+    bands: np.ndarray, starts: np.ndarray, stops: np.ndarray, rows: int, columns: int, small: int, boxes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the spans of every pair (band, tile) that overlaps, the tile that owns each, and whether it is full (0 or 1).
+
+    Each pair has three spans, some of them empty: partial, full, partial.
+    """
     band, tile = _overlaps(bands, starts)
     row_start, row_stop, start, stop, lo, hi = bands[band].T
     first, last = np.maximum(row_start, starts[tile]), np.minimum(row_stop, stops[tile])
     begin, end = np.maximum(start, first + lo), np.minimum(stop, last + hi)  # columns that some row of the tile sees
     all_begin, all_end = np.maximum(start, last - 1 + lo), np.minimum(stop, first + hi + 1)  # that every row sees
-    whole = (first == starts[tile]) & (last == stops[tile])  # the band holds every row of the tile
+    whole = (first == starts[tile]) & (last == stops[tile])  # the band has every row of the tile
     if boxes:
         begin, whole = begin // boxes * boxes, whole & (last - first == rows)
-    ratio, count = columns // small, -(-(end - begin) // small)  # in small tiles from here on
+    ratio, count = columns // small, -(-(end - begin) // small)  # from here on in small tiles
     full_from = -(-(all_begin - begin) // small)
     fulls = np.where(whole, np.maximum(0, (all_end - begin - full_from * small) // columns), 0)
     full_from = np.where(fulls > 0, full_from, count)
     full_to = full_from + fulls * ratio
 
     edges = np.stack([np.zeros_like(count), full_from, full_to, count])
-    number = np.diff(edges, axis=0)  # tiles of three spans: partial, full, partial
+    number = np.diff(edges, axis=0)
     number[1] = fulls
-    kind = np.broadcast_to(np.array([[0], [1], [0]]), number.shape)
+    full = np.broadcast_to(np.array([[0], [1], [0]]), number.shape)
     spans = np.zeros((*number.shape, SPAN_FIELDS), np.int64)
     spans[..., 0], spans[..., 1] = begin + edges[:3] * small, number
     spans[[0, 2], :, 2:] = bands[band]
     if boxes:
         spans[[0, 2], :, 3] = last
-    spans, number, kind = spans.reshape(-1, SPAN_FIELDS), number.ravel(), kind.ravel()
-    owner = np.tile(tile, 3)
-    order = np.lexsort((spans[:, 0], kind, owner))
-    order = order[number[order] > 0]
-    spans, owner, kind = spans[order], owner[order], kind[order]
-
-    n = len(starts)
-    ends = np.cumsum(np.bincount(owner, minlength=n))
-    partials = np.bincount(owner, kind == 0, minlength=n).astype(np.int64)
-    begins = np.append(0, ends[:-1])[:n]
-    tiles = np.stack([starts, stops, begins, begins + partials, ends], 1)
-    work = np.bincount(owner, spans[:, 1] * np.where(kind == 1, ratio, 1), minlength=n)
-    return tiles[np.argsort(-work, kind="stable")], spans, float(work.sum()) / ratio
+    return spans.reshape(-1, SPAN_FIELDS), np.tile(tile, 3), full.ravel()
 
 
 def _overlaps(bands: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
