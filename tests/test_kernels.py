@@ -387,6 +387,6 @@ def test_too_little_shared_memory_names_need_and_limit():
 
 
 def test_heads_run_side_by_side_as_the_cache_allows():
-    assert launch.side_by_side(64, 8, 1 << 20) == 64
-    assert launch.side_by_side(64, 8, 16 << 20) == 16
-    assert launch.side_by_side(64, 8, 1 << 30) == 8
+    assert launch.heads_in_l2(64, 8, 1 << 20) == 64
+    assert launch.heads_in_l2(64, 8, 16 << 20) == 16
+    assert launch.heads_in_l2(64, 8, 1 << 30) == 8

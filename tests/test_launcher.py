@@ -85,7 +85,7 @@ def test_another_kind_is_compiled_for_itself(kernel, other):
 
 
 def test_memory_of_kinds_is_bounded(kernel, monkeypatch):
-    monkeypatch.setattr(launcher, "KINDS", 4)
+    monkeypatch.setattr(launcher, "CACHE_LIMIT", 4)
     for n in range(20):
         launcher.launch(kernel, 1, GPU, (torch.zeros(8), n, 0.5), D=64)
     assert len(launcher._compiled) <= 4

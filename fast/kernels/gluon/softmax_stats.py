@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.launcher import launch
-from canon.fast.kernels.triton.blocks import line_pointer
+from canon.fast.kernels.triton.blocks import statistic_head_pointer
 
 TOKENS = 256  # a program
 
@@ -26,8 +26,8 @@ def softmax_stats_kernel(lse, delta, lines, tokens, padded, heads, lse_strides, 
     line = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
     here, at = token < tokens, tl.cast(token, tl.int64)
-    lse_line = line_pointer(lse, line // heads, line % heads, lse_strides)
-    delta_line = line_pointer(delta, line // heads, line % heads, delta_strides)
+    lse_line = statistic_head_pointer(lse, line // heads, line % heads, lse_strides)
+    delta_line = statistic_head_pointer(delta, line // heads, line % heads, delta_strides)
     x = tl.load(lse_line + at * lse_strides[2], mask=here, other=0.0)
     x = tl.where(x == float("-inf"), 1e30, x * 1.4426950408889634)
     start = lines + tl.cast(line, tl.int64) * 2 * padded
