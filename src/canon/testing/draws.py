@@ -2,8 +2,8 @@
 
 Case i of seed S is a pure function of S, i, the table and the largest number of ranks.
 
-    mask      full, causal, window, documents, prefix, block_causal, ranges, concat; cropped and shifted for functions
-              that support more keys than queries; 0 and 1 tokens, empty documents, fully masked rows
+    mask      full, causal, window, documents, prefix, block_causal, ranges, concat; with other numbers of keys than
+              queries, where a function supports it; 0 and 1 tokens, empty documents, fully masked rows
     layout    contiguous, zigzag, striped, planned, uneven, with empty ranks, any ranges, any steps
     tensors   dtypes, grouped heads, unequal and odd widths, packed or batched, any strides, an expanded dout
     options   scales of both signs and 0, methods, reduce_dtype, strides, stages, keep_kv, differentiated results
