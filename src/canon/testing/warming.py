@@ -132,7 +132,7 @@ def recorded_jobs() -> Iterator[dict[Any, Job]]:
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[bool]:
-    """Run the jobs in forks. Yield True or False for the success of each job. If a fork dies, all other jobs fail."""
+    """Run the jobs in forks. Yield True or False for the success of each job. If a fork dies, the remaining jobs fail."""
     _jobs[:] = jobs
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
         futures = [pool.submit(_run, index) for index in range(len(jobs))]
