@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prose import findings
 
 import canon
 from canon import fast, reference
@@ -232,3 +233,34 @@ def test_algorithms_give_shapes_errors_and_source(half, name):
         assert re.search(r"[Rr]aise|Error", doc), f"{function.__name__}: the docstring names no error"
         source = r"\bSource|[Aa]lgorithm \d|[Ee]quation|\bet al\b|\b(19|20)\d\d\b|module's docstring"
         assert re.search(source, doc), f"{function.__name__}: no source"
+
+
+# --- prose ---
+
+PROSE = ("README.md and STYLE.md", "reference", "fast", "src/canon", "notebooks", "paper")
+
+
+def prose_files(folder):
+    """Return the Markdown files of a folder and, in a package, its Python files."""
+    if folder not in PACKAGES:
+        return [ROOT / "README.md", ROOT / "STYLE.md"]
+    python = [path for path, _ in python_files(folder)] if folder in ("reference", "fast", "src/canon") else []
+    return [*sorted((ROOT / folder).glob("*.md")), *python]
+
+
+@pytest.mark.parametrize("folder", PROSE)
+def test_sentences_follow_the_mechanical_rules_of_the_style(folder):
+    wrong, long, words = findings(prose_files(folder))
+    assert 1000 * len(wrong) <= words, f"{len(wrong)} sentences with wrong words, {words} words:\n" + "\n".join(wrong)
+    assert 1000 * len(long) <= 4 * words, f"{len(long)} long sentences, {words} words:\n" + "\n".join(long)
+
+
+def test_wrong_words_and_long_sentences_are_found(tmp_path):
+    page, module = tmp_path / "page.md", tmp_path / "module.py"
+    page.write_text("# What is it?\n\nWhat it gives is this. What is `told`?\n\n| told | said |\n\n" + "word " * 29)
+    module.write_text('"""Return x.\n\nNobody waits.\n"""\n\nx = 1  # which is one\n# a turn\n# number\n')
+    wrong, long, words = findings([page, module])
+    assert wrong == ["page.md: What it gives is this.", "module.py: Nobody waits.", "module.py: which is one",
+                     "module.py: a turn number"]  # fmt: skip
+    assert [sentence.split()[0] for sentence in long] == ["page.md:"]
+    assert words == 5 + 3 + 29 + 2 + 2 + 3 + 3
