@@ -163,7 +163,7 @@ def messages(half, function, frozen, monkeypatch):
 
         def noted(self, *args, _method=method, _name=name, **kwargs):
             tensors = args[0] if _name == "send" else [args[1]] if torch.is_tensor(args[1]) else args[1]
-            if self.place == 0:
+            if self.group_rank == 0:
                 sent.append(sum(x.numel() * x.element_size() for x in tensors))
             return _method(self, *args, **kwargs)
 
