@@ -112,7 +112,7 @@ WRONG = {
     "forward_first_stride=2: expected 0 < first < head_stride, which is 2": dict(head_stride=2, forward_first_stride=2),
     "backward_first_stride=0: expected 0 < first": dict(head_stride=2, backward_first_stride=0),
     "backward_last_stride=5: expected 0 < last < head_stride, which is 4": dict(head_stride=4, backward_last_stride=5),
-    "backward_first_stride=1 and backward_last_stride=1 split two groups, but 4 key heads at head_stride=4 are one": dict(
+    "backward_first_stride=1 and backward_last_stride=1 split two head groups, but 4 key heads": dict(
         head_stride=4, backward_first_stride=1, backward_last_stride=1
     ),
     "backward_schedule='rign': expected one of 'scatter', 'ring'": dict(backward_schedule="rign"),
