@@ -6,7 +6,7 @@
 
 lse normalises over all keys that a query sees, on this rank and on others. So p is the final weight of a key, even when
 only a part of the keys is here. The parts of dq for different keys add up. So do the parts of dk and dv for different
-queries. delta depends on the query alone: it is computed once for each call and passed to every step.
+queries. delta belongs to a query, not to a key. A call computes it once and passes it to every step.
 
 In the matrix of scores, dq is a sum along rows (over keys); dk and dv are sums along columns (over queries). One loop
 cannot finish both tile by tile, so there are three methods. They compute the same sums:
@@ -24,8 +24,8 @@ This module adds in one fixed order with every method.
 
 Cost: fused takes 2 b h area (3 d + 2 dv) FLOPs and b h area exponentials. The others take 2 b h area (4 d + 3 dv) FLOPs
 and 2 b h area exponentials. area counts the visible cells of the mask. Nothing is sent.
-Memory beyond inputs and outputs: float32 dq; float32 dk and dv of b g s (d + dv) elements, b h s (d + dv) for
-head_parallel; b h tiles of scores, and the boolean tiles of one row or column of tiles.
+Memory beyond inputs and outputs: float32 dq, dk and dv; b h tiles of scores; the boolean tiles of one row or column.
+dk and dv have b g s (d + dv) elements together, and b h s (d + dv) more with head_parallel.
 Limits: those of `local.py`. Second derivatives are not supported.
 
 Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; split: jax-ml/jax-triton pull request 177; head_parallel:

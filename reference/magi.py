@@ -1,6 +1,6 @@
 """Magi attention: a plan places the tokens, and each rank receives only the keys that its queries see.
 
-A ring or a gather sends every key to every rank. In a pack of documents most of these keys are seen by no query of the rank.
+A ring or a gather sends every key to every rank. In a pack of documents, the rank's queries see few of them.
 
     layout = dispatch(mask, ranks)                  plan once per pack: which rank holds which chunks of tokens
     q, k, v = (layout.shard(x, rank) ...)           shard once: data, labels and positions follow the layout

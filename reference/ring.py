@@ -11,7 +11,7 @@ the step it sends them to rank r + 1 and receives the next ones from rank r - 1:
 
 Forward: each step gives out and lse over the keys of one owner. `merge` joins them in float32; out is rounded once.
 
-Backward: K and V travel a second time, because no rank saved them. dk and dv travel after them, one step behind. dK0, say:
+Backward: K and V travel a second time, because no rank saved them. dk and dv follow one step behind. The path of dK0:
 
     step 0    rank 0 computes its own part and keeps it
     step 1    rank 1 computes a part and sends it to rank 2
@@ -23,15 +23,20 @@ So the parts for owner o are always added in the order o + 1, o + 2, ..., o (mod
 A sum is added in float32 and rounded to reduce_dtype for each hop.
 
 Balance under a causal mask: a step lasts as long as its slowest rank, so the ranks need equal work at *every* step.
-Zigzag cuts n tokens into 2W chunks of c tokens. Rank r holds chunk r and chunk 2W - 1 - r. A chunk of queries sees all
-keys of an earlier chunk, its own keys causally, and no keys of a later chunk. Rank 1 of 4 holds chunks 1 and 6:
+Zigzag cuts n = 2Wc tokens into 2W chunks of c tokens. Rank r holds the early chunk r and the late chunk 2W - 1 - r:
+
+    chunk    0  1  2  3  4  5  6  7
+    rank     0  1  2  3  3  2  1  0
+
+A chunk of queries sees all keys of an earlier chunk, its own keys causally, and no keys of a later chunk. For rank 1:
 
                           own keys:           keys of rank 0:     keys of rank 2:
                           1         6         0         7         2         5
     queries of chunk 1    causal    -         full      -         -         -
     queries of chunk 6    full      causal    full      -         full      full
 
-Proof that the work is equal, for rank r and owner o of the keys:
+Proof that the work is equal, for rank r and owner o of the keys. A tile is c x c cells. Every early chunk precedes every
+late one, because r < W <= 2W - 1 - o.
 
     o = r    one full tile and two causal ones: c^2 + 2 c (c + 1) / 2 = 2 c^2 + c cells
     o < r    o < r < 2W-1-r < 2W-1-o: both query chunks follow chunk o, neither follows 2W-1-o: two full tiles, 2 c^2
@@ -50,9 +55,10 @@ Cost of a rank, for equal shards of t tokens. K and V have N = b t g (d + dv) el
     backward  K, V       W - 1    (W - 1) N e
               dk, dv     W - 1    (W - 1) N E
 
+In bfloat16 with float32 gradients that is 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward.
 A hop is one message for each of its two tensors. FLOPs are those of `local.py` and `backward.py` for the cells that the
 rank's queries see. Peak memory beyond inputs and outputs does not grow with W: 3 N elements of K and V; two float32 out
-or dq. The backward pass has up to 5 N elements of dk and dv: own part, new part, their sum, sent and received.
+or dq. The backward pass has up to 5 N elements of dk and dv: own part, new part, new sum, sent and received.
 `Hop` starts a transfer before the step's computation. Whether they overlap depends on the backend; gloo does not overlap.
 
 Limits: every rank takes part in every hop, even in a step where its queries see no key. Empty shards are not sent.

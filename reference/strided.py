@@ -18,7 +18,7 @@ for the keys of all ranks. A reduce-scatter adds the parts: all to all, rank r r
 tokens. It adds them in rank order 0, 1, ..., W - 1, in reduce_dtype (float32 by default), and rounds the sum to the dtype of
 k. The order is fixed, so the same inputs give the same bits.
 
-The gather of the next group and the reduce-scatter of the last one are in flight during a step's computation:
+The gather of the next group and the reduce-scatter of the previous one are in flight during a step's computation:
 
     step            0            1            2
     gather     0    1            2
@@ -42,8 +42,8 @@ reduce_dtype:
               dk, dv     n                     (W - 1) N E
 
 FLOPs are those of `local.py` and `backward.py` for the cells that the rank's queries see. Peak memory beyond inputs and
-outputs, for n equal head groups: a fixed number of buffers of W N / n elements (K and V in the dtype of the inputs, dk and
-dv in float32 and reduce_dtype), a copy of out, and float32 dq.
+outputs: a copy of out, float32 dq, and a fixed number of buffers of W N / n elements, if the n head groups are equal. K
+and V are buffered in the dtype of the inputs, dk and dv in float32 and reduce_dtype.
 
 Limits: `head_stride` divides the g key heads. Uneven shards are padded to the largest one for the gather.
 ``backward_schedule="ring"`` uses the backward pass of `ring.py` instead, which gathers nothing.

@@ -34,8 +34,8 @@ def head_groups(
         first = f splits the first group into [f, s-f], last = l the last one into [s-l, l]: see the module's docstring
 
     ``option`` is the prefix of the names ``first_stride`` and ``last_stride`` in errors, for example "forward_".
-    Raises ValueError if the stride does not divide the heads, if f or l is not in (0, stride), or if both are given and
-    there are fewer than two full groups.
+    Raises ValueError if the stride does not divide the heads, or if f or l is not in (0, stride). Also if f and l are both
+    given and there are fewer than two full groups.
     """
     if stride < 1 or heads % stride:
         raise ValueError(f"head_stride={stride} does not divide the {heads} key heads")
