@@ -3,10 +3,10 @@
 Read `canon.reference.magi` first. The algorithm and the order of sums are the same here. `pipeline.run_pipeline` runs the
 steps:
 
-    stream           step 0           step 1                   step 2
-    group cast       keys of step 1   keys of step 2           .
-    compute          own keys         keys of cast 0           keys of cast 1
-    group reduce     .                dk, dv of cast 0         dk, dv of cast 1
+    stream           step 0           step 1              step 2               after
+    group cast       keys of step 1   keys of step 2      .                    .
+    compute          own keys         keys of cast 0      keys of cast 1       .
+    group reduce     .                .                   dk, dv of cast 0     dk, dv of cast 1
 
 - At most two casts are held: the one that is computed on and the one that is in flight. With ``keep_kv`` all are held.
 - A step computes only its active queries (`active_queries.py`). One kernel merges a part into the running result.

@@ -32,7 +32,9 @@ __all__ = ["dispatch"]
 FAR = np.iinfo(np.int64).max
 # The area reserved for a free slot is s + (m - s) / RESERVE, with s the smallest area and m the mean of those to come.
 RESERVE = 8
-HOPELESS = 2  # a start is not improved by swaps if its peak x traffic is over this multiple of the best one
+
+HOPELESS = 2  # once a plan is balanced, a start gets no swaps if its peak x traffic is over this multiple of the best
+
 TOGETHER = 64  # number of ranks in one scoring; scores behind the first gain are wasted
 
 

@@ -249,7 +249,7 @@ class _Backward:
         return self.sums.hop(step % 2, self.ring.owner(step), self.ring.owner(step + 1))
 
     def _sums(self, step: int, keys: slice) -> list[Tensor]:
-        """Return the views of dk and dv of these keys in the step's buffer. In step 1 the other keys' are set to 0."""
+        """Return the views of dk and dv of these keys in the step's buffer. In step 1, set those of other keys to 0."""
         if self.sums is None:
             return []
         block = self.sums.block(step % 2, self.ring.owner(step))

@@ -85,9 +85,8 @@ def work_table(
     even, cut = np.arange(0, size, rows), _cut_starts(bands, size, rows)
     candidates = [even] if np.array_equal(even, cut) else [even, cut]
     tables = [_table(bands, size, starts, rows, columns, partial_columns, boxes) for starts in candidates]
-    tiles, spans, visits = min(
-        tables, key=lambda table: len(table[0]) + table[2]
-    )  # the overhead of a tile is about one visit
+    cost = lambda table: len(table[0]) + table[2]  # visits; the overhead of a tile is about one visit
+    tiles, spans, visits = min(tables, key=cost)
     upload = lambda array: torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
     return WorkTable(upload(tiles), upload(spans), visits)
 

@@ -47,11 +47,8 @@ class Transport:
 
     def __init__(self, name: str, group, device: torch.device, gathers=None, reductions=None, reason: str = ""):
         self.name, self.reason = name, reason
-        self._group, self._gathers, self._reductions = (
-            ref(group),
-            gathers,
-            reductions,
-        )  # the group may be destroyed first
+        self._group = ref(group)  # the group may be destroyed first
+        self._gathers, self._reductions = gathers, reductions
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._delay = torch.zeros(1, device=device)  # `wait_until_started` fills it to pass time
 
@@ -88,7 +85,7 @@ class Transport:
         return torch.cuda.stream(self.stream)
 
     def wait_until_started(self) -> None:
-        """Make later kernels wait for the communication stream, and then until messages from it have started."""
+        """Make later kernels wait for the communication stream, and start after the messages launched from it."""
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
                 self._delay.zero_()  # takes 2 us; meanwhile the messages start on streams of their own
