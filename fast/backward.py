@@ -26,6 +26,7 @@ TensorAuto/OpenTau pull request 376.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from jaxtyping import Float
@@ -101,12 +102,15 @@ def attention_backward(
     q, k, v, dout, out = batched(q, k, v, dout.to(q.dtype), out)
     lse = lse.unsqueeze(0) if packed else lse
     dlse, delta = (x.unsqueeze(0) if packed and x is not None else x for x in (dlse, delta))
-    if delta is None:
-        delta = make_delta(dout, out, lse, dlse)
     needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])  # one kernel makes dk and dv
     new = lambda x: torch.empty(x.shape, dtype=grad_dtype, device=x.device)
     grads = [new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True)]
-    begin_backward(dout, q, k, v, lse, delta, mask, scale, method, *grads)()
+    kernels, chosen, ordered = _choose(q, k, v, mask, method, *grads[:2])
+    if delta is None:
+        statistics = kernels.make_row_statistics(dout, out, lse, dlse)
+    else:
+        statistics = kernels.row_statistics(lse, delta)
+    _begin(kernels, chosen, ordered, (q, k, v, dout, statistics, mask, scale), *grads)()
     grads = [x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True)]
     return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
 
@@ -119,14 +123,29 @@ def begin_backward(
 
     ``dq``, ``dk`` and ``dv`` have any strides and dtypes. No kernel runs for dq, or for dk and dv, if they are None.
     """
+    kernels, chosen, ordered = _choose(q, k, v, mask, method, dq, dk)
+    arguments = q, k, v, dout, kernels.row_statistics(lse, delta), mask, scale
+    return _begin(kernels, chosen, ordered, arguments, dq, dk, dv)
+
+
+def _choose(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, method: str, dq: Tensor | None, dk: Tensor | None
+) -> tuple[ModuleType, str, bool]:
+    """Return the kernel backend, the method, and whether the fused method must repeat its bits."""
     chosen = automatic(q, k, v, mask) if method == "auto" else method
     if chosen == "fused" and (dq is None or dk is None):
-        chosen = "split"  # only one of its two halves is wanted
-    kernels = kernels_for(q, v, chosen)
-    lines = kernels.row_statistics(lse, delta)
-    arguments = (q, k, v, dout, lines, mask, scale)
+        chosen = "split"  # the fused kernel computes both
+    ordered = method == "auto" or torch.are_deterministic_algorithms_enabled()
+    return kernels_for(q, v, chosen), chosen, ordered
+
+
+def _begin(
+    kernels: ModuleType, chosen: str, ordered: bool, arguments: tuple,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+) -> Callable[[], None]:  # fmt: skip
+    """Launch the kernels for dk and dv, and return a function that launches the kernel for dq."""
+    q, k = arguments[:2]
     if chosen == "fused":
-        ordered = method == "auto" or torch.are_deterministic_algorithms_enabled()
         _fused(kernels, arguments, dq, dk, dv, ordered)
         return lambda: None
     if dk is None:
@@ -171,9 +190,8 @@ def _head_parallel(kernels, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
         here = slice(keys.start, keys.stop)
         parts = [q.new_empty(b, len(keys), q.shape[2], x.shape[3], dtype=accumulate) for x in (dk, dv)]
         kernels.dkdv(q, k[:, here], v[:, here], dout, lines, part, scale, *parts)
-        for x, total in zip(parts, (dk[:, here], dv[:, here]), strict=True):
-            kernels.sum_heads(x, total)
-        del parts, x  # before the next ones are made
+        kernels.sum_heads(*parts, dk[:, here], dv[:, here])
+        del parts  # before the next ones are made
 
 
 @cached_plan
