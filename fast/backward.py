@@ -142,8 +142,11 @@ def gradients(
 
 
 def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: Mask, scale: float, method: str) -> None:
-    inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
-    begin_backward(inputs, k, v, mask, scale, method, dq, dk, dv)()
+    kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
+    statistics = kernels.make_row_statistics(dout, out, lse, dlse)
+    arguments = q, k, v, dout, statistics, mask, scale
+    _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
+    _launch_dq(kernels, chosen, arguments, dq)
 
 
 def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: tuple[bool, ...]) -> list:
@@ -185,23 +188,54 @@ def begin_backward(
     Between the two, a rank can start to send dk and dv. "fused" launches all at once. The results may have any strides and
     dtypes. If dq is None, or dk and dv are, no kernel runs for them.
     """
-    chosen = automatic(inputs.q, k, v, mask) if method == "auto" else method
+    dout, q, lse, delta = inputs
+    statistics = kernels_for(q, v).empty_statistics(lse)
+    given, options = (q, k, v, dout, lse, delta, statistics), (mask, scale, method)
+    replayed(_dkdv, (*given, dq, dk, dv), *options)
+    return lambda: replayed(_dq, (*given, dq, dk), *options)
+
+
+def _dkdv(q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: Mask, scale: float, method: str) -> None:
+    kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
+    arguments = q, k, v, dout, kernels.row_statistics(lse, delta, statistics), mask, scale
+    _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
+
+
+def _dq(q, k, v, dout, lse, delta, statistics, dq, dk, mask: Mask, scale: float, method: str) -> None:
+    kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
+    statistics = (
+        kernels.row_statistics(lse, delta) if statistics is None else statistics
+    )  # else `_dkdv` has written them
+    arguments = q, k, v, dout, statistics, mask, scale
+    _launch_dq(kernels, chosen, arguments, dq)
+
+
+def _choose(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, method: str, dq: Tensor | None, dk: Tensor | None
+) -> tuple[ModuleType, str]:
+    """Return the kernel backend and the method."""
+    chosen = automatic(q, k, v, mask) if method == "auto" else method
     if chosen == "fused" and (dq is None or dk is None):
-        chosen = "split"  # only one of its two halves is needed
-    kernels = kernels_for(inputs.q, v, chosen)
-    softmax_stats = kernels.row_statistics(inputs.lse, inputs.delta)
-    arguments = (inputs.q, k, v, inputs.dout, softmax_stats, mask, scale)
+        chosen = "split"  # the fused kernel computes both
+    return kernels_for(q, v, chosen), chosen
+
+
+def _launch_dkdv(kernels: ModuleType, chosen: str, method: str, arguments: tuple, dq, dk, dv) -> None:
+    """Launch the kernels for dk and dv; the fused one writes dq too."""
     if chosen == "fused":
         ordered = method == "auto" or torch.are_deterministic_algorithms_enabled()
         _fused(kernels, arguments, dq, dk, dv, ordered)
-        return lambda: None
-    if dk is None:
-        pass
-    elif chosen == "split" or inputs.q.shape[2] == k.shape[2]:
+    elif dk is None:
+        return
+    elif chosen == "split" or arguments[0].shape[2] == arguments[1].shape[2]:
         kernels.dkdv(*arguments, dk, dv)
     else:
         _head_parallel(kernels, arguments, dk, dv)
-    return (lambda: None) if dq is None else lambda: kernels.dq(*arguments, dq)
+
+
+def _launch_dq(kernels: ModuleType, chosen: str, arguments: tuple, dq: Tensor | None) -> None:
+    if dq is not None and chosen != "fused":
+        kernels.dq(*arguments, dq)
 
 
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -228,9 +262,8 @@ def _head_parallel(kernels: ModuleType, arguments: tuple, dk: Tensor, dv: Tensor
         chunk = slice(keys.start, keys.stop)
         parts = [q.new_empty(b, len(keys), q.shape[2], x.shape[3], dtype=accumulate) for x in (dk, dv)]
         kernels.dkdv(q, k[:, chunk], v[:, chunk], dout, softmax_stats, part_mask, scale, *parts)
-        for part, total in zip(parts, (dk[:, chunk], dv[:, chunk]), strict=True):
-            kernels.sum_heads(part, total)
-        del parts, part  # frees their memory before the next chunk allocates
+        kernels.sum_heads(*parts, dk[:, chunk], dv[:, chunk])
+        del parts  # frees their memory before the next chunk allocates
 
 
 @cached_plan
@@ -248,4 +281,4 @@ def _fused(kernels: ModuleType, arguments: tuple, dq: Tensor, dk: Tensor, dv: Te
     sums = dq if dq.dtype == accumulate else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
     kernels.dkdv(*arguments, dk, dv, sums.zero_(), ordered)
     if sums is not dq:
-        kernels.sum_heads(sums, dq)  # one head a group: a cast
+        kernels.sum_heads(sums, None, dq, None)  # one head a group: a cast

@@ -23,7 +23,9 @@ from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.forward import forward_kernel
-from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics  # one of the functions here
+from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_statistics
+from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
+from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
 from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, followers_wait_little, tile_schedule, untouched
 from canon.fast.kernels.launcher import capability, launch
 from canon.fast.kernels.launcher import processors as processors_of

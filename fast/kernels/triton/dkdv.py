@@ -247,29 +247,48 @@ def dkdv_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
 def sum_heads_kernel(
-    x,
-    total,
+    dk_parts,
+    dv_parts,
+    dk,
+    dv,
     tokens,
     heads,
     batch_heads,
-    x_strides,
-    total_strides,
+    dk_parts_strides,
+    dv_parts_strides,
+    dk_strides,
+    dv_strides,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,
     D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write total (b, s, g, d): the sum of each GROUP consecutive heads of x (b, s, h, d), in head order."""
+    """Write dk (b, s, g, d) and dv (b, s, g, dv): sums of each GROUP consecutive heads of the parts, in head order.
+
+    If DV is 0, only dk is summed.
+    """
     first = tl.program_id(0) // batch_heads * BM
     batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
     valid = first + tl.arange(0, BM) < tokens
-    offset = tile_offsets(x_strides, BM, D_PAD, ALIGN)
-    acc = tl.zeros([BM, D_PAD], ACC)
+    dk_offset = tile_offsets(dk_parts_strides, BM, D_PAD, ALIGN)
+    dv_offset = tile_offsets(dv_parts_strides, BM, DV_PAD, ALIGN)
+    dk_acc = tl.zeros([BM, D_PAD], ACC)
+    dv_acc = tl.zeros([BM, DV_PAD], ACC)
     for member in tl.static_range(GROUP):
-        pointer = head_pointer(x, batch, head * GROUP + member, x_strides, ALIGN)
-        acc += load_rows(pointer, offset, first, x_strides[1], valid, D, D_PAD, ALIGN)
-    total_head = head_pointer(total, batch, head, total_strides, ALIGN)
-    total_offset = tile_offsets(total_strides, BM, D_PAD, ALIGN)
-    store_rows(total_head, total_offset, first, total_strides[1], valid, acc, D, D_PAD, ALIGN)
+        dk_part = head_pointer(dk_parts, batch, head * GROUP + member, dk_parts_strides, ALIGN)
+        dk_acc += load_rows(dk_part, dk_offset, first, dk_parts_strides[1], valid, D, D_PAD, ALIGN)
+        if DV > 0:
+            dv_part = head_pointer(dv_parts, batch, head * GROUP + member, dv_parts_strides, ALIGN)
+            dv_acc += load_rows(dv_part, dv_offset, first, dv_parts_strides[1], valid, DV, DV_PAD, ALIGN)
+    dk_head, dk_offset = head_pointer(dk, batch, head, dk_strides, ALIGN), tile_offsets(dk_strides, BM, D_PAD, ALIGN)
+    store_rows(dk_head, dk_offset, first, dk_strides[1], valid, dk_acc, D, D_PAD, ALIGN)
+    if DV > 0:
+        dv_head, dv_offset = (
+            head_pointer(dv, batch, head, dv_strides, ALIGN),
+            tile_offsets(dv_strides, BM, DV_PAD, ALIGN),
+        )
+        store_rows(dv_head, dv_offset, first, dv_strides[1], valid, dv_acc, DV, DV_PAD, ALIGN)

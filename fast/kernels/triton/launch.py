@@ -67,6 +67,7 @@ def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: 
             return "head_parallel"
     return "split"
 
+
 RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t), with the same strides
 
 
@@ -98,7 +99,18 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
     run(delta_kernel, row_grid(out), ROWS, arguments, batch_heads(out), (out, dout, lse, dlse_or_any, result), options)
 
 
-def row_statistics(lse: Tensor, delta: Tensor) -> RowStatistics:
+def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStatistics:
+    """Compute delta and return `row_statistics`, in one launch. Two copies are added if the strides of lse have gaps."""
+    result = torch.empty_like(lse, dtype=accumulate_dtype(lse.dtype))
+    delta(dout, out, lse, dlse, result)
+    return row_statistics(lse, result)
+
+
+def empty_statistics(lse: Tensor) -> None:
+    """Return None: the kernels read lse and delta as they are."""
+
+
+def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
     """Return lse and delta (b, h, t) with equal strides, as `dq` and `dkdv` take them."""
     return (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
 
@@ -165,11 +177,21 @@ def refuse_atomics() -> None:
     warnings.warn(message, stacklevel=3)
 
 
-def sum_heads(x: Tensor, total: Tensor) -> None:
-    """Write total (b, s, g, d): the sum of each group of heads of x (b, s, h, d), in head order."""
-    arguments = (x, total, x.shape[1], total.shape[2])
-    options = {"GROUP": x.shape[2] // total.shape[2], **row_options(x.dtype, x, total)}
-    run(sum_heads_kernel, row_grid(total), ROWS, arguments, batch_heads(total), (x, total), options)
+def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor | None) -> None:
+    """Write dk (b, s, g, d) and dv (b, s, g, dv): sums over the heads of each group of the parts (b, s, h, ...).
+
+    Without ``dv_parts`` and ``dv`` only dk is written.
+    """
+    width = 0 if dv is None else dv.shape[-1]
+    tensors = (dk_parts, dk_parts if dv_parts is None else dv_parts, dk, dk if dv is None else dv)
+    options = {
+        "GROUP": dk_parts.shape[2] // dk.shape[2],
+        "DV": width,
+        "DV_PAD": padded(max(1, width)),
+        **row_options(dk_parts.dtype, *tensors),
+    }
+    arguments = (*tensors, dk.shape[1], dk.shape[2])
+    run(sum_heads_kernel, row_grid(dk), ROWS, arguments, batch_heads(dk), tensors, options)
 
 
 def merge(

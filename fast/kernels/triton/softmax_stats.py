@@ -12,6 +12,27 @@ import triton.language as tl
 from canon.fast.kernels.triton.blocks import head_pointer, load_rows, statistic_head_pointer, tile_offsets
 
 
+@triton.jit
+def row_dot(
+    out_head,
+    dout_head,
+    first,
+    active,
+    out_strides,
+    dout_strides,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Return rowsum(dout * out) of BM rows of one head, from row ``first`` on; 0 in rows that are not ``active``."""
+    out_offset, dout_offset = tile_offsets(out_strides, BM, D_PAD, ALIGN), tile_offsets(dout_strides, BM, D_PAD, ALIGN)
+    out_tile = load_rows(out_head, out_offset, first, out_strides[1], active, D, D_PAD, ALIGN).to(ACC)
+    dout_tile = load_rows(dout_head, dout_offset, first, dout_strides[1], active, D, D_PAD, ALIGN).to(ACC)
+    return tl.sum(out_tile * dout_tile, 1)
+
+
 @triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
 def delta_kernel(
     out,
@@ -45,10 +66,7 @@ def delta_kernel(
     active = valid & (lse_row > float("-inf"))
     out_head = head_pointer(out, batch, head, out_strides, ALIGN)
     dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
-    out_offset, dout_offset = tile_offsets(out_strides, BM, D_PAD, ALIGN), tile_offsets(dout_strides, BM, D_PAD, ALIGN)
-    out_tile = load_rows(out_head, out_offset, first, out_strides[1], active, D, D_PAD, ALIGN).to(ACC)
-    dout_tile = load_rows(dout_head, dout_offset, first, dout_strides[1], active, D, D_PAD, ALIGN).to(ACC)
-    total = tl.sum(out_tile * dout_tile, 1)
+    total = row_dot(out_head, dout_head, first, active, out_strides, dout_strides, D, D_PAD, ALIGN, ACC, BM)
     if HAS_DLSE:
         dlse_head = statistic_head_pointer(dlse, batch, head, dlse_strides)
         total -= tl.load(dlse_head + token * dlse_strides[2], mask=active, other=0.0).to(ACC)

@@ -35,7 +35,7 @@ from canon.testing import record
 from canon.testing.sass import overwritten, waits
 
 ROWS = "merge_rows", "pick_rows", "add_to_rows", "take_rows", "add_rows"  # these read a table of row indices
-NO_MMA = "delta", "sum_heads", "sum_ranks", "softmax_stats", "merge", *ROWS
+NO_MMA = "delta", "sum_heads", "sum_ranks", "softmax_stats", "delta_stats", "merge", *ROWS
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes of a CTA: CUDA Programming Guide, 16.2
 
 
@@ -184,7 +184,7 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
         "dkdv": lambda: launch.dkdv(q, k, v, dout, (lse, lse), mask, 0.1, k, v),
         "fused": lambda: launch.dkdv(q, k, v, dout, (lse, lse), mask, 0.1, k, v, wide),
         "delta": lambda: launch.delta(dout, dout, lse, lse, lse),
-        "sum_heads": lambda: launch.sum_heads(wide, k),
+        "sum_heads": lambda: launch.sum_heads(wide, dout, k, v),
         "merge": lambda: launch.merge(wide, lse, wide, lse, wide, lse),
         "merge_rows": lambda: launch.merge(wide, lse, wide, lse, wide, lse, indices),
         "pick_rows": lambda: rows.pick_rows(q, indices),
@@ -193,6 +193,7 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
         "add_rows": lambda: rows.add_rows(k, k, indices, indices, k),
         "sum_ranks": lambda: sum_ranks.sum_ranks(torch.stack([wide, wide], 1), wide),
         "softmax_stats": lambda: hopper_stats.row_statistics(lse, lse),
+        "delta_stats": lambda: hopper_stats.make_row_statistics(dout, dout, lse, lse),
     }
     calls[kernel]()
 
