@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,12 +38,23 @@ class PlanCache:
 
     def find(self, key: Hashable, make: Callable[[], R]) -> R:
         """Return the plan of ``key``. Make it if it is not in the cache."""
-        with self.lock:
-            if (entry := self.plans.get(key)) is not None:
-                self.plans.move_to_end(key)
-                return entry[0]
-        with torch.inference_mode(False):  # training may use the plan later
+        if (known := self.get(key)) is not None:
+            return known
+        # Training may use the plan later, so it is made outside inference mode, of real tensors in every dispatch mode.
+        with torch.inference_mode(False), _disable_current_modes():
             plan = make()
+        return self.put(key, plan)
+
+    def get(self, key: Hashable) -> Any:
+        """Return the plan of ``key``, or None."""
+        with self.lock:
+            if (entry := self.plans.get(key)) is None:
+                return None
+            self.plans.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: Hashable, plan: R) -> R:
+        """Keep the plan of ``key``, unless the cache has one already. Return the plan that the cache keeps."""
         size = sizes(plan) + Counter(cpu=ENTRY)
         with self.lock:
             if key in self.plans:  # another thread has made it meanwhile
@@ -86,13 +98,13 @@ def cached_plan(function: Callable[P, R]) -> Callable[P, R]:
 def sizes(plan: Any) -> Counter:
     """Return the bytes that a plan holds, by device.
 
-    The bytes of tensors, tuples and lists are counted. Another object has a tuple ``held`` of its parts, or ``nbytes`` on
-    the host.
+    The bytes of tensors, tuples and lists are counted. Another object has a tuple ``held`` of its parts, its own
+    ``nbytes`` on the host, or both.
     """
     if isinstance(plan, Tensor):
         return Counter({str(plan.device): plan.untyped_storage().nbytes()})
     if isinstance(plan, (tuple, list)):
         return sum(map(sizes, plan), Counter(cpu=56 + 8 * len(plan)))
     if isinstance(held := getattr(plan, "held", None), tuple):
-        return sizes(held)
+        return sizes(held) + Counter(cpu=int(getattr(plan, "nbytes", 0)))
     return Counter(cpu=int(getattr(plan, "nbytes", 64)))

@@ -314,7 +314,8 @@ def test_results_may_be_written_anywhere():
     with hopper():
         local.forward_into(q, k, v, mask, 0.125, out, lse)
         delta = backward.make_delta(dout, out, lse, dlse)
-        backward.begin_backward(dout, q, k, v, lse, delta, mask, 0.125, "split", dq, dk, dv)()
+        queries = backward.QueryInputs(dout, q, lse, delta)
+        backward.begin_backward(queries, k, v, mask, 0.125, "split", dq, dk, dv)()
     for name, made in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, dq, dk, dv), strict=True):
         assert torch.equal(made, getattr(expected, name)), name
 

@@ -11,6 +11,7 @@ from sharded import DEVICE
 from canon import Layout, Mask
 from canon.fast import backward, local
 from canon.fast.device import backend
+from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
 from canon.fast.kernels.triton.config import Config, forced
 from canon.testing.judge import Attended, agreement, dense, oracle
@@ -304,7 +305,7 @@ def test_auto_adds_in_order_where_that_costs_little_on_hopper(monkeypatch):
         return backward.automatic(q, k, v, Mask.causal(t), 132)
 
     assert chosen(1, 16384, 32, 32, 64) == "split", "Triton's kernel adds in any order"
-    monkeypatch.setattr(backward, "kernels_for", lambda q, v, method: "hopper")
+    monkeypatch.setattr(backward, "kernels_for", lambda q, v: hopper)
     assert chosen(1, 16384, 32, 32, 64) == "fused"
     assert chosen(0, 16384, 32, 32, 64) == "split", "nothing to do"
     assert chosen(1, 16384, 32, 8, 40) == "fused"
@@ -386,6 +387,6 @@ def test_too_little_shared_memory_names_need_and_limit():
 
 
 def test_heads_run_side_by_side_as_the_cache_allows():
-    assert launch.side_by_side(64, 8, 1 << 20) == 64
-    assert launch.side_by_side(64, 8, 16 << 20) == 16
-    assert launch.side_by_side(64, 8, 1 << 30) == 8
+    assert launch.heads_in_l2(64, 8, 1 << 20) == 64
+    assert launch.heads_in_l2(64, 8, 16 << 20) == 16
+    assert launch.heads_in_l2(64, 8, 1 << 30) == 8

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from canon import Mask, fast
 from canon.fast import attention, local
-from canon.fast.kernels import launching
+from canon.fast.kernels import launcher
 from canon.testing import process_groups
 
 GPU = torch.device("cuda", 0)
@@ -46,14 +46,14 @@ class Compiled:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(launcher, "_compiled", {})
     return Kernel()
 
 
 def test_the_second_call_of_a_kind_goes_to_what_was_compiled_for_the_first(kernel):
     x, y = torch.zeros(8), torch.zeros(8)
-    launching.launch(kernel, 3, GPU, (x, 5, 0.5), D=64, num_warps=4)
-    launching.launch(kernel, 7, GPU, (y, 5, 0.25), D=64, num_warps=4)
+    launcher.launch(kernel, 3, GPU, (x, 5, 0.5), D=64, num_warps=4)
+    launcher.launch(kernel, 7, GPU, (y, 5, 0.25), D=64, num_warps=4)
     assert kernel.compiled == 1
     first, second = kernel.launched
     assert first == (3, x, 5, 0.5, 64)
@@ -80,15 +80,15 @@ def test_another_kind_is_compiled_for_itself(kernel, other):
     call = dict(device=GPU, x=torch.zeros(8), n=5, D=64, num_warps=4)
     for changed in (call, call | other, call, call | other):
         arguments = changed["x"], changed["n"], 0.5
-        launching.launch(kernel, 1, changed["device"], arguments, D=changed["D"], num_warps=changed["num_warps"])
+        launcher.launch(kernel, 1, changed["device"], arguments, D=changed["D"], num_warps=changed["num_warps"])
     assert kernel.compiled == 2
 
 
 def test_memory_of_kinds_is_bounded(kernel, monkeypatch):
-    monkeypatch.setattr(launching, "KINDS", 4)
+    monkeypatch.setattr(launcher, "CACHE_LIMIT", 4)
     for n in range(20):
-        launching.launch(kernel, 1, GPU, (torch.zeros(8), n, 0.5), D=64)
-    assert len(launching._compiled) <= 4
+        launcher.launch(kernel, 1, GPU, (torch.zeros(8), n, 0.5), D=64)
+    assert len(launcher._compiled) <= 4
 
 
 def test_what_does_not_compile_is_asked_for_again(kernel, monkeypatch):
@@ -98,8 +98,8 @@ def test_what_does_not_compile_is_asked_for_again(kernel, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kernel, "_compile", broken)
         with pytest.raises(RuntimeError, match="shared memory"):
-            launching.launch(kernel, 1, GPU, (torch.zeros(8), 5, 0.5), D=64)
-    launching.launch(kernel, 1, GPU, (torch.zeros(8), 5, 0.5), D=64)
+            launcher.launch(kernel, 1, GPU, (torch.zeros(8), 5, 0.5), D=64)
+    launcher.launch(kernel, 1, GPU, (torch.zeros(8), 5, 0.5), D=64)
     assert kernel.compiled == 1
 
 

@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.launcher import launch
-from canon.fast.kernels.triton.blocks import line_pointer
+from canon.fast.kernels.triton import launch as portable
+from canon.fast.kernels.triton.blocks import head_pointer, statistic_head_pointer
+from canon.fast.kernels.triton.softmax_stats import row_dot
 
 TOKENS = 256  # a program
 
@@ -26,8 +28,8 @@ def softmax_stats_kernel(lse, delta, lines, tokens, padded, heads, lse_strides, 
     line = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
     here, at = token < tokens, tl.cast(token, tl.int64)
-    lse_line = line_pointer(lse, line // heads, line % heads, lse_strides)
-    delta_line = line_pointer(delta, line // heads, line % heads, delta_strides)
+    lse_line = statistic_head_pointer(lse, line // heads, line % heads, lse_strides)
+    delta_line = statistic_head_pointer(delta, line // heads, line % heads, delta_strides)
     x = tl.load(lse_line + at * lse_strides[2], mask=here, other=0.0)
     x = tl.where(x == float("-inf"), 1e30, x * 1.4426950408889634)
     start = lines + tl.cast(line, tl.int64) * 2 * padded
@@ -36,16 +38,75 @@ def softmax_stats_kernel(lse, delta, lines, tokens, padded, heads, lse_strides, 
     tl.store(start + padded + token, -y, mask=token < padded)
 
 
-def row_statistics(lse: Tensor, delta: Tensor) -> Tensor:
-    """lines (b, h, 2, padded), float32, from lse and delta (b, h, t). Raises ValueError if 32 bits do not count them."""
-    b, h, tokens = lse.shape
-    padded = -(-tokens // 4) * 4
-    if 2 * b * h * padded >= 2**31:
-        raise ValueError(f"{b} x {h} lines of {tokens} tokens are more than 32 bits count: use smaller batches")
-    lines = torch.empty(b, h, 2, padded, dtype=torch.float32, device=lse.device)
+@triton.jit(do_not_specialize=["tokens", "padded", "heads", "batch_heads"])
+def delta_stats_kernel(
+    out,
+    dout,
+    lse,
+    dlse,
+    lines,
+    tokens,
+    padded,
+    heads,
+    batch_heads,
+    out_strides,
+    dout_strides,
+    lse_strides,
+    dlse_strides,
+    HAS_DLSE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Write lines (b, h, 2, padded) with delta = rowsum(dout * out) - dlse. Fully masked rows (lse = -inf) get delta 0."""
+    first, batch_head = tl.program_id(0) // batch_heads * BM, tl.program_id(0) % batch_heads
+    batch, head = batch_head // heads, batch_head % heads
+    rows = first + tl.arange(0, BM)
+    valid, token = rows < tokens, tl.cast(rows, tl.int64)
+    lse_head = statistic_head_pointer(lse, batch, head, lse_strides)
+    lse_row = tl.load(lse_head + token * lse_strides[2], mask=valid, other=0.0)
+    active = valid & (lse_row > float("-inf"))
+    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
+    dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
+    delta = row_dot(out_head, dout_head, first, active, out_strides, dout_strides, D, D_PAD, ALIGN, ACC, BM)
+    if HAS_DLSE:
+        dlse_head = statistic_head_pointer(dlse, batch, head, dlse_strides)
+        delta -= tl.load(dlse_head + token * dlse_strides[2], mask=active, other=0.0).to(ACC)
+    start = lines + tl.cast(batch_head, tl.int64) * 2 * padded
+    lse2 = tl.where(lse_row == float("-inf"), 1e30, lse_row * 1.4426950408889634)
+    tl.store(start + rows, lse2, mask=rows < padded)
+    tl.store(start + padded + rows, -delta, mask=rows < padded)
+
+
+def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """Compute delta and return `row_statistics`, in one launch. Raises ValueError as `row_statistics` does."""
+    dout, out = map(portable.addressable, (dout, out))
+    lines, dlse_or_any = empty_statistics(lse), lse if dlse is None else dlse
+    arguments = (out, dout, lse, dlse_or_any, lines, out.shape[1], lines.shape[3], out.shape[2])
+    options = {"HAS_DLSE": dlse is not None, **portable.row_options(torch.float32, out, dout)}
+    strided, heads = (out, dout, lse, dlse_or_any), portable.batch_heads(out)
+    portable.run(delta_stats_kernel, portable.row_grid(out), portable.ROWS, arguments, heads, strided, options)
+    return lines
+
+
+def row_statistics(lse: Tensor, delta: Tensor, lines: Tensor | None = None) -> Tensor:
+    """Return row statistics (b, h, 2, padded), float32, of lse and delta (b, h, t), written into ``lines`` if given."""
+    lines = empty_statistics(lse) if lines is None else lines
+    b, h, tokens, padded = *lse.shape, lines.shape[3]
     if lines.numel():
         arguments = (lse, delta, lines, tokens, padded, h, lse.stride(), delta.stride())
         launch(
             softmax_stats_kernel, triton.cdiv(padded, TOKENS) * b * h, lse.device, arguments, TOKENS=TOKENS, num_warps=4
         )
     return lines
+
+
+def empty_statistics(lse: Tensor) -> Tensor:
+    """Return uninitialised lines (b, h, 2, padded), float32. Raises ValueError if they exceed 2^31 elements."""
+    b, h, tokens = lse.shape
+    padded = -(-tokens // 4) * 4
+    if 2 * b * h * padded >= 2**31:
+        raise ValueError(f"{b} x {h} lines of {tokens} tokens are more than 32 bits count: use smaller batches")
+    return torch.empty(b, h, 2, padded, dtype=torch.float32, device=lse.device)

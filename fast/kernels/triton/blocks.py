@@ -1,7 +1,9 @@
-"""What all kernels share: finding their work, loading tiles of rows, and comparing with a band.
+"""Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, and band masks.
 
-Addresses: a pointer to the head in 64 bits, plus the first row of the tile in 64 bits, plus offsets inside the tile
-in 32 bits. The offsets do not change in a loop, so an iteration adds one number to a pointer.
+An address is the pointer to a head, plus the start of the tile, plus offsets inside the tile. The first two are computed in
+64 bits and the offsets in 32 bits. The offsets do not change in a loop, so an iteration adds one number to a pointer.
+
+ALIGN divides every stride of a tensor except the last, in elements. Wide loads need it.
 """
 
 import triton
@@ -9,95 +11,111 @@ import triton.language as tl
 
 
 @triton.jit
-def program_work(tiles, count, heads, width):
-    """The tile and the (batch, head) of this program.
+def cta_work_tile(tiles, count, heads, l2_heads):
+    """Return (pointer to the table entry, batch, head) of this CTA's work tile.
 
-    ``width`` heads run side by side, so that what they share stays in the L2 cache; for each, longest tile first.
+    Consecutive CTAs take the same tile of ``l2_heads`` heads, so that shared tensors stay in the L2 cache. Each head starts
+    with its longest tile.
     """
     pid = tl.program_id(0)
-    batch_head = pid // (count * width) * width + pid % width
-    entry = tiles + pid % (count * width) // width * 5
+    batch_head = pid // (count * l2_heads) * l2_heads + pid % l2_heads
+    entry = tiles + pid % (count * l2_heads) // l2_heads * 5
     return entry, batch_head // heads, batch_head % heads
 
 
 @triton.jit
-def add_product(acc, a, b, PRECISION: tl.constexpr):
-    """acc + a b. Elements of more than two bytes: the product by itself first, or acc would be rounded at every term of it."""
-    if a.dtype.primitive_bitwidth > 16:  # acc + tl.dot(a, b) would be made tl.dot(a, b, acc)
+def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
+    """Return acc + a b. For operands of more than two bytes, compute a b first: else acc is rounded after each term."""
+    if a.dtype.primitive_bitwidth > 16:  # the compiler would turn acc + tl.dot(a, b) into tl.dot(a, b, acc)
         return acc - tl.dot(-a, b, input_precision=PRECISION, out_dtype=acc.dtype)
     return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 
 
 @triton.jit
-def head_pointer(x, batch, head, strides, UNIT: tl.constexpr):
-    """Where one head of x (b, t, h, d) begins. Every stride but the last is a multiple of UNIT elements."""
+def head_pointer(x, batch, head, strides, ALIGN: tl.constexpr):
+    """Return the pointer to one head of x (b, t, h, d)."""
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
-    if UNIT > 1:  # said of the product: of an argument the compiler would forget it
-        start = tl.multiple_of(start, UNIT)
+    if ALIGN > 1:  # the compiler would lose such a hint on a kernel argument
+        start = tl.multiple_of(start, ALIGN)
     return x + start
 
 
 @triton.jit
-def row_pointers(x, batch, head, rows, strides, PAD: tl.constexpr, UNIT: tl.constexpr):
-    """Where the elements of some ``rows`` (int64) of one head of x (b, t, h, d) are, PAD wide."""
-    whole = head_pointer(x, batch, head, strides, UNIT) + rows[:, None] * strides[1]
-    return whole + tl.arange(0, PAD)[None, :] * strides[3]
+def row_pointers(x, batch, head, rows, strides, PAD: tl.constexpr, ALIGN: tl.constexpr):
+    """Return pointers (rows, PAD) to the elements of the given ``rows`` (int64) of one head of x (b, t, h, d)."""
+    start = head_pointer(x, batch, head, strides, ALIGN) + rows[:, None] * strides[1]
+    return start + tl.arange(0, PAD)[None, :] * strides[3]
 
 
 @triton.jit
-def line_pointer(x, batch, head, strides):
-    """Where one head of x (b, h, t) begins."""
+def statistic_head_pointer(x, batch, head, strides):
+    """Return the pointer to one head of a row statistic x (b, h, t)."""
     return x + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
 
 
 @triton.jit
-def offsets(strides, ROWS: tl.constexpr, PAD: tl.constexpr, UNIT: tl.constexpr):
-    """Offsets inside a tile of ROWS tokens, PAD wide. Every stride but the last is a multiple of UNIT elements."""
+def statistic_pointers(pointer, first, head, strides, ROWS: tl.constexpr):
+    """Return pointers to ROWS values of a row statistic (b, h, t), from token ``first`` on.
+
+    ``head`` counts from the head that ``pointer`` points to.
+    """
+    start = tl.cast(first, tl.int64) * strides[2] + tl.cast(head, tl.int64) * strides[1]
+    return pointer + start + tl.arange(0, ROWS) * strides[2]
+
+
+@triton.jit
+def tile_offsets(strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr):
+    """Return the offsets (ROWS, PAD) inside a tile of ROWS tokens."""
     rows = tl.arange(0, ROWS)[:, None] * strides[1]
-    if UNIT > 1:
-        rows = tl.multiple_of(rows, [UNIT, UNIT])
+    if ALIGN > 1:
+        rows = tl.multiple_of(rows, [ALIGN, ALIGN])
     return rows + tl.arange(0, PAD)[None, :] * strides[3]
 
 
 @triton.jit
-def row_start(first, stride, UNIT: tl.constexpr):
-    """Where row ``first`` (or head, with that stride) begins, counted from the pointer of its head."""
+def row_start(first, stride, ALIGN: tl.constexpr):
+    """Return the offset of row (or head) ``first`` from the pointer to its head."""
     start = tl.cast(first, tl.int64) * stride
-    if UNIT > 1:
-        start = tl.multiple_of(start, UNIT)
+    if ALIGN > 1:
+        start = tl.multiple_of(start, ALIGN)
     return start
 
 
 @triton.jit
-def whole_source(x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, UNIT: tl.constexpr, TMA: tl.constexpr):
-    """What `load_whole` takes tiles of one head from: its descriptor, or a pointer and offsets."""
+def full_tile_source(
+    x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr
+):
+    """Return the source of `load_full_tile` for one head.
+
+    With TMA it is (descriptor, head, strides), without it (pointer to the head, offsets, strides).
+    """
     if TMA:
-        return x, head
+        return x, head, strides
     else:
-        return head_pointer(x, batch, head, strides, UNIT), offsets(strides, ROWS, PAD, UNIT)
+        return head_pointer(x, batch, head, strides, ALIGN), tile_offsets(strides, ROWS, PAD, ALIGN), strides
 
 
 @triton.jit
-def load_whole(
+def load_full_tile(
     source,
     batch,
     first,
     head,
-    strides,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     PAD: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """The tile that begins at row ``first``, all of whose rows exist; 0 beyond WIDTH.
+    """Return the tile (ROWS, PAD) that starts at row ``first``. All its rows must exist; columns from WIDTH on are 0.
 
-    ``head`` counts from the head that ``source`` was made for.
+    ``head`` counts from the head of ``source``.
     """
     if TMA:
         return tl.reshape(source[0].load([batch, first, source[1] + head, 0]), [ROWS, PAD])
     else:
-        x = source[0] + row_start(first, strides[1], UNIT) + row_start(head, strides[2], UNIT) + source[1]
+        strides = source[2]
+        x = source[0] + row_start(first, strides[1], ALIGN) + row_start(head, strides[2], ALIGN) + source[1]
         if WIDTH == PAD:
             return tl.load(x)
         else:
@@ -105,46 +123,37 @@ def load_whole(
 
 
 @triton.jit
-def load_some_rows(
-    pointer, offset, first, stride, inside, WIDTH: tl.constexpr, PAD: tl.constexpr, UNIT: tl.constexpr = 1
-):
-    """The tile that begins at row ``first``; 0 in rows that are not ``inside`` and beyond WIDTH."""
-    keep = inside[:, None]
+def load_rows(pointer, offset, first, stride, valid, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Return the tile that starts at row ``first``. Rows that are not ``valid`` and columns from WIDTH on are 0."""
+    keep = valid[:, None]
     if WIDTH != PAD:
         keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
-    return tl.load(pointer + row_start(first, stride, UNIT) + offset, mask=keep, other=0.0)
+    return tl.load(pointer + row_start(first, stride, ALIGN) + offset, mask=keep, other=0.0)
 
 
 @triton.jit
 def store_rows(
-    pointer, offset, first, stride, inside, x, WIDTH: tl.constexpr, PAD: tl.constexpr, UNIT: tl.constexpr = 1
+    pointer, offset, first, stride, valid, x, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1
 ):
-    """Writes the rows of a tile that are ``inside``, in the dtype of the destination."""
-    keep = inside[:, None]
+    """Write the ``valid`` rows of tile x, in the dtype of the destination."""
+    keep = valid[:, None]
     if WIDTH != PAD:
         keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
-    tl.store(pointer + row_start(first, stride, UNIT) + offset, x.to(pointer.dtype.element_ty), mask=keep)
+    tl.store(pointer + row_start(first, stride, ALIGN) + offset, x.to(pointer.dtype.element_ty), mask=keep)
 
 
 @triton.jit
-def line_rows(pointer, first, head, strides, ROWS: tl.constexpr):
-    """Addresses of ROWS numbers of a line (b, h, t), from ``first`` on; ``head`` counts from the pointer's."""
-    start = tl.cast(first, tl.int64) * strides[2] + tl.cast(head, tl.int64) * strides[1]
-    return pointer + start + tl.arange(0, ROWS) * strides[2]
-
-
-@triton.jit
-def seen_columns(span, rows):
-    """left, right of each row: it sees the columns left <= j < right of this span's band."""
-    row_start, row_stop = tl.load(span + 2), tl.load(span + 3)
+def visible_columns(span, rows):
+    """Return (left, right) of each row: in this span's band it sees the columns left <= j < right."""
+    row_first, row_stop = tl.load(span + 2), tl.load(span + 3)
     start, stop = tl.load(span + 4), tl.load(span + 5)
     left = tl.maximum(rows + tl.load(span + 6), start)
     right = tl.minimum(rows + tl.load(span + 7) + 1, stop)
-    return left, tl.where((rows >= row_start) & (rows < row_stop), right, left)
+    return left, tl.where((rows >= row_first) & (rows < row_stop), right, left)
 
 
 @triton.jit
-def seen_cells(left, right, COLUMNS: tl.constexpr):
-    """Which of the COLUMNS columns of a tile each row sees: left <= column < right."""
+def visible_mask(left, right, COLUMNS: tl.constexpr):
+    """Return a bool mask (rows, COLUMNS) of the visible columns of a tile: left <= column < right."""
     column = tl.arange(0, COLUMNS)[None, :]
     return (column >= left[:, None]) & (column < right[:, None])

@@ -1,15 +1,15 @@
-"""From tensors to kernel launches: tables, configurations, strides and grids.
+"""Launch the Triton kernels: choose work tables and configurations, and pass strides and grids.
 
-Tensors are 4-D, checked, and on one device; lse, delta are (b, h, t). What is written is given, and may hold anything
-before (but for dq of the fused method, which is added to).
+Tensors are 4-D, checked and on one device; lse and delta are (b, h, t). Results are written into given tensors, and their
+previous contents do not matter. One exception: the fused method adds to dq.
 
-**Range**, of this backend and of the Hopper kernels. Scores, scale q k, may be up to 1e7 in magnitude (6e15 in float64), and
-values up to 1e21. A query whose largest score is beyond gets NaN for out and lse: P is exp2(s scale - m), whose product a GPU
-does not round as m was rounded, so P of the largest score would be 0 or infinite. Scores far below the largest may be of any
-size. A query whose scores are all -inf counts as one that sees no key.
+**Range**, for this backend and the Gluon backend. Scores, scale q k, may be up to 1e7 in magnitude (6e15 in float64), and
+values up to 1e21. A query with a larger maximum score gets NaN for out and lse: P is exp2(s scale - m). A GPU rounds m but
+not the product in this FMA, so P of the largest score could be 0 or infinite. Scores far below the maximum may have any
+size. A query with all scores at -inf counts as a query that sees no key.
 
-**NaN and infinities** reach the tokens that see them. A product also multiplies the hidden cells of a tile by 0, and 0 times
-NaN is NaN; so they reach some tokens that share a tile, of other documents, too:
+**NaN and infinities** reach the tokens that see them. An MMA also multiplies the hidden elements of a tile by 0, and
+0 * NaN is NaN. So NaN also reaches some tokens that share a tile, even in other documents:
 
     in      out                 lse              dq                           dk                      dv
     q       its query           its query        its query                    keys of shared tiles    keys that it sees
@@ -19,8 +19,8 @@ NaN is NaN; so they reach some tokens that share a tile, of other documents, too
             shared tiles                                                      queries see
     dout    none                none             its query                    keys that it sees       keys of shared tiles
 
-A query and a key share a tile if a kernel loads both for one product. Tiles have at most 256 rows and columns. So a key
-shares tiles with queries fewer than 256 tokens from one that sees a key fewer than 256 tokens from it, and with no other.
+A query and a key share a tile if one MMA loads both. Tiles have at most 256 rows and columns. So a key shares tiles only with
+queries fewer than 256 tokens from some query i, where i sees a key fewer than 256 tokens from this key.
 """
 
 import warnings
@@ -35,68 +35,99 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from canon.fast.kernels.gluon.tile_scheduler import unevenness
 from canon.fast.kernels.launcher import launch
-from canon.fast.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel, sum_heads_kernel
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
+from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
+from canon.fast.kernels.triton.dq import dq_kernel
 from canon.fast.kernels.triton.forward import forward_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
+from canon.fast.kernels.triton.softmax_stats import delta_kernel
 from canon.fast.tiles import WorkTable, work_table
 from canon.reference.checks import accumulate_dtype
 from canon.reference.mask import Mask
 
 LOG2E = 1.4426950408889634
-L2_BYTES = 32 << 20  # what heads that run side by side may read again and again; caches hold 40 to 60 MB
-ROWS = Config(32, 1, 4, 1)  # of the kernels without products: tokens a program
+L2_BYTES = 32 << 20  # budget for tensors that concurrent heads read repeatedly; L2 caches hold 40 to 60 MB
+ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` is the tokens of a CTA
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
+COUNTED_TILE = 128, 64  # keys x queries: `choose_method` counts the work of dk and dv in tiles of this size
+
+
+def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
+    """Return the backward method for "auto": "head_parallel" where "split" would leave SMs idle, else "split".
+
+    "head_parallel" has an owner of dk and dv for each query head, "split" for each key head. It is chosen if the busiest SM
+    has over a quarter more work under "split". "fused" is never chosen: this backend adds to dq in any order.
+    """
+    b, h, g = q.shape[0], q.shape[2], k.shape[2]
+    if h > g:
+        split = unevenness(mask, *COUNTED_TILE, b * g, h // g, multiprocessors)
+        if split > 1.25 * unevenness(mask, *COUNTED_TILE, b * h, 1, multiprocessors):
+            return "head_parallel"
+    return "split"
+
+
+RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t), with the same strides
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
-    """Writes out (b, t, h, dv) and lse (b, h, t)."""
+    """Write out (b, t, h, dv) and lse (b, h, t)."""
     q, k, v = map(addressable, (q, k, v))
     config, table = plan("forward", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
-    sign = 0 if vanishes(scale, q.dtype) else -1 if scale < 0 else 1  # goes to q
+    sign = 0 if vanishes(scale, q.dtype) else -1 if scale < 0 else 1  # the kernel applies it to q
     base2_scale = (abs(scale) if sign else 1.0) * LOG2E
-    tensors = (q, k, v, source(k, config), source(v, config), out, lse)
+    tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
     arguments = (*tensors, table.tiles, table.spans, base2_scale, len(table), q.shape[2])
-    options = {"SIGN": sign, "GROUP": group, **product_options(config, q, v, k, out)}
-    width = side_by_side(batch_heads(q), group, bytes_each_head(k, v))
-    run(forward_kernel, len(table) * batch_heads(q), config, arguments, width, (q, k, v, out, lse), options)
+    options = {"SIGN": sign, "GROUP": group, **mma_options(config, q, v, k, out)}
+    l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
+    run(forward_kernel, len(table) * batch_heads(q), config, arguments, l2_heads, (q, k, v, out, lse), options)
 
 
 def vanishes(scale: float, dtype: torch.dtype) -> bool:
-    """Whether the kernels' dtype takes the scale for 0: then -inf, the score of a hidden cell, would become NaN."""
+    """Return whether the scale rounds to 0 in the kernels. Then the score -inf of a hidden element would become NaN."""
     return abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150)
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:
-    """Writes result (b, h, t) = rowsum(dout * out) - dlse, 0 where lse is -inf."""
+    """Write result (b, h, t) = rowsum(dout * out) - dlse, and 0 where lse is -inf."""
     dout, out = map(addressable, (dout, out))
-    other = lse if dlse is None else dlse
-    arguments = (out, dout, lse, other, result, out.shape[1], out.shape[2])
-    options = {"HAS_DLSE": dlse is not None, **line_options(result.dtype, out, dout)}
-    run(delta_kernel, programs(out), ROWS, arguments, batch_heads(out), (out, dout, lse, other, result), options)
+    dlse_or_any = lse if dlse is None else dlse
+    arguments = (out, dout, lse, dlse_or_any, result, out.shape[1], out.shape[2])
+    options = {"HAS_DLSE": dlse is not None, **row_options(result.dtype, out, dout)}
+    run(delta_kernel, row_grid(out), ROWS, arguments, batch_heads(out), (out, dout, lse, dlse_or_any, result), options)
 
 
-Lines = tuple[Tensor, Tensor]
+def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStatistics:
+    """Compute delta and return `row_statistics`, in one launch. Two copies are added if the strides of lse have gaps."""
+    result = torch.empty_like(lse, dtype=accumulate_dtype(lse.dtype))
+    delta(dout, out, lse, dlse, result)
+    return row_statistics(lse, result)
 
 
-def row_statistics(lse: Tensor, delta: Tensor) -> Lines:
-    """lse and delta (b, h, t) as `dq` and `dkdv` want them: strided alike."""
+def empty_statistics(lse: Tensor) -> None:
+    """Return None: the kernels read lse and delta as they are."""
+
+
+def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
+    """Return lse and delta (b, h, t) with equal strides, as `dq` and `dkdv` take them."""
     return (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
 
 
-def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lines: Lines, mask: Mask, scale: float, dq: Tensor) -> None:
-    """Writes dq (b, t, h, d)."""
+def dq(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: Mask, scale: float, dq: Tensor
+) -> None:
+    """Write dq (b, t, h, d)."""
     q, k, v, dout = map(addressable, (q, k, v, dout))
-    lse, delta = lines
+    lse, delta = statistics
     config, table = plan("dq", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
-    tensors = (q, k, v, source(k, config), source(v, config), dout, lse, delta, dq)
+    tensors = (q, k, v, tile_source(k, config), tile_source(v, config), dout, lse, delta, dq)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table), q.shape[2])
-    options = {"GROUP": group, **product_options(config, q, v, k, dout, dq)}
-    width = side_by_side(batch_heads(q), group, bytes_each_head(k, v))
-    run(dq_kernel, len(table) * batch_heads(q), config, arguments, width, (q, k, v, dout, lse, dq), options)
+    options = {"GROUP": group, **mma_options(config, q, v, k, dout, dq)}
+    l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
+    run(dq_kernel, len(table) * batch_heads(q), config, arguments, l2_heads, (q, k, v, dout, lse, dq), options)
 
 
 def dkdv(
@@ -104,7 +135,7 @@ def dkdv(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lines: Lines,
+    statistics: RowStatistics,
     mask: Mask,
     scale: float,
     dk: Tensor,
@@ -112,49 +143,55 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Writes dk (b, s, o, d) and dv (b, s, o, dv); o, the owners, are the key heads, or the query heads.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv). The o owners are the key heads or the query heads.
 
-    With ``dq`` (b, t, h, d), in the accumulation dtype, adds to it by atomics: the fused method. If that is to be ``ordered``
-    it raises RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
+    With ``dq`` (b, t, h, d), in the accumulation dtype, also add to it by atomics: the fused method. ``ordered`` requests
+    repeatable bits, which atomics do not give. It raises RuntimeError, or warns under
+    `torch.use_deterministic_algorithms(True, warn_only=True)`.
     """
     if ordered:
-        told = 'backward="fused" adds to dq in any order but on Hopper, and torch.use_deterministic_algorithms(True) was called'
-        if not torch.is_deterministic_algorithms_warn_only_enabled():
-            raise RuntimeError(f'{told}: use "split" or "head_parallel"')
-        warnings.warn(told, stacklevel=2)
+        refuse_atomics()
     q, k, v, dout = map(addressable, (q, k, v, dout))
-    lse, delta = lines
+    lse, delta = statistics
     config, table = plan("dkdv" if dq is None else "fused", q, v, mask, q, dout)
     heads = q.shape[2] // dk.shape[2]  # query heads of an owner
-    any_dq = dk if dq is None else dq
-    tensors = (q, k, v, dout, source(q, config), source(dout, config), lse, delta, any_dq, dk, dv)
+    dq_or_any = dk if dq is None else dq
+    tensors = (q, k, v, dout, tile_source(q, config), tile_source(dout, config), lse, delta, dq_or_any, dk, dv)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table), dk.shape[2])
-    options: dict = {
-        "FUSED": dq is not None,
-        "GROUP": q.shape[2] // k.shape[2],
-        "HEADS": heads,
-    }
-    options |= product_options(config, q, v, k, dout, any_dq, dk, dv)
-    width = side_by_side(batch_heads(dk), 1, heads * bytes_each_head(q, dout))
-    strided = (q, k, v, dout, lse, any_dq, dk, dv)
-    for made in [(True, False), (False, True)] if config.apart else [(True, True)]:
-        options |= {"MAKE_DK": made[0], "MAKE_DV": made[1]}
-        run(dkdv_kernel, len(table) * batch_heads(dk), config, arguments, width, strided, options)
+    options: dict = {"FUSED": dq is not None, "GROUP": q.shape[2] // k.shape[2], "HEADS": heads}
+    options |= mma_options(config, q, v, k, dout, dq_or_any, dk, dv)
+    l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
+    strided = (q, k, v, dout, lse, dq_or_any, dk, dv)
+    for make_dk, make_dv in [(True, False), (False, True)] if config.apart else [(True, True)]:
+        options |= {"MAKE_DK": make_dk, "MAKE_DV": make_dv}
+        run(dkdv_kernel, len(table) * batch_heads(dk), config, arguments, l2_heads, strided, options)
 
 
-def sum_heads(x: Tensor, total: Tensor) -> None:
-    """Writes total (b, s, g, d) = the sum of each group of heads of x (b, s, h, d), first to last."""
-    group = x.shape[2] // total.shape[2]
-    arguments = (x, total, x.shape[1], total.shape[2])
-    run(
-        sum_heads_kernel,
-        programs(total),
-        ROWS,
-        arguments,
-        batch_heads(total),
-        (x, total),
-        {"GROUP": group, **line_options(x.dtype, x, total)},
+def refuse_atomics() -> None:
+    """Raise RuntimeError, or warn if PyTorch's deterministic mode only warns."""
+    message = (
+        'backward="fused" adds to dq in any order except on Hopper, but torch.use_deterministic_algorithms(True) is set'
     )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(f'{message}: use "split" or "head_parallel"')
+    warnings.warn(message, stacklevel=3)
+
+
+def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor | None) -> None:
+    """Write dk (b, s, g, d) and dv (b, s, g, dv): sums over the heads of each group of the parts (b, s, h, ...).
+
+    Without ``dv_parts`` and ``dv`` only dk is written.
+    """
+    width = 0 if dv is None else dv.shape[-1]
+    tensors = (dk_parts, dk_parts if dv_parts is None else dv_parts, dk, dk if dv is None else dv)
+    options = {
+        "GROUP": dk_parts.shape[2] // dk.shape[2],
+        "DV": width,
+        "DV_PAD": padded(max(1, width)),
+        **row_options(dk_parts.dtype, *tensors),
+    }
+    arguments = (*tensors, dk.shape[1], dk.shape[2])
+    run(sum_heads_kernel, row_grid(dk), ROWS, arguments, batch_heads(dk), tensors, options)
 
 
 def merge(
@@ -166,55 +203,54 @@ def merge(
     new_lse: Tensor,
     rows: Tensor | None = None,
 ) -> None:
-    """Writes new_out (b, t, h, dv), new_lse (b, h, t): the merge of two parts. They may be out and lse themselves.
+    """Write new_out (b, t, h, dv) and new_lse (b, h, t): the merge of two parts. They may be out and lse.
 
-    ``rows`` (int64, each once): of these tokens alone, which are all that the other part has.
+    If ``rows`` (int64, without repetitions) is given, the other part has these tokens only, and only they are merged.
     """
     out, other_out = map(addressable, (out, other_out))
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     table = other_lse if rows is None else rows
-    options = line_options(accumulate_dtype(new_lse.dtype), out, other_out, new_out) | {"INDEXED": rows is not None}
+    options = row_options(accumulate_dtype(new_lse.dtype), out, other_out, new_out) | {"INDEXED": rows is not None}
     arguments = (*tensors, table, other_out.shape[1], out.shape[2])
-    run(merge_kernel, programs(other_out), ROWS, arguments, batch_heads(out), tensors, options)
+    run(merge_kernel, row_grid(other_out), ROWS, arguments, batch_heads(out), tensors, options)
 
 
-def run(kernel, programs, config, arguments, width, strided, options) -> None:
-    """Launches ``programs`` of a kernel: its arguments, then the width of the grid, then the strides of ``strided``.
+def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
+    """Launch ``ctas`` CTAs of a kernel with its arguments, then ``l2_heads``, then the strides of the ``strided`` tensors.
 
-    Raises ValueError if the device has too little shared memory after all.
+    Raises ValueError if a written tensor exceeds 32-bit offsets, or if the device has too little shared memory.
     """
-    if not programs:
+    if not ctas:
         return
     for x in strided:
-        if x.ndim == 4 and _reach(x) >= 2**31:  # what is read was made `addressable`: this is written
+        if x.ndim == 4 and _tile_extent(x) >= 2**31:  # read tensors are `addressable`, so this one is written
             raise ValueError(
-                f"strides {x.stride()} are too wide for {kernel.__name__}, which counts in 32 bits in a tile"
+                f"strides {x.stride()} are too wide for {kernel.__name__}: offsets inside a tile must fit into 32 bits"
             )
-    arguments = (*arguments, width, *(x.stride() for x in strided))
+    arguments = (*arguments, l2_heads, *(x.stride() for x in strided))
     options = {**options, "num_warps": config.warps, "num_stages": config.stages}
     try:
-        launch(kernel, programs, strided[0].device, arguments, **options)
+        launch(kernel, ctas, strided[0].device, arguments, **options)
     except OutOfResources as error:
         raise ValueError(
-            f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "
+            f"{kernel.__name__} with {config} needs {error.required} of {error.name}, but this device has {error.limit}: "
             "use a narrower dtype or canon.reference"
         ) from error
 
 
-# ------------------------------------------------------------------ what kernels are told at compile time
-def product_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
-    """Constants of the kernels with matrix products."""
+# ------------------------------------------------------------------ compile-time constants
+def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
+    """Return the constants of the kernels with MMAs."""
     d_pad, dv_pad = pads(q, v)
+    tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "D": q.shape[-1],
         "DV": v.shape[-1],
         "D_PAD": d_pad,
         "DV_PAD": dv_pad,
-        "UNIT": unit(q, v, *others),
+        "ALIGN": stride_divisor(q, v, *others),
         "ACC": triton_dtype(accumulate_dtype(q.dtype)),
-        "PRECISION": "tf32"
-        if q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        else "ieee",
+        "PRECISION": "tf32" if tf32 else "ieee",
         "TMA": config.tma,
         "PARTIAL_STAGES": config.partial_stages,
         "BM": config.rows,
@@ -223,37 +259,38 @@ def product_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> di
     }
 
 
-def line_options(accumulate: torch.dtype, *tensors: Tensor) -> dict:
-    """Constants of the kernels without."""
+def row_options(accumulate: torch.dtype, *tensors: Tensor) -> dict:
+    """Return the constants of the kernels without MMAs."""
     width = tensors[0].shape[-1]
     return {
         "D": width,
         "D_PAD": padded(width),
-        "UNIT": unit(*tensors),
+        "ALIGN": stride_divisor(*tensors),
         "ACC": triton_dtype(accumulate),
         "BM": ROWS.rows,
     }
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """float32 or float64 as Triton names them."""
+    """Return Triton's float32 or float64."""
     return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
 
 
 def padded(width: int) -> int:
-    """The next power of two, at least 16: the least that a matrix product takes."""
+    """Return the next power of two, at least 16, the smallest MMA size."""
     return max(16, triton.next_power_of_2(width))
 
 
 def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """Both widths, padded."""
+    """Return the padded widths of q and v."""
     return padded(q.shape[-1]), padded(v.shape[-1])
 
 
-def unit(*tensors: Tensor) -> int:
-    """What divides every stride but the last: 8, 4, 2 elements or 1; it decides how wide loads may be.
+def stride_divisor(*tensors: Tensor) -> int:
+    """Return 8, 4, 2 or 1: the greatest of them that divides every stride except the last, in elements.
 
-    Multiples of 16 Triton finds by itself: then 1, so that nothing is compiled twice.
+    It limits the width of loads. Return 1 if 16 divides them all: Triton detects that itself, and a second value would only
+    compile the kernel twice.
     """
     divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
     return 1 if divisor == 16 else divisor
@@ -261,47 +298,50 @@ def unit(*tensors: Tensor) -> int:
 
 # ------------------------------------------------------------------ grids and addresses
 def batch_heads(x: Tensor) -> int:
-    """Batches times heads of x (b, t, h, d)."""
+    """Return the number of batches times heads of x (b, t, h, d)."""
     return x.shape[0] * x.shape[2]
 
 
-def programs(x: Tensor) -> int:
-    """How many programs of ROWS tokens each x (b, t, h, d) makes."""
+def row_grid(x: Tensor) -> int:
+    """Return the number of CTAs for x (b, t, h, d), each with ROWS tokens of one head."""
     return -(-x.shape[1] // ROWS.rows) * batch_heads(x)
 
 
-def bytes_each_head(*tensors: Tensor) -> int:
-    """What one head of these (b, t, h, d) holds."""
+def head_bytes(*tensors: Tensor) -> int:
+    """Return the bytes of one head of all these tensors (b, t, h, d) together."""
     return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
 
 
 @lru_cache
-def side_by_side(lines: int, group: int, bytes_each: int) -> int:
-    """How many of the ``lines`` run side by side: whole groups, a divisor, and what they read fits the L2 cache."""
-    groups = lines // group
+def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
+    """Return how many of ``count`` heads run at a time: a divisor of whole groups, small enough for the L2 cache.
+
+    ``bytes_each`` is the memory that the heads of one group read repeatedly.
+    """
+    groups = count // group
     fitting = [n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * bytes_each <= L2_BYTES)]
     return group * max(fitting, default=1)
 
 
 def plan(kernel: str, q: Tensor, v: Tensor, mask: Mask, *visited: Tensor) -> tuple[Config, WorkTable]:
-    """Configuration and table of a kernel that visits tiles of ``visited``."""
+    """Return the configuration and work table of a kernel that visits tiles of the ``visited`` tensors."""
     describable = all(map(has_descriptor, visited))
     config = choose(kernel, *pads(q, v), q.element_size(), q.device, describable)
-    if config.tma and not describable:  # only where it was forced
+    if config.tma and not describable:  # only if `forced` chose it
         config = replace(config, tma=False)
     transposed = kernel in ("dkdv", "fused")
     return config, work_table(mask, config.rows, config.columns, config.partial_columns, transposed, q.device)
 
 
-def source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
-    """What a kernel loads tiles of x (b, t, h, d) from: x, or its descriptor."""
+def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
+    """Return the kernel argument to load full tiles of x (b, t, h, d) from: a descriptor if ``config.tma``, else x."""
     if not config.tma:
         return x
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, config.columns, 1, x.shape[3]])
 
 
 def has_descriptor(x: Tensor) -> bool:
-    """Whether the hardware can load tiles of x by itself: sizes, strides and alignment fit a descriptor."""
+    """Return whether TMA can load tiles of x: its sizes, strides and alignment fit a descriptor."""
     strides = [stride * x.element_size() for stride in x.stride()[:-1]]
     return (
         (x.device.type == "cpu" or is_hopper(x.device))
@@ -314,10 +354,10 @@ def has_descriptor(x: Tensor) -> bool:
 
 
 def addressable(x: Tensor) -> Tensor:
-    """x, or a contiguous copy if the offsets inside one tile could leave 32 bits."""
-    return x if _reach(x) < 2**31 else x.contiguous()
+    """Return x, or a contiguous copy if offsets inside a tile may exceed 32 bits."""
+    return x if _tile_extent(x) < 2**31 else x.contiguous()
 
 
-def _reach(x: Tensor) -> int:
-    """How far offsets inside a tile of x (b, t, h, d) may go: no tile has more rows, or is wider, than 256."""
+def _tile_extent(x: Tensor) -> int:
+    """Return a bound on offsets inside a tile of x (b, t, h, d): no tile has more than 256 rows or columns."""
     return 256 * (x.stride(1) + x.stride(3))

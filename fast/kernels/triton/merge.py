@@ -1,11 +1,11 @@
-"""The merge kernel: attention over two disjoint parts of the keys becomes one, in a single pass over memory.
+"""The merge kernel: combine attention over two disjoint sets of keys in one pass over memory.
 
     lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse') other_out
 
-Each element is read and written once, and out may be written in place: a ring's running result costs
-3 x 4 bytes of traffic per float32 element and hop.
+Each element is read and written once, and out may be updated in place. One merge moves 3 x 4 bytes for each float32
+element of out.
 
-Source: FlashAttention-2 (Tri Dao, 2023), section 2.3.1.
+Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2307.08691).
 """
 
 import triton
@@ -13,15 +13,15 @@ import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
     head_pointer,
-    line_pointer,
-    load_some_rows,
-    offsets,
+    load_rows,
     row_pointers,
+    statistic_head_pointer,
     store_rows,
+    tile_offsets,
 )
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "lines"])
+@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
 def merge_kernel(
     out,
     lse,
@@ -32,7 +32,7 @@ def merge_kernel(
     table,
     tokens,
     heads,
-    lines,
+    batch_heads,
     out_strides,
     lse_strides,
     other_out_strides,
@@ -41,53 +41,52 @@ def merge_kernel(
     new_lse_strides,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     BM: tl.constexpr,
     INDEXED: tl.constexpr,
 ):
-    """new_out (b, t, h, dv) and new_lse (b, h, t); a part with lse -inf has no weight and its out is not read.
+    """Write new_out (b, t, h, dv) and new_lse (b, h, t). The out of a part is not read where its lse is -inf.
 
-    INDEXED: the other part is of ``tokens`` rows of out alone, which stand in ``table`` (int64); the rest is left as it is.
+    INDEXED: row i of the other part belongs to token ``table[i]`` (int64), i < ``tokens``. Other tokens are left unchanged.
     """
-    first = tl.program_id(0) // lines * BM
-    batch, head = tl.program_id(0) % lines // heads, tl.program_id(0) % lines % heads
+    first = tl.program_id(0) // batch_heads * BM
+    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
     rows = first + tl.arange(0, BM)
-    here, other_line = rows < tokens, tl.cast(rows, tl.int64)
-    line = tl.load(table + rows, mask=here, other=0) if INDEXED else other_line
-    a = tl.load(line_pointer(lse, batch, head, lse_strides) + line * lse_strides[2], mask=here, other=0.0)
-    other = line_pointer(other_lse, batch, head, other_lse_strides)
-    b = tl.load(other + other_line * other_lse_strides[2], mask=here, other=0.0)
+    valid, other_token = rows < tokens, tl.cast(rows, tl.int64)
+    token = tl.load(table + rows, mask=valid, other=0) if INDEXED else other_token
+    lse_head = statistic_head_pointer(lse, batch, head, lse_strides)
+    a = tl.load(lse_head + token * lse_strides[2], mask=valid, other=0.0)
+    other_lse_head = statistic_head_pointer(other_lse, batch, head, other_lse_strides)
+    b = tl.load(other_lse_head + other_token * other_lse_strides[2], mask=valid, other=0.0)
     a, b = a.to(ACC), b.to(ACC)
-    a_blind, b_blind = a == float("-inf"), b == float("-inf")
+    a_masked, b_masked = a == float("-inf"), b == float("-inf")
     top = tl.maximum(a, b)
-    top = tl.where(a_blind & b_blind, 0.0, top)
+    top = tl.where(a_masked & b_masked, 0.0, top)
     a_weight, b_weight = tl.exp(a - top), tl.exp(b - top)
     total = a_weight + b_weight
-    merged = tl.where(a_blind & b_blind, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
+    merged = tl.where(a_masked & b_masked, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
     total = tl.where(total == 0.0, 1.0, total)
 
-    y = head_pointer(other_out, batch, head, other_out_strides, UNIT)
-    inside = tl.arange(0, D_PAD)[None, :] < D
+    other_head = head_pointer(other_out, batch, head, other_out_strides, ALIGN)
+    in_width = tl.arange(0, D_PAD)[None, :] < D
     if INDEXED:
-        x = row_pointers(out, batch, head, line, out_strides, D_PAD, UNIT)
-        x = tl.load(x, mask=(here & (a_blind == 0))[:, None] & inside, other=0.0)
+        x = row_pointers(out, batch, head, token, out_strides, D_PAD, ALIGN)
+        x = tl.load(x, mask=(valid & (a_masked == 0))[:, None] & in_width, other=0.0)
     else:
-        x = head_pointer(out, batch, head, out_strides, UNIT)
-        x = load_some_rows(
-            x, offsets(out_strides, BM, D_PAD, UNIT), first, out_strides[1], here & (a_blind == 0), D, D_PAD, UNIT
-        )
-    y = load_some_rows(
-        y, offsets(other_out_strides, BM, D_PAD, UNIT), first, other_out_strides[1], here & (b_blind == 0), D, D_PAD
-    )
+        out_head = head_pointer(out, batch, head, out_strides, ALIGN)
+        offset = tile_offsets(out_strides, BM, D_PAD, ALIGN)
+        x = load_rows(out_head, offset, first, out_strides[1], valid & (a_masked == 0), D, D_PAD, ALIGN)
+    offset = tile_offsets(other_out_strides, BM, D_PAD, ALIGN)
+    y = load_rows(other_head, offset, first, other_out_strides[1], valid & (b_masked == 0), D, D_PAD)
     both = x.to(ACC) * (a_weight / total)[:, None] + y.to(ACC) * (b_weight / total)[:, None]
     if INDEXED:
-        target = row_pointers(new_out, batch, head, line, new_out_strides, D_PAD, UNIT)
-        tl.store(target, both.to(new_out.dtype.element_ty), mask=here[:, None] & inside)
+        target = row_pointers(new_out, batch, head, token, new_out_strides, D_PAD, ALIGN)
+        tl.store(target, both.to(new_out.dtype.element_ty), mask=valid[:, None] & in_width)
     else:
-        new_head = head_pointer(new_out, batch, head, new_out_strides, UNIT)
-        store_rows(
-            new_head, offsets(new_out_strides, BM, D_PAD, UNIT), first, new_out_strides[1], here, both, D, D_PAD, UNIT
-        )
-    tl.debug_barrier()  # new_lse may be lse: one warp writes all rows', which the others must have read by then
-    tl.store(line_pointer(new_lse, batch, head, new_lse_strides) + line * new_lse_strides[2], merged, mask=here)
+        new_head = head_pointer(new_out, batch, head, new_out_strides, ALIGN)
+        offset = tile_offsets(new_out_strides, BM, D_PAD, ALIGN)
+        store_rows(new_head, offset, first, new_out_strides[1], valid, both, D, D_PAD, ALIGN)
+    tl.debug_barrier()  # new_lse may be lse: one warp writes the values of all rows, so all warps must have read them
+    new_lse_head = statistic_head_pointer(new_lse, batch, head, new_lse_strides)
+    tl.store(new_lse_head + token * new_lse_strides[2], merged, mask=valid)

@@ -1,8 +1,8 @@
-"""Rows by a table: those that travel, and those that a step computes.
+"""Gather, scatter and sum rows (tokens) by an index table.
 
-`take_rows` reads each row of K and V that is sent, and writes it once. `add_rows` reads each row and all that came for it,
-in the table's order, and writes the sum once: one fixed order, no atomics, the same bits every time. `pick_rows` and
-`add_to_rows` read and write the rows of a table alone, each once.
+`take_rows` gathers the rows of K and V that a group cast sends. `add_rows` adds all received rows to their tokens for a group
+reduce. It reads each row once, adds in the order of the table and uses no atomics, so it repeats its bits. `pick_rows`
+and `add_to_rows` gather and update the rows of a table.
 """
 
 import triton
@@ -14,7 +14,7 @@ from canon.fast.kernels.triton.blocks import row_pointers
 from canon.reference.checks import accumulate_dtype
 
 
-@triton.jit(do_not_specialize=["count", "heads", "lines"])
+@triton.jit(do_not_specialize=["count", "heads", "batch_heads"])
 def take_rows_kernel(
     k,
     v,
@@ -22,7 +22,7 @@ def take_rows_kernel(
     out,
     count,
     heads,
-    lines,
+    batch_heads,
     k_strides,
     v_strides,
     out_strides,
@@ -30,53 +30,54 @@ def take_rows_kernel(
     DV: tl.constexpr,
     D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """out[:, i] (b, n, g, d + dv) = k[:, rows[i]] beside v[:, rows[i]]."""
-    place = tl.program_id(0) // lines * BM + tl.arange(0, BM)
-    batch, head = tl.program_id(0) % lines // heads, tl.program_id(0) % lines % heads
-    here = place < count
-    row, to = tl.load(rows + place, mask=here, other=0), tl.cast(place, tl.int64)
-    keep = here[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
-    some = tl.load(row_pointers(k, batch, head, row, k_strides, D_PAD, UNIT), mask=keep, other=0.0)
-    tl.store(row_pointers(out, batch, head, to, out_strides, D_PAD, UNIT), some, mask=keep)
-    keep = here[:, None] & (tl.arange(0, DV_PAD)[None, :] < DV)
-    some = tl.load(row_pointers(v, batch, head, row, v_strides, DV_PAD, UNIT), mask=keep, other=0.0)
-    tl.store(row_pointers(out, batch, head, to, out_strides, DV_PAD, UNIT) + D, some, mask=keep)
+    """Write out[:, i] (b, n, g, d + dv) = concat(k[:, rows[i]], v[:, rows[i]])."""
+    index = tl.program_id(0) // batch_heads * BM + tl.arange(0, BM)
+    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    valid = index < count
+    row, target = tl.load(rows + index, mask=valid, other=0), tl.cast(index, tl.int64)
+    keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
+    values = tl.load(row_pointers(k, batch, head, row, k_strides, D_PAD, ALIGN), mask=keep, other=0.0)
+    tl.store(row_pointers(out, batch, head, target, out_strides, D_PAD, ALIGN), values, mask=keep)
+    keep = valid[:, None] & (tl.arange(0, DV_PAD)[None, :] < DV)
+    values = tl.load(row_pointers(v, batch, head, row, v_strides, DV_PAD, ALIGN), mask=keep, other=0.0)
+    tl.store(row_pointers(out, batch, head, target, out_strides, DV_PAD, ALIGN) + D, values, mask=keep)
 
 
-@triton.jit(do_not_specialize=["count", "heads", "lines"])
+@triton.jit(do_not_specialize=["count", "heads", "batch_heads"])
 def row_kernel(
     x,
     part,
     rows,
     count,
     heads,
-    lines,
+    batch_heads,
     x_strides,
     part_strides,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     BM: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """part[:, i] (b, n, h, d) = x[:, rows[i]]; or, ADD, x[:, rows[i]] += part[:, i]."""
-    place = tl.program_id(0) // lines * BM + tl.arange(0, BM)
-    batch, head = tl.program_id(0) % lines // heads, tl.program_id(0) % lines % heads
-    here = place < count
-    keep = here[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
-    whole = row_pointers(x, batch, head, tl.load(rows + place, mask=here, other=0), x_strides, D_PAD, UNIT)
-    picked = row_pointers(part, batch, head, tl.cast(place, tl.int64), part_strides, D_PAD, UNIT)
-    values = tl.load(whole, mask=keep, other=0.0)
+    """Write part[:, i] (b, n, h, d) = x[:, rows[i]]. With ADD, update x[:, rows[i]] += part[:, i]."""
+    index = tl.program_id(0) // batch_heads * BM + tl.arange(0, BM)
+    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    valid = index < count
+    keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
+    row = tl.load(rows + index, mask=valid, other=0)
+    x_rows = row_pointers(x, batch, head, row, x_strides, D_PAD, ALIGN)
+    part_rows = row_pointers(part, batch, head, tl.cast(index, tl.int64), part_strides, D_PAD, ALIGN)
+    values = tl.load(x_rows, mask=keep, other=0.0)
     if ADD:
-        tl.store(whole, values + tl.load(picked, mask=keep, other=0.0), mask=keep)
+        tl.store(x_rows, values + tl.load(part_rows, mask=keep, other=0.0), mask=keep)
     else:
-        tl.store(picked, values, mask=keep)
+        tl.store(part_rows, values, mask=keep)
 
 
-@triton.jit(do_not_specialize=["count", "heads", "lines"])
+@triton.jit(do_not_specialize=["count", "heads", "batch_heads"])
 def add_rows_kernel(
     x,
     received,
@@ -85,80 +86,78 @@ def add_rows_kernel(
     total,
     count,
     heads,
-    lines,
+    batch_heads,
     x_strides,
     received_strides,
     total_strides,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """total[:, i] (b, t, g, d) = x[:, i] + the sum of received[:, places[j]] over first[i] <= j < first[i + 1], in order."""
-    row = tl.program_id(0) // lines * BM + tl.arange(0, BM)
-    batch, head = tl.program_id(0) % lines // heads, tl.program_id(0) % lines % heads
-    here, line = row < count, tl.cast(row, tl.int64)
-    begin = tl.load(first + row, mask=here, other=0)
-    number = tl.load(first + row + 1, mask=here, other=0) - begin
-    keep = here[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
-    acc = tl.load(row_pointers(x, batch, head, line, x_strides, D_PAD, UNIT), mask=keep, other=0.0).to(ACC)
+    """Write total[:, i] (b, t, g, d): x[:, i] plus received[:, places[j]] for first[i] <= j < first[i + 1], in order."""
+    row = tl.program_id(0) // batch_heads * BM + tl.arange(0, BM)
+    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    valid, token = row < count, tl.cast(row, tl.int64)
+    begin = tl.load(first + row, mask=valid, other=0)
+    number = tl.load(first + row + 1, mask=valid, other=0) - begin
+    keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
+    acc = tl.load(row_pointers(x, batch, head, token, x_strides, D_PAD, ALIGN), mask=keep, other=0.0).to(ACC)
     for i in range(0, tl.max(number, 0)):
         more = i < number
         place = tl.load(places + begin + i, mask=more, other=0)
-        some = row_pointers(received, batch, head, place, received_strides, D_PAD, UNIT)
-        acc += tl.load(some, mask=keep & more[:, None], other=0.0).to(ACC)
-    target = row_pointers(total, batch, head, line, total_strides, D_PAD, UNIT)
+        values = row_pointers(received, batch, head, place, received_strides, D_PAD, ALIGN)
+        acc += tl.load(values, mask=keep & more[:, None], other=0.0).to(ACC)
+    target = row_pointers(total, batch, head, token, total_strides, D_PAD, ALIGN)
     tl.store(target, acc.to(total.dtype.element_ty), mask=keep)
 
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Writes out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k (b, t, g, d) and v (b, t, g, dv)."""
+    """Write out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k (b, t, g, d) and v (b, t, g, dv)."""
     d, dv = k.shape[-1], v.shape[-1]
     options = {
         "D": d,
         "DV": dv,
         "D_PAD": launch.padded(d),
         "DV_PAD": launch.padded(dv),
-        "UNIT": launch.unit(k, v, out),
+        "ALIGN": launch.stride_divisor(k, v, out),
         "BM": launch.ROWS.rows,
     }
-    arguments = (k, v, rows, out, len(rows), k.shape[2])
-    launch.run(
-        take_rows_kernel, launch.programs(out), launch.ROWS, arguments, launch.batch_heads(out), (k, v, out), options
-    )
+    arguments, heads = (k, v, rows, out, len(rows), k.shape[2]), launch.batch_heads(out)
+    launch.run(take_rows_kernel, launch.row_grid(out), launch.ROWS, arguments, heads, (k, v, out), options)
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[:, rows], (b, n, h, d), of x (b, t, h, d); ``rows`` int64."""
+    """Return x[:, rows] (b, n, h, d) of x (b, t, h, d). ``rows`` is int64."""
     part = x.new_empty(x.shape[0], len(rows), *x.shape[2:])
-    _row(x, part, rows, add=False)
+    _run_row_kernel(x, part, rows, add=False)
     return part
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
-    """total[:, rows] += part: (b, t, h, d), int64 (n), each once, and (b, n, h, d)."""
-    _row(total, part, rows, add=True)
+    """Update total[:, rows] += part: (b, t, h, d), int64 (n) without repetitions, and (b, n, h, d)."""
+    _run_row_kernel(total, part, rows, add=True)
 
 
-def _row(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
+def _run_row_kernel(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
     options = {
         "D": x.shape[-1],
         "D_PAD": launch.padded(x.shape[-1]),
-        "UNIT": launch.unit(x, part),
+        "ALIGN": launch.stride_divisor(x, part),
         "BM": launch.ROWS.rows,
         "ADD": add,
     }
-    arguments = (x, part, rows, len(rows), x.shape[2])
-    launch.run(row_kernel, launch.programs(part), launch.ROWS, arguments, launch.batch_heads(x), (x, part), options)
+    arguments, heads = (x, part, rows, len(rows), x.shape[2]), launch.batch_heads(x)
+    launch.run(row_kernel, launch.row_grid(part), launch.ROWS, arguments, heads, (x, part), options)
 
 
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
-    """Writes total (b, t, g, d) = x + what came for each row; it may be x itself.
+    """Write total (b, t, g, d): x plus the received rows of each token. ``total`` may be x.
 
-    ``received`` (b, n, g, d); row i's are received[:, places[first[i] : first[i + 1]]], added in this order; int64 both.
+    Token i gets received[:, places[first[i] : first[i + 1]]], added in this order. received is (b, n, g, d); first and places
+    are int64.
     """
-    options = launch.line_options(accumulate_dtype(x.dtype), x, received, total)
-    arguments = (x, received, first, places, total, x.shape[1], x.shape[2])
-    tensors = (x, received, total)
-    launch.run(add_rows_kernel, launch.programs(x), launch.ROWS, arguments, launch.batch_heads(x), tensors, options)
+    options = launch.row_options(accumulate_dtype(x.dtype), x, received, total)
+    arguments, heads = (x, received, first, places, total, x.shape[1], x.shape[2]), launch.batch_heads(x)
+    launch.run(add_rows_kernel, launch.row_grid(x), launch.ROWS, arguments, heads, (x, received, total), options)

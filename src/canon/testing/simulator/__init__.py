@@ -1,29 +1,29 @@
-"""Gluon kernels on the CPU: launches inside `simulated` run the kernel's Python source, numerically and by its protocol.
+"""Simulate Gluon kernels on the CPU: launches inside `simulated` run the Python source, and check its synchronisation.
 
     with simulator.simulated(order="late", seed=0):
         kernel[grid](*tensors_and_descriptors, **constants_and_options)     # CPU tensors, host TensorDescriptors
-    simulator.register(add_box, simulator.reduce_add)                       # what stands for a builtin of one's own
-    simulator.simulated(log=[])                                             # write down what happens: `Event`, in order
+    simulator.register(add_box, simulator.reduce_add)                       # a stand-in for your own builtin
+    simulator.simulated(log=[])                                             # append all `Event` in order
 
-Triton's interpreter knows no Gluon. Here one program (CTA) runs at a time, its partitions as threads that take turns; another
-one may go on where it ends, and at its atomic operations and volatile loads of global memory. TMA loads land, wgmma read,
-stores are written "early" (at once), "late" (when nothing else can happen, or somebody waits) or at "random"; ``seed`` draws
-the interleaving.
-Found, and raised as `Fault`, with the kernel's lines:
+Triton's interpreter does not support Gluon. Here one program (CTA) runs at a time, with its partitions as alternating threads.
+Another program may continue when it ends, and at its atomic operations and volatile loads of global memory. TMA loads land,
+wgmma read their operands and stores are written "early" (at once), "late" (when nothing else can happen, or at a wait) or at
+"random" times. ``seed`` draws the interleaving.
+The simulator raises `Fault`, with the lines of the kernel, for
 
-    deadlocks                               who waits for which barrier, in which phase
-    reads of what is not there yet,         by vector clocks, whatever the interleaving: a missing wait or an early arrival is
-      buffers overwritten too early         a fault also if this time it would have gone well
-    results of wgmma used before a wait, missing fences, barriers that count wrong, named barriers out of balance
+    deadlocks                               the message names each wait, its barrier and phase
+    reads of data that is not there yet,    by vector clocks, in every interleaving: a missing wait or an early arrival is
+      buffers overwritten too early         a fault even if this run would give correct numbers
+    results of wgmma used before a wait, missing fences, wrong barrier counts, unbalanced named barriers
     addresses out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
-Triton's own sanitizer, ConSan (``TRITON_INSTRUMENTATION_MODE=consan``), instruments compiled kernels and checks the same
-hazards of barriers, TMA and wgmma on a GPU, in the one order that the GPU takes. The simulator needs no GPU, checks every
-order that the barriers allow, and executes the kernels' numbers; it does not see what the compiler adds.
+Triton's own sanitizer, ConSan (``TRITON_INSTRUMENTATION_MODE=consan``), instruments compiled kernels. It checks the same
+hazards of barriers, TMA and wgmma on a GPU, in the one order of that run. The simulator needs no GPU, checks every order that
+the barriers allow, and computes the kernel's results. It does not see the changes that the compiler makes.
 
-Not simulated: layouts (compiling checks them), clusters, float8, tf32, tensor memory, races in global memory, the time that
-anything takes. What a kernel uses beyond is NotImplementedError with its name. See `canon.testing.simulator.memory` for what
-counts as a race, `canon.testing.simulator.values` for the arithmetic.
+Not simulated: layouts (compilation checks them), clusters, float8, tf32, tensor memory, races in global memory, and time.
+Other features raise NotImplementedError with their name. `canon.testing.simulator.memory` defines a race, and
+`canon.testing.simulator.values` the arithmetic.
 """
 
 import ast
@@ -71,15 +71,15 @@ __all__ = ["Deadlock", "Event", "Fault", "reduce_add", "register", "simulated"]
 
 ORDERS = ("late", "early", "random")
 
-_stand_ins: dict[int, tuple[Any, Any]] = {}  # by identity of what they stand for, which is kept alive
-_simulations: list[tuple[str, int, list | None]] = []  # order, seed and log; those under way, the last one counts
-_threads: list[int] = []  # how many torch had before
+_stand_ins: dict[int, tuple[Any, Any]] = {}  # id of the real object: (real object, to keep it alive, and its stand-in)
+_simulations: list[tuple[str, int, list | None]] = []  # order, seed, log; the last one applies
+_threads: list[int] = []  # torch's number of threads outside simulations
 _changing = threading.Lock()
-_compiled: dict[int, tuple[Any, CodeType]] = {}  # by identity of the kernel, likewise
+_compiled: dict[int, tuple[Any, CodeType]] = {}  # id of the kernel: (kernel, to keep it alive, and its code)
 
 
 def register(real: Any, stand_in: Any) -> None:
-    """Have ``stand_in`` called where a kernel calls ``real``, a builtin or a kernel function."""
+    """Call ``stand_in`` where a simulated kernel calls ``real``, a builtin or a kernel function."""
     _stand_ins[id(real)] = (real, stand_in)
 
 
@@ -99,7 +99,7 @@ _OTHER_NAMES = {
 
 
 def _register_all() -> None:
-    """Functions stand for what has their name in Gluon."""
+    """Register each function of this package for the Gluon function of the same name."""
     stand_ins = dict(_OTHER_NAMES)
     for module in (language, memory, engines):
         stand_ins |= {name: f for name, f in vars(module).items() if getattr(f, "__module__", "") == module.__name__}
@@ -125,11 +125,11 @@ register(rounded, lambda p, like, warpgroup: p.to(like.dtype))
 register(any_above, language.any_above)
 
 
-# What kernels see.
+# The names that kernels use.
 
 
 class _Module:
-    """A module whose contents are what stands for them."""
+    """A module with its contents replaced by stand-ins."""
 
     def __init__(self, module: ModuleType):
         self._module = module
@@ -140,7 +140,7 @@ class _Module:
 
 
 class _Function:
-    """A kernel function, called by another one."""
+    """A kernel function that another one calls."""
 
     def __init__(self, function: GluonJITFunction):
         self.function, self.name = function, function.fn.__name__
@@ -173,7 +173,7 @@ def _unknown(name: str) -> Callable:
 
 
 def _seen(value: Any, name: str) -> Any:
-    """What a kernel finds under a name."""
+    """Return the value that a simulated kernel gets under a name."""
     if id(value) in _stand_ins:
         return _stand_ins[id(value)][1]
     if isinstance(value, ModuleType):
@@ -204,7 +204,7 @@ _BUILTINS = {
 
 
 def _with_excess(excess, p, seen, limit, warpgroup):
-    """What a project defines for it: what the sums by lane exceed those of p by, where they exceed the limit."""
+    """Stand-in: add to ``excess`` the lane sums minus those of p, where they exceed the limit."""
     rounded_sums = _Function(lane_sum)(p.to(language.gl.float32))
     return excess + language.where(seen > limit, seen - rounded_sums, 0.0)
 
@@ -216,21 +216,21 @@ register(with_excess, _with_excess)
 
 
 def carried(value: Any) -> Any:
-    """What a constant becomes that a loop or a branch may change: a value of Triton's type."""
+    """Convert a constant that a loop or a branch may change into a value of Triton's type."""
     if type(value) is tuple:
         return tuple(carried(x) for x in value)
     return values.tensor(value) if isinstance(value, int | float) else value
 
 
 def merged(condition: Any, value: Any) -> Any:
-    """The same, if the branch was taken on a value."""
+    """Apply `carried` if the condition of the branch is a value, not a constant."""
     return carried(value) if isinstance(condition, Tensor) else value
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Constants that change in loops, or in branches on values, become values, as in Triton's own compiler.
+    """Turn constants that change in loops, or in branches on values, into values, as Triton's compiler does.
 
-    So t // n truncates, t.to(...) exists and t overflows, where t = 0 before a loop with t += 1.
+    Example: t = 0 before a loop with t += 1. Then t // n truncates, t.to(...) exists and t can overflow.
     """
 
     def __init__(self, tree: ast.AST):
@@ -274,7 +274,7 @@ class _Rewriting(ast.NodeTransformer):
 
 
 def _code(kernel: GluonJITFunction) -> CodeType:
-    """The kernel's source, rewritten and compiled to Python; lines are those of its file."""
+    """Return the kernel's source, rewritten and compiled to Python, with the line numbers of its file."""
     with parsing:
         return _compiled_once(kernel)
 
@@ -296,7 +296,7 @@ def _compiled_once(kernel: GluonJITFunction) -> CodeType:
 
 
 def _rebuilt(kernel: GluonJITFunction) -> Callable:
-    """The kernel's function with stand-ins for all that it names."""
+    """Return the kernel's function with stand-ins for all its global names."""
     function, code = kernel.fn, _code(kernel)
     known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     names: dict[str, Any] = {name: _seen(known[name], name) for name in _names(code) if name in known}
@@ -316,7 +316,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _argument(value: Any) -> Any:
-    """A launch argument as the kernel sees it."""
+    """Convert a launch argument to the value that the kernel gets."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             raise ValueError(f"simulated kernels take tensors on the CPU, got one on {value.device}")
@@ -329,7 +329,7 @@ def _argument(value: Any) -> Any:
 
 
 def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dict, dict, dict]:
-    """What was given, as the kernel sees it, and options; the number 1 is a constant where Triton specialises on it."""
+    """Return the bound arguments, their kernel values, and the options. A specialised 1 is a constant, as in Triton."""
     signature = inspect.signature(kernel.fn)
     options = {name: value for name, value in named.items() if name not in signature.parameters}
     bound = signature.bind(*arguments, **{name: named[name] for name in named if name not in options})
@@ -359,7 +359,7 @@ def _launch(
 
 
 def _run(kernel: GluonJITFunction, *arguments, grid, warmup=False, **named) -> Any:
-    """What `kernel[grid](...)` calls in the meantime."""
+    """Replace `GluonJITFunction.run`, which `kernel[grid](...)` calls, during a simulation."""
     if warmup:
         return JITFunction.run(kernel, *arguments, grid=grid, warmup=True, **named)
     raw, given, options = _bound(kernel, arguments, named)
@@ -368,10 +368,10 @@ def _run(kernel: GluonJITFunction, *arguments, grid, warmup=False, **named) -> A
 
 @contextmanager
 def simulated(order: str = "late", seed: int = 0, log: list[Event] | None = None) -> Iterator[None]:
-    """Run what is launched of Gluon inside on the CPU, in all threads; ``order``, when asynchronous operations happen.
+    """Simulate Gluon launches of all threads on the CPU. ``order`` decides when asynchronous operations happen.
 
-    ``seed`` draws everything that is free. What happens is appended to ``log``, in order. Raises what the kernel raises, and
-    `Fault` for what a GPU would not do.
+    ``seed`` draws all free choices. Events are appended to ``log`` in order. Exceptions of the kernel propagate, and `Fault` is
+    raised for errors that a GPU would not report.
     """
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
@@ -379,7 +379,7 @@ def simulated(order: str = "late", seed: int = 0, log: list[Event] | None = None
         if not _simulations:
             GluonJITFunction.run = _run
             _threads.append(torch.get_num_threads())
-            torch.set_num_threads(1)  # tiles are small, and partitions are threads already
+            torch.set_num_threads(1)  # tiles are small, and partitions are already threads
         _simulations.append(mine := (order, seed, log))
     try:
         yield

@@ -1,7 +1,8 @@
 """Barriers of a simulated Gluon kernel: mbarriers in shared memory, and the hardware's named ones.
 
-Both count arrivals and let through who waits when they are complete; and both carry clocks, so that it is known what a wait
-has put behind whom. What comes for a later phase before the waiting partition goes on is none of its knowledge.
+Both count arrivals and release the waiting partitions when a phase is complete. Both carry vector clocks: a wait joins the
+clocks of the arrivals into the clock of the waiting partition. A wait does not join arrivals of a later phase, even if they
+happen before the partition resumes.
 
 Source: NVIDIA, Parallel Thread Execution ISA 8.5 (2024), the sections on mbarrier and on barrier.
 """
@@ -12,27 +13,27 @@ MAX_COUNT = (1 << 20) - 1  # arrivals, and bytes, that an mbarrier can count
 
 
 class Barrier:
-    """An mbarrier: a phase is complete when all arrivals have come, and all bytes that were expected."""
+    """An mbarrier: a phase is complete after all arrivals and all expected bytes."""
 
     def __init__(self, program: "Program", name: str):
         self.program, self.name, self.id = program, name, 0
         self.count: int | None = None
         self.pending = self.bytes = self.phase = self.landed = 0
         self.clock: dict[int, int] = {}
-        self.settled: dict[int, int] = {}  # the clock when the last phase was complete
+        self.settled: dict[int, int] = {}  # the clock at the end of the last complete phase
 
     def __str__(self) -> str:
         text = f"{self.name} (phase {self.phase}, {self.pending} of {self.count} arrivals missing"
         return text + (f", {self.bytes} bytes missing)" if self.bytes else ")")
 
     def valid(self) -> "Barrier":
-        """Itself, if it was initialised."""
+        """Return this barrier. Raise Fault if it is not initialised."""
         if self.count is None:
             raise Fault(f"{self.name} is used before mbarrier.init, at {Place()}")
         return self
 
     def init(self, count: int) -> None:
-        """Begin phase 0."""
+        """Start phase 0 with ``count`` arrivals a phase."""
         if self.count is not None:
             raise Fault(f"{self.name} is initialised twice, at {Place()}")
         if not 1 <= count <= MAX_COUNT:
@@ -42,7 +43,7 @@ class Barrier:
         self.bytes = self.phase = self.landed = 0
 
     def arrive(self, count: int, expected: int = 0) -> None:
-        """Count arrivals of the running partition, after adding bytes to wait for."""
+        """Add ``expected`` bytes to the phase, then count arrivals of the running partition."""
         if not 0 <= expected <= MAX_COUNT:
             raise Fault(f"an mbarrier expects at most {MAX_COUNT} bytes, got {expected}, at {Place()}")
         if count > self.valid().pending:
@@ -54,7 +55,7 @@ class Barrier:
         self._turn()
 
     def receive(self, number: int) -> int:
-        """Count bytes that have landed; returns the phase whose completion says so."""
+        """Count landed bytes. Return the phase number that a wait must reach to be ordered after them."""
         self.valid()
         self.bytes -= number
         self.landed = self.phase + 1
@@ -68,7 +69,7 @@ class Barrier:
             self.settled = self.clock.copy()
 
     def wait(self, parity: int) -> None:
-        """Block the running partition until the phase of that parity is complete, in PTX's sense."""
+        """Block the running partition until the phase of this parity is complete, as PTX defines it."""
         if parity not in (0, 1):
             raise Fault(f"a parity is 0 or 1, got {parity}, at {Place()}")
         self.valid()
@@ -80,7 +81,7 @@ class Barrier:
 
 
 class NamedBarrier:
-    """A numbered barrier of the hardware: complete when that many threads have come."""
+    """A numbered hardware barrier: complete after the given number of threads has arrived."""
 
     def __init__(self, number: int):
         self.name = f"named barrier {number}"
@@ -90,7 +91,7 @@ class NamedBarrier:
         self.settled: dict[int, int] = {}
 
     def arrive(self, threads: int, stay: bool) -> None:
-        """Count the running partition's threads; ``stay`` until the round is complete."""
+        """Count the threads of the running partition. With ``stay``, block until the round is complete."""
         me = here()
         if self.come and threads != self.threads:
             raise Fault(f"{self.name} is used with {self.threads} and with {threads} threads, at {Place()}")

@@ -1,11 +1,11 @@
 """Hopper's asynchronous operations for `canon.testing.simulator`: mbarriers, TMA, wgmma, fences, named barriers.
 
-    operation          starts                           is over
-    TMA load           NaN is in its place              when it lands: then its barrier receives the bytes
-    wgmma              in its partition's queue         at the warpgroup_mma_wait that leaves fewer behind it
-    TMA store, add     in its partition's queue         at the store_wait (it has read), at the program's end (it has written)
+    operation          start                             end
+    TMA load           fills its tile with NaN           it lands: its barrier receives the bytes
+    wgmma              enters its partition's queue      the warpgroup_mma_wait that removes it from the queue
+    TMA store, add     enters its partition's queue      the store_wait (read), or the end of the program (written)
 
-When data move in between is the simulation's order: "early" at the start, "late" at the last moment, "random" drawn.
+The order of the simulation decides when data move in between: "early" at the start, "late" at the end, or "random".
 """
 
 import re
@@ -69,7 +69,7 @@ def allocate_mbarrier(batch=None, two_ctas=False):
 
 
 def fence_async_shared(cluster=False):
-    """What this partition has stored to shared memory is there for wgmma and TMA."""
+    """Make this partition's stores to shared memory visible to wgmma and TMA."""
     if cluster:
         raise NotImplementedError("clusters are not simulated")
     me = here()
@@ -79,7 +79,7 @@ def fence_async_shared(cluster=False):
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    """Named barriers, the one piece of assembly that is simulated."""
+    """Simulate named barriers (bar.sync, bar.arrive). No other inline assembly is simulated."""
     if not (found := NAMED.fullmatch(asm)):
         raise NotImplementedError(f"inline assembly {asm!r} is not simulated; bar.sync and bar.arrive are")
     kind, name, threads = found[1], int(found[2]), int(found[3])
@@ -98,7 +98,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 
 
 class Load:
-    """A TMA load under way."""
+    """A TMA load in flight."""
 
     def __init__(self, descriptor: Descriptor, coordinates: list[int], barrier: Barrier, view: Shared, access: Access):
         self.descriptor, self.coordinates, self.barrier = descriptor, coordinates, barrier
@@ -109,7 +109,7 @@ class Load:
         return f"{self.access} of {self.coordinates}, for {self.barrier}"
 
     def land(self) -> None:
-        """Bring the data and tell the barrier."""
+        """Write the data to shared memory and count the bytes at the barrier."""
         self.view.data.fill_(self.descriptor.padding)
         source, mine = self.descriptor.box(self.coordinates, self.view.data)
         mine.copy_(source)
@@ -120,7 +120,7 @@ class Load:
 
 
 class Store:
-    """A TMA store, or addition, under way."""
+    """A TMA store or add in flight."""
 
     def __init__(self, descriptor: Descriptor, coordinates: list[int], view: Shared, access: Access, add: bool):
         self.descriptor, self.coordinates, self.view, self.access, self.add = descriptor, coordinates, view, access, add
@@ -130,12 +130,12 @@ class Store:
             self.write(view.data)
 
     def write(self, data: torch.Tensor) -> None:
-        """Bring data to global memory."""
+        """Write or add data to global memory."""
         target, mine = self.descriptor.box(self.coordinates, data)
         target.copy_(target + mine if self.add else mine)
 
     def complete(self) -> None:
-        """Have read shared memory; what is not written yet will be at the end of the program."""
+        """End the read of shared memory. A delayed write to global memory follows at the end of the program."""
         self.view.allocation.settle(self.access)
         here().program.note("done", self.descriptor.block_type.nbytes, of=self.started)
         if not self.written:
@@ -179,30 +179,30 @@ def async_copy_shared_to_global(tensor_desc, coord, src):
 
 
 def reduce_add(desc, coord, smem):
-    """global[coord] += shared memory: `tma.async_atomic_add` of Triton 3.8, and of what a project defines itself before."""
+    """global[coord] += shared memory: `tma.async_atomic_add` of Triton 3.8, or a project's own version for earlier releases."""
     _store(desc, coord, smem, add=True)
 
 
 def store_wait(pendings):
-    """`tma.store_wait`: all but the newest stores have read shared memory."""
+    """`tma.store_wait`: wait until all but the newest stores have read shared memory."""
     stores = here().stores
     while len(stores) > number(pendings):
         stores.pop(0).complete()
 
 
 def look(place):
-    """What a project defines for it: an acquiring load. TMA sees what it has acquired behind `fence_acquired` alone."""
+    """Stand-in for an acquiring load. TMA sees the acquired data only after `fence_acquired`."""
     here().acquired = True
     return load(place, volatile=True)
 
 
 def fence_acquired() -> None:
-    """What a project defines for it: ``fence.proxy.async.global``."""
+    """Stand-in for ``fence.proxy.async.global``."""
     here().acquired = False
 
 
 def await_written() -> None:
-    """What a project defines for it: all stores of this partition have read shared memory and written to global memory."""
+    """Stand-in for a wait until all stores of this partition have written to global memory."""
     store_wait(0)
     me, program = here(), here().program
     mine, program.late = [x for x in program.late if x[0] is me], [x for x in program.late if x[0] is not me]
@@ -214,7 +214,7 @@ def await_written() -> None:
 
 
 class Product:
-    """a @ b + accumulator under way; ``value`` once it was computed."""
+    """A wgmma in flight: a @ b + accumulator. ``value`` is None until it is computed."""
 
     def __init__(self, a: Any, b: Shared, before: Any, shape: list[int]):
         self.a, self.b, self.before, self.shape = a, b, before, shape
@@ -236,7 +236,7 @@ class Product:
         return f"wgmma at {self.place}"
 
     def compute(self) -> torch.Tensor:
-        """The result, from what is in shared memory now."""
+        """Return the result, computed from the present contents of shared memory."""
         if self.value is None:
             if self.taint:
                 self.value = torch.full(self.shape, float("nan"))
@@ -250,7 +250,7 @@ class Product:
         return self.value
 
     def complete(self) -> None:
-        """Have read the operands and written the result."""
+        """End the reads of the operands and write the result."""
         self.compute()
         for allocation, access in self.reads:
             allocation.settle(access)
@@ -259,7 +259,7 @@ class Product:
 
 
 class Pending(Tensor):
-    """The result of a wgmma that nobody has waited for: good for nothing but another wgmma, and warpgroup_mma_wait."""
+    """The result of a wgmma in flight. Only another wgmma and warpgroup_mma_wait accept it."""
 
     __slots__ = ("product",)
 
@@ -276,7 +276,7 @@ class Pending(Tensor):
 
     @property
     def shape(self):
-        """Its axes."""
+        """Return the sizes of the axes."""
         return self.product.shape
 
 
@@ -286,7 +286,7 @@ def warpgroup_mma_init(value):
 
 
 def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
-    """`hopper.warpgroup_mma`, of float16 or bfloat16, accumulated in float32."""
+    """`hopper.warpgroup_mma` of float16 or bfloat16 operands, accumulated in float32."""
     me = here()
     if me.warps != WARPGROUP:
         raise Fault(f"wgmma in {me.name} of {me.warps} warps: partitions of 4 are simulated, at {Place()}")
@@ -308,7 +308,7 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
 
 
 def warpgroup_mma_wait(num_outstanding=0, deps=None):
-    """`hopper.warpgroup_mma_wait`: what it returns is good for use, but for results among the newest."""
+    """`hopper.warpgroup_mma_wait`: return the results. Those of the ``num_outstanding`` newest wgmma stay pending."""
     if deps is None:
         raise ValueError("warpgroup_mma_wait deps must be given")
     products = here().products
@@ -344,5 +344,5 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
 
 
 def flat(values: Any) -> list:
-    """The values in nested tuples."""
+    """Return the values in nested tuples as one list."""
     return [x for value in values for x in flat(value)] if isinstance(values, tuple) else [values]

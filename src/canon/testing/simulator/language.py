@@ -1,6 +1,6 @@
-"""Functions of Gluon's language on the CPU, under their own names: what stands for `gl.load`, `gl.where`, `gl.sum`.
+"""Functions of Gluon's language on the CPU, under their own names: stand-ins for `gl.load`, `gl.where`, `gl.sum`.
 
-Layouts are accepted and not looked at, hints to the compiler are taken on trust: compiling checks the ones, nothing the others.
+Layouts are accepted and ignored, because compilation checks them. Hints to the compiler are not checked at all.
 """
 
 import builtins
@@ -28,13 +28,13 @@ from canon.testing.simulator.values import (
     tensor,
 )
 
-UNDEFINED = -1  # what a masked load without `other` gives where it is masked, as an integer
+UNDEFINED = -1  # result of a masked integer load without `other`, where it is masked
 
 # Memory.
 
 
 def _addresses(address: Tensor, mask: Any, what: str) -> tuple[Any, Any]:
-    """Where unmasked elements are, checked, and which those are: True, False, or a mask of the addresses' shape."""
+    """Check unmasked addresses. Return them and the mask: True (all), False (none), or a tensor of the addresses' shape."""
     if address.memory is None:
         raise TypeError(f"{what} of {address.dtype}, which is no pointer, at {Place()}")
     at, keep = address.data, True if mask is None else tensor(mask).data
@@ -54,7 +54,7 @@ def _addresses(address: Tensor, mask: Any, what: str) -> tuple[Any, Any]:
 
 
 def _values(pointer: Tensor, value: Any, keep: Any) -> Any:
-    """What is to be written, where it is unmasked, in the type of the memory."""
+    """Return the unmasked values to write, in the type of the memory."""
     value = tensor(value)
     if value.taint:
         raise Fault(value.taint)
@@ -70,7 +70,7 @@ def _no_options(**given: Any) -> None:
 
 
 def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", volatile=False, **cache):
-    """`gl.load`: where masked ``other``, else NaN; ``volatile``: others may go on before, as who looks may wait for them."""
+    """`gl.load`. Masked elements are ``other``, or NaN without it. A ``volatile`` load first lets other programs run."""
     _no_options(boundary_check=boundary_check, padding_option=padding_option)
     if volatile:
         _let_go_on()
@@ -89,7 +89,7 @@ def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", v
 
 
 def store(pointer, value, mask=None, boundary_check=(), **cache):
-    """`gl.store`; what is masked is not looked at."""
+    """`gl.store`. A store without unmasked elements ignores its value."""
     _no_options(boundary_check=boundary_check)
     at, keep = _addresses(pointer, mask, "store")
     if keep is not False:
@@ -97,7 +97,7 @@ def store(pointer, value, mask=None, boundary_check=(), **cache):
 
 
 def atomic_add(pointer, val, mask=None, sem=None, scope=None):
-    """`gl.atomic_add`; returns what was there before."""
+    """`gl.atomic_add`: return the old value."""
     before = load(pointer, mask, 0)
     at, keep = _addresses(pointer, mask, "atomic_add")
     if keep is not False:
@@ -160,7 +160,7 @@ def abs(x):
 
 
 def fma(x, y, z):
-    """`gl.fma`, by way of float64."""
+    """`gl.fma`, computed in float64."""
     x, y, z = tensor(x), tensor(y), tensor(z)
     product = binary(operator.mul, x.to(gl.float64), y.to(gl.float64))
     return (product + z.to(gl.float64)).to(x.dtype)
@@ -187,7 +187,7 @@ def _reduced(data: torch.Tensor, axis: int | None, keep_dims: bool, function: Ca
 
 
 def sum(input, axis=None, keep_dims=False, dtype=None):
-    """`gl.sum`; of integers below 32 bits in 32."""
+    """`gl.sum`. Integers of fewer than 32 bits are summed in 32 bits."""
     kind = dtype or input.dtype
     if dtype is None and kind.is_int() and BITS[kind.name] < 32:
         kind = gl.int32 if kind.is_int_signed() else gl.uint32
@@ -201,7 +201,7 @@ def _extreme(bottom: float, function: Callable) -> Callable:
         if input.dtype.primitive_bitwidth < 32:
             input = input.to(gl.float32 if input.dtype.is_floating() else gl.int32)
         result = _reduced(input.data, axis, keep_dims, function)
-        if input.dtype.is_floating() and bool(result.isnan().any()):  # hardware leaves NaN out
+        if input.dtype.is_floating() and bool(result.isnan().any()):  # the hardware ignores NaN
             known = input.data.nan_to_num(bottom, math.inf, -math.inf)
             unknown = _reduced(input.data.isnan(), axis, keep_dims, lambda data, n: data.all(n))
             result = _reduced(known, axis, keep_dims, function).masked_fill(unknown, math.nan)
@@ -264,7 +264,7 @@ def permute(input, *dims):
 
 
 def join(a, b):
-    """`gl.join`: both side by side along a new last axis."""
+    """`gl.join`: stack both along a new last axis."""
     left, right, kind, taint = promoted(a, b)
     return Tensor(torch.stack(torch.broadcast_tensors(left, right), -1), kind, taint)
 
@@ -275,23 +275,23 @@ def split(a):
 
 
 def convert_layout(value, layout, assert_trivial=False):
-    """The same value, which must be there."""
+    """Return the same value. A pending wgmma result raises Fault."""
     return Tensor(value.data, value.dtype, value.taint)
 
 
 def exchanged(x):
-    """What a project defines for it: of every 32 columns, 8 i + 2 j and 8 j + 2 i change places, two at a time."""
+    """Stand-in for an exchange: in each 32 columns, the pairs at 8 i + 2 j and 8 j + 2 i change places."""
     data = x.data.reshape(x.shape[0], -1, 4, 4, 2).transpose(2, 3)
     return Tensor(data.reshape(x.data.shape), x.dtype, x.taint)
 
 
 def spread(x, like):
-    """What a project defines for it: a number for each column, in every row."""
+    """Stand-in for a broadcast of one number per column to all rows."""
     return Tensor(x.data.expand(like.shape).clone(), x.dtype, x.taint)
 
 
 def any_above(x, limit, warpgroup):
-    """What a project defines for it: a vote of a warpgroup."""
+    """Stand-in for a vote of a warpgroup: return 1 if any x exceeds the limit."""
     above = x > limit
     return Tensor(int(above.data.any()), gl.int32, above.taint)
 
@@ -300,30 +300,30 @@ def any_above(x, limit, warpgroup):
 
 
 def hint(input, values=None):
-    """The value that something is said of."""
+    """Return the value of a compiler hint unchanged."""
     return input
 
 
 def static_assert(cond, msg=""):
-    """Raise unless the condition holds."""
+    """Raise AssertionError unless the condition holds."""
     if not bool(block(tensor(cond).data, gl.int1).all()):
         raise AssertionError(f"{msg} at {Place()}")
 
 
 def assume(cond):
-    """Raise unless what the compiler may assume is true."""
+    """Raise Fault unless the assumption is true."""
     if not number(cond):
         raise Fault(f"what is assumed is wrong, at {Place()}")
 
 
 def static_range(arg1, arg2=None, step=None):
-    """`gl.static_range`, of constants."""
+    """`gl.static_range`, with constant bounds."""
     first, stop = (0, arg1) if arg2 is None else (arg1, arg2)
     return range(first, stop, 1 if step is None else step)
 
 
 def dynamic_range(*bounds):
-    """Python's range in a kernel: its numbers are values."""
+    """Python's range in a kernel: it yields values, not constants."""
     wide = any(BITS[tensor(bound).dtype.name] == 64 for bound in bounds)
     for i in range(*map(number, bounds)):
         yield Tensor(i, gl.int64 if wide else gl.int32)
@@ -340,15 +340,15 @@ def num_programs(axis):
 
 
 def num_warps():
-    """How many warps this partition has."""
+    """Return the number of warps of this partition."""
     return here().warps
 
 
 def num_ctas():
-    """Clusters are not simulated."""
+    """Return 1: clusters are not simulated."""
     return 1
 
 
 def barrier(cluster=False):
-    """Among the warps of a partition, which are one here."""
+    """Do nothing: the warps of a partition run as one."""
     _no_options(cluster=cluster)

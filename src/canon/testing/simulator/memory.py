@@ -1,18 +1,18 @@
-"""Shared memory of a simulated Gluon kernel, and who reads and writes it; TMA descriptors of tensors.
+"""Shared memory of a simulated Gluon kernel with race detection, and TMA descriptors of tensors.
 
-Every access to shared memory is remembered with what orders it (an epoch of its partition's clock, or a barrier's phase for
-what TMA brings; none while it is under way), until another one covers it. So found, in every interleaving:
+Each access is recorded until a later write covers it. Its epoch is the clock of its partition, or the phase of a barrier for
+TMA loads. An access in flight has no epoch. This finds three errors in every interleaving:
 
-    a read that no barrier orders behind the write       the value is tainted: NaN, and whoever uses it raises the fault
-    a write that no barrier orders behind a read         a fault at once, naming both
-    a read by the async proxy (wgmma, TMA) of what was   a fault at once
-      stored without fence_async_shared in between
+    a read that no barrier orders after the write        the value is tainted (NaN), and its use raises the fault
+    a write that no barrier orders after a read          a fault at once, with both places
+    a read by the async proxy (wgmma, TMA) of a store    a fault at once
+      without fence_async_shared in between
 
-A tainted value may be computed with and dropped, as pipelines do with what they compute before the first tile has come; to
-store it unmasked, to branch on it or to address with it is the fault. A read of what is not ordered counts as no read.
+A kernel may compute with a tainted value and drop it, as pipelines do before the first tile arrives. To store it unmasked, to
+branch on it or to use it as an address raises the fault. An unordered read is not recorded as a read.
 
-Not simulated: layouts, alignment, banks, clusters; memory that is freed and used again (all that is allocated counts); order
-that global memory makes (flags); the need of fences after reads and after mbarrier.init, which Triton's tutorials do without.
+Not simulated: layouts, alignment, banks, clusters, and reuse of freed memory (all allocations count). Order through global
+memory (flags) is not simulated either, nor the fences after reads and after mbarrier.init, which Triton's tutorials omit.
 """
 
 from functools import lru_cache
@@ -25,14 +25,14 @@ from canon.testing.simulator.barriers import Barrier
 from canon.testing.simulator.program import Fault, Partition, Place, here
 from canon.testing.simulator.values import MEMORY, Tensor, held, number, type_of
 
-MAX_SHARED = 232448  # bytes a program may use on sm_90: CUDA C++ Programming Guide, technical specifications
+MAX_SHARED = 232448  # bytes that a CTA may use on sm_90: CUDA C++ Programming Guide, technical specifications
 
 Region = tuple[int, tuple[tuple[int, int], ...]]  # first element; (stride, size) of each axis
 
 
 @lru_cache(maxsize=256)
 def elements(region: Region) -> torch.Tensor:
-    """Where the elements of a region are."""
+    """Return the indices of all elements of a region."""
     offset, axes = region
     places = torch.tensor([offset])
     for stride, size in axes:
@@ -42,13 +42,13 @@ def elements(region: Region) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def last_of(region: Region) -> int:
-    """The last element of a region."""
+    """Return the index of the last element of a region."""
     return region[0] + sum(stride * (size - 1) for stride, size in region[1])
 
 
 @lru_cache(maxsize=65536)
 def overlap(a: Region, b: Region) -> bool:
-    """Whether two regions of one allocation have elements in common."""
+    """Return whether two regions of one allocation have common elements."""
     if a == b:
         return True
     if a[0] > last_of(b) or b[0] > last_of(a):
@@ -58,7 +58,7 @@ def overlap(a: Region, b: Region) -> bool:
 
 @lru_cache(maxsize=65536)
 def covers(a: Region, b: Region) -> bool:
-    """Whether all of b is in a."""
+    """Return whether region a contains region b."""
     if a == b:
         return True
     if b[0] < a[0] or last_of(b) > last_of(a):
@@ -67,7 +67,7 @@ def covers(a: Region, b: Region) -> bool:
 
 
 class Access:
-    """A read or a write of a region; ``epoch`` of ``owner``'s clock says when it was over, None while it is not."""
+    """A read or a write of a region. It ended at ``epoch`` of the clock of ``owner``; None while it is in flight."""
 
     __slots__ = ("asynchronous", "by", "epoch", "fenced", "owner", "place", "region", "what", "write")
 
@@ -82,15 +82,15 @@ class Access:
         return f"{self.what} of {self.by.name} at {self.place}"
 
     def before(self, me: Partition) -> bool:
-        """Whether it is over for whoever is where that partition is."""
+        """Return whether the end of this access is ordered before the present point of a partition."""
         return self.epoch is not None and me.clock.get(self.owner, 0) >= self.epoch
 
     def unfinished(self) -> str:
-        """What is wrong if it is not."""
+        """Return the message for an access that is not `before`."""
         return f"the {self} is still under way" if self.epoch is None else f"no barrier says that the {self} is over"
 
     def visible(self, me: Partition) -> bool:
-        """Whether the async proxy sees what was written."""
+        """Return whether the async proxy sees this write."""
         return self.asynchronous or (self.fenced is not None and me.clock.get(self.by.id, 0) >= self.fenced)
 
 
@@ -114,7 +114,7 @@ class Allocation:
             raise Fault(f"{program.shared_bytes} bytes of shared memory, {MAX_SHARED} are there, at {Place()}")
 
     def read(self, region: Region, what: str, asynchronous: bool = False) -> tuple[Access | None, str | None]:
-        """The access, or why what is read is garbage."""
+        """Record a read. Return (access, None), or (None, reason) if the value is garbage."""
         me, written = here(), False
         access = Access(region, what, me, False, asynchronous)
         for other in self.accesses:
@@ -132,12 +132,12 @@ class Allocation:
         return access, None
 
     def settle(self, access: Access) -> None:
-        """An asynchronous read is over, and its partition knows."""
+        """End an asynchronous read at the present epoch of its partition."""
         access.epoch = access.by.clock[access.by.id]
         self._keep_latest(access)
 
     def _keep_latest(self, access: Access) -> None:
-        """Forget the partition's earlier reads of the region: who is behind this one is behind them."""
+        """Drop previous reads of the region by this partition: an access ordered after this one is ordered after them."""
 
         def earlier(a: Access) -> bool:
             return not a.write and a.epoch is not None and (a.owner, a.region) == (access.owner, access.region)
@@ -146,7 +146,7 @@ class Allocation:
             self.accesses = [a for a in self.accesses if a is access or not earlier(a)]
 
     def write(self, region: Region, what: str, asynchronous: bool = False) -> Access:
-        """The access; a fault if anything there may not be over."""
+        """Record and return a write. Raise Fault if an overlapping access may still be in flight."""
         me = here()
         access = Access(region, what, me, True, asynchronous)
         for other in self.accesses:
@@ -178,22 +178,22 @@ class Shared:
 
     @property
     def dtype(self):
-        """The type of the elements."""
+        """Return the type of the elements."""
         return self.allocation.kind
 
     @property
     def rank(self) -> int:
-        """How many axes there are."""
+        """Return the number of axes."""
         return len(self.shape)
 
     @property
     def numel(self) -> int:
-        """How many elements there are."""
+        """Return the number of elements."""
         return self.data.numel()
 
     @property
     def barrier(self) -> Barrier:
-        """The one mbarrier that this is."""
+        """Return the mbarrier in this memory. Raise TypeError if it is not exactly one."""
         if not self.allocation.barriers or self.numel != 1:
             raise TypeError(f"an mbarrier is one element of MBarrierLayout, got {self.shape} of {self.layout}")
         return self.allocation.barriers[self.data.storage_offset()]
@@ -204,14 +204,14 @@ class Shared:
         return self._views[key]
 
     def index(self, index):
-        """That entry of the first axis."""
+        """Return a view of one entry of the first axis."""
         i = number(index)
         if not 0 <= i < self.shape[0]:
             raise Fault(f"index {i} of {self.shape[0]} in {self.allocation.name}, at {Place()}")
         return self._view(("index", i), lambda data: data[i])
 
     def slice(self, start, length, dim=0):
-        """``length`` entries of an axis; all numbers must be known to the compiler."""
+        """Return a view of ``length`` entries of an axis. All numbers must be compile-time constants."""
         if not all(isinstance(x, int) for x in (start, length, dim)):
             raise TypeError(f"slice takes constants, got {start}, {length}, {dim}")
         if start < 0 or start + length > self.shape[dim]:
@@ -219,11 +219,11 @@ class Shared:
         return self._view(("slice", start, length, dim), lambda data: data.narrow(dim, start, length))
 
     def permute(self, order):
-        """Its axes in another order."""
+        """Return a view with the axes in another order."""
         return self._view(("permute", *order), lambda data: data.permute(*order))
 
     def reshape(self, shape):
-        """The same elements with other axes."""
+        """Return a view of the same elements with other axes."""
         return self._view(("reshape", *shape), lambda data: data.view(*shape))
 
     def _reinterpret(self, dtype, shape, layout):
@@ -232,12 +232,12 @@ class Shared:
         return Shared(self.allocation, self.data.view(*shape), layout)
 
     def load(self, layout=None):
-        """Its values, in registers."""
+        """Return the values in registers."""
         _, taint = self.allocation.read(self.region, "load")
         return Tensor(held(garbage(self.data) if taint else self.data.clone()), self.dtype, taint)
 
     def store(self, value):
-        """Write values from registers; the async proxy sees them behind fence_async_shared."""
+        """Write values from registers. The async proxy sees them after fence_async_shared."""
         if value.shape != self.shape or value.dtype.name != self.dtype.name:
             raise TypeError(f"a store of {value.dtype}{value.shape} to {self.dtype}{self.shape}")
         if value.taint:
@@ -248,12 +248,12 @@ class Shared:
 
 
 def garbage(like: torch.Tensor) -> torch.Tensor:
-    """What is read too early."""
+    """Return the result of a read that is too early: NaN, or 77 for integers."""
     return torch.full_like(like, float("nan") if like.dtype.is_floating_point else 77)
 
 
 def allocate_shared_memory(element_ty, shape, layout, value=None):
-    """Shared memory full of NaN, or of a value."""
+    """Return new shared memory, filled with NaN or a value."""
     if not all(type(n) is int for n in shape):
         raise TypeError(f"a shape is made of constants, got {shape}")
     allocation = Allocation(element_ty, list(shape), layout)
@@ -264,7 +264,7 @@ def allocate_shared_memory(element_ty, shape, layout, value=None):
 
 
 class Descriptor:
-    """A TMA descriptor of a tensor on the CPU, as `TensorDescriptor` has checked it and some more."""
+    """A TMA descriptor of a tensor on the CPU, with more checks than `TensorDescriptor` makes."""
 
     def __init__(self, host: Any):
         base, size = host.base, host.base.element_size()
@@ -290,7 +290,7 @@ class Descriptor:
         raise NotImplementedError(f"tensor_descriptor.{name} is not simulated")
 
     def box(self, coordinates: list[int], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The part of the block there that is within the tensor: that of the tensor, and that of a tile."""
+        """Return the intersection of the block at these coordinates with the tensor: as views of the tensor and of the tile."""
         inside, outside = self._data, tile.view(self.block_shape)
         for axis, (c, n) in enumerate(zip(coordinates, self.block_shape, strict=True)):
             first = min(max(c, 0), self._data.shape[axis])
@@ -300,7 +300,7 @@ class Descriptor:
         return inside, outside
 
     def check(self, coordinates: list[int], view: Shared) -> None:
-        """Raise what the hardware would not do."""
+        """Raise Fault if the hardware does not support this transfer."""
         size = self._data.element_size()
         if coordinates[-1] * size % 16:
             raise Fault(f"the innermost coordinate {coordinates[-1]} is no multiple of 16 bytes, at {Place()}")
@@ -311,5 +311,5 @@ class Descriptor:
 
     @property
     def padding(self) -> float:
-        """What stands outside of the tensor."""
+        """Return the value that loads give outside the tensor."""
         return float("nan") if self._padding == "nan" else 0.0

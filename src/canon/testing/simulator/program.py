@@ -1,16 +1,16 @@
-"""The programs (CTAs) of a simulated Gluon kernel, their partitions, and who may run next.
+"""The programs (CTAs) of a simulated Gluon kernel, their partitions, and the scheduler of both.
 
-A program runs to its end before another one begins; but for atomic operations and volatile loads of global memory, at which
-any may go on: who looks may wait for what another one does.
-Partitions are threads of which exactly one holds the baton. It is passed on where a partition blocks, and now and then where
-it starts or signals something; who gets it is drawn from a seeded generator, so a seed is an interleaving.
+A program runs until it ends, or until an atomic operation or a volatile load of global memory. There any program may
+continue, because a volatile load may poll for the result of another program.
+Partitions are threads, and exactly one of them holds the baton. A partition passes it on when it blocks, and sometimes after
+it starts or signals something. A seeded generator draws the next partition, so a seed determines an interleaving.
 
-Besides values, *order* is simulated: each partition and each barrier has a vector clock, which arrivals carry into barriers
-and waits out of them. One access to shared memory is ordered behind another exactly if barriers say so, whatever the
-interleaving happened to be: `canon.testing.simulator.memory` asks for that.
+The simulator checks *order* as well as values. Each partition and each barrier has a vector clock. Arrivals join clocks into
+barriers, and waits join them into partitions. So `canon.testing.simulator.memory` can decide whether barriers order two
+accesses to shared memory, independent of the simulated interleaving.
 
-Sources of vector clocks: Fidge, Timestamps in message-passing systems that preserve the partial ordering (1988); for races:
-Flanagan and Freund, FastTrack: efficient and precise dynamic race detection (2009).
+Sources. Vector clocks: Colin Fidge, Timestamps in message-passing systems that preserve the partial ordering (1988). Races:
+Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection (2009).
 """
 
 import linecache
@@ -21,30 +21,30 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-IN_VAIN = 2000  # volatile loads, before each of which others may go on
+IN_VAIN = 2000  # volatile loads of an unchanged value before a deadlock is reported
 
 _current = threading.local()
 
 
 class Fault(RuntimeError):
-    """What a kernel does wrong: on a GPU it would hang, read garbage, or be undefined."""
+    """An error of a kernel: on a GPU it would hang, read garbage or have undefined behaviour."""
 
 
 class Deadlock(Fault):
-    """Everyone waits, and nothing is under way that could end it."""
+    """All partitions wait, and nothing in flight can release one."""
 
 
 class Stopped(BaseException):
-    """Ends a partition because another one has failed."""
+    """End a partition because another one has failed."""
 
 
 def here() -> "Partition":
-    """The partition that runs on this thread."""
+    """Return the partition that runs on this thread."""
     return _current.partition
 
 
 class Place:
-    """A line of a kernel, with the lines that called it."""
+    """A line of a kernel and its call stack."""
 
     __slots__ = ("lines",)
 
@@ -55,23 +55,23 @@ class Place:
             if "__simulated__" in frame.f_globals:
                 self.lines.append((frame.f_code, frame.f_lineno))
             elif self.lines and frame.f_globals is globals():
-                break  # where the partition began
+                break  # the partition started here
             frame = frame.f_back
 
     def __str__(self) -> str:
         return " < ".join(f"{code.co_name} ({code.co_filename.split('/')[-1]}:{n})" for code, n in self.lines)
 
     def source(self) -> list[str]:
-        """These lines as they are written."""
+        """Return the source text of these lines."""
         return [linecache.getline(code.co_filename, n).strip() for code, n in self.lines]
 
 
 class Event(NamedTuple):
-    """What happens in a program: something starts, or is "done"; a partition computes, arrives at a barrier, has waited.
+    """An event of a program: an operation starts or ends, or a partition computes, arrives at a barrier or has waited.
 
-    ``kind``: "load", "store", "add", "wgmma", or "done", with what is over in ``of`` (a wgmma: when it has been waited for);
-    "exp2" and its like; "arrive", "wait". ``size``: bytes of a box, operations of a wgmma, elements of a function.
-    ``barrier``: its name, and the phase that is arrived at, or waited for.
+    ``kind`` is "load", "store", "add" or "wgmma" for the start of an operation, and "done" for its end, with the start in
+    ``of``. A wgmma ends at the wait for it. Other kinds are "exp2" and similar functions, "arrive" and "wait".
+    ``size`` is in bytes for boxes, operations for a wgmma and elements for functions. ``barrier`` is (name, phase).
     """
 
     kernel: str
@@ -85,14 +85,14 @@ class Event(NamedTuple):
 
 
 def join(clock: dict[int, int], other: dict[int, int]) -> None:
-    """Make ``clock`` know what ``other`` knows."""
+    """Update ``clock`` to the elementwise maximum of both clocks."""
     for actor, epoch in other.items():
         if clock.get(actor, 0) < epoch:
             clock[actor] = epoch
 
 
 class Partition:
-    """Warps that run one function together; ``products`` and ``stores`` are what they have started and not waited for."""
+    """Warps that run one function together. ``products`` and ``stores`` are started operations without a wait so far."""
 
     def __init__(self, program: "Program", name: str, warps: int, clock: dict[int, int]):
         self.program, self.name, self.warps = program, name, warps
@@ -100,77 +100,77 @@ class Partition:
         self.clock = {**clock, self.id: 1}
         self.products: list[Any] = []
         self.stores: list[Any] = []
-        self.acquired = False  # an acquire that no proxy fence follows yet
-        self.unfenced: list[Any] = []  # its writes to shared memory that the async proxy need not see yet
+        self.acquired = False  # True after an acquire without a later proxy fence
+        self.unfenced: list[Any] = []  # writes to shared memory without a later fence for the async proxy
         self.baton = threading.Lock()
         self.baton.acquire()
-        self.seen: tuple[Any, Any] = (None, None)  # where it has looked for others last, and what it found
-        self.looks = 0  # how often in a row
+        self.seen: tuple[Any, Any] = (None, None)  # address and value of the last volatile load
+        self.looks = 0  # consecutive volatile loads with this result
         self.condition: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] = str
         self.place: Place | None = None
         self.finished = False
 
     def ready(self) -> bool:
-        """Whether it could go on."""
+        """Return whether this partition can continue."""
         return not self.finished and (self.condition is None or self.condition())
 
     def released(self) -> dict[int, int]:
-        """Its clock, to be carried elsewhere; what it does from now on is not part of that."""
+        """Return a copy of the clock for a release, and advance the own epoch past it."""
         clock = self.clock.copy()
         self.clock[self.id] += 1
         return clock
 
     def block(self, condition: Callable[[], bool], waits_for: Callable[[], str]) -> None:
-        """Return when the condition holds and it is this partition's turn."""
+        """Wait until the condition holds and this partition holds the baton."""
         self.condition, self.waits_for, self.place = condition, waits_for, Place()
         self.program.pass_baton(self)
         self.condition = None
 
     def look(self, place: Any, found: Any) -> None:
-        """Take note of a volatile load: who finds the same in the same place again and again waits in vain."""
+        """Record a volatile load. Raise Deadlock after `IN_VAIN` loads of the same value from the same address."""
         self.looks = self.looks + 1 if self.seen == (place, found) else 0
         self.seen = place, found
-        if self.looks and self.program.loads:  # who looks in vain is as good as blocked: loads that are late land
+        if self.looks and self.program.loads:  # a polling partition counts as blocked, so late TMA loads land
             self.program.land()
         if self.looks == IN_VAIN:
             raise Deadlock(f"{self.name} has found {found} {IN_VAIN} times, and nobody changes it, at {Place()}")
 
     def end(self) -> None:
-        """Check that nothing is left running in its registers."""
+        """Raise Fault if a wgmma is still in flight."""
         if self.products:
             raise Fault(f"{self.name} ends with {len(self.products)} wgmma not waited for: {self.products[-1]}")
 
 
 class Program:
-    """What the partitions of one program share, and the passing of the baton."""
+    """The shared state of the partitions of one program, and the baton."""
 
     def __init__(self, indices: tuple, grid: tuple, order: str, chance: random.Random, log: list[Event] | None = None):
         self.indices, self.grid, self.order, self.chance, self.log = indices, grid, order, chance, log
-        self.inertia = chance.choice((0.1, 0.5, 0.9))  # how often the baton stays where it may
+        self.inertia = chance.choice((0.1, 0.5, 0.9))  # probability that a ready partition keeps the baton
         self.actors = self.shared_bytes = self.allocations = 0
         self.barriers: list[Any] = []  # mbarriers
-        self.named: dict[int, Any] = {}  # the hardware's
-        self.loads: list[Any] = []  # TMA loads under way
-        self.late: list[tuple[Partition, Callable[[], None]]] = []  # writes to global memory that may come at the end
+        self.named: dict[int, Any] = {}  # named hardware barriers
+        self.loads: list[Any] = []  # TMA loads in flight
+        self.late: list[tuple[Partition, Callable[[], None]]] = []  # writes to global memory, delayed until the end
         self.partitions: list[Partition] = []
         self.failure: BaseException | None = None
-        self.name = ""  # the kernel's
-        self.thread: threading.Thread | None = None  # that its main partition runs on
+        self.name = ""  # of the kernel
+        self.thread: threading.Thread | None = None  # runs the main partition
         self.going, self.paused = threading.Semaphore(0), threading.Semaphore(0)
         self.abandoned = self.ended = False
 
     def new_actor(self) -> int:
-        """A number for whoever has a clock."""
+        """Return a new index into vector clocks."""
         self.actors += 1
         return self.actors
 
     def draws(self, often: float = 0.5) -> bool:
-        """Whether what may happen now does happen now."""
+        """Draw whether an operation that may happen now happens now."""
         return self.order == "early" or (self.order == "random" and self.chance.random() < often)
 
     def step(self) -> None:
-        """The running partition has started or signalled something: another one may be first to go on."""
+        """Offer the baton, after the running partition has started or signalled something."""
         if len(self.partitions) > 1:
             self.pass_baton(here())
 
@@ -183,11 +183,11 @@ class Program:
         return self.log[-1]
 
     def land(self) -> None:
-        """Let one load arrive."""
+        """Complete one TMA load, drawn at random."""
         self.loads.pop(self.chance.randrange(len(self.loads))).land()
 
     def pass_baton(self, me: Partition) -> None:
-        """Return when it is ``me``'s turn again; at once, mostly, if it need not wait."""
+        """Pass the baton to a drawn partition and wait until ``me`` has it again. A ready partition often keeps it."""
         if self.order == "random" and self.loads and self.draws(0.25):
             self.land()
         if me.ready() and self.chance.random() < self.inertia:
@@ -200,7 +200,7 @@ class Program:
                 raise Stopped
 
     def next(self) -> Partition:
-        """Someone who can go on; loads arrive if there is nobody else."""
+        """Return a partition that can continue. Complete TMA loads until there is one, or raise Deadlock."""
         while not (ready := [p for p in self.partitions if p.ready()]):
             if not self.loads:
                 raise Deadlock(self.deadlock())
@@ -208,7 +208,7 @@ class Program:
         return self.chance.choice(ready)
 
     def deadlock(self) -> str:
-        """Who waits for what, and where."""
+        """Return a message with the wait and the place of each partition."""
         waiting = [f"{p.name} waits for {p.waits_for()}, at {p.place}" for p in self.partitions if not p.finished]
         return f"deadlock in program {self.indices}:\n  " + "\n  ".join(waiting)
 
@@ -216,14 +216,14 @@ class Program:
         """Keep the first failure, and end the other partitions."""
         if self.failure is None:
             self.failure = failure
-            if not isinstance(failure, Deadlock):  # which names who waits
+            if not isinstance(failure, Deadlock):  # its message names the partitions
                 failure.add_note(f"in {me.name} of program {self.indices}")
             for other in self.partitions:
                 if other is not me and not other.finished:
                     other.baton.release()
 
     def go_on(self, *arguments: Any) -> None:
-        """Run, until the program ends or lets others go on; ``arguments``: those of `run`."""
+        """Run until the program ends or offers a switch (`let_others`). ``arguments`` are those of `run`."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._begin, args=arguments, daemon=True)
             self.thread.start()
@@ -241,21 +241,21 @@ class Program:
             self.paused.release()
 
     def let_others(self) -> None:
-        """The running partition has touched what all programs share: another one may be first to go on."""
+        """Offer a switch to another program, after an access to memory that programs share."""
         self.paused.release()
         self.going.acquire()
         if self.abandoned:
             raise Fault("another program has failed")
 
     def abandon(self) -> None:
-        """End a program that waits for its turn."""
+        """End a suspended program."""
         if self.thread is not None:
             self.abandoned = True
             self.going.release()
             self.thread.join()
 
     def run(self, name: str, warps: int, function: Callable[[], None]) -> None:
-        """Run the kernel's function and check how the program ends."""
+        """Run the kernel function, then check the state at its end."""
         self.name = name
         main = Partition(self, name, warps, {})
         self.partitions = [main]
@@ -271,7 +271,7 @@ class Program:
             _current.partition = outer
 
     def end(self, main: Partition) -> None:
-        """Nothing may be left under way but stores, which complete now."""
+        """Complete all stores. Raise Fault if anything else is in flight, or if barriers are out of balance."""
         for store in main.stores:
             store.complete()
         for _, write in self.late:
@@ -288,7 +288,7 @@ class Program:
                 raise Fault(f"{named.name} is out of balance: {named.present[0].name} has come to it in vain")
 
     def specialise(self, parts: list[tuple[str, Callable[[], Any]]], warps: list[int]) -> Any:
-        """Run the first part here and the others as workers; returns the first one's result when all have ended."""
+        """Run the first part here and the others as workers. Wait for all, and return the result of the first."""
         main = here()
         if len(self.partitions) > 1:
             raise Fault("warp_specialize within warp_specialize")
@@ -339,7 +339,7 @@ class Program:
 
 
 def take_turns(programs: list[Program], chance: random.Random, *arguments: Any) -> None:
-    """Run all programs to their ends; ``arguments``: those of `Program.run`. Raises what the first one to fail raises."""
+    """Run all programs to their ends. ``arguments`` are those of `Program.run`. Raise the first failure of a program."""
     left = list(programs)
     try:
         while left:

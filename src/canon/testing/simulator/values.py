@@ -1,9 +1,9 @@
 """Values of simulated Gluon kernels: blocks are torch tensors, scalars Python numbers, each with its Triton type.
 
-bfloat16 and float16 are real, float32 arithmetic is the CPU's. Integers are held in 64 bits: where a signed sum, difference
-or product does not fit its type a GPU would go on with a wrong number, and here it is a fault (blocks of 64 bits are not
-checked); unsigned ones wrap. Types are promoted by Triton's own rules (`TritonSemantic.computation_type_impl`). `//` and `%`
-of values truncate, as in C; those of constants, which are Python numbers here, are Python's.
+Arithmetic has the precision of each float type. Integers are stored in 64 bits. A signed overflow is a fault here, while a GPU
+continues with a wrong number; 64-bit blocks are not checked. Unsigned integers wrap. Types are promoted by Triton's own rules
+(`TritonSemantic.computation_type_impl`). `//` and `%` of values truncate, as in C. Constants are Python numbers with Python's
+own operators.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from canon.testing.simulator.program import Fault, Place
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-MEMORY = {**FLOATS, "int1": torch.bool, **{name: getattr(torch, name) for name in INTEGERS}}  # in memory, and as held
-HELD = {**FLOATS, "int1": torch.bool, **dict.fromkeys(INTEGERS, torch.int64)}
+MEMORY = {**FLOATS, "int1": torch.bool, **{name: getattr(torch, name) for name in INTEGERS}}  # types in memory
+HELD = {**FLOATS, "int1": torch.bool, **dict.fromkeys(INTEGERS, torch.int64)}  # of values
 BITS = {name: int(name.lstrip("uint")) for name in ("int1", *INTEGERS)}
 LITERALS = ((gl.int32, -(2**31), 2**31), (gl.uint32, 0, 2**32), (gl.int64, -(2**63), 2**63), (gl.uint64, 0, 2**64))
 
@@ -33,7 +33,7 @@ _promotions: dict[tuple, Any] = {}
 
 
 class Tensor:
-    """A value of a kernel. ``taint``: why it is garbage; ``memory``: what it points into, if it is a pointer."""
+    """A value of a kernel. ``taint`` is the reason why it is garbage, or None. A pointer points into ``memory``."""
 
     __slots__ = ("data", "dtype", "memory", "taint")
 
@@ -51,12 +51,12 @@ class Tensor:
 
     @property
     def shape(self) -> list[int]:
-        """Its axes; none for a scalar."""
+        """Return the sizes of the axes; none for a scalar."""
         return list(self.data.shape) if isinstance(self.data, torch.Tensor) else []
 
     @property
     def numel(self) -> int:
-        """How many elements there are."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def __bool__(self) -> bool:
@@ -85,26 +85,26 @@ class Tensor:
         return Tensor(self.data[keys], self.dtype, self.taint, self.memory)
 
     def to(self, dtype, fp_downcast_rounding=None, bitcast=False):
-        """Its values in another type, to narrower floats rounded to nearest even; or, ``bitcast``, its bits."""
+        """Convert to another type, rounding to nearest even; with ``bitcast`` reinterpret the bits."""
         if fp_downcast_rounding is not None or self.memory is not None or dtype.is_ptr():
             raise NotImplementedError("other roundings than to nearest even, and casts of pointers")
         convert = bits_as if bitcast else cast
         return Tensor(convert(self.data, self.dtype, dtype), dtype, self.taint)
 
     def expand_dims(self, axis):
-        """A new axis of one entry."""
+        """Return the tensor with a new axis of size 1."""
         return Tensor(self.data.unsqueeze(axis), self.dtype, self.taint, self.memory)
 
     def reshape(self, *shape):
-        """Its elements with other axes."""
+        """Return the elements with other axes."""
         return Tensor(self.data.reshape(several(shape)), self.dtype, self.taint, self.memory)
 
     def permute(self, *order):
-        """Its axes in another order."""
+        """Return the tensor with its axes in another order."""
         return Tensor(self.data.permute(several(order)), self.dtype, self.taint, self.memory)
 
     def trans(self, *order):
-        """Its axes the other way round, or in that order."""
+        """Return the tensor with its axes reversed, or in the given order."""
         return self.permute(*(order or range(len(self.shape))[::-1]))
 
 
@@ -123,12 +123,12 @@ Tensor.__rsub__ = _operator(operator.sub)[1]
 
 
 def several(values: tuple) -> list[int]:
-    """What was given as numbers or as one list of them."""
+    """Return arguments as a list. They are numbers or one list of numbers."""
     return list(values[0]) if len(values) == 1 and isinstance(values[0], list | tuple) else list(values)
 
 
 def number(x: Any) -> Any:
-    """The Python number of a scalar, for a branch, an address or a count."""
+    """Return the Python number of a scalar, for a branch, an address or a count. Raise Fault if it is tainted."""
     if not isinstance(x, Tensor):
         return x
     if isinstance(x.data, torch.Tensor):
@@ -139,7 +139,7 @@ def number(x: Any) -> Any:
 
 
 def tensor(x: Any) -> Tensor:
-    """A constant as a value, in the type that Triton gives it."""
+    """Return a constant as a value, in the type that Triton gives it."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, bool):
@@ -153,7 +153,7 @@ def tensor(x: Any) -> Tensor:
 
 
 def block(data: Any, kind: Any) -> torch.Tensor:
-    """Data as a torch tensor, also those of a scalar."""
+    """Return data of a block or a scalar as a torch tensor."""
     return data if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=HELD[kind.name])
 
 
@@ -161,7 +161,7 @@ def block(data: Any, kind: Any) -> torch.Tensor:
 
 
 def type_of(memory: torch.Tensor) -> Any:
-    """The Triton type of the elements."""
+    """Return the Triton type of the elements."""
     for name, dtype in MEMORY.items():
         if memory.dtype is dtype:
             return gl.dtype(name)
@@ -169,12 +169,12 @@ def type_of(memory: torch.Tensor) -> Any:
 
 
 def held(data: torch.Tensor) -> torch.Tensor:
-    """Data from memory as values hold them."""
+    """Convert data from memory to the type of values: integers become int64."""
     return data if data.dtype.is_floating_point or data.dtype is torch.bool else data.long()
 
 
 def cast(data: Any, source: Any, target: Any) -> Any:
-    """Data of one type as that of another."""
+    """Convert data from one type to another."""
     if source.name == target.name:
         return data
     is_block = isinstance(data, torch.Tensor)
@@ -188,19 +188,19 @@ def cast(data: Any, source: Any, target: Any) -> Any:
 
 
 def bits_as(data: Any, source: Any, target: Any) -> Any:
-    """The bits of a block's elements, read as another type of that size."""
+    """Reinterpret the bits of a block as another type of the same size."""
     if not isinstance(data, torch.Tensor) or source.primitive_bitwidth != target.primitive_bitwidth:
         raise NotImplementedError(f"bits of {source} as {target}: of blocks alone, and to types of the same size")
     return held(data.to(MEMORY[source.name]).contiguous().view(MEMORY[target.name]))
 
 
 def rounded(x: float, kind: Any) -> float:
-    """A float as that type has it."""
+    """Round a float to a type."""
     return ctypes.c_float(x).value if kind.name == "fp32" else block(x, kind).item()
 
 
 def wrapped(x: Any, kind: Any) -> Any:
-    """An integer's lowest bits as that type reads them."""
+    """Reduce an integer to the low bits of a type."""
     bits = BITS[kind.name]
     if bits == 64 and isinstance(x, torch.Tensor):
         return x
@@ -210,7 +210,7 @@ def wrapped(x: Any, kind: Any) -> Any:
 
 
 def fitted(x: Any, kind: Any, what: str) -> Any:
-    """The result of an operation, in its type; a fault where a signed integer does not fit."""
+    """Return the result of an operation in its type. Raise Fault on overflow of a signed integer."""
     is_block = isinstance(x, torch.Tensor)
     if kind.is_floating():
         return x if is_block else rounded(x, kind)
@@ -233,14 +233,14 @@ def fitted(x: Any, kind: Any, what: str) -> Any:
 
 
 def check_ranks(*data: Any) -> None:
-    """Raise unless all blocks have the same number of axes: Gluon adds none."""
+    """Raise ValueError unless all blocks have the same number of axes: Gluon adds none."""
     shapes = [list(x.shape) for x in data if isinstance(x, torch.Tensor)]
     if len({len(shape) for shape in shapes}) > 1:
         raise ValueError(f"cannot broadcast, rank mismatch: {shapes}, at {Place()}")
 
 
 def promoted(a: Any, b: Any, division: bool = False, weak: bool = True) -> tuple[Any, Any, Any, str | None]:
-    """Both operands' data in the type that Triton computes in, that type, and their taint; constants yield if ``weak``."""
+    """Return both operands in their common type, that type, and their taint. ``weak`` constants adopt the other type."""
     x, y = tensor(a), tensor(b)
     kind = x.dtype
     if kind is not y.dtype or division:
@@ -259,7 +259,7 @@ def promoted(a: Any, b: Any, division: bool = False, weak: bool = True) -> tuple
 
 
 def binary(function: Callable, a: Any, b: Any) -> Any:
-    """An operator of two operands, in Triton's types."""
+    """Apply an operator to two operands, with Triton's types."""
     if not isinstance(a, Tensor | int | float) or not isinstance(b, Tensor | int | float):
         return NotImplemented
     left, right, kind, taint = promoted(a, b, function in DIVISIONS, function not in BITWISE)
@@ -279,7 +279,7 @@ def binary(function: Callable, a: Any, b: Any) -> Any:
 
 
 def truncated(function: Callable, left: torch.Tensor, right: torch.Tensor, kind: Any) -> torch.Tensor:
-    """Quotients or remainders of integers, as C has them."""
+    """Return quotients or remainders of integers, truncated as in C."""
     if not kind.is_int():
         raise NotImplementedError(f"{function.__name__} of {kind} is not simulated")
     if not right.all():
@@ -291,13 +291,13 @@ def truncated(function: Callable, left: torch.Tensor, right: torch.Tensor, kind:
 
 
 def pointer(memory: torch.Tensor) -> Tensor:
-    """A pointer to the first element of a tensor on the CPU."""
+    """Return a pointer to the first element of a tensor on the CPU."""
     whole = torch.empty(0, dtype=memory.dtype).set_(memory.untyped_storage())
     return Tensor(memory.storage_offset(), gl.pointer_type(type_of(memory)), None, whole)
 
 
 def moved(address: Tensor, offset: Any, sign: int) -> Tensor:
-    """An address some elements further on, or back."""
+    """Return an address moved by ``sign * offset`` elements."""
     if not isinstance(offset, Tensor | int):
         return NotImplemented
     other = tensor(offset)

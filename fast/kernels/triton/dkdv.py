@@ -1,0 +1,294 @@
+"""The dk and dv kernel, the fused kernel for dq, dk and dv, and the sum of dk and dv over a group of heads.
+
+With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of queries adds
+
+    s = scale q k^T      dv += p^T dout      dp = dout v^T      ds = p * (dp - delta)      dk += scale ds^T q
+
+A CTA of `dkdv_kernel` owns a tile of keys (the transposed work table). It visits the query heads of its group one after
+another for each tile of queries, so that registers sum the group in a fixed order. That takes four MMAs a tile.
+FUSED adds a fifth: dq += scale ds k, by float32 atomics, in no fixed order.
+If GROUP > HEADS, a CTA owns fewer query heads than the group has (one, for head_parallel). Then `sum_heads_kernel` sums
+these partial results, also in a fixed order.
+
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691); one CTA for each query head:
+TensorAuto/OpenTau, pull request 376.
+"""
+
+import triton
+import triton.language as tl
+
+from canon.fast.kernels.triton.blocks import (
+    accumulate_mma,
+    cta_work_tile,
+    full_tile_source,
+    head_pointer,
+    load_full_tile,
+    load_rows,
+    row_start,
+    statistic_head_pointer,
+    statistic_pointers,
+    store_rows,
+    tile_offsets,
+    visible_columns,
+    visible_mask,
+)
+
+
+@triton.jit
+def dkdv_step(
+    q,
+    k,
+    v,
+    dout,
+    lse,
+    delta,
+    dk,
+    dv,
+    scale,
+    visible,
+    MASKED: tl.constexpr,
+    MAKE_DK: tl.constexpr,
+    MAKE_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return dk + ds^T q, dv + p^T dout and ds^T for one tile of queries. ``scale`` has base 2."""
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
+    p = tl.exp2(s * scale - (lse * 1.4426950408889634)[None, :])
+    if MASKED:
+        p = tl.where(visible, p, 0.0)
+    if MAKE_DV:
+        dv = accumulate_mma(dv, p.to(dout.dtype), dout, PRECISION)
+    ds = p
+    if MAKE_DK:
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION, out_dtype=dk.dtype)
+        ds = p * (dp - delta[None, :])
+        if MASKED:  # dp of an invisible key may be NaN, and 0 * NaN is NaN
+            ds = tl.where(visible, ds, 0.0)
+        dk = accumulate_mma(dk, ds.to(q.dtype), q, PRECISION)
+    return dk, dv, ds.to(q.dtype)
+
+
+@triton.jit
+def add_dq(
+    pointer,
+    offset,
+    first,
+    strides,
+    head,
+    valid,
+    ds,
+    k,
+    scale,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add scale ds k to dq of one tile of queries, by atomics in no fixed order. ``ds`` is transposed: (keys, queries)."""
+    x = pointer + tl.cast(first, tl.int64) * strides[1] + tl.cast(head, tl.int64) * strides[2] + offset
+    part = tl.dot(tl.trans(ds), k, input_precision=PRECISION, out_dtype=scale.dtype) * scale
+    keep = valid[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
+    tl.atomic_add(x, part, mask=keep, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tile_count", "l2_heads", "heads"])
+def dkdv_kernel(
+    q,
+    k,
+    v,
+    dout,
+    q_tiles,
+    dout_tiles,
+    lse,
+    delta,
+    dq,
+    dk,
+    dv,
+    tiles,
+    spans,
+    scale: "fp64",
+    tile_count,
+    heads,
+    l2_heads,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    statistic_strides,
+    dq_strides,
+    dk_strides,
+    dv_strides,
+    FUSED: tl.constexpr,
+    MAKE_DK: tl.constexpr,
+    MAKE_DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    PARTIAL_STAGES: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PARTIAL_BN: tl.constexpr,
+):
+    """Write dk (b, s, o, d) and dv (b, s, o, dv). Each of the ``heads`` = o owners has HEADS query heads of one group.
+
+    A CTA owns BM keys and visits BN queries at a time. Keys that no query sees get 0.
+    """
+    tile, batch, owner = cta_work_tile(tiles, tile_count, heads, l2_heads)
+    first, stop = tl.load(tile), tl.load(tile + 1)
+    partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    scale_acc = tl.full((), scale, ACC)
+    scale_log2 = scale_acc * 1.4426950408889634
+    head_first = owner * HEADS
+    rows = first + tl.arange(0, BM)
+    valid = rows < stop
+    k_head = head_pointer(k, batch, head_first // GROUP, k_strides, ALIGN)
+    v_head = head_pointer(v, batch, head_first // GROUP, v_strides, ALIGN)
+    k_tile = load_rows(k_head, tile_offsets(k_strides, BM, D_PAD, ALIGN), first, k_strides[1], valid, D, D_PAD, ALIGN)
+    v_offset = tile_offsets(v_strides, BM, DV_PAD, ALIGN)
+    v_tile = load_rows(v_head, v_offset, first, v_strides[1], valid, DV, DV_PAD, ALIGN)
+    if FUSED:  # dq sums over all keys of the tile; keys that no query sees may be NaN: replace them by 0
+        visible_keys = valid & (end > full)
+        for index in range(partial, full):
+            span = spans + index * 8
+            visible_keys = visible_keys | ((rows >= tl.load(span + 2)) & (rows < tl.load(span + 3)))
+        k_tile = tl.where(visible_keys[:, None], k_tile, 0.0)
+    q_head = head_pointer(q, batch, head_first, q_strides, ALIGN)
+    dout_head = head_pointer(dout, batch, head_first, dout_strides, ALIGN)
+    q_source = full_tile_source(q_tiles, batch, head_first, q_strides, BN, D_PAD, ALIGN, TMA)
+    dout_source = full_tile_source(dout_tiles, batch, head_first, dout_strides, BN, DV_PAD, ALIGN, TMA)
+    dq_head = head_pointer(dq, batch, head_first, dq_strides, ALIGN)
+    lse_head = statistic_head_pointer(lse, batch, head_first, statistic_strides)
+    delta_head = statistic_head_pointer(delta, batch, head_first, statistic_strides)
+    q_offset = tile_offsets(q_strides, PARTIAL_BN, D_PAD, ALIGN)
+    dout_offset = tile_offsets(dout_strides, PARTIAL_BN, DV_PAD, ALIGN)
+    dk_acc = tl.zeros([BM, D_PAD], ACC)
+    dv_acc = tl.zeros([BM, DV_PAD], ACC)
+
+    for index in range(partial, full):
+        span = spans + index * 8
+        left, right = visible_columns(span, rows)
+        begin, query_start, query_stop = tl.load(span), tl.load(span + 4), tl.load(span + 5)
+        for step in tl.range(tl.load(span + 1) * HEADS, num_stages=PARTIAL_STAGES):
+            i, head = begin + step // HEADS * PARTIAL_BN, step % HEADS
+            queries = i + tl.arange(0, PARTIAL_BN)
+            in_band = (queries >= query_start) & (queries < query_stop)
+            q_at = q_head + row_start(head, q_strides[2], ALIGN)
+            dout_at = dout_head + row_start(head, dout_strides[2], ALIGN)
+            q_tile = load_rows(q_at, q_offset, i, q_strides[1], in_band, D, D_PAD, ALIGN)
+            dout_tile = load_rows(dout_at, dout_offset, i, dout_strides[1], in_band, DV, DV_PAD, ALIGN)
+            lse_at = statistic_pointers(lse_head, i, head, statistic_strides, PARTIAL_BN)
+            lse_row = tl.load(lse_at, mask=in_band, other=0.0)
+            delta_at = statistic_pointers(delta_head, i, head, statistic_strides, PARTIAL_BN)
+            delta_row = tl.load(delta_at, mask=in_band, other=0.0)
+            visible = visible_mask(left - i, right - i, PARTIAL_BN)
+            dk_acc, dv_acc, ds = dkdv_step(
+                q_tile,
+                k_tile,
+                v_tile,
+                dout_tile,
+                lse_row,
+                delta_row,
+                dk_acc,
+                dv_acc,
+                scale_log2,
+                visible,
+                True,
+                MAKE_DK,
+                MAKE_DV,
+                PRECISION,
+            )
+            if FUSED:
+                dq_offset = tile_offsets(dq_strides, PARTIAL_BN, D_PAD, ALIGN)
+                add_dq(dq_head, dq_offset, i, dq_strides, head, in_band, ds, k_tile, scale_acc, D, D_PAD, PRECISION)
+
+    for index in range(full, end):
+        begin = tl.load(spans + index * 8)
+        for step in range(tl.load(spans + index * 8 + 1) * HEADS):
+            i, head = begin + step // HEADS * BN, step % HEADS
+            queries = i + tl.arange(0, BN)
+            q_tile = load_full_tile(q_source, batch, i, head, BN, D, D_PAD, ALIGN, TMA)
+            dout_tile = load_full_tile(dout_source, batch, i, head, BN, DV, DV_PAD, ALIGN, TMA)
+            lse_row = tl.load(statistic_pointers(lse_head, i, head, statistic_strides, BN))
+            delta_row = tl.load(statistic_pointers(delta_head, i, head, statistic_strides, BN))
+            dk_acc, dv_acc, ds = dkdv_step(
+                q_tile,
+                k_tile,
+                v_tile,
+                dout_tile,
+                lse_row,
+                delta_row,
+                dk_acc,
+                dv_acc,
+                scale_log2,
+                None,
+                False,
+                MAKE_DK,
+                MAKE_DV,
+                PRECISION,
+            )
+            if FUSED:
+                dq_offset, all_queries = tile_offsets(dq_strides, BN, D_PAD, ALIGN), queries >= 0
+                add_dq(dq_head, dq_offset, i, dq_strides, head, all_queries, ds, k_tile, scale_acc, D, D_PAD, PRECISION)
+
+    dk_head = head_pointer(dk, batch, owner, dk_strides, ALIGN)
+    dv_head = head_pointer(dv, batch, owner, dv_strides, ALIGN)
+    dk_offset, dv_offset = tile_offsets(dk_strides, BM, D_PAD, ALIGN), tile_offsets(dv_strides, BM, DV_PAD, ALIGN)
+    if MAKE_DK:
+        store_rows(dk_head, dk_offset, first, dk_strides[1], valid, dk_acc * scale_acc, D, D_PAD, ALIGN)
+    if MAKE_DV:
+        store_rows(dv_head, dv_offset, first, dv_strides[1], valid, dv_acc, DV, DV_PAD, ALIGN)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+def sum_heads_kernel(
+    dk_parts,
+    dv_parts,
+    dk,
+    dv,
+    tokens,
+    heads,
+    batch_heads,
+    dk_parts_strides,
+    dv_parts_strides,
+    dk_strides,
+    dv_strides,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Write dk (b, s, g, d) and dv (b, s, g, dv): sums of each GROUP consecutive heads of the parts, in head order.
+
+    If DV is 0, only dk is summed.
+    """
+    first = tl.program_id(0) // batch_heads * BM
+    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    valid = first + tl.arange(0, BM) < tokens
+    dk_offset = tile_offsets(dk_parts_strides, BM, D_PAD, ALIGN)
+    dv_offset = tile_offsets(dv_parts_strides, BM, DV_PAD, ALIGN)
+    dk_acc = tl.zeros([BM, D_PAD], ACC)
+    dv_acc = tl.zeros([BM, DV_PAD], ACC)
+    for member in tl.static_range(GROUP):
+        dk_part = head_pointer(dk_parts, batch, head * GROUP + member, dk_parts_strides, ALIGN)
+        dk_acc += load_rows(dk_part, dk_offset, first, dk_parts_strides[1], valid, D, D_PAD, ALIGN)
+        if DV > 0:
+            dv_part = head_pointer(dv_parts, batch, head * GROUP + member, dv_parts_strides, ALIGN)
+            dv_acc += load_rows(dv_part, dv_offset, first, dv_parts_strides[1], valid, DV, DV_PAD, ALIGN)
+    dk_head, dk_offset = head_pointer(dk, batch, head, dk_strides, ALIGN), tile_offsets(dk_strides, BM, D_PAD, ALIGN)
+    store_rows(dk_head, dk_offset, first, dk_strides[1], valid, dk_acc, D, D_PAD, ALIGN)
+    if DV > 0:
+        dv_head, dv_offset = (
+            head_pointer(dv, batch, head, dv_strides, ALIGN),
+            tile_offsets(dv_strides, BM, DV_PAD, ALIGN),
+        )
+        store_rows(dv_head, dv_offset, first, dv_strides[1], valid, dv_acc, DV, DV_PAD, ALIGN)

@@ -1,0 +1,137 @@
+"""The dq kernel: one CTA for each (tile of queries, head), three MMAs for each tile of keys.
+
+With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of keys adds
+
+    s = scale q k^T      dp = dout v^T      ds = p * (dp - delta)      dq += scale ds k
+
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). A kernel of its own instead of
+atomic additions to dq: jax-ml/jax-triton, pull request 177.
+"""
+
+import triton
+import triton.language as tl
+
+from canon.fast.kernels.triton.blocks import (
+    cta_work_tile,
+    full_tile_source,
+    head_pointer,
+    load_full_tile,
+    load_rows,
+    statistic_head_pointer,
+    statistic_pointers,
+    store_rows,
+    tile_offsets,
+    visible_columns,
+    visible_mask,
+)
+
+
+@triton.jit
+def dq_step(
+    q, k, v, dout, lse2, delta, acc, scale, visible, MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr
+):
+    """Return acc + ds k for one tile of keys. ``scale`` and ``lse2`` have base 2.
+
+    With TMA, the accumulator of dp starts at -delta: those configurations have 16-bit operands and enough registers.
+    """
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
+    p = tl.exp2(s * scale - lse2[:, None])
+    if TMA:  # the initial value costs nothing, and the rounding of ds to 16 bits hides the rounding of this sum
+        minus_delta = tl.broadcast_to(-delta[:, None], s.shape).to(acc.dtype)
+        ds = p * tl.dot(dout, tl.trans(v), minus_delta, input_precision=PRECISION, out_dtype=acc.dtype)
+    else:
+        ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=acc.dtype) - delta[:, None])
+    if MASKED:
+        ds = tl.where(visible, ds, 0.0)
+    return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit(do_not_specialize=["tile_count", "l2_heads", "heads"])
+def dq_kernel(
+    q,
+    k,
+    v,
+    k_tiles,
+    v_tiles,
+    dout,
+    lse,
+    delta,
+    dq,
+    tiles,
+    spans,
+    scale: "fp64",
+    tile_count,
+    heads,
+    l2_heads,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    statistic_strides,
+    dq_strides,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    PARTIAL_STAGES: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PARTIAL_BN: tl.constexpr,
+):
+    """Write dq (b, t, h, d), with the loops of the forward kernel. Fully masked rows get 0."""
+    tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
+    first, stop = tl.load(tile), tl.load(tile + 1)
+    partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    scale_acc = tl.full((), scale, ACC)
+    scale_log2 = scale_acc * 1.4426950408889634
+    k_head = head_pointer(k, batch, head // GROUP, k_strides, ALIGN)
+    v_head = head_pointer(v, batch, head // GROUP, v_strides, ALIGN)
+    k_offset = tile_offsets(k_strides, PARTIAL_BN, D_PAD, ALIGN)
+    v_offset = tile_offsets(v_strides, PARTIAL_BN, DV_PAD, ALIGN)
+    k_source = full_tile_source(k_tiles, batch, head // GROUP, k_strides, BN, D_PAD, ALIGN, TMA)
+    v_source = full_tile_source(v_tiles, batch, head // GROUP, v_strides, BN, DV_PAD, ALIGN, TMA)
+    rows = first + tl.arange(0, BM)
+    valid = rows < stop
+    q_head = head_pointer(q, batch, head, q_strides, ALIGN)
+    q_tile = load_rows(q_head, tile_offsets(q_strides, BM, D_PAD, ALIGN), first, q_strides[1], valid, D, D_PAD, ALIGN)
+    dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
+    dout_offset = tile_offsets(dout_strides, BM, DV_PAD, ALIGN)
+    dout_tile = load_rows(dout_head, dout_offset, first, dout_strides[1], valid, DV, DV_PAD, ALIGN)
+    lse_head = statistic_head_pointer(lse, batch, head, statistic_strides)
+    delta_head = statistic_head_pointer(delta, batch, head, statistic_strides)
+    lse_row = tl.load(statistic_pointers(lse_head, first, 0, statistic_strides, BM), mask=valid, other=0.0)
+    lse2 = lse_row * 1.4426950408889634
+    delta_row = tl.load(statistic_pointers(delta_head, first, 0, statistic_strides, BM), mask=valid, other=0.0)
+    acc = tl.zeros([BM, D_PAD], ACC)
+
+    for index in range(partial, full):
+        span = spans + index * 8
+        left, right = visible_columns(span, rows)
+        begin, key_start, key_stop = tl.load(span), tl.load(span + 4), tl.load(span + 5)
+        for j in tl.range(begin, begin + tl.load(span + 1) * PARTIAL_BN, PARTIAL_BN, num_stages=PARTIAL_STAGES):
+            keys = j + tl.arange(0, PARTIAL_BN)
+            in_band = (keys >= key_start) & (keys < key_stop)
+            k_tile = load_rows(k_head, k_offset, j, k_strides[1], in_band, D, D_PAD, ALIGN)
+            v_tile = load_rows(v_head, v_offset, j, v_strides[1], in_band, DV, DV_PAD, ALIGN)
+            visible = visible_mask(left - j, right - j, PARTIAL_BN)
+            acc = dq_step(
+                q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, visible, True, PRECISION, TMA
+            )
+
+    for index in range(full, end):
+        begin = tl.load(spans + index * 8)
+        for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
+            k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
+            v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
+            acc = dq_step(
+                q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, None, False, PRECISION, TMA
+            )
+
+    dq_head = head_pointer(dq, batch, head, dq_strides, ALIGN)
+    dq_offset = tile_offsets(dq_strides, BM, D_PAD, ALIGN)
+    store_rows(dq_head, dq_offset, first, dq_strides[1], valid, acc * scale_acc, D, D_PAD, ALIGN)

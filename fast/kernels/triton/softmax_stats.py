@@ -1,0 +1,74 @@
+"""The delta kernel. delta = rowsum(dout * out) - dlse is the row statistic that the backward needs besides lse.
+
+Both statistics are (b, h, t). The kernels for dq, dk and dv use p = exp(s - lse) and ds = p * (dp - delta).
+Traffic: out and dout are read once; lse (and dlse) are read and delta is written, one value a row.
+
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 2, line 4 (https://arxiv.org/abs/2307.08691).
+"""
+
+import triton
+import triton.language as tl
+
+from canon.fast.kernels.triton.blocks import head_pointer, load_rows, statistic_head_pointer, tile_offsets
+
+
+@triton.jit
+def row_dot(
+    out_head,
+    dout_head,
+    first,
+    active,
+    out_strides,
+    dout_strides,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Return rowsum(dout * out) of BM rows of one head, from row ``first`` on; 0 in rows that are not ``active``."""
+    out_offset, dout_offset = tile_offsets(out_strides, BM, D_PAD, ALIGN), tile_offsets(dout_strides, BM, D_PAD, ALIGN)
+    out_tile = load_rows(out_head, out_offset, first, out_strides[1], active, D, D_PAD, ALIGN).to(ACC)
+    dout_tile = load_rows(dout_head, dout_offset, first, dout_strides[1], active, D, D_PAD, ALIGN).to(ACC)
+    return tl.sum(out_tile * dout_tile, 1)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+def delta_kernel(
+    out,
+    dout,
+    lse,
+    dlse,
+    delta,
+    tokens,
+    heads,
+    batch_heads,
+    out_strides,
+    dout_strides,
+    lse_strides,
+    dlse_strides,
+    delta_strides,
+    HAS_DLSE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Write delta (b, h, t) = rowsum(dout * out) - dlse, and 0 in fully masked rows (lse = -inf)."""
+    first = tl.program_id(0) // batch_heads * BM
+    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    rows = first + tl.arange(0, BM)
+    valid = rows < tokens
+    token = tl.cast(rows, tl.int64)
+    lse_head = statistic_head_pointer(lse, batch, head, lse_strides)
+    lse_row = tl.load(lse_head + token * lse_strides[2], mask=valid, other=0.0)
+    active = valid & (lse_row > float("-inf"))
+    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
+    dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
+    total = row_dot(out_head, dout_head, first, active, out_strides, dout_strides, D, D_PAD, ALIGN, ACC, BM)
+    if HAS_DLSE:
+        dlse_head = statistic_head_pointer(dlse, batch, head, dlse_strides)
+        total -= tl.load(dlse_head + token * dlse_strides[2], mask=active, other=0.0).to(ACC)
+    delta_head = statistic_head_pointer(delta, batch, head, delta_strides)
+    tl.store(delta_head + token * delta_strides[2], total, mask=valid)

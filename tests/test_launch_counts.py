@@ -1,0 +1,100 @@
+"""The number of kernel launches of a backward pass on one GPU, and the bits of the kernels that were joined for it."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from sharded import DEVICE
+
+from canon import Mask
+from canon.fast import backward, local
+from canon.fast.device import backend, kernels_for
+from canon.fast.kernels.gluon import launch as gluon
+from canon.fast.kernels.gluon import softmax_stats
+from canon.fast.kernels.triton import launch as triton
+from canon.testing import simulator
+
+MASK = Mask.documents([0, 20, 70])
+
+
+@contextmanager
+def using(name):
+    """Force a kernel backend; simulate Gluon kernels on a CPU."""
+    simulated = name == "gluon" and DEVICE == "cpu"
+    with backend(name), simulator.simulated() if simulated else nullcontext():
+        yield
+
+
+def inputs(h, g, dtype=torch.bfloat16, width=64):
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((h, width), (g, width), (g, width), (h, width))
+    q, k, v, dout = (torch.randn(1, 70, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes)
+    dlse = torch.randn(1, h, 70, generator=draw).to(torch.promote_types(dtype, torch.float32)).to(DEVICE)
+    return q, k, v, dout, dlse
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the launched kernels."""
+    names = []
+    for module in (triton, gluon, softmax_stats):
+        launch = module.launch
+        monkeypatch.setattr(
+            module,
+            "launch",
+            lambda kernel, *a, launch=launch, **o: (names.append(kernel.__name__), launch(kernel, *a, **o)),
+        )
+    return names
+
+
+STATISTICS = {"triton": "delta_kernel", "gluon": "delta_stats_kernel"}
+
+
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+@pytest.mark.parametrize(
+    ("method", "kernels"),
+    [
+        ("split", ["dkdv_kernel", "dq_kernel"]),
+        ("fused", ["dkdv_kernel"]),
+        ("head_parallel", ["dkdv_kernel", "sum_heads_kernel", "dq_kernel"]),
+    ],
+)
+def test_a_backward_pass_launches_three_kernels_and_head_parallel_four(launched, name, method, kernels):
+    q, k, v, dout, dlse = inputs(h=4, g=2)
+    with using(name):
+        out, lse = local.attention_forward(q, k, v, MASK)
+        launched.clear()
+        backward.attention_backward(dout, q, k, v, out, lse, MASK, dlse=dlse, method=method)
+    assert launched == [STATISTICS[name], *kernels]
+
+
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+@pytest.mark.parametrize("has_dlse", [False, True])
+@pytest.mark.parametrize("lse_strides", ["contiguous", "tokens first", "gaps"])
+def test_joined_statistics_have_the_bits_of_separate_ones(name, has_dlse, lse_strides):
+    q, _, _, dout, dlse = inputs(h=3, g=3)
+    out, lse = q, dlse.clone()
+    lse[:, 1, 5:9] = -torch.inf
+    dout[:, 5:9, 1] = torch.nan  # ignored in fully masked rows
+    if lse_strides == "tokens first":
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    elif lse_strides == "gaps":
+        lse = torch.stack([lse, lse], -1)[..., 0]
+    dlse = dlse if has_dlse else None
+    with using(name):
+        kernels = kernels_for(q, q)
+        joined = kernels.make_row_statistics(dout, out, lse, dlse)
+        separate = kernels.row_statistics(lse, backward.make_delta(dout, out, lse, dlse))
+    for x, y in zip(joined, separate, strict=True):
+        assert torch.equal(x.contiguous().view(torch.int32), y.contiguous().view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_heads_are_summed_in_order(dtype):
+    draw = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, 37, 6, width, generator=draw).to(dtype).to(DEVICE) for width in (24, 40)]
+    totals = [torch.full((2, 37, 2, x.shape[3]), torch.nan, dtype=dtype, device=DEVICE) for x in parts]
+    triton.sum_heads(*parts, *totals)
+    for x, total in zip(parts, totals, strict=True):
+        groups = x.unflatten(2, (2, 3))
+        assert torch.equal(total, groups[..., 0, :] + groups[..., 1, :] + groups[..., 2, :])
