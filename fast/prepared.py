@@ -416,8 +416,9 @@ def replayed(body: Callable[..., None], tensors: tuple[Tensor | None, ...], *opt
     is that of all. Everything else that the launches depend on is in ``options``, or in `_settings`.
     """
     first = tensors[0]
-    if (first.device.type != "cuda" and not REPLAY_ON_CPU) or gluon_config.FORCED or triton_config.FORCED:
-        body(*tensors, *options)
+    as_written = first.device.type != "cuda" and not REPLAY_ON_CPU
+    if as_written or gluon_config.FORCED or triton_config.FORCED or launcher.is_recording():
+        body(*tensors, *options)  # inside another recording, the launches belong to that pass
         return
     kinds = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
     given = tuple(x for x in tensors if x is not None)

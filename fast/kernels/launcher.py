@@ -53,6 +53,11 @@ def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, cons
     return compiled
 
 
+def is_recording() -> bool:
+    """Return whether this thread's launches are being recorded."""
+    return getattr(_recorders, "current", None) is not None
+
+
 @contextmanager
 def recording(recorder: Any) -> Iterator[None]:
     """Call ``recorder.launched`` after each launch of this thread inside the block."""
