@@ -16,8 +16,49 @@ columns after the last column arrive as 0. No load crosses into another sequence
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate
 
+aggregate = getattr(gluon, "aggregate", _aggregate)  # newer versions of Triton export it
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in Triton 3.8
+
+
+@aggregate
+class Ring:
+    """Buffers in shared memory (first axis: the buffer) and the mbarriers ``full`` and ``free`` of each one."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, free):
+        self.tiles = tiles
+        self.full = full
+        self.free = free
+
+
+@aggregate
+class RingPosition:
+    """Where a reader of a ring is: the slot of the previous tile, the slot of this one, and the parity of its phase.
+
+    The numbers are counted up tile by tile. A division by STAGES would delay the first MMA of each tile.
+    """
+
+    previous: gl.tensor
+    slot: gl.tensor
+    parity: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, previous, slot, parity):
+        self.previous = previous
+        self.slot = slot
+        self.parity = parity
+
+    @gluon.jit
+    def next(self, STAGES: gl.constexpr):
+        """Return the position at the next tile."""
+        wraps = self.slot == STAGES - 1
+        return RingPosition(self.slot, gl.where(wraps, 0, self.slot + 1), gl.where(wraps, self.parity ^ 1, self.parity))
 
 
 @gluon.jit
