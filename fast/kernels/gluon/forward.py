@@ -5,12 +5,13 @@
                   wait for S:        P = softmax of S       while O += P V still runs
                   wait for O:        next tile
 
-A CTA has a loader warpgroup and two or three MMA warpgroups. Each MMA warpgroup owns 64 rows of the work tile. The MMA with V is
-one tile late, even across work tiles: the last one of a work tile runs during the first softmax of the next one. Then the result
-is divided and written (`write_result`). Sums follow the order of the spans, so the same inputs give the same bits.
+A CTA has a loader warpgroup and two or three MMA warpgroups. Each MMA warpgroup owns 64 rows of the work tile. The MMA with
+V is one tile late, even across work tiles: the last one of a work tile runs during the first softmax of the next one. Then
+the result is divided and written (`write_result`). Sums follow the order of the spans, so the same inputs give the same
+bits.
 
-Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and MMAs) and
-`softmax`. `stale_maximum` replaces `step` in long rows.
+Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
+MMAs) and `softmax`. `stale_maximum` replaces `step` in long rows.
 
 Compile-time switches that `config` sets. "Tiles seen" is the number of tiles of 128 keys that a query sees on average
 (`launch.tiles_seen`).
@@ -26,8 +27,8 @@ Compile-time switches that `config` sets. "Tiles seen" is the number of tiles of
     256, 256      up to 3      128    64        2        1         yes         no
     256, 256      over 3       128    64        2        1         yes         yes
 
-Tests and tuning also reach two combinations outside this table, through `config.forced`: no ping-pong scheduling, and 192 rows
-with a known maximum. Two more switches depend on the inputs, and two follow from those above:
+Tests and tuning also reach two combinations outside this table, through `config.forced`: no ping-pong scheduling, and 192
+rows with a known maximum. Two more switches depend on the inputs, and two follow from those above:
 
     GROUP           query heads of a key head
     PACK            query heads that share a tile: 1, 2, 4, 8 or 16; more than 1 for short documents (`launch.packing`)
@@ -183,9 +184,9 @@ def visit_span(state, wg, ring, tile, partial):
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the next ring position.
 
-    The MMA with V is that of the previous tile. FIRST: this is the first tile of a work tile. Then the ``previous`` work tile is
-    finished and written, unless it is 0. LATE: registers are scarce with three warpgroups, so the exponentials wait for the MMA
-    with V, and P is rounded into the registers of the old P.
+    The MMA with V is that of the previous tile. FIRST: this is the first tile of a work tile. Then the ``previous`` work
+    tile is finished and written, unless it is 0. LATE: registers are scarce with three warpgroups, so the exponentials wait
+    for the MMA with V, and P is rounded into the registers of the old P.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     EARLY_RESCALE: gl.constexpr = (

@@ -5,7 +5,8 @@
     Warpgroup    all that stays constant for one warpgroup
     Tile         the visited tile: its rows, its span and its columns
 
-Q is a ring too: BUFFERS tiles for each warpgroup. With two buffers, the loader fetches the next work tile's Q during this one.
+Q is a ring too: BUFFERS tiles for each warpgroup. With two buffers, the loader fetches the next work tile's Q during this
+one.
 """
 
 from triton.experimental import gluon

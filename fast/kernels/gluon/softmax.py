@@ -1,13 +1,13 @@
 """The online softmax of the forward kernel, on the registers of one warpgroup.
 
-Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes of a quad. They exchange the maximum m in every tile.
-The sum l stays as four partial sums, which are added only when the work tile ends.
+Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes of a quad. They exchange the maximum m in
+every tile. The sum l stays as four partial sums, which are added only when the work tile ends.
 
-m need not be the maximum. P and O are relative to m, so any m gives the same result as long as nothing overflows. `highest_kept`
-says how far a row's maximum may rise before m is raised to it. The largest P is then 2^8 or the sum of the row so far, if that is
-less: the new key weighs at most half, as the second largest key of any row may. After a few tiles this holds for nearly all rows,
-so a warp seldom rescales O. (P up to 2^8 regardless of the row's sum, as in flash-attn-4 for Blackwell, gives errors larger than
-those of the dtype in rows with few keys.)
+m need not be the maximum. P and O are relative to m, so any m gives the same result as long as nothing overflows. A row
+keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). The new key then weighs at
+most half, as the second largest key of any row may. After a few tiles nearly all rows keep m, so a warp seldom rescales O.
+flash-attn-4 for Blackwell allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives errors larger than
+those of the dtype.
 """
 
 from triton.experimental import gluon
@@ -22,13 +22,13 @@ from canon.fast.kernels.gluon.tile_ring import aggregate
 class SoftmaxState:
     """The state of a warpgroup's rows between two tiles.
 
-    o (M, DV_PAD): the sum of P V, relative to m. It lacks the last tile's p V, and must still be multiplied by ``shrink``.
-    p (M, BN): P of the last tile, as an MMA operand.
-    m (M): the maximum, in base 2, not always raised.
-    l (M, 4): the sums of P by lane.
-    excess (M, 4): how much l exceeds the sums of P as rounded for the MMA, by lane. Only `stale_maximum` counts it; with the
-        known maximum it is the number 0.
-    shrink (M): the factor of the last rise of m.
+    o (M, DV_PAD)   sum of P V relative to m; it lacks the last tile's p V, and the factor ``shrink``
+    p (M, BN)       P of the last tile, as an MMA operand
+    m (M)           maximum, in base 2, not always raised
+    l (M, 4)        sums of P, by lane
+    excess (M, 4)   l minus the sums of P as rounded for the MMA, by lane, where `stale_maximum` counts it.
+                    A scalar 0 with the known maximum
+    shrink (M)      factor of the last rise of m
     """
 
     o: gl.tensor
@@ -77,7 +77,7 @@ def row_maximum(x):
 
 @gluon.jit
 def finite_or_zero(m):
-    """Return m with 0 in place of -inf, the maximum of a row without a visible key so far. (-inf) - (-inf) would be NaN."""
+    """Return m with 0 in place of -inf, the maximum of a row without a visible key so far: -inf - -inf is NaN."""
     return gl.where(m == float("-inf"), 0.0, m)
 
 

@@ -1,7 +1,7 @@
 """The forward kernel's variant with a stale maximum: P is computed with the old row maximum, and verified afterwards.
 
-Far into a row the maximum seldom rises, so it need not even be computed. This saves its comparisons and the exchange among lanes,
-and the exponentials start as soon as S is there. The sums of P by lane, which are needed anyway, show how large P is:
+Far into a row the maximum seldom rises, so it need not even be computed. This saves its comparisons and the exchange among
+lanes, and the exponentials start as soon as S is there. The sums of P by lane, which are needed anyway, show how large P is.
 
     sum of P                                   consequence
     at most the row's sum so far               none: P is as accurate as with the row maximum
@@ -9,11 +9,12 @@ and the exponentials start as soon as S is there. The sums of P by lane, which a
     too large for the dtype of P, or so large  compute S and P of this tile again, with the row maximum
     that many tiles may overflow float32
 
-In the second case a key may weigh more than half, and its rounding error would show. The divisor of O is therefore the sum of P as
-rounded, l - excess. The error of a key of weight w is then w (1 - w) times the error of its rounding. lse uses the exact sum l.
+In the second case a key may weigh more than half, and its rounding error would show. The divisor of O is therefore the sum
+of P as rounded, l - excess. The error of a key of weight w is then w (1 - w) times the error of its rounding. lse uses the
+exact sum l.
 
-K stays in its buffer until the sums are verified. That costs time if rows visit few tiles, so short rows use the known maximum.
-The first tile of each work tile always uses the known maximum (`canon.fast.kernels.gluon.forward.step`).
+K stays in its buffer until the sums are verified. That costs time if rows visit few tiles, so short rows use the known
+maximum. The first tile of each work tile always uses the known maximum (`canon.fast.kernels.gluon.forward.step`).
 
 P is at most 2^32 in bfloat16, and a sum of P at most 2^58 over 2^30 keys. Values up to 1e21 therefore give a finite o.
 """
@@ -74,10 +75,9 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too large.
 
     Return the state, the ring position and the column after the last tile added; ``above``, not 0 if the tile there must be
-    repeated; and the sums of its P. Of that tile nothing is added, but o includes the previous tile's p V.
-    The warpgroup votes on whether a sum exceeds its row's sum so far. If so, it votes again on whether one is too large.
-    A row without a visible key so far has m = -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile
-    is repeated.
+    repeated; and the sums of its P. Of that tile nothing is added, but o includes the previous tile's p V. The warpgroup
+    votes on whether a sum exceeds its row's sum so far. If so, it votes again on whether one is too large. A row without a
+    visible key so far has m = -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile is repeated.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess

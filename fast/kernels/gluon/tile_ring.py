@@ -5,8 +5,8 @@ A ring of STAGES buffers counts its tiles t = 0, 1, ...: tile t is in buffer t %
     full    the tile has arrived: one arrival, by the TMA unit
     free    the tile has been read: one arrival from each warpgroup that reads it
 
-Both complete phase t // STAGES for tile t. A wait names the parity of that phase. A loader waits for the opposite parity, so
-its first waits return at once.
+Both complete phase t // STAGES for tile t. A wait names the parity of that phase. A loader waits for the opposite parity,
+so its first waits return at once.
 
 Tiles are boxes of 4-D tensors (b, t, h, d): 1 batch, ROWS / PACK tokens, PACK heads, all of d. A tile can therefore hold
 several query heads of one group: row r is token r // PACK, head r % PACK. Any strides work. Rows after the last token and

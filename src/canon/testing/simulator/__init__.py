@@ -48,7 +48,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from canon.fast.kernels.gluon.softmax import lane_sum
 from canon.fast.kernels.gluon.ptx import (
     add_rounding_excess,
     any_above,
@@ -66,6 +65,7 @@ from canon.fast.kernels.gluon.ptx import (
     wait_for_reductions,
     zero_rows,
 )
+from canon.fast.kernels.gluon.softmax import lane_sum
 from canon.fast.kernels.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
 from canon.testing.simulator.aggregates import is_aggregate, python_class

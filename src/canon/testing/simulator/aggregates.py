@@ -1,7 +1,7 @@
 """Aggregates of Gluon on the CPU: classes whose fields are values of a kernel.
 
-Triton replaces a class decorated with `gluon.aggregate` by one that only its compiler can construct. `python_class` returns a Python
-class with the same constructor, fields and methods. Assigning a field checks its annotation, as Triton does.
+Triton replaces a class decorated with `gluon.aggregate` by one that only its compiler can construct. `python_class` returns
+a Python class with the same constructor, fields and methods. Assigning a field checks its annotation, as Triton does.
 """
 
 import inspect
