@@ -75,7 +75,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
         strides = even_out.stride(1), even_out.stride(2)
         arguments = (*tiles, even_out, line_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
         options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack}
-        options |= {"TURNS": config.turns, "OPTIMISTIC": config.optimistic}
+        options |= {"PING_PONG": config.turns, "STALE_MAXIMUM": config.optimistic}
         run(forward_kernel, plan.items, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
     settle(out, even_out)
     settle(lse, line_lse)
