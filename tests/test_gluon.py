@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from canon import Band, Layout, Mask, fast
 from canon.fast import backend, backward, local, ring_attention
-from canon.fast.kernels.gluon import config, forward, launch, softmax_stats, tile_scheduler
+from canon.fast.kernels.gluon import config, forward, launch, ptx, softmax_stats, tile_scheduler
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.tile_scheduler import TileSchedule
 from canon.testing import process_groups, simulator
@@ -180,7 +180,7 @@ def votes(monkeypatch):
         (again if second else outweighed).append(int(vote.data))
         return vote
 
-    monkeypatch.setitem(simulator._stand_ins, id(forward.any_above), (forward.any_above, count))
+    monkeypatch.setitem(simulator._stand_ins, id(ptx.any_above), (ptx.any_above, count))
     return outweighed, again
 
 

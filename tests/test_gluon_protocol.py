@@ -21,12 +21,25 @@ import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from canon import Mask
-from canon.fast.kernels.gluon import blocks, config, dkdv, dkdv_hdim256, dq, forward, launch, tile_scheduler
+from canon.fast.kernels.gluon import (
+    config,
+    dkdv,
+    dkdv_hdim256,
+    dq,
+    epilogue,
+    forward,
+    launch,
+    masking,
+    ptx,
+    tile_queue,
+    tile_ring,
+    tile_scheduler,
+)
 from canon.fast.kernels.gluon.config import Config
 from canon.testing import simulator
 from canon.testing.judge import Attended, agreement, dense, oracle
 
-MODULES = (blocks, forward, dq, dkdv, dkdv_hdim256, launch)
+MODULES = (ptx, tile_queue, tile_ring, masking, epilogue, forward, dq, dkdv, dkdv_hdim256, launch)
 INTERLEAVINGS = [("late", 0), ("early", 1), ("late", 2)]  # not "random", in which dq is added up in any order
 TOKENS, SCALE = 575, 0.125
 MASK = Mask.documents([0, 140, TOKENS])  # the last item is so short that all its tiles are loaded at once
@@ -153,20 +166,20 @@ CHANGES = {
     "mbarrier.arrive": {"is left out": left_out},
     "mbarrier.expect": {"is left out": left_out},
     "fence_async_shared": {"is left out": left_out},
-    "take_turn": {"is left out": left_out},
-    "pass_turn": {"is left out": left_out},
+    "ping_pong_wait": {"is left out": left_out},
+    "ping_pong_arrive": {"is left out": left_out},
     "tma.store_wait": {"is left out": left_out},
     "hopper.warpgroup_mma_wait": {"waits for one product fewer": one_more_under_way},
-    "tell": {"is left out": left_out},
+    "publish": {"is left out": left_out},
     "await_turn": {"is left out": left_out},
-    "await_added": {"is left out": left_out},
+    "wait_for_reductions": {"is left out": left_out},
     "fence_async_global": {"is left out": left_out},
     "pass_on": {"is left out": left_out},
     "store_tile": {"stores rows behind the item's": all_rows},
 }
 
 
-IN_TURN = "await_turn(", "await_added("  # of use where other programs add to the same
+IN_TURN = "await_turn(", "wait_for_reductions("  # of use where other programs add to the same
 
 
 class Mutation(ast.NodeTransformer):
@@ -304,7 +317,7 @@ def test_every_synchronisation_is_needed_and_its_absence_is_seen(name, monkeypat
                     if value is function:
                         patch.setattr(module, here, changed)
             killed = (is_killed(name, *interleaving, right) for interleaving in INTERLEAVINGS)
-            if "await_added(" in mutant:  # it is missed if additions come late, and in another order
+            if "wait_for_reductions(" in mutant:  # it is missed if additions come late, and in another order
                 killed = [any(is_killed(name, "late", seed, right) for seed in range(8))]
             if not all(killed):
                 survivors.add(mutant)

@@ -32,35 +32,36 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.blocks import (
-    FIRST,
-    SECOND,
-    SPAN,
-    THIRD,
-    barriers,
-    claim,
-    column_layout,
-    columns_of,
-    factor_layout,
-    fetch,
-    finite,
-    first_item,
-    first_tile,
-    hear,
-    hide_unseen,
-    is_partial,
-    line_of,
-    next_tile,
-    pass_turn,
-    place_of,
-    places,
-    product_layout,
-    spans_of,
-    store_tile,
-    take_turn,
-    tell,
-    tell_end,
+from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.layouts import lane_sum_layout, mma_layout, operand_layout, per_row_layout
+from canon.fast.kernels.gluon.masking import mask_hidden
+from canon.fast.kernels.gluon.ptx import (
+    add_rounding_excess,
+    any_above,
+    declare_registers,
+    ping_pong_arrive,
+    ping_pong_wait,
+    rescale_rows,
+    round_and_keep,
+    zero_rows,
 )
+from canon.fast.kernels.gluon.tile_queue import (
+    SPAN,
+    allocate_published,
+    batch_head_of,
+    claim_work_tile,
+    columns_of,
+    first_tile,
+    first_work_tile,
+    is_partial,
+    next_tile,
+    position_of,
+    publish,
+    publish_end,
+    receive,
+    spans_of,
+)
+from canon.fast.kernels.gluon.tile_ring import load_box, make_barriers
 
 
 @gluon.jit
@@ -72,39 +73,32 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, io, GROUP: gl.constexpr, W
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
     t, done = 0, 0
-    item = first_item()
+    item = first_work_tile()
     while item > 0:
-        first, _, batch, head = place_of(work, item)
+        first, _, batch, head = position_of(work, item)
         span, span_end, column, left = first_tile(work, item)
         fresh = True
         while span < span_end:
             slot = t % STAGES
             turn = t // STAGES & 1
             mbarrier.wait(k_free.index(slot), turn ^ 1)
-            fetch(k_desc, batch, column, head // GROUP, k_full.index(slot), k_ring.index(slot))
+            load_box(k_desc, batch, column, head // GROUP, k_full.index(slot), k_ring.index(slot))
             if fresh:  # not before K: it may have to wait until the warpgroups are done with the item before
                 for w in gl.static_range(WARPGROUPS):
                     b = w * BUFFERS + done % BUFFERS
                     mbarrier.wait(q_free.index(b), (done // BUFFERS & 1) ^ 1)
-                    tell(told.index(b), item)
-                    fetch(q_desc, batch, first + w * TOKENS, head, q_full.index(b), q_tiles.index(b))
+                    publish(told.index(b), item)
+                    load_box(q_desc, batch, first + w * TOKENS, head, q_full.index(b), q_tiles.index(b))
             fresh = False
             mbarrier.wait(v_free.index(slot), turn ^ 1)
-            fetch(v_desc, batch, column, head // GROUP, v_full.index(slot), v_ring.index(slot))
+            load_box(v_desc, batch, column, head // GROUP, v_full.index(slot), v_ring.index(slot))
             t += 1
             span, column, left = next_tile(work, span, column, left, span_end, BN)
-        item = claim(work, counter)
+        item = claim_work_tile(work, counter)
         done += 1
     for w in gl.static_range(WARPGROUPS):
         b = w * BUFFERS + done % BUFFERS
-        tell_end(told.index(b), q_full.index(b), q_free.index(b), (done // BUFFERS & 1) ^ 1)
-
-
-@gluon.constexpr_function
-def lane_layout():
-    """How four warps hold four numbers for each of 64 rows: as the result of a product, with one for all columns of a lane."""
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
+        publish_end(told.index(b), q_full.index(b), q_free.index(b), (done // BUFFERS & 1) ^ 1)
 
 
 @gluon.jit
@@ -117,73 +111,35 @@ def by_lane(x):
 def row_maximum(x):
     """The maximum of each row; each lane's from four chains that do not wait for one another."""
     chains = gl.max(by_lane(x), 2)
-    return gl.convert_layout(gl.max(gl.max(gl.max(chains, 1), 2), 1), column_layout(x.shape[1]))
+    return gl.convert_layout(gl.max(gl.max(gl.max(chains, 1), 2), 1), per_row_layout(x.shape[1]))
 
 
 @gluon.jit
 def lane_sum(x):
     """(rows, 4): the sum of what each lane holds of its row, by four chains; no lane waits for another."""
     chains = gl.sum(by_lane(x), 2)
-    return gl.convert_layout(gl.sum(gl.sum(chains, 1), 2), lane_layout())
-
-
-@gluon.constexpr_function
-def scaling(number):
-    """PTX that multiplies ``number`` elements by as many factors, of two rows that elements 0 and 2 are of, unless all of a
-    warp's are 1."""
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * number + i};" for i in range(number))
-    return (
-        f"{{ .reg .pred some, any; setp.neu.f32 some, ${2 * number}, 1.0; "
-        f"setp.neu.or.f32 some, ${2 * number + 2}, 1.0, some; vote.sync.any.pred any, some, -1; "
-        f"@!any bra.uni DONE; {products} DONE: }}"
-    )
-
-
-@gluon.constexpr_function
-def in_place(number):
-    """The operands of `scaling`: results, where they are before, and factors."""
-    return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["f"] * number)
-
-
-@gluon.jit
-def scaled(x, factors):
-    """x, a product, its rows times ``factors`` of the same shape."""
-    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
-    return gl.inline_asm_elementwise(scaling(N), in_place(N), [x, factors], dtype=gl.float32, is_pure=True, pack=N)
+    return gl.convert_layout(gl.sum(gl.sum(chains, 1), 2), lane_sum_layout())
 
 
 @gluon.jit
 def rescaled(o, shrink):
     """o with its rows shrunk; nothing is done by a warp for whose rows nothing is to be done."""
-    return scaled(o, gl.expand_dims(gl.convert_layout(shrink, column_layout(o.shape[1])), 1))
-
-
-@gluon.constexpr_function
-def blanking(number):
-    """PTX that sets to 0 those of ``number`` elements, of two rows, that have a factor of 0, if any of the warp's have."""
-    zeros = " ".join(f"@{('first', 'second')[i // 2 % 2]} mov.f32 ${i}, 0.0;" for i in range(number))
-    return (
-        f"{{ .reg .pred first, second, any; setp.eq.f32 first, ${2 * number}, 0.0; "
-        f"setp.eq.f32 second, ${2 * number + 2}, 0.0; or.pred any, first, second; vote.sync.any.pred any, any, -1; "
-        f"@!any bra.uni DONE; {zeros} DONE: }}"
-    )
-
-
-@gluon.jit
-def blanked(x, factors):
-    """Return x, a product, and 0 in rows whose factor is 0: o of a row that sees no key may be NaN, 0 times a NaN of v."""
-    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
-    factors, _ = gl.broadcast(factors, x)
-    return gl.inline_asm_elementwise(blanking(N), in_place(N), [x, factors], dtype=gl.float32, is_pure=True, pack=N)
+    return rescale_rows(o, gl.expand_dims(gl.convert_layout(shrink, per_row_layout(o.shape[1])), 1))
 
 
 @gluon.jit
 def ceiling(m, l, BN: gl.constexpr):
     """Which maximum a row may have before m follows it: P is at most 2^8, and the sum so far, down to a power of 2."""
-    total = gl.convert_layout(gl.sum(l, 1), column_layout(BN))
+    total = gl.convert_layout(gl.sum(l, 1), per_row_layout(BN))
     # the exponent, as the low bits of a float of 2^23; log2 would keep the unit for exponentials busy
     power = (total.to(gl.int32, bitcast=True) >> 23 | 0x4B000000).to(gl.float32, bitcast=True) - (2.0**23 + 127.0)
     return gl.maximum(m, m + gl.minimum(power, 8.0))
+
+
+@gluon.jit
+def finite(m):
+    """0 in place of -inf, the maximum of a row that has seen no column yet: -inf - -inf would be NaN."""
+    return gl.where(m == float("-inf"), 0.0, m)
 
 
 # The largest m: it is rounded by at most 1/2, so that P of the largest score stays between 2^-1 and 2.
@@ -200,23 +156,23 @@ def finish(
     """
     out, lse, tokens, stride_t, stride_h = result
     M: gl.constexpr = o.shape[0]
-    first, stop, batch, head = place_of(work, item)
-    line = line_of(work, item)
+    first, stop, batch, head = position_of(work, item)
+    line = batch_head_of(work, item)
     first += W * (M // PACK)
     left = stop - first  # rows left to write
     divisor = l if excess is None else l - excess
-    divisor = gl.convert_layout(gl.sum(divisor, 1), column_layout(BN))
-    l = divisor if excess is None else gl.convert_layout(gl.sum(l, 1), column_layout(BN))
+    divisor = gl.convert_layout(gl.sum(divisor, 1), per_row_layout(BN))
+    l = divisor if excess is None else gl.convert_layout(gl.sum(l, 1), per_row_layout(BN))
     blind = (l == 0.0) & (m == float("-inf"))
     held = (gl.abs(m) <= HIGHEST) & (l > 0.0) & (l < float("inf"))
     natural = (m + gl.log2(gl.where(held, l, 1.0))) * 0.6931471805599453
     natural = gl.where(blind, float("-inf"), gl.where(held, natural, float("nan")))
-    r = gl.arange(0, M, column_layout(BN))
+    r = gl.arange(0, M, per_row_layout(BN))
     start = lse + (line.to(gl.int64) * tokens + first)
     gl.store(start + (r // PACK + r % PACK * tokens), natural, mask=r // PACK < left)
     inverse = gl.where(blind, 0.0, gl.where(held, 1.0 / divisor, float("nan")))
-    inverse = gl.expand_dims(gl.convert_layout(inverse, column_layout(o.shape[1])), 1)
-    o = blanked(o * inverse, inverse)
+    inverse = gl.expand_dims(gl.convert_layout(inverse, per_row_layout(o.shape[1])), 1)
+    o = zero_rows(o * inverse, inverse)
     start = out + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
     store_tile(start, o, line, left, stride_t, stride_h, 0, DV, PACK)
 
@@ -236,8 +192,8 @@ def start_scores(b, io, ring, W: gl.constexpr, TURNS: gl.constexpr):
     k = k_ring.index(slot).reshape([BN, k_ring.shape[4]])
     mbarrier.wait(k_full.index(slot), turn)
     if TURNS:
-        take_turn(W)
-    nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
+        ping_pong_wait(W)
+    nothing = gl.zeros([M, BN], gl.float32, mma_layout(BN))
     return hopper.warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
@@ -248,7 +204,7 @@ def start_output(o, p, io, ring, W: gl.constexpr, WARPGROUPS: gl.constexpr, TURN
     v = v_ring.index(ring[0]).reshape([v_ring.shape[2], v_ring.shape[4]])
     o = hopper.warpgroup_mma(p, v, o, is_async=True)
     if TURNS:
-        pass_turn(W, WARPGROUPS)
+        ping_pong_arrive(W, WARPGROUPS)
     return o
 
 
@@ -276,16 +232,16 @@ def exponentials(s, m, scale_log2, io, OPTIMISTIC: gl.constexpr = False, W: gl.c
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
     sums = lane_sum(p)
     if OPTIMISTIC:
-        p = rounded(p, q_tiles, W)
+        p = round_and_keep(p, q_tiles, W)
     else:
         p = p.to(q_tiles.dtype)
-    return gl.convert_layout(p, factor_layout(v_ring.shape[4])), sums
+    return gl.convert_layout(p, operand_layout(v_ring.shape[4])), sums
 
 
 @gluon.jit
 def by_row(l, shrink):
     """l (rows, 4), as lanes hold it, times what its rows shrink by."""
-    return l * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, lane_layout())), 1)
+    return l * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, lane_sum_layout())), 1)
 
 
 @gluon.jit
@@ -339,13 +295,13 @@ def step(
     let_go(b, io, ring, is_last)
 
     if partial:
-        s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
+        s = mask_hidden(s, work, span, row, column, float("-inf"), PACK)
     m_new = row_maximum(s) * scale_log2
     if not FRESH:
         m_new = gl.where(m_new > limit, m_new, m)
     m_use = finite(m_new)
     if FRESH:
-        shrink = gl.full([M], 1.0, gl.float32, column_layout(BN))
+        shrink = gl.full([M], 1.0, gl.float32, per_row_layout(BN))
     else:
         shrink = gl.exp2(m - m_use)
     if LATE:
@@ -360,106 +316,15 @@ def step(
     if FRESH:
         if previous > 0:
             finish(o, m, l, excess, result, work, previous, W, BN, DV, PACK)
-        o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))
+        o = gl.zeros([M, DV_PAD], gl.float32, mma_layout(DV_PAD))
     else:
         l_new += by_row(l, shrink)
         if not UNDER:
-            o, shrink = rescaled(o, shrink), gl.full([M], 1.0, gl.float32, column_layout(BN))
+            o, shrink = rescaled(o, shrink), gl.full([M], 1.0, gl.float32, per_row_layout(BN))
     return o, p, m_new, l_new, shrink, advanced(ring, k_ring.shape[0])
 
 
 # ------------------------------------------------------------------ optimistic steps
-@gluon.constexpr_function
-def declaring(warpgroup, columns):
-    """PTX: registers of a warpgroup's own, for the functions below."""
-    return f".reg .b32 high_{warpgroup}, p_{warpgroup}_<{columns // 4}>; mov.b32 high_{warpgroup}, 0; mov.u32 $0, 0;"
-
-
-@gluon.constexpr_function
-def comparing(warpgroup):
-    """PTX: whether one of a thread's two numbers is larger than its limit, kept in a register."""
-    compare = "setp.gt.f32 some, $2, $4; setp.gt.or.f32 some, $3, $5, some;"
-    return f"{{ .reg .pred some; {compare} selp.b32 high_{warpgroup}, 1, 0, some; mov.u32 $0, 0; mov.u32 $1, 0; }}"
-
-
-@gluon.constexpr_function
-def voting(warpgroup):
-    """PTX: not 0 if it is so for any thread of the warpgroup. A ballot: the assembler knows that all lanes have the same."""
-    vote = f"bar.red.or.pred some, {11 + warpgroup}, 128, some; vote.sync.ballot.b32 $0, some, -1;"
-    return f"{{ .reg .pred some; setp.ne.u32 some, high_{warpgroup}, 0; {vote} }}"
-
-
-@gluon.constexpr_function
-def rounding(warpgroup, number, dtype):
-    """PTX: a thread's ``number`` elements of P are rounded, two to a word; copies are for `exceeding`."""
-    words, kind = number // 2, "bf16" if dtype == gl.bfloat16 else "f16"
-    pairs = ((i, words + 2 * i) for i in range(words))
-    return " ".join(f"cvt.rn.{kind}x2.f32 ${i}, ${at + 1}, ${at}; mov.b32 p_{warpgroup}_{i}, ${i};" for i, at in pairs)
-
-
-@gluon.constexpr_function
-def exceeding(warpgroup, columns, dtype):
-    """PTX: a lane has the sums $4 and $5 of two rows of P. What they exceed those of the rounded P by is added to $0 and $1 if
-    they are larger than the limits $6 and $7. Words 2 i of the rounded P are of the first row, 2 i + 1 of the second."""
-    lines = ["{ .reg .pred first, second, any; .reg .b16 low, high; .reg .b32 x, sum_<4>;"]
-    lines += ["setp.gt.f32 first, $4, $6; setp.gt.f32 second, $5, $7; or.pred any, first, second;"]
-    lines += ["vote.sync.any.pred any, any, -1; @!any bra.uni DONE;"]
-    lines += ["mov.f32 sum_0, $4; mov.f32 sum_1, $5; mov.f32 sum_2, 0.0; mov.f32 sum_3, 0.0;"]
-    for i in range(columns // 4):
-        p = f"p_{warpgroup}_{i}"
-        if dtype == gl.bfloat16:  # a cvt.f32.bf16 of each half takes three instructions more
-            halves = f"shl.b32 x, {p}, 16;", f"and.b32 x, {p}, 0xffff0000;"
-        else:
-            halves = f"mov.b32 {{low, high}}, {p}; cvt.f32.f16 x, low;", "cvt.f32.f16 x, high;"
-        lines += [f"{half} sub.f32 sum_{i % 4}, sum_{i % 4}, x;" for half in halves]
-    for row, flag in enumerate(("first", "second")):
-        lines.append(f"add.f32 x, sum_{row}, sum_{row + 2}; @{flag} add.f32 ${row}, ${row}, x;")
-    return " ".join(lines) + " DONE: }"
-
-
-@gluon.jit
-def declare(p, W: gl.constexpr):
-    """Once a warpgroup, before `any_above` and `rounded`: registers, as Gluon has no numbers that differ among threads but in
-    tensors."""
-    gl.inline_asm_elementwise(declaring(W, p.shape[1]), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def any_above(x, limit, W: gl.constexpr):
-    """Not 0 if an element of x (64, 4), held as by `lane_sum`, is larger than its limit."""
-    gl.inline_asm_elementwise(comparing(W), "=r,=r,f,f,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=2)
-    return gl.inline_asm_elementwise(voting(W), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def operands(number):
-    """The operands of `rounding`."""
-    return ",".join(["=r"] * (number // 2) + ["f"] * number)
-
-
-@gluon.jit
-def rounded(p, like, W: gl.constexpr):
-    """p in the type of ``like``, of two bytes. Registers hold it for `with_excess`: Triton would unpack it in every tile."""
-    N: gl.constexpr = p.shape[1] // 2  # elements of a thread
-    return gl.inline_asm_elementwise(
-        rounding(W, N, like.dtype), operands(N), [p], dtype=like.dtype, is_pure=False, pack=N
-    )
-
-
-@gluon.jit
-def with_excess(excess, p, seen, limit, W: gl.constexpr):
-    """``excess`` (64, 4), and where the sums by lane of P, ``seen``, are larger than ``limit``, what they exceed those of p by:
-    of what `rounded` gave last. A warp in which none is larger does nothing."""
-    return gl.inline_asm_elementwise(
-        exceeding(W, p.shape[1], p.dtype),
-        "=f,=f,0,1,f,f,f,f",
-        [excess, seen, limit],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=2,
-    )
-
-
 LOWEST = gl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the lowest float32: relative to it P of what is seen is infinite
 
 
@@ -519,7 +384,7 @@ def try_tiles(
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_free.index(before), count=1)
         if PARTIAL:
-            s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
+            s = mask_hidden(s, work, span, row, column, float("-inf"), PACK)
         p, seen = exponentials(s, gl.maximum(m, LOWEST), scale_log2, io, True, W)
         if not LATE:
             mbarrier.wait(v_full.index(slot), turn)
@@ -529,7 +394,7 @@ def try_tiles(
         if above != 0:
             above = any_above(seen, gl.full_like(seen, most(q_tiles.dtype)), W)
             if above == 0:
-                excess = with_excess(excess, p, seen, limit, W)
+                excess = add_rounding_excess(excess, p, seen, limit, W)
         if above == 0:
             l += seen
             let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
@@ -560,14 +425,14 @@ def follow(
     """The tile at which `try_tiles` has stopped: with the maximum of those rows of which a lane has ``seen`` too much."""
     s = hopper.warpgroup_mma_wait(0, deps=[start_scores(b, io, ring, W, False)])
     if partial:
-        s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
-    far = gl.convert_layout(gl.max(seen, 1) > most(io[0].dtype), column_layout(s.shape[1]))
+        s = mask_hidden(s, work, span, row, column, float("-inf"), PACK)
+    far = gl.convert_layout(gl.max(seen, 1) > most(io[0].dtype), per_row_layout(s.shape[1]))
     m_new = gl.where(far, gl.maximum(m, row_maximum(s) * scale_log2), m)
     m_use = finite(m_new)
     shrink = gl.exp2(m - m_use)
     p, seen = exponentials(s, m_use, scale_log2, io, True, W)
     l, excess = by_row(l, shrink), by_row(excess, shrink)
-    return rescaled(o, shrink), p, m_new, l + seen, with_excess(excess, p, seen, so_far(l, io[0]), W)
+    return rescaled(o, shrink), p, m_new, l + seen, add_rounding_excess(excess, p, seen, so_far(l, io[0]), W)
 
 
 # ------------------------------------------------------------------ a warpgroup
@@ -591,18 +456,18 @@ def attend(
     M: gl.constexpr = TOKENS * PACK
     BN: gl.constexpr = k_ring.shape[2]
     DV_PAD: gl.constexpr = v_ring.shape[4]
-    o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))
-    p = gl.zeros([M, BN], q_tiles.dtype, factor_layout(DV_PAD))
-    m = gl.zeros([M], gl.float32, column_layout(BN))
-    l = gl.zeros([M, 4], gl.float32, lane_layout())
-    excess = gl.zeros([M, 4], gl.float32, lane_layout()) if OPTIMISTIC else None
-    shrink = gl.full([M], 1.0, gl.float32, column_layout(BN))
+    o = gl.zeros([M, DV_PAD], gl.float32, mma_layout(DV_PAD))
+    p = gl.zeros([M, BN], q_tiles.dtype, operand_layout(DV_PAD))
+    m = gl.zeros([M], gl.float32, per_row_layout(BN))
+    l = gl.zeros([M, 4], gl.float32, lane_sum_layout())
+    excess = gl.zeros([M, 4], gl.float32, lane_sum_layout()) if OPTIMISTIC else None
+    shrink = gl.full([M], 1.0, gl.float32, per_row_layout(BN))
     previous, done, ring = 0, 0, (0, 0, 0)
     if OPTIMISTIC:
-        declare(p, W)
+        declare_registers(p, W)
     if TURNS and W == WARPGROUPS - 1:
-        pass_turn(W, WARPGROUPS)  # the first turn is the first warpgroup's
-    item = hear(told.index(W * BUFFERS), q_full.index(W * BUFFERS), 0)
+        ping_pong_arrive(W, WARPGROUPS)  # the first turn is the first warpgroup's
+    item = receive(told.index(W * BUFFERS), q_full.index(W * BUFFERS), 0)
     while item > 0:
         b = W * BUFFERS + done % BUFFERS
         row = gl.load(work + item) + W * TOKENS
@@ -655,13 +520,13 @@ def attend(
                     )  # fmt: skip
         done += 1
         b = W * BUFFERS + done % BUFFERS
-        previous, item = item, hear(told.index(b), q_full.index(b), done // BUFFERS & 1)
+        previous, item = item, receive(told.index(b), q_full.index(b), done // BUFFERS & 1)
     if previous > 0:
         o = start_output(rescaled(o, shrink), p, io, ring, W, WARPGROUPS, False)
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         finish(o, m, l, excess, result, work, previous, W, BN, DV, PACK)
-    if TURNS and W == FIRST:
-        take_turn(W)  # the last one: the barrier ends as it began
+    if TURNS and W == 0:
+        ping_pong_wait(W)  # the last one: the barrier ends as it began
 
 
 @gluon.jit(do_not_specialize=["tokens"])
@@ -694,12 +559,12 @@ def forward_kernel(
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS * BUFFERS, 1, 64 // PACK, PACK, D_PAD], q_desc.layout)
-    told = places(WARPGROUPS * BUFFERS)
+    told = allocate_published(WARPGROUPS * BUFFERS)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
-    q_full, q_free = barriers(WARPGROUPS * BUFFERS, 1), barriers(WARPGROUPS * BUFFERS, 1)
-    k_full, k_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
-    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
+    q_full, q_free = make_barriers(WARPGROUPS * BUFFERS, 1), make_barriers(WARPGROUPS * BUFFERS, 1)
+    k_full, k_free = make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS)
+    v_full, v_free = make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS)
     fence_async_shared()
     io = (q_tiles, told, k_ring, v_ring, q_full, q_free, k_full, k_free, v_full, v_free)
     result = (out, lse, tokens, stride_t, stride_h)
@@ -707,8 +572,8 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (q_desc, k_desc, v_desc, work, counter, io, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
-                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, 0, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, 1, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],
@@ -717,9 +582,9 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (q_desc, k_desc, v_desc, work, counter, io, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
-                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
-                (attend, (io, result, work, scale_log2, THIRD, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, 0, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, 1, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
+                (attend, (io, result, work, scale_log2, 2, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
             ],
             [4, 4, 4],
             [MATH_REGISTERS, MATH_REGISTERS, MATH_REGISTERS],

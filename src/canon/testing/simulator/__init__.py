@@ -48,18 +48,24 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from canon.fast.kernels.gluon.blocks import (
-    await_added,
+from canon.fast.kernels.gluon.forward import lane_sum
+from canon.fast.kernels.gluon.ptx import (
+    add_rounding_excess,
+    any_above,
     back_off,
-    exchanged,
+    broadcast_rows,
+    declare_registers,
     fence_async_global,
+    keep_where_nonzero,
     load_acquire,
-    spread,
+    rescale_rows,
+    round_and_keep,
     store_release,
-    tma_add,
-    unless_zero,
+    tma_reduce_add,
+    transpose_words,
+    wait_for_reductions,
+    zero_rows,
 )
-from canon.fast.kernels.gluon.forward import any_above, blanked, declare, lane_sum, rounded, scaled, with_excess
 from canon.fast.kernels.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
 from canon.testing.simulator.engines import await_written, fence_acquired, look, reduce_add
@@ -109,19 +115,19 @@ def _register_all() -> None:
 
 
 _register_all()
-register(tma_add, reduce_add)
-register(await_added, await_written)
-register(exchanged, language.exchanged)
-register(spread, language.spread)
+register(tma_reduce_add, reduce_add)
+register(wait_for_reductions, await_written)
+register(transpose_words, language.transpose_words)
+register(broadcast_rows, language.broadcast_rows)
 register(load_acquire, look)
 register(back_off, lambda: None)
 register(fence_async_global, fence_acquired)
 register(store_release, language.store)
-register(unless_zero, lambda x, p: language.where(p == 0.0, 0.0, x))
-register(scaled, operator.mul)
-register(blanked, lambda x, factors: language.where(factors == 0.0, 0.0, x))
-register(declare, lambda p, warpgroup: None)
-register(rounded, lambda p, like, warpgroup: p.to(like.dtype))
+register(keep_where_nonzero, lambda x, p: language.where(p == 0.0, 0.0, x))
+register(rescale_rows, operator.mul)
+register(zero_rows, lambda x, factors: language.where(factors == 0.0, 0.0, x))
+register(declare_registers, lambda p, warpgroup: None)
+register(round_and_keep, lambda p, like, warpgroup: p.to(like.dtype))
 register(any_above, language.any_above)
 
 
@@ -203,13 +209,13 @@ _BUILTINS = {
 }
 
 
-def _with_excess(excess, p, seen, limit, warpgroup):
+def _add_rounding_excess(excess, p, sums, limit, warpgroup):
     """What a project defines for it: what the sums by lane exceed those of p by, where they exceed the limit."""
     rounded_sums = _Function(lane_sum)(p.to(language.gl.float32))
-    return excess + language.where(seen > limit, seen - rounded_sums, 0.0)
+    return excess + language.where(sums > limit, sums - rounded_sums, 0.0)
 
 
-register(with_excess, _with_excess)
+register(add_rounding_excess, _add_rounding_excess)
 
 
 # Kernels as Python functions.
