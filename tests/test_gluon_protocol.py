@@ -245,8 +245,8 @@ def mutants(kernel: Kernel) -> Iterator[tuple[str, GluonJITFunction, GluonJITFun
 @pytest.fixture(autouse=True)
 def _one_program(monkeypatch):
     """And the longest tiles first, also where programs add in turn: what awaits the end is missed only behind a short item."""
-    monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", 1)
-    monkeypatch.setattr(tile_scheduler, "UNEVEN", math.inf)
+    monkeypatch.setattr(launch, "SIMULATED_SMS", 1)
+    monkeypatch.setattr(dq_order, "UNEVEN", math.inf)
     monkeypatch.setattr(launch, "tile_schedule", lru_cache(tile_scheduler.tile_schedule.__wrapped__))
 
 
@@ -311,7 +311,7 @@ def test_every_synchronisation_is_needed_and_its_absence_is_seen(name, monkeypat
     for mutant, function, changed in mutants(kernel):
         with monkeypatch.context() as patch:
             if any(call in mutant for call in IN_TURN):  # who waits for another program needs one
-                patch.setattr(launch, "SIMULATED_PROCESSORS", 5)  # of three, the one before is always done in time
+                patch.setattr(launch, "SIMULATED_SMS", 5)  # of three, the one before is always done in time
             for module in MODULES:
                 for here, value in list(vars(module).items()):
                     if value is function:
