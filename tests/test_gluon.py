@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from canon import Band, Layout, Mask, fast
 from canon.fast import backend, backward, local, ring_attention
-from canon.fast.kernels.gluon import config, dq_order, forward, launch, ptx, softmax_stats, tile_scheduler
+from canon.fast.kernels.gluon import config, dq_order, launch, ptx, softmax_stats, stale_maximum, tile_scheduler
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.tile_scheduler import TileSchedule
 from canon.testing import process_groups, simulator
@@ -172,7 +172,7 @@ def test_a_row_has_the_same_bits_whatever_maxima_its_neighbours_follow(d, tiles)
 def votes(monkeypatch):
     """What warpgroups vote: on whether something outweighs its row, and, where it does, on whether to make a tile again."""
     outweighed, again = [], []
-    most = {forward.most(dtype) for dtype in (gl.bfloat16, gl.float16)}
+    most = {stale_maximum.largest_sum(dtype) for dtype in (gl.bfloat16, gl.float16)}
 
     def count(seen, limit, warpgroup):
         vote = simulator.language.any_above(seen, limit, warpgroup)

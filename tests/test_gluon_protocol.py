@@ -28,9 +28,12 @@ from canon.fast.kernels.gluon import (
     dq,
     epilogue,
     forward,
+    forward_pipeline,
     launch,
     masking,
     ptx,
+    softmax,
+    stale_maximum,
     tile_queue,
     tile_ring,
     tile_scheduler,
@@ -39,7 +42,21 @@ from canon.fast.kernels.gluon.config import Config
 from canon.testing import simulator
 from canon.testing.judge import Attended, agreement, dense, oracle
 
-MODULES = (ptx, tile_queue, tile_ring, masking, epilogue, forward, dq, dkdv, dkdv_hdim256, launch)
+MODULES = (
+    ptx,
+    tile_queue,
+    tile_ring,
+    masking,
+    epilogue,
+    forward_pipeline,
+    softmax,
+    stale_maximum,
+    forward,
+    dq,
+    dkdv,
+    dkdv_hdim256,
+    launch,
+)
 INTERLEAVINGS = [("late", 0), ("early", 1), ("late", 2)]  # not "random", in which dq is added up in any order
 TOKENS, SCALE = 575, 0.125
 MASK = Mask.documents([0, 140, TOKENS])  # the last item is so short that all its tiles are loaded at once
@@ -61,27 +78,28 @@ EARLY = ("EARLY", True), ("not EARLY", False)
 LATE = ("EARLY", False), ("not EARLY", True)
 WHOLE = ("FUSED", True), ("D_PAD > 64", False)
 HALVES = ("FUSED", True), ("D_PAD > 64", True)
+PING_PONG = {on: (("PING_PONG", on), ("wg.PING_PONG", on)) for on in (False, True)}
 PROMPT = ("LATE", False), ("not LATE", True)  # with two warpgroups
 KERNELS = {
     "forward": Kernel(
         forward.forward_kernel,
         Config(128, 64, 4, 2),
-        branches=(("TURNS", False), ("OPTIMISTIC", False), *PROMPT),
+        branches=(*PING_PONG[False], ("wg.STALE_MAXIMUM", False), *PROMPT),
     ),
     "forward in turns": Kernel(
         forward.forward_kernel,
         Config(128, 64, 2, turns=True),
-        branches=(("TURNS", True), ("OPTIMISTIC", False), *PROMPT),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), *PROMPT),
     ),
     "forward by three": Kernel(
         forward.forward_kernel,
         Config(192, 64, 3, turns=True),
-        branches=(("TURNS", True), ("OPTIMISTIC", False), ("LATE", True), ("not LATE", False)),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), ("LATE", True), ("not LATE", False)),
     ),
     "forward, optimistic": Kernel(
         forward.forward_kernel,
         Config(128, 64, 2, turns=True, optimistic=True),
-        branches=(("TURNS", True), ("OPTIMISTIC", True), *PROMPT),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", True), *PROMPT),
     ),
     "dq": Kernel(dq.dq_kernel, Config(128, 64, 2)),
     "dkdv": Kernel(

@@ -78,7 +78,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
         strides = even_out.stride(1), even_out.stride(2)
         arguments = (*tiles, even_out, even_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
         options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack}
-        options |= {"TURNS": config.turns, "OPTIMISTIC": config.optimistic}
+        options |= {"PING_PONG": config.turns, "STALE_MAXIMUM": config.optimistic}
         run(forward_kernel, plan.work_tiles, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
     copy_back(out, even_out)
     copy_back(lse, even_lse)

@@ -1,7 +1,7 @@
 """Layouts of the Hopper kernels: how the threads of a warpgroup hold a block in registers, and how shared memory holds it.
 
-A warpgroup is four warps. Its MMA accumulator has 64 rows. Each row is held by four lanes (a *quad*), and each lane holds two
-of every eight columns. Source: PTX ISA, Register Fragments for wgmma.mma_async.m64nNk16.
+A warpgroup is four warps. Its MMA accumulator has 64 rows. Each row is held by four lanes (a *quad*), and each lane holds
+two of every eight columns. Source: PTX ISA, Register Fragments for wgmma.mma_async.m64nNk16.
 """
 
 from triton.experimental import gluon

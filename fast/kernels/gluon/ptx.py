@@ -20,8 +20,8 @@
     add_rounding_excess     vote.sync.any, sub.f32                       a branch for a whole warp
 
 A function that ends in ``_ptx`` returns assembly text; tests/test_ptx.py runs the text on an emulated warp. The simulator
-(`canon.testing.simulator`) replaces the other functions by Python equivalents. Where a function has no result, its text ends
-in "mov.u32 $0, 0", because `gl.inline_asm_elementwise` must return a value.
+(`canon.testing.simulator`) replaces the other functions by Python equivalents. Where a function has no result, its text
+ends in "mov.u32 $0, 0", because `gl.inline_asm_elementwise` must return a value.
 """
 
 from triton._C.libtriton import ir
@@ -44,9 +44,9 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
 def wait_for_reductions():
     """Wait until all TMA reductions of this warp are complete in global memory (cp.async.bulk.wait_group).
 
-    ``tma.store_wait`` waits only until shared memory has been read. No proxy fence is needed afterwards: the completion of a
-    bulk operation implies one (PTX ISA, Data Movement and Conversion Instructions, Async Proxy). The warp barrier orders all
-    lanes after the lane that issued the reductions.
+    ``tma.store_wait`` waits only until shared memory has been read. No proxy fence is needed afterwards: the completion of
+    a bulk operation implies one (PTX ISA, Data Movement and Conversion Instructions, Async Proxy). The warp barrier orders
+    all lanes after the lane that issued the reductions.
     """
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
@@ -93,8 +93,8 @@ def back_off():
 def fence_async_global():
     """Order the TMA operations that follow after the writes that `load_acquire` observed (fence.proxy.async.global).
 
-    TMA runs in the async proxy, but an acquire orders only the generic proxy. Without a proxy fence, causality does not order
-    operations of one proxy in different CTAs (PTX ISA 8.9.5, proxy-preserved base causality order).
+    TMA runs in the async proxy, but an acquire orders only the generic proxy. Without a proxy fence, causality does not
+    order operations of one proxy in different CTAs (PTX ISA 8.9.5, proxy-preserved base causality order).
     """
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -121,8 +121,8 @@ def ping_pong_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
 def broadcast_rows(x, like):
     """Return the vector x (one element for each column) in every row of a block like ``like``, as an initial accumulator.
 
-    The moves are volatile assembly (mov.b32), so they stay here. The assembler would otherwise move them behind the next MMA
-    and make one MMA wait for the other.
+    The moves are volatile assembly (mov.b32), so they stay here. The assembler would otherwise move them behind the next
+    MMA and make one MMA wait for the other.
     """
     x, _ = gl.broadcast(gl.expand_dims(x, 0), like)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
@@ -302,8 +302,8 @@ def round_and_keep(p, like, W: gl.constexpr):
 def add_rounding_excess_ptx(warpgroup, columns, dtype):
     """Return PTX that adds to $0 and $1, for two rows, what the sums $4 and $5 of P exceed the sums of rounded P by.
 
-    It does so only where a sum is above its limit, $6 or $7. Words 2 i of the rounded P are of the first row, 2 i + 1 of the
-    second.
+    It does so only where a sum is above its limit, $6 or $7. Words 2 i of the rounded P are of the first row, 2 i + 1 of
+    the second.
     """
     lines = ["{ .reg .pred first, second, any; .reg .b16 low, high; .reg .b32 x, sum_<4>;"]
     lines += ["setp.gt.f32 first, $4, $6; setp.gt.f32 second, $5, $7; or.pred any, first, second;"]

@@ -1,7 +1,7 @@
 """The tile queue of the Hopper kernels: how a CTA finds its work tiles and the spans of tiles that each one visits.
 
-One int32 tensor, ``work``, holds the whole schedule (written by `canon.fast.kernels.gluon.tile_scheduler`). A single pointer
-saves registers. Its parts, in order:
+One int32 tensor, ``work``, holds the whole schedule (written by `canon.fast.kernels.gluon.tile_scheduler`). A single
+pointer saves registers. Its parts, in order:
 
     header        [end of the work tiles, six zeros, start of the tickets]
     work tiles    8 numbers each: first row, stop row, batch, head, first span, end of the spans, batch * heads + head,
@@ -12,14 +12,13 @@ saves registers. Its parts, in order:
 
 A work tile is identified by its offset in ``work``; the first one is 8. Offset 0 means "no work tile".
 
-The grid has at most as many CTAs as work tiles, and CTA i starts with work tile i. So the first loads depend on one read only.
-Each further work tile is claimed with an atomic counter that all CTAs share. The loader claims it after it has issued all loads
-of the current one, because the ring is then full and it would have to wait anyway.
-If CTAs wait for each other (ordered dq), even the first work tiles are claimed: a CTA must never wait for one that cannot be
-scheduled yet.
+The grid has at most as many CTAs as work tiles, and CTA i starts with work tile i. So the first loads depend on one read
+only. Each further work tile is claimed with an atomic counter that all CTAs share. The loader claims it after it has issued
+all loads of the current one, because the ring is then full and it would have to wait anyway. If CTAs wait for each other
+(ordered dq), even the first work tiles are claimed: a CTA must never wait for one that cannot be scheduled yet.
 
-The loader publishes a work tile to the warpgroups in shared memory, before it loads the first tile that the work tile owns. The
-barriers of that tile also guard the published number. After the last work tile the loader publishes 0.
+The loader publishes a work tile to the warpgroups in shared memory, before it loads the first tile that the work tile owns.
+The barriers of that tile also guard the published number. After the last work tile the loader publishes 0.
 """
 
 from triton.experimental import gluon
@@ -43,7 +42,8 @@ def first_work_tile():
 def claim_work_tile(work, counter, ALL: gl.constexpr = False):
     """Claim the next work tile: of ALL, or of those after the CTAs' first ones. Return 0 if none is left.
 
-    The atomic is relaxed because a claim carries no data. ``work`` does not change during the kernel, so plain loads suffice.
+    The atomic is relaxed because a claim carries no data. ``work`` does not change during the kernel, so plain loads
+    suffice.
     """
     end = gl.load(work)
     work_tile = WORK_TILE * (1 + (0 if ALL else gl.num_programs(0)))

@@ -48,7 +48,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from canon.fast.kernels.gluon.forward import lane_sum
 from canon.fast.kernels.gluon.ptx import (
     add_rounding_excess,
     any_above,
@@ -66,8 +65,10 @@ from canon.fast.kernels.gluon.ptx import (
     wait_for_reductions,
     zero_rows,
 )
+from canon.fast.kernels.gluon.softmax import lane_sum
 from canon.fast.kernels.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
+from canon.testing.simulator.aggregates import is_aggregate, python_class
 from canon.testing.simulator.engines import await_written, fence_acquired, look, reduce_add
 from canon.testing.simulator.memory import Descriptor
 from canon.testing.simulator.program import Deadlock, Event, Fault, Program, take_turns
@@ -190,6 +191,8 @@ def _seen(value: Any, name: str) -> Any:
         return _Function(value)
     if isinstance(value, ConstexprFunction):
         return _of_constants(value)
+    if is_aggregate(value):
+        return python_class(value, _Function)
     if type(value) is tuple:
         return tuple(_seen(x, name) for x in value)
     if isinstance(value, JITFunction) or getattr(value, "__triton_builtin__", False):
