@@ -48,9 +48,9 @@ L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache o
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
-# Alternating order (`alternation`). With n heads in flight, w = SMS / n CTAs work on one head. A set of w CTAs that start 1.5
-# tiles after one another waits 1.5 (0 + 1 + ... + w - 1) tiles, which is about WAITING w^2. A head has repeat * visits tiles.
-# So waits take the share WAITING w^2 / (repeat * visits) of the time. L2 misses take the share DRIFTING (n bytes)^2 / queries:
+# Alternating order (`alternation`). With n heads in flight, w = SMS / n CTAs work on one head. If each starts 1.5 tiles after
+# the one before, they wait 1.5 (0 + 1 + ... + w - 1) tiles in all, which is about WAITING w^2. A head has repeat * visits
+# tiles. So waits take the share WAITING w^2 / (repeat * visits) of the time. L2 misses take DRIFTING (n bytes)^2 / queries:
 # n heads in flight read n * bytes. The two values are for owners of one query head, and of several. All three constants are
 # fitted to times with 1 to 32 heads in flight (paper/data/pairs_h200.json). The n with the smallest sum is taken.
 WAITING = 0.75
@@ -58,9 +58,9 @@ DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
 # When the fused kernel with ordered dq pays (`ordered_dq_pays`). It saves two of seven MMAs. In alternating order, waits and
-# misses must cost less than the share MAX_SHARE, and a tile of keys must visit more than MIN_VISITS_ALTERNATING tiles of
+# misses must cost less than the share MAX_SHARE. A tile of keys must also visit more than MIN_VISITS_ALTERNATING tiles of
 # queries (128 x 128), by the padded width. In the other order it must visit more than MIN_VISITS. Each CTA of a head then
-# starts LAG tiles after its predecessor, and the lag of the last one must be under a tenth of the work of an SM. The constants
+# starts LAG tiles after its predecessor. The lag of the last one must be under a tenth of the work of an SM. The constants
 # are fitted to paper/data/kernels_sweep_widths_h200.json and pairs_h200.json.
 MAX_SHARE = 0.08
 MIN_VISITS_ALTERNATING = {64: 8, 128: 12}
@@ -90,8 +90,8 @@ def alternation(
 ) -> tuple[int, float] | None:
     """Return the groups of heads in flight and the cost of waits and misses (share of the time), or None.
 
-    None means that short and long work tiles should not alternate. There are three reasons: few of them add to one tile of dq,
-    all are about equally long, or each is less than two tiles shorter than the one before, which does not keep them apart.
+    None means that short and long work tiles should not alternate: few of them add to one tile of dq, all are about equally
+    long, or they do not stay apart because each is less than two tiles shorter than the one before.
     ``repeat``: query heads of an owner; ``bytes_per_group``: of the ``queries`` that a group reads.
     """
     cost = costs.cost[costs.active]
