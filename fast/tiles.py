@@ -54,9 +54,9 @@ class WorkTable:
         return len(self.tiles)
 
     @property
-    def held(self) -> tuple[Tensor, Tensor]:
-        """The tensors."""
-        return self.tiles, self.spans
+    def held(self) -> tuple[Tensor]:
+        """The memory of the table: one tensor, because both are views of one storage."""
+        return (self.tiles,)
 
 
 @device_plan

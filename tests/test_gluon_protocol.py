@@ -1,7 +1,7 @@
 """Every synchronisation of the Hopper kernels is needed, and the simulator detects its absence, in any interleaving.
 
 A *mutant* is a kernel with one change. It lacks a wait, an arrival, a fence, a ping-pong barrier, a published work tile or a
-ticket; it waits for the other parity, or for one MMA fewer; or it stores rows of other work tiles. The simulator runs it on a
+ticket. Or it waits for the other parity, or for one MMA fewer. Or it stores rows of other work tiles. The simulator runs it on a
 small input for which all rings wrap around and several work tiles follow one another. A mutant is *killed* if every
 interleaving ends in a fault or in other bits than those of the kernel. `SURVIVORS` lists the mutants that survive, with
 reasons. The test expects exactly these.
@@ -265,7 +265,7 @@ def mutants(kernel: Kernel) -> Iterator[tuple[str, GluonJITFunction, GluonJITFun
 # ------------------------------------------------------------------ runs
 @pytest.fixture(autouse=True)
 def _one_cta(monkeypatch):
-    """Run one CTA, and the longest tiles first even if dq is ordered: a short last work tile reveals a missing wait at the end."""
+    """Run one CTA, and the longest tiles first even if dq is ordered: a short last work tile reveals a missing last wait."""
     monkeypatch.setattr(launch, "SIMULATED_SMS", 1)
     monkeypatch.setattr(dq_order, "UNEVEN", math.inf)
     monkeypatch.setattr(launch, "tile_schedule", lru_cache(tile_scheduler.tile_schedule.__wrapped__))
