@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from canon import Band, Layout, Mask, fast
 from canon.fast import backend, backward, local, ring_attention
-from canon.fast.kernels.gluon import config, launch, ptx, softmax_stats, stale_maximum, tile_scheduler
+from canon.fast.kernels.gluon import config, dq_order, launch, ptx, softmax_stats, stale_maximum, tile_scheduler
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.tile_scheduler import TileSchedule
 from canon.testing import process_groups, simulator
@@ -359,7 +359,7 @@ def test_what_is_added_in_order_has_the_same_bits_however_many_add(mask, d, dete
     first = attend(*arguments, mask, method="fused")
     assert_exact(first, *arguments, mask)
     for processors, order, seed in ((1, "early", 1), (3, "random", 2), (7, "late", 3), (7, "random", 4)):
-        monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", processors)
+        monkeypatch.setattr(launch, "SIMULATED_SMS", processors)
         again = attend(*arguments, mask, method="fused", order=order, seed=seed)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (processors, order)
 
@@ -369,13 +369,13 @@ def test_short_tiles_and_long_ones_by_turns_add_in_the_order_of_the_list(some, d
     """The list of so many programs of a head at a time, done by as many as there are, fewer or more."""
     mask = Mask.causal(900)  # of 8 tiles
     arguments = inputs(mask, h=4, g=2, d=128, dv=64)
-    monkeypatch.setattr(tile_scheduler, "PROCESSORS", 2 * some)
-    monkeypatch.setattr(tile_scheduler, "DRIFTING", (0.0, 0.0))  # so both heads stand side by side
+    monkeypatch.setattr(dq_order, "SMS", 2 * some)
+    monkeypatch.setattr(dq_order, "DRIFTING", (0.0, 0.0))  # so both heads stand side by side
     monkeypatch.setattr(launch, "tile_schedule", tile_scheduler.tile_schedule.__wrapped__)  # not from the cache
     first = attend(*arguments, mask, method="fused")
     assert_exact(first, *arguments, mask)
     for processors, order, seed in ((1, "early", 1), (3, "random", 2), (11, "late", 3)):
-        monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", processors)
+        monkeypatch.setattr(launch, "SIMULATED_SMS", processors)
         again = attend(*arguments, mask, method="fused", order=order, seed=seed)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (processors, order)
 
@@ -393,7 +393,7 @@ def test_nobody_waits_for_a_program_that_has_not_begun(deterministic, monkeypatc
     mask = Mask.causal(600)
     arguments = inputs(mask, h=2, g=1, dv=64)
     first = attend(*arguments, mask, method="fused")
-    monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", 5)
+    monkeypatch.setattr(launch, "SIMULATED_SMS", 5)
     monkeypatch.setattr(simulator, "take_turns", some_first)
     again = attend(*arguments, mask, method="fused", order="random", seed=1)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
@@ -475,7 +475,7 @@ def test_a_counter_is_made_for_each_launch_that_claims():
         TileSchedule(torch.zeros(8, dtype=torch.int32, device=DEVICE), 3, (), (False, False)),
         torch.empty(0, device=DEVICE),
     )
-    many = plan._replace(items=1 + launch.processors(q))
+    many = plan._replace(work_tiles=1 + launch.resident_ctas(q))
     assert launch.queue(plan, q)[1] is plan.work  # not read
     first, second = (launch.queue(many, q)[1] for _ in range(2))
     assert first.tolist() == second.tolist() == [0]
