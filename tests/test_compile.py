@@ -1,4 +1,4 @@
-"""Every kernel compiles ahead of time for sm_80 and sm_90, spills no register and fits the device: no GPU needed."""
+"""Every kernel compiles ahead of time for sm_80 and sm_90, spills no registers and fits the device. Needs no GPU."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from canon.testing.sass import overwritten, waits
 
 @pytest.fixture(scope="module")
 def compiled(request, tmp_path_factory):
-    """One process for each target: kernels are compiled, not interpreted, whatever this session does."""
+    """Compile for one target in a process without TRITON_INTERPRET. Return (arch, reports)."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, "-m", "canon.testing.compile", "--json", "--arch", str(request.param)]
@@ -25,7 +25,7 @@ def compiled(request, tmp_path_factory):
 
 
 def by_choice(report):
-    """Bytes that may spill: without tensor cores it is not about speed; and of dq 256 wide nothing that does not is as fast."""
+    """Return the bytes that may spill: 32 without tensor cores, 24 for dq at width 256, which is fastest with spills."""
     case = report["case"]
     if case["dtype"] in ("float32", "float64"):
         return 32
@@ -39,19 +39,19 @@ def test_kernels_compile_without_spills_and_fit_the_device(compiled):
     wrong = [r for r in reports if r["spilled"] > by_choice(r)]
     assert not wrong, f"registers are spilled: {wrong}"
     wrong = [r for r in reports if r["shared"] > r["expected_shared"]]
-    assert not wrong, f"more shared memory than config.shared_bytes says: {wrong}"
+    assert not wrong, f"more shared memory than config.shared_bytes computes: {wrong}"
     assert all(r["shared"] <= SHARED_LIMIT[arch] for r in reports)
     wrong = [r for r in reports if r["warnings"]]
     assert not wrong, f"the assembler warns: {wrong}"
     wrong = [r for r in reports if r["overwritten"]]
-    assert not wrong, f"registers of products under way are written: {wrong}"
-    once = ("forward",)  # ahead of a program's first item
+    assert not wrong, f"registers of an MMA in flight are overwritten: {wrong}"
+    once = ("forward",)  # before the first work tile of a CTA
     wrong = [r for r in reports if r["waits_added"] > (r["case"]["kernel"] in once)]
-    assert not wrong, f"the assembler has a product wait for another: {wrong}"
+    assert not wrong, f"the assembler makes an MMA wait for another: {wrong}"
     long = [r["config"] for r in reports if r["case"]["seen"]]
     assert long == [asdict(config) for choices in LONG_TABLE.values() for config in choices.values() if arch == 90]
     merges = [r["updates_after_reading"] for r in reports if r["name"] == "merge_kernel"]
-    assert merges == [True, True], "one warp writes the lse, in place, of rows whose old lse others are to read"
+    assert merges == [True, True], "one warp may overwrite lse values before other warps read them"
 
 
 PRODUCTS = """
@@ -67,7 +67,7 @@ PRODUCTS = """
 UNTOUCHED = {"first": "FADD R0, R24, R152", "second": "FMUL R24, R24, R55", "third": "MUFU.EX2 R152, R88"}
 
 
-def test_waits_and_registers_of_products_under_way_are_known():
+def test_waits_and_overwritten_registers_of_mmas_in_flight_are_found():
     assert waits(PRODUCTS) == 2
     assert not overwritten(PRODUCTS.format_map(UNTOUCHED))
     for number, instruction in (
