@@ -1,4 +1,4 @@
-"""The same modules, functions, signatures and defaults as `canon.reference`, at the speed of the hardware."""
+"""Fast kernels for the functions of `canon.reference`, with the same modules, signatures and defaults."""
 
 from canon.fast.device import backend
 from canon.fast.local import attention, attention_backward, attention_forward, merge

@@ -1,16 +1,17 @@
-"""The queries that see something of a step's keys, and the keys that are seen: all that the step computes.
+"""Active queries: the queries of a step that see at least one of its keys. Schedules compute only these.
 
-Of packed documents few queries see what another rank sends, here and there among all: those whose document began there.
-They are used in place where they stand side by side, and gathered where they do not. So no kernel passes over queries that
-see nothing, to set their part to 0 or to merge it: on short documents that took as long as half of the attention itself.
+When documents are packed, few local queries see the keys of another rank, and they are scattered over the shard. One range
+of active queries is used in place, as a view. Several ranges are gathered into a copy. So no kernel has to visit fully
+masked rows, to write zeros or to merge them.
 
-Cost: of gathered queries q is copied, and in the backward pass dout, lse and delta.
+Cost: gathering copies q; the backward pass also copies dout, lse and delta.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from canon.fast.backward import QueryInputs
 from canon.fast.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_to_rows, pick_rows
 from canon.fast.local import merge_into
@@ -20,66 +21,71 @@ from canon.reference.plan_cache import cached_plan
 
 
 class ActiveQueries:
-    """Some queries: ``pieces`` of them, in ascending order, and the ``mask`` of these alone over all keys."""
+    """Some queries of a rank: ``ranges`` of them, ascending, and their ``mask`` over all keys of the step."""
 
-    def __init__(self, mask: Mask, pieces: tuple[range, ...]):
-        self.mask, self.pieces = mask, pieces
-        self._in_place = len(pieces) == 1
+    def __init__(self, mask: Mask, ranges: tuple[range, ...]):
+        self.mask, self.ranges = mask, ranges
+        self._in_place = len(ranges) == 1
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes it takes on the host."""
-        return self.mask.nbytes + 100 * len(self.pieces)
+        """The approximate number of bytes on the host."""
+        return self.mask.nbytes + 100 * len(self.ranges)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return x at these queries; ``dim=2`` for (b, h, t). A view if the queries are one range, else a copy."""
+        """Return x at these queries: a view of one range, a copy of several. ``dim=2`` is for (b, h, t)."""
         if self._in_place:
-            return x.narrow(dim, self.pieces[0].start, len(self.pieces[0]))
-        places = places_of(self, x.device)
-        return pick_rows(x, places) if x.ndim == 4 else x.index_select(dim, places)
+            return x.narrow(dim, self.ranges[0].start, len(self.ranges[0]))
+        indices = query_indices(self, x.device)
+        return pick_rows(x, indices) if x.ndim == 4 else x.index_select(dim, indices)
+
+    def take_inputs(self, inputs: QueryInputs) -> QueryInputs:
+        """Return the inputs of a backward pass at these queries."""
+        dout, q, lse, delta = inputs
+        return QueryInputs(self.take(dout), self.take(q), self.take(lse, 2), self.take(delta, 2))
 
     def merge(self, running: list[Tensor], part: tuple[Tensor, Tensor]) -> None:
-        """Merge a part of out (b, n, h, dv) and lse (b, h, n) into the running result of all queries."""
+        """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, out and lse of all queries."""
         if self._in_place:
             merge_into(self.take(running[0]), self.take(running[1], 2), *part)
         else:
-            merge_into(*running, *part, rows=places_of(self, part[0].device))
+            merge_into(*running, *part, rows=query_indices(self, part[0].device))
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add a part of dq (b, n, h, d) to that of all queries."""
+        """Add dq (b, n, h, d) of these queries to ``total``, dq of all queries."""
         if self._in_place:
             self.take(total).add_(part)
         else:
-            add_to_rows(total, places_of(self, part.device), part)
+            add_to_rows(total, query_indices(self, part.device), part)
 
 
 @device_plan
-def places_of(queries: ActiveQueries, device: torch.device) -> Tensor:
-    """Return the numbers of these queries, on the device: int64."""
-    places = np.concatenate([np.arange(piece.start, piece.stop) for piece in queries.pieces] or [np.arange(0)])
-    return torch.from_numpy(places).to(device)
+def query_indices(queries: ActiveQueries, device: torch.device) -> Tensor:
+    """Return the indices of these queries on the device, int64."""
+    indices = np.concatenate([np.arange(rows.start, rows.stop) for rows in queries.ranges] or [np.arange(0)])
+    return torch.from_numpy(indices).to(device)
 
 
 @cached_plan
-def active_queries_of(mask: Mask, everyone: bool = False) -> ActiveQueries:
-    """The queries that see a key, or ``everyone``."""
-    if everyone:
+def active_queries_of(mask: Mask, all_queries: bool = False) -> ActiveQueries:
+    """Return the queries that see at least one key, or ``all_queries``."""
+    if all_queries:
         return ActiveQueries(mask, (range(mask.queries),))
-    pieces: list[range] = []
+    ranges: list[range] = []
     bands: list[Band] = []
-    taken = 0  # queries of the pieces before
+    before = 0  # active queries before the current range
     for band in sorted(mask.bands, key=lambda band: band.q_start):
-        if pieces and band.q_start <= pieces[-1].stop:
-            pieces[-1] = range(pieces[-1].start, max(pieces[-1].stop, band.q_stop))
+        if ranges and band.q_start <= ranges[-1].stop:
+            ranges[-1] = range(ranges[-1].start, max(ranges[-1].stop, band.q_stop))
         else:
-            taken += len(pieces[-1]) if pieces else 0
-            pieces.append(range(band.q_start, band.q_stop))
-        bands.append(band.shift(queries=taken - pieces[-1].start))
-    return ActiveQueries(Mask(bands, sum(map(len, pieces)), mask.keys), tuple(pieces))
+            before += len(ranges[-1]) if ranges else 0
+            ranges.append(range(band.q_start, band.q_stop))
+        bands.append(band.shift(queries=before - ranges[-1].start))
+    return ActiveQueries(Mask(bands, sum(map(len, ranges)), mask.keys), tuple(ranges))
 
 
-def seen_keys(mask: Mask) -> tuple[slice, Mask]:
-    """The keys from the first to the last that some query sees, and the mask over them."""
+def visible_keys(mask: Mask) -> tuple[slice, Mask]:
+    """Return the keys from the first to the last that a query sees, and the mask over these keys."""
     first = min((band.k_start for band in mask.bands), default=0)
-    columns = range(first, max((band.k_stop for band in mask.bands), default=first))
-    return slice(columns.start, columns.stop), mask.crop(keys=columns)
+    keys = range(first, max((band.k_stop for band in mask.bands), default=first))
+    return slice(keys.start, keys.stop), mask.crop(keys=keys)

@@ -1,25 +1,30 @@
-"""The backward pass of attention, from what the forward leaves (out and lse), in two kernels or one.
+"""Compute the gradients of attention from its out and lse, in two kernels or in one.
 
-    method           kernels                                           products a tile    memory
-    "split"          dk and dv over tiles of keys, the query heads     4 + 3              delta: 4 b h t bytes
-                     of a group in turn; dq over tiles of queries
-    "head_parallel"  dk and dv of each *query* head, then summed       4 + 3              also 4 b h s (d + dv) bytes; above
-                     over the group, in head order; dq as before                          256 MB, chunk by chunk of keys
-    "fused"          one over tiles of keys, which adds to dq by       5                  delta, and 4 b h t d bytes
-                     atomics in any order: not the same bits twice                        unless dq is float32 itself
+    method           kernels                                           MMAs a tile    memory
+    "split"          dk and dv over tiles of keys, the query heads     4 + 3          delta: 4 b h t bytes
+                     of a group one after another; then dq over
+                     tiles of queries
+    "head_parallel"  dk and dv of each *query* head, summed over       4 + 3          also 4 b h s (d + dv) bytes; above
+                     the group in head order; dq as in "split"                        256 MB in chunks of keys
+    "fused"          one over tiles of keys; it adds to dq by          5              delta, and 4 b h t d bytes
+                     atomics                                                          unless dq is float32 itself
 
-The Hopper kernels can also add to dq *in order*: a tile of keys waits until the one before it has added. That repeats its
-bits; under `torch.use_deterministic_algorithms(True)` "fused" does so, and is a RuntimeError (or a warning) where it cannot.
+"fused" adds to dq in any order, so its bits may differ between runs. The Gluon kernel can also add in a fixed order: a tile
+of keys waits until the tile before it has added. Under `torch.use_deterministic_algorithms(True)` "fused" uses that order.
+The Triton kernel cannot: there "fused" raises RuntimeError, or warns with ``warn_only=True``.
 
-dq comes last, so that ranks can send gradients of keys under its kernel (`begin_backward`).
+"auto" always repeats its bits. The kernel backend chooses the method by counts of work tiles (`choose_method`):
 
-"auto" repeats its bits always. It is "head_parallel" where "split" would leave processors idle: where heads share keys, and
-the busiest processor would have a quarter more to do than it has with an owner for every query head. With the Hopper kernels
-it is "fused", in order, where sequences are long: order costs less than two products there. Else it is "split". Rules from
-counts, measured on twelve shapes 128 wide (paper/data/kernels_auto_h200.json), on sequences of 512 to 131072 tokens 64 to 256
-wide (kernels_sweep_widths_h200.json), on packed documents (paper/deterministic_dq.md) and on shards (pairs_h200.json).
+    "head_parallel"    "split" would leave SMs idle, because query heads share few key heads
+    "fused"            Gluon, sequences long enough that the fixed order costs less than two MMAs a tile
+    "split"            otherwise
 
-delta = rowsum(dout * out) - dlse is made by a kernel of its own, or given: once per call, whatever the number of steps.
+The thresholds fit these records: paper/data/kernels_auto_h200.json, paper/data/kernels_sweep_widths_h200.json,
+paper/data/pairs_h200.json. paper/deterministic_dq.md explains the fixed order.
+
+dq is computed last, so that ranks can send dk and dv while its kernel runs (`begin_backward`).
+
+delta = rowsum(dout * out) - dlse is computed once for each call by its own kernel, or given.
 
 Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton pull request 177; head-parallel:
 TensorAuto/OpenTau pull request 376.
@@ -27,16 +32,16 @@ TensorAuto/OpenTau pull request 376.
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from canon.fast.device import check_device, kernels_for
-from canon.fast.kernels.gluon.config import choose, padded_to
-from canon.fast.kernels.gluon.tile_scheduler import followers_wait_little, unevenness
 from canon.fast.kernels.launcher import processors as processors_of
 from canon.fast.kernels.triton import launch as portable
+from canon.fast.prepared import replayed
 from canon.reference.checks import (
     accumulate_dtype,
     batched,
@@ -52,8 +57,23 @@ from canon.reference.plan_cache import cached_plan
 
 __all__ = ["attention_backward"]
 
-TILE = 128, 64  # keys x queries, by which work is counted
-PARTIAL_BYTES = 1 << 28  # of the parts of dk and dv by query head, at a time
+PARTIAL_BYTES = 1 << 28  # the most that "head_parallel" holds of dk and dv by query head at one time
+
+
+class QueryInputs(NamedTuple):
+    """The inputs of a backward pass that belong to queries.
+
+    dout (b, t, h, dv) and q (b, t, h, d); lse and delta (b, h, t), both over *all* keys of these queries.
+    """
+
+    dout: Tensor
+    q: Tensor
+    lse: Tensor
+    delta: Tensor
+
+    def heads(self, heads: slice) -> "QueryInputs":
+        """Return views of these query heads."""
+        return QueryInputs(self.dout[:, :, heads], self.q[:, :, heads], self.lse[:, heads], self.delta[:, heads])
 
 
 @under_autocast("dout", "q", "k", "v", "out")
@@ -73,21 +93,22 @@ def attention_backward(
     grad_dtype: torch.dtype | None = None,
     needs_grad: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Float[Tensor, "*b t h d"] | None, Float[Tensor, "*b s g d"] | None, Float[Tensor, "*b s g dv"] | None]:
-    """Return dq, dk and dv of these queries and keys, where ``out`` and ``lse`` are of *all* keys, held here or elsewhere.
+    """Return dq, dk and dv of these queries and keys. ``out`` and ``lse`` are over *all* keys, held here or elsewhere.
 
-    The parts of the gradient that the ranks of a ring compute add up: lse already normalises over all of them.
-    Not differentiable by itself.
+    lse normalises over all keys, so the parts of a gradient that ranks or steps compute add up.
+    Not differentiable.
 
     Args:
-        dout, dlse: gradients of out (b, t, h, dv) and of lse (b, h, t); None: zero.
-        delta: rowsum(dout * out) - dlse, (b, h, t), if it is known already; then dlse must be None.
+        dout, dlse: gradients of out (b, t, h, dv) and of lse (b, h, t); None is zero.
+        delta: rowsum(dout * out) - dlse, (b, h, t), if it was computed before; then dlse must be None.
         method: "split", "fused", "head_parallel", or "auto": see the module's docstring.
-        grad_dtype: of the results, that of the inputs by default; float32 comes straight from the accumulators.
-        needs_grad: which of q, k and v need a gradient. The others' are None and cost nothing; dk and dv share their cost.
+        grad_dtype: dtype of the results; None is that of q. float32 results are not rounded after accumulation.
+        needs_grad: whether q, k and v need a gradient. The others return None and cost nothing. One kernel computes dk
+            and dv: if one of them is needed, both are computed.
 
     Raises:
-        ValueError: shapes, dtypes or the mask do not fit together, dlse and delta both given, unknown method, or
-            widths beyond what the device has shared memory for.
+        ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both given, the method is unknown,
+            or the widths need more shared memory than the device has.
         RuntimeError: CPU tensors without Triton's interpreter; "fused" under `torch.use_deterministic_algorithms(True)`
             where it cannot repeat its bits.
 
@@ -102,101 +123,152 @@ def attention_backward(
     q, k, v, dout, out = batched(q, k, v, dout.to(q.dtype), out)
     lse = lse.unsqueeze(0) if packed else lse
     dlse, delta = (x.unsqueeze(0) if packed and x is not None else x for x in (dlse, delta))
-    needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])  # one kernel makes dk and dv
-    new = lambda x: torch.empty(x.shape, dtype=grad_dtype, device=x.device)
-    grads = [new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True)]
-    kernels, chosen, ordered = _choose(q, k, v, mask, method, *grads[:2])
+    options = (mask, scale, method, needs_grad, grad_dtype)
     if delta is None:
-        statistics = kernels.make_row_statistics(dout, out, lse, dlse)
+        grads = gradients(dout, q, k, v, out, lse, dlse, *options)
     else:
-        statistics = kernels.row_statistics(lse, delta)
-    _begin(kernels, chosen, ordered, (q, k, v, dout, statistics, mask, scale), *grads)()
-    grads = [x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True)]
+        grads = local_gradients(QueryInputs(dout, q, lse, delta), k, v, *options)
     return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
 
 
-def begin_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, mask: Mask, scale: float, method: str,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
-) -> Callable[[], None]:  # fmt: skip
-    """Write dk and dv of a batch, and return a function that writes dq, so that messages can leave before it.
+def gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, mask: Mask,
+    scale: float, method: str, needs_grad: tuple[bool, bool, bool], dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all launches are one pass."""
+    grads = _empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
+    replayed(_gradients, (dout, q, k, v, out, lse, dlse, *grads), mask, scale, method)
+    return tuple(x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
 
-    ``dq``, ``dk`` and ``dv`` have any strides and dtypes. No kernel runs for dq, or for dk and dv, if they are None.
+
+def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: Mask, scale: float, method: str) -> None:
+    kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
+    statistics = kernels.make_row_statistics(dout, out, lse, dlse)
+    arguments = q, k, v, dout, statistics, mask, scale
+    _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
+    _launch_dq(kernels, chosen, arguments, dq)
+
+
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: tuple[bool, ...]) -> list:
+    """Allocate dq, dk and dv, None where they are not needed. One kernel computes dk and dv, so it needs both."""
+    needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
+    new = lambda x: torch.empty(x.shape, dtype=dtype, device=x.device)
+    return [new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True)]
+
+
+def local_gradients(
+    inputs: QueryInputs,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    method: str,
+    needs_grad: tuple[bool, bool, bool],
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, ...]:
+    """Return dq, dk and dv as `attention_backward` does, for a batch and without checks."""
+    grads = _empty_gradients(inputs.q, k, v, dtype, needs_grad)
+    begin_backward(inputs, k, v, mask, scale, method, *grads)()
+    return tuple(x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
+
+
+def begin_backward(
+    inputs: QueryInputs,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    method: str,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+) -> Callable[[], None]:
+    """Launch the kernels that write dk and dv, and return a function that launches those of dq. Nothing is checked.
+
+    Between the two, a rank can start to send dk and dv. "fused" launches all at once. The results may have any strides and
+    dtypes. If dq is None, or dk and dv are, no kernel runs for them.
     """
-    kernels, chosen, ordered = _choose(q, k, v, mask, method, dq, dk)
-    arguments = q, k, v, dout, kernels.row_statistics(lse, delta), mask, scale
-    return _begin(kernels, chosen, ordered, arguments, dq, dk, dv)
+    dout, q, lse, delta = inputs
+    statistics = kernels_for(q, v).empty_statistics(lse)
+    given, options = (q, k, v, dout, lse, delta, statistics), (mask, scale, method)
+    replayed(_dkdv, (*given, dq, dk, dv), *options)
+    return lambda: replayed(_dq, (*given, dq, dk), *options)
+
+
+def _dkdv(q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: Mask, scale: float, method: str) -> None:
+    kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
+    arguments = q, k, v, dout, kernels.row_statistics(lse, delta, statistics), mask, scale
+    _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
+
+
+def _dq(q, k, v, dout, lse, delta, statistics, dq, dk, mask: Mask, scale: float, method: str) -> None:
+    kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
+    statistics = (
+        kernels.row_statistics(lse, delta) if statistics is None else statistics
+    )  # else `_dkdv` has written them
+    arguments = q, k, v, dout, statistics, mask, scale
+    _launch_dq(kernels, chosen, arguments, dq)
 
 
 def _choose(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, method: str, dq: Tensor | None, dk: Tensor | None
-) -> tuple[ModuleType, str, bool]:
-    """Return the kernel backend, the method, and whether the fused method must repeat its bits."""
+) -> tuple[ModuleType, str]:
+    """Return the kernel backend and the method."""
     chosen = automatic(q, k, v, mask) if method == "auto" else method
     if chosen == "fused" and (dq is None or dk is None):
         chosen = "split"  # the fused kernel computes both
-    ordered = method == "auto" or torch.are_deterministic_algorithms_enabled()
-    return kernels_for(q, v, chosen), chosen, ordered
+    return kernels_for(q, v, chosen), chosen
 
 
-def _begin(
-    kernels: ModuleType, chosen: str, ordered: bool, arguments: tuple,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
-) -> Callable[[], None]:  # fmt: skip
-    """Launch the kernels for dk and dv, and return a function that launches the kernel for dq."""
-    q, k = arguments[:2]
+def _launch_dkdv(kernels: ModuleType, chosen: str, method: str, arguments: tuple, dq, dk, dv) -> None:
+    """Launch the kernels for dk and dv; the fused one writes dq too."""
     if chosen == "fused":
+        ordered = method == "auto" or torch.are_deterministic_algorithms_enabled()
         _fused(kernels, arguments, dq, dk, dv, ordered)
-        return lambda: None
-    if dk is None:
-        pass
-    elif chosen == "split" or q.shape[2] == k.shape[2]:
+    elif dk is None:
+        return
+    elif chosen == "split" or arguments[0].shape[2] == arguments[1].shape[2]:
         kernels.dkdv(*arguments, dk, dv)
     else:
         _head_parallel(kernels, arguments, dk, dv)
-    return (lambda: None) if dq is None else lambda: kernels.dq(*arguments, dq)
+
+
+def _launch_dq(kernels: ModuleType, chosen: str, arguments: tuple, dq: Tensor | None) -> None:
+    if dq is not None and chosen != "fused":
+        kernels.dq(*arguments, dq)
 
 
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, (b, h, t), and 0 in rows that see no key, whatever dout holds there."""
+    """Return rowsum(dout * out) - dlse, (b, h, t). In fully masked rows it is 0, even if dout holds NaN there."""
     delta = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
     portable.delta(dout, out, lse, dlse, delta)
     return delta
 
 
-def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, processors: int | None = None) -> str:
-    """The method that "auto" stands for: see the module's docstring. ``processors``: those of q's device."""
-    (b, _, h, d), g, dv = q.shape, k.shape[2], v.shape[3]
-    if processors is None:
-        processors = 1 if q.device.type == "cpu" else processors_of(q.device)
-    if processors == 1 or not b:
+def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int | None = None) -> str:
+    """Return the method for "auto", as the kernel backend chooses it. ``multiprocessors``: by default those of q's device."""
+    if multiprocessors is None:
+        multiprocessors = 1 if q.device.type == "cpu" else processors_of(q.device)
+    if multiprocessors == 1 or not q.shape[0]:
         return "split"
-    if h > g:
-        split = unevenness(mask, *TILE, b * g, h // g, processors)
-        if split > 1.25 * unevenness(mask, *TILE, b * h, 1, processors):
-            return "head_parallel"
-    if not padded_to("fused", d, dv) or kernels_for(q, v, "fused") is portable:  # Triton's kernel adds in any order
-        return "split"
-    config, *pads = choose("fused", d, dv)
-    little = followers_wait_little(mask, b * h, b * g, processors, max(pads), config.rows, config.columns)
-    return "fused" if little else "split"
+    return kernels_for(q, v).choose_method(q, k, v, mask, multiprocessors)
 
 
-def _head_parallel(kernels, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
-    q, k, v, dout, lines, mask, scale = arguments
+def _head_parallel(kernels: ModuleType, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
+    q, k, v, dout, softmax_stats, mask, scale = arguments
     accumulate, b = accumulate_dtype(q.dtype), q.shape[0]
-    each_key = max(1, b) * q.shape[2] * (dk.shape[3] + dv.shape[3]) * accumulate.itemsize
-    for keys, part in _key_chunks(mask, max(1, PARTIAL_BYTES // each_key)):
-        here = slice(keys.start, keys.stop)
+    bytes_each_key = max(1, b) * q.shape[2] * (dk.shape[3] + dv.shape[3]) * accumulate.itemsize
+    for keys, part_mask in _key_chunks(mask, max(1, PARTIAL_BYTES // bytes_each_key)):
+        chunk = slice(keys.start, keys.stop)
         parts = [q.new_empty(b, len(keys), q.shape[2], x.shape[3], dtype=accumulate) for x in (dk, dv)]
-        kernels.dkdv(q, k[:, here], v[:, here], dout, lines, part, scale, *parts)
-        kernels.sum_heads(*parts, dk[:, here], dv[:, here])
-        del parts  # before the next ones are made
+        kernels.dkdv(q, k[:, chunk], v[:, chunk], dout, softmax_stats, part_mask, scale, *parts)
+        kernels.sum_heads(*parts, dk[:, chunk], dv[:, chunk])
+        del parts  # frees their memory before the next chunk allocates
 
 
 @cached_plan
 def _key_chunks(mask: Mask, most: int) -> tuple[tuple[range, Mask], ...]:
-    """The keys in ranges of at most ``most``, whole tiles where that is possible, and the mask of each."""
+    """Return ranges of at most ``most`` keys and the mask of each. Where possible they are multiples of 128, whole tiles."""
     if mask.keys <= most:
         return ((range(mask.keys), mask),)
     step = most if most < 128 else most // 128 * 128
@@ -204,9 +276,9 @@ def _key_chunks(mask: Mask, most: int) -> tuple[tuple[range, Mask], ...]:
     return tuple((keys, mask.crop(keys=keys)) for keys in ranges)
 
 
-def _fused(kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool) -> None:
+def _fused(kernels: ModuleType, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool) -> None:
     accumulate = accumulate_dtype(arguments[0].dtype)
     sums = dq if dq.dtype == accumulate else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
     kernels.dkdv(*arguments, dk, dv, sums.zero_(), ordered)
     if sums is not dq:
-        dq.copy_(sums)
+        kernels.sum_heads(sums, None, dq, None)  # one head a group: a cast

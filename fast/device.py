@@ -1,11 +1,11 @@
-"""Which kernel backend computes: chosen by the caller with `backend`, else the fastest that can.
+"""Select the kernel backend of a call: the caller's choice (`backend`), or the fastest one that supports the inputs.
 
     "gluon"     Hopper (sm_90): bfloat16 and float16, heads up to 256 wide; "fused" up to 128
     "triton"    portable: any GPU that Triton supports, any dtype and width
     "cuda"      not written
 
-Without `backend`, "gluon" computes what it can and "triton" the rest. An explicit choice is never exchanged for
-another in silence.
+Without `backend`, "gluon" is used where it supports the inputs and "triton" elsewhere. A chosen backend that does not
+support the inputs raises: it is never replaced.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Within the block, compute with this kernel backend: "triton", "gluon" or "cuda".
+    """Use this kernel backend inside the block: "triton", "gluon" or "cuda".
 
     A backward pass and a recomputation by `torch.utils.checkpoint` use the backend of the original call. Without `backend`,
     calls use "gluon" on Hopper where its kernels support the dtype and width, else "triton". A dtype, width or device that
@@ -49,7 +49,7 @@ def backend(name: str) -> Iterator[None]:
 
 @contextmanager
 def computing_with(name: str | None) -> Iterator[None]:
-    """Compute with this backend, or with the one that suits (None), whatever was chosen around."""
+    """Use this backend inside the block, or select one by the inputs (None). Overrides the choice outside the block."""
     token = _chosen.set(name)
     try:
         yield
@@ -58,28 +58,28 @@ def computing_with(name: str | None) -> Iterator[None]:
 
 
 def chosen_backend() -> str | None:
-    """Return the name that `backend` was given around this call, or None."""
+    """Return the backend that surrounds this call, or None."""
     return _chosen.get()
 
 
 def kernels_for(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
-    """The launches of the backend that is to compute with heads as wide as those of q and v; ``method`` of the backward."""
-    if _chosen.get() == "gluon" or (_chosen.get() is None and _hopper_can(q, v, method)):
-        from canon.fast.kernels.gluon import launch as hopper  # only then: other GPUs need not know it
+    """Return the launch module of the backend for q and v. ``method``: of the backward pass; "split" also for the forward."""
+    if _chosen.get() == "gluon" or (_chosen.get() is None and _gluon_supports(q, v, method)):
+        from canon.fast.kernels.gluon import launch as hopper  # imported only here: other GPUs do not need it
 
         return hopper
     return launch
 
 
-def _hopper_can(q: Tensor, v: Tensor, method: str) -> bool:
+def _gluon_supports(q: Tensor, v: Tensor, method: str) -> bool:
     if q.device.type != "cuda" or launch.INTERPRETED or capability(q.device) != config.CAPABILITY:
         return False
-    widest = "fused" if method == "fused" else "forward"  # the others are for heads as wide as the forward kernel's
-    return q.dtype in config.DTYPES and bool(config.padded_to(widest, q.shape[-1], v.shape[-1]))
+    kernel = "fused" if method == "fused" else "forward"  # all other kernels support the widths of "forward"
+    return q.dtype in config.DTYPES and bool(config.padded_to(kernel, q.shape[-1], v.shape[-1]))
 
 
 def check_device(x: Tensor) -> None:
-    """Raise RuntimeError unless kernels can run on the device of x."""
+    """Raise RuntimeError if no kernel can run on the device of x."""
     if x.device.type not in ("cpu", "cuda"):
         raise RuntimeError(f"canon.fast runs on CUDA devices, got a tensor on {x.device}: use canon.reference")
     if x.device.type == "cpu" and not launch.INTERPRETED:

@@ -1,15 +1,16 @@
-"""Plans with tensors on a device: how long their memory lives.
+"""Cache plans with tensors on a device, and keep their memory valid for every kernel that reads it.
 
-Kernels read work tables and indices by address, so the memory must outlive every kernel that reads it:
+    reader on            rule
+    the same stream      nothing to do: the allocator reuses memory in stream order
+    another stream       `Tensor.record_stream`: the allocator waits for that stream
+    a captured graph     replays read the memory, so the tensors are kept for the life of the process
 
-    the same stream     the allocator gives the memory away in stream order: nothing to do
-    another stream      the allocator is told (`Tensor.record_stream`), and waits for that stream
-    a captured graph    reads the memory at every replay: the tensors stay for the life of the process
-
-Raises RuntimeError for a plan that is made while a graph is captured: its upload would be replayed, or refused by CUDA.
+A new plan during the capture of a graph raises RuntimeError: the graph would replay its upload, or CUDA refuses it.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,18 +26,19 @@ NEW_WHILE_CAPTURING = (
     "a CUDA graph is being captured, and this mask, layout or shape is new: make the call once before the capture"
 )
 
-_captured: dict[int, Tensor] = {}  # by address: the tensors that captured graphs read
+_observers = threading.local()
+_captured: dict[int, Tensor] = {}  # tensors that captured graphs read, by address
 
 
 def device_plan(function: Callable[P, R]) -> Callable[P, R]:
-    """Cache the results of a pure function, objects with tensors ``held`` or tuples, and keep them valid for their readers.
+    """Decorate a pure function to cache its results and keep them valid for later kernels of the current stream.
 
-    Kernels that are launched on the current stream after the call may read them.
+    A result is a tensor, a tuple of tensors, or an object with its tensors in ``held``.
     """
 
     @cached_plan
     @wraps(function)
-    def made(*args: P.args, **kwargs: P.kwargs) -> R:
+    def cached(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             plan = function(*args, **kwargs)
         except RuntimeError as error:
@@ -48,12 +50,24 @@ def device_plan(function: Callable[P, R]) -> Callable[P, R]:
         return plan
 
     @wraps(function)
-    def held(*args: P.args, **kwargs: P.kwargs) -> R:
-        plan = made(*args, **kwargs)
+    def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+        plan = cached(*args, **kwargs)
         keep_for_stream(*_tensors(plan))
+        if (note := getattr(_observers, "current", None)) is not None:
+            note(_tensors(plan))
         return plan
 
-    return held
+    return kept
+
+
+@contextmanager
+def observed(note: Callable[[list[Tensor]], None]) -> Iterator[None]:
+    """Within the block, call ``note`` with the tensors of each plan that this thread looks up."""
+    _observers.current = note
+    try:
+        yield
+    finally:
+        _observers.current = None
 
 
 def keep_for_stream(*tensors: Tensor) -> None:

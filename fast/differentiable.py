@@ -1,7 +1,6 @@
-"""`canon.reference.differentiable` for kernels: the choice of a backend travels with the call to its backward pass."""
+"""Make kernels differentiable by `canon.reference.differentiable`, and use one backend for both passes of a call."""
 
 from collections.abc import Callable
-from functools import wraps
 
 from torch import Tensor
 
@@ -21,17 +20,22 @@ def differentiable(
     call: Call | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Do as `canon.reference.differentiable`, with one kernel backend for the call, its backward pass and recomputations."""
+    """Return out and lse as `canon.reference.differentiable`. Backward passes and recomputations use the call's backend."""
     choice = choice_of_call(chosen_backend())
+    forward, backward = _WithChoice(forward, choice), _WithChoice(backward, choice)
+    return plain.differentiable(q, k, v, forward, backward, call=call, return_lse=return_lse)
 
-    def _with_choice(function: Callable) -> Callable:
-        @wraps(function)
-        def _computed(*args):
-            with computing_with(choice):
-                return function(*args)
 
-        return _computed
+class _WithChoice:
+    """A function that computes with the backend of its call."""
 
-    return plain.differentiable(
-        q, k, v, _with_choice(forward), _with_choice(backward), call=call, return_lse=return_lse
-    )
+    __slots__ = ("choice", "function")
+
+    def __init__(self, function: Callable, choice: str | None):
+        self.function, self.choice = function, choice
+
+    def __call__(self, *args):
+        if chosen_backend() == self.choice:
+            return self.function(*args)
+        with computing_with(self.choice):
+            return self.function(*args)

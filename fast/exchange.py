@@ -1,14 +1,15 @@
-"""What moves between ranks: blocks round a ring, gathered keys, and gradients to be added up; in buffers that are reused.
+"""Messages between ranks through two reused buffers: blocks round a ring, all-gathers, reduce-scatters.
 
-    schedule    fetch                                  reduce
-    ring        `Lane`: one block from rank to rank    `Lane`: a block's gradient, one step behind it
-    strided     `Gathers`: some heads of all ranks     `Reductions`: their gradients, all to all, summed in rank order
-    magi        `GroupCast`: the tokens needed         `GroupReduce`: their gradients, added in rank order
+    schedule    fetch                                         reduce
+    ring        `BlockRing`: one block from rank to rank      `BlockRing`: its gradient, one step behind
+    strided     `AllGather`: K and V of some heads            `ReduceScatter`: dk and dv of these heads
+    magi        `GroupCast`: K and V of the needed tokens     `GroupReduce`: their dk and dv
 
-Lanes, gathers and reductions hold two buffers, which take turns: one travels while the other one is read. (Casts differ in
-size, so each has a memory of its own.) A message starts before the kernel that it runs under, and `wait` makes the compute
-stream wait, never the host. Two buffers are enough: a message starts only after every kernel that reads its receiving
-buffer has been enqueued, and the transport waits for those.
+The first four classes are here, the last two in `group_collectives.py`. Each class here has two buffers: kernels read one
+while the other one receives. Casts differ in size, so each cast allocates its own memory.
+
+A message starts before the kernel that overlaps with it. `wait` blocks the compute stream, never the host. Two buffers are
+enough: a message starts after every kernel that reads its receiving buffer was launched, and the transport waits for those.
 """
 
 from collections.abc import Sequence
@@ -28,32 +29,35 @@ from canon.reference.plan_cache import cached_plan
 
 
 class Hop:
-    """One started hop. `wait` lets the current stream go on once the block is here, and gives it."""
+    """A ring step in flight. ``block`` holds the received tensors after `wait`."""
 
     def __init__(self, operations: list[dist.P2POp], block: list[Tensor]):
         self.requests, self.block = dist.batch_isend_irecv(operations) if operations else [], block
 
     def wait(self) -> list[Tensor]:
-        for request in self.requests:  # also the sent block's: then its buffer is free
+        """Make later kernels wait for the block, and return it."""
+        for request in self.requests:  # includes the send, after which the sending buffer is free
             request.wait()
         return self.block
 
 
-class Lane:
-    """Blocks ``(b, tokens, *shape)``, one per shape, of the rank that owns them; tokens as the layout says.
+class BlockRing:
+    """Blocks that travel round the ring: tensors (b, tokens, *shape), one for each of ``shapes``.
 
-    Memory: 2 buffers of b * max tokens * sum of the shapes' sizes items. Traffic: one message of the block's size a hop;
-    nothing where the block is empty.
+    A block belongs to a rank, its owner, and has as many tokens as the layout gives to that rank.
+
+    Memory: 2 buffers (1 for one rank) of b * max tokens * sum of the shapes' sizes elements. Traffic: one message of the
+    block's size for each hop, none for an empty block.
     """
 
     def __init__(self, call: Call, batch: int, shapes: tuple[tuple[int, ...], ...], like: Tensor, dtype: torch.dtype):
         self.call, self.batch, self.shapes = call, batch, shapes
         self.sizes = [call.layout.size(rank) for rank in range(call.ranks)]
-        items = batch * max(self.sizes) * sum(map(prod, shapes))
-        self.buffers = [like.new_empty(items, dtype=dtype) for _ in range(2 if call.ranks > 1 else 1)]
+        elements = batch * max(self.sizes) * sum(map(prod, shapes))
+        self.buffers = [like.new_empty(elements, dtype=dtype) for _ in range(2 if call.ranks > 1 else 1)]
 
     def block(self, buffer: int, owner: int) -> list[Tensor]:
-        """The tensors of ``owner``'s block, as views of a buffer."""
+        """Return the tensors of ``owner``'s block as views of a buffer."""
         tokens, start, views = self.sizes[owner], 0, []
         for shape in self.shapes:
             view = self.buffers[buffer][start : start + self.batch * tokens * prod(shape)]
@@ -62,143 +66,147 @@ class Lane:
         return views
 
     def hop(self, buffer: int, sent: int, received: int) -> Hop:
-        """Send rank ``sent``'s block from ``buffer`` to the next rank; receive rank ``received``'s in the other one."""
+        """Start to send rank ``sent``'s block from ``buffer`` to the next rank, and to receive ``received``'s in the other."""
         call = self.call
-        everyone = dist.group.WORLD if call.group is None else call.group
+        group = dist.group.WORLD if call.group is None else call.group
         operations = []
-        for kind, owner, where, way in ((dist.isend, sent, buffer, 1), (dist.irecv, received, 1 - buffer, -1)):
-            items = self.batch * self.sizes[owner] * sum(map(prod, self.shapes))
-            peer = dist.get_global_rank(everyone, (call.rank + way) % call.ranks)
-            if items:
-                operations.append(dist.P2POp(kind, self.buffers[where][:items], peer, call.group))
+        for kind, owner, place, direction in ((dist.isend, sent, buffer, 1), (dist.irecv, received, 1 - buffer, -1)):
+            elements = self.batch * self.sizes[owner] * sum(map(prod, self.shapes))
+            peer = dist.get_global_rank(group, (call.rank + direction) % call.ranks)
+            if elements:
+                operations.append(dist.P2POp(kind, self.buffers[place][:elements], peer, call.group))
         return Hop(operations, self.block(1 - buffer, received))
 
 
-class Gathers:
-    """The keys and values of all ranks, a group of heads at a time, in two buffers that take turns.
-
-    A buffer stands in rank order, tokens outermost: T tokens of each rank, T being the most that a rank holds, so the last
-    of a smaller shard's are left as they were. K and V are views of it, with one stride from token to token:
-
-        packed      (W T, b, heads, d + dv)                            one message for K and V
-        apart       (W T, b, heads, d), then (W T, b, heads, dv)       two
-
-    Memory: 2 (1 for a single step) x W T b (most heads of a step) (d + dv) items of the inputs' dtype. Traffic: with each step
-    every rank receives (W - 1) T b (heads) (d + dv) of them.
-    """
-
-    def __init__(self, k: Tensor, v: Tensor, call: Call, steps: Sequence[range], pack_first: bool):
-        self.k, self.v, self.call, self.steps, self.pack_first = k, v, call, steps, pack_first
-        self.way = transport_for(call.group, k.device)
-        items = _items(call, k.shape[0], max(map(len, steps)), k.shape[-1] + v.shape[-1])
-        names = [f"gather {slot}" for slot in range(min(2, len(steps)))]
-        self.slots = [self.way.empty(name, items, k.dtype, k.device) for name in names]
-
-    def fetch(self, step: int) -> "Arriving":
-        """Start to gather the heads of a step; `wait` gives K (b, W T, heads, d) and V (b, W T, heads, dv)."""
-        heads, slot = self.steps[step], self.slots[step % 2]
-        own = [x[:, :, heads.start : heads.stop] for x in (self.k, self.v)]
-        widths = [x.shape[-1] for x in own]
-        messages = [sum(widths)] if self.pack_first and step == 0 else widths
-        size = self.call, self.k.shape[0], len(heads)
-        full = slot[: _items(*size, sum(widths))].split([_items(*size, width) for width in messages])
-        keys = [_rank_order(x, *size, width) for x, width in zip(full, messages, strict=True)]
-        keys = keys if len(keys) == 2 else list(keys[0].split(widths, -1))
-        first = self.call.rank * padded_tokens(self.call.layout)
-        with self.way.beside():
-            for target, source in zip(keys, own, strict=True):
-                target[:, first : first + source.shape[1]].copy_(source)
-            works = [self.way.all_gather(x) for x in full]
-        if step:  # the kernel of the step before comes next, and beside one that fills all processors nothing begins
-            self.way.wait_until_started()
-        return Arriving(works, keys)
-
-
-class Arriving:
-    """Messages under way. `wait` lets the current stream go on once they are here, and gives K and V."""
+class PendingKeys:
+    """K and V of a step, with their messages in flight."""
 
     def __init__(self, works: Sequence[dist.Work], keys: Sequence[Tensor]):
         self.works, self.keys = works, keys
 
     def wait(self) -> Sequence[Tensor]:
+        """Make later kernels wait for the messages, and return K and V."""
         for work in self.works:
             work.wait()
-        self.works = ()  # what was sent may go
+        self.works = ()  # they hold the sent tensors
         return self.keys
 
 
-class Reductions:
-    """Sums over the ranks of dk and dv, a group of heads at a time, through two slots that take turns.
+class AllGather:
+    """All-gathers of K and V, the key heads ``steps[i]`` in step i, into two buffers that alternate.
 
-    `stage` says where kernels write a step's partial gradients of all ranks' keys: the slot's buffer, in reduce_dtype. It may
-    still be on its way when the next step is written in the other one. `start` exchanges them all to all, `drain` adds up
-    what came, in rank order, and writes it where it belongs. At most one exchange is under way in a slot.
+    A gathered buffer is in rank order, tokens outermost. Each rank has room for T tokens, the most that a rank holds; the
+    room behind a smaller shard is not written. K and V are views of it with one stride from token to token:
 
-    Memory: 2 (1) buffers to send, and as many to receive, of W T b (most heads of a step) (d + dv) items of reduce_dtype.
-    Traffic: one message a step, with which every rank receives (W - 1) T b (heads) (d + dv) of them.
+        packed      (W T, b, heads, d + dv)                            one message for K and V
+        separate    (W T, b, heads, d), then (W T, b, heads, dv)       two messages
+
+    Memory: 2 (1 for a single step) x W T b (most heads of a step) (d + dv) elements of the inputs' dtype.
+    Traffic: in each step a rank receives (W - 1) T b (heads) (d + dv) elements.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, call: Call, steps: Sequence[range], pack_first: bool):
+        self.k, self.v, self.call, self.steps, self.pack_first = k, v, call, steps, pack_first
+        self.transport = transport_for(call.group, k.device)
+        elements = _elements(call, k.shape[0], max(map(len, steps)), k.shape[-1] + v.shape[-1])
+        names = [f"gather {slot}" for slot in range(min(2, len(steps)))]
+        self.buffers = [self.transport.empty(name, elements, k.dtype, k.device) for name in names]
+
+    def fetch(self, step: int) -> PendingKeys:
+        """Start to gather the heads of a step: K (b, W T, heads, d) and V (b, W T, heads, dv)."""
+        heads, buffer = self.steps[step], self.buffers[step % 2]
+        own = [x[:, :, heads.start : heads.stop] for x in (self.k, self.v)]
+        widths = [x.shape[-1] for x in own]
+        messages = [sum(widths)] if self.pack_first and step == 0 else widths
+        size = self.call, self.k.shape[0], len(heads)
+        gathered = buffer[: _elements(*size, sum(widths))].split([_elements(*size, width) for width in messages])
+        keys = [_rank_order(x, *size, width) for x, width in zip(gathered, messages, strict=True)]
+        keys = keys if len(keys) == 2 else list(keys[0].split(widths, -1))
+        first = self.call.rank * padded_tokens(self.call.layout)
+        with self.transport.on_communication_stream():
+            for target, source in zip(keys, own, strict=True):
+                target[:, first : first + source.shape[1]].copy_(source)
+            works = [self.transport.all_gather(x) for x in gathered]
+        if step:  # the next kernel fills all SMs: a gather that has not started before it would start after it
+            self.transport.wait_until_started()
+        return PendingKeys(works, keys)
+
+
+class ReduceScatter:
+    """Sums over the ranks of dk and dv, the key heads ``steps[i]`` in step i, through two buffers that alternate.
+
+    `stage` returns the buffer of a step, in reduce_dtype: kernels write the partial gradients of all ranks' keys there.
+    `start` exchanges them all to all. `finish` sums the received parts in rank order and writes dk and dv of the own keys.
+    While one buffer is in flight, kernels write the other one. Each buffer has at most one exchange in flight.
+
+    Memory: 2 (1 for a single step) buffers to send and as many to receive, in reduce_dtype. A buffer has W T b (most heads of
+    a step) (d + dv) elements. Traffic: one message a step; a rank receives (W - 1) T b (heads) (d + dv) elements.
     """
 
     def __init__(self, dk: Tensor, dv: Tensor, call: Call, steps: Sequence[range]):
         self.grads, self.call, self.steps = (dk, dv), call, steps
-        self.way = transport_for(call.group, dk.device)
-        self.width = dk.shape[-1] + dv.shape[-1]
-        items = _items(call, dk.shape[0], max(map(len, steps)), self.width)
+        self.transport = transport_for(call.group, dk.device)
+        self.widths = [dk.shape[-1], dv.shape[-1]]
+        elements = _elements(call, dk.shape[0], max(map(len, steps)), sum(self.widths))
+        slots = range(min(2, len(steps)))
         self.sent, self.received = (
-            [
-                self.way.empty(f"{what} {slot}", items, call.reduce_dtype, dk.device)
-                for slot in range(min(2, len(steps)))
-            ]
-            for what in ("send", "receive")
+            [self.transport.empty(f"{name} {slot}", elements, call.reduce_dtype, dk.device) for slot in slots]
+            for name in ("send", "receive")
         )
-        self.pending: list[tuple[dist.Work, int] | None] = [None, None]  # by slot: what is under way, and its step
+        self.pending: list[tuple[dist.Work, int] | None] = [
+            None,
+            None,
+        ]  # by buffer: the exchange in flight and its step
 
-    def stage(self, step: int, columns: slice) -> Sequence[Tensor]:
-        """dk and dv (b, keys, heads, width) of the keys ``columns`` of all ranks, to be written; those of the others are 0."""
-        return zero_outside(self._view(self.sent, step), columns).split([x.shape[-1] for x in self.grads], -1)
+    def stage(self, step: int, keys: slice) -> Sequence[Tensor]:
+        """Return dk and dv (b, keys, heads, width) of these gathered ``keys``, to be written; set those of other keys to 0."""
+        return zero_outside(self._view(self.sent, step), keys).split(self.widths, -1)
 
-    def start(self, step: int) -> "Leaving":
-        """Exchange what was staged. Raises RuntimeError if the slot's last exchange has not been drained."""
-        slot, heads = step % 2, len(self.steps[step])
+    def start(self, step: int) -> "PendingReduction":
+        """Exchange the staged gradients. Raise RuntimeError if the last exchange of the buffer is not finished."""
+        slot = step % 2
         if self.pending[slot] is not None:
-            raise RuntimeError(f"step {step} starts a reduction in slot {slot}, where one is under way: drain it first")
-        items = _items(self.call, self.grads[0].shape[0], heads, self.width)
-        work = self.way.all_to_all(self.received[slot][:items], self.sent[slot][:items])
+            raise RuntimeError(f"step {step} needs buffer {slot}, where an exchange is in flight: finish it first")
+        elements = self._elements_of(step)
+        work = self.transport.all_to_all(self.received[slot][:elements], self.sent[slot][:elements])
         self.pending[slot] = work, step
-        return Leaving(self, slot)
+        return PendingReduction(self, slot)
 
-    def drain(self, slot: int) -> None:
-        """Finish the slot's exchange, if there is one: the sums are in dk and dv for what is launched from here on."""
+    def finish(self, slot: int) -> None:
+        """Write the sums of the exchange that is in flight in a buffer, if any. Later kernels may read them in dk and dv."""
         pending, self.pending[slot] = self.pending[slot], None
         if pending is None:
             return
         (work, step), room = pending, padded_tokens(self.call.layout)
         heads, tokens = self.steps[step], self.grads[0].shape[1]
-        with self.way.beside(after_all=False):
+        with self.transport.on_communication_stream(after_compute=False):
             work.wait()
             received = self._view(self.received, step).unflatten(1, (self.call.ranks, room))[:, :, :tokens]
-            parts = received.split([x.shape[-1] for x in self.grads], -1)
-            for grad, part in zip(self.grads, parts, strict=True):
+            for grad, part in zip(self.grads, received.split(self.widths, -1), strict=True):
                 sum_ranks(part, grad[:, :, heads.start : heads.stop])
-        self.way.join()
+        self.transport.join()
+
+    def _elements_of(self, step: int) -> int:
+        return _elements(self.call, self.grads[0].shape[0], len(self.steps[step]), sum(self.widths))
 
     def _view(self, buffers: list[Tensor], step: int) -> Tensor:
-        batch, heads = self.grads[0].shape[0], len(self.steps[step])
-        items = _items(self.call, batch, heads, self.width)
-        return _rank_order(buffers[step % 2][:items], self.call, batch, heads, self.width)
+        flat = buffers[step % 2][: self._elements_of(step)]
+        return _rank_order(flat, self.call, self.grads[0].shape[0], len(self.steps[step]), sum(self.widths))
 
 
-class Leaving:
-    """A reduction under way; `wait` drains it."""
+class PendingReduction:
+    """An exchange of gradients in flight."""
 
-    def __init__(self, reductions: Reductions, slot: int):
-        self.reductions, self.slot = reductions, slot
+    def __init__(self, reduction: ReduceScatter, slot: int):
+        self.reduction, self.slot = reduction, slot
 
     def wait(self) -> None:
-        self.reductions.drain(self.slot)
+        """Finish it."""
+        self.reduction.finish(self.slot)
 
 
 def zero_outside(x: Tensor, tokens: slice) -> Tensor:
-    """x[:, tokens], for a kernel to write; the rest of x becomes 0."""
+    """Return x[:, tokens] for a kernel to write, and set the rest of x to 0."""
     x[:, : tokens.start] = 0
     x[:, tokens.stop :] = 0
     return x[:, tokens]
@@ -206,13 +214,13 @@ def zero_outside(x: Tensor, tokens: slice) -> Tensor:
 
 @cached_plan
 def padded_tokens(layout: Layout) -> int:
-    """T, the most tokens that a rank holds: what each rank has room for in a gathered buffer."""
+    """Return T, the most tokens that a rank holds: each rank has room for T tokens in a gathered buffer."""
     return max(map(layout.size, range(layout.ranks)))
 
 
 @cached_plan
 def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
-    """What the queries of ``rank`` see of a gathered buffer, in its coordinates: nobody sees what fills up small shards."""
+    """Return the mask between the queries of ``rank`` and a gathered buffer. Room behind small shards is masked."""
     room = padded_tokens(layout)
     if room * layout.ranks == layout.tokens:
         return layout.local_mask(mask, rank, range(layout.ranks))
@@ -220,10 +228,10 @@ def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
     return Mask(joined(bands), layout.size(rank), layout.ranks * room)
 
 
-def _items(call: Call, batch: int, heads: int, width: int) -> int:
+def _elements(call: Call, batch: int, heads: int, width: int) -> int:
     return call.ranks * padded_tokens(call.layout) * batch * heads * width
 
 
 def _rank_order(flat: Tensor, call: Call, batch: int, heads: int, width: int) -> Tensor:
-    """A flat buffer, tokens outermost, as (b, W T, heads, width)."""
+    """Return a flat buffer, tokens outermost, as (b, W T, heads, width)."""
     return flat.view(call.ranks * padded_tokens(call.layout), batch, heads, width).transpose(0, 1)

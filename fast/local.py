@@ -1,4 +1,4 @@
-"""Attention on one rank, in one kernel: no matrix of queries x keys is ever held.
+"""Compute attention on one rank in one kernel. The queries x keys matrix of scores is never stored.
 
 For each tile of queries, over the tiles of keys that it sees (the online softmax):
 
@@ -6,23 +6,27 @@ For each tile of queries, over the tiles of keys that it sees (the online softma
     total = exp(m - m') total + rowsum p        out = exp(m - m') out + p v
     at the end: out / total, and lse = m + log total
 
-A mask is a work table (`tiles.py`): tiles that are visible from end to end are computed without a compare. `merge` puts
-whole results together in one kernel. The backward pass is in `backward.py`.
+A mask becomes a work table (`tiles.py`): tiles that are visible from end to end need no mask comparisons.
+`device.py` selects the kernel backend. `merge` combines two whole results in one kernel. `backward.py` has the backward pass.
 
-Cost: 2 b h area (d + dv) operations. Memory beyond inputs and outputs: the work table, about 1 KB for each 1000 tokens
-and 32 bytes a band and tile. Nothing is sent. It does not drop out, bias or soft-cap.
+Cost: 2 b h area (d + dv) FLOPs. Memory beyond inputs and outputs: the work table, about 1 KB for each 1000 tokens and
+32 bytes for each pair of a band and a tile. Nothing is sent. There is no dropout, bias or soft-cap.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
+
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.fast.backward import attention_backward
+from canon.fast.backward import attention_backward, gradients
 from canon.fast.device import check_device, kernels_for
 from canon.fast.differentiable import differentiable
 from canon.fast.kernels.triton import launch
+from canon.fast.prepared import replayed
+from canon.reference import plan_cache
 from canon.reference.checks import (
     accumulate_dtype,
     batched,
@@ -38,7 +42,7 @@ from canon.reference.mask import Mask
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
 
-@torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
+@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def attention(
     q: Float[Tensor, "*b t h d"],
@@ -50,44 +54,66 @@ def attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """softmax(scale * q k^T) v over the visible cells, and on request the logarithm of the softmax's denominator.
+    """Return softmax(scale * q k^T) v over the visible cells, and on request lse, the log of the softmax's denominator.
 
     A query that sees no key gets out 0 and lse -inf. Keys that no query sees and queries that see no key may hold
     anything, NaN included. Differentiable in q, k, v, through out and through lse.
 
-    Scores, scale * q k, may be up to 1e7 in magnitude (6e15 in float64), and values up to 1e21. A query whose largest score
-    is beyond gets NaN for out and lse, and one that sees a score below -2e9 may get NaN. A NaN or an infinity at one token
-    reaches the tokens that see it, and other tokens whose tile holds it, of another document too;
-    `canon.fast.kernels.triton.launch` has the table. Under autocast q, k, v are cast as
-    `torch.nn.functional.scaled_dot_product_attention` casts them.
+    Scores, scale * q k, may be up to 1e7 in magnitude (6e15 in float64), and values up to 1e21. If the largest score of a
+    query is beyond this range, its out and lse are NaN. They may be NaN if it sees a score below -2e9. A NaN or an infinity
+    at one token reaches the tokens that see it. It also reaches tokens in the same tile, even of another document:
+    `canon.fast.kernels.triton.launch` has the table. Autocast casts q, k, v as it does for
+    `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
         q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b; h a multiple of g; any strides.
-        mask: who sees whom; None is causal, for as many queries as keys.
-        scale: of the scores, finite; None is 1 / sqrt(d).
+        mask: the visible cells; None is causal and needs as many queries as keys.
+        scale: factor of the scores, finite; None is 1 / sqrt(d).
         backward: "fused", "split", "head_parallel", or "auto": see `attention_backward`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes, dtypes, devices or the mask do not fit together, ``backward`` is unknown, or the widths
-            are beyond what the device has shared memory for.
+        ValueError: shapes, dtypes, devices or the mask do not fit together, ``backward`` is unknown, or the widths need
+            more shared memory than the device has.
         RuntimeError: CPU tensors without Triton's interpreter.
 
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
+    call = _checked_call(q, k, v, mask, scale, backward)
+    return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
+
+
+@dataclass(frozen=True)
+class _LocalCall:
+    """The arguments of a call after all checks, with defaults filled in; both passes of a batch."""
+
+    mask: Mask
+    scale: float
+    method: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return forward_part(q, k, v, self.mask, self.scale, q.dtype)
+
+    def backward(self, needs_grad, dout, dlse, q, k, v, out, lse) -> tuple[Tensor | None, ...]:
+        return gradients(dout.to(q.dtype), q, k, v, out, lse, dlse, self.mask, self.scale, self.method, needs_grad)
+
+    @property
+    def nbytes(self) -> int:
+        return self.mask.nbytes
+
+
+def _checked_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str) -> _LocalCall:
+    """Check the arguments of `attention`; those of a kind that was checked before are looked up."""
+    key = None
+    if (mask is None or type(mask) is Mask) and type(scale) in (type(None), float, int) and type(method) is str:
+        kinds = [(type(x), x.shape, x.dtype, x.device, x.layout) for x in (q, k, v) if isinstance(x, Tensor)]
+        key = (_LocalCall, *kinds, mask, scale, method)
+        if (found := plan_cache.PLANS.get(key)) is not None:
+            return found
     check_tensors(q, k, v)
-    check_method("backward", backward)
-    mask, scale = default_mask(q, k, mask), default_scale(q, scale)
-
-    def forward(q, k, v):
-        return attention_forward(q, k, v, mask, scale=scale)
-
-    def differentiate(needs_grad, dout, dlse, q, k, v, out, lse):
-        return attention_backward(
-            dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=backward, needs_grad=needs_grad
-        )
-
-    return differentiable(q, k, v, forward, differentiate, return_lse=return_lse)
+    check_method("backward", method)
+    call = _LocalCall(default_mask(q, k, mask), default_scale(q, scale), method)
+    return call if key is None else plan_cache.PLANS.put(key, call)
 
 
 @under_autocast("q", "k", "v")
@@ -100,25 +126,42 @@ def attention_forward(
     scale: float | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """out (b, t, h, dv) and lse (b, h, t) of these queries over these keys alone: a result, or a part to `merge`.
+    """Return out (b, t, h, dv) and lse (b, h, t) over these keys alone: a whole result, or a part to `merge`.
 
-    Args: as `attention`; ``out_dtype`` of out, q's by default (the schedules ask for float32, which comes straight from
-    the accumulators, and round once, at the end). Not differentiable by itself.
+    Args: as `attention`. ``out_dtype``: dtype of out; None is that of q. A float32 out is not rounded after accumulation:
+    distributed functions merge such parts and round once, at the end. Not differentiable.
     Raises ValueError if the arguments do not fit, RuntimeError for CPU tensors without Triton's interpreter.
     Source: Dao, FlashAttention-2 (2023), algorithm 1.
     """
     check_tensors(q, k, v)
     check_mask(q, k, mask)
     packed, (q, k, v) = q.ndim == 3, batched(q, k, v)
-    b, t, h, _ = q.shape
-    out = torch.empty(b, t, h, v.shape[-1], dtype=out_dtype or q.dtype, device=q.device)
-    lse = torch.empty(b, h, t, dtype=accumulate_dtype(q.dtype), device=q.device)
-    forward_into(q, k, v, mask, default_scale(q, scale), out, lse)
+    out, lse = forward_part(q, k, v, mask, default_scale(q, scale), out_dtype or q.dtype)
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
 
+def forward_part(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return out in ``dtype`` and lse as `attention_forward` does, for a batch and without checks of the arguments."""
+    out, lse = empty_result(q, v, dtype)
+    forward_into(q, k, v, mask, scale, out, lse)
+    return out, lse
+
+
+def empty_result(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allocate out (b, t, h, dv) in ``dtype`` and lse (b, h, t) in the accumulation dtype."""
+    b, t, h, _ = q.shape
+    out = torch.empty(b, t, h, v.shape[-1], dtype=dtype, device=q.device)
+    return out, torch.empty(b, h, t, dtype=accumulate_dtype(q.dtype), device=q.device)
+
+
 def forward_into(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
-    """As `attention_forward` of a batch, but written into ``out``, of any strides and dtype, and ``lse``."""
+    """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise RuntimeError for unusable devices."""
+    replayed(_forward, (q, k, v, out, lse), mask, scale)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float) -> None:
     check_device(q)
     kernels_for(q, v).forward(q, k, v, mask, scale, out, lse)
 
@@ -130,38 +173,32 @@ def merge(
     other_out: Float[Tensor, "*b t h dv"],
     other_lse: Float[Tensor, "*b h t"],
 ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Attention over the keys of two disjoint parts: out in the dtype of ``out``, and lse.
+    """Return attention over the keys of two disjoint parts: out in the dtype of ``out``, and lse.
 
         lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse') other_out
 
-    A part that saw nothing (lse -inf) has no weight, whatever its out holds. Not differentiable by itself.
+    A part with lse -inf saw no key and has weight 0: its out may hold NaN. Not differentiable.
     Raises ValueError if the shapes differ. Source: Dao, FlashAttention-2 (2023), section 2.3.1.
     """
-    new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
-    _merge(out, lse, other_out, other_lse, new_out, new_lse)
-    return new_out, new_lse
-
-
-def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None = None) -> None:
-    """As `merge`, but written over ``out`` and ``lse``: the running result of a schedule. Batches alone.
-
-    ``rows`` (int64, each once): the tokens that the other part is of, if not all.
-    """
-    if rows is None:
-        _merge(out, lse, other_out, other_lse, out, lse)
-    else:
-        launch.merge(out, lse, other_out, other_lse, out, lse, rows)
-
-
-def _merge(out, lse, other_out, other_lse, new_out, new_lse) -> None:
     if out.shape != other_out.shape or lse.shape != other_lse.shape:
         raise ValueError(
             f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
             f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
         )
     check_device(out)
-    if out.ndim == 3:
-        out, lse, other_out, other_lse, new_out, new_lse = (
-            x.unsqueeze(0) for x in (out, lse, other_out, other_lse, new_out, new_lse)
-        )
-    launch.merge(out, lse, other_out, other_lse, new_out, new_lse)
+    new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
+    tensors = (out, lse, other_out, other_lse, new_out, new_lse)
+    launch.merge(*(x.unsqueeze(0) if out.ndim == 3 else x for x in tensors))
+    return new_out, new_lse
+
+
+def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None = None) -> None:
+    """Merge another part into ``out`` and ``lse`` in place, for batches and without checks.
+
+    ``rows``: indices (int64, no duplicates) of the tokens that the other part has; None is all of them.
+    """
+    replayed(_merge_in_place, (out, lse, other_out, other_lse, rows))
+
+
+def _merge_in_place(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None) -> None:
+    launch.merge(out, lse, other_out, other_lse, out, lse, rows)

@@ -1,13 +1,15 @@
-"""The one order in which every schedule fetches, computes and reduces.
+"""Run the steps of a schedule so that messages overlap with kernels. Every distributed function uses this order.
 
     step          0          1          2          3
     fetch     0 | 1          2          3
     compute       0          1          2          3
     reduce                   0          1          2     | 3
 
-While step i is computed, what step i + 1 needs is on its way, and so is what step i - 1 gave. The first fetch has beside it
-what is computed before (`started`), the last reduction what its step still has to compute: dq, in two of the methods. A
-schedule (head group, ring hop, stage) says what to fetch and where results go; how it travels is the transport's business.
+While the kernels of step i run, the inputs of step i + 1 and the results of step i - 1 are in flight. The first fetch
+overlaps with work that the caller does before the pipeline (`prefetched`). The last reduction overlaps with the rest of its
+step: dq, if the method computes it in a kernel of its own.
+
+A schedule defines `fetch`, `compute` and `reduce` of a step. `transport.py` chooses how messages travel.
 
 Source: double buffering; the order is that of aqlaboratory/ring-flash-attention pull request 12 (2025).
 """
@@ -16,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def started(fetch: Callable[[int], Any]) -> Callable[[int], Any]:
-    """``fetch`` with step 0 under way: what is computed between this and the `pipeline` has a message to hide."""
-    first = [fetch(0)]  # given away, not kept
+def prefetched(fetch: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Start the fetch of step 0 now, and return ``fetch`` with that result for step 0."""
+    first = [fetch(0)]  # popped at its use, so that no reference keeps the memory
     return lambda step: fetch(step) if step else first.pop()
 
 
@@ -28,24 +30,25 @@ def run_pipeline(
     compute: Callable[[int, Any], Any],
     reduce: Callable[[int, Any, Any], Any] | None = None,
 ) -> Any:
-    """Run ``compute(step, fetched)`` for each step, with the next fetch and the last reduction under way beside it.
+    """Run all steps. Return the result of the last reduction's ``wait()``, or None if nothing was reduced.
 
-    With ``reduce`` it returns what is to be sent away, and what to call once that has left: the rest of the step.
-
-    ``fetch(step)`` starts to bring what the step needs, and returns what waits for it: ``.wait()``.
-    ``reduce(step, computed, before)`` starts to send what is to be sent away, once the reduction of the step before is
-    finished: ``before`` is what its ``.wait()`` gave (None at first). At most one is under way. Returns what the last gave.
+    Args:
+        fetch: ``fetch(step)`` starts the messages that bring the inputs of a step. Its result's ``wait()`` returns them.
+        compute: ``compute(step, inputs)`` launches kernels. With ``reduce`` it returns a pair: the results to send, and a
+            function that launches the rest of the step after the sending has started.
+        reduce: ``reduce(step, results, previous)`` starts to send, and returns an object with ``wait()``, or None.
+            ``previous`` is the result of ``wait()`` of the step before, None in step 0. At most one reduction is in flight.
     """
-    arriving, leaving = fetch(0), None
+    fetching, reducing = fetch(0), None
     for step in range(steps):
-        fetched = arriving.wait()
+        inputs = fetching.wait()
         if step + 1 < steps:
-            arriving = fetch(step + 1)
-        computed = compute(step, fetched)
-        fetched = None  # what follows may have its memory
+            fetching = fetch(step + 1)
+        computed = compute(step, inputs)
+        inputs = None  # their memory may be used again
         if reduce:
-            before = leaving.wait() if leaving else None
-            leaving = reduce(step, computed[0], before)
+            previous = reducing.wait() if reducing else None
+            reducing = reduce(step, computed[0], previous)
             computed[1]()
         computed = None
-    return leaving.wait() if leaving else None
+    return reducing.wait() if reducing else None

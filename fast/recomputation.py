@@ -1,12 +1,13 @@
-"""The kernel backend of a call that activation checkpointing recomputes.
+"""Recover the kernel backend of a call when activation checkpointing recomputes it.
 
-`torch.utils.checkpoint` runs a function twice: in the forward pass, and again inside the backward pass, in another thread and
-after `with backend(...)` has ended. So the choice of each call is kept with the checkpoint that surrounds it:
+`torch.utils.checkpoint` runs a function twice: in the forward pass, and again inside the backward pass. The second run is in
+another thread and after `with backend(...)` has ended. So each call's choice is stored with the surrounding checkpoint:
 
-    use_reentrant=False    by the checkpoint's frame and the number of tensors that were saved in it before the call
-    use_reentrant=True     by the node of the checkpoint and the number of calls in it before
+    mode                   the checkpoint is       a call in it is identified by
+    use_reentrant=False    its frame object        the number of tensors saved in it before the call
+    use_reentrant=True     its autograd node       the number of earlier calls in it
 
-Both are found where torch keeps them: the frame in the hooks for saved tensors, the node on the call stack.
+The frame is found in torch's hooks for saved tensors, the node on the call stack.
 """
 
 import inspect
@@ -17,14 +18,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-_choices: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()  # checkpoint -> place in it -> choice
-_forced: WeakSet[Any] = WeakSet()  # checkpoints in which a backend was forced
+_choices: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()  # [checkpoint][place of the call]
+_forced: WeakSet[Any] = WeakSet()  # checkpoints with a call whose backend was chosen explicitly
 
 
 def choice_of_call(chosen: str | None) -> str | None:
-    """Return the backend of a call that begins: ``chosen``, or in a recomputation that of the original call.
+    """Return the backend of a new call: ``chosen``, or in a recomputation that of the original call.
 
-    Raises RuntimeError in nested checkpoints, where the original call cannot be found, if a backend was forced in one.
+    Raises RuntimeError in nested checkpoints if a backend was chosen in one: the original call cannot be identified there.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     found = _place(hooks)
@@ -44,7 +45,7 @@ def choice_of_call(chosen: str | None) -> str | None:
 
 
 def _check_unambiguous(chosen: str | None) -> None:
-    """Raise RuntimeError if a recomputation may pass for a first call, and a backend may have been forced."""
+    """Raise RuntimeError if this may be a recomputation that looks like a first call, and a backend was chosen before."""
     if chosen is None and _forced and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
             "a checkpoint inside a checkpoint, or below other saved-tensor hooks, is recomputed after backend(...) was used: "
@@ -53,7 +54,7 @@ def _check_unambiguous(chosen: str | None) -> None:
 
 
 def _place(hooks: tuple[Callable, Callable] | None) -> tuple[Any, int, bool] | None:
-    """Return the checkpoint around this call, the call's place in it, and whether it is recomputed."""
+    """Return the checkpoint that surrounds this call, the call's place in it, and whether this is a recomputation."""
     if hooks is not None:
         pack = inspect.unwrap(hooks[0])
         names = pack.__code__.co_freevars if inspect.isfunction(pack) else ()
@@ -85,9 +86,9 @@ def _reentrant_node(again: bool) -> Any:
     return None
 
 
-_choices_made = [False]  # whether `backend` was ever used: calls outside of it need not be counted before
+_choices_made = [False]  # whether `backend` was ever used; until then calls are not counted
 
 
 def note_choice() -> None:
-    """Say that a backend is forced from here on, at least for a while."""
+    """Record that `backend` was used."""
     _choices_made[0] = True

@@ -1,39 +1,48 @@
-"""Ring attention at speed: the next block travels while this one is computed.
+"""Ring attention with overlap: the next block travels while the current one is computed.
 
-The algorithm, its order of sums and its messages are those of `canon.reference.ring`. What is added:
+Read `canon.reference.ring` first. The algorithm, the order of sums and the messages are the same here. The differences:
+
+    overlap           a hop starts before the kernel that overlaps with it (`pipeline.run_pipeline`)
+    buffers           each ring has two: kernels read one while the other one receives (`exchange.BlockRing`)
+    active queries    a step computes only the queries and keys that its mask touches (`active_queries.py`),
+                      so half a step of zigzag costs half; a fully masked step launches nothing, but passes its blocks on
+    in place          a kernel merges each part into the running float32 result; the first part is that result
+    dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`backward.begin_backward`)
 
     stream       step i                                   step i + 1
     transport    K, V of step i + 1 | dk, dv of i - 1     K, V of step i + 2 | dk, dv of i
     compute      kernel on K, V of step i, add, ...       kernel on K, V of step i + 1, add, ...
 
-- A hop is posted before the kernel that it runs under; K and V are one message, dk and dv another.
-- Where dk and dv have a kernel of their own, they leave before that of dq, and the last hop has it to run under as well.
-- A block's gradient is added to where it arrived, and leaves from there; the first part of it is written there by the kernel.
-- Each step computes only the queries and keys that its mask touches: zigzag's half steps cost half.
-- Parts are merged into the running float32 result by one kernel, in place; the first part is the running result.
-- A step whose mask is empty launches nothing, but its blocks are passed on.
+From here down to the launch:
 
-Cost, for b t g (d + dv) = N numbers of K and V a rank: forward W - 1 messages and (W - 1) N items of the inputs' dtype;
-backward as many again, and W - 1 messages and (W - 1) N items of reduce_dtype. Scratch: 2 N items (K, V) in the dtype of the
-inputs; forward the float32 running result, and one part of it; backward 2 N items of reduce_dtype, 2 N float32
-(own dk, dv and, for W > 2, the newest), float32 dq twice (so far, and the newest), and delta.
+    forward     `_forward`, `local.forward_part`, `device.kernels_for`, `forward` in kernels/triton/launch.py or
+                kernels/gluon/launch.py
+    backward    `_Backward`, `backward.begin_backward`, `device.kernels_for`, `dkdv` and `dq` in the same files
+
+Cost, with N = b t g (d + dv) elements of K and V a rank. Forward: W - 1 messages and (W - 1) N elements of the inputs' dtype.
+Backward: the same again, and W - 1 messages and (W - 1) N elements of reduce_dtype. K and V are one message, dk and dv another.
+
+    scratch     forward: 2 N elements of the inputs' dtype (K, V); float32 out and lse twice (running, newest part)
+                backward: 2 N elements of the inputs' dtype; 2 N of reduce_dtype (dk, dv); N float32 (own dk, dv), and N more
+                if W > 2 (newest part); float32 dq twice (running, newest part); delta
 
 Sources: as `canon.reference.ring`.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.fast.active_queries import ActiveQueries, active_queries_of, seen_keys
-from canon.fast.backward import attention_backward, begin_backward, make_delta
+from canon.fast.active_queries import ActiveQueries, active_queries_of, visible_keys
+from canon.fast.backward import QueryInputs, begin_backward, local_gradients, make_delta
 from canon.fast.differentiable import differentiable
-from canon.fast.exchange import Hop, Lane, zero_outside
-from canon.fast.local import attention_forward
+from canon.fast.exchange import BlockRing, Hop, zero_outside
+from canon.fast.local import forward_part
 from canon.fast.pipeline import run_pipeline
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
@@ -57,27 +66,30 @@ def ring_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Attention of this rank's queries over the keys of all ranks: a collective, forward and backward.
+    """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
 
     Args:
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
-        mask: over the whole sequence; None is causal.
-        layout: which rank holds which tokens; None is contiguous.
-        scale: of the scores; None is 1 / sqrt(d).
+        mask: the visible cells of the whole sequence; None is causal.
+        layout: the tokens that each rank holds; None is contiguous.
+        scale: factor of the scores; None is 1 / sqrt(d).
         group: the ranks; None is all. Without an initialised process group: one rank.
-        reduce_dtype: in which dk and dv travel; None is float32 (float64 for float64).
+        reduce_dtype: dtype in which dk and dv travel; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for each step's part.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options; the number of tokens is the
-    mask's, else the layout's, else W t.
+    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The mask gives the number of
+    tokens; without a mask the layout does; without either it is W t.
 
     Raises:
-        ValueError: on every rank, if the arguments of one do not fit or differ from the others'.
+        ValueError: on every rank, if the arguments of one rank do not fit or differ from the others'.
 
     Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
     """
-    return _ring("ring_attention", q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse)
+    return _ring(
+        "ring_attention", q, k, v, mask, layout, return_lse,
+        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
+    )  # fmt: skip
 
 
 def zigzag_attention(
@@ -97,7 +109,10 @@ def zigzag_attention(
     Arguments, shapes, results and ValueErrors are those of `ring_attention`.
     Source: Zilin Zhu, ring-flash-attention issue 2 (2024); mlc-ai/Pith-Train pull request 39.
     """
-    return _ring("zigzag_attention", q, k, v, mask, Layout.zigzag, scale, group, reduce_dtype, backward, return_lse)
+    return _ring(
+        "zigzag_attention", q, k, v, mask, Layout.zigzag, return_lse,
+        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
+    )  # fmt: skip
 
 
 def striped_attention(
@@ -117,10 +132,13 @@ def striped_attention(
     Arguments, shapes, results and ValueErrors are those of `ring_attention`.
     Source: Brandon et al., Striped Attention (2023).
     """
-    return _ring("striped_attention", q, k, v, mask, Layout.striped, scale, group, reduce_dtype, backward, return_lse)
+    return _ring(
+        "striped_attention", q, k, v, mask, Layout.striped, return_lse,
+        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
+    )  # fmt: skip
 
 
-@torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
+@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def _ring(
     function: str,
@@ -129,46 +147,40 @@ def _ring(
     v: Tensor,
     mask: Mask | None,
     layout: Layout | Callable[[int, int], Layout] | None,
-    scale: float | None,
-    group: dist.ProcessGroup | None,
-    reduce_dtype: torch.dtype | None,
-    backward: str,
     return_lse: bool,
+    **options: Any,
 ):
-    call = agreed_call(
-        function, q, k, v, mask, layout, scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward
-    )
-    return differentiable(
-        q, k, v, partial(_forward, call), partial(ring_backward, call), call=call, return_lse=return_lse
-    )
+    call = agreed_call(function, q, k, v, mask, layout, **options)
+    forward, backward = partial(_forward, call), partial(ring_backward, call)
+    return differentiable(q, k, v, forward, backward, call=call, return_lse=return_lse)
 
 
 @cached_plan
-def _touched(mask: Mask) -> tuple[ActiveQueries, slice]:
-    """The queries that see a key, under the mask of the keys from the first to the last that are seen, and these keys."""
-    columns, seen = seen_keys(mask)
-    return active_queries_of(seen), columns
+def _active_part(mask: Mask) -> tuple[ActiveQueries, slice]:
+    """Return the queries that see a key, and the keys from the first to the last that a query sees."""
+    keys, visible = visible_keys(mask)
+    return active_queries_of(visible), keys
 
 
 def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out (b, t, h, dv) in the dtype of q, lse (b, h, t) in the accumulation dtype."""
+    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
-        return attention_forward(q, k, v, call.local_mask(0), scale=call.scale)
-    keys, accumulate = _DkDvRing(k, v, call), accumulate_dtype(q.dtype)
-    running: list[Tensor] = []  # out and lse of every query: first of the own keys, then the other parts merged in
+        return forward_part(q, k, v, call.local_mask(0), call.scale, q.dtype)
+    ring, accumulate = _KeyRing(k, v, call), accumulate_dtype(q.dtype)
+    running: list[Tensor] = []  # out and lse of all queries over the keys so far
 
-    def compute(step: int, held: list[Tensor]) -> None:
-        local = call.local_mask(keys.owner(step))
+    def compute(step: int, block: list[Tensor]) -> None:
+        mask = call.local_mask(ring.owner(step))
         if step == 0:
-            running.extend(attention_forward(q, *held, local, scale=call.scale, out_dtype=accumulate))
+            running.extend(forward_part(q, *block, mask, call.scale, accumulate))
             return
-        seen, columns = _touched(local)
-        if seen.mask.bands:
-            k_part, v_part = (x[:, columns] for x in held)
-            part = attention_forward(seen.take(q), k_part, v_part, seen.mask, scale=call.scale, out_dtype=accumulate)
-            seen.merge(running, part)
+        active, keys = _active_part(mask)
+        if active.mask.bands:
+            k_part, v_part = (x[:, keys] for x in block)
+            part = forward_part(active.take(q), k_part, v_part, active.mask, call.scale, accumulate)
+            active.merge(running, part)
 
-    run_pipeline(call.ranks, keys.fetch, compute)
+    run_pipeline(call.ranks, ring.fetch, compute)
     out, lse = running
     return out.to(q.dtype), lse
 
@@ -177,81 +189,93 @@ def ring_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are not computed or sent."""
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
+    inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     if call.ranks == 1:
-        return attention_backward(
-            dout, q, k, v, out, lse, call.local_mask(0),
-            scale=call.scale, dlse=dlse, method=call.backward, needs_grad=needs_grad,
-        )  # fmt: skip
-    keys_need_grad = any(needs_grad[1:])
-    delta, accumulate = make_delta(dout, out, lse, dlse), accumulate_dtype(q.dtype)
-    like = lambda x: torch.empty(x.shape, dtype=accumulate, device=x.device)
-    dq = like(q) if needs_grad[0] else None  # so far
-    dk, dv = (like(x) if keys_need_grad else None for x in (k, v))  # of the own keys; what others found is added last
-    keys = _DkDvRing(k, v, call)
-    sums = (
-        None if dk is None else Lane(call, q.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)
-    )  # step i's block is in buffer i % 2
+        return local_gradients(inputs, k, v, call.local_mask(0), call.scale, call.backward, needs_grad, q.dtype)
+    backward = _Backward(call, inputs, k, v, needs_grad)
+    received = run_pipeline(call.ranks, backward.ring.fetch, backward.compute, backward.send)
+    for own, others in zip((backward.dk, backward.dv), received or (), strict=False):
+        own += others
+    return tuple(None if x is None else x.to(q.dtype) for x in (backward.dq, backward.dk, backward.dv))
 
-    def write(held, seen, columns, *grads) -> Callable[[], None]:
-        k_part, v_part = (x[:, columns] for x in held)
-        return begin_backward(
-            seen.take(dout), seen.take(q), k_part, v_part, seen.take(lse, 2), seen.take(delta, 2), seen.mask,
-            call.scale, call.backward, *grads,
-        )  # fmt: skip
 
-    def compute(step: int, held: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
-        """Return what is added to the block that arrives meanwhile, where and what, and the function that makes dq."""
-        local = call.local_mask(keys.owner(step))
+class _Backward:
+    """One backward pass: the running dq, dk and dv of the own tokens, and the rings of K, V and of their gradients.
+
+    dk and dv hold this rank's part alone; the last hop brings the sum of the other ranks' parts. In step i, buffer i % 2 of
+    ``sums`` receives the sum of the previous ranks' parts for the block. Then this rank's part is added there.
+    """
+
+    def __init__(self, call: Call, inputs: QueryInputs, k: Tensor, v: Tensor, needs_grad: tuple[bool, bool, bool]):
+        self.call, self.inputs, self.accumulate = call, inputs, accumulate_dtype(k.dtype)
+        self.dq = self._empty(inputs.q) if needs_grad[0] else None
+        self.dk, self.dv = (self._empty(x) if any(needs_grad[1:]) else None for x in (k, v))
+        self.ring = _KeyRing(k, v, call)
+        self.sums = None
+        if self.dk is not None:
+            self.sums = BlockRing(call, k.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)
+
+    def compute(self, step: int, block: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
+        """Launch dk and dv. Return the pairs (sum, part) to add once the sums are received, and the function for dq."""
+        mask = self.call.local_mask(self.ring.owner(step))
         if step == 0:
-            return [], write(held, active_queries_of(local, everyone=True), slice(None), dq, dk, dv)
-        seen, columns = _touched(local)
-        first = step == 1  # the first part of a block is written where it leaves from
-        targets, parts = [], [None, None]
-        if keys_need_grad:
-            block = sums.block(step % 2, keys.owner(step))
-            targets = [zero_outside(x, columns) if first else x[:, columns] for x in block]
-        if not seen.mask.bands:
+            inputs = active_queries_of(mask, all_queries=True).take_inputs(self.inputs)
+            return [], self._begin(inputs, block, mask, self.dq, self.dk, self.dv)
+        active, keys = _active_part(mask)
+        sums, parts = self._sums(step, keys), [None, None]
+        if not active.mask.bands:
             return [], lambda: None
-        if keys_need_grad:
-            parts = targets if first else [like(x) for x in targets]
-        dq_part = None
-        if dq is not None:
-            dq_part = q.new_empty(q.shape[0], seen.mask.queries, *q.shape[2:], dtype=accumulate)
-        make_dq_part = write(held, seen, columns, dq_part, *parts)
+        if sums:  # in step 1 nothing is received: the kernel writes the part where it is sent from
+            parts = sums if step == 1 else [self._empty(x) for x in sums]
+        inputs, dq_part = active.take_inputs(self.inputs), None
+        if self.dq is not None:
+            dq_part = self._empty(inputs.q)
+        compute_dq = self._begin(inputs, [x[:, keys] for x in block], active.mask, dq_part, *parts)
 
-        def make_dq():
-            make_dq_part()
-            if dq is not None:
-                seen.add(dq, dq_part)
+        def add_dq() -> None:
+            compute_dq()
+            if dq_part is not None:
+                active.add(self.dq, dq_part)
 
-        return [] if first else list(zip(targets, parts, strict=False)), make_dq
+        return [] if step == 1 else list(zip(sums, parts, strict=False)), add_dq
 
-    def send_on(step: int, parts: list[tuple[Tensor, Tensor]], _: list[Tensor] | None) -> Hop | None:
-        for total, part in parts:
+    def send(self, step: int, additions: list[tuple[Tensor, Tensor]], _: list[Tensor] | None) -> Hop | None:
+        """Add this rank's part to the received sums, and start to send them to the next rank."""
+        for total, part in additions:
             total += part
-        return sums.hop(step % 2, keys.owner(step), keys.owner(step + 1)) if step and keys_need_grad else None
+        if step == 0 or self.sums is None:
+            return None
+        return self.sums.hop(step % 2, self.ring.owner(step), self.ring.owner(step + 1))
 
-    received = run_pipeline(call.ranks, keys.fetch, compute, send_on)
-    for mine, others in zip((dk, dv), received or (), strict=False):
-        mine += others
-    return tuple(None if x is None else x.to(q.dtype) for x in (dq, dk, dv))
+    def _sums(self, step: int, keys: slice) -> list[Tensor]:
+        """Return the views of dk and dv of these keys in the step's buffer. In step 1, set those of other keys to 0."""
+        if self.sums is None:
+            return []
+        block = self.sums.block(step % 2, self.ring.owner(step))
+        return [zero_outside(x, keys) if step == 1 else x[:, keys] for x in block]
+
+    def _begin(self, inputs: QueryInputs, keys: list[Tensor], mask: Mask, *grads: Tensor | None) -> Callable[[], None]:
+        return begin_backward(inputs, *keys, mask, self.call.scale, self.call.backward, *grads)
+
+    def _empty(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=self.accumulate, device=like.device)
 
 
-class _DkDvRing:
-    """Every rank's K and V, one block a step: the own one first, then that of the rank before, and so on."""
+class _KeyRing:
+    """K and V of all ranks, one block in each step: first the own block, then that of the previous rank, and so on."""
 
     def __init__(self, k: Tensor, v: Tensor, call: Call):
         self.call = call
-        self.lane = Lane(call, k.shape[0], (k.shape[2:], v.shape[2:]), k, k.dtype)
-        for target, source in zip(self.lane.block(0, call.rank), (k, v), strict=True):
+        self.blocks = BlockRing(call, k.shape[0], (k.shape[2:], v.shape[2:]), k, k.dtype)
+        for target, source in zip(self.blocks.block(0, call.rank), (k, v), strict=True):
             target.copy_(source)
 
     def owner(self, step: int) -> int:
         return (self.call.rank - step) % self.call.ranks
 
     def fetch(self, step: int) -> Hop:
-        """Start to bring the block of this step, by sending that of the step before on."""
+        """Start to receive the block of this step, and to send that of the step before."""
         if step == 0:
-            return Hop([], self.lane.block(0, self.call.rank))
-        return self.lane.hop((step - 1) % 2, self.owner(step - 1), self.owner(step))
+            return Hop([], self.blocks.block(0, self.call.rank))
+        return self.blocks.hop((step - 1) % 2, self.owner(step - 1), self.owner(step))

@@ -1,29 +1,32 @@
-"""Strided attention at speed: the next heads' keys travel while these are computed, and so do the last heads' gradients.
+"""Strided attention with overlap: the next heads' keys and the last heads' gradients travel while a step is computed.
 
-The algorithm, its steps and its order of sums are those of `canon.reference.strided`, run by `schedule.pipeline`:
+Read `canon.reference.strided` first. The algorithm, the steps and the order of sums are the same here.
+`pipeline.run_pipeline` runs the steps:
 
-    stream       step i
-    gathers      K, V of step i + 1                                       its own communicator
-    compute      kernel on K, V of step i; backward first dk and dv, then dq, if by kernels of their own
-    reductions   dk, dv of step i - 1, all to all                         its own communicator; begins under dq of i - 1
-    beside       copy K, V of step i + 1; sum dk, dv of step i - 1        one stream
+    stream           step i
+    all-gather       K, V of step i + 1                                       its own communicator
+    compute          kernel on K, V of step i; backward dk and dv first, then dq, if in kernels of their own
+    all to all       dk, dv of step i - 1, started before dq of i - 1         its own communicator
+    communication    copy K, V of step i + 1; sum dk, dv of step i - 1        one stream
 
-- Keys are used where they arrive: kernels read one stride from token to token, and `gathered_mask` speaks the coordinates
-  of the buffer. Only the keys from the first to the last that a rank's queries see are looked at.
-- Kernels write out and dq of a step's heads where they belong, and dk and dv, rounded to reduce_dtype, where they are sent
-  from. These are exchanged all to all, and summed in rank order by one kernel: the same inputs give the same bits.
-- The way that messages take is chosen once per group, and named: `canon.fast.transport`.
+- Kernels read K and V in the buffers that received them, with one stride from token to token. `gathered_mask` is in the
+  coordinates of these buffers. A rank loads only the keys from the first to the last that its queries see.
+- Kernels write out and dq of a step's heads into the results. They write dk and dv, rounded to reduce_dtype, into the sending
+  buffer. After the exchange one kernel sums them in rank order: the same inputs give the same bits.
+- `transport.py` chooses how the messages of a group travel.
 
-Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps: forward 2 n messages (one less if packed)
-with which each rank receives (W - 1) N items of the inputs' dtype; backward as many again, and n messages and (W - 1) N
-items of reduce_dtype. Scratch, for w the most key heads of a step: two gather buffers of W N w / g items in the dtype
-of the inputs; backward also two buffers to send and two to receive, of W N w / g items of reduce_dtype, delta, and what
-the method takes for a step. One buffer each in place of two where there is one step.
+Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps. Forward: 2 n messages, one less if packed.
+Each rank receives (W - 1) N elements of the inputs' dtype. Backward: the same again, and n messages and (W - 1) N elements of
+reduce_dtype.
+
+    scratch     w, the most key heads of a step, gives buffers of W N w / g elements: two to gather, in the dtype of the inputs;
+                backward also two to send and two to receive, in reduce_dtype; delta; the scratch of the backward method.
+                With a single step, one buffer each.
 
 Sources: as `canon.reference.strided`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -31,15 +34,15 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.fast.active_queries import seen_keys
-from canon.fast.backward import begin_backward, make_delta
+from canon.fast.active_queries import visible_keys
+from canon.fast.backward import QueryInputs, begin_backward, make_delta
 from canon.fast.differentiable import differentiable
-from canon.fast.exchange import Gathers, Reductions, gathered_mask
-from canon.fast.local import attention_forward, forward_into
-from canon.fast.pipeline import run_pipeline, started
+from canon.fast.exchange import AllGather, ReduceScatter, gathered_mask
+from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.ring import ring_backward
 from canon.reference.call import Call, agreed_call
-from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.checks import under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
@@ -48,6 +51,8 @@ from canon.reference.strides import Steps, strided_steps, suggest_strides
 __all__ = ["strided_attention", "suggest_strides"]
 
 
+@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
+@under_autocast("q", "k", "v")
 def strided_attention(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b t g d"],
@@ -67,29 +72,29 @@ def strided_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Attention of this rank's queries over the keys of all ranks: a collective, forward and backward.
+    """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
 
     Args:
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
-        mask: over the whole sequence; None is causal.
-        layout: which rank holds which tokens; None is contiguous.
-        head_stride: how many key heads are gathered at a time; divides g.
-        forward_first_stride, backward_first_stride: how many of them are gathered first, to begin sooner; below head_stride.
-        backward_last_stride: how many of them are reduced last, to end sooner; below head_stride.
+        mask: the visible cells of the whole sequence; None is causal.
+        layout: the tokens that each rank holds; None is contiguous.
+        head_stride: number of key heads in a step; divides g.
+        forward_first_stride, backward_first_stride: number in the first step, below head_stride, so that it starts sooner.
+        backward_last_stride: number in the last step, below head_stride, so that its reduction ends sooner.
         pack_first: K and V of the first step travel as one message.
-        backward_schedule: "scatter", as here, or "ring", as in `ring_attention`, which knows no backward strides.
-        scale: of the scores; None is 1 / sqrt(d).
+        backward_schedule: "scatter", as above, or "ring", as in `ring_attention`, without backward strides.
+        scale: factor of the scores; None is 1 / sqrt(d).
         group: the ranks; None is all. Without an initialised process group: one rank.
-        reduce_dtype: in which dk and dv travel and are added up; None is float32 (float64 for float64).
+        reduce_dtype: dtype in which dk and dv travel and are summed; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for each step's part.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options; the number of tokens is the
-    mask's, else the layout's, else W t. Results do not depend on the strides, but for the order of sums.
+    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The mask gives the number of
+    tokens; without a mask the layout does; without either it is W t. The strides change only the order of sums.
 
     Raises:
-        ValueError: on every rank, if the arguments of one do not fit or differ from the others', or a stride is out of
-            range or of no use.
+        ValueError: on every rank, if the arguments of one rank do not fit or differ from the others', or a stride is out of
+            range or has no effect.
 
     Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; aqlaboratory/ring-flash-attention pull request 12.
     """
@@ -101,37 +106,29 @@ def strided_attention(
         "pack_first": pack_first,
         "backward_schedule": backward_schedule,
     }
-    return _strided(q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse, options)
-
-
-@torch.compiler.disable  # one opaque step: a compiled model breaks its graph here, and traces no plan
-@under_autocast("q", "k", "v")
-def _strided(q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse, options):
     call = agreed_call(
         "strided_attention", q, k, v, mask, layout,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options,
     )  # fmt: skip
-    steps = strided_steps(k.shape[-2], **options)  # after the ranks agree: what is wrong is wrong on all of them
+    steps = strided_steps(k.shape[-2], **options)  # after the agreement, so that a bad stride raises on all ranks
     ring = steps.backward is None or call.ranks == 1
-    backward = partial(ring_backward, call) if ring else partial(_backward, call, steps)
-    return differentiable(q, k, v, partial(_forward, call, steps), backward, call=call, return_lse=return_lse)
+    differentiate = partial(ring_backward, call) if ring else partial(_backward, call, steps)
+    return differentiable(q, k, v, partial(_forward, call, steps), differentiate, call=call, return_lse=return_lse)
 
 
 def _forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out (b, t, h, dv) in the dtype of q, lse (b, h, t) in the accumulation dtype."""
+    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
-        return attention_forward(q, k, v, call.local_mask(0), scale=call.scale)
-    b, t, h, _ = q.shape
-    out = torch.empty(b, t, h, v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, h, t, dtype=accumulate_dtype(q.dtype), device=q.device)
-    columns, mask = _seen(call.layout, call.mask, call.rank)
+        return forward_part(q, k, v, call.local_mask(0), call.scale, q.dtype)
+    out, lse = empty_result(q, v, q.dtype)
+    visible, mask = _visible_keys(call.layout, call.mask, call.rank)
 
-    def compute(step: int, keys: list[Tensor]) -> None:
-        own = _query_heads(steps.forward[step], q, k)
-        k_part, v_part = (x[:, columns] for x in keys)
-        forward_into(q[:, :, own], k_part, v_part, mask, call.scale, out[:, :, own], lse[:, own])
+    def compute(step: int, keys: Sequence[Tensor]) -> None:
+        heads = _query_heads(steps.forward[step], q, k)
+        k_part, v_part = (x[:, visible] for x in keys)
+        forward_into(q[:, :, heads], k_part, v_part, mask, call.scale, out[:, :, heads], lse[:, heads])
 
-    run_pipeline(len(steps.forward), Gathers(k, v, call, steps.forward, steps.pack_first).fetch, compute)
+    run_pipeline(len(steps.forward), AllGather(k, v, call, steps.forward, steps.pack_first).fetch, compute)
     return out, lse
 
 
@@ -139,35 +136,35 @@ def _backward(
     call: Call, steps: Steps, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are not computed or sent."""
-    fetch = started(Gathers(k, v, call, steps.backward, steps.pack_first).fetch)
-    delta = make_delta(dout, out, lse, dlse)
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
+    fetch = prefetched(AllGather(k, v, call, steps.backward, steps.pack_first).fetch)
+    inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
     new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
-    columns, mask = _seen(call.layout, call.mask, call.rank)
-    reductions = None if dk is None else Reductions(dk, dv, call, steps.backward)
+    visible, mask = _visible_keys(call.layout, call.mask, call.rank)
+    reduction = None if dk is None else ReduceScatter(dk, dv, call, steps.backward)
 
-    def compute(step: int, keys: list[Tensor]) -> tuple[None, Callable[[], None]]:
-        """Stage the gradients of the keys, and return the function that makes dq."""
-        own = _query_heads(steps.backward[step], q, k)
-        k_part, v_part = (x[:, columns] for x in keys)
-        return None, begin_backward(
-            dout[:, :, own], q[:, :, own], k_part, v_part, lse[:, own], delta[:, own], mask, call.scale, call.backward,
-            None if dq is None else dq[:, :, own], *(reductions.stage(step, columns) if reductions else (None, None)),
-        )  # fmt: skip
+    def compute(step: int, keys: Sequence[Tensor]) -> tuple[None, Callable[[], None]]:
+        """Stage dk and dv, and return the function that computes dq."""
+        heads = _query_heads(steps.backward[step], q, k)
+        k_part, v_part = (x[:, visible] for x in keys)
+        dq_part = None if dq is None else dq[:, :, heads]
+        staged = reduction.stage(step, visible) if reduction else (None, None)
+        options = mask, call.scale, call.backward
+        return None, begin_backward(inputs.heads(heads), k_part, v_part, *options, dq_part, *staged)
 
-    run_pipeline(len(steps.backward), fetch, compute, lambda step, *_: reductions.start(step) if reductions else None)
+    run_pipeline(len(steps.backward), fetch, compute, lambda step, *_: reduction.start(step) if reduction else None)
     return dq, dk, dv
 
 
 @cached_plan
-def _seen(layout: Layout, mask: Mask, rank: int) -> tuple[slice, Mask]:
-    """The keys of a gathered buffer from the first to the last that the queries of ``rank`` see, and the mask over them."""
-    return seen_keys(gathered_mask(layout, mask, rank))
+def _visible_keys(layout: Layout, mask: Mask, rank: int) -> tuple[slice, Mask]:
+    """Return the keys of a gathered buffer from the first to the last that ``rank`` sees, and the mask over them."""
+    return visible_keys(gathered_mask(layout, mask, rank))
 
 
 def _query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
-    """The query heads that share these key heads."""
+    """Return the query heads that share these key heads."""
     share = q.shape[2] // k.shape[2]
     return slice(share * heads.start, share * heads.stop)

@@ -1,6 +1,6 @@
-"""How notebook 05 draws: walks over tiles and who adds to what, what processors have to do, and what overlaps in a kernel.
+"""Figures of notebook 05: walks over tiles, the work of each SM, and overlap inside a kernel.
 
-Only drawing happens here; what is drawn is computed in the notebook, by the package.
+The notebook computes the data with the package. These functions only draw it.
 """
 
 import matplotlib.pyplot as plt
@@ -26,9 +26,10 @@ def _text(ax, x, y, text, colour="white", size=9):
 
 
 def walks(panels, size):
-    """Tiles of scores in the order in which they are made, in the colours of their owners, and who adds to each gradient.
+    """Draw tiles of scores, numbered in the order of computation and coloured by owner, and the owners of each gradient.
 
-    panels[title] is (visits, adding): visits lists (row, column, owner); adding[name][tile] the owners that add to that tile.
+    panels[title] is (visits, adding). visits lists (row, column, owner). adding[name][tile] lists the owners that add to
+    this tile of the gradient.
     """
     figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 3.4), squeeze=False)
     for ax, (title, (visits, adding)) in zip(axes.flat, panels.items(), strict=True):
@@ -40,8 +41,8 @@ def walks(panels, size):
         for name, tiles in adding.items():
             for tile, owners in enumerate(tiles):
                 for part, owner in enumerate(owners):
-                    beside, width = size + 0.3 + 0.8 * part / len(owners), 0.8 / len(owners)
-                    place = (beside, tile + 0.06, width, 0.88) if name == "dq" else (tile + 0.06, beside, 0.88, width)
+                    margin, width = size + 0.3 + 0.8 * part / len(owners), 0.8 / len(owners)
+                    place = (margin, tile + 0.06, width, 0.88) if name == "dq" else (tile + 0.06, margin, 0.88, width)
                     _box(ax, *place, RANKS[owner])
             _text(ax, *((size + 0.7, -0.25) if name == "dq" else (-0.45, size + 0.7)), name, INK)
         ax.set(xlim=(-1, size + 1.2), ylim=(size + 1.2, -0.5), xticks=[], yticks=[], aspect="equal", title=title)
@@ -52,18 +53,18 @@ def walks(panels, size):
     plt.show()
 
 
-def lists(panels):
-    """What every processor has to do: panels[row][column] is (title, lists of items); an item lists (head, visits)."""
+def schedules(panels):
+    """Draw the work of every SM. panels[row][column] is (title, work tiles by SM); a work tile lists (head, visits)."""
     shape = len(panels), len(panels[0])
     figure, axes = plt.subplots(*shape, figsize=(9, 1.8 * shape[0]), sharex="col", sharey=True, squeeze=False)
     for ax, (title, found) in zip(axes.flat, (panel for row in panels for panel in row), strict=True):
-        end = max(sum(visits for item in items for _, visits in item) for items in found)
-        for processor, items in enumerate(found):
-            now, y = 0, processor - 0.4
+        end = max(sum(visits for tile in tiles for _, visits in tile) for tiles in found)
+        for sm, tiles in enumerate(found):
+            now, y = 0, sm - 0.4
             _box(ax, 0, y, end, 0.8, "white", edgecolor="#c9c9c4", hatch="////", linewidth=0)
-            for item in items:
+            for tile in tiles:
                 begin = now
-                for head, visits in item:
+                for head, visits in tile:
                     _box(ax, now, y, visits, 0.8, RANKS[head], linewidth=0)
                     now += visits
                 _box(ax, begin, y, now - begin, 0.8, "none", edgecolor=INK)
@@ -72,18 +73,18 @@ def lists(panels):
         ax.set_title(title, loc="left")
         _bare(ax)
     for ax in axes[-1]:
-        ax.set_xlabel("tiles of queries visited (hatched: nothing left to do)")
+        ax.set_xlabel("tiles of queries visited (hatched: idle)")
     for ax in axes[:, 0]:
-        ax.set_ylabel("processor")
+        ax.set_ylabel("SM")
     figure.tight_layout()
     plt.show()
 
 
-def overlap(lanes, joins, title):
-    """What overlaps in a kernel. lanes[name] lists boxes (kind, begin, end, let go, tile, text); tile None is grey.
+def overlap(lanes, waits, title):
+    """Draw the overlap inside a kernel. lanes[name] lists boxes (kind, begin, end, released, tile, text).
 
-    A "load" is pale from its end until it is let go (None: it never is), an "exp2" is drawn hollow. joins lists
-    ((lane, x), (lane, x)): the second one had to wait until the first one had come there.
+    A box is grey if its tile is None. A "load" is pale from its end until its release (None: until the last event). An
+    "exp2" is hollow. waits lists ((lane, x), (lane, x)): an arrow from the awaited event to the end of the wait.
     """
     last = max(box[2] for boxes in lanes.values() for box in boxes)
     packed = {name: _rows(boxes, last) for name, boxes in lanes.items()}
@@ -91,29 +92,29 @@ def overlap(lanes, joins, title):
     size, apart = (11, 0.24 * sum(heights) + 0.9), {"hspace": 0.35}
     figure, axes = plt.subplots(len(lanes), 1, figsize=size, sharex=True, height_ratios=heights, gridspec_kw=apart)
     for ax, (name, rows) in zip(axes, packed.items(), strict=True):
-        for y, (kind, begin, end, let_go, tile, text) in ((y, box) for y, row in enumerate(rows) for box in row):
+        for y, (kind, begin, end, released, tile, text) in ((y, box) for y, row in enumerate(rows) for box in row):
             colour = GREY if tile is None else RANKS[tile % len(RANKS)]
             if kind == "load":
-                _box(ax, end, y - 0.42, (let_go or last) - end, 0.84, colour, alpha=0.25)
+                _box(ax, end, y - 0.42, (released or last) - end, 0.84, colour, alpha=0.25)
             hollow = {"facecolor": "white", "edgecolor": colour} if kind == "exp2" else {}
             _box(ax, begin + 0.04, y - 0.42, end - begin - 0.08, 0.84, colour, **hollow)
             _text(ax, (begin + end) / 2, y, text, colour if hollow else "white", 7 if end - begin > 1 else 5.5)
         ax.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, last), yticks=[(len(rows) - 1) / 2], xticks=[])
         ax.set_yticklabels([name], color=INK)
         _bare(ax)
-    for (lane, x), (other, y) in joins:
+    for (lane, x), (other, y) in waits:
         upper, lower = (axes[i] for i in sorted(map(names.index, (lane, other))))
         edge = {upper: upper.get_ylim()[0], lower: lower.get_ylim()[1]}
         one, two = axes[names.index(lane)], axes[names.index(other)]
         arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 0.8, "mutation_scale": 7, "shrinkA": 0, "shrinkB": 0}
         figure.add_artist(ConnectionPatch((x, edge[one]), (y, edge[two]), "data", axesA=one, axesB=two, **arrow))
     axes[0].set_title(title, loc="left")
-    axes[-1].set_xlabel("what happened in one simulated run, in its order")
+    axes[-1].set_xlabel("events of one simulated run, in their order")
     plt.show()
 
 
 def _rows(boxes, last):
-    """The boxes in as few rows as they fit into, first come, first served."""
+    """Distribute boxes over as few rows as possible, in their order, without overlap."""
     rows, until = [], lambda box: (box[3] or last) if box[0] == "load" else box[2]
     for box in boxes:
         row = next((row for row in rows if until(row[-1]) <= box[1]), None)

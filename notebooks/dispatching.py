@@ -1,6 +1,6 @@
-"""How notebook 04 draws plans: chunks by rank, work and traffic, who sends to whom, and balance against traffic.
+"""Figures of notebook 04: chunks by rank, work and traffic of each rank, messages between ranks, balance against traffic.
 
-Only drawing happens here; what is drawn is computed in the notebook, by the package.
+The notebook computes the data with the package. These functions only draw it.
 """
 
 import matplotlib.pyplot as plt
@@ -9,20 +9,18 @@ from matplotlib.patches import Rectangle
 
 
 def chunks(cu_seqlens, layouts, chunk):
-    """The documents of a pack, and below them, for each layout, its chunks in the colours of their ranks."""
+    """Draw the documents of a pack and, for each layout, its chunks in the colours of their ranks."""
     _, ax = plt.subplots(figsize=(9, 0.5 + 0.42 * (1 + len(layouts))))
     for number, (start, stop) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)):
         ax.add_patch(Rectangle((start, 0.1), stop - start, 0.8, facecolor=("#c9c9c4", PALE)[number % 2]))
-    for line, layout in enumerate(layouts.values(), 1):
+    for row, layout in enumerate(layouts.values(), 1):
         for rank, ranges in enumerate(layout.ranges_per_rank):
             for tokens in ranges:
                 for start in range(tokens.start, tokens.stop, chunk):
                     width = min(start + chunk, tokens.stop) - start
-                    ax.add_patch(
-                        Rectangle((start, line + 0.1), width, 0.8, color=RANKS[rank % len(RANKS)], linewidth=0)
-                    )
+                    ax.add_patch(Rectangle((start, row + 0.1), width, 0.8, color=RANKS[rank % len(RANKS)], linewidth=0))
     ax.set(xlim=(0, cu_seqlens[-1]), ylim=(1 + len(layouts), 0), xticks=[])
-    ax.set_yticks([line + 0.5 for line in range(1 + len(layouts))], ["documents", *layouts], color=INK)
+    ax.set_yticks([row + 0.5 for row in range(1 + len(layouts))], ["documents", *layouts], color=INK)
     ax.tick_params(length=0)
     for side in ax.spines.values():
         side.set_visible(False)
@@ -30,7 +28,7 @@ def chunks(cu_seqlens, layouts, chunk):
 
 
 def work(reports):
-    """For each plan, the work of each rank as a part of the mean, and the tokens that it receives and sends."""
+    """Draw for each plan the work of each rank over the mean, and the tokens that each rank receives and sends."""
     figure, axes = plt.subplots(2, len(reports), figsize=(3 * len(reports), 3.6), sharey="row", squeeze=False)
     for (upper, lower), (name, report) in zip(axes.T, reports.items(), strict=True):
         ranks, mean = range(len(report.areas)), sum(report.areas) / len(report.areas)
@@ -48,7 +46,7 @@ def work(reports):
 
 
 def exchanges(tables):
-    """Tokens that each rank (row) receives from each (column): one table for each plan."""
+    """Draw the tokens that each rank (row) receives from each rank (column), one table for each plan."""
     most = max(max(map(max, table)) for table in tables.values())
     figure, axes = plt.subplots(1, len(tables), figsize=(3 * len(tables), 3), squeeze=False)
     for ax, (name, table) in zip(axes.flat, tables.items(), strict=True):
@@ -63,7 +61,7 @@ def exchanges(tables):
 
 
 def volumes(lines):
-    """Volume, as a part of an all-gather, by number of ranks: lines[name] is {ranks: volume}."""
+    """Draw the volume, as a part of an all-gather, by number of ranks. lines[name] is {ranks: volume}."""
     _, ax = plt.subplots(figsize=(5, 3))
     for number, (name, points) in enumerate(lines.items()):
         ax.plot(list(points), list(points.values()), "o-", color=RANKS[number], label=name, markersize=4)
@@ -76,7 +74,7 @@ def volumes(lines):
 
 
 def trade(curves):
-    """Volume against the imbalance allowed: curves[name] is a list of (balance, volume)."""
+    """Draw the volume by the balance. curves[name] lists (balance, volume)."""
     _, ax = plt.subplots(figsize=(5, 3))
     for number, (name, points) in enumerate(curves.items()):
         ax.plot(*zip(*points, strict=True), "o-", color=RANKS[number], label=name, markersize=4)
@@ -86,7 +84,7 @@ def trade(curves):
 
 
 def buffer(mask, local, own, keys, owner):
-    """The global mask with one rank's queries and the keys that it uses marked, and its local mask over its buffer."""
+    """Draw the global mask with the cells of one rank in colour, and its local mask over its buffer of keys."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.4), width_ratios=[mask.keys, local.keys])
     shown = mask.dense().float() * 0.25
     for row in own:
@@ -94,13 +92,17 @@ def buffer(mask, local, own, keys, owner):
             if mask.dense()[row, key]:
                 left.add_patch(Rectangle((key - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0))
     left.imshow(shown, cmap="Greys", vmin=0, vmax=1)
-    left.set(title="the mask; in colour what this rank computes", xlabel="keys", ylabel="queries", xticks=[], yticks=[])
+    left.set(
+        title="the mask; this rank computes the coloured cells", xlabel="keys", ylabel="queries", xticks=[], yticks=[]
+    )
     cells = local.dense()
     for row in range(local.queries):
         for place in range(local.keys):
             if cells[row, place]:
                 right.add_patch(Rectangle((place - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0))
-    right.set(xlim=(-0.5, local.keys - 0.5), ylim=(local.queries - 0.5, -0.5), title="its own tokens, its buffer")
+    right.set(
+        xlim=(-0.5, local.keys - 0.5), ylim=(local.queries - 0.5, -0.5), title="local mask: own queries, buffer of keys"
+    )
     right.set_xticks(range(local.keys), keys, fontsize=7)
     right.set_yticks(range(local.queries), own, fontsize=7)
     right.set_aspect("equal")

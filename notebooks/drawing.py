@@ -1,6 +1,6 @@
-"""How the notebooks draw: masks and their bands, who holds which tokens, and rings over time.
+"""Figures of the notebooks: masks and their bands, the tokens of each rank, and rings over time.
 
-Only drawing happens here; what is drawn is computed in the notebooks, by the package. One colour is one rank throughout.
+The notebooks compute the data with the package. These functions only draw it. Each colour is one rank.
 """
 
 import matplotlib.pyplot as plt
@@ -29,7 +29,7 @@ plt.rcParams.update(
 
 
 def matrix(ax, values, colours, title=""):
-    """A small matrix of colour indices as cells; index 0 is left blank."""
+    """Draw a small matrix of colour indices as cells. Index 0 is blank."""
     rows, columns = values.shape
     ax.imshow(values, cmap=ListedColormap(["white", *colours]), vmin=0, vmax=len(colours), interpolation="nearest")
     ax.set_xticks([x - 0.5 for x in range(columns + 1)], minor=True)
@@ -42,7 +42,7 @@ def matrix(ax, values, colours, title=""):
 
 
 def bands(ax, mask, title="", colours=RANKS):
-    """A mask, each band in a colour of its own."""
+    """Draw a mask with one colour for each band. Return its matrix of colour indices."""
     values = mask.dense().long()
     for number, band in enumerate(mask.bands):
         values[_cells(band, mask)] = 1 + number % len(colours)
@@ -55,7 +55,7 @@ def _cells(band, mask):
 
 
 def gallery(masks, columns=4):
-    """Masks by name, their bands coloured."""
+    """Draw masks by name, with one colour for each band."""
     rows = -(-len(masks) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(2.3 * columns, 2.6 * rows), squeeze=False)
     for ax, (name, mask) in zip(axes.flat, masks.items(), strict=False):
@@ -70,7 +70,7 @@ def gallery(masks, columns=4):
 
 
 def crop(mask, rows, columns):
-    """A mask with a window on it, and what the window shows in its own coordinates, in the same colours."""
+    """Draw a mask with a window, and the mask of this window in its own coordinates, in the same colours."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(6.4, 3.2), width_ratios=[mask.keys, len(columns)])
     values = bands(left, mask, f"mask, {mask.queries} x {mask.keys}")
     frame = (columns.start - 0.5, rows.start - 0.5), len(columns), len(rows)
@@ -83,7 +83,7 @@ def crop(mask, rows, columns):
 
 
 def owners(layouts):
-    """One strip of tokens for each layout, coloured by rank."""
+    """Draw one strip of tokens for each layout, coloured by rank."""
     figure, axes = plt.subplots(len(layouts), 1, figsize=(9, 0.75 * len(layouts)), squeeze=False)
     for ax, (name, layout) in zip(axes.flat, layouts.items(), strict=True):
         for rank in range(layout.ranks):
@@ -104,7 +104,7 @@ def owners(layouts):
 
 
 def local_masks(layouts, mask):
-    """What each rank's queries see of each rank's keys: a grid of local masks, coloured by whose keys they are."""
+    """Draw a grid of local masks: queries of each rank (row), keys of each rank (column and colour)."""
     ranks = next(iter(layouts.values())).ranks
     figure = plt.figure(figsize=(0.85 * ranks * len(layouts), 0.74 * ranks + 0.5))
     parts = figure.subfigures(1, len(layouts), squeeze=False)[0]
@@ -126,7 +126,7 @@ def local_masks(layouts, mask):
 
 
 def work(shares):
-    """Work of each rank as a share of the mean: shares[mask][layout] is a list by rank."""
+    """Draw the work of each rank over the mean. shares[mask][layout] is a list by rank."""
     figure, axes = plt.subplots(1, len(shares), figsize=(3 * len(shares), 2.5), sharey=True, squeeze=False)
     for ax, (name, by_layout) in zip(axes.flat, shares.items(), strict=True):
         for column, areas in enumerate(by_layout.values()):
@@ -145,7 +145,7 @@ def work(shares):
 
 
 def timelines(schedules):
-    """Rings in step. schedules[name][step][rank] is (owner of the keys, cells); a step lasts as long as its most work."""
+    """Draw rings over time. schedules[name][step][rank] is (owner of the keys, cells). The largest sets the step's length."""
     figure, axes = plt.subplots(len(schedules), 1, figsize=(9, 1.7 * len(schedules)), sharex=True, squeeze=False)
     for ax, (name, steps) in zip(axes.flat, schedules.items(), strict=True):
         ranks, now = len(steps[0]), 0
@@ -173,9 +173,9 @@ def timelines(schedules):
 
 
 def hops(panels, ranks):
-    """Messages of rings. panels[title] lists (step, sender, owner, thick): what a rank sends at a step, and whose it is.
+    """Draw the messages of rings. panels[title] lists (step, sender, owner of the data, thick).
 
-    Rank 0 stands again below the last rank, so that every hop goes one row down and one step on.
+    Rank 0 appears again below the last rank, so that every hop goes one row down and one step to the right.
     """
     figure, axes = plt.subplots(1, len(panels), figsize=(4.7 * len(panels), 3.1), sharey=True, squeeze=False)
     for ax, (title, messages) in zip(axes.flat, panels.items(), strict=True):

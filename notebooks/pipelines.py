@@ -1,6 +1,6 @@
-"""How notebook 03 draws: head groups, what travels beside what, and errors over the number of ranks.
+"""Figures of notebook 03: head groups, overlap of messages and kernels, and errors by the number of ranks.
 
-Only drawing happens here; what is drawn is computed in the notebook, by the package. One colour is one step.
+The notebook computes the data with the package. These functions only draw it. Each colour is one step.
 """
 
 import matplotlib.pyplot as plt
@@ -11,7 +11,7 @@ LANES = ("gather", "compute", "reduce")
 
 
 def head_groups(patterns):
-    """One strip of key heads for each pattern, cut into its steps: patterns[name] is a tuple of ranges."""
+    """Draw one strip of key heads for each pattern, cut into its steps. patterns[name] is a tuple of ranges."""
     figure, axes = plt.subplots(len(patterns), 1, figsize=(7, 0.55 * len(patterns)), squeeze=False)
     for ax, (name, groups) in zip(axes.flat, patterns.items(), strict=True):
         for step, heads in enumerate(groups):
@@ -29,7 +29,7 @@ def head_groups(patterns):
 
 
 def pipelines(panels):
-    """What each stream does over time. panels[title] lists (lane, start, stop, step, text); hatched: nothing is computed."""
+    """Draw each stream over time. panels[title] lists (lane, start, stop, step, text). Hatched time has no computation."""
     longest = max(stop for bars in panels.values() for _, _, stop, *_ in bars)
     figure, axes = plt.subplots(len(panels), 1, figsize=(9.5, 1.35 * len(panels)), sharex=True, squeeze=False)
     for ax, (title, bars) in zip(axes.flat, panels.items(), strict=True):
@@ -53,7 +53,7 @@ def pipelines(panels):
 
 
 def errors(curves, rounding):
-    """Gradient error over the number of ranks. curves[name] is ({ranks: error}, colour number, line style)."""
+    """Draw the gradient error by the number of ranks. curves[name] is ({ranks: error}, colour number, line style)."""
     figure, ax = plt.subplots(figsize=(6, 3.2))
     for name, (points, colour, style) in curves.items():
         ax.plot(list(points), list(points.values()), style, color=RANKS[colour], marker="o", markersize=4, label=name)

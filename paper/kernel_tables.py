@@ -42,6 +42,7 @@ def semaphore() -> list[float]:
 
 
 def rows_of(record: str, shape: str) -> list[dict]:
+    """Return the rows of a record with this shape."""
     return [row for row in load(record)["results"] if row["shape"] == shape]
 
 
@@ -75,6 +76,7 @@ def agreeing(record: str) -> str:
 
 
 def agreement() -> dict[str, str]:
+    """Return the table of checks, and the numbers of tests and sanitizers."""
     rows = []
     for record, what, dtypes in CHECKS:
         results = load(record)["results"]
@@ -82,19 +84,19 @@ def agreement() -> dict[str, str]:
         # Cases of the unordered "fused" are not compared bit by bit.
         repeats = sum(bool(row["same_bits"]) for row in results if not row["case"].endswith("/fused"))
         worst = max(measure["ratio"] for row in results for measure in row["measures"])
-        asked = sum(not row["case"].endswith("/fused") for row in results)
+        compared = sum(not row["case"].endswith("/fused") for row in results)
         rows.append(
             [
                 f"{what} ([record](data/{record}.json))",
                 dtypes,
                 f"{agree} of {len(results)}",
-                f"{repeats} of {asked}",
+                f"{repeats} of {compared}",
                 f"{worst:.2f}",
             ]
         )
     for record, what, dtypes in CUT_OFF:
-        agree, asked = cut_off_cases(record)
-        rows.append([f"{what} ([record](data/{record}))", dtypes, f"{agree} of {agree}; {asked} planned", "", ""])
+        agree, planned = cut_off_cases(record)
+        rows.append([f"{what} ([record](data/{record}))", dtypes, f"{agree} of {agree}; {planned} planned", "", ""])
     again = load("check_again_two_h200")["results"]
     passed = [line for line in lines("tests_h200.txt") if " passed" in line]
     count = lambda line, word: re.findall(rf"(\d+) {word}", line)[0]
@@ -118,6 +120,7 @@ def agreement() -> dict[str, str]:
 
 
 def kernels() -> dict[str, str]:
+    """Return the table of kernels and the ratios of their speeds."""
     rows, ratios = [], {"forward": [], "fastest": [], "repeatable": []}
     for shape, record in SHAPES:
         ours, (ordered, method) = forward(record, shape), repeatable(record, shape)
@@ -219,6 +222,7 @@ def lengths() -> dict[str, str]:
 
 
 def compilation() -> dict[str, str]:
+    """Return the table of kernels that spill registers, by release of Triton."""
     rows = []
     for version in ("3.6.0", "3.7.1", "3.8.0", "3.9.0"):
         record = f"compile_triton_{version}"

@@ -7,12 +7,14 @@ from records import load, tokens
 
 
 def short(shape: str) -> str:
+    """Return a short name of a shape for an axis."""
     b, n, h, g, d, mask = shape.split()
     mask = mask.replace("documents:", "documents ~")
     return f"{b[1:]} x {tokens(int(n[1:]))}, {h[2:]}/{g[2:]}, D {d[1:]}, {mask}"
 
 
 def kernels():
+    """Draw the speeds of kernels on ten shapes."""
     figure, grid = new(2, width=10, height=5.2, sharey=True)
     shapes = kernel_tables.SHAPES
     peers = (("SDPA cudnn", "cuDNN", ORANGE, "^"), ("flash-attn-4", "flash-attn-4", BLUE, "s"))
@@ -61,6 +63,7 @@ def kernels():
 
 
 def lengths():
+    """Draw the speeds of Canon and cuDNN by the length of a sequence."""
     figure, grid = new(3, 2, width=10, height=5.6, sharex=True, sharey=True)
     rows = load("kernels_sweep_widths_h200")["results"]
     for column, d in enumerate((64, 128, 256)):
@@ -86,6 +89,7 @@ def lengths():
 
 
 def schedules():
+    """Draw the speeds of schedules on two, four and eight GPUs."""
     records = (("schedules_two_h200", 32768, 2), ("schedules_four_h200", 65536, 4), ("schedules_eight_h200", 131072, 8))
     chosen = (
         ("one GPU", "one GPU, the whole sequence", GREY),
@@ -121,6 +125,7 @@ def schedules():
 
 
 def packs():
+    """Draw the speeds on packed documents."""
     chosen = [(name, label) for name, label in schedule_tables.PACKED if "2 stages" not in name]
     figure, grid = new(2, width=10, height=3.8, sharey=True, sharex=True)
     columns = (("8 GPUs, 65,536 tokens, 9 packs", 0), ("4 GPUs, 32,768 tokens, 10 packs", 1))

@@ -36,6 +36,7 @@ def new(columns: int = 1, rows: int = 1, width: float = 9.0, height: float = 4.0
 
 
 def finish(axes, title: str = "", xlabel: str = "", ylabel: str = "", grid: str = "x") -> None:
+    """Set the texts and the grid of axes."""
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_ylabel(ylabel, fontsize=9)
@@ -60,7 +61,7 @@ def drawn_from(path: Path) -> str:
 
 
 def save(drawings: dict[str, Drawing], folder: Path) -> None:
-    """Write all figures to ``folder``, as SVG that is the same every time."""
+    """Write all figures to ``folder`` as SVG. The same records give the same files."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "canon"

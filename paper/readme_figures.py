@@ -11,6 +11,7 @@ STEP, GAP = 2.0, 0.08  # the time of a step, and the white space after a kernel
 
 
 def readme_zigzag():
+    """Draw the masks and the timeline next to each other."""
     figure, grid = new(2, width=10, height=3.7, gridspec_kw={"width_ratios": [1, 1.5]})
     _masks(grid[0][0])
     _timeline(grid[0][1])

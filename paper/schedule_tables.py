@@ -33,6 +33,7 @@ PACKED = (
 
 
 def schedule_table(records: Sequence[str], lengths: Sequence[int]) -> str:
+    """Return the table of schedules, with the speed of the forward and of both passes by the number of tokens."""
     found = {
         (row["schedule"], int(row["shape"].split()[1][1:])): f"{row['forward_tflops']:.0f} / {row['both_tflops']:.0f}"
         for record in records
@@ -47,10 +48,13 @@ def schedule_table(records: Sequence[str], lengths: Sequence[int]) -> str:
 
 
 def schedule(record: str, name: str, n: int) -> dict:
+    """Return the row of a record for a schedule and a number of tokens."""
     return next(row for row in load(record)["results"] if row["schedule"] == name and f" S{n} " in row["shape"])
 
 
 def schedules() -> dict[str, str]:
+    """Return the tables of schedules on several GPUs, and the ratios of their speeds."""
+
     def both(record: str, name: str, n: int) -> float:
         return schedule(record, name, n)["both_tflops"]
 
@@ -119,6 +123,7 @@ def pack_speeds() -> dict[tuple[str, int], list[tuple[float, float, float]]]:
 
 
 def packs() -> dict[str, str]:
+    """Return the table of packed documents, and the ratios of their speeds."""
     found = pack_speeds()
     mean = lambda key, i: sum(row[i] for row in found[key]) / len(found[key])
     rows = [
@@ -137,6 +142,7 @@ def packs() -> dict[str, str]:
 
 
 def host() -> dict[str, str]:
+    """Return the tables of host time."""
     calls = load("launches_h200")["results"][-1]["us_a_call"]
     rows = [
         ["Canon", f"{calls['forward']}", f"{calls['both_auto']}"],
@@ -167,6 +173,7 @@ def host() -> dict[str, str]:
 
 
 def plans() -> dict[str, str]:
+    """Return the table of plans, with means over packs."""
     results, rows = load("plans")["results"], []
     mean = lambda values: sum(values) / len(values)
     for row in (row for row in results if row["kind"] == "packs"):
@@ -179,5 +186,6 @@ PARTS = (schedules, packs, host, plans)
 
 
 def _ring_wall(checked: bool) -> str:
+    """Return the median wall time of a forward, with or without the comparison of arguments."""
     rows = load("agreement_two_h200")["results"]
     return f"{median(row['forward_us'][1] for row in rows if row['checked'] is checked):.0f}"

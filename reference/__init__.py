@@ -1,4 +1,4 @@
-"""The definition: masks, layouts and every algorithm in plain PyTorch, to be read and trusted."""
+"""Masks, layouts and every algorithm in plain PyTorch: the definition of the results, written to be read."""
 
 from canon.reference.band import Band
 from canon.reference.layout import Layout

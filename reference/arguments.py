@@ -1,14 +1,14 @@
-"""Checks of arguments. Each error names the argument and its value, the expectation, and the remedy where there is one.
+"""Checks of arguments. An error names the argument, its value and the expectation, and suggests a remedy if there is one.
 
-    whole            a whole number
-    whole_numbers    a sequence or a tensor of whole numbers
-    nested           the same of any number of axes, not checked
-    list_of          an iterable of values of one class
-    plain_tensor     a tensor that is no DTensor, and the axis of its tokens
-    place_in         a process group, and the rank of this process in it
+    whole            checks a whole number
+    whole_numbers    checks a sequence or a tensor of whole numbers
+    nested           converts a tensor of any number of axes to lists, without a check
+    list_of          checks an iterable of values of one class
+    plain_tensor     checks a tensor that is not a DTensor, and the axis of its tokens
+    place_in         checks a process group, and returns the rank of this process
 
-An argument of a wrong type raises TypeError, a value out of range raises ValueError. Booleans, floats and tensors are
-refused where a whole number is expected: rounding one would make a wrong mask or layout without a word.
+A wrong type raises TypeError, a value out of range raises ValueError. Booleans, floats and tensors are not accepted as
+whole numbers: rounding one would silently make a wrong mask or layout.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ LIMIT = 2**62
 def whole(name: str, value: Any, least: int | None = None) -> int:
     """Return ``value`` as an int. Raise TypeError unless it is a whole number.
 
-    With ``least``, also raise ValueError below it and from 2^62 on: sums of two such numbers fit in 64 bits.
+    With ``least``, also raise ValueError unless least <= value < 2^62. The sum of two such numbers fits in 64 bits.
     """
     expected = f"{name} must be a whole number" + ("" if least is None else f" >= {least}")
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -36,9 +36,10 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
 
 def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int]:
-    """Return a sequence, or a tensor or array of one axis, as a list of ints; with ``booleans`` they count as 0 and 1.
+    """Return a sequence, or a tensor or array of one axis, as a list of ints.
 
-    Raise TypeError for anything else, ValueError for two axes or an entry beyond 2^62.
+    ``booleans`` accepts booleans as 0 and 1. Raise TypeError for other types, ValueError for two axes or an entry of
+    2^62 or more in magnitude.
     """
     if getattr(values, "ndim", 1) != 1:
         raise ValueError(f"{name} must have one axis, got shape {tuple(values.shape)}: pass one sequence, flattened")
@@ -57,7 +58,7 @@ def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int
 
 
 def nested(values: Any) -> Any:
-    """Return a tensor or an array as nested lists, anything else as it is."""
+    """Return a tensor or an array as nested lists, other values unchanged."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
@@ -73,7 +74,7 @@ def list_of(name: str, values: Any, kind: type) -> list[Any]:
 
 
 def plain_tensor(name: str, x: Any, dim: Any) -> int:
-    """Return ``dim`` as an int. Raise unless ``x`` is a tensor of this process alone, with an axis ``dim``."""
+    """Return ``dim`` as an int. Raise unless ``x`` is a plain tensor, not a DTensor, with an axis ``dim``."""
     if not isinstance(x, Tensor) or hasattr(x, "to_local"):  # a DTensor
         remedy = "pass x.to_local()" if isinstance(x, Tensor) else "pass torch.as_tensor(x)"
         raise TypeError(f"{name}: x must be a plain tensor, got {type(x).__name__}: {remedy}")
@@ -86,14 +87,15 @@ def plain_tensor(name: str, x: Any, dim: Any) -> int:
 
 
 def place_in(name: str, group: Any) -> tuple[int, int]:
-    """Return (rank, ranks) of this process in ``group``; without torch.distributed it is rank 0 of 1.
+    """Return (rank, ranks) of this process in ``group``. Without torch.distributed, return (0, 1).
 
-    Raise TypeError if the group is no ProcessGroup, ValueError if this process is not a member of it, on this rank alone.
+    Raise TypeError unless the group is a ProcessGroup or None, and ValueError if this process is not a member of it. The
+    error is raised on this rank only.
     """
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{name}: this process is not a member of group: call it on the members alone")
+        raise ValueError(f"{name}: this process is not a member of group: call it on the members only")
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        remedy = "pass mesh.get_group()" if hasattr(group, "get_group") else "pass what dist.new_group returned"
+        remedy = "pass mesh.get_group()" if hasattr(group, "get_group") else "pass the result of dist.new_group"
         raise TypeError(f"{name}: group must be a ProcessGroup or None, got {shown(group)}: {remedy}")
     if not dist.is_initialized():
         if group is not None:
@@ -107,7 +109,7 @@ def place_in(name: str, group: Any) -> tuple[int, int]:
 
 
 def shown(value: Any) -> str:
-    """Return a value and its type, short enough for an error."""
+    """Return a description of a value and its type for an error, cut after 60 characters."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     text = repr(value)

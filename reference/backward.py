@@ -1,23 +1,34 @@
-"""The backward pass of attention, from what the forward leaves (out and lse), in three walks over the tiles.
+"""The gradients of attention on one rank, tile by tile, from the saved out and lse.
 
-    p = exp(scale * q k^T - lse)        delta = rowsum(dout * out) - dlse        ds = p * (dout v^T - delta)
-    dv = p^T dout        dk = scale * ds^T q        dq = scale * ds k
+    s = scale * q k^T                    p = exp(s - lse)             the weights of the forward pass, computed again
+    delta = rowsum(dout * out) - dlse    dp = dout v^T                ds = p * (dp - delta)
+    dv = p^T dout                        dk = scale * ds^T q          dq = scale * ds k
 
-Which of the three sums is finished first depends on the walk; the sums are the same:
+lse normalises over all keys that a query sees, on this rank and on others. So p is the final weight of a key, even when
+only a part of the keys is here. The parts of dq for different keys add up. So do the parts of dk and dv for different
+queries. delta belongs to a query, not to a key. A call computes it once and passes it to every step.
 
-    method           walk                                              products a tile    writes
-    "fused"          key tiles; dq of every query tile grows as        5                  dq many times: on a GPU
-                     the key tiles pass by                                                by atomics, in any order
-    "split"          query tiles for dq; key tiles for dk and dv,      3 + 4              each element once
-                     a key head's query heads one after another
-    "head_parallel"  query tiles for dq; key tiles for dk and dv       3 + 4              each element once, then
-                     of each *query* head, summed in head order                           one sum over the group
+In the matrix of scores, dq is a sum along rows (over keys); dk and dv are sums along columns (over queries). One loop
+cannot finish both tile by tile, so there are three methods. They compute the same sums:
 
-Cost: 2 b h area times (3 d + 2 dv) operations for fused, (4 d + 3 dv) for the others, which make s and dp twice.
-Memory beyond inputs and outputs: the running tile; head_parallel also h s (d + dv) accumulators for each of b.
-lse is of all keys a query sees, here or on other ranks: then the parts that ranks compute add up.
+    method           loops over tiles                                   matrix products       dq on a GPU
+                                                                        for each tile
+    "fused"          key tiles outside, query tiles inside: dk and dv   5: s dp dv dk dq      atomic additions,
+                     are finished, dq grows with every key tile                               in any order
+    "split"          one loop by key tiles for dk and dv,               4: s dp dv dk         one owner for
+                     one by query tiles for dq                          3: s dp dq            each element
+    "head_parallel"  as "split"; each query head has its own dk         4 + 3                 one owner for
+                     and dv, which are added in head order at the end                         each element
 
-Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; split: jax-ml/jax-triton pull request 177; head-parallel:
+This module adds in one fixed order with every method.
+
+Cost: fused takes 2 b h area (3 d + 2 dv) FLOPs and b h area exponentials. The others take 2 b h area (4 d + 3 dv) FLOPs
+and 2 b h area exponentials. area counts the visible cells of the mask. Nothing is sent.
+Memory beyond inputs and outputs: float32 dq, dk and dv; b h tiles of scores; the boolean tiles of one row or column.
+dk and dv have b g s (d + dv) elements together, and b h s (d + dv) more with head_parallel.
+Limits: those of `local.py`. Second derivatives are not supported.
+
+Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; split: jax-ml/jax-triton pull request 177; head_parallel:
 TensorAuto/OpenTau pull request 376.
 """
 
@@ -27,7 +38,6 @@ from torch import Tensor
 
 from canon.reference.checks import (
     accumulate_dtype,
-    batched,
     check_gradients,
     check_mask,
     check_method,
@@ -58,30 +68,66 @@ def attention_backward(
     grad_dtype: torch.dtype | None = None,
     needs_grad: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Float[Tensor, "*b t h d"] | None, Float[Tensor, "*b s g d"] | None, Float[Tensor, "*b s g dv"] | None]:
-    """Return dq, dk and dv of these queries and keys, where ``out`` and ``lse`` are of *all* keys, held here or elsewhere.
+    """Return dq, dk and dv of these queries over these keys.
 
-    The parts of the gradient that the ranks of a ring compute add up: lse already normalises over all of them.
+    ``out`` and ``lse`` are those over *all* keys that the queries see, also keys on other ranks. The results for
+    disjoint parts of the keys then add up to the whole gradient.
 
     Args:
-        dout, dlse: gradients of out and lse (None: zero).
-        delta: rowsum(dout * out) - dlse, (b, h, t), if it is known already; then dlse must be None.
-        method: "fused", "split", "head_parallel", or "auto" (here: "split").
-        grad_dtype: of the results, that of the inputs by default.
-        needs_grad: which of q, k and v need a gradient. The others' are None and cost nothing; dk and dv share their cost.
+        dout, dlse: gradients of out and lse; dlse=None is zero.
+        mask: the visible cells of these queries x these keys.
+        scale: factor of the scores; None is 1 / sqrt(d).
+        delta: rowsum(dout * out) - dlse, (b, h, t), if the caller has it; dlse must then be None.
+        method: "fused", "split", "head_parallel", or "auto" (in this half: "split").
+        grad_dtype: dtype of the results; None is the dtype of q.
+        needs_grad: whether q, k and v need a gradient. A gradient that is not needed is None. The work for dq
+            is skipped if q needs none, the work for dk and dv if neither k nor v needs one.
 
     Raises:
-        ValueError: shapes, dtypes or the mask do not fit together, dlse and delta both given, or unknown method.
+        ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both given, or an unknown method.
 
-    Source: Dao, FlashAttention-2 (2023), algorithm 2; the methods: see the module.
+    Source: Dao, FlashAttention-2 (2023), algorithm 2; for the methods see the module's docstring.
     """
     check_tensors(q, k, v)
     check_mask(q, k, mask)
     check_gradients(dout, q, v, out, lse, dlse, delta)
     check_method("method", method)
-    packed, scale, grad_dtype = q.ndim == 3, default_scale(q, scale), grad_dtype or q.dtype
     if delta is None:
         delta = make_delta(dout, out, dlse)
-    tiles = _Backward(mask, scale, *(x.transpose(1, 2) for x in batched(q, k, v, dout)), *_batched_rows(lse, delta))
+    packed = q.ndim == 3
+    if packed:
+        dout, q, k, v, lse, delta = (x.unsqueeze(0) for x in (dout, q, k, v, lse, delta))
+    grads = tiled_backward(
+        dout, q, k, v, lse, delta, mask,
+        scale=default_scale(q, scale), method=method, grad_dtype=grad_dtype or q.dtype, needs_grad=needs_grad,
+    )  # fmt: skip
+    return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
+
+
+def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """Return rowsum(dout * out) - dlse, (*b, h, t), in the accumulation dtype. All steps of a call share it."""
+    accumulate = accumulate_dtype(out.dtype)
+    delta = (dout.to(accumulate) * out.to(accumulate)).sum(-1).transpose(-1, -2)
+    return delta if dlse is None else delta - dlse
+
+
+def tiled_backward(
+    dout: Float[Tensor, "b t h dv"],
+    q: Float[Tensor, "b t h d"],
+    k: Float[Tensor, "b s g d"],
+    v: Float[Tensor, "b s g dv"],
+    lse: Float[Tensor, "b h t"],
+    delta: Float[Tensor, "b h t"],
+    mask: Mask,
+    *,
+    scale: float,
+    method: str,
+    grad_dtype: torch.dtype,
+    needs_grad: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Float[Tensor, "b t h d"] | None, Float[Tensor, "b s g d"] | None, Float[Tensor, "b s g dv"] | None]:
+    """Return dq, dk and dv as `attention_backward`, without checks: the step of every backward pass."""
+    heads_first = (x.transpose(1, 2) for x in (q, k, v, dout))
+    tiles = _Backward(mask, scale, *heads_first, lse, delta)
     walk = {"fused": tiles.fused, "head_parallel": tiles.head_parallel}.get(method, tiles.split)
     if not any(needs_grad[1:]):
         grads = tiles.dq(), None, None
@@ -89,78 +135,78 @@ def attention_backward(
         grads = None, *(tiles.head_parallel_keys() if method == "head_parallel" else tiles.split_keys())
     else:
         grads = walk()
-    grads = (x.transpose(1, 2).to(grad_dtype) if needed else None for x, needed in zip(grads, needs_grad, strict=True))
-    return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
+    return tuple(
+        x.transpose(1, 2).to(grad_dtype) if needed else None for x, needed in zip(grads, needs_grad, strict=True)
+    )
 
 
 class _Backward:
-    """The tiles of one backward pass, heads first, and the three walks over them."""
+    """The loops of one backward pass over the visible tiles. Tensors have their heads first: (b, heads, tokens, width)."""
 
     def __init__(self, mask, scale, q, k, v, dout, lse, delta):
-        self.mask, self.scale, self.q, self.k, self.v, self.dout, self.lse, self.delta = (
-            mask, scale, q, k, v, dout, lse, delta,
-        )  # fmt: skip
+        self.mask, self.scale = mask, scale
+        self.q, self.k, self.v, self.dout, self.lse, self.delta = q, k, v, dout, lse, delta
         self.group, self.accumulate = q.shape[1] // k.shape[1], accumulate_dtype(q.dtype)
 
     def fused(self):
-        """Key tiles outside, query tiles inside: s and dp are made once, dq grows as the key tiles pass by."""
+        """Return dq, dk, dv by one loop over key tiles. Scores are computed once; dq grows with every key tile."""
         dq, dk, dv = self._zeros(self.q), self._zeros(self.k), self._zeros(self.v)
-        for columns, column in visible_tiles(self.mask, self.q.device, by_keys=True):
-            for rows, seen in column:
-                p, ds, q, k, dout = self._scores(rows, columns, seen)
-                dv[:, :, columns] += self._over_group(p.mT @ dout)
-                dk[:, :, columns] += self._over_group(ds.mT @ q)
-                dq[:, :, rows] += ds @ k
+        for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
+            for queries, visible in strip:
+                p, ds, q, k, dout = self._scores(queries, keys, visible)
+                dv[:, :, keys] += self._over_group(p.mT @ dout)
+                dk[:, :, keys] += self._over_group(ds.mT @ q)
+                dq[:, :, queries] += ds @ k
         return dq, dk, dv
 
     def split(self):
-        """One walk over query tiles for dq, one over key tiles for dk and dv: each tile of a gradient is written once."""
+        """Return dq by a loop over query tiles, then dk and dv by a loop over key tiles."""
         return self.dq(), *self.split_keys()
 
     def split_keys(self):
-        """dk and dv: key tiles outside, a key head's query heads are summed tile by tile."""
+        """Return dk, dv by a loop over key tiles. The query heads of a key head are added in each tile."""
         dk, dv = self._zeros(self.k), self._zeros(self.v)
-        for columns, column in visible_tiles(self.mask, self.q.device, by_keys=True):
-            for rows, seen in column:
-                p, ds, q, _, dout = self._scores(rows, columns, seen)
-                dv[:, :, columns] += self._over_group(p.mT @ dout)
-                dk[:, :, columns] += self._over_group(ds.mT @ q)
+        for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
+            for queries, visible in strip:
+                p, ds, q, _, dout = self._scores(queries, keys, visible)
+                dv[:, :, keys] += self._over_group(p.mT @ dout)
+                dk[:, :, keys] += self._over_group(ds.mT @ q)
         return dk, dv
 
     def head_parallel(self):
-        """As split, but every query head keeps a dk and a dv of its own; they are summed at the end, in head order."""
+        """Return dq as split, and dk, dv from one partial sum for each query head."""
         return self.dq(), *self.head_parallel_keys()
 
     def head_parallel_keys(self):
-        """dk and dv of each query head, then their sums over each group."""
+        """Return dk, dv: a sum for each query head, then the sum of the query heads of each key head, in head order."""
         heads = self.q.shape[1]
         dk_heads, dv_heads = self._zeros(self.k, heads), self._zeros(self.v, heads)
-        for columns, column in visible_tiles(self.mask, self.q.device, by_keys=True):
-            for rows, seen in column:
-                p, ds, q, _, dout = self._scores(rows, columns, seen)
-                dv_heads[:, :, columns] += p.mT @ dout
-                dk_heads[:, :, columns] += ds.mT @ q
+        for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
+            for queries, visible in strip:
+                p, ds, q, _, dout = self._scores(queries, keys, visible)
+                dv_heads[:, :, keys] += p.mT @ dout
+                dk_heads[:, :, keys] += ds.mT @ q
         return self._over_group(dk_heads), self._over_group(dv_heads)
 
     def dq(self):
-        """dq: query tiles outside, each written once."""
+        """Return dq by a loop over query tiles."""
         dq = self._zeros(self.q)
-        for rows, row in visible_tiles(self.mask, self.q.device):
-            for columns, seen in row:
-                _, ds, _, k, _ = self._scores(rows, columns, seen)
-                dq[:, :, rows] += ds @ k
+        for queries, strip in visible_tiles(self.mask, self.q.device):
+            for keys, visible in strip:
+                _, ds, _, k, _ = self._scores(queries, keys, visible)
+                dq[:, :, queries] += ds @ k
         return dq
 
-    def _scores(self, rows, columns, seen):
-        """p and scale * ds of one tile, and the q, k and dout that they were made from."""
-        q, dout = (read(x, rows, seen.any(1)) for x in (self.q, self.dout))
-        k, v = read_keys(self.k, self.v, columns, seen, self.group)
-        p = torch.exp(self.scale * q @ k.mT - self.lse[:, :, rows, None]).masked_fill(~seen, 0)
-        ds = (p * (dout @ v.mT - self.delta[:, :, rows, None])).masked_fill(~seen, 0)
+    def _scores(self, queries, keys, visible):
+        """Return p and scale * ds of one tile, and its q, k and dout in the accumulation dtype."""
+        q, dout = (read(x, queries, visible.any(1)) for x in (self.q, self.dout))
+        k, v = read_keys(self.k, self.v, keys, visible, self.group)
+        p = torch.exp(self.scale * q @ k.mT - self.lse[:, :, queries, None]).masked_fill(~visible, 0)
+        ds = (p * (dout @ v.mT - self.delta[:, :, queries, None])).masked_fill(~visible, 0)
         return p, self.scale * ds, q, k, dout
 
     def _over_group(self, x):
-        """Sum the query heads of each key head, in order."""
+        """Return the sum over the query heads of each key head, in head order."""
         first, *others = x.unflatten(1, (-1, self.group)).unbind(2)
         for other in others:
             first = first + other
@@ -169,15 +215,3 @@ class _Backward:
     def _zeros(self, like, heads=None):
         b, own_heads, tokens, width = like.shape
         return like.new_zeros(b, heads or own_heads, tokens, width, dtype=self.accumulate)
-
-
-def _batched_rows(*rows: Tensor) -> tuple[Tensor, ...]:
-    """lse and delta of packed tensors, (h, t), as a batch of one."""
-    return tuple(x.unsqueeze(0) if x.ndim == 2 else x for x in rows)
-
-
-def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return rowsum(dout * out) - dlse, (b, h, t): once per call, however many steps use it."""
-    accumulate = accumulate_dtype(out.dtype)
-    delta = (dout.to(accumulate) * out.to(accumulate)).sum(-1).transpose(-1, -2)
-    return delta if dlse is None else delta - dlse

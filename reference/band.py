@@ -1,4 +1,4 @@
-"""A band: a rectangle of queries and keys, cut by two diagonals. Masks are sums of bands.
+"""A band: a rectangle of queries and keys, cut by two diagonals. A mask is a set of disjoint bands.
 
     keys         k_start        k_stop
                     |  . . . . . |          query i sees key j  iff  q_start <= i < q_stop,
@@ -7,14 +7,20 @@
                     |. x x x . . |
     q_stop   -      |. . x x x . |          (here lo = -1 and hi = +1, counted from the corner)
 
-Causal attention is hi = 0, a left window of w keys is lo = -w, full attention has neither bound. Everything
-that context parallelism does to a mask turns bands into bands: a range of the queries or of the keys changes
-the rectangle, local coordinates add an offset to lo and hi, and every W-th token divides them by W.
+Causal attention is hi = 0, a left window of w keys is lo = -w, and full attention has no bound. Context parallelism
+applies three operations to a mask, and each one turns a band into a band:
 
-Source: this form replaces the four slice types of MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025),
-which are four choices of lo and hi.
+    a range of the queries or keys    changes the rectangle
+    local coordinates                 add an offset to lo and hi
+    every W-th token                  divides lo and hi by W
+
+Source: bands generalise the four slice types of MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025). Each type
+is a choice of lo and hi.
 """
 
+from collections.abc import Iterable
+from itertools import repeat
+from operator import itemgetter
 from typing import NamedTuple
 
 from canon.reference.arguments import whole
@@ -32,14 +38,16 @@ class _Bounds(NamedTuple):
 
 
 class Band(_Bounds):
-    """Query i sees key j iff q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi.
+    """The cells with q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi: query i sees key j.
 
-    ``lo=None`` and ``hi=None`` mean no bound. A band is kept tight: the rectangle and the bounds shrink to what
-    its cells reach, so that two bands with the same cells are equal, every query from q_start to q_stop sees a
-    key and every key from k_start to k_stop is seen. A band without cells is (0, 0, 0, 0, 0, -1).
+    ``lo=None`` and ``hi=None`` mean no bound. The constructor makes a band tight: it shrinks the rectangle and the
+    bounds to the cells inside. Then every query of the rectangle sees a key, and every key is seen. Two bands with the
+    same cells are therefore equal. A band without cells is (0, 0, 0, 0, 0, -1).
 
-    A band is the tuple of its six numbers: immutable, and cheap to compare, to sort and to hash.
-    Raises TypeError for a number that is not whole.
+        Band(0, 4, 0, 9, None, 0)    the causal square of four tokens, tight: Band(0, 4, 0, 4, -3, 0)
+
+    A band is an immutable tuple of its six numbers. It is cheap to compare, to sort and to hash.
+    Raises TypeError if a number is not whole.
     """
 
     __slots__ = ()
@@ -53,36 +61,24 @@ class Band(_Bounds):
             return cls(
                 *(None if value is None and name in ("lo", "hi") else whole(name, value) for name, value in names)
             )
-        lowest, highest = k_start - q_stop + 1, k_stop - 1 - q_start  # what j - i reaches in the rectangle
-        lo = lowest if lo is None else max(lo, lowest)
-        hi = highest if hi is None else min(hi, highest)
-        if q_start >= q_stop or k_start >= k_stop or lo > hi:
-            return super().__new__(cls, 0, 0, 0, 0, 0, -1)
-        # Three unknowns i, j and 0 with a bound on each difference: a bound can only be tightened through the third.
-        tight = (
-            max(q_start, k_start - hi),
-            min(q_stop, k_stop - lo),
-            max(k_start, q_start + lo),
-            min(k_stop, q_stop + hi),
-            lo,
-            hi,
-        )
-        return super().__new__(cls, *tight)
+        lowest, highest = k_start - q_stop + 1, k_stop - 1 - q_start  # the range of j - i in the rectangle
+        bounds = lowest if lo is None else lo, highest if hi is None else hi
+        return _tight(q_start, q_stop, k_start, k_stop, *bounds)
 
     def __repr__(self) -> str:
         return f"Band(q {self.q_start}:{self.q_stop}, k {self.k_start}:{self.k_stop}, {self.lo} <= j-i <= {self.hi})"
 
     @property
     def area(self) -> int:
-        """The number of cells, in closed form: the rectangle less the two corners that the diagonals cut off."""
+        """The number of cells, in closed form: the rectangle minus the two corners that the diagonals cut off."""
         queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
         below = self.lo - (self.k_start - self.q_stop + 1)  # diagonals under lo, from the lower left corner
         above = (self.k_stop - 1 - self.q_start) - self.hi  # diagonals over hi, from the upper right corner
         return queries * keys - _corner(queries, keys, below) - _corner(queries, keys, above)
 
     def intersect(self, other: "Band") -> "Band":
-        """The cells that both bands hold."""
-        return Band(
+        """Return the cells that both bands hold."""
+        return _tight(
             max(self.q_start, other.q_start),
             min(self.q_stop, other.q_stop),
             max(self.k_start, other.k_start),
@@ -92,7 +88,7 @@ class Band(_Bounds):
         )
 
     def shift(self, queries: int = 0, keys: int = 0) -> "Band":
-        """The band moved down by ``queries`` and right by ``keys``."""
+        """Return the band moved down by ``queries`` and right by ``keys``."""
         return Band(
             self.q_start + queries,
             self.q_stop + queries,
@@ -103,15 +99,17 @@ class Band(_Bounds):
         )
 
     def pick(self, queries: range, keys: range) -> "Band":
-        """The band between ``queries`` and ``keys``, each counted from 0: rows and columns of a matrix, sliced.
+        """Return the band between ``queries`` and ``keys``, numbered from 0: the slice ``matrix[queries][:, keys]``.
 
-        Both ranges have one step W >= 1: i = queries.start + W i' and j = keys.start + W j' give
-        lo <= (keys.start - queries.start) + W (j' - i') <= hi. Raises ValueError for other steps.
+        Both ranges have one step W >= 1. Raises ValueError for other steps. With i = queries.start + W i' and
+        j = keys.start + W j', the bounds of j' - i' follow from
+
+            lo <= (keys.start - queries.start) + W (j' - i') <= hi
         """
         if queries.step != keys.step or queries.step < 1:
             raise ValueError(f"pick needs two ascending ranges of one step, got {queries} and {keys}")
         step, offset = queries.step, keys.start - queries.start
-        return Band(
+        return _tight(
             max(0, -((queries.start - self.q_start) // step)),
             min(len(queries), -((queries.start - self.q_stop) // step)),
             max(0, -((keys.start - self.k_start) // step)),
@@ -121,20 +119,39 @@ class Band(_Bounds):
         )
 
     def join(self, other: "Band") -> "Band | None":
-        """One band with exactly the cells of two disjoint ones, or None where no band has them."""
-        hull = Band(
-            min(self.q_start, other.q_start),
-            max(self.q_stop, other.q_stop),
-            min(self.k_start, other.k_start),
-            max(self.k_stop, other.k_stop),
-            min(self.lo, other.lo),
-            max(self.hi, other.hi),
+        """Return the band with exactly the cells of two disjoint bands, or None if their union is not a band."""
+        q_start, q_stop, k_start, k_stop, lo, hi = other
+        if q_start >= self.q_stop and k_start >= self.k_stop and not self.lo == self.hi == lo == hi:
+            return None  # no common row or column: only two pieces of one diagonal make a band
+        hull = _tight(
+            min(self.q_start, q_start),
+            max(self.q_stop, q_stop),
+            min(self.k_start, k_start),
+            max(self.k_stop, k_stop),
+            min(self.lo, lo),
+            max(self.hi, hi),
         )
-        return hull if hull.area == self.area + other.area else None  # the hull holds both: equal areas, equal cells
+        return hull if hull.area == self.area + other.area else None  # the hull contains both: equal areas, equal cells
+
+
+def _tight(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Band:
+    """Return the band of these bounds, shrunk to its cells."""
+    lo, hi = max(lo, k_start - q_stop + 1), min(hi, k_stop - 1 - q_start)
+    if q_start >= q_stop or k_start >= k_stop or lo > hi:
+        return Band._make((0, 0, 0, 0, 0, -1))
+    # Each bound limits a difference of two of the three numbers i, j and 0. Only the third number can tighten it.
+    q_limits = max(q_start, k_start - hi), min(q_stop, k_stop - lo)
+    k_limits = max(k_start, q_start + lo), min(k_stop, q_stop + hi)
+    return Band._make((*q_limits, *k_limits, lo, hi))
+
+
+def tight_bands(numbers: Iterable[tuple[int, ...]]) -> list[Band]:
+    """Return the bands of six ints each, which are tight already. Nothing is checked."""
+    return list(map(tuple.__new__, repeat(Band), numbers))
 
 
 def _corner(rows: int, columns: int, diagonals: int) -> int:
-    """Cells of a rows x columns rectangle on the first ``diagonals`` diagonals, counted from one corner."""
+    """Return the cells of a rows x columns rectangle on the first ``diagonals`` diagonals, counted from one corner."""
     return _triangle(diagonals) - _triangle(diagonals - rows) - _triangle(diagonals - columns)
 
 
@@ -143,14 +160,19 @@ def _triangle(n: int) -> int:
 
 
 def joined(bands: list[Band]) -> list[Band]:
-    """The same cells in fewer bands: neighbours along the keys, then along the queries, become one where they can.
+    """Return the same cells in fewer bands, by joining neighbours along the keys, then along the queries.
 
-    What was cut at a seam between two ranks, and is whole again in a gathered buffer, comes out whole.
+    A band that a seam between two ranks has cut becomes one again if a gathered buffer holds both parts.
+    The bands must be disjoint. Their order does not matter: two disjoint bands never share the corner
+    (q_start, k_start), because a tight band contains the cell at its corner.
     """
-    for order in (lambda x: (x.q_start, x.q_stop, x.k_start), lambda x: (x.q_start, x.k_start)):
+    for order in (itemgetter(0, 1, 2), itemgetter(0, 2)):  # (q_start, q_stop, k_start), (q_start, k_start)
         merged: list[Band] = []
         for band in sorted(bands, key=order):
             both = merged[-1].join(band) if merged else None
-            merged[-1:] = [both] if both else [*merged[-1:], band]
+            if both:
+                merged[-1] = both
+            else:
+                merged.append(band)
         bands = merged
     return bands

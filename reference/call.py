@@ -1,7 +1,7 @@
-"""The checks before a distributed call: the arguments fit, and all ranks make the same call.
+"""The checks before a distributed call: the arguments fit together, and all ranks make the same call.
 
-`agreed_call` fills in the defaults, checks the arguments, and compares a digest of the call with the other ranks'
-(`group_state`), in every call. A bad argument on one rank raises on every rank.
+`agreed_call` fills in the defaults, checks the arguments, and compares a digest of the call between all ranks
+(`group_state`). It does so in every call. A bad argument on one rank raises on every rank.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,25 @@ from canon.reference.arguments import place_in, plain_tensor
 from canon.reference.checks import (
     DTYPES,
     accumulate_dtype,
+    cached,
     check_mask_type,
     check_method,
     check_tensors,
     default_scale,
-    made,
 )
 from canon.reference.group_state import GroupState, group_state, refused_together
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan import CastPlan, Sizes, check_into, check_rows
+from canon.reference.plan import CastPlan
+from canon.reference.plan_arguments import Sizes, check_into, check_rows
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a distributed function, with every default filled in. Only ``rank`` differs between ranks."""
+    """One call of a distributed function with all defaults filled in. Only ``rank`` differs between ranks.
+
+    ``fields``: (name, value) of everything that must be equal on all ranks.
+    """
 
     function: str
     rank: int
@@ -41,7 +45,7 @@ class Call:
     scale: float
     reduce_dtype: torch.dtype
     backward: str
-    fields: tuple[tuple[str, Any], ...] = ()  # all that the ranks agree on
+    fields: tuple[tuple[str, Any], ...] = ()
 
     def local_mask(self, owner: int) -> Mask:
         """Return the mask between this rank's queries and the keys of ``owner``, in local coordinates."""
@@ -49,11 +53,11 @@ class Call:
 
     @property
     def state(self) -> GroupState:
-        """The state of the group. Only for calls of more than one rank."""
+        """The state of the group. Valid for calls of more than one rank only."""
         return group_state(self.group)
 
     def agree(self, name: str, device: torch.device) -> None:
-        """Compare the call with the other ranks', as a pass of it called ``name`` begins. Raises as `GroupState.agree`."""
+        """Compare this call between all ranks at the start of its pass ``name``. Raises like `GroupState.agree`."""
         self.state.agree(f"{self.function} ({name})", (("pass", name), *self.fields), wait=device.type == "cpu")
 
 
@@ -71,15 +75,32 @@ def agreed_call(
     backward: str,
     **options: Any,
 ) -> Call:
-    """Return the call with its defaults filled in, once all ranks have agreed on it. A collective.
+    """Return the call with its defaults filled in, after a comparison between all ranks. A collective.
 
-    Args: ``layout``, a layout, or a function of (tokens, ranks) that makes one, contiguous by default; ``options``, other
-        arguments that all ranks must pass alike.
-    Raises ValueError or TypeError on every rank if the arguments of one rank do not fit, or differ from the others'.
+    Args: ``layout``, a Layout, a function (tokens, ranks) -> Layout, or None for contiguous; ``options``, other
+        arguments that must be equal on all ranks.
+    Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together or differ from those
+    of the others.
     """
     rank, ranks = place_in(function, group)
     with refused_together(function, group, ranks):
-        call = _filled(function, rank, ranks, group, q, k, v, mask, layout, scale, reduce_dtype, backward, options)
+        check_tensors(q, k, v)
+        check_method("backward", backward)
+        mask, layout = _mask_and_layout(q, k, mask, layout, rank, ranks)
+        reduce_dtype = _reduce_dtype(q, reduce_dtype)
+        scale = default_scale(q, scale)
+        fields = (
+            ("function", function),
+            ("mask", mask),
+            ("layout", layout),
+            *_tensor_fields(q, k, v),
+            ("scale", scale),
+            ("reduce_dtype", reduce_dtype),
+            ("backward", backward),
+            ("options", tuple((name, type(value).__name__, value) for name, value in options.items())),
+        )
+        hash(fields)  # raises TypeError for an option that is a list
+        call = Call(function, rank, ranks, group, mask, layout, scale, reduce_dtype, backward, fields)
     if ranks > 1:
         call.agree("forward", q.device)
     return call
@@ -88,15 +109,18 @@ def agreed_call(
 def agreed_cast(
     function: str, x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, into: Tensor | None = None
 ) -> tuple[int, Sizes]:
-    """Return this rank and the sizes of its cast, once all ranks have agreed on the call. A collective.
+    """Return this rank and the sizes of its cast, after a comparison between all ranks. A collective.
 
-    Raises ValueError or TypeError on every rank if the arguments of one rank do not fit, or differ from the others'.
+    Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together or differ from those
+    of the others.
     """
     rank, ranks = place_in(function, group)
     with refused_together(function, group, ranks):
         plain_tensor(function, x, 0)
         if not isinstance(plan, CastPlan):
-            raise TypeError(f"{function}: plan must be a CastPlan, got {type(plan).__name__}: make it by cast_plan")
+            raise TypeError(
+                f"{function}: plan must be a CastPlan, got {type(plan).__name__}: pass the result of cast_plan"
+            )
         rank, sizes = check_rows(f"{function}: x", x, plan, stage, group, received=into is not None)
         if into is not None:
             check_into(into, x, plan, rank)
@@ -113,44 +137,51 @@ def agreed_cast(
     return rank, sizes
 
 
-def _filled(function, rank, ranks, group, q, k, v, mask, layout, scale, reduce_dtype, backward, options) -> Call:
-    check_tensors(q, k, v)
-    check_method("backward", backward)
+def _mask_and_layout(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | None,
+    layout: Layout | Callable[[int, int], Layout] | None,
+    rank: int,
+    ranks: int,
+) -> tuple[Mask, Layout]:
+    """Return the mask and the layout with their defaults. Raise unless they fit q and k on this rank."""
     if q.shape[-3] != k.shape[-3]:
-        raise ValueError(f"a rank holds the queries and keys of the same tokens, got {q.shape[-3]} and {k.shape[-3]}")
+        raise ValueError(f"q and k of a rank must hold the same tokens, got {q.shape[-3]} and {k.shape[-3]}")
     if mask is not None:
         check_mask_type(mask)
     if layout is not None and not isinstance(layout, Layout) and not callable(layout):
         raise TypeError(
             f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with Layout.zigzag, ..."
         )
-    given = mask.queries if mask is not None else layout.tokens if isinstance(layout, Layout) else ranks * q.shape[-3]
-    layout = layout if isinstance(layout, Layout) else made(layout or Layout.contiguous, given, ranks)
-    mask = made(Mask.causal, given) if mask is None else mask
+    tokens = mask.queries if mask is not None else layout.tokens if isinstance(layout, Layout) else ranks * q.shape[-3]
+    layout = layout if isinstance(layout, Layout) else cached(layout or Layout.contiguous, tokens, ranks)
+    mask = cached(Mask.causal, tokens) if mask is None else mask
     if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
         raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
     if layout.ranks != ranks:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
     if q.shape[-3] != layout.size(rank):
         raise ValueError(f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}")
-    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPES):
+    return mask, layout
+
+
+def _reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """Return ``reduce_dtype``, or the accumulation dtype of q. Raise ValueError unless it is a floating dtype."""
+    if reduce_dtype is None:
+        return accumulate_dtype(q.dtype)
+    if not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPES):
         raise ValueError(f"reduce_dtype must be float64, float32, float16 or bfloat16, got {reduce_dtype}")
-    travels = accumulate_dtype(q.dtype) if reduce_dtype is None else reduce_dtype
-    scale = default_scale(q, scale)
-    fields = (
-        ("function", function),
-        ("mask", mask),
-        ("layout", layout),
+    return reduce_dtype
+
+
+def _tensor_fields(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Any], ...]:
+    """Return the properties of the tensors that must be equal on all ranks."""
+    return (
         ("dtype", q.dtype),
         ("device", q.device.type),
         ("batch, heads and width of q", (*q.shape[:-3], *q.shape[-2:])),
         ("batch, heads and width of k", (*k.shape[:-3], *k.shape[-2:])),
         ("batch, heads and width of v", (*v.shape[:-3], *v.shape[-2:])),
         ("requires_grad of q, k, v", tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v))),
-        ("scale", scale),
-        ("reduce_dtype", travels),
-        ("backward", backward),
-        ("options", tuple((name, type(value).__name__, value) for name, value in options.items())),
     )
-    hash(fields)  # raises TypeError for an option that is a list
-    return Call(function, rank, ranks, group, mask, layout, scale, travels, backward, fields)

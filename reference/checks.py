@@ -1,4 +1,4 @@
-"""Checks of tensors and options, and the defaults that both halves fill in."""
+"""Checks of tensors and options, and the defaults of both halves."""
 
 import inspect
 import math
@@ -22,12 +22,12 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def batched(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return packed tensors (t, h, d) as a batch of one, others as they are."""
+    """Return packed tensors (t, h, d) with a batch axis of one, others unchanged."""
     return tuple(x.unsqueeze(0) if x.ndim == 3 else x for x in tensors)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError or ValueError unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all packed, belong together."""
+    """Raise TypeError or ValueError unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all packed, fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
@@ -49,7 +49,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise TypeError or ValueError unless ``x`` is a plain dense tensor with memory."""
+    """Raise TypeError or ValueError unless ``x`` is a plain dense tensor with data."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if hasattr(x, "to_local"):
@@ -59,11 +59,11 @@ def check_tensor(name: str, x: Any) -> None:
     if x.layout is not torch.strided or x.is_quantized:
         raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}: pass {name}.to_dense()")
     if x.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device and holds no numbers: move it to a CPU or a GPU")
+        raise ValueError(f"{name} is on the meta device and has no data: move it to a CPU or a GPU")
 
 
 def check_mask(q: Tensor, k: Tensor, mask: Mask) -> None:
-    """Raise TypeError or ValueError unless the mask is one of q's tokens x k's tokens."""
+    """Raise TypeError or ValueError unless the mask has a query for each token of q and a key for each token of k."""
     check_mask_type(mask)
     if (mask.queries, mask.keys) != (q.shape[-3], k.shape[-3]):
         raise ValueError(
@@ -83,14 +83,14 @@ def check_gradients(
     dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None
 ) -> None:
     """Raise ValueError unless the other arguments of `attention_backward` fit q, k, v."""
-    rows = (*q.shape[:-1], v.shape[-1])
-    columns = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    of_out = (*q.shape[:-1], v.shape[-1])
+    of_lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     for name, x, shape in (
-        ("dout", dout, rows),
-        ("out", out, rows),
-        ("lse", lse, columns),
-        ("dlse", dlse, columns),
-        ("delta", delta, columns),
+        ("dout", dout, of_out),
+        ("out", out, of_out),
+        ("lse", lse, of_lse),
+        ("dlse", dlse, of_lse),
+        ("delta", delta, of_lse),
     ):
         if x is None:
             continue
@@ -100,7 +100,7 @@ def check_gradients(
         if x.device != q.device:
             raise ValueError(f"{name} must be on {q.device}, as q is, got {x.device}: move it")
     if dlse is not None and delta is not None:
-        raise ValueError("give dlse or delta, not both: delta = rowsum(dout * out) - dlse holds dlse already")
+        raise ValueError("pass dlse or delta, not both: delta = rowsum(dout * out) - dlse includes dlse")
 
 
 def check_method(name: str, method: str) -> None:
@@ -110,17 +110,17 @@ def check_method(name: str, method: str) -> None:
 
 
 def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
-    """Return ``mask``, or the causal mask. Raise TypeError or ValueError if it does not fit q and k."""
+    """Return ``mask``, or the causal mask for None. Raise TypeError or ValueError if it does not fit q and k."""
     if mask is None:
         if q.shape[-3] != k.shape[-3]:
             raise ValueError(f"mask=None is causal and needs as many queries as keys, got {q.shape[-3]}, {k.shape[-3]}")
-        return made(Mask.causal, q.shape[-3])
+        return cached(Mask.causal, q.shape[-3])
     check_mask(q, k, mask)
     return mask
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
-    """Return ``scale``, or one over the square root of the width. Raise TypeError or ValueError if it is no finite number."""
+    """Return ``scale``, or 1 / sqrt(d) for None. Raise TypeError or ValueError unless it is a finite number."""
     if scale is None:
         return q.shape[-1] ** -0.5
     if isinstance(scale, (str, bytes)) or (isinstance(scale, Tensor) and (scale.requires_grad or scale.numel() != 1)):
@@ -131,9 +131,9 @@ def default_scale(q: Tensor, scale: float | None) -> float:
 
 
 def under_autocast(*names: str) -> Callable:
-    """Decorate a function to cast its arguments ``names`` as autocast asks, and to compute without autocast.
+    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype and run without autocast.
 
-    Tensors are cast as by `torch.nn.functional.scaled_dot_product_attention`: all floating dtypes but float64.
+    Tensors of all floating dtypes except float64 are cast, as `torch.nn.functional.scaled_dot_product_attention` does.
     """
 
     def _decorate(function: Callable) -> Callable:
@@ -160,6 +160,6 @@ def under_autocast(*names: str) -> Callable:
 
 
 @cached_plan
-def made(make: Any, *sizes: int) -> Any:
-    """Return ``make(*sizes)``, a default mask or layout: made once, whatever the number of layers that use it."""
+def cached(make: Any, *sizes: int) -> Any:
+    """Return ``make(*sizes)``, a default mask or layout, from a cache: all layers of a model share it."""
     return make(*sizes)

@@ -2,11 +2,11 @@
 
 An algorithm is two functions of tensors with a batch axis:
 
-    forward(q, k, v)                                                 returns out, lse and whatever else backward needs
+    forward(q, k, v)                                                 returns out, lse, *others
     backward(needs_grad, dout, dlse, q, k, v, out, lse, *others)     returns dq, dk, dv; None where needs_grad is False
 
-The gradients of out and of lse are None where nothing depends on them. Neither pass runs under autocast: inputs were cast
-before, and partial results stay float32. Unsupported kinds of differentiation raise here.
+``others`` are tensors saved for the backward pass. dlse is None if nothing depends on lse; dout is never None. Both passes
+run without autocast: inputs are cast before, and partial results stay float32. Unsupported differentiation raises here.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,9 +37,10 @@ def differentiable(
     call: Call | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return out, and on request lse, as a differentiable function of q, k and v, packed or with a batch axis.
+    """Return out, or with ``return_lse`` (out, lse), as a differentiable function of q, k and v.
 
-    Args: ``forward`` and ``backward``, as the module says; ``call``, where ranks take part.
+    Args: q, k, v with a batch axis, or packed without it; ``forward`` and ``backward`` of the module's docstring;
+        ``call``, for a function of several ranks.
     Raises NotImplementedError under torch.func transforms and forward-mode differentiation. A second derivative raises
     RuntimeError when it is computed.
     """
@@ -81,7 +82,7 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def _surroundings(q: Tensor, call: Call | None, name: str) -> Iterator[None]:
-    """Switch autocast off, and name the ranks that are missing if messages fail."""
+    """Turn autocast off. If messages of the pass ``name`` fail, raise an error that names the missing ranks."""
     device = q.device.type
     plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
     named = call.state.failures(f"{call.function} ({name})") if call is not None and call.ranks > 1 else nullcontext()
@@ -90,6 +91,6 @@ def _surroundings(q: Tensor, call: Call | None, name: str) -> Iterator[None]:
 
 
 def _undifferentiable(*grads: Tensor | None) -> tuple[Any, ...]:
-    """Return gradients that raise when they are differentiated, so that no second derivative is silently 0."""
+    """Return gradients that raise when they are differentiated. Otherwise a second derivative would silently be 0."""
     raising = torch._C._functions.DelayedError(NO_SECOND_DERIVATIVE.encode(), len(grads))  # pyright: ignore[reportAttributeAccessIssue]
     return raising(*(None if x is None else x.detach().requires_grad_() for x in grads))

@@ -1,74 +1,83 @@
-"""How the digest of a call reaches the other ranks: 8 bytes a rank, while the call goes on.
+"""The digest of a call, and its exchange with the other ranks: 8 bytes per rank, while the call continues.
 
-    SharedDigests      one host: a word for each rank in memory that all of them share; a few microseconds
+    SharedDigests      one host: a word for each rank in shared memory; a few microseconds
     GatheredDigests    several hosts, or ranks as threads: an all-gather in the background
 
-A word holds the number of the call (8 bits) and the digest (56 bits), so it is written at once. A rank posts call n + 1 only
-after it has read what all ranks posted for call n, so a word is never overwritten before it is read.
+A word holds the number of the call (8 bits) and the digest (56 bits), so one store writes both. A rank posts call n + 1
+only after it has read the words of all ranks for call n. So no word is overwritten before it is read.
 """
 
+import hashlib
 import mmap
 import os
 import tempfile
 import time
 import uuid
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-SLOTS = 4  # calls whose words are kept
-SPINS = 200  # looks before a rank sleeps between them
+Fields = tuple[tuple[str, Any], ...]  # (name, value) of each argument
+SLOTS = 4  # words of each rank, for consecutive calls
+SPINS = 200  # reads without a pause, before a rank sleeps between two reads
 DIGEST = (1 << 56) - 1
 
 
+@lru_cache(maxsize=256)
+def digest_of(fields: Fields) -> int:
+    """Return a 56-bit digest of the fields, equal in every process."""
+    return int.from_bytes(hashlib.sha256(repr(fields).encode()).digest()[:7], "big")
+
+
 class SharedDigests:
-    """Words in a file that all ranks have mapped: SLOTS for each rank, then the process number of each rank."""
+    """Words in memory that all ranks have mapped: SLOTS for each rank, then the process ID of each rank."""
 
     def __init__(self, memory: mmap.mmap, rank: int, ranks: int, timeout: float):
         self.words, self.rank, self.ranks, self.timeout = memoryview(memory)[16:].cast("Q"), rank, ranks, timeout
         self.words[SLOTS * ranks + rank] = os.getpid()
-        self.seen: set[int] = set()  # ranks whose processes have been seen to run
+        self.seen: set[int] = set()  # ranks with a process that was running at a check
 
     def post(self, number: int, digest: int) -> "SharedPost":
-        """Write this rank's digest of call ``number``."""
+        """Write this rank's digest of call ``number`` (from 1). Return the post, to read the other digests from."""
         self.words[SLOTS * self.rank + number % SLOTS] = (number & 255) << 56 | digest
         return SharedPost(self, number)
 
     def check_processes(self) -> None:
-        """Raise RuntimeError if the process of a rank, seen to run before, has ended."""
+        """Raise RuntimeError if the process of a rank ran at an earlier check and has ended."""
         for rank in range(self.ranks):
             if runs(self.words[SLOTS * self.ranks + rank]):
                 self.seen.add(rank)
-            elif rank in self.seen:  # containers with process numbers of their own may never see it
+            elif rank in self.seen:  # a container with its own process IDs never sees those of other containers
                 raise RuntimeError(f"connection lost: the process of rank {rank} has ended")
 
 
 class SharedPost:
-    """The words of one call."""
+    """The words of all ranks for one call."""
 
     def __init__(self, shared: SharedDigests, number: int):
         self.shared, self.places = shared, [SLOTS * rank + number % SLOTS for rank in range(shared.ranks)]
         self.number = number & 255
-        if number == 2:  # all ranks have made call 1, so their process numbers are there
+        if number == 2:  # all ranks have made call 1, so they have written their process IDs
             shared.check_processes()
 
     def digests(self) -> list[int] | None:
-        """Return every rank's digest, or None if one is not there yet."""
+        """Return the digests of all ranks, or None if one is missing yet."""
         words = [self.shared.words[place] for place in self.places]
         return [word & DIGEST for word in words] if all(word >> 56 == self.number for word in words) else None
 
     def wait(self) -> list[int]:
-        """Return every rank's digest. Raises RuntimeError if a rank's process has ended, or after the group's timeout."""
+        """Wait for the digests of all ranks. Raises RuntimeError if a rank's process ends, or after the group's timeout."""
         for _ in range(SPINS):
             if (digests := self.digests()) is not None:
                 return digests
-        start = looked = time.monotonic()
+        start = checked = time.monotonic()
         while (digests := self.digests()) is None:
             time.sleep(2e-5 if time.monotonic() < start + 0.01 else 1e-3)
-            if (now := time.monotonic()) > looked + 0.5:
-                looked = now
+            if (now := time.monotonic()) > checked + 0.5:
+                checked = now
                 self.shared.check_processes()
             if now > start + self.shared.timeout:
                 raise RuntimeError(f"timed out: a rank has not made the call within {self.shared.timeout:.0f} s")
@@ -76,18 +85,21 @@ class SharedPost:
 
 
 class GatheredDigests:
-    """All-gathers of a group that moves CPU tensors."""
+    """All-gathers of digests, by a group that moves CPU tensors.
+
+    Args: ``channel``, a function that returns the group; ``ranks``, their number.
+    """
 
     def __init__(self, channel: Any, ranks: int):
         self.channel, self.ranks = channel, ranks
 
     def post(self, number: int, digest: int) -> "GatheredPost":
-        """Start to gather the digests of a call."""
+        """Start to gather the digests of a call. Return the post, to read them from."""
         return GatheredPost(self.channel(), self.ranks, digest)
 
 
 class GatheredPost:
-    """One all-gather."""
+    """The all-gather of one call."""
 
     def __init__(self, channel: Any, ranks: int, digest: int):
         self.sent = torch.tensor([digest])
@@ -95,17 +107,17 @@ class GatheredPost:
         self.work = channel.allgather([self.table], [self.sent])
 
     def digests(self) -> list[int] | None:
-        """Return every rank's digest, or None if one is not there yet."""
+        """Return the digests of all ranks, or None if one is missing yet."""
         return [x.item() for x in self.table] if self.work.is_completed() else None
 
     def wait(self) -> list[int]:
-        """Return every rank's digest. Raises RuntimeError as the group's messages do."""
+        """Wait for the digests of all ranks. Raises RuntimeError if the all-gather fails."""
         self.work.wait()
         return [x.item() for x in self.table]
 
 
 def runs(process: int) -> bool:
-    """Return whether a process of this number runs: one that has ended counts as gone, even if its parent has not noticed."""
+    """Return whether the process with this ID runs. A zombie, an ended process with a parent that has not waited, does not."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -118,7 +130,11 @@ def runs(process: int) -> bool:
 
 
 def shared_memory(store: Any, rank: int, ranks: int) -> mmap.mmap | None:
-    """Return memory that all ranks of a group share, or None if one of them cannot reach it. A collective, by the store."""
+    """Return memory that all ranks of a group share, or None if one of them cannot reach it. A collective over the store.
+
+    Rank 0 creates a file, all ranks map it, and rank 0 removes its name. A secret in the first 16 bytes proves that a rank
+    has mapped this file.
+    """
     size, folder = 8 * (SLOTS + 1) * ranks, "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
     if rank == 0:
         path, secret = Path(folder) / f"canon-{uuid.uuid4().hex}", uuid.uuid4().bytes

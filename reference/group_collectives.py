@@ -1,26 +1,30 @@
-"""Group-cast and group-reduce: a rank receives exactly the tokens that it needs, and sends their gradients back.
+"""Group cast and group reduce: a rank receives exactly the tokens that its queries need, and sends their gradients back.
 
-`cast_plan` finds, from the mask and the layout alone, who needs what; every rank makes the same plan for all ranks:
+`cast_plan` derives from the mask and the layout which tokens travel. Every rank derives the same plan for all ranks:
 
-    need of a rank   =  the keys that its queries see  -  its own
-    it receives      =  need, by source rank and by row there: this is the order in which an exchange delivers
+    need of a rank   =  the keys that its queries see  -  its own tokens
+    order of receipt =  by source rank, then by row on that rank
 
     4 ranks       sends to 0   1      2      3         receives
     rank 0        .            a b    .      .         c            (from 1)
     rank 1        c            .      d      .         a b          (from 0)
     rank 2        .            .      .      .         d            (from 1)
-    rank 3        .            .      .      .         .            (and still takes part)
+    rank 3        .            .      .      .         .            (takes part all the same)
 
-`group_cast` moves them by one exchange (all-to-all with sizes of its own for each pair). A token that two ranks need is
-sent twice. The received buffer is used as it came; the mask speaks its coordinates. `group_reduce` is the transpose: gradients
-of received tokens go back, and each rank adds what comes to its own, rank by rank, in order: same inputs, same bits.
+`group_cast` is one all-to-all exchange with its own size for each pair of ranks. A token that two ranks need is sent
+twice. The received buffer is not reordered: the mask of a step is given in its order (`CastPlan.local_mask`).
 
-With ``stages`` > 1 the tokens of each pair of ranks are cut in that many nearly equal parts, one for each cast.
+`group_reduce` is the transpose. Gradients of received tokens return to the owners. Each rank adds them to its own tokens
+in rank order, so the same inputs give the same bits.
 
-Cost: of N numbers a token, a cast moves N (tokens received) items, a reduce as many back. Memory: what is sent, and what is
-received, once. Every rank takes part in every exchange; where no rank at all needs anything there is none.
+With ``stages`` > 1 the tokens of each pair of ranks are divided into that many nearly equal parts, one for each cast.
 
-Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025), whose group collectives and zero-redundant ranges these are.
+Cost of a rank that receives R tokens and sends S in a cast, for N elements a token: one all-to-all for the cast, one for
+the reduce. It receives R N elements in the cast and S N in the reduce, and adds S N elements. Peak memory: the rows sent
+and the rows received.
+Limits: every rank takes part in every exchange. A cast that no rank needs is left out of the plan.
+
+Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025): group collectives and zero-redundant ranges.
 """
 
 import torch.distributed as dist
@@ -30,7 +34,8 @@ from torch import Tensor
 from canon.reference.call import agreed_cast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan import CastPlan, Piece, check_cast, check_rows, checked_chunk, staged
+from canon.reference.plan import CastPlan, Piece, staged
+from canon.reference.plan_arguments import check_cast, check_rows, checked_chunk
 from canon.reference.plan_cache import cached_plan
 from canon.reference.report import PlanReport
 
@@ -38,11 +43,11 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
 
 def cast_plan(mask: Mask, layout: Layout, *, stages: int = 1) -> CastPlan:
-    """Who receives which tokens from whom, for all ranks. Pure, cached; nothing is sent.
+    """Return the tokens that each rank receives from each other rank. Pure and cached; nothing is sent.
 
-    Args: ``mask`` over the whole sequence; any ``layout``; ``stages``, into how many casts the tokens are divided (fewer
-        if there are not as many); 0 means one cast whose keys are used together with the rank's own.
-    Raises ValueError if the mask is not one of the layout's tokens, or ``stages`` is not a whole number >= 0.
+    Args: ``mask`` over the whole sequence; any ``layout``; ``stages``, the number of casts that the tokens are divided
+        into. There are fewer casts if there are fewer tokens. 0 is one cast, used together with the rank's own keys.
+    Raises ValueError if mask and layout differ in their number of tokens, or ``stages`` is not a whole number >= 0.
     Source: the module's docstring.
     """
     check_cast(mask, layout, stages)
@@ -58,7 +63,7 @@ def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
 
 
 def _pieces(need: tuple[range, ...], layout: Layout, source: int) -> tuple[Piece, ...]:
-    """What ``source`` holds of the ascending ranges ``need``, by row."""
+    """Return the tokens of the ascending ranges ``need`` that ``source`` holds, in the order of its rows."""
     pieces, row = [], 0
     for owned in layout.ranges_per_rank[source]:
         for keys in need:
@@ -70,10 +75,10 @@ def _pieces(need: tuple[range, ...], layout: Layout, source: int) -> tuple[Piece
 
 
 def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
-    """Return the worth of a layout under a mask: by rank, its area and the tokens that it receives and sends.
+    """Return the balance and the traffic of a layout: each rank's visible cells, and the tokens that it receives and sends.
 
-    Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound; by default that of `dispatch`.
-    Raises ValueError if the mask is not one of the layout's tokens, or chunk < 1; TypeError for arguments of other types.
+    Args: ``chunk``, the tokens that `dispatch` keeps together, for the lower bound of the work; None is its default.
+    Raises ValueError if mask and layout differ in their number of tokens, or chunk < 1. Wrong types raise TypeError.
     Source: the module's docstring.
     """
     plan = cast_plan(mask, layout, stages=0)
@@ -86,21 +91,24 @@ def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> Plan
 
 
 def _area(mask: Mask, rows: range) -> int:
-    """The cells of every step-th row: over the columns of each residue the bands stay bands."""
+    """Return the visible cells of the queries ``rows``.
+
+    `Band.pick` needs one step for queries and keys. So the keys are divided by their residue modulo the step.
+    """
     columns = [range(residue, mask.keys, rows.step) for residue in range(rows.step)]
     touched = [band for band in mask.bands if band.q_start <= rows[-1] and band.q_stop > rows.start]
     return sum(band.pick(rows, some).area for band in touched for some in columns)
 
 
-# ---------------------------------------------------------------------- what moves
 def group_cast(
     x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: dist.ProcessGroup | None = None
 ) -> Float[Tensor, "received ..."]:
-    """The tokens of other ranks that this rank receives in cast ``stage``, by source and by row. A collective.
+    """Return the tokens that this rank receives in cast ``stage``, by source rank and by row. A collective.
 
-    Args: ``x``, this rank's tokens, outermost; ``plan``, the same on all ranks; ``stage`` of its casts; ``group``, the ranks.
-    Not differentiable by itself: `group_reduce` is its transpose. Raises ValueError if x, the group or the stage do not
-    fit the plan. Source: the module's docstring.
+    Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the number of the cast from 0;
+        ``group``, the process group, None for all ranks.
+    The result is not differentiable: `group_reduce` is the transpose. Raises ValueError if x, the group or the stage do
+    not fit the plan. Source: the module's docstring.
     """
     agreed_cast("group_cast", x, plan, stage, group)
     return GroupCast(x, plan, stage, group).wait()
@@ -114,10 +122,11 @@ def group_reduce(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Float[Tensor, "t ..."]:
-    """``into``, this rank's tokens, plus what every rank has for them in its ``y``, in rank order. A collective.
+    """Add the rows ``y`` of all ranks to the tokens that they were cast from, and return ``into``. A collective.
 
-    Args: ``y``, one row for each token that this rank received in cast ``stage``, in that order; it travels in its own
-        dtype and is added in that of ``into``, in place. The rest as `group_cast`, whose transpose this is.
+    Args: ``y`` (received, ...), one row for each token that this rank received in cast ``stage``, in that order;
+        ``into`` (t, ...), this rank's tokens, changed in place. The others are those of `group_cast`.
+    Rows are sent in the dtype of ``y`` and added in the dtype of ``into``, in rank order.
     Raises ValueError if y, into, the group or the stage do not fit the plan. Source: the module's docstring.
     """
     agreed_cast("group_reduce", y, plan, stage, group, into)
@@ -125,28 +134,29 @@ def group_reduce(
 
 
 class GroupCast:
-    """A cast under way; `wait` returns what was received."""
+    """A group cast in flight."""
 
     def __init__(self, x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None):
         rank, sizes = check_rows("group_cast: x", x, plan, stage, group)
-        self.sent = x[plan.send_rows(stage, rank).to(x.device)]  # kept alive until it has left
+        self.sent = x[plan.send_rows(stage, rank).to(x.device)]  # keeps the memory until the exchange ends
         self.received = x.new_empty(sum(sizes.received), *x.shape[1:])
         self.work = dist.all_to_all_single(
             self.received, self.sent, sizes.received, sizes.sent, group=group, async_op=True
         )
 
     def wait(self) -> Tensor:
+        """Wait for the exchange and return the received rows."""
         self.work.wait()
         return self.received
 
 
 class GroupReduce:
-    """A reduction under way; `wait` adds what was received to this rank's tokens."""
+    """A group reduce in flight."""
 
     def __init__(self, y: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, into: Tensor):
         rank, self.sizes = check_rows("group_reduce: y", y, plan, stage, group, received=True)
         self.into = into
-        self.rows = plan.send_rows(stage, rank).to(y.device)  # what had been sent comes back
+        self.rows = plan.send_rows(stage, rank).to(y.device)  # the rows that the cast sent
         self.sent = y.contiguous()
         self.received = y.new_empty(sum(self.sizes.sent), *y.shape[1:])
         self.work = dist.all_to_all_single(
@@ -154,8 +164,9 @@ class GroupReduce:
         )
 
     def wait(self) -> Tensor:
+        """Wait for the exchange, add the received rows to this rank's tokens in rank order, and return these."""
         self.work.wait()
         parts = self.received.to(self.into.dtype).split(self.sizes.sent)
         for rows, part in zip(self.rows.split(self.sizes.sent), parts, strict=True):
-            self.into[rows] += part  # a token comes at most once from each rank
+            self.into[rows] += part  # each rank sends at most one row for a token
         return self.into

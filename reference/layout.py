@@ -1,58 +1,60 @@
-"""Which rank holds which tokens, in which local order.
+"""A layout: the tokens that each rank holds, in their local order.
 
     12 tokens, 3 ranks       rank 0          rank 1          rank 2
     contiguous               0 1 2 3         4 5 6 7         8 9 10 11
     zigzag                   0 1  10 11      2 3  8 9        4 5  6 7
     striped                  0 3 6 9         1 4 7 10        2 5 8 11
 
-Under a causal mask contiguous shards are unbalanced (the last rank sees W times what the first one sees); zigzag and
-striped shards see nearly equal areas. Any number of tokens and ranks will do: shards may be uneven, and empty.
+Under a causal mask, contiguous shards are unbalanced. On W ranks the last one computes almost 2 W - 1 times the cells of
+the first. Zigzag and striped shards have nearly equal areas: a zigzag rank holds an early piece, with few visible keys,
+and a late piece, with many. Any number of tokens and ranks is supported, so shards may be uneven or empty.
 
-A layout is the one source of four things that must never disagree: what the data loader hands out, the positions that
-the rotary embedding turns by, the labels, and the mask between two ranks (`local_mask`).
+A layout is the one source of four things that must agree: the shards of the data loader, the labels, the positions for
+the rotary embedding, and the masks between ranks (`local_mask`).
 
 Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brandon et al., Striped Attention (2023).
 """
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from canon.reference.arguments import place_in, plain_tensor, shown, whole
-from canon.reference.band import joined
 from canon.reference.group_state import group_state, refused_together
-from canon.reference.mask import Ints, Mask, document_ends
+from canon.reference.layout_arguments import RangesPerRank, checked_ranges
+from canon.reference.local_masks import mask_between
+from canon.reference.mask import Mask
+from canon.reference.mask_arguments import Ints, document_ends
 from canon.reference.plan_cache import cached_plan
 from canon.reference.unshard import Unshard
 
 
 class Layout:
-    """The tokens 0 .. ``tokens`` - 1, each on one rank: per rank a tuple of ranges, in local order, all of one step.
+    """The tokens 0 .. ``tokens`` - 1, each on exactly one rank.
 
+        Layout([[range(0, 2), range(6, 8)], [range(2, 6)]], 8)      rank 0: 0 1 6 7      rank 1: 2 3 4 5
+
+    Args:
+        ranges_per_rank: for each rank, its tokens as ranges in local order. All ranges have the same step.
+        tokens: the length of the whole sequence.
+
+    A layout is immutable, and compared and hashed by content.
     Raises ValueError if a token is missing or held twice, or the steps differ; TypeError if a piece is not a range.
     """
 
     __slots__ = ("_digest", "_hash", "ranges_per_rank", "tokens")
-    ranges_per_rank: tuple[tuple[range, ...], ...]
+    ranges_per_rank: RangesPerRank
     tokens: int
 
     def __init__(self, ranges_per_rank: Sequence[Sequence[range]], tokens: int):
         tokens = whole("tokens", tokens, 0)
-        _check_ranges(ranges_per_rank, tokens)
-        steps = {piece.step for ranges in ranges_per_rank for piece in ranges if len(piece) > 1} or {1}
-        if len(steps) > 1 or min(steps) < 1:
-            raise ValueError(f"the ranges of a layout must share one step >= 1, got {sorted(steps)}")
-        (step,) = steps
-        held = tuple(tuple(range(p[0], p[-1] + 1, step) for p in ranges if len(p)) for ranges in ranges_per_rank)
-        _check_partition(held, tokens, step)
-        content = (held, tokens)
+        held = checked_ranges(ranges_per_rank, tokens)
         object.__setattr__(self, "ranges_per_rank", held)
         object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "_hash", hash(content))
+        object.__setattr__(self, "_hash", hash((held, tokens)))
         object.__setattr__(self, "_digest", None)
 
     def __setattr__(self, name, value):
@@ -71,33 +73,36 @@ class Layout:
         return Layout, (self.ranges_per_rank, self.tokens)
 
     def __repr__(self) -> str:
-        shown = "; ".join(" ".join(f"{r.start}:{r.stop}:{r.step}" for r in held) for held in self.ranges_per_rank[:4])
-        return f"Layout({self.tokens} tokens on {self.ranks} ranks: {shown}{'; ...' if self.ranks > 4 else ''})"
+        first = "; ".join(" ".join(f"{r.start}:{r.stop}:{r.step}" for r in held) for held in self.ranges_per_rank[:4])
+        return f"Layout({self.tokens} tokens on {self.ranks} ranks: {first}{'; ...' if self.ranks > 4 else ''})"
 
     # ------------------------------------------------------------------ constructors
     @classmethod
     def contiguous(cls, n: int, ranks: int) -> "Layout":
-        """One piece of n tokens for each rank; sizes differ by at most 1, larger ones first."""
+        """Return one piece of n tokens for each rank. Sizes differ by at most 1; larger ones come first."""
         n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
         return cls([[piece] for piece in _pieces(n, ranks)], n)
 
     @classmethod
     def zigzag(cls, n: int, ranks: int) -> "Layout":
-        """2 x ranks pieces; rank r holds pieces r and 2 * ranks - 1 - r: one cheap, one dear under a causal mask."""
+        """Return a layout of 2 ``ranks`` pieces of n tokens: rank r holds the pieces r and 2 ``ranks`` - 1 - r.
+
+        Under a causal mask an early piece sees few keys and a late one many, so all ranks compute nearly the same area.
+        """
         n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
         pieces = _pieces(n, 2 * ranks)
         return cls([[pieces[r], pieces[2 * ranks - 1 - r]] for r in range(ranks)], n)
 
     @classmethod
     def striped(cls, n: int, ranks: int) -> "Layout":
-        """Rank r holds the tokens r, r + ranks, r + 2 * ranks, ..."""
+        """Return a layout in which rank r holds the tokens r, r + ``ranks``, r + 2 ``ranks``, ... below n."""
         n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
         return cls([[range(r, n, ranks)] for r in range(ranks)], n)
 
-    # ------------------------------------------------------------------ what can be asked
+    # ------------------------------------------------------------------ properties and methods
     @property
     def digest(self) -> str:
-        """A digest of the content, equal in every process."""
+        """SHA-256 of the content, as hexadecimal digits. Equal layouts have equal digests in every process."""
         if self._digest is None:
             content = repr((self.ranges_per_rank, self.tokens))
             object.__setattr__(self, "_digest", hashlib.sha256(content.encode()).hexdigest())
@@ -110,22 +115,26 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes the layout takes on the host."""
+        """The memory of the layout on the host, in bytes (an estimate)."""
         return 200 + 200 * sum(map(len, self.ranges_per_rank))
 
     def size(self, rank: int) -> int:
-        """The number of tokens that ``rank`` holds."""
+        """Return the number of tokens that ``rank`` holds. Raises ValueError if there is no such rank."""
         return sum(map(len, self._held(rank)))
 
     def positions(self, rank: int) -> Tensor:
-        """The place of each local token in the whole sequence: int64 [t], CPU."""
+        """Return the position of each local token in the whole sequence: int64 [t], on the CPU.
+
+        ``Layout.zigzag(8, 2).positions(0)`` is ``[0, 1, 6, 7]``. Raises ValueError if there is no such rank.
+        """
         pieces = [torch.arange(r.start, r.stop, r.step, device="cpu") for r in self._held(rank)]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def document_positions(self, rank: int, cu_seqlens: Ints) -> Tensor:
-        """The place of each local token in its own document, for the rotary embedding: int64 [t], CPU.
+        """Return the position of each local token in its own document, for the rotary embedding: int64 [t], on the CPU.
 
-        Raises ValueError or TypeError if cu_seqlens is malformed, or ends elsewhere than at ``tokens``.
+        With ``cu_seqlens=[0, 3, 8]``, rank 0 of ``Layout.zigzag(8, 2)`` gets ``[0, 1, 3, 4]``.
+        Raises ValueError or TypeError if ``cu_seqlens`` is malformed or does not end at ``tokens``.
         """
         ends = torch.tensor(document_ends(cu_seqlens), device="cpu")
         if ends[-1] != self.tokens:
@@ -135,9 +144,10 @@ class Layout:
         return positions - ends[document]
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """The tokens of ``rank`` out of a full tensor, along ``dim`` (1; 0 where packed). Differentiable.
+        """Return the tokens of ``rank``, in local order, from a full tensor. Differentiable.
 
-        Raises ValueError if ``x`` does not hold ``tokens`` tokens along ``dim``, TypeError if it is no plain tensor.
+        Args: ``x``, any tensor with ``tokens`` entries along ``dim``; ``dim``, 1 for (b, s, ...), 0 for packed tensors.
+        Raises ValueError if ``x`` does not have ``tokens`` entries along ``dim``, TypeError if it is not a plain tensor.
         """
         dim = plain_tensor("shard", x, dim)
         if x.shape[dim] != self.tokens:
@@ -147,16 +157,16 @@ class Layout:
     def unshard(
         self, x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1, *, partial_grad: bool = False
     ) -> Tensor:
-        """Gather the full tensor out of every rank's shard. A collective, forward and backward; differentiable once.
+        """Gather the full tensor from the shards of all ranks. A collective, forward and backward; differentiable once.
 
         Args:
             x: this rank's tokens along ``dim``.
             group: the ranks; their number is ``ranks``.
-            partial_grad: False takes the gradient of the full tensor to be the same on all ranks, and returns this
-                rank's part of it. True takes the gradients of the ranks as summands. They travel in the dtype of ``x``;
-                their owner adds them in rank order, in float32 (float64 for float64), and rounds the sum once.
+            partial_grad: with False, the gradient of the full tensor must be equal on all ranks. Each rank takes its own
+                part and sends nothing. With True, the gradients of the ranks are summands. They travel in the dtype of
+                ``x``. The owner adds them in rank order, in float32 (float64 for float64), and rounds the sum once.
 
-        Raises ValueError if the shard or the group does not fit the layout, TypeError if ``x`` is no plain tensor.
+        Raises ValueError if the shard or the group does not fit the layout, TypeError if ``x`` is not a plain tensor.
         """
         rank, ranks = place_in("unshard", group)
         with refused_together("unshard", group, ranks):
@@ -180,10 +190,14 @@ class Layout:
         return Unshard.apply(x.movedim(dim, 0), self, rank, group, partial_grad).movedim(0, dim)
 
     def local_mask(self, mask: Mask, q_rank: int, k_ranks: int | Sequence[int]) -> Mask:
-        """The mask between the tokens of ``q_rank`` and those of ``k_ranks``, one after another, in local coordinates.
+        """Return the mask between the queries of ``q_rank`` and the keys of ``k_ranks``, in local coordinates. Cached.
 
-        It speaks the coordinates of a buffer that holds the keys of ``k_ranks`` in that order: nothing is re-ordered.
-        Raises ValueError if the mask is not one of ``tokens`` x ``tokens``, or a rank is not one of the layout's.
+        Row i is the i-th token of ``q_rank``. Column j is the j-th row of a buffer that holds the keys of ``k_ranks`` one
+        rank after another, each in local order. So a ring step or an all-gather needs no reordering.
+        ``Layout.zigzag(8, 2).local_mask(Mask.causal(8), 0, 1)`` has tokens 0 1 6 7 as rows and 2 3 4 5 as columns: rows 2
+        and 3 see all keys.
+
+        Raises ValueError if the mask is not ``tokens`` x ``tokens``, or a rank is not one of the layout's.
         """
         if not isinstance(mask, Mask):
             raise TypeError(f"local_mask: mask must be a Mask, got {shown(mask)}")
@@ -193,6 +207,7 @@ class Layout:
         return _local_mask(self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several))
 
     def _held(self, rank: int) -> tuple[range, ...]:
+        """Return the ranges of a rank."""
         if not 0 <= whole("rank", rank) < self.ranks:
             raise ValueError(f"rank {rank} is not one of the layout's {self.ranks}: they count from 0")
         return self.ranges_per_rank[rank]
@@ -200,74 +215,12 @@ class Layout:
 
 @cached_plan
 def _local_mask(layout: Layout, mask: Mask, q_rank: int, k_ranks: tuple[int, ...]) -> Mask:
-    return mask_between(mask, layout._held(q_rank), [piece for rank in k_ranks for piece in layout._held(rank)])
-
-
-def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) -> Mask:
-    """The mask between the tokens of some ranges and those of others, in the coordinates of the two buffers."""
-    rows, columns = _placed(queries), _placed(keys)
-    bands = []
-    for q_offset, q_piece in rows:
-        for band in mask.bands:
-            if band.q_start >= q_piece.stop or band.q_stop <= q_piece.start:
-                continue
-            for k_offset, k_piece in columns:
-                if band.k_start < k_piece.stop and band.k_stop > k_piece.start:
-                    cut = band.pick(q_piece, k_piece)
-                    if cut.area:
-                        bands.append(cut.shift(q_offset, k_offset))
-    return Mask(joined(bands), sum(len(p) for _, p in rows), sum(len(p) for _, p in columns))
-
-
-def _placed(pieces: Sequence[range]) -> list[tuple[int, range]]:
-    """(offset in the buffer, tokens) of each piece; pieces that go on where the one before ends are one."""
-    placed: list[tuple[int, range]] = []
-    end = 0
-    for piece in pieces:
-        offset, last = placed[-1] if placed else (0, range(0))
-        if len(last) and last[-1] + last.step == piece.start and last.step == piece.step:
-            placed[-1] = (offset, range(last.start, piece.stop, piece.step))
-        else:
-            placed.append((end, piece))
-        end += len(piece)
-    return placed
+    keys = [piece for rank in k_ranks for piece in layout._held(rank)]
+    return mask_between(mask, layout._held(q_rank), keys)
 
 
 def _pieces(n: int, count: int) -> list[range]:
+    """Return n tokens as ``count`` ranges. Sizes differ by at most 1; larger ones come first."""
     small, larger = divmod(n, count)
     starts = [i * small + min(i, larger) for i in range(count + 1)]
     return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
-
-
-def _check_ranges(ranges_per_rank: Any, tokens: int) -> None:
-    """Raise unless each rank has a sequence of ranges, all inside 0 .. ``tokens`` - 1."""
-    if not isinstance(ranges_per_rank, Sequence):
-        raise TypeError(f"ranges_per_rank must be a list with a list of ranges by rank, got {shown(ranges_per_rank)}")
-    if not ranges_per_rank:
-        raise ValueError("ranges_per_rank must hold a list of ranges for each of one or more ranks, got []")
-    for rank, ranges in enumerate(ranges_per_rank):
-        if not isinstance(ranges, Sequence) or isinstance(ranges, range):
-            raise TypeError(f"ranges_per_rank[{rank}] must be a list of ranges, got {shown(ranges)}: put it in a list")
-        for place, piece in enumerate(ranges):
-            name = f"ranges_per_rank[{rank}][{place}]"
-            if not isinstance(piece, range):
-                raise TypeError(f"{name} must be a range, got {shown(piece)}: write range(start, stop)")
-            if piece and not (0 <= piece[0] < tokens and 0 <= piece[-1] < tokens):
-                raise ValueError(f"{name} must lie inside the layout's {tokens} tokens, got {piece}")
-
-
-def _check_partition(held: tuple[tuple[range, ...], ...], tokens: int, step: int) -> None:
-    """Every token exactly once: in each residue class of the step the pieces must form one chain."""
-    pieces = sorted(((piece, rank) for rank, ranges in enumerate(held) for piece in ranges), key=lambda x: x[0].start)
-    expected = list(range(min(step, tokens)))  # per residue class, the next token that must come
-    for piece, rank in pieces:
-        due = expected[piece.start % step] if piece.start % step < len(expected) else None
-        if piece.start != due or piece[-1] >= tokens:
-            raise ValueError(
-                f"a layout holds each of its {tokens} tokens once: {piece} of rank {rank} comes where "
-                f"token {due} is due"
-            )
-        expected[piece.start % step] = piece[-1] + step
-    missing = [token for token in expected if token < tokens]
-    if missing:
-        raise ValueError(f"a layout holds each of its {tokens} tokens once: no rank holds token {missing[0]}")

@@ -1,6 +1,6 @@
-"""A check of the ranks of a group that still run, through its store, after messages have failed.
+"""A check of the ranks of a group after messages have failed: the running ranks answer through the group's store.
 
-A thread of each process looks at the groups of its rank once a second. If a rank has raised the alarm in the store, the
+A thread of each process checks the groups of its rank once a second. If a rank has reported a failure in the store, the
 thread answers for its own rank, even while the rank waits for a message. A rank that has died or stopped does not answer.
 """
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
-ANSWER_SECONDS = 5.0  # that a rank gets to answer
+ANSWER_SECONDS = 5.0  # the time for a rank to answer
 POLL_SECONDS = 1.0
 
 _watched: WeakSet[Any] = WeakSet()
@@ -20,15 +20,15 @@ _lock = threading.Lock()
 
 
 class Liveness:
-    """Entries of the ranks of a group in its store."""
+    """The entries of the ranks of a group in its store."""
 
     def __init__(self, store: Any, rank: int, ranks: int):
         self.store, self.rank, self.ranks = store, rank, ranks
 
     def exchange(self, about: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
-        """Return what each rank writes ``about`` something, by rank, without those that write nothing in time.
+        """Write ``mine`` under the name ``about``. Return the entries of that name by rank, of ranks that write in time.
 
-        Returns None if the store does not answer: it may have died with a rank.
+        Returns None if the store does not answer, for example because its process has ended.
         """
         written = {self.rank: mine}
         try:
@@ -44,19 +44,19 @@ class Liveness:
         return dict(sorted(written.items()))
 
     def missing(self, calls: int) -> str:
-        """Return, in words, which ranks do not answer, or else which have made fewer calls than this one."""
+        """Return a text that names the ranks that do not answer, or else those with fewer calls than this rank."""
         answers = self.exchange("failure", {"calls": calls})
         if answers is None:
             return "the group's store does not answer, so the process that serves it is missing, often rank 0"
-        if silent := [str(rank) for rank in range(self.ranks) if rank not in answers]:
-            return f"rank {', '.join(silent)} is missing: it does not answer"
+        if missing := [str(rank) for rank in range(self.ranks) if rank not in answers]:
+            return f"rank {', '.join(missing)} is missing: it does not answer"
         behind = {rank: answer["calls"] for rank, answer in answers.items() if answer["calls"] < calls}
         if behind:
             return "; ".join(f"rank {rank} is missing: it runs, but is at call {made}" for rank, made in behind.items())
         return "all ranks still run"
 
     def answer(self, calls: int) -> None:
-        """Write how many calls this rank has made, if another rank has raised the alarm."""
+        """Write the number of calls of this rank if another rank has reported a failure."""
         if self.store.check(["failure"]):
             self._write("failure", {"calls": calls})
 
@@ -66,7 +66,7 @@ class Liveness:
 
 
 def watch(group_state: Any) -> None:
-    """Have ``group_state.look()`` called once a second, for as long as the object lives."""
+    """Call ``group_state.look()`` once a second in a thread, as long as the object lives."""
     with _lock:
         _watched.add(group_state)
         if not _thread or not _thread[0].is_alive():
@@ -82,4 +82,4 @@ def _look() -> None:
         for state in states:
             with suppress(Exception):  # a group may end meanwhile
                 state.look()
-        states = state = None  # hold nothing while the thread sleeps
+        states = state = None  # hold no reference while the thread sleeps

@@ -1,16 +1,20 @@
-"""Attention on one rank, tile by tile, so that no matrix of queries x keys is ever held.
+"""Attention on one rank, tile by tile. No matrix of queries x keys is ever stored.
 
-For each tile of queries, over the tiles of keys that it sees (the online softmax):
+The online softmax keeps three running values for each query: the highest score m, the total of the weights, and the weighted
+sum of the values. For each tile of queries, it loops over the tiles of keys with a visible cell:
 
-    s = scale * q k^T        m' = max(m, rowmax s)        p = exp(s - m')
-    total = exp(m - m') total + rowsum p        out = exp(m - m') out + p v
-    at the end: out / total, and lse = m + log total
+    s = scale * q k^T                           m' = max(m, rowmax s)        p = exp(s - m')
+    total = exp(m - m') total + rowsum p        weighted = exp(m - m') weighted + p v
+    after the last tile                         out = weighted / total       lse = m + log total
 
-`merge` does the same for whole results: two parts of the keys, each with its out and lse, become one. Tiles of one
-rank, hops of a ring and stages of a schedule are all put together in this way. The backward pass is in `backward.py`.
+Subtracting m' keeps exp from overflowing. The factor exp(m - m') rescales the old sums when m rises.
 
-Cost: 2 b h area (d + dv) operations. Memory beyond inputs and outputs: the running tile. Nothing is sent.
-It does not drop out, bias or soft-cap.
+`merge` joins two finished results over disjoint keys in the same way. Ring steps and magi stages are joined by `merge`.
+The gradients are in `backward.py`.
+
+Cost: 2 b h area (d + dv) FLOPs and b h area exponentials. area counts the visible cells of the mask. Nothing is sent.
+Memory beyond inputs and outputs: float32 out, b h tiles of scores, and the boolean tiles of one row of tiles.
+Limits: no dropout, bias or soft-cap.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
@@ -22,7 +26,6 @@ from torch import Tensor
 from canon.reference.backward import attention_backward
 from canon.reference.checks import (
     accumulate_dtype,
-    batched,
     check_mask,
     check_method,
     check_tensors,
@@ -48,18 +51,19 @@ def attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """softmax(scale * q k^T) v over the visible cells, and on request the logarithm of the softmax's denominator.
+    """Return softmax(scale * q k^T) v over the visible cells, differentiable in q, k and v.
 
     A query that sees no key gets out 0 and lse -inf. Keys that no query sees and queries that see no key may hold
-    anything, NaN included. Differentiable in q, k, v, through out and through lse. Under autocast q, k, v are cast as
-    `torch.nn.functional.scaled_dot_product_attention` casts them.
+    anything, NaN included. Under autocast q, k and v are cast as `torch.nn.functional.scaled_dot_product_attention`
+    casts them.
 
     Args:
-        q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b; h a multiple of g; any strides.
-        mask: who sees whom; None is causal, for as many queries as keys.
-        scale: of the scores, finite; None is 1 / sqrt(d).
-        backward: "fused", "split", "head_parallel", or "auto" (here: "split").
-        return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64).
+        q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b. h is a multiple of g. Any strides.
+        mask: the visible cells of t queries x s keys; None is causal and needs t = s.
+        scale: factor of the scores, finite; None is 1 / sqrt(d).
+        backward: "fused", "split", "head_parallel", or "auto" (in this half: "split"). See `backward.py`.
+        return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
+            for float64). It is differentiable.
 
     Raises:
         ValueError: shapes, dtypes, devices or the mask do not fit together, or ``backward`` is unknown.
@@ -71,7 +75,7 @@ def attention(
     mask, scale = default_mask(q, k, mask), default_scale(q, scale)
 
     def forward(q, k, v):
-        return attention_forward(q, k, v, mask, scale=scale)
+        return tiled_forward(q, k, v, mask, scale=scale, out_dtype=q.dtype)
 
     def differentiate(needs_grad, dout, dlse, q, k, v, out, lse):
         return attention_backward(
@@ -91,36 +95,54 @@ def attention_forward(
     scale: float | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """out (b, t, h, dv) and lse (b, h, t) of these queries over these keys alone: a result, or a part to `merge`.
+    """Return out (b, t, h, dv) and lse (b, h, t) of these queries over these keys: a whole result, or a part to `merge`.
 
-    Args: as `attention`; ``out_dtype`` of out, q's by default (the schedules ask for float32 and round once, at the
-    end). Not differentiable by itself. Raises ValueError if the arguments do not fit.
+    Args: those of `attention`. ``out_dtype`` is the dtype of out, by default that of q. Parts to be merged should be
+        float32, so that the merged result is rounded once. The result is not differentiable.
+    Raises ValueError if the arguments do not fit together.
     Source: Dao, FlashAttention-2 (2023), algorithm 1.
     """
     check_tensors(q, k, v)
     check_mask(q, k, mask)
-    packed, scale, out_dtype = q.ndim == 3, default_scale(q, scale), out_dtype or q.dtype
-    q, k, v = (x.transpose(1, 2) for x in batched(q, k, v))  # heads first: (b, heads, tokens, width)
+    packed = q.ndim == 3
+    if packed:
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    out, lse = tiled_forward(q, k, v, mask, scale=default_scale(q, scale), out_dtype=out_dtype or q.dtype)
+    return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+
+
+def tiled_forward(
+    q: Float[Tensor, "b t h d"],
+    k: Float[Tensor, "b s g d"],
+    v: Float[Tensor, "b s g dv"],
+    mask: Mask,
+    *,
+    scale: float,
+    out_dtype: torch.dtype,
+) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h t"]]:
+    """Return out and lse as `attention_forward`, without checks: the step of every forward pass."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first: (b, heads, tokens, width)
     group, accumulate = q.shape[1] // k.shape[1], accumulate_dtype(q.dtype)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=accumulate)
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulate)
-    for rows, row in visible_tiles(mask, q.device):
-        highest, total, weighted = lse[:, :, rows].clone(), torch.zeros_like(lse[:, :, rows]), out[:, :, rows].clone()
-        for columns, seen in row:
-            q_tile, k_tile, v_tile = read(q, rows, seen.any(1)), *read_keys(k, v, columns, seen, group)
-            scores = (scale * q_tile @ k_tile.mT).masked_fill(~seen, -torch.inf)
+    for queries, strip in visible_tiles(mask, q.device):
+        highest = lse[:, :, queries].clone()  # m, so far -inf
+        total, weighted = torch.zeros_like(highest), out[:, :, queries].clone()
+        for keys, visible in strip:
+            q_tile, k_tile, v_tile = read(q, queries, visible.any(1)), *read_keys(k, v, keys, visible, group)
+            scores = (scale * q_tile @ k_tile.mT).masked_fill(~visible, -torch.inf)
             new = torch.maximum(highest, scores.amax(-1))
-            finite = new.masked_fill(new == -torch.inf, 0)  # a row without a visible key so far: exp(-inf - 0) = 0
+            finite = new.masked_fill(new == -torch.inf, 0)  # exp(-inf - 0) = 0 for a query that has seen no key yet
             p = torch.exp(scores - finite[..., None])
             shrink = torch.exp(highest - finite)
             total = shrink * total + p.sum(-1)
             weighted = shrink[..., None] * weighted + p @ v_tile
             highest = new
-        some = total > 0
-        out[:, :, rows] = weighted / total.masked_fill(~some, 1)[..., None]
-        lse[:, :, rows] = torch.where(some, highest + torch.log(total.masked_fill(~some, 1)), -torch.inf)
+        some = total > 0  # False for queries that see no key
+        out[:, :, queries] = weighted / total.masked_fill(~some, 1)[..., None]
+        lse[:, :, queries] = torch.where(some, highest + torch.log(total.masked_fill(~some, 1)), -torch.inf)
     out = out.transpose(1, 2).to(out_dtype)
-    return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+    return out, lse
 
 
 @under_autocast()
@@ -130,12 +152,12 @@ def merge(
     other_out: Float[Tensor, "*b t h dv"],
     other_lse: Float[Tensor, "*b h t"],
 ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Attention over the keys of two disjoint parts: out in the dtype of ``out``, and lse.
+    """Return (out, lse) over the keys of two disjoint parts, with out in the dtype of ``out``.
 
         lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse') other_out
 
-    A part that saw nothing (lse -inf) has no weight, whatever its out holds. Not differentiable by itself.
-    Raises ValueError if the shapes differ. Source: Dao, FlashAttention-2 (2023), section 2.3.1.
+    A part in which a query sees no key (lse -inf) has no weight, whatever its out holds. The result is not
+    differentiable. Raises ValueError if the shapes differ. Source: Dao, FlashAttention-2 (2023), section 2.3.1.
     """
     if out.shape != other_out.shape or lse.shape != other_lse.shape:
         raise ValueError(
@@ -145,9 +167,9 @@ def merge(
     merged = torch.logaddexp(lse, other_lse)
 
     def weighted(part, part_lse):
-        seen = part_lse > -torch.inf
-        weight = torch.exp(part_lse - merged.masked_fill(~seen, 0)).masked_fill(~seen, 0)
-        weight, seen = (x.transpose(-1, -2)[..., None] for x in (weight, seen))  # (b, t, h, 1)
-        return weight * part.to(lse.dtype).masked_fill(~seen, 0)
+        visible = part_lse > -torch.inf
+        weight = torch.exp(part_lse - merged.masked_fill(~visible, 0)).masked_fill(~visible, 0)
+        weight, visible = (x.transpose(-1, -2)[..., None] for x in (weight, visible))  # (b, t, h, 1)
+        return weight * part.to(lse.dtype).masked_fill(~visible, 0)
 
     return (weighted(out, lse) + weighted(other_out, other_lse)).to(out.dtype), merged

@@ -1,45 +1,75 @@
-"""Magi attention: tokens are dispatched once, queries never move, and keys go only where some query sees them.
+"""Magi attention: a plan places the tokens, and each rank receives only the keys that its queries see.
 
-    layout = dispatch(mask, ranks)                  once for a pack: chunks, balanced by area, few keys to move
-    q, k, v = (layout.shard(x, rank) ...)           once: the loader, the labels and the rotary embedding follow it
-    out = magi_attention(q, k, v, mask, layout)     in every layer
-    full = layout.unshard(out)                      once, if at all
+A ring or a gather sends every key to every rank. In a pack of documents, the rank's queries see few of them.
 
-Each rank computes its queries over the keys that they see, its own and received ones (`cast_plan`, `group_cast`):
+    layout = dispatch(mask, ranks)                  plan once per pack: which rank holds which chunks of tokens
+    q, k, v = (layout.shard(x, rank) ...)           shard once: data, labels and positions follow the layout
+    out = magi_attention(q, k, v, mask, layout)     attend in every layer: queries stay, needed keys travel
+    full = layout.unshard(out)                      gather the tokens once, if at all
 
-    stages=0    | cast           | all keys |                           one exchange, then one kernel and no merge
-    stages=2    | own keys       | keys of cast 0 | keys of cast 1 |    a cast travels under the kernel before it
-                | cast 0         | cast 1         |
+    dispatch        cuts the sequence into chunks and gives each rank some of them, so that all ranks compute equally
+                    long and receive few tokens (`planner.py`)
+    group cast      one all-to-all with its own size for each pair of ranks: a rank receives K and V of the tokens
+                    that its queries see and that other ranks hold (`group_collectives.py`)
+    group reduce    the transpose: dk and dv of received tokens go back to their owners, who add them
 
-Parts are merged in float32 and rounded once. Backward, from the saved out and lse: the keys come again in the same casts (or
-were kept: ``keep_kv``), each step gives a part of dq, which stays, and float32 dk and dv of its keys, which go back to
-their owners (`group_reduce`) under the kernel after it. Own parts first, then cast by cast, and rank by rank in each.
+All ranks derive the same `CastPlan` from the mask and the layout. So each rank can send without a request.
 
-Cost, for R tokens received and S sent by a rank, b g (d + dv) = N numbers of K and V each: forward R N items of the inputs'
-dtype; backward as many again (none with keep_kv), and S N items of reduce_dtype back. Messages: one all-to-all
-a cast and pass, and as many again for the gradients. Memory: own K and V once more, two casts (keep_kv: all of them, from
-forward to backward), what is sent of one; float32 out, lse and dq. `plan_report` says R and S of each rank: their mean is
-`volume` x (W - 1) / W of the sequence.
+Forward: a step uses one buffer of keys. ``stages`` divides the received keys into that many casts:
 
-It does not move queries or outputs, and does not choose the layout or the number of stages.
+    stages=0    compute                             own keys and cast 0          one step: no overlap, nothing to merge
+                in flight    cast 0
+
+    stages=2    compute      own keys               keys of cast 0               keys of cast 1
+                in flight    cast 0                 cast 1
+
+A buffer lies in the order of arrival: own keys first (if the step has them), then by source rank. `CastPlan.local_mask`
+is the mask of that buffer. `merge` joins the steps in float32; out is rounded once.
+
+Backward: the same steps, from the saved out and lse. The keys are cast again, or were kept with ``keep_kv``. Each step gives a
+part of dq, which is added here, and dk and dv of its keys:
+
+    stages=2    compute      own keys               keys of cast 0               keys of cast 1
+                in flight    cast 0                 cast 1                       reduce of cast 0             reduce of cast 1
+
+The owner adds in float32: first its own part, then cast by cast, and within a cast rank by rank. The order is fixed, so the
+same inputs give the same bits. Gradients are rounded to reduce_dtype once, for their single message.
+
+Cost of a rank that receives R and sends S tokens. K and V of a token have N = b g (d + dv) elements of e bytes; E is for
+reduce_dtype:
+
+                         messages              bytes received
+    forward   K, V       one all-to-all        R N e
+                         for each cast
+    backward  K, V       as many               R N e; with keep_kv none
+              dk, dv     as many               S N E
+
+`plan_report` gives R and S. Over the ranks, the mean of R is `volume` (W - 1) / W times the number of tokens.
+FLOPs are those of `local.py` and `backward.py` for the cells that the rank's queries see.
+Peak memory beyond inputs and outputs: packed K and V of the own tokens and of two casts, and the rows sent in one cast. With
+keep_kv, all received K and V are kept until the backward pass. That pass also holds float32 dk and dv of the own
+tokens, those of one step, and one reduce. Forward holds float32 out twice, backward float32 dq twice.
+
+Limits: every rank takes part in every cast. A cast that no rank needs is left out of the plan. The caller chooses the
+layout and the number of stages. Whether messages overlap with computation depends on the backend; gloo does not overlap.
 
 Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.reference.backward import attention_backward, make_delta
+from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.differentiable import differentiable
 from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
 from canon.reference.layout import Layout
-from canon.reference.local import attention_forward, merge
+from canon.reference.local import merge, tiled_forward
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
 from canon.reference.planner import dispatch
@@ -62,64 +92,62 @@ def magi_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Attention of this rank's queries over the keys of all ranks: a collective, forward and backward.
+    """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
 
     Args:
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
         mask: over the whole sequence; None is causal.
-        layout: which rank holds which tokens, as `dispatch` plans it, or any other; None is contiguous.
-        stages: in how many casts the keys come, each under the kernel before it; 0 waits for all, then runs one kernel.
-        keep_kv: keep the received keys for the backward pass instead of fetching them again.
-        scale: of the scores; None is 1 / sqrt(d).
-        group: the ranks; None is all. Without an initialised process group: one rank.
-        reduce_dtype: in which dk and dv travel; None is float32 (float64 for float64).
-        backward: "fused", "split", "head_parallel" or "auto", for each step's part.
+        layout: the tokens of each rank, from `dispatch` or any other; None is contiguous.
+        stages: number of casts, each in flight during the step before it; 0 is one cast, then one step with all keys.
+        keep_kv: keep the received keys for the backward pass instead of casting them again.
+        scale: factor of the scores; None is 1 / sqrt(d).
+        group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
+        reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
+        backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options; the number of tokens is the
-    mask's, else the layout's, else W t.
+    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The number of tokens is that of
+    the mask, else that of the layout, else W t.
 
     Raises:
-        ValueError: on every rank, if the arguments of one do not fit or differ from the others'.
+        ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
 
     Source: Tao and Huang, MagiAttention (2025).
     """
-    return _magi(q, k, v, mask, layout, stages, keep_kv, scale, group, reduce_dtype, backward, return_lse)
+    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
+    return _magi(q, k, v, mask, layout, return_lse, stages=stages, keep_kv=keep_kv, **options)
 
 
 @under_autocast("q", "k", "v")
-def _magi(q, k, v, mask, layout, stages, keep_kv, scale, group, reduce_dtype, backward, return_lse):
-    call = agreed_call(
-        "magi_attention", q, k, v, mask, layout,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, stages=stages, keep_kv=keep_kv,
-    )  # fmt: skip
-    plan = cast_plan(call.mask, call.layout, stages=stages)  # once all agree: what is wrong is wrong on all ranks
+def _magi(q, k, v, mask, layout, return_lse, *, stages, keep_kv, **options):
+    call = agreed_call("magi_attention", q, k, v, mask, layout, **options, stages=stages, keep_kv=keep_kv)
+    plan = cast_plan(call.mask, call.layout, stages=stages)  # raises on all ranks, as all agree on stages
 
     def forward(q, k, v):
-        fetched: list[Tensor] = []
-        out, lse = magi_forward(q, fetch(rows(k, v), plan, call, fetched), v.shape[-1], call, plan)
-        return out.to(q.dtype), lse, *(fetched if keep_kv else ())
+        kept: list[Tensor] = []
+        out, lse = magi_forward(q, fetch(join_kv(k, v), plan, call, kept), v.shape[-1], call, plan)
+        return out.to(q.dtype), lse, *(kept if keep_kv else ())
 
     def differentiate(needs_grad, dout, dlse, q, k, v, out, lse, *kept):
-        own = rows(k, v)
-        again = ((step, together(own, came, plan, step)) for step, came in enumerate(kept))
-        steps = again if kept else fetch(own, plan, call)
+        own = join_kv(k, v)
+        steps_of_kept = ((step, key_buffer(own, received, plan, step)) for step, received in enumerate(kept))
+        steps = steps_of_kept if kept else fetch(own, plan, call)
         return magi_backward(needs_grad, dout, dlse, q, k, v, out, lse, steps, call, plan)
 
     return differentiable(q, k, v, forward, differentiate, call=call, return_lse=return_lse)
 
 
 def magi_forward(
-    q: Tensor, steps: Iterator[tuple[int, Tensor]], dv: int, call: Call, plan: CastPlan
+    q: Tensor, steps: Iterable[tuple[int, Tensor]], dv: int, call: Call, plan: CastPlan
 ) -> tuple[Tensor, Tensor]:
-    """out (b, t, h, dv) and lse (b, h, t), both in the accumulation dtype."""
+    """Return out (b, t, h, dv) and lse (b, h, t), both in the accumulation dtype. ``steps``: those of `fetch`."""
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, d = q.shape
     out = q.new_zeros(b, t, h, dv, dtype=accumulate)
     lse = q.new_full((b, h, t), -torch.inf, dtype=accumulate)
-    for step, held in steps:
-        k, v = columns(held, d)
-        part = attention_forward(q, k, v, plan.local_mask(step, call.rank), scale=call.scale, out_dtype=accumulate)
+    for step, keys in steps:
+        mask = plan.local_mask(step, call.rank)
+        part = tiled_forward(q, *split_kv(keys, d), mask, scale=call.scale, out_dtype=accumulate)
         out, lse = merge(out, lse, *part)
     return out, lse
 
@@ -127,65 +155,63 @@ def magi_forward(
 def magi_backward(
     needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    steps: Iterator[tuple[int, Tensor]], call: Call, plan: CastPlan,
+    steps: Iterable[tuple[int, Tensor]], call: Call, plan: CastPlan,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are not computed or sent."""
+    """Return dq, dk, dv of this rank's tokens in the dtype of q. A gradient that is not needed is None and not sent."""
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     t, d = q.shape[1], q.shape[-1]
     delta = make_delta(dout, out, dlse)
     dq = torch.zeros_like(q, dtype=accumulate) if needs_grad[0] else None
-    home = torch.zeros_like(rows(k, v), dtype=accumulate) if keys_need_grad else None
-    going_back = None
-    for step, held in steps:
-        dq_part, *part = attention_backward(
-            dout, q, *columns(held, d), out, lse, plan.local_mask(step, call.rank), scale=call.scale, delta=delta,
-            method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
+    own_grads = torch.zeros_like(join_kv(k, v), dtype=accumulate) if keys_need_grad else None
+    reduction = None
+    for step, keys in steps:
+        dq_part, *parts = tiled_backward(
+            dout, q, *split_kv(keys, d), lse, delta, plan.local_mask(step, call.rank),
+            scale=call.scale, method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
         )  # fmt: skip
         if dq is not None:
             dq += dq_part
-        if home is None:
+        if own_grads is None:
             continue
-        grads = rows(*part)
-        if going_back:  # it travelled while this step was computed
-            going_back.wait()
+        grads = join_kv(*parts)
+        if reduction:  # in flight during this step's computation
+            reduction.wait()
         if plan.holds_own(step):
-            home += grads[:t]
+            own_grads += grads[:t]
             grads = grads[t:]
         cast = plan.cast_of(step)
         if cast is not None:
-            going_back = GroupReduce(grads.to(call.reduce_dtype), plan, cast, call.group, home)
-    if going_back:
-        going_back.wait()
-    home = (None, None) if home is None else columns(home, d)
-    return tuple(None if x is None else x.to(q.dtype) for x in (dq, *home))
+            reduction = GroupReduce(grads.to(call.reduce_dtype), plan, cast, call.group, own_grads)
+    if reduction:
+        reduction.wait()
+    dk, dv = (None, None) if own_grads is None else split_kv(own_grads, d)
+    return tuple(None if x is None else x.to(q.dtype) for x in (dq, dk, dv))
 
 
-def fetch(
-    own: Tensor, plan: CastPlan, call: Call, received: list[Tensor] | None = None
-) -> Iterator[tuple[int, Tensor]]:
-    """(step, its keys and values), the next step's cast being started before each. ``received`` is given what came."""
+def fetch(own: Tensor, plan: CastPlan, call: Call, kept: list[Tensor] | None = None) -> Iterator[tuple[int, Tensor]]:
+    """Yield (step, its buffer of keys). The cast of the next step is started first. Received keys are appended to ``kept``."""
     casts = [plan.cast_of(step) for step in range(plan.steps)]
     start = lambda cast: None if cast is None else GroupCast(own, plan, cast, call.group)
-    coming = start(casts[0])
+    in_flight = start(casts[0])
     for step in range(plan.steps):
-        came = coming.wait() if coming else own[:0]
-        coming = start(casts[step + 1]) if step + 1 < plan.steps else None
-        if received is not None:
-            received.append(came)
-        yield step, together(own, came, plan, step)
+        received = in_flight.wait() if in_flight else own[:0]
+        in_flight = start(casts[step + 1]) if step + 1 < plan.steps else None
+        if kept is not None:
+            kept.append(received)
+        yield step, key_buffer(own, received, plan, step)
 
 
-def together(own: Tensor, came: Tensor, plan: CastPlan, step: int) -> Tensor:
-    """The buffer of a step: the own keys first, if it has them."""
-    return torch.cat([own, came]) if plan.holds_own(step) else came
+def key_buffer(own: Tensor, received: Tensor, plan: CastPlan, step: int) -> Tensor:
+    """Return the keys of a step: its own ones first, if it has them, then the received ones."""
+    return torch.cat([own, received]) if plan.holds_own(step) else received
 
 
-def rows(k: Tensor, v: Tensor) -> Tensor:
-    """K and V as one row for each token: (t, b, g, d + dv)."""
+def join_kv(k: Tensor, v: Tensor) -> Tensor:
+    """Return K and V as one row for each token, (t, b, g, d + dv), so that one message moves both."""
     return torch.cat([k, v], -1).transpose(0, 1).contiguous()
 
 
-def columns(x: Tensor, d: int) -> Sequence[Tensor]:
-    """K (b, t, g, d) and V (b, t, g, dv) of such rows."""
-    return x.transpose(0, 1).split([d, x.shape[-1] - d], -1)
+def split_kv(packed: Tensor, d: int) -> Sequence[Tensor]:
+    """Return K (b, t, g, d) and V (b, t, g, dv) of packed rows."""
+    return packed.transpose(0, 1).split([d, packed.shape[-1] - d], -1)

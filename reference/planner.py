@@ -1,34 +1,35 @@
-"""Which rank gets which chunks of a sequence, so that ranks compute equally and move few keys.
+"""Plans of a layout: assign the chunks of a sequence to ranks, so that ranks compute equally and receive few keys.
 
-The sequence is cut in chunks, which stay whole. Each has an *area* (cells of the mask in its rows) and a *need* (the keys
-that its queries see, and its own tokens). A rank computes the sum of its chunks' areas; it receives what its chunks
-together need and are not themselves:
+The sequence is cut into chunks, which stay whole. A chunk has an *area*, the visible cells in its rows, and a *need*, its
+own tokens and the keys that its queries see. A rank computes the sum of its areas. It receives the union of its needs
+without its own tokens:
 
     documents    aaaaaaaaaaaaaa bb cc dddddd     chunk    area     need
     chunks       0000 1111 2222 3333 4444 55     1        22       0 and 1 of document a
                                                  3        9        12.. of a; b; c's first
 
-The aim, in whole numbers, so that every rank on any machine decides alike:
+Aim, in whole numbers, so that every rank on any machine decides alike:
 
-    1. make  max over ranks of max(area / cells_per_us, received / tokens_per_us)  small; below `imbalance` times the lower
-       bound of the computing part, max(mean area, largest chunk), it is small enough
-    2. receive few tokens in all
+    1. minimise the peak, max over ranks of max(area / cells_per_us, received / tokens_per_us). Stop at `imbalance` times
+       the lower bound of the computing part, max(mean area, largest chunk)
+    2. minimise the sum of received tokens
 
-and three steps towards it:
+Three steps:
 
-    starts    *greedy*: largest chunk first, to the rank that it adds the fewest needed tokens to and whose area stays below
-              a limit, with room kept for the slots that are still free; for three limits from perfect balance to the
-              imbalance allowed. *contiguous*, best for a window. *zigzag*, best for one causal document.
-    swaps     pairs of ranks, one after another, exchange the two chunks that bring the most, until none gains or the number of
-              swaps is used up; first from the best start, then from the others that are not far behind
-    choice    the best of the starts and of what the swaps made of them; where several are balanced well enough, the one with
-              the least peak x traffic, so that balance is not given away for nothing
+    starts    *greedy*: largest chunk first, to the rank that needs the fewest additional keys and keeps its area below a
+              limit. Room is reserved for the free slots. Three limits, from perfect balance to the allowed imbalance.
+              *contiguous*, best for a window. *zigzag*, best for one causal document.
+    swaps     pairs of ranks exchange the two chunks that gain most, until no pair gains or the number of swaps is used up:
+              first from the best start, then from each other start that is not much worse
+    choice    the best of all these plans. Among several with enough balance, the one with the least peak x traffic, so that
+              balance is not given up without need
 
-Every rank gets as many chunks as the others, or one less: empty chunks fill up the last slots. A short last chunk counts as one
-of those, and no rank gets two of them, so token counts differ by at most a chunk.
+All ranks get equally many chunks, or one less: empty chunks fill the last slots. A short last chunk counts as empty, and
+no rank gets two of them. So token counts differ by at most one chunk.
 
-Cost: a round of swaps scores chunks^2 / 2 of them; `canon.fast.planner` makes the same plans sooner. Nothing is sent. It
-does not move queries, cut chunks, or know one rank from another (nodes, faster links).
+Cost: a round of swaps scores chunks^2 / 2 of them; `canon.fast.planner` makes the same plans faster. Nothing is sent.
+Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast. This file exceeds 200
+lines, so that the whole search stays on one page.
 
 Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025); longest first, Graham,
 Bounds on multiprocessing timing anomalies (1969).
@@ -45,22 +46,24 @@ from canon.reference.chunks import (
     Held,
     area_of,
     chunks_of,
+    contiguous,
     is_real,
     need_of,
     received_by,
     size_of,
     tokens_of,
+    zigzag,
 )
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan import checked_dispatch
+from canon.reference.plan_arguments import checked_dispatch
 from canon.reference.plan_cache import cached_plan
 
 __all__ = ["dispatch"]
 
-RESERVE = 8  # a free slot is kept the smallest area, and an eighth of what an average chunk to come is larger
-
-HOPELESS = 2  # how many times the best peak x traffic found so far a start may have, to be worth swaps
+# The area reserved for a free slot: that of the smallest chunk, plus 1 / RESERVE of the difference to the mean of the rest.
+RESERVE = 8
+HOPELESS = 2  # a balanced start gets no swaps if its peak x traffic is more than HOPELESS times the best
 
 
 def dispatch(
@@ -73,29 +76,29 @@ def dispatch(
     tokens_per_us: int = 18,
     swaps_per_chunk: int = 1,
 ) -> Layout:
-    """Which rank holds which tokens: chunks of the sequence, so that ranks work equally and move few keys.
+    """Return a layout in which ranks compute equally and receive few keys. Deterministic, equal on all ranks; cached.
 
-    The plan minimises the largest over the ranks of max(computing, receiving), down to ``imbalance`` times the least
-    that computing can take; among plans below that, the traffic. Pure, deterministic and equal on all ranks; cached.
+    The plan minimises the time of the slowest rank, max(computing, receiving), down to ``imbalance`` times the lower
+    bound of computing. Among plans below that, it minimises the traffic.
 
     Args:
-        mask: over the whole sequence, as many queries as keys.
-        ranks: how many share it.
-        chunk: tokens that stay together; the last chunk may be short. Each rank gets as many chunks as the others, or
-            one less, and token counts differ by at most one chunk. None means 1024, or less for short sequences: at
-            least 8 chunks a rank, because fewer balance badly (`canon.reference.plan.default_chunk`).
-        imbalance: largest work over the lower bound, max(mean over the ranks, largest chunk), that is good enough.
-        cells_per_us, tokens_per_us: the assumed rates: query-key pairs, of all heads, that a rank computes in a
-            microsecond, and tokens whose K and V it receives; forward and backward together. (The defaults: 64 heads of
-            width 128, 14 * 64 * 128 operations a cell at 500 TFLOP/s; 8 key heads, 16 KB a token at 300 GB/s.)
-        swaps_per_chunk: how many swaps may be made, over all starts, for each chunk.
+        mask: over the whole sequence, with as many queries as keys.
+        ranks: the number of ranks.
+        chunk: the tokens that stay together; the last chunk may be short. All ranks get equally many chunks, or one
+            less, and token counts differ by at most one chunk. None means 1024, or less for short sequences: fewer than
+            8 chunks per rank balance badly (`canon.reference.plan_arguments.default_chunk`).
+        imbalance: the largest area, divided by its lower bound max(mean over the ranks, largest chunk), that is accepted.
+        cells_per_us, tokens_per_us: the assumed rates of a rank, forward and backward together. It computes that many
+            query-key pairs, of all heads, and receives K and V of that many tokens in a microsecond. The defaults: 64
+            heads of width 128, 14 * 64 * 128 FLOPs per cell at 500 TFLOP/s; 8 key heads, 16 KB per token at 300 GB/s.
+        swaps_per_chunk: the number of swaps allowed over all starts, divided by the number of chunks.
 
     Raises:
-        ValueError: the mask is not square, or a number is out of its range.
-        TypeError: an argument is of another type.
+        ValueError: the mask is not square, or a number is out of range.
+        TypeError: an argument has a wrong type.
 
     Warns:
-        UserWarning: an explicit chunk is so long that ranks hold no token, though there are tokens for all of them.
+        UserWarning: an explicit chunk is so long that ranks hold no token, although there are enough tokens.
 
     Source: the module's docstring.
     """
@@ -109,10 +112,10 @@ def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_
     aim = Aim(chunks, ranks, imbalance, cells_per_us, tokens_per_us)
     slacks = (Fraction(1), (1 + imbalance) / 2, imbalance)
     starts = [_greedy(chunks, ranks, int(aim.bound * slack)) for slack in slacks]
-    starts += [_zigzag(chunks, ranks), _contiguous(chunks, ranks)]
+    starts += [zigzag(chunks, ranks), contiguous(chunks, ranks)]
     found = sorted(starts, key=aim.score)
     swaps = swaps_per_chunk * sum(map(is_real, chunks))
-    for start in found[:]:  # the best first: it gets what it needs of the swaps
+    for start in found[:]:  # the best start comes first and may use up all swaps
         peak, best = min(map(aim.score, found))
         if peak == aim.allowed and aim.score(start)[1] > HOPELESS * best:
             continue
@@ -123,40 +126,9 @@ def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_
     return Layout([tokens_of(held) for held in best], mask.queries)
 
 
-# ---------------------------------------------------------------------- starts
-def _contiguous(chunks: Held, ranks: int) -> Assignment:
-    """Neighbours together; the first ranks get the empty chunks, one each."""
-    return _filled(chunks, [_counts(chunks, ranks)])
-
-
-def _zigzag(chunks: Held, ranks: int) -> Assignment:
-    """A cheap and a dear half for each rank; the last ranks get the empty chunks, as the first has the short one."""
-    if len(chunks) <= ranks:  # one slot: no halves
-        return _contiguous(chunks, ranks)
-    counts = _counts(chunks, ranks)[::-1]
-    return _filled(chunks, [[(count + 1) // 2 for count in counts], [count // 2 for count in counts]])
-
-
-def _counts(chunks: Held, ranks: int) -> list[int]:
-    """Chunks that are not empty, for each rank: fewer on the first ones."""
-    fewer, more = divmod(sum(map(is_real, chunks)), ranks)
-    return [fewer + (rank >= ranks - more) for rank in range(ranks)]
-
-
-def _filled(chunks: Held, halves: list[list[int]]) -> Assignment:
-    """Chunks in order to rank 0, 1, ... for the first half, then to ..., 1, 0 for the second; empty ones at the end."""
-    numbers, slots = iter(chunks), len(chunks) // len(halves[0])
-    assignment: Assignment = [[] for _ in halves[0]]
-    for turn, half in enumerate(halves):
-        for rank in range(len(half))[:: -1 if turn else 1]:
-            assignment[rank] += [next(numbers) for _ in range(half[rank])]
-    for held in assignment:
-        held += [next(numbers) for _ in range(slots - len(held))]
-    return assignment
-
-
+# ---------------------------------------------------------------------- the greedy start
 def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
-    """Largest chunk first, to the rank that already needs most of its keys, if its area stays below ``limit``."""
+    """Assign the largest chunk first, to the rank that already needs most of its keys and keeps its area below ``limit``."""
     slots, most_full = len(chunks) // ranks if chunks else 0, ranks - sum(chunk.small for chunk in chunks)
     assignment: Assignment = [[] for _ in range(ranks)]
     order = sorted(chunks, key=lambda chunk: (-chunk.area, chunk.number))
@@ -177,7 +149,10 @@ def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
 
 
 def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most_full: int) -> bool:
-    """At most one small chunk a rank; so as many ranks as there are small chunks must keep a slot for one."""
+    """Return whether a rank may take the chunk: each rank holds at most one small chunk.
+
+    So as many ranks as there are small chunks must keep a slot for one.
+    """
     has_small = any(other.small for other in held)
     whole = len(held) - has_small
     if len(held) == slots or chunk.small:
@@ -188,9 +163,9 @@ def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most
 
 # ---------------------------------------------------------------------- swaps
 def _descended(assignment: Assignment, aim: Aim, most: int) -> tuple[Assignment, int]:
-    """The assignment after up to ``most`` swaps, pair after pair of ranks, until a round brings nothing; their number."""
+    """Return the assignment after up to ``most`` swaps and their number. Stop after a round in which no pair gains."""
     assignment, made = assignment[:], 0
-    settled: set[tuple[int, int]] = set()  # pairs that had nothing to gain, and have not changed since
+    settled: set[tuple[int, int]] = set()  # pairs without a gain that have not changed since
     while made < most:
         before = made
         for pair in combinations(range(len(assignment)), 2):
@@ -210,7 +185,7 @@ def _descended(assignment: Assignment, aim: Aim, most: int) -> tuple[Assignment,
 
 
 def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
-    """Both ranks after the exchange of two chunks that gains the most, or None. Ties: the first of mine, of theirs."""
+    """Return both ranks after the swap of two chunks that gains most, or None. Ties: the first chunk of mine, of theirs."""
 
     def worth(cost_here: int, cost_there: int, traffic: int) -> tuple[int, int]:
         return max(cost_here, cost_there, aim.allowed), traffic
@@ -219,7 +194,7 @@ def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
     costs = [aim.cost(area_of(held), each) for held, each in zip((mine, theirs), received, strict=True)]
     best, result = worth(*costs, sum(received)), None
     if not need_of(mine) & need_of(theirs) and max(costs) <= aim.allowed:
-        return None  # no key in common: a swap cannot save any
+        return None  # no common key: a swap cannot save traffic
     rest_of_mine, rest_of_theirs = _rests(mine), _rests(theirs)
     areas, sizes = ([f(held) for held in (mine, theirs)] for f in (area_of, size_of))
     for x, y in product(range(len(mine)), range(len(theirs))):
@@ -236,13 +211,15 @@ def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
 
 
 def _rests(held: Held) -> list[int]:
-    """For each chunk, what the others need."""
+    """Return, for each chunk, the need of the others."""
     return [need_of(held[:i] + held[i + 1 :]) for i in range(len(held))]
 
 
 def _has_two_small(held: Held, leaves: Chunk, comes: Chunk) -> bool:
+    """Return whether the rank would hold two small chunks after the swap."""
     return comes.small and not leaves.small and any(chunk.small for chunk in held)
 
 
 def _exchanged(held: Sequence[Chunk], leaves: Chunk, comes: Chunk) -> Held:
+    """Return the chunks of the rank after the swap, ascending."""
     return sorted([chunk for chunk in held if chunk is not leaves] + [comes], key=lambda chunk: chunk.number)

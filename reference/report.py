@@ -1,21 +1,21 @@
-"""The worth of a plan: the work and the traffic of each rank, and their ratios to the bounds. No algorithm."""
+"""The quality of a plan: the work and the traffic of each rank, and their ratios to the bounds."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The worth of a plan: areas in visible cells, traffic in tokens. A K and a V move with each token."""
+    """The quality of a plan: areas in visible cells, traffic in tokens. K and V of each token move."""
 
     tokens: int
     areas: tuple[int, ...]  # by rank
     received: tuple[int, ...]
     sent: tuple[int, ...]
-    largest_chunk: int  # the area of the largest piece that a plan may not divide
+    largest_chunk: int  # the largest area of a chunk, which a plan may not divide
 
     @property
     def balance(self) -> float:
-        """The largest area over the lower bound; 1 is perfect."""
+        """The largest area divided by its lower bound; 1 is perfect."""
         return max(self.areas) / self.lower_bound if self.lower_bound else 1.0
 
     @property
@@ -25,17 +25,17 @@ class PlanReport:
 
     @property
     def volume(self) -> float:
-        """All tokens received, over those that an all-gather moves."""
+        """The tokens that all ranks receive, divided by those that an all-gather moves."""
         return sum(self.received) / self._all_gather if self._all_gather else 0.0
 
     @property
     def worst_receive(self) -> float:
-        """The most tokens that a rank receives, over those that it receives in an all-gather."""
+        """The most tokens that a rank receives, divided by those that it receives in an all-gather."""
         return max(self.received) * len(self.areas) / self._all_gather if self._all_gather else 0.0
 
     @property
     def worst_send(self) -> float:
-        """The most tokens that a rank sends, over those that it sends in an all-gather."""
+        """The most tokens that a rank sends, divided by those that it sends in an all-gather."""
         return max(self.sent) * len(self.areas) / self._all_gather if self._all_gather else 0.0
 
     @property
@@ -63,6 +63,6 @@ class PlanReport:
 
 
 def _bar(value: int, most: int, width: int) -> str:
-    """Eighths of a character: a bar of the full width is ``most``."""
+    """Return a bar in steps of an eighth of a character. A bar of ``width`` characters is ``most``."""
     eighths = 8 * width * value // most if most else 0
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()

@@ -1,33 +1,67 @@
-"""Ring attention: queries stay, keys and values go round the ranks and are used as they pass.
+"""Ring attention: queries stay on their rank, keys and values travel round all ranks.
 
-Rank r holds the tokens that the layout gives it. At step s it holds the keys and values of rank r - s (mod W):
+Each of W ranks holds q, k and v of its own tokens. At step s rank r uses K and V of rank r - s (mod W), their owner. During
+the step it sends them to rank r + 1 and receives the next ones from rank r - 1:
 
     4 ranks      step 0    step 1    step 2    step 3
-    rank 0       K0        K3        K2        K1            every step: send what you hold to rank r + 1,
-    rank 1       K1        K0        K3        K2            receive from rank r - 1, and meanwhile attend
-    rank 2       K2        K1        K0        K3
-    rank 3       K3        K2        K1        K0
+    rank 0       K0 V0     K3 V3     K2 V2     K1 V1
+    rank 1       K1 V1     K0 V0     K3 V3     K2 V2
+    rank 2       K2 V2     K1 V1     K0 V0     K3 V3
+    rank 3       K3 V3     K2 V2     K1 V1     K0 V0
 
-Forward: each step gives a part (out, lse) over one rank's keys; parts are merged in float32, rounded once at the end.
+Forward: each step gives out and lse over the keys of one owner. `merge` joins them in float32; out is rounded once.
 
-Backward: two rings. K and V go round again; they are not kept, so memory does not grow with W. The float32 gradients
-dk and dv of a block travel with it, one step behind: each rank adds its part to what it received and sends the sum on.
-A rank keeps its own part of its own keys' gradient at home and adds it last: W - 1 gradient hops, not W. For rank 0:
+Backward: K and V travel a second time, because no rank saved them. dk and dv follow one step behind. The path of dK0:
 
-    4 ranks      step 0    step 1         step 2         step 3         after
-    rank 1       -         dK0 of 1       .              .              .
-    rank 2       -         .              + dK0 of 2     .              .
-    rank 3       -         .              .              + dK0 of 3     .
-    rank 0       dK0 of 0  .              .              .              + all three
+    step 0    rank 0 computes its own part and keeps it
+    step 1    rank 1 computes a part and sends it to rank 2
+    step 2    rank 2 adds its part and sends the sum to rank 3
+    step 3    rank 3 adds its part and sends the sum to rank 0
+    end       rank 0 adds the sum to its own part: W - 1 hops
 
-So each gradient is summed in one fixed order: same inputs, same bits. (Left to autograd, a ring breaks: a rank that
-skips a block it cannot see would never make its share of the reverse sends.)
+So the parts for owner o are always added in the order o + 1, o + 2, ..., o (mod W). The same inputs give the same bits.
+A sum is added in float32 and rounded to reduce_dtype for each hop.
 
-Cost, for b t g (d + dv) = N numbers of K and V a rank: forward W - 1 messages and (W - 1) N items of the inputs' dtype;
-backward as many again, and W - 1 messages and (W - 1) N items of reduce_dtype. Memory: two blocks of K and V, two
-of dk and dv, float32 out, lse and dq. Empty shards send nothing.
+Balance under a causal mask: a step lasts as long as its slowest rank, so the ranks need equal work at *every* step.
+Zigzag cuts n = 2Wc tokens into 2W chunks of c tokens. Rank r holds the early chunk r and the late chunk 2W - 1 - r:
 
-It does not overlap by itself: `post` starts a hop before the step that it runs under, but plain PyTorch decides.
+    chunk    0  1  2  3  4  5  6  7
+    rank     0  1  2  3  3  2  1  0
+
+A chunk of queries sees all keys of an earlier chunk, its own keys causally, and no keys of a later chunk. For rank 1:
+
+                          own keys:           keys of rank 0:     keys of rank 2:
+                          1         6         0         7         2         5
+    queries of chunk 1    causal    -         full      -         -         -
+    queries of chunk 6    full      causal    full      -         full      full
+
+Proof that the work is equal, for rank r and owner o of the keys. A tile is c x c cells. Every early chunk precedes every
+late one, because r < W <= 2W - 1 - o.
+
+    o = r    one full tile and two causal ones: c^2 + 2 c (c + 1) / 2 = 2 c^2 + c cells
+    o < r    o < r < 2W-1-r < 2W-1-o: both query chunks follow chunk o, neither follows 2W-1-o: two full tiles, 2 c^2
+    o > r    r < o < 2W-1-o < 2W-1-r: the late query chunk follows both key chunks, the early one neither: 2 c^2
+
+At step 0 every rank has o = r, at later steps none has. So at every step all ranks compute equally many cells. In all
+they compute W (2 W c^2 + c) = n (n + 1) / 2 cells, the whole causal mask. With contiguous shards of 2c tokens, a step has
+4 c^2 cells where o < r and none where o > r. The last rank is never idle: the ring takes about 2 - 1/W times as long.
+Striped shards balance too: query i W + r sees key j W + o if j < i, or if j = i and o <= r. Every step is causal, with
+or without its diagonal. `Layout.local_mask` finds all of these cases: the code below has none of them.
+
+Cost of a rank, for equal shards of t tokens. K and V have N = b t g (d + dv) elements of e bytes; E is for reduce_dtype:
+
+                         hops     bytes sent, and as many received
+    forward   K, V       W - 1    (W - 1) N e
+    backward  K, V       W - 1    (W - 1) N e
+              dk, dv     W - 1    (W - 1) N E
+
+In bfloat16 with float32 gradients that is 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward.
+A hop is one message for each of its two tensors. FLOPs are those of `local.py` and `backward.py` for the cells that the
+rank's queries see. Peak memory beyond inputs and outputs does not grow with W: 3 N elements of K and V; two float32 out
+or dq. The backward pass has up to 5 N elements of dk and dv: own part, new part, new sum, sent and received.
+`Hop` starts a transfer before the step's computation. Whether they overlap depends on the backend; gloo does not overlap.
+
+Limits: every rank takes part in every hop, even in a step where its queries see no key. Empty shards are not sent.
 
 Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-flash-attention issue 2 (2024), and
 mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).
@@ -41,12 +75,12 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.reference.backward import attention_backward, make_delta
+from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.differentiable import differentiable
 from canon.reference.layout import Layout
-from canon.reference.local import attention_forward, merge
+from canon.reference.local import merge, tiled_forward
 from canon.reference.mask import Mask
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
@@ -65,27 +99,28 @@ def ring_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Attention of this rank's queries over the keys of all ranks: a collective, forward and backward.
+    """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
 
     Args:
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
         mask: over the whole sequence; None is causal.
-        layout: which rank holds which tokens; None is contiguous.
-        scale: of the scores; None is 1 / sqrt(d).
-        group: the ranks; None is all. Without an initialised process group: one rank.
-        reduce_dtype: in which dk and dv travel; None is float32 (float64 for float64).
-        backward: "fused", "split", "head_parallel" or "auto", for each step's part.
+        layout: the tokens of each rank; None is contiguous.
+        scale: factor of the scores; None is 1 / sqrt(d).
+        group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
+        reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
+        backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options; the number of tokens is the
-    mask's, else the layout's, else W t.
+    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The number of tokens is that of
+    the mask, else that of the layout, else W t.
 
     Raises:
-        ValueError: on every rank, if the arguments of one do not fit or differ from the others'.
+        ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
 
     Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
     """
-    return _ring("ring_attention", q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse)
+    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
+    return _ring("ring_attention", q, k, v, mask, layout, return_lse, **options)
 
 
 def zigzag_attention(
@@ -100,18 +135,19 @@ def zigzag_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """`ring_attention` over `Layout.zigzag`: under a causal mask every rank has the same work at every step.
+    """Return `ring_attention` over `Layout.zigzag`: equal work for all ranks at every step of a causal mask.
 
-    With 2b tokens a rank, `Layout.local_mask` turns the causal mask into three cases:
+    With 2c tokens on a rank, `Layout.local_mask` turns the causal mask into three cases:
 
-        the own block        Mask.causal(2b)
-        an earlier rank's    all queries x the first half of its keys
-        a later rank's       the second half of the queries x all its keys
+        own keys                     Mask.causal(2 * c)
+        keys of an earlier rank      all queries x the first c keys
+        keys of a later rank         the last c queries x all keys
 
     Arguments, shapes, results and ValueErrors are those of `ring_attention`.
     Source: Zilin Zhu, ring-flash-attention issue 2 (2024); mlc-ai/Pith-Train pull request 39.
     """
-    return _ring("zigzag_attention", q, k, v, mask, Layout.zigzag, scale, group, reduce_dtype, backward, return_lse)
+    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
+    return _ring("zigzag_attention", q, k, v, mask, Layout.zigzag, return_lse, **options)
 
 
 def striped_attention(
@@ -126,31 +162,21 @@ def striped_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """`ring_attention` over `Layout.striped`: under a causal mask every step is causal, with or without its diagonal.
+    """Return `ring_attention` over `Layout.striped`: every step of a causal mask is causal, perhaps without its diagonal.
 
     Arguments, shapes, results and ValueErrors are those of `ring_attention`.
     Source: Brandon et al., Striped Attention (2023).
     """
-    return _ring("striped_attention", q, k, v, mask, Layout.striped, scale, group, reduce_dtype, backward, return_lse)
+    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
+    return _ring("striped_attention", q, k, v, mask, Layout.striped, return_lse, **options)
 
 
 @under_autocast("q", "k", "v")
 def _ring(
-    function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    layout: Layout | Callable[[int, int], Layout] | None,
-    scale: float | None,
-    group: dist.ProcessGroup | None,
-    reduce_dtype: torch.dtype | None,
-    backward: str,
-    return_lse: bool,
-):
-    call = agreed_call(
-        function, q, k, v, mask, layout, scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward
-    )
+    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None,
+    layout: Layout | Callable[[int, int], Layout] | None, return_lse: bool, **options,
+):  # fmt: skip
+    call = agreed_call(function, q, k, v, mask, layout, **options)
 
     def forward(q, k, v):
         out, lse = ring_forward(q, k, v, call)
@@ -160,16 +186,16 @@ def _ring(
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """out (b, t, h, dv) and lse (b, h, t), both in the accumulation dtype."""
+    """Return out (b, t, h, dv) and lse (b, h, t), both in the accumulation dtype."""
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, _ = q.shape
     out = q.new_zeros(b, t, h, v.shape[-1], dtype=accumulate)
     lse = q.new_full((b, h, t), -torch.inf, dtype=accumulate)
     held = [k.contiguous(), v.contiguous()]
     for step in range(call.ranks):
-        owner = (call.rank - step) % call.ranks  # whose keys are here
-        hop = post(held, step + 1, call) if step + 1 < call.ranks else None
-        part = attention_forward(q, *held, call.local_mask(owner), scale=call.scale, out_dtype=accumulate)
+        owner = (call.rank - step) % call.ranks  # of the keys that this rank holds now
+        hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
+        part = tiled_forward(q, *held, call.local_mask(owner), scale=call.scale, out_dtype=accumulate)
         out, lse = merge(out, lse, *part)
         held = hop.wait() if hop else held
     return out, lse
@@ -179,56 +205,60 @@ def ring_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are not computed or sent."""
+    """Return dq, dk, dv of this rank's tokens in the dtype of q. A gradient that is not needed is None and not sent."""
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     delta = make_delta(dout, out, dlse)
     dq = torch.zeros_like(q, dtype=accumulate) if needs_grad[0] else None
     held, gradient_hop = [k.contiguous(), v.contiguous()], None
-    home: list = [None, None]  # dk and dv of the own keys
+    own_part: list = [None, None]  # dk and dv of this rank's keys from its own queries
     for step in range(call.ranks):
         owner = (call.rank - step) % call.ranks
-        hop = post(held, step + 1, call) if step + 1 < call.ranks else None
-        dq_part, *part = attention_backward(
-            dout, q, *held, out, lse, call.local_mask(owner), scale=call.scale, delta=delta, method=call.backward,
-            grad_dtype=accumulate, needs_grad=needs_grad,
+        hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
+        dq_part, *part = tiled_backward(
+            dout, q, *held, lse, delta, call.local_mask(owner),
+            scale=call.scale, method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
         )  # fmt: skip
         if dq is not None:
             dq += dq_part
-        if gradient_hop:  # what the ranks before this one found for the same keys
-            part = [mine + received.to(accumulate) for mine, received in zip(part, gradient_hop.wait(), strict=True)]
+        if gradient_hop:  # the sum of the ranks that used these keys at earlier steps
+            part = _plus_received(part, gradient_hop)
         if step == 0:
-            home = part
+            own_part = part
         elif keys_need_grad:
-            gradient_hop = post([x.to(call.reduce_dtype).contiguous() for x in part], step + 1, call)
+            gradient_hop = Hop([x.to(call.reduce_dtype).contiguous() for x in part], step + 1, call)
         held = hop.wait() if hop else held
     if gradient_hop:
-        home = [mine + received.to(accumulate) for mine, received in zip(home, gradient_hop.wait(), strict=True)]
-    return tuple(None if x is None else x.to(q.dtype) for x in (dq, *home))
+        own_part = _plus_received(own_part, gradient_hop)
+    return tuple(None if x is None else x.to(q.dtype) for x in (dq, *own_part))
 
 
-class post:
-    """Start one hop: what this rank holds goes to the next rank, what the previous one holds comes in.
+def _plus_received(part: list[Tensor], hop: "Hop") -> list[Tensor]:
+    return [mine + received.to(mine.dtype) for mine, received in zip(part, hop.wait(), strict=True)]
 
-    ``step`` is the step at which the received block will be used; it is then that of rank ``rank - step``, whose number
-    of tokens the layout knows, so nothing need be asked. `wait` returns the received tensors.
+
+class Hop:
+    """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the previous rank.
+
+    The received block is used at ``step``. Its owner is then rank - step, and the layout gives its number of tokens.
     """
 
     def __init__(self, tensors: list[Tensor], step: int, call: Call):
         tokens = call.layout.size((call.rank - step) % call.ranks)
         self.received = [x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in tensors]
-        self.sent = tensors  # kept alive until they have left
-        after, before = ((call.rank + way) % call.ranks for way in (1, -1))
-        operations = [_operation(dist.isend, x, after, call) for x in tensors if x.numel()]
-        operations += [_operation(dist.irecv, x, before, call) for x in self.received if x.numel()]
+        self.sent = tensors  # keeps the memory until the transfer ends
+        following, previous = ((call.rank + offset) % call.ranks for offset in (1, -1))
+        operations = [_operation(dist.isend, x, following, call) for x in tensors if x.numel()]
+        operations += [_operation(dist.irecv, x, previous, call) for x in self.received if x.numel()]
         self.requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
+        """Wait for the transfer and return the received tensors."""
         for request in self.requests:
             request.wait()
         return self.received
 
 
 def _operation(kind: Callable, tensor: Tensor, peer: int, call: Call) -> dist.P2POp:
-    everyone = dist.group.WORLD if call.group is None else call.group
-    return dist.P2POp(kind, tensor, dist.get_global_rank(everyone, peer), call.group)
+    group = dist.group.WORLD if call.group is None else call.group
+    return dist.P2POp(kind, tensor, dist.get_global_rank(group, peer), call.group)

@@ -1,33 +1,55 @@
-"""Strided attention: keys and values of a few heads at a time are gathered from all ranks, and used in one go.
+"""Strided attention: gather K and V of a few heads from all ranks, compute these heads, go on to the next heads.
 
-Rank r holds the tokens that the layout gives it. For each group of key heads, all ranks' K and V come together; the
-query heads that share them see all their keys at once, so nothing is merged. While a group is computed, the next one is
-on its way, and so are the gradients of the one before. A backward pass of three groups of key heads:
+Each of W ranks holds q, k and v of its own tokens. A *head group* is `head_stride` neighbouring key heads and the query
+heads that share them. Each step works on one head group. With 8 query heads, 4 key heads and head_stride = 2:
 
-    step         0            1            2
-    gather     0 | 1          2
-    compute      | 0          1            2
-    reduce       |            0            1     | 2
-               exposed                          exposed
+    step    gathered from all ranks     computed on rank r                          sent to the owners of the keys
+    0       K, V of key heads 0, 1      query heads 0-3 of r x keys of all ranks    dk, dv of key heads 0, 1
+    1       K, V of key heads 2, 3      query heads 4-7 of r x keys of all ranks    dk, dv of key heads 2, 3
 
-Nothing runs beside the first gather and the last reduction. So the first and the last group may be split into
-[f, s-f] and [s-l, l]: see `strides.py`. K and V of the first step travel as one message (`pack_first`), those of the others
-as two.
+A query sees all its keys in one step, so no results are merged: out is rounded once, by the step that computes it. The
+outputs of the steps are concatenated along the heads.
 
-Gathered keys stand in rank order, whatever the layout, and `Layout.local_mask` speaks that order: nothing is re-ordered.
-Each rank then has a float32 part of the gradient of every rank's keys. The parts are exchanged all to all and each rank adds
-up those of its own tokens in rank order: one fixed order, so the same inputs give the same bits.
+Gathered keys lie in rank order, rank 0's tokens first. They are not sorted by position: `Layout.local_mask` gives the mask
+between this rank's queries and that buffer, for every layout.
 
-Cost, for b t g (d + dv) = N numbers of K and V a rank, all shards equal, W ranks and n steps: forward 2 n messages (one
-less if packed) with which each rank receives (W - 1) N items of the inputs' dtype; backward as many again, and n messages
-and (W - 1) N items of reduce_dtype. Uneven shards are gathered padded to the largest. Memory: two groups' K and V of all
-ranks, and two groups' dk and dv of all ranks: 1 / n of what gathering all heads at once would take.
+Backward: K and V are gathered again. A step gives dq of its query heads, which is complete, and this rank's part of dk and dv
+for the keys of all ranks. A reduce-scatter adds the parts: all to all, rank r receives W parts of dk and dv for its own
+tokens. It adds them in rank order 0, 1, ..., W - 1, in reduce_dtype (float32 by default), and rounds the sum to the dtype of
+k. The order is fixed, so the same inputs give the same bits.
 
-``backward_schedule="ring"`` leaves the backward pass to `ring.py`: what is saved is the same.
-It does not overlap by itself: messages start before the step that they run under, but plain PyTorch decides.
+The gather of the next group and the reduce-scatter of the previous one are in flight during a step's computation:
 
-Sources: gathering by head groups, Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2, and Zilin Zhu,
-ring-flash-attention; split ends and float32 reduction, aqlaboratory/ring-flash-attention pull request 12.
+    step            0            1            2
+    gather     0    1            2
+    compute         0            1            2
+    reduce                       0            1            2
+
+The first gather and the last reduce-scatter have no computation to hide them. So the first group may be split into
+[f, s-f] and the last one into [s-l, l]: see `strides.py`. A gather is two messages, K and V; the first one is a single
+message with `pack_first`. Whether messages overlap with computation depends on the backend; gloo does not overlap.
+
+Balance: in every step a rank computes its own queries over all keys. Its work is the visible cells of its queries, times
+the query heads of the step. So the layout balances the ranks, in all steps alike: pass `Layout.zigzag` for a causal mask.
+The stride does not affect the balance. A smaller one gathers less at a time, in more steps.
+
+Cost of a rank, for equal shards of t tokens and n steps. K and V have N = b t g (d + dv) elements of e bytes; E is for
+reduce_dtype:
+
+                         messages              bytes received
+    forward   K, V       2 n, packed 2 n - 1   (W - 1) N e
+    backward  K, V       2 n, packed 2 n - 1   (W - 1) N e
+              dk, dv     n                     (W - 1) N E
+
+FLOPs are those of `local.py` and `backward.py` for the cells that the rank's queries see. Peak memory beyond inputs and
+outputs: a copy of out, float32 dq, and a fixed number of buffers of W N / n elements, if the n head groups are equal. K
+and V are buffered in the dtype of the inputs, dk and dv in float32 and reduce_dtype.
+
+Limits: `head_stride` divides the g key heads. Uneven shards are padded to the largest one for the gather.
+``backward_schedule="ring"`` uses the backward pass of `ring.py` instead, which gathers nothing.
+
+Sources: gather by head groups, Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2, and Zilin Zhu,
+ring-flash-attention. Split groups and float32 reduction: aqlaboratory/ring-flash-attention pull request 12.
 """
 
 from functools import partial
@@ -37,12 +59,12 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.reference.backward import attention_backward, make_delta
+from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.differentiable import differentiable
 from canon.reference.layout import Layout
-from canon.reference.local import attention_forward
+from canon.reference.local import tiled_forward
 from canon.reference.mask import Mask
 from canon.reference.ring import ring_backward
 from canon.reference.strides import Steps, strided_steps, suggest_strides
@@ -69,50 +91,50 @@ def strided_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Attention of this rank's queries over the keys of all ranks: a collective, forward and backward.
+    """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
 
     Args:
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
         mask: over the whole sequence; None is causal.
-        layout: which rank holds which tokens; None is contiguous.
-        head_stride: how many key heads are gathered at a time; divides g.
-        forward_first_stride, backward_first_stride: how many of them are gathered first, to begin sooner; below head_stride.
-        backward_last_stride: how many of them are reduced last, to end sooner; below head_stride.
-        pack_first: K and V of the first step travel as one message.
-        backward_schedule: "scatter", as here, or "ring", as in `ring_attention`, which knows no backward strides.
-        scale: of the scores; None is 1 / sqrt(d).
-        group: the ranks; None is all. Without an initialised process group: one rank.
-        reduce_dtype: in which dk and dv travel and are added up; None is float32 (float64 for float64).
-        backward: "fused", "split", "head_parallel" or "auto", for each step's part.
+        layout: the tokens of each rank; None is contiguous.
+        head_stride: number of key heads in a head group; divides g.
+        forward_first_stride, backward_first_stride: split the first group: this number of key heads comes first. Below
+            head_stride; None does not split.
+        backward_last_stride: split the last group: this number of key heads comes last. Below head_stride.
+        pack_first: send K and V of the first step as one message.
+        backward_schedule: "scatter", as in the module's docstring, or "ring", as in `ring_attention`. "ring" takes no
+            backward strides.
+        scale: factor of the scores; None is 1 / sqrt(d).
+        group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
+        reduce_dtype: dtype in which dk and dv are sent and added; None is float32 (float64 for float64).
+        backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options; the number of tokens is the
-    mask's, else the layout's, else W t. Results do not depend on the strides, but for the order of sums.
+    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The number of tokens is that of
+    the mask, else that of the layout, else W t. The strides change the results by rounding at most.
 
     Raises:
-        ValueError: on every rank, if the arguments of one do not fit or differ from the others', or a stride is out of
-            range or of no use.
+        ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
+            Also if a stride is out of range, or is given where it has no effect.
 
     Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; aqlaboratory/ring-flash-attention pull request 12.
     """
-    options = {
-        "head_stride": head_stride,
-        "forward_first_stride": forward_first_stride,
-        "backward_first_stride": backward_first_stride,
-        "backward_last_stride": backward_last_stride,
-        "pack_first": pack_first,
-        "backward_schedule": backward_schedule,
-    }
-    return _strided(q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse, options)
+    strides = dict(
+        head_stride=head_stride,
+        forward_first_stride=forward_first_stride,
+        backward_first_stride=backward_first_stride,
+        backward_last_stride=backward_last_stride,
+        pack_first=pack_first,
+        backward_schedule=backward_schedule,
+    )
+    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
+    return _strided(q, k, v, mask, layout, return_lse, strides, **options)
 
 
 @under_autocast("q", "k", "v")
-def _strided(q, k, v, mask, layout, scale, group, reduce_dtype, backward, return_lse, options):
-    call = agreed_call(
-        "strided_attention", q, k, v, mask, layout,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options,
-    )  # fmt: skip
-    steps = strided_steps(k.shape[-2], **options)  # after the ranks agree: what is wrong is wrong on all of them
+def _strided(q, k, v, mask, layout, return_lse, strides, **options):
+    call = agreed_call("strided_attention", q, k, v, mask, layout, **options, **strides)
+    steps = strided_steps(k.shape[-2], **strides)  # all ranks agree on the strides: bad ones raise on all of them
     backward = partial(ring_backward, call) if steps.backward is None else partial(strided_backward, call, steps)
     return differentiable(q, k, v, partial(strided_forward, call, steps), backward, call=call, return_lse=return_lse)
 
@@ -121,13 +143,13 @@ def strided_forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     mask = call.layout.local_mask(call.mask, call.rank, range(call.ranks))
     outs, lses = [], []
-    arriving = gather(k, v, steps.forward[0], call, steps.pack_first)
-    for heads, following in zip(steps.forward, (*steps.forward[1:], None), strict=True):
-        k_full, v_full = arriving.wait()
-        if following:
-            arriving = gather(k, v, following, call)
+    gather = AllGather(k, v, steps.forward[0], call, steps.pack_first)
+    for heads, next_heads in zip(steps.forward, (*steps.forward[1:], None), strict=True):
+        k_full, v_full = gather.wait()
+        if next_heads:
+            gather = AllGather(k, v, next_heads, call)
         own = query_heads(heads, q, k)
-        out, lse = attention_forward(q[:, :, own], k_full, v_full, mask, scale=call.scale)
+        out, lse = tiled_forward(q[:, :, own], k_full, v_full, mask, scale=call.scale, out_dtype=q.dtype)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=1)
@@ -137,39 +159,39 @@ def strided_backward(
     call: Call, steps: Steps, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are not computed or sent."""
+    """Return dq, dk, dv of this rank's tokens in the dtype of q. A gradient that is not needed is None and not sent."""
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     mask = call.layout.local_mask(call.mask, call.rank, range(call.ranks))
     delta = make_delta(dout, out, dlse)
-    dqs, sums, leaving = [], [], None
-    arriving = gather(k, v, steps.backward[0], call, steps.pack_first)
-    for heads, following in zip(steps.backward, (*steps.backward[1:], None), strict=True):
-        k_full, v_full = arriving.wait()
-        if following:
-            arriving = gather(k, v, following, call)
+    dqs, sums, reduction = [], [], None
+    gather = AllGather(k, v, steps.backward[0], call, steps.pack_first)
+    for heads, next_heads in zip(steps.backward, (*steps.backward[1:], None), strict=True):
+        k_full, v_full = gather.wait()
+        if next_heads:
+            gather = AllGather(k, v, next_heads, call)
         own = query_heads(heads, q, k)
-        dq, dk_full, dv_full = attention_backward(
-            dout[:, :, own], q[:, :, own], k_full, v_full, out[:, :, own], lse[:, own], mask, scale=call.scale,
-            delta=delta[:, own], method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
+        dq, dk_full, dv_full = tiled_backward(
+            dout[:, :, own], q[:, :, own], k_full, v_full, lse[:, own], delta[:, own], mask,
+            scale=call.scale, method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
         )  # fmt: skip
         dqs.append(dq)
-        if leaving:  # one reduction at a time is in flight
-            sums.append(leaving.wait())
-        leaving = reduce(dk_full, dv_full, call) if keys_need_grad else None
-    sums += [leaving.wait()] if leaving else []
+        if reduction:  # at most one reduce-scatter is in flight
+            sums.append(reduction.wait())
+        reduction = ReduceScatter(dk_full, dv_full, call) if keys_need_grad else None
+    sums += [reduction.wait()] if reduction else []
     dk, dv = (torch.cat(parts, dim=2).to(k.dtype) for parts in zip(*sums, strict=True)) if sums else (None, None)
     return torch.cat(dqs, dim=2).to(q.dtype) if needs_grad[0] else None, dk, dv
 
 
 def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
-    """The query heads that share these key heads."""
+    """Return the query heads that share the key heads ``heads``."""
     share = q.shape[2] // k.shape[2]
     return slice(share * heads.start, share * heads.stop)
 
 
-class gather:
-    """Start to bring the keys and values of some heads together. `wait` returns all ranks' K and V, in rank order."""
+class AllGather:
+    """An all-gather in flight: K and V of some heads, from all ranks."""
 
     def __init__(self, k: Tensor, v: Tensor, heads: range, call: Call, packed: bool = False):
         self.k, self.v = (x[:, :, heads.start : heads.stop] for x in (k, v))
@@ -184,6 +206,7 @@ class gather:
             self.shards.append(shards)
 
     def wait(self) -> tuple[Tensor, ...]:
+        """Wait for the messages and return K and V of all ranks' tokens, in rank order."""
         if not self.requests:
             return self.k, self.v
         for request in self.requests:
@@ -195,14 +218,14 @@ class gather:
         return tuple(full) if len(full) == 2 else full[0].split([self.k.shape[-1], self.v.shape[-1]], dim=-1)
 
 
-class reduce:
-    """Start to add up all ranks' parts of dk and dv. `wait` returns the sums for this rank's tokens."""
+class ReduceScatter:
+    """A reduce-scatter in flight: this rank's parts of dk and dv go to the owners of the keys."""
 
     def __init__(self, dk_full: Tensor, dv_full: Tensor, call: Call):
         self.widths = [dk_full.shape[-1], dv_full.shape[-1]]
         parts = torch.cat([dk_full, dv_full], dim=-1).to(call.reduce_dtype).transpose(0, 1).contiguous()
         sizes = [call.layout.size(r) for r in range(call.ranks)]
-        self.received = parts.new_empty(call.ranks, sizes[call.rank], *parts.shape[1:])
+        self.received = parts.new_empty(call.ranks, sizes[call.rank], *parts.shape[1:])  # a part from each rank
         self.request = None
         if call.ranks == 1:
             self.received[0] = parts
@@ -213,6 +236,7 @@ class reduce:
             )
 
     def wait(self) -> tuple[Tensor, ...]:
+        """Wait for the messages and return the sums of dk and dv for this rank's tokens, in reduce_dtype."""
         if self.request:
             self.request.wait()
         total, *others = self.received.unbind(0)

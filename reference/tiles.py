@@ -1,4 +1,4 @@
-"""The tiles of a mask that hold a visible cell, and how their tokens are read."""
+"""The tiles of a mask that hold a visible cell, and the tokens of a tile."""
 
 from collections.abc import Iterator
 
@@ -12,27 +12,34 @@ TILE = 128  # tokens along each side of a tile
 
 
 def visible_tiles(mask: Mask, device: torch.device, by_keys: bool = False) -> Iterator[tuple[slice, list]]:
-    """For each tile of queries (of keys, if ``by_keys``): those of the other side with a visible cell, and which."""
+    """Yield (queries, [(keys, visible), ...]) for each tile of queries; with ``by_keys``, queries and keys change roles.
+
+    ``queries`` and ``keys`` are slices of at most 128 tokens. ``visible`` (queries, keys) is the boolean mask of a tile. Tiles
+    without a visible cell are left out of the list.
+    """
     tiles = [
         [range(a, min(a + TILE, n)) for a in range(0, n, TILE)]
         for n in ((mask.keys, mask.queries) if by_keys else (mask.queries, mask.keys))
     ]
     for outer in tiles[0]:
-        strip = mask.crop(keys=outer) if by_keys else mask.crop(queries=outer)
-        line = []
+        cut = mask.crop(keys=outer) if by_keys else mask.crop(queries=outer)
+        strip = []
         for inner in tiles[1]:
-            cell = strip.crop(queries=inner) if by_keys else strip.crop(keys=inner)
-            if cell.bands:
-                line.append((slice(inner.start, inner.stop), cell.dense().to(device)))
-        yield slice(outer.start, outer.stop), line
+            tile = cut.crop(queries=inner) if by_keys else cut.crop(keys=inner)
+            if tile.bands:
+                strip.append((slice(inner.start, inner.stop), tile.dense().to(device)))
+        yield slice(outer.start, outer.stop), strip
 
 
 def read(x: Tensor, tokens: slice, used: Tensor) -> Tensor:
-    """A tile in the accumulation dtype; a token without a visible cell in it is read as zeros, as it may hold NaN."""
+    """Return these tokens of ``x`` (b, heads, tokens, width) in the accumulation dtype, and zeros for tokens not ``used``.
+
+    A token without a visible cell in the tile may hold NaN, and 0 * NaN is NaN.
+    """
     return x[:, :, tokens].to(accumulate_dtype(x.dtype)).masked_fill(~used[:, None], 0)
 
 
-def read_keys(k: Tensor, v: Tensor, columns: slice, seen: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """A tile of k and of v, each key head once for every query head of its group."""
-    k, v = (read(x, columns, seen.any(0)).repeat_interleave(group, dim=1) for x in (k, v))
+def read_keys(k: Tensor, v: Tensor, keys: slice, visible: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return a tile of k and of v, with each key head repeated for the ``group`` query heads that share it."""
+    k, v = (read(x, keys, visible.any(0)).repeat_interleave(group, dim=1) for x in (k, v))
     return k, v

@@ -1,14 +1,15 @@
-"""The collective behind `Layout.unshard`: every rank's tokens are gathered, and gradients return to their owner.
+"""The collective of `Layout.unshard`: gather the tokens of all ranks, and return gradients to the owners of the tokens.
 
-    forward                 all-gather, shards padded to the largest one
-    backward                this rank's part of the gradient; nothing is sent
-    backward, partial       all-to-all: a rank receives the summands of its tokens, and adds them in rank order
+    forward                 all-gather of shards, padded to the largest one
+    backward                take this rank's tokens of the gradient; nothing is sent
+    backward, partial       all-to-all: a rank receives W summands for its tokens and adds them in rank order
 
-Summands travel in the dtype of the tensor, because autograd has rounded them to it already. The sum is float32
-(float64 for float64) and is rounded once.
+Summands travel in the dtype of the tensor, because autograd has already rounded them to it. They are added in float32
+(float64 for float64), and the sum is rounded once.
 
-Cost: of W ranks, T tokens and N elements a token, a rank receives (W - 1) max(t) N elements forward, and (W - 1) t N
-backward where gradients are partial. Memory: W max(t) N elements besides the full tensor, then T N and W t N.
+Cost for W ranks with t tokens each, T in all, of N elements: in the forward pass a rank receives (W - 1) max(t) N elements.
+In the backward pass it receives (W - 1) t N elements if gradients are partial. Memory: W max(t) N elements besides the
+full tensor; T N sent and W t N received in the backward pass.
 """
 
 import torch
@@ -18,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 
 class Unshard(torch.autograd.Function):
-    """Gather the tokens of all ranks: x [t, ...] -> [tokens, ...]. Raise RuntimeError for a second derivative.
+    """Gather the tokens of all ranks: x (t, ...) -> (tokens, ...).
 
-    A second derivative would need the gradients of the other ranks.
+    A second derivative raises RuntimeError, because it would need the gradients of the other ranks.
     """
 
     @staticmethod
@@ -55,7 +56,7 @@ class Unshard(torch.autograd.Function):
 
 
 def _sum_in_order(summands: Tensor) -> Tensor:
-    """Add the rows of [ranks, ...] from the first to the last in float32 (float64 for float64), and round once."""
+    """Return the sum over the first axis, added in rank order in float32 (float64 for float64) and rounded once."""
     total = summands[0].to(torch.promote_types(summands.dtype, torch.float32), copy=True)
     for summand in summands[1:]:
         total += summand

@@ -1,4 +1,4 @@
-"""Bad arguments, in a process without the checks that the test suite adds: `test_bad_arguments` runs this file."""
+"""Bad arguments in a process without the checks of the test suite. `test_bad_arguments` runs this file."""
 
 import os
 

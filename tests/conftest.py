@@ -1,12 +1,14 @@
-"""Set-up of all tests: the same everywhere, on the CPU by Triton's interpreter; with --gpu the kernels' tests, on GPUs."""
+"""Set up all tests. On the CPU, Triton's interpreter runs the kernels. With --gpu, only the tests marked gpu or gpus run."""
 
+import json
 import os
+import sys
 
 import pytest
 import torch
 from hypothesis import settings
 
-# The same examples in every run: a failure that comes and goes teaches nothing.
+# The same examples in every run, so that a failure can be repeated.
 settings.register_profile("canon", deadline=None, derandomize=True, database=None)
 settings.load_profile("canon")
 
@@ -16,15 +18,15 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Choose where kernels run, before a test imports Triton: it reads the variable then."""
-    config.addinivalue_line("markers", "gpu: with --gpu, too, and then on a GPU")
-    config.addinivalue_line("markers", "gpus(n): with --gpu alone, on n GPUs")
+    """Choose where kernels run. Triton reads the variable when a test imports it, which is later."""
+    config.addinivalue_line("markers", "gpu: runs on the CPU, and with --gpu on a GPU")
+    config.addinivalue_line("markers", "gpus(n): runs only with --gpu, on n GPUs")
     if not config.getoption("gpu"):
         os.environ["TRITON_INTERPRET"] = "1"
     elif torch.cuda.is_available():
         os.environ.pop("TRITON_INTERPRET", None)
     else:
-        raise pytest.UsageError("--gpu: torch finds no GPU here; without --gpu the kernels are tested on the CPU")
+        raise pytest.UsageError("--gpu: torch finds no GPU here; without --gpu the tests run on the CPU")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -43,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def deterministic():
-    """The test asks for the same bits."""
+    """Run the test with deterministic algorithms."""
     from canon.testing import peers
 
     with peers.deterministic():
@@ -52,9 +54,37 @@ def deterministic():
 
 @pytest.fixture
 def own_errors():
-    """The test passes arguments of wrong types: the library's own errors come, not those of the tests' type checker."""
+    """Disable the type checker of the tests, so that arguments of wrong types reach the library's own errors."""
     from jaxtyping import config
 
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Return ``run(*words)``: run `canon check` in an empty folder, and return (status, output, record)."""
+    from canon.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        status = main(["check", *map(str, words)])
+        name = "random.json" if "--random" in words else "record.json"
+        kept = tmp_path / "canon-check" / name
+        return status, capsys.readouterr(), json.loads(kept.read_text()) if kept.exists() else None
+
+    return run
+
+
+@pytest.fixture
+def write_module(tmp_path, monkeypatch):
+    """Return ``write_module(name, text)``, which writes a module that can be imported."""
+
+    def write_module(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return write_module

@@ -1,4 +1,4 @@
-"""What tests share: where kernels run, a whole sequence, attention over its shards, and the judge's verdict."""
+"""Inputs, sharded attention and the judge's verdict for tests of distributed attention."""
 
 import torch
 import torch.distributed as dist
@@ -6,12 +6,12 @@ import torch.distributed as dist
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
 
-DEVICE = "cuda" if process_groups.kernel_gpus() else "cpu"  # of kernels; conftest.py has chosen, by --gpu
+DEVICE = "cuda" if process_groups.kernel_gpus() else "cpu"  # for kernels; conftest.py handles --gpu
 ON_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 
 
 def whole(mask, b=1, h=4, g=2, d=8, dv=6, dtype=torch.float64, seed=0):
-    """q, k, v, dout and dlse of the whole sequence, the same on every rank."""
+    """Return q, k, v, dout and dlse of the whole sequence, equal on every rank."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(h, d), (g, d), (g, dv), (h, dv)]
     q, k, v, dout = (torch.randn(b, mask.queries, *x, generator=draw, dtype=torch.float64).to(dtype) for x in shapes)
@@ -20,7 +20,7 @@ def whole(mask, b=1, h=4, g=2, d=8, dv=6, dtype=torch.float64, seed=0):
 
 
 def on_this_rank(attend, layout, tensors, group=None):
-    """Shard, attend, differentiate, and put the results together again, on every rank."""
+    """Run attention and its gradients on this rank's shards, and return the results of the whole sequence."""
     rank = dist.get_rank(group)
     q, k, v, dout, dlse = tensors
     q, k, v = (layout.shard(x, rank).detach().requires_grad_() for x in (q, k, v))
@@ -33,6 +33,6 @@ def on_this_rank(attend, layout, tensors, group=None):
 
 
 def assert_agrees(got, mask, q, k, v, dout, dlse):
-    """The judge finds nothing against ``got``."""
+    """Fail unless the judge accepts ``got``."""
     verdict = agreement(got, oracle(q, k, v, dout, mask, dlse=dlse), dense(q, k, v, dout, mask, dlse=dlse))
     assert verdict.agrees, str(verdict)

@@ -1,4 +1,4 @@
-"""The queries that see something are all of them, once, under the same mask; parts come back to where they belong."""
+"""Active queries are exactly those that see a key, in order, under the same mask; parts return to their rows."""
 
 import pytest
 import torch
@@ -13,79 +13,79 @@ from canon.reference.layout import Layout
 
 MASKS = {
     "causal": Mask.causal(9),
-    "nobody": Mask([], 6, 5),
-    "here and there": Layout.zigzag(40, 4).local_mask(Mask.documents([0, 3, 4, 9, 21, 22, 30, 40]), 2, 1),
+    "none": Mask([], 6, 5),
+    "scattered": Layout.zigzag(40, 4).local_mask(Mask.documents([0, 3, 4, 9, 21, 22, 30, 40]), 2, 1),
     "slices": Mask.ranges([(1, 4), (3, 6), (9, 12)], [(0, 2), (4, 7), (1, 9)], ["full", "causal", "full"]),
 }
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_they_are_all_that_see_a_key_in_order(mask):
-    seen, dense = active_queries_of(mask), mask.dense()
+def test_active_queries_are_those_that_see_a_key_in_order(mask):
+    active, dense = active_queries_of(mask), mask.dense()
     rows = dense.any(1)
-    assert torch.equal(seen.take(torch.arange(mask.queries), 0), rows.nonzero()[:, 0])
-    assert torch.equal(seen.mask.dense(), dense[rows])
+    assert torch.equal(active.take(torch.arange(mask.queries), 0), rows.nonzero()[:, 0])
+    assert torch.equal(active.mask.dense(), dense[rows])
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(1, 4), st.data())
-def test_so_are_those_of_any_documents_and_layouts(cuts, ranks, data):
+def test_active_queries_are_right_for_any_documents_and_layouts(cuts, ranks, data):
     n = max(cuts)
     mask = Mask.documents([0, *sorted(cuts)], window=data.draw(st.sampled_from([None, (7, 0), (2, 3)])))
     layout = getattr(Layout, data.draw(st.sampled_from(["contiguous", "zigzag", "striped"])))(n, ranks)
     local = layout.local_mask(mask, data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1)))
-    seen, dense = active_queries_of(local), local.dense()
-    assert torch.equal(seen.mask.dense(), dense[dense.any(1)])
-    assert torch.equal(seen.take(torch.arange(local.queries), 0), dense.any(1).nonzero()[:, 0])
+    active, dense = active_queries_of(local), local.dense()
+    assert torch.equal(active.mask.dense(), dense[dense.any(1)])
+    assert torch.equal(active.take(torch.arange(local.queries), 0), dense.any(1).nonzero()[:, 0])
 
 
-def test_all_of_them_are_used_in_place():
-    mask = MASKS["here and there"]
+def test_one_range_is_used_in_place():
+    mask = MASKS["scattered"]
     x = torch.randn(1, mask.queries, 2, 4)
-    assert active_queries_of(mask, everyone=True).mask is mask
-    assert active_queries_of(mask, everyone=True).take(x).data_ptr() == x.data_ptr()
+    assert active_queries_of(mask, all_queries=True).mask is mask
+    assert active_queries_of(mask, all_queries=True).take(x).data_ptr() == x.data_ptr()
     assert active_queries_of(Mask.causal(5).crop(queries=range(2, 5))).take(x).data_ptr() == x.data_ptr()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_parts_come_back_to_where_they_belong(mask):
-    seen, draw = active_queries_of(mask), torch.Generator().manual_seed(0)
+def test_parts_of_dq_are_added_to_their_rows(mask):
+    active, draw = active_queries_of(mask), torch.Generator().manual_seed(0)
     total = torch.randn(2, mask.queries, 3, 4, generator=draw).to(DEVICE)
     expected = total.clone()
-    part = torch.randn(2, seen.mask.queries, 3, 4, generator=draw).to(DEVICE)
+    part = torch.randn(2, active.mask.queries, 3, 4, generator=draw).to(DEVICE)
     expected[:, mask.dense().any(1)] += part
-    seen.add(total, part)
+    active.add(total, part)
     assert torch.equal(total, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_parts_are_merged_where_they_belong_and_nowhere_else(mask):
-    seen, draw = active_queries_of(mask), torch.Generator().manual_seed(1)
+def test_parts_are_merged_into_their_rows_only(mask):
+    active, draw = active_queries_of(mask), torch.Generator().manual_seed(1)
     random = lambda *sizes: torch.randn(*sizes, generator=draw).to(DEVICE)
     out = random(2, mask.queries, 5, 3).transpose(2, 3)  # of any strides
     lse, part, part_lse = (
         random(2, 3, mask.queries),
-        random(2, seen.mask.queries, 3, 5),
-        random(2, 3, seen.mask.queries),
+        random(2, active.mask.queries, 3, 5),
+        random(2, 3, active.mask.queries),
     )
     lse[:, :, ::3], part_lse[:, :, ::2] = -torch.inf, -torch.inf
-    out[:, ::3] = torch.nan  # of parts that saw nothing
+    out[:, ::3] = torch.nan  # in parts that see no key
     part[:, ::2] = torch.nan
     rows = mask.dense().any(1).nonzero()[:, 0].to(DEVICE)
     expected = [out.clone(), lse.clone()]
     merged = local.merge(out[:, rows], lse[:, :, rows], part, part_lse)
     expected[0][:, rows], expected[1][:, :, rows] = merged
-    seen.merge([out, lse], (part, part_lse))
-    torch.testing.assert_close(out, expected[0], equal_nan=True, rtol=0, atol=0)  # what merge makes of these rows
+    active.merge([out, lse], (part, part_lse))
+    torch.testing.assert_close(out, expected[0], equal_nan=True, rtol=0, atol=0)  # the result of merge on these rows
     torch.testing.assert_close(lse, expected[1], rtol=0, atol=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_queries_are_gathered_whatever_their_strides(dtype):
-    seen, draw = active_queries_of(MASKS["here and there"]), torch.Generator().manual_seed(2)
-    rows = MASKS["here and there"].dense().any(1).to(DEVICE)
+def test_queries_of_any_strides_are_gathered(dtype):
+    active, draw = active_queries_of(MASKS["scattered"]), torch.Generator().manual_seed(2)
+    rows = MASKS["scattered"].dense().any(1).to(DEVICE)
     x = torch.randn(2, len(rows), 5, 3, generator=draw).to(DEVICE, dtype)
     for each in (x, x.transpose(2, 3), x[..., :1].expand(x.shape)):
-        assert torch.equal(seen.take(each), each[:, rows])
+        assert torch.equal(active.take(each), each[:, rows])

@@ -1,4 +1,4 @@
-"""A wrong argument of a mask or a layout raises one sentence that names it, and never makes a wrong mask or layout."""
+"""A wrong argument of a mask or a layout raises an error that names it."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("own_errors")
         ("k_ranks", lambda n: LAYOUT.local_mask(MASK, 0, [n])),
     ],
 )
-def test_what_is_no_whole_number_is_refused_by_name(name, make, wrong):
+def test_arguments_that_are_not_whole_numbers_are_named(name, make, wrong):
     with pytest.raises(TypeError, match=rf"{name} must be a whole number.*, got .*: pass an int"):
         make(wrong)
 
@@ -90,7 +90,7 @@ NO_LISTS = ["038", 8, None, {0, 8}, {0: 8}, (x for x in (0, 8))]
 
 
 @pytest.mark.parametrize("wrong", NO_LISTS, ids=lambda x: type(x).__name__)
-def test_what_is_no_sequence_of_numbers_is_refused_by_name(wrong):
+def test_arguments_that_are_not_sequences_of_numbers_are_named(wrong):
     for name, make in [
         ("cu_seqlens", Mask.documents),
         ("cu_seqlens", lambda ends: LAYOUT.document_positions(0, ends)),
@@ -160,7 +160,7 @@ def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
         (lambda: LAYOUT.local_mask(MASK.dense(), 0, 1), TypeError, "mask must be a Mask, got a tensor of shape (8, 8)"),
     ],
 )
-def test_other_wrong_arguments_are_refused_by_name(make, error, expected):
+def test_other_wrong_arguments_are_named(make, error, expected):
     with pytest.raises(error) as raised:
         make()
     assert expected in str(raised.value)
@@ -176,11 +176,11 @@ def refused_on_a_mesh():
         ONE.unshard(X, mesh)
 
 
-def test_dtensors_and_meshes_are_refused_with_the_remedy():
+def test_errors_for_dtensors_and_meshes_give_the_remedy():
     process_groups.processes(refused_on_a_mesh, 1)
 
 
-def test_masks_and_layouts_are_made_on_the_cpu_whatever_the_default_device():
+def test_masks_and_layouts_are_on_the_cpu_for_any_default_device():
     def made():
         blocks = Mask.block_causal([0, 2, 1, 1])
         positions = LAYOUT.document_positions(1, [0, 3, 8])

@@ -1,4 +1,4 @@
-"""What autograd does around attention: recomputation, autocast, inference mode, frozen inputs, second derivatives."""
+"""Attention under autograd: recomputation, autocast, inference mode, frozen inputs, second derivatives."""
 
 import functools
 
@@ -28,7 +28,7 @@ def inputs(tokens=24, h=4, g=2, d=16, dtype=torch.float32, seed=0):
 
 @pytest.fixture
 def used(monkeypatch):
-    """The backends that kernels were asked for, in order."""
+    """Record the backends of all kernel look-ups, in order."""
     names = []
     kernels_for = device.kernels_for
 
@@ -154,7 +154,7 @@ def test_training_works_after_a_first_call_in_inference_mode(half, function):
 
 
 def messages(half, function, frozen, monkeypatch):
-    """The bytes that travel in the backward pass of rank 0, and the gradients of those who need one."""
+    """Return the gradients of rank 0, and the bytes that it sends in the backward pass."""
     from canon.testing.thread_group import ThreadGroup
 
     sent = []
@@ -163,7 +163,7 @@ def messages(half, function, frozen, monkeypatch):
 
         def noted(self, *args, _method=method, _name=name, **kwargs):
             tensors = args[0] if _name == "send" else [args[1]] if torch.is_tensor(args[1]) else args[1]
-            if self.place == 0:
+            if self.group_rank == 0:
                 sent.append(sum(x.numel() * x.element_size() for x in tensors))
             return _method(self, *args, **kwargs)
 
@@ -184,7 +184,7 @@ def messages(half, function, frozen, monkeypatch):
 
 @both_halves
 @pytest.mark.parametrize("function", DISTRIBUTED)
-def test_gradients_that_nobody_needs_are_not_sent(half, function, monkeypatch):
+def test_gradients_that_are_not_needed_are_not_sent(half, function, monkeypatch):
     with monkeypatch.context() as patch:
         everything, all_bytes = messages(half, function, "", patch)
     with monkeypatch.context() as patch:
@@ -211,10 +211,10 @@ def test_attention_computes_the_gradients_that_are_needed(half, method, frozen):
         assert some is None if name in frozen else torch.equal(some, whole)
 
 
-# --- what autograd cannot do
+# --- unsupported differentiation
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own forward mode
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's forward mode causes it
 @both_halves
 @every_function
 def test_unsupported_differentiation_is_named(half, function):

@@ -1,4 +1,4 @@
-"""Bad arguments raise one plain sentence on every rank, in a process without the checks that the test suite adds."""
+"""Bad arguments raise a plain error on every rank, in a process without the checks of the test suite."""
 
 import subprocess
 import sys

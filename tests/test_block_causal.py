@@ -1,4 +1,4 @@
-"""Block-causal masks: the cells of their definition, equal bands for equal cells, not many; and the sweep over all bands."""
+"""Block-causal masks have the cells of their definition, in few bands; and overlapping bands are found."""
 
 import pytest
 import torch
@@ -10,28 +10,28 @@ from canon import Band, Mask
 
 @st.composite
 def block_ids(draw, low=0, high=40):
-    """Ids of every kind: random, few, in runs, ascending, falling; also far apart, and negative."""
+    """Draw ids of every kind: random, few, in runs, ascending, descending; also far apart, and negative."""
     n = draw(st.integers(low, high))
-    kind = draw(st.sampled_from(["random", "few", "runs", "ascending", "falling"]))
+    kind = draw(st.sampled_from(["random", "few", "runs", "ascending", "descending"]))
     most = {"few": 3, "runs": 5}.get(kind, 50)
     ids = draw(st.lists(st.integers(-1, most), min_size=n, max_size=n))
     if kind == "runs":
         ids = [block for block in ids for _ in range(draw(st.integers(1, 5)))][:n]
-    ids = sorted(ids, reverse=kind == "falling") if kind in ("ascending", "falling") else ids
+    ids = sorted(ids, reverse=kind == "descending") if kind in ("ascending", "descending") else ids
     scale = draw(st.sampled_from([1, 1, -7, 10**12])) if kind == "random" else 1
     return [scale * block for block in ids]
 
 
 @st.composite
 def sides(draw):
-    """(q_blocks, k_blocks or None, q_valid or None, k_valid or None)."""
+    """Draw (q_blocks, k_blocks or None, q_valid or None, k_valid or None)."""
     q = draw(block_ids())
     k = draw(st.none() | block_ids())
     return q, k, *(_flags(draw, len(x)) for x in (q, q if k is None else k))
 
 
 def _flags(draw, n):
-    """Validity: all, by token, or but for a hole as padding makes one."""
+    """Draw the validity of n tokens: all, any, or all except one hole, as padding makes it."""
     kind = draw(st.sampled_from(["all", "random", "hole"]))
     if kind == "all":
         return None
@@ -42,7 +42,7 @@ def _flags(draw, n):
 
 
 def definition(q_blocks, k_blocks, q_valid, k_valid):
-    """The matrix, cell by cell."""
+    """Return the matrix, cell by cell."""
     k_blocks = q_blocks if k_blocks is None else k_blocks
     q, k = (torch.tensor(x, dtype=torch.int64) for x in (q_blocks, k_blocks))
     flags = [[True] * len(x) if f is None else f for x, f in ((q, q_valid), (k, k_valid))]
@@ -51,13 +51,13 @@ def definition(q_blocks, k_blocks, q_valid, k_valid):
 
 
 def corners(matrix):
-    """The cells with none to the left, above and in between."""
+    """Count the cells without a cell to their left, above them, and diagonally above left."""
     padded = torch.nn.functional.pad(matrix, (1, 0, 1, 0))
     return int((matrix & ~padded[:-1, 1:] & ~padded[1:, :-1] & ~padded[:-1, :-1]).sum())
 
 
 def runs_of_cells(matrix):
-    """The runs of cells in the rows of the matrix, rows that repeat the one above left out."""
+    """Count the runs of cells in the rows of the matrix. A row that repeats the row above does not count."""
     kept = [row for place, row in enumerate(matrix) if place == 0 or not torch.equal(row, matrix[place - 1])]
     return sum(int((row & ~torch.nn.functional.pad(row, (1, 0))[:-1]).sum()) for row in kept)
 
@@ -74,7 +74,7 @@ def test_a_block_causal_mask_has_the_cells_of_its_definition_in_few_tight_bands(
 
 @given(sides())
 def test_equal_cells_make_equal_masks(blocks):
-    """However the ids say it: every other number left out, or what is not valid as ids that nobody reaches."""
+    """Ids with gaps, and invalid tokens as ids out of reach, give the same mask."""
     q, k, q_valid, k_valid = blocks
     mask, k = Mask.block_causal(*blocks), q if k is None else k
     order = sorted({*q, *k})
@@ -87,7 +87,7 @@ def test_equal_cells_make_equal_masks(blocks):
 
 
 @given(st.integers(0, 30), st.integers(0, 30))
-def test_block_causal_equals_the_masks_that_it_is_another_name_for(n, some):
+def test_block_causal_equals_window_and_prefix_for_their_ids(n, some):
     assert Mask.block_causal(range(0, -n, -1)) == Mask.window(n, left=0)
     first = min(n, some)
     assert (
@@ -100,7 +100,7 @@ def test_block_causal_equals_the_masks_that_it_is_another_name_for(n, some):
 
 
 def test_padding_in_the_middle_costs_a_few_bands():
-    """One id a token, ascending, and a hole: what is before it is whole for whoever comes after it."""
+    """With ascending ids and a hole, the queries after the hole see all keys before it as one rectangle."""
     n, hole = 4000, range(1500, 1600)
     valid = [token not in hole for token in range(n)]
     mask = Mask.block_causal(range(n), None, valid, valid)
@@ -111,8 +111,8 @@ def test_padding_in_the_middle_costs_a_few_bands():
 
 
 @pytest.mark.parametrize("runs", [1, 4])
-def test_random_ids_make_as_many_bands_as_the_formula_says(runs):
-    """0.105 r^2, where r^2 / 24 is the limit. Both scatter by about 1 / sqrt(r), 0.05 here: twice that is allowed."""
+def test_random_ids_make_as_many_bands_as_the_formula(runs):
+    """0.105 r^2 bands; r^2 / 24 is the lower bound. Both vary by about 1 / sqrt(r) = 0.05; twice that is allowed."""
     r = 400
     ids = torch.randint(0, 2**40, (r,), generator=torch.Generator().manual_seed(0)).repeat_interleave(runs)
     mask = Mask.block_causal(ids)
@@ -120,12 +120,12 @@ def test_random_ids_make_as_many_bands_as_the_formula_says(runs):
     assert corners(mask.dense()) == pytest.approx(r**2 / 24, rel=0.1)
 
 
-# --- the sweep ---
+# --- overlapping bands ---
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 12)] * 4, *[st.none() | st.integers(-12, 12)] * 2), max_size=6))
-def test_bands_are_refused_exactly_where_two_share_a_cell(numbers):
-    """Neighbours may change where a band ends, below all starts: then, too, who meets is found."""
+def test_bands_raise_exactly_if_two_share_a_cell(numbers):
+    """Two bands may become neighbours in a row where the band between them ends."""
     bands = [Band(*numbers) for numbers in numbers]
     offset = torch.arange(12) - torch.arange(12)[:, None]
     covered = torch.zeros(12, 12, dtype=torch.int64)

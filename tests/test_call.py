@@ -1,4 +1,4 @@
-"""Ranks that do not mean the same call find out before they compute: every rank raises, naming the field and the ranks."""
+"""Ranks that make different calls all raise before they compute, and name the field and the ranks."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ def call(half, name="ring_attention", tensors=None, **options):
     return getattr(half, name)(*(tensors or inputs()), **options)
 
 
-DIFFERENCES = {  # what rank 1 does instead, and the field that must be named
+DIFFERENCES = {  # arguments of rank 1, and the field that the error names
     "mask": (dict(mask=Mask.window(12, 2, 0)), "mask"),
     "layout": (dict(layout=Layout.striped(12, 3)), "layout"),
     "dtype": (dict(tensors=inputs(dtype=torch.float64)), "dtype"),
@@ -43,7 +43,7 @@ DIFFERENCES = {  # what rank 1 does instead, and the field that must be named
 
 
 def disagree(name, difference):
-    """What a rank is told, and how long it took."""
+    """Return the error of this rank, and the seconds until it was raised."""
     start = time.monotonic()
     try:
         call(HALVES[name], **(DIFFERENCES[difference][0] if dist.get_rank() == 1 else {}))
@@ -58,8 +58,8 @@ def disagree_in_every_way(name):
 
 @pytest.mark.parametrize("name", HALVES)
 def test_every_disagreement_is_named_on_every_rank_of_gloo(name):
-    for told in process_groups.processes(functools.partial(disagree_in_every_way, name), 3):
-        for difference, (message, seconds) in told.items():
+    for errors in process_groups.processes(functools.partial(disagree_in_every_way, name), 3):
+        for difference, (message, seconds) in errors.items():
             assert DIFFERENCES[difference][1] in message, (difference, message)
             assert "rank 1: " in message
             assert "rank 0, 2: " in message
@@ -67,7 +67,7 @@ def test_every_disagreement_is_named_on_every_rank_of_gloo(name):
 
 
 MASKS = [Mask.causal(12), Mask.window(12, 2, 0)]
-LATER = {  # a call of rank 1 that both ranks know, or only one, and the field that must be named
+LATER = {  # a call of rank 1, known on both ranks or on one, and the field that the error names
     "two known masks": (dict(mask=MASKS[1]), "mask"),
     "a mask that one rank knows": (dict(mask=Mask.window(12, 3, 0)), "mask"),
     "another shape": (dict(tensors=inputs(tokens=5)), "mask"),
@@ -77,7 +77,7 @@ LATER = {  # a call of rank 1 that both ranks know, or only one, and the field t
 
 
 def disagree_later(name, difference):
-    """All ranks make known calls, then rank 1 makes another one; and then all make a known call again."""
+    """All ranks make known calls, then rank 1 makes a different one, then all make a known call again."""
     half, wrong = HALVES[name], LATER[difference][0]
     for mask in (*MASKS, *MASKS):
         call(half, mask=mask)
@@ -108,7 +108,7 @@ def test_an_equal_scale_is_the_default_scale(half):
 
 
 def backward_of_one_rank(name):
-    """Rank 1 calls forward again where the others go backward."""
+    """Rank 1 calls forward again while the others call backward."""
     leaves = [x.requires_grad_() for x in inputs()]
     out = call(HALVES[name], tensors=leaves)
     with pytest.raises(ValueError, match="pass"):
@@ -132,7 +132,7 @@ def test_calls_with_new_masks_leave_no_memory_behind(half):
 
 
 @pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
-def test_what_all_ranks_do_wrong_alike_is_told_too(half):
+def test_an_error_that_all_ranks_share_raises(half):
     def program():
         with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
             call(half, tensors=inputs(h=3))
@@ -158,7 +158,7 @@ def test_a_cu_seqlens_refilled_in_place_makes_another_call():
     assert torch.equal(second, reference.attention(q, k, v, Mask.documents([0, 7, 12])))
 
 
-# --- on GPUs: a known call goes on at once, and its verdict is read at the next call
+# --- on GPUs: a known call does not wait for the comparison; the next call reads the result
 
 
 def on_gpu(half, mask, tokens=4):
@@ -167,7 +167,7 @@ def on_gpu(half, mask, tokens=4):
 
 
 def disagree_on_gpus(other):
-    """Both calls are known on both ranks; then rank 1 makes the other one. Returns the error, and the seconds it took."""
+    """Make two calls known on both ranks, then let rank 1 make the other one. Return the error and its seconds."""
     shapes = {"mask": (Mask.causal(8), Mask.window(8, 2, 0)), "tokens": (Mask.causal(8), Mask.causal(4096))}
     masks = shapes[other]
     for _ in range(2):
@@ -207,7 +207,7 @@ def lose_a_rank_on_gpus():
 
 @pytest.mark.gpus(2)
 def test_a_missing_rank_is_named_on_gpus(tmp_path):
-    """The world reports that rank 1 is gone, so rank 0 writes down what it saw."""
+    """Rank 0 writes its error to a file, because the process group reports that rank 1 ended."""
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code 0"):
         process_groups.gpus(functools.partial(written, str(tmp_path / "error"), lose_a_rank_on_gpus), 2, timeout=60)
     assert "rank 1 is missing" in (tmp_path / "error").read_text()
@@ -217,7 +217,7 @@ def written(path, program):
     Path(path).write_text(program())
 
 
-def test_a_group_does_not_read_what_another_has_left_in_the_store():
+def test_a_group_does_not_read_the_entries_of_another_in_the_store():
     store = dist.HashStore()
     first = [group_state_module._own_store(store, 3) for _ in range(3)]
     first[0].set("memory", "a file that is gone")

@@ -1,4 +1,4 @@
-"""The contract of `canon check MODULE`: the template passes, limits are respected, failures say where, Ctrl-C keeps."""
+"""Claims about `canon check MODULE`: the template passes, limits hold, failures have a place, Ctrl-C keeps results."""
 
 import json
 import signal
@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checking import module_in, run  # noqa: F401  a fixture
 
 import canon
 from canon.__main__ import main
@@ -54,10 +53,10 @@ def verdicts(record):
     return {result["case"]: result["verdict"] for result in record["results"]}
 
 
-def test_the_template_passes_and_declines_what_it_leaves_open(run, tmp_path, monkeypatch):  # noqa: F811
+def test_the_template_passes_and_declines_what_it_leaves_open(run, write_module):
     status, printed, _ = run("--template")
     assert status == 0
-    module_in(tmp_path, monkeypatch, "my_attention", printed.out)
+    write_module("my_attention", printed.out)
     status, printed, record = run("my_attention", "--tokens", 200)
     assert status == 0, printed.out
     assert {name.split("/")[0]: verdict for name, verdict in verdicts(record).items()} == {
@@ -65,16 +64,16 @@ def test_the_template_passes_and_declines_what_it_leaves_open(run, tmp_path, mon
     assert sum(name.startswith("attention/") for name in verdicts(record)) == 7
 
 
-def test_help_names_the_conventions_and_every_feature(run):  # noqa: F811
+def test_help_names_the_conventions_and_every_feature(run):
     _, printed, _ = run("--help")
     for word in ("q (b, t, h, d)", "natural logarithm", "NotImplementedError declines", *contract.WORDS):
-        assert word in printed.out, word
+        assert word in " ".join(printed.out.split()), word
     for name in covered(canon.reference, canon.reference)[0]:
-        assert name in printed.out, "every function that is tried is named"
+        assert name in printed.out, "the help names every function with cases"
 
 
-def test_features_limit_the_cases_to_what_a_module_can_do(run, tmp_path, monkeypatch):  # noqa: F811
-    module_in(tmp_path, monkeypatch, "plain_attention", PLAIN)
+def test_features_limit_the_cases_to_what_a_module_can_do(run, write_module):
+    write_module("plain_attention", PLAIN)
     words = ("plain_attention", "--tokens", 200)
     status, printed, _ = run(*words)
     assert status == 1
@@ -87,7 +86,7 @@ def test_features_limit_the_cases_to_what_a_module_can_do(run, tmp_path, monkeyp
 
 @pytest.mark.parametrize("words", ["documents,no-lse", "forward", "forward,no-lse,packed", "no-options", "causal,contiguous",
                                    "no-mask", "no-mask,forward"])  # fmt: skip
-def test_the_reference_agrees_under_every_limit(words, run):  # noqa: F811
+def test_the_reference_agrees_under_every_limit(words, run):
     status, printed, record = run("canon.reference", "--tokens", 150, "--features", words, "--only", "attention/*causal*",
                                   "--ranks", 3) if "documents" not in words else run(
         "canon.reference", "--tokens", 150, "--features", words, "--only", "zigzag_attention")  # fmt: skip
@@ -118,31 +117,31 @@ def test_limits_adapt_shapes_and_leave_cases_out():
     assert not {"zigzag_attention", "striped_attention"} & {case.function for case in uneven}
 
 
-@pytest.mark.parametrize(("text", "told"), [("causal,fast", "--features fast: expected words of"),
-                                            ("batched,packed", "each excludes the other"),
-                                            ("no-mask,full", "no other mask")])  # fmt: skip
-def test_unknown_and_contradictory_features_raise(text, told, run):  # noqa: F811
+@pytest.mark.parametrize(("text", "message"), [("causal,fast", "--features fast: expected one or more of"),
+                                               ("batched,packed", "expected one of them"),
+                                               ("no-mask,full", "allows causal only")])  # fmt: skip
+def test_unknown_and_contradictory_features_raise(text, message, run):
     status, printed, _ = run("canon.reference", "--features", text)
     assert status == 2
-    assert told in printed.err
+    assert message in printed.err
 
 
-def test_not_implemented_is_declined_and_re_exports_are_no_gap(run, tmp_path, monkeypatch):  # noqa: F811
+def test_not_implemented_is_declined_and_re_exports_need_no_case(run, write_module):
     text = (
         UNSURE
         + "\nfrom torch import softmax\nfrom functools import partial\n__all__ = ['attention', 'softmax', 'mine']\n"
     )
-    module_in(tmp_path, monkeypatch, "unsure", text + "def mine(x): return x\n")
+    write_module("unsure", text + "def mine(x): return x\n")
     status, printed, record = run("unsure", "--tokens", 150, "--only", "attention/[fr]*")
     assert set(verdicts(record).values()) == {"declined"}
-    assert status == 1, "nothing agrees"
+    assert status == 1, "no case agrees"
     assert "NotImplementedError: not yet" in printed.out
     assert "mine" in record["untried"]
     assert not {"softmax", "partial"} & set(record["untried"])
 
 
-def test_a_failure_names_token_rank_and_head(run, tmp_path, monkeypatch):  # noqa: F811
-    module_in(tmp_path, monkeypatch, "off_attention", OFF)
+def test_a_failure_names_token_rank_and_head(run, write_module):
+    write_module("off_attention", OFF)
     status, printed, record = run("off_attention", "--tokens", 200, "--only", "zigzag_attention/zigzag/documents")
     assert status == 1
     (result,) = record["results"]
@@ -153,7 +152,7 @@ def test_a_failure_names_token_rank_and_head(run, tmp_path, monkeypatch):  # noq
     assert f"token {token}, head 2, which rank 1" in " ".join(printed.out.split())
 
 
-def test_wrong_moves_and_sums_name_rank_and_token(run, tmp_path, monkeypatch):  # noqa: F811
+def test_wrong_moves_and_sums_name_rank_and_token(run, write_module):
     text = """
 import torch.distributed as dist
 from canon import reference
@@ -170,7 +169,7 @@ def group_reduce(y, plan, stage, into, *, group=None):
         total[5, ..., 1, :] += 1
     return total
 """
-    module_in(tmp_path, monkeypatch, "moved", text)
+    write_module("moved", text)
     _, _, record = run("moved", "--tokens", 200, "--only", "group_*/striped/documents/*one_stage")
     cast, reduced = (result["faults"] for result in record["results"])
     assert cast[0].startswith("rank 2: cast 0: 1 of ")
@@ -187,14 +186,14 @@ def test_places_of_lse_and_of_values_that_are_not_finite():
     assert place("lse", got, exact, layout).startswith(
         "lse is worst at token 5 of sequence 1, head 2, which rank 1 holds in row 2"
     )
-    exact[1, 0, 2] = -torch.inf  # of both a little NaN and an infinity the first counts
+    exact[1, 0, 2] = -torch.inf  # the errors of token 5 (NaN) and token 2 are both infinite; the first is reported
     assert "tokens 2, 5" in place("lse", got, exact, layout)
 
 
-def test_the_same_nan_twice_is_not_called_wavering(run, tmp_path, monkeypatch):  # noqa: F811
+def test_the_same_nan_in_two_runs_counts_as_the_same_bits(run, write_module):
     text = "from canon import reference\n\ndef merge(*parts):\n    out, lse = reference.merge(*parts)\n"
     text += "    return out * float('nan'), lse\n"
-    module_in(tmp_path, monkeypatch, "not_a_number", text)
+    write_module("not_a_number", text)
     _, _, record = run("not_a_number", "--tokens", 150, "--only", "merge/documents")
     (result,) = record["results"]
     assert result["faults"][0].startswith("out has ")
@@ -215,12 +214,12 @@ def test_failed_cases_stay_in_the_picture(tmp_path):
 
 def test_version():
     program = [sys.executable, "-m", "canon", "--version"]
-    said = subprocess.run(program, capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["canon", canon.__version__]
+    printed = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["canon", canon.__version__]
 
 
 # ---------------------------------------------------------------------- interrupted, and resumed
-def test_ctrl_c_keeps_what_has_finished(tmp_path):
+def test_ctrl_c_keeps_the_finished_cases(tmp_path):
     words = [sys.executable, "-m", "canon", "check", "canon.reference", "--tokens", "200"]
     child = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in child.stderr or ():
@@ -236,13 +235,13 @@ def test_ctrl_c_keeps_what_has_finished(tmp_path):
     assert (tmp_path / "canon-check" / "errors.png").exists()
 
 
-def test_random_cases_that_have_finished_are_kept_too(run, monkeypatch):  # noqa: F811
-    """Ctrl-C in the second world, after the first of its cases."""
-    real, worlds = run_cases.process_groups.threads, []
+def test_ctrl_c_keeps_the_finished_random_cases(run, monkeypatch):
+    """Ctrl-C comes in the second process group, after its first case."""
+    real, groups = run_cases.process_groups.threads, []
 
     def threads(program, ranks):
-        worlds.append(program.cases)
-        if len(worlds) == 1:
+        groups.append(program.cases)
+        if len(groups) == 1:
             return real(program, ranks)
         real(replace(program, cases=program.cases[:1]), ranks)
         raise KeyboardInterrupt
@@ -250,21 +249,21 @@ def test_random_cases_that_have_finished_are_kept_too(run, monkeypatch):  # noqa
     monkeypatch.setattr(run_cases.process_groups, "threads", threads)
     status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
     assert status == 130
-    kept = {row[0] for some in record["runs"] for row in some["cases"]}
-    assert kept == {case.index for case in (*worlds[0], worlds[1][0])}
+    kept = {row[0] for one_run in record["runs"] for row in one_run["cases"]}
+    assert kept == {case.index for case in (*groups[0], groups[1][0])}
     monkeypatch.setattr(run_cases.process_groups, "threads", real)
     status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
     assert status == 0
     assert f"{len(kept)} of these cases are in" in printed.out
 
 
-def test_a_check_resumes(run, monkeypatch):  # noqa: F811
+def test_a_check_resumes(run, monkeypatch):
     words = ("canon.reference", "--tokens", 200, "--only", "merge")
     _, _, first = run(*words)
     ran = []
     real = run_cases.process_groups.threads
     monkeypatch.setattr(
-        run_cases.process_groups, "threads", lambda trial, ranks: ran.extend(trial.cases) or real(trial, ranks)
+        run_cases.process_groups, "threads", lambda runner, ranks: ran.extend(runner.cases) or real(runner, ranks)
     )
     status, _, record = run("canon.reference", "--tokens", 200, "--only", "[am]*documents*", "--resume")
     assert status == 0
@@ -275,10 +274,10 @@ def test_a_check_resumes(run, monkeypatch):  # noqa: F811
     assert len(ran) == 2, "other documents"
     ran.clear()
     run("canon.reference", "--tokens", 400, "--only", "merge")
-    assert len(ran) == 2, "not asked to resume"
+    assert len(ran) == 2, "without --resume"
 
 
-def test_all_names_are_tried_once():
+def test_every_case_has_its_own_name():
     names = [case.name for case in all_cases(list(cases.DTYPES), gpu=False)]
     assert len(names) == len(set(names))
     assert main(["check", "canon.reference", "--list", "--features", "no-mask"]) == 0

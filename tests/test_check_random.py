@@ -1,4 +1,4 @@
-"""`canon check --random`: a case is a pure function of its seed and number, faults are found, records resume and merge."""
+"""Claims about `canon check --random`: seed and number determine a case, faults are found, records resume and merge."""
 
 import json
 import re
@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checking import module_in, run  # noqa: F401  a fixture
 
 from canon.reference import Layout, Mask
 from canon.testing import case_runner, draws, random_check
@@ -29,10 +28,10 @@ def ring_attention(q, k, v, mask=None, layout=None, **options):
 
 
 def kept_cases(record):
-    return {row[0]: row[1:] for some in record["runs"] for row in some["cases"]}
+    return {row[0]: row[1:] for one_run in record["runs"] for row in one_run["cases"]}
 
 
-def test_fifty_random_cases_agree(run):  # noqa: F811
+def test_fifty_random_cases_agree(run):
     status, printed, record = run("--random", 50, "--seed", 20)
     assert status == 0, printed.out
     assert len(kept_cases(record)) == 50
@@ -47,7 +46,7 @@ def test_a_case_is_a_pure_function_of_seed_and_number():
 
 
 def test_all_kinds_are_drawn():
-    """Among 800 cases: every function, constructor, layout, number of ranks, dtype and option, and the awkward sizes."""
+    """Draw 800 cases and find every function, constructor, layout, number of ranks, dtype, option and small size."""
     cases = [draws.drawn(0, i) for i in range(800)]
     assert {case.function for case in cases} == set(draws.WEIGHTS)
     for word in ("full", "causal", "window", "documents", "prefix", "block_causal", "ranges", "concat"):
@@ -66,17 +65,17 @@ def test_all_kinds_are_drawn():
     assert any(case.shape.scale == 0 for case in attended)
     assert any((case.shape.scale or 0) < 0 for case in attended)
     assert any(case.shape.widths[0] % 2 and case.shape.widths[0] != case.shape.widths[1] for case in attended)
-    held = [(draws.evaluated(case.mask), case.layout_of(draws.evaluated(case.mask), case.ranks)) for case in cases]
-    assert {0, 1} <= {mask.queries for mask, _ in held}
-    assert any(mask.queries != mask.keys for mask, _ in held)
-    shared = [layout for case, (_, layout) in zip(cases, held, strict=True) if case.ranks > 1]
+    masks = [draws.evaluated(case.mask) for case in cases]
+    assert {0, 1} <= {mask.queries for mask in masks}
+    assert any(mask.queries != mask.keys for mask in masks)
+    shared = [case.layout_of(mask, case.ranks) for case, mask in zip(cases, masks, strict=True) if case.ranks > 1]
     assert any(0 < layout.tokens < layout.ranks for layout in shared), "more ranks than tokens"
     assert any({piece.step for held in layout.ranges_per_rank for piece in held if len(piece) > 1} - {1, layout.ranks}
-               for layout in shared), "a step of its own"  # fmt: skip
+               for layout in shared), "a step that is neither contiguous nor striped"  # fmt: skip
 
 
 @pytest.mark.parametrize("table", ["cuda", "cuda gluon"])
-def test_a_gpu_is_asked_for_few_configurations(table):
+def test_a_gpu_compiles_few_configurations(table):
     cases = [draws.drawn(0, i, table) for i in range(500)]
     rows = {(case.shape.heads, case.shape.widths, case.dtype) for case in cases if case.dtype}
     assert len(rows) <= 4
@@ -84,14 +83,14 @@ def test_a_gpu_is_asked_for_few_configurations(table):
     assert all((case.shape.scale or 1) > 0 for case in cases if case.dtype)
 
 
-def test_a_failure_names_its_draws_and_the_command_that_repeats_it(run, tmp_path, monkeypatch):  # noqa: F811
-    module_in(tmp_path, monkeypatch, "off_ring", FAULTY.format(line="v = v * 1.02"))
+def test_a_failure_names_its_draws_and_the_command_that_repeats_it(run, write_module, tmp_path):
+    write_module("off_ring", FAULTY.format(line="v = v * 1.02"))
     status, printed, record = run("off_ring", "--random", 30, "--seed", 1)
     assert status == 1
     wrong = {number for number, (_, verdict, _) in kept_cases(record).items() if verdict == "disagrees"}
     assert wrong
     assert {kept_cases(record)[number][0] for number in wrong} == {"ring_attention"}
-    (failures,) = [some["failures"] for some in record["runs"]]
+    (failures,) = [one_run["failures"] for one_run in record["runs"]]
     assert {failure["index"] for failure in failures} == wrong
     failure = failures[0]
     assert failure["draws"]["mask"].startswith("Mask.")
@@ -106,9 +105,9 @@ def test_a_failure_names_its_draws_and_the_command_that_repeats_it(run, tmp_path
     assert kept_cases(again) == {index: kept_cases(record)[index]}
 
 
-def test_an_exception_fails_its_case_and_the_others_of_its_world_go_on(run, tmp_path, monkeypatch):  # noqa: F811
+def test_an_exception_fails_its_case_and_the_other_cases_run(run, write_module):
     line = "assert q.dtype == torch.bfloat16, 'bfloat16 alone'"
-    module_in(tmp_path, monkeypatch, "raising_ring", FAULTY.format(line=line))
+    write_module("raising_ring", FAULTY.format(line=line))
     status, printed, record = run("raising_ring", "--random", 30, "--seed", 2)
     assert status == 1
     assert len(kept_cases(record)) == 30
@@ -119,7 +118,7 @@ def test_an_exception_fails_its_case_and_the_others_of_its_world_go_on(run, tmp_
     assert "AssertionError: bfloat16 alone" in printed.out
 
 
-def test_records_resume_and_merge(run, tmp_path, monkeypatch):  # noqa: F811
+def test_records_resume_and_merge(run, tmp_path, monkeypatch):
     status, printed, record = run("canon.reference", "--random", 6, "--seed", 5)
     assert status == 0
     assert sorted(kept_cases(record)) == list(range(6))
@@ -149,26 +148,26 @@ def test_a_record_of_ten_thousand_cases_is_small(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
-        (["--random", "0"], "--random takes N >= 1"),
-        (["--random", "1", "--ranks", "9"], "--ranks 1 to 8"),
+        (["--random", "0"], "--random needs N >= 1"),
+        (["--random", "1", "--ranks", "9"], "--ranks from 1 to 8"),
         (["--random", "1", "--only", "ring"], "leave --only out"),
         (["--random", "1", "--dtype", "float32", "--resume"], "leave --dtype, --resume out"),
-        (["canon.reference", "--seed", "3"], "give --random N, too"),
+        (["canon.reference", "--seed", "3"], "--seed and --first need --random N"),
         (["--merge", "a.json"], "--merge needs --record"),
         (["--merge", "a.json", "--record", "b.json"], "cannot read the record a.json"),
     ],
 )
-def test_random_commands_that_cannot_be_carried_out(run, words, told):  # noqa: F811
+def test_invalid_arguments_of_random_checks_are_errors(run, words, message):
     status, printed, _ = run(*words)
     assert status == 2
-    assert told in printed.err
+    assert message in printed.err
 
 
-# ---------------------------------------------------------------------- the judge of few numbers
-def test_the_judge_lets_pass_rounding_of_few_numbers_and_no_more():
-    """One key per query: dq is exactly 0. At width 1 no honest evaluation shows the noise that float32 may leave."""
+# ---------------------------------------------------------------------- the judge with few elements
+def test_the_judge_accepts_only_rounding_of_few_elements():
+    """With one key per query, dq is exactly 0. At width 1 no honest evaluation has the rounding noise of float32."""
     draw = torch.Generator().manual_seed(0)
     mask = Mask.window(3, 0, 0)
     q, k, v, dout = (torch.randn(1, 3, 1, 1, generator=draw) for _ in range(4))
@@ -184,7 +183,7 @@ def test_the_judge_lets_pass_rounding_of_few_numbers_and_no_more():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_roundings_bound_the_errors_of_honest_attention(dtype):
-    """Each error stays below 8 times one rounding of every step, and most of all sums come within a hundredth of it."""
+    """Each error is below 8 times the distance of `roundings`. The largest error is above a hundredth of the largest one."""
     draw = torch.Generator().manual_seed(1)
     mask = Mask.documents([0, 1, 9, 40])
     q, k, v, dout = (torch.randn(2, 40, 4, 16, generator=draw).to(dtype) for _ in range(4))
@@ -198,17 +197,18 @@ def test_roundings_bound_the_errors_of_honest_attention(dtype):
         assert error.max() >= size.max() / 100, name
 
 
-def test_gradients_that_travel_in_16_bits_are_judged_as_such():
+def test_gradients_that_travel_in_16_bits_have_the_bound_of_16_bits():
     case = next(c for c in (draws.drawn(0, i) for i in range(2000))
                 if dict(c.options).get("reduce_dtype") == "bfloat16" and c.dtype == "float32" and c.ranks > 2
                 and draws.evaluated(c.mask).area > 50 and c.used == "both")  # fmt: skip
     layout = draws.evaluated(case.layout)
     assert isinstance(layout, Layout)
-    should = RandomSource().expected(case, layout, "cpu")
-    coarse = should.exact._replace(dk=should.exact.dk.bfloat16().float(), dv=should.exact.dv.bfloat16().float())
-    assert agreement(Attended(dk=coarse.dk, dv=coarse.dv), should.exact, should.honest, should.roundings).agrees
-    in_float32 = should.honest[:4]
-    assert not agreement(Attended(dk=coarse.dk, dv=coarse.dv), should.exact, in_float32, should.roundings).agrees
+    expected = RandomSource().expected(case, layout, "cpu")
+    exact, reach = expected.exact, expected.roundings
+    coarse = Attended(dk=exact.dk.bfloat16().float(), dv=exact.dv.bfloat16().float())
+    assert agreement(coarse, exact, expected.honest, reach).agrees
+    in_float32 = expected.honest[:4]
+    assert not agreement(coarse, exact, in_float32, reach).agrees
 
 
 def test_no_tokens_agree_with_no_tokens():
@@ -219,7 +219,7 @@ def test_no_tokens_agree_with_no_tokens():
 
 @pytest.mark.parametrize(("used", "faults"), [("sum", 0), ("out", 1)])
 def test_dv_of_ones_and_one_query_may_fit_the_narrow_dtype(used, faults):
-    """Case 1454 of seed 1 on a GPU: dv is P itself, which the kernel rounds as an operand. Other dv are sums and products."""
+    """With dout of ones and one query, dv is P itself, and the kernel rounds P as an operand (seed 1, case 1454, GPU)."""
     case = next(c for i in range(2000) if (c := draws.drawn(0, i)).variant == "part" and c.dtype == "float16")
     exact = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
     got = Attended(None, None, None, None, exact.half().float())

@@ -1,4 +1,4 @@
-"""Every kernel compiles ahead of time for sm_80 and sm_90, spills no registers and fits the device. Needs no GPU."""
+"""Claims about compiled kernels, without a GPU: each compiles for sm_80 and sm_90, spills no register and fits the SM."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from canon.testing.sass import overwritten, waits
 
 @pytest.fixture(scope="module")
 def compiled(request, tmp_path_factory):
-    """Compile for one target in a process without TRITON_INTERPRET. Return (arch, reports)."""
+    """Compile the kernels of one target in a process without the interpreter, and return its reports."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, "-m", "canon.testing.compile", "--json", "--arch", str(request.param)]
@@ -24,8 +24,12 @@ def compiled(request, tmp_path_factory):
     return request.param, [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def by_choice(report):
-    """Return the bytes that may spill: 32 without tensor cores, 24 for dq at width 256, which is fastest with spills."""
+def allowed_spill(report):
+    """Return the bytes that may spill.
+
+    float32 and float64 use no tensor cores, so their speed matters less. For dq at D = 256, every Triton configuration
+    without spills is slower.
+    """
     case = report["case"]
     if case["dtype"] in ("float32", "float64"):
         return 32
@@ -36,25 +40,25 @@ def by_choice(report):
 def test_kernels_compile_without_spills_and_fit_the_device(compiled):
     arch, reports = compiled
     assert len(reports) >= len(main_cases(arch))
-    wrong = [r for r in reports if r["spilled"] > by_choice(r)]
+    wrong = [r for r in reports if r["spilled"] > allowed_spill(r)]
     assert not wrong, f"registers are spilled: {wrong}"
     wrong = [r for r in reports if r["shared"] > r["expected_shared"]]
-    assert not wrong, f"more shared memory than config.shared_bytes computes: {wrong}"
+    assert not wrong, f"more shared memory than config.shared_bytes returns: {wrong}"
     assert all(r["shared"] <= SHARED_LIMIT[arch] for r in reports)
     wrong = [r for r in reports if r["warnings"]]
     assert not wrong, f"the assembler warns: {wrong}"
     wrong = [r for r in reports if r["overwritten"]]
-    assert not wrong, f"registers of an MMA in flight are overwritten: {wrong}"
+    assert not wrong, f"registers of MMAs in flight are written: {wrong}"
     once = ("forward",)  # before the first work tile of a CTA
     wrong = [r for r in reports if r["waits_added"] > (r["case"]["kernel"] in once)]
-    assert not wrong, f"the assembler makes an MMA wait for another: {wrong}"
+    assert not wrong, f"the assembler adds waits between MMAs: {wrong}"
     long = [r["config"] for r in reports if r["case"]["seen"]]
     assert long == [asdict(config) for choices in LONG_TABLE.values() for config in choices.values() if arch == 90]
     merges = [r["updates_after_reading"] for r in reports if r["name"] == "merge_kernel"]
-    assert merges == [True, True], "one warp may overwrite lse values before other warps read them"
+    assert merges == [True, True], "a warp writes lse in place before other warps have read it"
 
 
-PRODUCTS = """
+MMAS = """
         /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR32], RZ, !UPT, gsb0 ;
         /*0020*/                   HGMMA.64x32x16.F32 R88, R152, gdesc[UR16].tnspB, R88 ;
         /*0030*/                   HGMMA.64x32x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0 ;
@@ -67,9 +71,9 @@ PRODUCTS = """
 UNTOUCHED = {"first": "FADD R0, R24, R152", "second": "FMUL R24, R24, R55", "third": "MUFU.EX2 R152, R88"}
 
 
-def test_waits_and_overwritten_registers_of_mmas_in_flight_are_found():
-    assert waits(PRODUCTS) == 2
-    assert not overwritten(PRODUCTS.format_map(UNTOUCHED))
+def test_waits_and_registers_of_mmas_in_flight_are_found():
+    assert waits(MMAS) == 2
+    assert not overwritten(MMAS.format_map(UNTOUCHED))
     for number, instruction in (
         ("first", "FADD R55, R0, R1"),  # the last of S
         ("first", "F2FP.BF16.F32.PACK_AB R159, R0, R1"),  # the last of P
@@ -79,7 +83,7 @@ def test_waits_and_overwritten_registers_of_mmas_in_flight_are_found():
         ("second", "FADD R152, R0, R1"),
         ("second", "@P0 FADD.FTZ R103, R0, R1"),  # the last of O
     ):
-        assert overwritten(PRODUCTS.format_map(UNTOUCHED | {number: instruction})), instruction
+        assert overwritten(MMAS.format_map(UNTOUCHED | {number: instruction})), instruction
     for number, instruction in (
         ("first", "STG.E desc[UR4][R2.64], R88"),
         ("first", "FSETP.GT.AND P0, PT, R88, R24, PT"),
@@ -87,4 +91,4 @@ def test_waits_and_overwritten_registers_of_mmas_in_flight_are_found():
         ("second", "FADD R160, R88, R152"),
         ("second", "FADD R104, R88, R152"),
     ):
-        assert not overwritten(PRODUCTS.format_map(UNTOUCHED | {number: instruction})), instruction
+        assert not overwritten(MMAS.format_map(UNTOUCHED | {number: instruction})), instruction

@@ -1,4 +1,4 @@
-"""Which kernels compute: the Hopper family where it can, the portable one elsewhere, and what was asked for, always."""
+"""Hopper GPUs use the Gluon backend where it supports the inputs; others use Triton; a chosen backend is always used."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ def heads(d, dtype, where="cuda"):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with one GPU, of compute capability 9.0 until told otherwise."""
+    """A machine with one GPU, of compute capability 9.0 unless the test sets another."""
     found = {"capability": (9, 0)}
     monkeypatch.setattr(device, "capability", lambda _: found["capability"])
     monkeypatch.setattr(portable, "INTERPRETED", False)
@@ -37,25 +37,25 @@ def machine(monkeypatch):
         (64, 64, F32, "split", portable),
     ],
 )
-def test_hopper_computes_what_it_can(machine, d, dv, dtype, method, expected):
+def test_hopper_uses_gluon_where_it_supports_the_inputs(machine, d, dv, dtype, method, expected):
     assert device.kernels_for(heads(d, dtype), heads(dv, dtype), method) is expected
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 1), (10, 0), (12, 0)])
-def test_other_gpus_have_the_portable_kernels(machine, capability):
+def test_other_gpus_use_triton(machine, capability):
     machine["capability"] = capability
     assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
 
 
-def test_interpreted_and_on_cpus_kernels_are_portable(machine, monkeypatch):
+def test_cpus_and_the_interpreter_use_triton(machine, monkeypatch):
     assert device.kernels_for(heads(128, BF16, "cpu"), heads(128, BF16, "cpu")) is portable
     monkeypatch.setattr(portable, "INTERPRETED", True)
     assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
 
 
-@pytest.mark.parametrize(("asked", "expected"), [("gluon", hopper), ("triton", portable), (None, hopper)])
-def test_a_family_that_was_asked_for_is_not_exchanged(machine, asked, expected):
-    with backend(asked) if asked else nullcontext():
+@pytest.mark.parametrize(("chosen", "expected"), [("gluon", hopper), ("triton", portable), (None, hopper)])
+def test_a_chosen_backend_is_never_replaced(machine, chosen, expected):
+    with backend(chosen) if chosen else nullcontext():
         assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is expected
-        if asked == "gluon":  # what it cannot do it says itself
+        if chosen == "gluon":  # its launches raise for inputs that it does not support
             assert device.kernels_for(heads(512, F32), heads(512, F32)) is hopper

@@ -1,4 +1,4 @@
-"""Digests in shared memory: every rank reads what all have posted, and an ended process is noticed."""
+"""Digests in shared memory: every rank reads the digests of all ranks, and detects an ended process."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ def memory(ranks):
     return mmap.mmap(-1, 16 + 8 * (SLOTS + 1) * ranks)
 
 
-def test_every_rank_reads_what_all_have_posted():
+def test_every_rank_reads_the_digests_of_all_ranks():
     shared = memory(3)
     ranks = [SharedDigests(shared, rank, 3, timeout=5.0) for rank in range(3)]
     for number in range(1, 600):  # the numbers of calls wrap at 256
@@ -24,7 +24,7 @@ def test_every_rank_reads_what_all_have_posted():
         assert all(post.wait() == [1000 * number + rank for rank in range(3)] for post in posts)
 
 
-def test_a_rank_that_has_not_posted_is_waited_for():
+def test_a_rank_waits_for_a_rank_that_has_not_posted():
     shared = memory(2)
     first, second = (SharedDigests(shared, rank, 2, timeout=0.2) for rank in range(2))
     post = first.post(1, 7)
@@ -35,7 +35,7 @@ def test_a_rank_that_has_not_posted_is_waited_for():
     assert post.wait() == [7, 8]
 
 
-def test_digests_of_the_call_before_are_not_taken_for_this_one():
+def test_digests_of_the_previous_call_do_not_count_for_this_one():
     shared = memory(2)
     first, second = (SharedDigests(shared, rank, 2, timeout=5.0) for rank in range(2))
     for number in range(1, 10):
@@ -44,7 +44,7 @@ def test_digests_of_the_call_before_are_not_taken_for_this_one():
     assert first.post(10, 5).digests() is None
 
 
-def test_a_process_that_has_ended_is_noticed_before_its_parent_has():
+def test_an_ended_process_is_detected_before_its_parent_waits_for_it():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     try:
         shared = memory(2)

@@ -1,4 +1,4 @@
-"""Plans: equal from both halves, balanced, with few keys to move, and exact about what moves."""
+"""Both halves make equal plans. They are balanced, move few keys, and list exactly the tokens that move."""
 
 import random
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ def half(request):
 
 
 def drawn_mask(draw, n):
-    """A mask over n tokens: documents of any lengths, a window, blocks in any order, MagiAttention's slices."""
+    """Draw a mask over n tokens: documents of any lengths, a window, blocks in any order, MagiAttention's slices."""
     ends = sorted(draw.randint(0, n) for _ in range(draw.randint(0, 6)))
     middle = draw.randint(0, n)
     slices = [(0, middle), (middle, n)], [(0, n), (0, n)], [draw.randint(0, 3), draw.randint(0, 3)]
@@ -38,7 +38,7 @@ def drawn_mask(draw, n):
 
 
 def drawn_layout(draw, n, ranks):
-    """One of the named layouts, or any chunks on any ranks, some of which hold nothing."""
+    """Draw a named layout, or any chunks on any ranks. Some ranks may hold nothing."""
     cuts = sorted({0, n, *(draw.randint(0, n) for _ in range(5))})
     held = [[] for _ in range(ranks)]
     for start, stop in zip(cuts, cuts[1:], strict=False):
@@ -51,7 +51,7 @@ def drawn_layout(draw, n, ranks):
 
 
 def expected_warning(n, ranks, chunk):
-    """A chunk that leaves a rank empty is warned of, unless there are too few tokens anyway."""
+    """Return the expected warning: a chunk leaves a rank empty although there are enough tokens."""
     empty = ranks - -(-n // chunk)
     if n < ranks or empty <= 0:
         return nullcontext()
@@ -64,7 +64,7 @@ def expected_warning(n, ranks, chunk):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_both_halves_make_the_same_plan_and_chunks_are_shared_out_evenly(seed):
+def test_both_halves_make_the_same_plan_with_evenly_divided_chunks(seed):
     draw = random.Random(seed)
     for _ in range(25):
         n, ranks = draw.choice([0, 1, 5, 17, 64, 100, 257]), draw.choice([1, 2, 3, 4, 5, 8])
@@ -121,7 +121,7 @@ def test_window_of_1024_and_causal_on_8_ranks_of_8192():
 
 @pytest.mark.parametrize(("ranks", "volume"), [(8, 0.140), (16, 0.155), (32, 0.125), (64, 0.085)])
 def test_published_lengths_are_balanced_and_move_little(ranks, volume):
-    """Mean of 20 packs. MagiAttention 1.1's own planner: balance 1.004 to 1.03, volume .346, .301, .220, .148."""
+    """Mean of 20 packs. The planner of MagiAttention 1.1: balance 1.004 to 1.03, volume .346, .301, .220, .148."""
     reports = []
     for cu_seqlens in sampled_packs(8192 * ranks, 20):
         mask = Mask.documents(cu_seqlens)
@@ -138,7 +138,7 @@ def test_ten_million_tokens_on_1024_ranks():
 
 
 def test_a_slow_network_moves_less(half):
-    """Where receiving takes the time, the plan gives up balance for it."""
+    """If receiving takes longer than computing, the plan is less balanced and receives less."""
     mask = Mask.documents([0, 100, 130, 300, 420, 512])
     quick, slow = (
         half.plan_report(mask, half.dispatch(mask, 4, chunk=16, cells_per_us=cells, tokens_per_us=tokens), chunk=16)
@@ -159,20 +159,20 @@ def test_plans_are_cached_by_content(half):
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ({"ranks": 0}, "ranks must be a whole number >= 1"),
         ({"chunk": 0}, "chunk must be a whole number >= 1"),
         ({"imbalance": 0.9}, "at least 1; got 0.9"),
         ({"tokens_per_us": 0}, "tokens_per_us must be"),
-        ({"tokens_per_us": 2**58}, "the ratio of the two rates decides"),
+        ({"tokens_per_us": 2**58}, "only the ratio of the two rates matters"),
         ({"swaps_per_chunk": -1}, "swaps_per_chunk must be a whole number >= 0, got -1"),
         ({"mask": Mask([], 3, 4)}, "the mask is 3 x 4, not square"),
     ],
 )
-def test_dispatch_says_what_is_wrong(half, option, told):
+def test_dispatch_names_a_wrong_argument(half, option, message):
     arguments = {"mask": Mask.causal(8), "ranks": 2, **option}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         half.dispatch(arguments.pop("mask"), arguments.pop("ranks"), **arguments)
 
 
@@ -181,7 +181,7 @@ def test_dispatch_says_what_is_wrong(half, option, told):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_cast_plans_are_exact(seed):
-    """What a rank receives is what its queries see and it has not; its local masks are the global one, cell for cell."""
+    """A rank receives exactly the keys that its queries see and it does not hold. Its local masks have all its cells."""
     draw = random.Random(100 + seed)
     for _ in range(8):
         n, ranks, stages = draw.choice([1, 7, 40, 61]), draw.choice([1, 2, 3, 5]), draw.choice([0, 1, 2, 3])
@@ -204,7 +204,7 @@ def test_cast_plans_are_exact(seed):
         assert torch.equal(seen_cells, dense)
 
 
-def test_sizes_and_rows_say_the_same_on_both_sides():
+def test_senders_and_receivers_agree_on_sizes_and_rows():
     draw = random.Random(7)
     mask, layout = Mask.documents([0, 3, 3, 30, 61]), drawn_layout(draw, 61, 4)
     for stages in (0, 3):
@@ -219,7 +219,7 @@ def test_sizes_and_rows_say_the_same_on_both_sides():
                     assert tokens.tolist() == [token for piece in pieces for token in piece]
 
 
-def test_stages_divide_what_each_pair_of_ranks_exchanges():
+def test_stages_divide_the_tokens_of_each_pair_of_ranks():
     plan = reference.cast_plan(Mask.causal(64), Layout.contiguous(64, 4), stages=3)
     assert [plan.receive_sizes(cast, 3) for cast in range(3)] == [[6, 6, 6, 0], [5, 5, 5, 0], [5, 5, 5, 0]]
     few = reference.cast_plan(Mask.window(8, 1, 0), Layout.contiguous(8, 4), stages=3)
@@ -239,7 +239,7 @@ def test_closed_forms_of_the_volume(half, ranks):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_reports_are_what_counting_gives(seed):
+def test_reports_equal_counts_of_cells_and_tokens(seed):
     draw = random.Random(200 + seed)
     for _ in range(8):
         n, ranks = draw.choice([7, 40, 61]), draw.choice([1, 2, 5])
@@ -257,7 +257,7 @@ def test_reports_are_what_counting_gives(seed):
         assert f"{report.volume:.3f}" in str(report)
 
 
-def test_reports_and_casts_say_what_is_wrong(half):
+def test_reports_and_casts_name_a_wrong_argument(half):
     with pytest.raises(ValueError, match="the mask is 8 x 8, the layout has 9 tokens"):
         half.cast_plan(Mask.causal(8), Layout.contiguous(9, 2))
     with pytest.raises(ValueError, match="stages must be a whole number >= 0, got -1"):

@@ -1,4 +1,4 @@
-"""Chunks are by default short enough to balance the ranks, and one that leaves a rank empty is warned of."""
+"""Default chunks are short enough to balance the ranks, and a chunk that leaves a rank empty gives a warning."""
 
 from fractions import Fraction
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from canon import Layout, Mask
 from canon.fast import magi as fast
 from canon.reference import magi as reference
-from canon.reference.plan import default_chunk
+from canon.reference.plan_arguments import default_chunk
 
 HALVES = {"reference": reference, "fast": fast}
 
@@ -23,7 +23,7 @@ def half(request):
 
 @st.composite
 def masks(draw, most=70):
-    """Square masks of few tokens, often none or one."""
+    """Draw a square mask of few tokens, often none or one."""
     n = draw(st.sampled_from([0, 1, 1, 2, 3]) | st.integers(0, most))
     ends = sorted(draw(st.lists(st.integers(0, n), max_size=4)))
     packed = Mask.documents([0, *ends, n], causal=draw(st.booleans()))
@@ -62,7 +62,7 @@ def test_the_default_of_known_sizes(half, tokens, ranks, chunk):
 @settings(max_examples=60)
 @given(masks(), st.integers(1, 9))
 def test_every_rank_holds_a_token_where_there_are_enough(mask, ranks):
-    """Down to no token at all, and with more ranks than tokens: both halves plan alike, and nothing is warned of."""
+    """Both halves make the same plan without a warning, also for no token and for more ranks than tokens."""
     layout = reference.dispatch(mask, ranks)
     assert layout == fast.dispatch(mask, ranks)
     sizes = [layout.size(rank) for rank in range(ranks)]
@@ -76,7 +76,7 @@ def test_every_rank_holds_a_token_where_there_are_enough(mask, ranks):
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(2048, 4), (3001, 3), (5000, 2), (2000, 6)])
 def test_short_sequences_are_balanced(half, tokens, ranks):
-    """Rates with free traffic: with the default ones, a plan of few tokens gives up balance to receive fewer keys."""
+    """The rates make traffic free. With the default rates, a plan of few tokens trades balance for fewer keys."""
     packed = Mask.documents([0, tokens // 5, tokens // 2, tokens - 100, tokens])
     for mask in (Mask.causal(tokens), packed):
         layout = half.dispatch(mask, ranks, cells_per_us=1, tokens_per_us=1000)
@@ -87,19 +87,20 @@ def test_short_sequences_are_balanced(half, tokens, ranks):
 # --- warnings
 
 
-def test_a_chunk_that_leaves_ranks_empty_is_warned_of_with_one_that_does_not(half):
+def test_a_chunk_that_leaves_ranks_empty_gives_a_warning_with_a_better_chunk(half):
     mask = Mask.causal(2048)
-    told = (
-        "chunk=1024 leaves 2 of 4 ranks without a token, as 2048 tokens make no more chunks: pass chunk=64, the default"
+    message = (
+        "chunk=1024 leaves 2 of 4 ranks without a token, as 2048 tokens make fewer chunks than ranks: "
+        "pass chunk=64, the default"
     )
-    for _ in range(2):  # also where the plan is cached
-        with pytest.warns(UserWarning, match=told):
+    for _ in range(2):  # the second plan is cached
+        with pytest.warns(UserWarning, match=message):
             assert sorted(map(half.dispatch(mask, 4, chunk=1024).size, range(4))) == [0, 0, 1024, 1024]
     for chunk in (None, 64, 512):
         assert min(map(half.dispatch(mask, 4, chunk=chunk).size, range(4))) > 0
 
 
-def test_more_ranks_than_tokens_are_not_warned_of(half):
+def test_more_ranks_than_tokens_give_no_warning(half):
     for chunk in (None, 1, 2, 99):
         layout = half.dispatch(Mask.causal(3), 5, chunk=chunk)
         assert sum(map(layout.size, range(5))) == 3
@@ -107,7 +108,7 @@ def test_more_ranks_than_tokens_are_not_warned_of(half):
 
 @pytest.mark.parametrize("chunk", [100, 101, 2**40, 2**61, 2**62 - 1])
 def test_chunks_longer_than_the_sequence_are_one(chunk):
-    """However long: seven of them do not fit in 64 bits."""
+    """Seven chunks of the longest length do not fit in 64 bits."""
     mask = Mask.documents([0, 30, 100])
     with pytest.warns(UserWarning, match=f"chunk={chunk} leaves 6 of 7 ranks"):
         layout = reference.dispatch(mask, 7, chunk=chunk)
@@ -124,7 +125,7 @@ def test_chunks_longer_than_the_sequence_are_one(chunk):
 @pytest.mark.usefixtures("own_errors")
 @pytest.mark.parametrize("name", ["ranks", "chunk", "cells_per_us", "tokens_per_us", "swaps_per_chunk"])
 @pytest.mark.parametrize("wrong", ["4", 4.0, True, [4], float("nan"), torch.tensor(4), np.float32(4)], ids=repr)
-def test_what_is_no_whole_number_is_refused_by_name(half, name, wrong):
+def test_an_argument_that_is_not_a_whole_number_raises_with_its_name(half, name, wrong):
     arguments = {"mask": Mask.causal(64), "ranks": 2, name: wrong}
     with pytest.raises(TypeError, match=f"^{name} must be a whole number >= [01], got .*: pass an int"):
         half.dispatch(**arguments)
@@ -134,13 +135,13 @@ def test_what_is_no_whole_number_is_refused_by_name(half, name, wrong):
 
 
 @pytest.mark.usefixtures("own_errors")
-def test_other_wrong_arguments_are_refused_by_name(half):
+def test_other_wrong_arguments_raise_with_their_names(half):
     mask, layout = Mask.causal(64), Layout.contiguous(64, 2)
     for wrong in ("1.05", True, None, torch.tensor(1.05)):
         with pytest.raises(TypeError, match="imbalance must be a number >= 1, got"):
             half.dispatch(mask, 2, imbalance=wrong)
     for wrong in (float("nan"), float("inf"), 0, -1.0):
-        with pytest.raises(ValueError, match="imbalance is largest work over the lower bound, so at least 1"):
+        with pytest.raises(ValueError, match="imbalance is the largest work divided by its lower bound, so at least 1"):
             half.dispatch(mask, 2, imbalance=wrong)
     with pytest.raises(ValueError, match=r"imbalance=1e\+30 are too large for 2080 cells in 64 bits"):
         half.dispatch(mask, 2, imbalance=1e30)
@@ -157,7 +158,7 @@ def test_other_wrong_arguments_are_refused_by_name(half):
 
 
 @pytest.mark.usefixtures("own_errors")
-def test_numbers_of_numpy_and_fractions_make_the_same_plan(half):
+def test_numpy_numbers_and_fractions_make_the_same_plan(half):
     mask = Mask.documents([0, 100, 300])
     options = dict(chunk=np.int32(16), cells_per_us=np.int64(10), tokens_per_us=np.uint8(3), swaps_per_chunk=np.int8(1))
     expected = half.dispatch(mask, 3, chunk=16, cells_per_us=10, tokens_per_us=3, imbalance=1.25)

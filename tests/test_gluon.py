@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from canon import Band, Layout, Mask, fast
 from canon.fast import backend, backward, local, ring_attention
-from canon.fast.kernels.gluon import config, forward, launch, softmax_stats, tile_scheduler
+from canon.fast.kernels.gluon import config, launch, ptx, softmax_stats, stale_maximum, tile_scheduler
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.tile_scheduler import TileSchedule
 from canon.testing import process_groups, simulator
@@ -172,7 +172,7 @@ def test_a_row_has_the_same_bits_whatever_maxima_its_neighbours_follow(d, tiles)
 def votes(monkeypatch):
     """What warpgroups vote: on whether something outweighs its row, and, where it does, on whether to make a tile again."""
     outweighed, again = [], []
-    most = {forward.most(dtype) for dtype in (gl.bfloat16, gl.float16)}
+    most = {stale_maximum.largest_sum(dtype) for dtype in (gl.bfloat16, gl.float16)}
 
     def count(seen, limit, warpgroup):
         vote = simulator.language.any_above(seen, limit, warpgroup)
@@ -180,7 +180,7 @@ def votes(monkeypatch):
         (again if second else outweighed).append(int(vote.data))
         return vote
 
-    monkeypatch.setitem(simulator._stand_ins, id(forward.any_above), (forward.any_above, count))
+    monkeypatch.setitem(simulator._stand_ins, id(ptx.any_above), (ptx.any_above, count))
     return outweighed, again
 
 
@@ -314,7 +314,8 @@ def test_results_may_be_written_anywhere():
     with hopper():
         local.forward_into(q, k, v, mask, 0.125, out, lse)
         delta = backward.make_delta(dout, out, lse, dlse)
-        backward.begin_backward(dout, q, k, v, lse, delta, mask, 0.125, "split", dq, dk, dv)()
+        queries = backward.QueryInputs(dout, q, lse, delta)
+        backward.begin_backward(queries, k, v, mask, 0.125, "split", dq, dk, dv)()
     for name, made in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, dq, dk, dv), strict=True):
         assert torch.equal(made, getattr(expected, name)), name
 

@@ -21,12 +21,42 @@ import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from canon import Mask
-from canon.fast.kernels.gluon import blocks, config, dkdv, dkdv_hdim256, dq, forward, launch, tile_scheduler
+from canon.fast.kernels.gluon import (
+    config,
+    dkdv,
+    dkdv_hdim256,
+    dq,
+    epilogue,
+    forward,
+    forward_pipeline,
+    launch,
+    masking,
+    ptx,
+    softmax,
+    stale_maximum,
+    tile_queue,
+    tile_ring,
+    tile_scheduler,
+)
 from canon.fast.kernels.gluon.config import Config
 from canon.testing import simulator
 from canon.testing.judge import Attended, agreement, dense, oracle
 
-MODULES = (blocks, forward, dq, dkdv, dkdv_hdim256, launch)
+MODULES = (
+    ptx,
+    tile_queue,
+    tile_ring,
+    masking,
+    epilogue,
+    forward_pipeline,
+    softmax,
+    stale_maximum,
+    forward,
+    dq,
+    dkdv,
+    dkdv_hdim256,
+    launch,
+)
 INTERLEAVINGS = [("late", 0), ("early", 1), ("late", 2)]  # not "random", in which dq is added up in any order
 TOKENS, SCALE = 575, 0.125
 MASK = Mask.documents([0, 140, TOKENS])  # the last item is so short that all its tiles are loaded at once
@@ -48,27 +78,28 @@ EARLY = ("EARLY", True), ("not EARLY", False)
 LATE = ("EARLY", False), ("not EARLY", True)
 WHOLE = ("FUSED", True), ("D_PAD > 64", False)
 HALVES = ("FUSED", True), ("D_PAD > 64", True)
+PING_PONG = {on: (("PING_PONG", on), ("wg.PING_PONG", on)) for on in (False, True)}
 PROMPT = ("LATE", False), ("not LATE", True)  # with two warpgroups
 KERNELS = {
     "forward": Kernel(
         forward.forward_kernel,
         Config(128, 64, 4, 2),
-        branches=(("TURNS", False), ("OPTIMISTIC", False), *PROMPT),
+        branches=(*PING_PONG[False], ("wg.STALE_MAXIMUM", False), *PROMPT),
     ),
     "forward in turns": Kernel(
         forward.forward_kernel,
         Config(128, 64, 2, turns=True),
-        branches=(("TURNS", True), ("OPTIMISTIC", False), *PROMPT),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), *PROMPT),
     ),
     "forward by three": Kernel(
         forward.forward_kernel,
         Config(192, 64, 3, turns=True),
-        branches=(("TURNS", True), ("OPTIMISTIC", False), ("LATE", True), ("not LATE", False)),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), ("LATE", True), ("not LATE", False)),
     ),
     "forward, optimistic": Kernel(
         forward.forward_kernel,
         Config(128, 64, 2, turns=True, optimistic=True),
-        branches=(("TURNS", True), ("OPTIMISTIC", True), *PROMPT),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", True), *PROMPT),
     ),
     "dq": Kernel(dq.dq_kernel, Config(128, 64, 2)),
     "dkdv": Kernel(
@@ -153,20 +184,20 @@ CHANGES = {
     "mbarrier.arrive": {"is left out": left_out},
     "mbarrier.expect": {"is left out": left_out},
     "fence_async_shared": {"is left out": left_out},
-    "take_turn": {"is left out": left_out},
-    "pass_turn": {"is left out": left_out},
+    "ping_pong_wait": {"is left out": left_out},
+    "ping_pong_arrive": {"is left out": left_out},
     "tma.store_wait": {"is left out": left_out},
     "hopper.warpgroup_mma_wait": {"waits for one product fewer": one_more_under_way},
-    "tell": {"is left out": left_out},
+    "publish": {"is left out": left_out},
     "await_turn": {"is left out": left_out},
-    "await_added": {"is left out": left_out},
+    "wait_for_reductions": {"is left out": left_out},
     "fence_async_global": {"is left out": left_out},
     "pass_on": {"is left out": left_out},
     "store_tile": {"stores rows behind the item's": all_rows},
 }
 
 
-IN_TURN = "await_turn(", "await_added("  # of use where other programs add to the same
+IN_TURN = "await_turn(", "wait_for_reductions("  # of use where other programs add to the same
 
 
 class Mutation(ast.NodeTransformer):
@@ -304,7 +335,7 @@ def test_every_synchronisation_is_needed_and_its_absence_is_seen(name, monkeypat
                     if value is function:
                         patch.setattr(module, here, changed)
             killed = (is_killed(name, *interleaving, right) for interleaving in INTERLEAVINGS)
-            if "await_added(" in mutant:  # it is missed if additions come late, and in another order
+            if "wait_for_reductions(" in mutant:  # it is missed if additions come late, and in another order
                 killed = [any(is_killed(name, "late", seed, right) for seed in range(8))]
             if not all(killed):
                 survivors.add(mutant)

@@ -99,7 +99,8 @@ def test_whatever_is_asked_for_equals_the_oracle(case):
     ):
         local.forward_into(q, k, v, mask, scale, out, lse)
         delta = backward.make_delta(dout, out, lse, dlse)
-        backward.begin_backward(dout, q, k, v, lse, delta, mask, scale, method, dq, dk, dv_)()
+        queries = backward.QueryInputs(dout, q, lse, delta)
+        backward.begin_backward(queries, k, v, mask, scale, method, dq, dk, dv_)()
     exact, honest = (attended(q, k, v, dout, mask, scale, dlse) for attended in (oracle, orders))
     # The simulator adds up q k as the CPU does, with a rounding for each term: lse may err as much as in float32.
     honest.append(dense(*(x.float() for x in (q, k, v, dout)), mask, scale, dlse))

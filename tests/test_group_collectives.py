@@ -1,4 +1,4 @@
-"""Magi attention moves what its plan says, each cast under the kernel before it, and adds up gradients in rank order."""
+"""Magi attention sends the rows of its plan, each cast during the step before, and adds gradients in rank order."""
 
 import functools
 import weakref
@@ -26,7 +26,7 @@ def half(request):
 
 
 def planned(half, mask, ranks, chunk):
-    """A balanced plan: of so few tokens a plan would rather have few to move, unless it takes computing for slow."""
+    """Return a balanced plan. With so few tokens, the default rates would prefer little traffic to balance."""
     return half.dispatch(mask, ranks, chunk=chunk, cells_per_us=1, tokens_per_us=1000)
 
 
@@ -36,7 +36,7 @@ def attending(half, mask, layout, **options):
 
 @pytest.fixture
 def exchanged(monkeypatch):
-    """(rank, dtype, items sent to each rank) of every exchange."""
+    """Record (rank, dtype, elements sent to each rank) of every exchange."""
     seen, exchange = [], dist.all_to_all_single
 
     def counting(output, input, output_sizes, input_sizes, **options):
@@ -51,7 +51,7 @@ def exchanged(monkeypatch):
 
 @pytest.mark.parametrize("keep_kv", [False, True])
 @pytest.mark.parametrize("stages", [0, 2])
-def test_sends_what_the_plan_says(half, exchanged, stages, keep_kv):
+def test_sends_the_rows_of_the_plan(half, exchanged, stages, keep_kv):
     ranks, b, g, d, dv = 3, 2, 2, 8, 6
     mask = Mask.documents([0, 5, 24])
     layout = planned(half, mask, ranks, chunk=2)
@@ -72,14 +72,14 @@ def test_sends_what_the_plan_says(half, exchanged, stages, keep_kv):
 
 
 def _gradients(attend, layout, tensors):
-    """As `on_this_rank`, but nothing is sent to put the results together."""
+    """Return this rank's gradients, like `on_this_rank`, without the messages that collect the results."""
     q, k, v = (layout.shard(x, dist.get_rank()).detach().requires_grad_() for x in tensors[:3])
     out, _ = attend(q, k, v)
     return torch.autograd.grad(out.float().sum(), (q, k, v))
 
 
 def test_a_rank_with_nothing_to_send_or_receive_takes_part(half, exchanged):
-    """Rank 2 has a document of its own, rank 3 no token at all."""
+    """Rank 2 holds a whole document, rank 3 holds no token."""
     mask = Mask.documents([0, 8, 12])
     layout = Layout([[range(0, 4)], [range(4, 8)], [range(8, 12)], []], 12)
     process_groups.threads(lambda: _gradients(attending(half, mask, layout), layout, whole(mask)), 4)
@@ -119,7 +119,7 @@ def test_cast_and_reduce_are_transposes(half):
 
 
 def test_gradients_are_added_in_rank_order(half):
-    """To 1, ranks 1, 2 and 3 add 2^53, 1 and -2^53: in this order the 1 is lost, and 1 - 1 + 0 are left."""
+    """Add 2^53, 1 and -2^53 of ranks 1, 2 and 3 to 1. The result depends on the order of the additions."""
     mask = Mask.ranges([(0, 4)], [(0, 1)], ["full"], queries=4, keys=4)  # all see the first key
     plan = half.cast_plan(mask, Layout.contiguous(4, 4))
     parts = [0.0, 2.0**53, 1.0, -(2.0**53)]
@@ -135,12 +135,12 @@ def test_gradients_are_added_in_rank_order(half):
     assert process_groups.threads(program, 4)[0] == expected
 
 
-# --- when it moves
+# --- overlap
 
 
 @pytest.mark.parametrize("keep_kv", [False, True])
-def test_casts_and_reductions_are_under_way_while_a_kernel_runs(half, monkeypatch, keep_kv):
-    """Of rank 0: what was started, computed and waited for, in this order."""
+def test_casts_and_reductions_are_in_flight_during_a_step(half, monkeypatch, keep_kv):
+    """Compare the order of sends, computations and waits on rank 0."""
     log, exchange = [], dist.all_to_all_single
 
     def note(event):
@@ -158,7 +158,9 @@ def test_casts_and_reductions_are_under_way_while_a_kernel_runs(half, monkeypatc
         monkeypatch.setattr(half, name, lambda *args, **options: (note("compute"), compute(*args, **options))[1])
 
     monkeypatch.setattr(dist, "all_to_all_single", noting)
-    for name in {"attention_forward", "attention_backward", "begin_backward"} & vars(half).keys():
+    computations = {"tiled_forward", "tiled_backward", "forward_part", "attention_forward", "attention_backward"}
+    computations.add("begin_backward")
+    for name in computations & vars(half).keys():
         computing(name)
     mask, layout = Mask.causal(24), Layout.zigzag(24, 2)
     attend = attending(half, mask, layout, stages=2, keep_kv=keep_kv, reduce_dtype=torch.float64)
@@ -190,14 +192,14 @@ def test_casts_and_reductions_are_under_way_while_a_kernel_runs(half, monkeypatc
 
 @pytest.fixture
 def late(monkeypatch):
-    """Exchanges read and write at the last moment, when they are waited for; they keep nothing alive that long."""
+    """Make exchanges read and write only in `wait`, without keeping their tensors alive."""
     exchange = dist.all_to_all_single
 
     def place(x):
         storage, dtype, view = weakref.ref(x.untyped_storage()), x.dtype, (x.storage_offset(), x.size(), x.stride())
 
         def found():
-            assert storage() is not None, "its memory was given away before the exchange was over"
+            assert storage() is not None, "its memory was freed before the end of the exchange"
             return torch.empty(0, dtype=dtype).set_(storage(), *view)
 
         return found
@@ -213,7 +215,7 @@ def late(monkeypatch):
 
 @pytest.mark.parametrize("keep_kv", [False, True])
 @pytest.mark.parametrize("stages", [0, 3])
-def test_nothing_is_read_before_it_is_here_nor_given_away_before_it_has_left(half, late, stages, keep_kv):
+def test_memory_of_an_exchange_is_neither_read_early_nor_freed_early(half, late, stages, keep_kv):
     mask = Mask.documents([0, 5, 24])
     layout, tensors = planned(half, mask, 3, chunk=2), whole(mask)
     attend = attending(half, mask, layout, stages=stages, keep_kv=keep_kv)

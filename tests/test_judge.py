@@ -1,4 +1,4 @@
-"""The judge: honest attention passes, and every fault that others have shipped, planted on purpose, is caught."""
+"""Claims about the judge: honest attention agrees, and planted faults of real implementations disagree."""
 
 import importlib
 import inspect
@@ -22,16 +22,9 @@ DOCUMENTS = Documents(("a", "b", "c"), tuple(bytes(range(n)) * 4 for n in (30, 1
 LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring_attention/contiguous/full"
 CASTS = "group_collectives"
 CAST, REDUCE = "group_cast/planned/documents/two_stages", "group_reduce/striped/documents/one_stage"
-FILES = (
-    "checks",
-    "tiles",
-    "backward",
-    "local",
-    "group_collectives",
-    "ring",
-)  # of which a faulty module is made, in order of imports
+FILES = ("checks", "tiles", "backward", "local", "group_collectives", "ring")  # of a faulty module, in order of imports
 
-# fault: (case that meets it, file, text, what stands there instead). The first place where the text stands is changed.
+# fault: (case, file, text, replacement of the first occurrence)
 FAULTS = {
     "a hop is dropped": (RING, "ring", "range(call.ranks):", "range(call.ranks - 1):"),
     "K is stale: the first hop's is used in every hop": (
@@ -56,13 +49,13 @@ FAULTS = {
     "one token's row is zero": (
         LOCAL, "local", "out = out.transpose(1, 2).to(out_dtype)", "out = out.transpose(1, 2).to(out_dtype); out[:, -9] = 0"),
     "dlse is ignored": (LOCAL, "backward", "delta if dlse is None else delta - dlse", "delta"),
-    "delta is made for every hop from its own part": (
-        RING, "ring", "delta=delta, method", "delta=delta / call.ranks, method"),
+    "delta is computed in every hop from its own part": (
+        RING, "ring", "lse, delta, call", "lse, delta / call.ranks, call"),
     "the ring sums gradients in bfloat16": (FULL, "ring", "x.to(call.reduce_dtype)", "x.bfloat16()"),
-    "no mask is no mask": ("attention/causal/plain", "checks", "Mask.causal, q.shape[-3]", "Mask.full, q.shape[-3]"),
-    "delta is made anew where it is given": (
+    "no mask means full attention": ("attention/causal/plain", "checks", "Mask.causal, q.shape[-3]", "Mask.full, q.shape[-3]"),
+    "a given delta is computed again": (
         "attention_backward/causal/split/part", "backward", "if delta is None:", "if True:"),
-    "grad_dtype is ignored": (  # where it is not the dtype of q
+    "grad_dtype is ignored": (  # in a case with another grad_dtype than the dtype of q
         "attention_backward/causal/split/part", "backward", "grad_dtype or q.dtype", "torch.bfloat16"),
     "two tokens change places on their way": (
         CAST, CASTS, "return self.received\n", "return self.received[[1, 0, *range(2, len(self.received))]]\n"),
@@ -82,34 +75,34 @@ FAULTS = {
 
 
 def moved(mask, k_start=0, hi=0):
-    """The same mask with its bands' corners or diagonals in the wrong place; bands may overlap no more than before."""
+    """Return the mask with the corners or the diagonals of its bands moved."""
     bands = [
         Band(b.q_start, b.q_stop, max(0, b.k_start + k_start), b.k_stop, b.lo + k_start, b.hi + hi) for b in mask.bands
     ]
     return Mask(bands, mask.queries, mask.keys)
 
 
-def with_fault(file, text, instead):
-    """A module with the reference's public functions, made of its own source with one text changed in one file."""
+def with_fault(file, text, replacement):
+    """Return a module with the reference's public functions, from its source with one text of one file replaced."""
     module, changed = types.ModuleType("faulty"), 0
     for name in FILES:
         source = inspect.getsource(importlib.import_module(f"canon.reference.{name}"))
         if name == file:
             changed += source.count(text)
-            source = source.replace(text, instead, 1)
+            source = source.replace(text, replacement, 1)
         scope = {"__name__": f"faulty_{name}", "moved": moved}
         sys.modules[f"faulty_{name}"] = types.ModuleType(f"faulty_{name}")
-        for earlier in FILES:
-            source = source.replace(f"from canon.reference.{earlier} import", f"from faulty_{earlier} import")
+        for imported in FILES:
+            source = source.replace(f"from canon.reference.{imported} import", f"from faulty_{imported} import")
         exec(compile(source, f"faulty {name}", "exec"), scope)
         vars(sys.modules[f"faulty_{name}"]).update(scope)
         vars(module).update({public: scope[public] for public in scope.get("__all__", ())})
-    assert changed, f"{text!r} no longer stands in reference/{file}.py: write this fault anew"
+    assert changed, f"reference/{file}.py does not contain {text!r}: adapt this fault to the source"
     return module
 
 
 def verdict(module_name, case_name, dtype, tmp_path, ranks=4):
-    """What `canon check` finds out about one case."""
+    """Return the result of `canon check` for one case."""
     cases = tuple(case for case in all_cases([dtype], gpu=False) if case.name.replace(f"/{dtype}", "") == case_name)
     assert cases, case_name
     sink = Path(tmp_path) / "results"
@@ -128,7 +121,7 @@ def test_faults_are_caught(fault, dtype, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("case", "text", "instead", "told"),
+    ("case", "text", "replacement", "message"),
     [
         (LOCAL, ".to(out_dtype)", ".float()", "out is torch.float32, expected torch.bfloat16"),
         (
@@ -137,14 +130,14 @@ def test_faults_are_caught(fault, dtype, tmp_path, monkeypatch):
             ".to(q.dtype)",
             "out is torch.bfloat16, expected torch.float32",
         ),
-        ("attention_forward/window/part", ".to(out_dtype)", ".to(q.dtype).to(out_dtype)", "in name, but was rounded"),
-        ("merge/documents", ".to(out.dtype), merged", ".bfloat16().to(out.dtype), merged", "in name, but was rounded"),
+        ("attention_forward/window/part", ".to(out_dtype)", ".to(q.dtype).to(out_dtype)", "but was rounded to"),
+        ("merge/documents", ".to(out.dtype), merged", ".bfloat16().to(out.dtype), merged", "but was rounded to"),
     ],
 )
-def test_results_in_another_dtype_are_caught(case, text, instead, told, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "faulty", with_fault("local", text, instead))
+def test_results_in_another_dtype_are_caught(case, text, replacement, message, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faulty", with_fault("local", text, replacement))
     result = verdict("faulty", case, "bfloat16", tmp_path)
-    assert any(told in fault for fault in result["faults"]), result["faults"]
+    assert any(message in fault for fault in result["faults"]), result["faults"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
@@ -163,7 +156,7 @@ def tensors(dtype=torch.float64, tokens=40, batch=()):
 
 
 def by_autograd(q, k, v, dout, dlse, visible, scale):
-    """The same by torch's softmax and autograd, float64, packed."""
+    """Return the same from torch's softmax and autograd in float64. Tensors are packed."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     scores = scale * torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, 1)).masked_fill(~visible, -1e300)
     out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.repeat_interleave(2, 1))
@@ -171,7 +164,7 @@ def by_autograd(q, k, v, dout, dlse, visible, scale):
     return Attended(out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout.double(), dlse.double())))
 
 
-def test_the_oracle_is_what_autograd_gives():
+def test_the_oracle_equals_autograd():
     q, k, v, dout, dlse = tensors()
     for mask in (Mask.causal(40), Mask.window(40, 5, 3), Mask.documents([0, 1, 17, 40])):
         exact = oracle(q, k, v, dout, mask, 0.3, dlse)
@@ -180,7 +173,7 @@ def test_the_oracle_is_what_autograd_gives():
         assert agreement(exact, exact, dense(q, k, v, dout, mask, 0.3, dlse)).agrees
 
 
-def test_batches_are_packed_sequences_side_by_side():
+def test_each_sequence_of_a_batch_equals_the_packed_one():
     batched = tensors(batch=(2,))
     exact = oracle(*batched[:4], dlse=batched[4])
     for row in range(2):
@@ -190,7 +183,7 @@ def test_batches_are_packed_sequences_side_by_side():
 
 
 @pytest.mark.parametrize("answer", [oracle, dense, partial(dense, order=2)])
-def test_what_nobody_sees_may_hold_nan(answer):
+def test_unseen_tokens_may_hold_nan(answer):
     q, k, v, dout, dlse = tensors(torch.float32)
     mask = Mask([Band(0, 30, 0, 20)], 40, 40)
     clean = answer(q, k, v, dout, mask, dlse=dlse)
@@ -203,7 +196,7 @@ def test_what_nobody_sees_may_hold_nan(answer):
     assert not clean.dk[20:].any()
 
 
-def test_honest_orders_differ_in_rounding_alone():
+def test_honest_orders_differ_only_in_rounding():
     q, k, v, dout, dlse = tensors(torch.bfloat16)
     exact, honest = oracle(q, k, v, dout, dlse=dlse), orders(q, k, v, dout, dlse=dlse)
     assert all(agreement(one, exact, honest).agrees for one in honest)
@@ -211,7 +204,7 @@ def test_honest_orders_differ_in_rounding_alone():
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "message"),
     [
         ("out", lambda x: x.index_fill(0, torch.tensor([3]), torch.nan), "out has 96 values that are not finite"),
         ("dq", lambda x: x.index_fill(0, torch.tensor([3]), torch.inf), "dq has 64 values that are not finite"),
@@ -222,17 +215,17 @@ def test_honest_orders_differ_in_rounding_alone():
         ("dv", lambda x: 1.02 * x, "dv is off by"),
     ],
 )
-def test_verdicts_name_the_tensor_and_what_is_wrong(name, change, told):
+def test_verdicts_name_the_tensor_and_the_fault(name, change, message):
     q, k, v, dout, dlse = tensors(torch.bfloat16)
     exact, honest = oracle(q, k, v, dout, dlse=dlse), orders(q, k, v, dout, dlse=dlse)
     got = honest[1]._replace(**{name: change(getattr(honest[1], name))})
     verdict = agreement(got, exact, honest)
     assert not verdict.agrees
-    assert told in str(verdict)
+    assert message in str(verdict)
     assert all(name in fault for fault in verdict.faults)
 
 
-def test_only_what_is_given_is_judged():
+def test_only_returned_tensors_are_judged():
     q, k, v, dout, _ = tensors(torch.float32)
     exact, honest = oracle(q, k, v, dout), dense(q, k, v, dout)
     assert {m.tensor for m in agreement(Attended(honest.out, honest.lse), exact, honest).measures} == {"out", "lse"}

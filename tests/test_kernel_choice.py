@@ -7,6 +7,7 @@ from sharded import DEVICE
 from canon import Layout, Mask
 from canon.fast import backward, local
 from canon.fast.device import backend
+from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
 from canon.fast.kernels.triton.config import KERNELS
 
@@ -32,7 +33,7 @@ def test_auto_chooses_ordered_fused_on_hopper_where_order_costs_little(monkeypat
         return backward.automatic(q, k, v, Mask.causal(t), 132)
 
     assert chosen(1, 16384, 32, 32, 64) == "split", "Triton's kernel adds in any order"
-    monkeypatch.setattr(backward, "kernels_for", lambda q, v, method: "hopper")
+    monkeypatch.setattr(backward, "kernels_for", lambda q, v: hopper)
     assert chosen(1, 16384, 32, 32, 64) == "fused"
     assert chosen(0, 16384, 32, 32, 64) == "split", "no work"
     assert chosen(1, 16384, 32, 8, 40) == "fused"

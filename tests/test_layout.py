@@ -1,4 +1,4 @@
-"""A layout gives each token to one rank, and `local_mask` is the mask's matrix at the tokens that two ranks hold."""
+"""A layout assigns each token to one rank, and `local_mask` is the matrix of the mask at the tokens of two ranks."""
 
 import pickle
 
@@ -14,7 +14,7 @@ KINDS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": La
 
 @st.composite
 def planned(draw, n, ranks):
-    """Any layout of step 1: pieces cut anywhere, dealt to any rank, in any order."""
+    """Draw any layout of step 1: pieces cut anywhere, on any rank, in any order."""
     cuts = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=5))})
     pieces = draw(st.permutations([range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]))
     held = [[] for _ in range(ranks)]
@@ -25,7 +25,7 @@ def planned(draw, n, ranks):
 
 @st.composite
 def layouts(draw, n=None):
-    """Any kind; often more ranks than tokens, seldom a number that divides."""
+    """Draw a layout of any kind; often with more ranks than tokens, seldom with a number of ranks that divides."""
     n = draw(st.integers(0, 23)) if n is None else n
     ranks = draw(st.integers(1, 7))
     kind = draw(st.sampled_from([*KINDS, "planned"]))
@@ -34,15 +34,15 @@ def layouts(draw, n=None):
 
 @st.composite
 def square_masks(draw, n):
-    """Masks of n x n tokens of every family, also ones with queries and keys that see nothing."""
-    family = draw(st.sampled_from(["window", "documents", "block_causal", "ranges"]))
-    if family == "window":
+    """Draw an n x n mask of every kind, also with queries that see nothing and keys that are not seen."""
+    kind = draw(st.sampled_from(["window", "documents", "block_causal", "ranges"]))
+    if kind == "window":
         sides = st.none() | st.integers(0, n)
         return Mask.window(n, draw(sides), draw(sides))
-    if family == "documents":
+    if kind == "documents":
         inner = sorted(draw(st.lists(st.integers(0, n), max_size=5)))  # repeated ends are empty documents
         return Mask.documents([0, *inner, n], causal=draw(st.booleans()))
-    if family == "block_causal":
+    if kind == "block_causal":
         tokens = {"min_size": n, "max_size": n}
         blocks = draw(st.lists(st.integers(0, 3), **tokens))
         return Mask.block_causal(blocks, None, *(draw(st.none() | st.lists(st.booleans(), **tokens)) for _ in "qk"))
@@ -56,7 +56,7 @@ def dense_between(mask, layout, q_rank, k_ranks):
     return mask.dense()[layout.positions(q_rank)][:, columns]
 
 
-# --- who holds what ---
+# --- tokens of the ranks ---
 
 
 @given(layouts())
@@ -68,7 +68,7 @@ def test_every_token_is_on_one_rank(layout):
 
 
 @given(st.sampled_from(sorted(KINDS)), st.integers(0, 40), st.integers(1, 9))
-def test_the_three_kinds_are_what_they_are_called(kind, n, ranks):
+def test_contiguous_zigzag_and_striped_follow_their_definitions(kind, n, ranks):
     layout = KINDS[kind](n, ranks)
     assert (layout.tokens, layout.ranks) == (n, ranks)
     held = [layout.positions(rank).tolist() for rank in range(ranks)]
@@ -100,7 +100,7 @@ def test_equality_and_hash_are_by_content(layout):
         layout.tokens = 3
 
 
-# --- what follows from it ---
+# --- local masks, positions and shards ---
 
 
 @given(st.data(), layouts())
@@ -112,12 +112,13 @@ def test_local_mask_is_the_matrix_at_the_tokens_that_the_ranks_hold(data, layout
     expected = dense_between(mask, layout, q_rank, k_ranks)
     assert local.dense().equal(expected)
     assert local.area == expected.sum()
+    assert Mask(local.bands, local.queries, local.keys).bands == local.bands, "sorted and disjoint"
     for k_rank in k_ranks:
         assert layout.local_mask(mask, q_rank, k_rank).dense().equal(dense_between(mask, layout, q_rank, [k_rank]))
 
 
 @given(st.data(), layouts())
-def test_hops_share_out_the_whole_mask(data, layout):
+def test_the_hops_of_all_ranks_add_up_to_the_mask(data, layout):
     mask = data.draw(square_masks(layout.tokens))
     ranks = range(layout.ranks)
     hops = sum(layout.local_mask(mask, q_rank, k_rank).area for q_rank in ranks for k_rank in ranks)
@@ -126,8 +127,8 @@ def test_hops_share_out_the_whole_mask(data, layout):
 
 @given(st.integers(1, 40), st.integers(1, 6))
 def test_zigzag_has_three_cases(n, ranks):
-    """Own hop: causal. An earlier rank: all queries, first half of its keys. A later one: second half of the queries,
-    all its keys. As the local order is ascending, "half" is where the late piece begins."""
+    """Own keys: causal. Keys of an earlier rank: all queries see the first half. Keys of a later rank: the second half of
+    the queries sees all. The late piece begins with the second half, because the local order is ascending."""
     layout, mask = Layout.zigzag(n, ranks), Mask.causal(n)
     pieces = Layout.contiguous(n, 2 * ranks)  # rank r holds pieces r and 2 * ranks - 1 - r
     for rank in range(ranks):
@@ -182,7 +183,7 @@ def test_document_positions_count_from_the_start_of_each_document(data, layout):
 
 
 @given(st.data(), layouts())
-def test_shard_takes_the_tokens_of_a_rank_and_its_gradient_puts_them_back(data, layout):
+def test_shard_returns_the_tokens_of_a_rank_and_its_gradient_writes_them_back(data, layout):
     rank, dim = data.draw(st.integers(0, layout.ranks - 1)), data.draw(st.sampled_from([0, 1, 2, -1]))
     shape = [2, 3, 2]
     shape[dim] = layout.tokens
@@ -224,14 +225,14 @@ def test_shard_takes_the_tokens_of_a_rank_and_its_gradient_puts_them_back(data, 
         (lambda: Layout.striped(9, 3).unshard(torch.zeros(1, 3, 2)), ["3 ranks"]),
     ],
 )
-def test_what_makes_no_layout_raises_with_its_numbers(make, numbers):
+def test_wrong_arguments_raise_an_error_with_their_numbers(make, numbers):
     with pytest.raises(ValueError) as error:
         make()
     assert all(number in str(error.value) for number in numbers), str(error.value)
 
 
 def test_equal_layouts_have_equal_digests():
-    """Ranks compare digests: a token that is alone on its rank has no step of its own."""
+    """Ranks compare digests. A range of one token has no step of its own."""
     assert Layout.striped(5, 5) == Layout.contiguous(5, 5)
     assert Layout.striped(5, 5).digest == Layout.contiguous(5, 5).digest
     assert Layout.striped(6, 5).digest != Layout.contiguous(6, 5).digest

@@ -1,4 +1,4 @@
-"""Attention on one rank is the dense oracle, forward and backward, by every method: the claims of both halves."""
+"""Attention on one rank equals the dense oracle, forward and backward, with every method, in both halves."""
 
 import pytest
 import torch
@@ -36,14 +36,14 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def unchecked_shapes():
-    """Lets wrong shapes through to the function's own checks."""
+    """Turn jaxtyping off, so that wrong shapes reach the function's own checks."""
     shape_checks.update("jaxtyping_disable", True)
     yield
     shape_checks.update("jaxtyping_disable", False)
 
 
 def inputs(mask, b=2, h=4, g=2, d=8, dv=5, dtype=torch.float64, seed=0):
-    """q, k, v, dout, dlse; NaN wherever it must not matter."""
+    """Return q, k, v, dout, dlse, with NaN in tokens that no visible cell uses."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)]
     q, k, v, dout = (torch.randn(b, *shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes)
@@ -168,13 +168,13 @@ def test_parts_of_the_keys_merge_to_the_whole(half):
     assert (whole.dq - got.dq).abs().max() < 1e-12
 
 
-def test_merge_survives_parts_that_saw_nothing_and_any_gap(half):
+def test_merge_takes_fully_masked_parts_and_any_gap(half):
     out = torch.randn(1, 5, 1, 3, dtype=torch.float64)
     other = torch.randn(1, 5, 1, 3, dtype=torch.float64)
     inf = torch.inf
     lse = torch.tensor([[[0.0, -inf, 100.0, -inf, 3.0]]], dtype=torch.float64)
     other_lse = torch.tensor([[[-inf, 2.0, -100.0, -inf, 3.0]]], dtype=torch.float64)
-    other[0, 0] = torch.nan  # unseen: may hold anything
+    other[0, 0] = torch.nan  # not visible: may hold anything
     merged, merged_lse = half.merge(out, lse, other, other_lse)
     expected = torch.stack([out[0, 0], other[0, 1], out[0, 2], torch.zeros(1, 3), (out[0, 4] + other[0, 4]) / 2])
     torch.testing.assert_close(merged[0], expected, rtol=0, atol=1e-15)
@@ -242,10 +242,10 @@ def test_wrong_arguments_are_named(half, unchecked_shapes):
             call()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of its own doing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo causes it
 @pytest.mark.parametrize("name", ["attention", "ring_attention"])
 def test_a_compiled_model_computes_the_same(name, unchecked_shapes):
-    """In `fast`, attention is one opaque step to torch.compile: nothing of its plan is traced."""
+    """In `fast`, attention is one opaque step for torch.compile, which does not trace its plan."""
     mask = Mask.documents([0, 3, 19])
     q, k, v, dout, _ = inputs(mask, d=16, dv=16, dtype=torch.float32)
     step = lambda q, k, v: 2 * getattr(fast, name)(q + 1, k, v, mask)

@@ -1,4 +1,4 @@
-"""Magi attention is the dense oracle for any mask and layout, and repeats its bits."""
+"""Magi attention equals the dense oracle for any mask and layout, and repeats its bits."""
 
 import functools
 
@@ -24,7 +24,7 @@ def half(request):
 
 
 def masks(n):
-    """Documents of length 0, 1 and longer than a rank, a window, blocks, and the four slice types, over n tokens."""
+    """Return masks over n tokens: documents (empty, of one token, longer than a rank), a window, blocks, all slice types."""
     third = n // 3
     slices = [(0, third), (third, n), (0, third), (third, n)], [(0, third), (third, n), (third, n - 1), (0, third)]
     return {
@@ -37,7 +37,7 @@ def masks(n):
 
 
 def planned(half, mask, ranks, chunk):
-    """A balanced plan: of so few tokens a plan would rather have few to move, unless it takes computing for slow."""
+    """Return a balanced plan. With so few tokens, the default rates would prefer little traffic to balance."""
     return half.dispatch(mask, ranks, chunk=chunk, cells_per_us=1, tokens_per_us=1000)
 
 
@@ -118,7 +118,7 @@ def test_without_a_process_group_it_is_one_rank(half):
     torch.testing.assert_close(half.magi_attention(q, k, v, stages=2), oracle(q, k, v, dout).out, rtol=0, atol=1e-12)
 
 
-def test_keys_that_nobody_sees_may_be_nan(half):
+def test_unseen_keys_may_be_nan(half):
     n = 21
     mask = Mask(Mask.documents([0, 8, n - 4], window=(3, 0)).bands, n, n)  # four tokens of padding at the end
     dirty = [x.clone() for x in whole(mask)]
@@ -161,8 +161,8 @@ def test_parts_stay_in_float32_and_bits_repeat(half, dtype):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_positions_of_a_plan_turn_the_rotary_embedding(half):
-    """Queries and keys that are turned by `document_positions` score by distance alone, wherever their tokens lie."""
+def test_document_positions_fit_the_rotary_embedding(half):
+    """Rotated by `document_positions`, queries and keys score by distance alone, on every layout."""
     cu_seqlens = [0, 5, 16]
     layout = planned(half, Mask.documents(cu_seqlens), 2, chunk=2)
     for rank in range(2):
@@ -211,7 +211,7 @@ def test_errors_are_raised_on_every_rank(half):
 
 
 def run_as_processes(name):
-    """The whole path over gloo, whose messages really travel; a module's function, so that it can be pickled."""
+    """Run one pass over gloo, in processes. A function of the module, so that it can be pickled."""
     half, mask = HALVES[name], Mask.documents([0, 1, 12, 19])
     layout = planned(half, mask, 3, chunk=2)
     return on_this_rank(attending(half, mask, layout, stages=2), layout, whole(mask))

@@ -1,4 +1,4 @@
-"""Bands and masks do what the boolean matrix does that they stand for."""
+"""A mask equals its boolean matrix: constructors, methods, content and errors."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ def bands(draw):
 
 @st.composite
 def masks(draw):
-    """Any rectangular mask: a band of its own, or none, in each field of an uneven grid."""
+    """Draw any rectangular mask: at most one band in each field of an uneven grid."""
     rows, columns = (sorted(draw(st.lists(st.integers(0, 11), min_size=1, max_size=4))) for _ in "qk")
     fields = [
         Band(a, b, c, d, draw(bounds), draw(bounds))
@@ -50,64 +50,17 @@ def packed(draw, documents=6):
 
 
 def offsets(queries, keys):
-    """j - i for every cell."""
+    """Return j - i for every cell."""
     return torch.arange(keys) - torch.arange(queries)[:, None]
 
 
-def cells(band, size=12):
-    """The definition of a band, cell by cell, on a matrix of size x size."""
-    i, j = torch.arange(size)[:, None], torch.arange(size)
-    rectangle = (band.q_start <= i) & (i < band.q_stop) & (band.k_start <= j) & (j < band.k_stop)
-    return rectangle & (band.lo <= j - i) & (j - i <= band.hi)
-
-
 def same(mask, matrix):
+    """Return whether a mask equals the matrix, and its bands pass the checks of the public constructor as they are."""
+    checked = Mask(mask.bands, mask.queries, mask.keys)
+    assert checked == mask
+    assert (checked.bands, hash(checked), checked.digest) == (mask.bands, hash(mask), mask.digest)
+    assert all(type(band) is Band and band == Band(*band) for band in mask.bands), "tight"
     return mask.dense().shape == matrix.shape and torch.equal(mask.dense(), matrix) and mask.area == matrix.sum()
-
-
-# --- bands ---
-
-
-@given(intervals(), intervals(), bounds, bounds)
-def test_a_band_has_the_cells_of_its_definition_and_is_tight(q, k, lo, hi):
-    i, j = torch.arange(12)[:, None], torch.arange(12)
-    expected = (q[0] <= i) & (i < q[1]) & (k[0] <= j) & (j < k[1])
-    expected &= (j - i >= (-99 if lo is None else lo)) & (j - i <= (99 if hi is None else hi))
-    band = Band(*q, *k, lo, hi)
-    assert torch.equal(cells(band), expected)
-    assert band.area == expected.sum()
-    if band.area:
-        rows, columns = expected.any(1).nonzero(), expected.any(0).nonzero()
-        reached = (columns[:, None] - rows)[expected[rows.squeeze(1)][:, columns.squeeze(1)].T]
-        assert (band.q_start, band.q_stop) == (rows.min(), rows.max() + 1)
-        assert (band.k_start, band.k_stop) == (columns.min(), columns.max() + 1)
-        assert (band.lo, band.hi) == (reached.min(), reached.max())
-    else:
-        assert band == Band(0, 0, 0, 0)
-
-
-@given(bands(), bands())
-def test_intersect_and_join_of_bands(one, other):
-    assert torch.equal(cells(one.intersect(other)), cells(one) & cells(other))
-    if one.intersect(other).area == 0 and one.area and other.area:
-        both = one.join(other)
-        assert both is None or torch.equal(cells(both), cells(one) | cells(other))
-        assert both == other.join(one)
-
-
-@given(bands(), st.integers(-5, 5), st.integers(-5, 5))
-def test_shift_of_a_band_is_undone_by_the_opposite_shift(band, queries, keys):
-    moved = band.shift(queries, keys)
-    assert moved.area == band.area
-    assert moved.shift(-queries, -keys) == band
-
-
-@given(st.data(), bands(), st.integers(1, 5))
-def test_pick_of_a_band_is_slicing_of_its_matrix(data, band, step):
-    rows, columns = (data.draw(ranges_inside(12, step)) for _ in "qk")
-    picked = band.pick(rows, columns)
-    assert torch.equal(cells(picked)[: len(rows), : len(columns)], cells(band)[list(rows)][:, list(columns)])
-    assert picked.area == cells(picked)[: len(rows), : len(columns)].sum()
 
 
 # --- constructors ---
@@ -195,11 +148,11 @@ def test_ranges_has_the_four_slice_types_of_magiattention(q, k, kind):
     )
 
 
-# --- what can be done with a mask ---
+# --- methods ---
 
 
 @given(st.data(), masks(), st.integers(1, 4))
-def test_crop_is_slicing_of_the_matrix(data, mask, step):
+def test_crop_slices_the_matrix(data, mask, step):
     rows, columns = data.draw(ranges_inside(mask.queries, step)), data.draw(ranges_inside(mask.keys, step))
     dense = mask.dense()
     assert same(mask.crop(rows, columns), dense[list(rows)][:, list(columns)])
@@ -223,13 +176,17 @@ def test_concat_is_block_diagonal(several):
 
 
 @given(st.data(), masks(), st.integers(1, 4))
-def test_needed_keys_are_the_columns_that_some_row_shows(data, mask, step):
+def test_needed_keys_are_the_columns_that_some_row_sees(data, mask, step):
     rows = data.draw(st.lists(ranges_inside(mask.queries, step), max_size=3))
     picked = [i for piece in rows for i in piece]
     needed = mask.needed_keys(rows)
     assert [j for piece in needed for j in piece] == mask.dense()[picked].any(0).nonzero().flatten().tolist()
     assert all(len(piece) and piece.step == 1 for piece in needed)
     assert all(before.stop < after.start for before, after in zip(needed, needed[1:], strict=False))
+    for piece in rows:
+        near = mask.bands_near(piece)
+        assert {band for band in mask.bands if band.q_start < piece.stop and band.q_stop > piece.start} <= set(near)
+        assert list(near) == sorted(near)
 
 
 # --- content ---
@@ -247,7 +204,7 @@ def test_equality_and_hash_are_by_content(mask):
     assert wider.digest != mask.digest
 
 
-def test_a_mask_is_immutable_and_remembers_nothing_of_the_tensor_it_was_read_from():
+def test_a_mask_is_immutable_and_copies_the_tensor_that_it_is_made_from():
     cu_seqlens = torch.tensor([0, 3, 8])
     before = Mask.documents(cu_seqlens)
     cu_seqlens[1] = 5
@@ -265,7 +222,7 @@ def test_a_mask_is_immutable_and_remembers_nothing_of_the_tensor_it_was_read_fro
 
 
 @given(bands(), bands())
-def test_bands_that_share_a_cell_are_refused_and_named(one, other):
+def test_bands_that_share_a_cell_raise_an_error_that_names_them(one, other):
     if one.intersect(other).area:
         with pytest.raises(ValueError, match="share cells") as error:
             Mask([one, other], 12, 12)
@@ -307,12 +264,12 @@ def test_bands_that_share_a_cell_are_refused_and_named(one, other):
         (lambda: Mask.causal(4).crop(keys=range(0, 4, 3)), ["3"]),
     ],
 )
-def test_what_makes_no_mask_raises_with_its_numbers(make, numbers):
+def test_wrong_arguments_raise_an_error_with_their_numbers(make, numbers):
     with pytest.raises(ValueError) as error:
         make()
     assert all(number in str(error.value) for number in numbers), str(error.value)
 
 
-def test_needed_keys_refuses_ranges_that_run_backwards():
+def test_needed_keys_raises_for_descending_ranges():
     with pytest.raises(ValueError, match=r"ascending ranges, got range\(5, 0, -1\)"):
         Mask.causal(8).needed_keys([range(5, 0, -1)])

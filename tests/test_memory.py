@@ -1,4 +1,4 @@
-"""What a schedule holds at most is what its docstring says: to the byte, on every rank."""
+"""The peak memory of each distributed function equals the formula of its docstring, to the byte, on every rank."""
 
 import weakref
 
@@ -14,13 +14,13 @@ from canon.fast.kernels.triton import launch
 from canon.testing import process_groups, thread_group
 
 B, H, G, D, DV = 2, 4, 2, 4, 12
-KV, OUT, DQ = B * G * (D + DV), B * H * DV, B * H * D  # numbers a token
-LSE = DELTA = 4 * B * H  # bytes a token
+KV, OUT, DQ = B * G * (D + DV), B * H * DV, B * H * D  # elements for each token
+LSE = DELTA = 4 * B * H  # bytes for each token
 UNEVEN = Layout([[range(0, 7)], [range(7, 12)], [range(12, 22)]], 22)
 
 
 class Held(TorchDispatchMode):
-    """``peak``: the most bytes that storages made in the block, by this thread, held at a time."""
+    """Measure ``peak``, the largest number of bytes that this thread's storages from inside the block hold at a time."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Held(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def memory_of_the_schedules_alone(monkeypatch):
-    """No kernel runs, and what the world of threads holds for its messages is not counted."""
+    """Run no kernel, and do not count memory that the thread group holds for messages."""
     send = thread_group.ThreadGroup.send
 
     def send_uncounted(*arguments):
@@ -51,7 +51,7 @@ def memory_of_the_schedules_alone(monkeypatch):
 
 
 def peaks(attend, layout, **options):
-    """By rank, the most bytes that a forward and a backward pass hold, results included, of a call that is known."""
+    """Return, for each rank, the peak bytes of a forward and a backward pass of a known call, results included."""
     mask = Mask.full(layout.tokens)
     tensors = whole(mask, b=B, h=H, g=G, d=D, dv=DV, dtype=torch.bfloat16)
 
@@ -70,7 +70,7 @@ def peaks(attend, layout, **options):
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
-def test_the_methods_take_what_their_table_says(grad_dtype):
+def test_the_methods_take_the_memory_of_their_table(grad_dtype):
     t, mask = 12, Mask.causal(12)
     q, k, v, dout, _ = whole(mask, b=B, h=H, g=G, d=D, dv=DV, dtype=torch.bfloat16)
     delta = lse = torch.zeros(B, H, t)
@@ -103,7 +103,7 @@ def test_strided_attention_holds_two_groups_of_heads(head_stride, buffers):
 
 
 def casts_of(rank, stages):
-    """The tokens that a rank receives and those that it sends, step by step: none before the own keys', none after the last."""
+    """Return the tokens received and sent at each step, with zeros for the first step and after the last one."""
     plan = fast.cast_plan(Mask.full(UNEVEN.tokens), UNEVEN, stages=stages)
     sizes = plan.receive_sizes, plan.send_sizes
     return ([0, *(sum(size(cast, rank)) for cast in range(plan.casts)), 0] for size in sizes)
@@ -120,13 +120,13 @@ def test_magi_attention_holds_two_casts(stages, keep_kv, dtype):
         for i in steps:
             keys = s[i + 1] + (sum(r[: i + 2]) if keep_kv else r[i] + r[i + 1])
             forward.append(2 * KV * keys + (1 + (i > 0)) * t * (4 * OUT + LSE))
-        for turn, i in enumerate([*steps[1:], 0] if keep_kv else steps):
-            keys = 0 if keep_kv else s[i + 1] + r[i] + r[i + 1]  # kept ones are the forward pass's
-            own = 4 * KV * t * ((turn > 0) + (i == 0))
+        for place, i in enumerate([*steps[1:], 0] if keep_kv else steps):
+            keys = 0 if keep_kv else s[i + 1] + r[i] + r[i + 1]  # kept keys belong to the forward pass
+            own = 4 * KV * t * ((place > 0) + (i == 0))
             computed = own + item * KV * (r[i] + leaving)
             leaving = r[i] + s[i]
             sent = 4 * KV * t + item * KV * leaving
-            backward.append(2 * KV * keys + max(computed, sent) + t * ((1 + (turn > 0)) * 4 * DQ + DELTA))
+            backward.append(2 * KV * keys + max(computed, sent) + t * ((1 + (place > 0)) * 4 * DQ + DELTA))
         assert got == (max(forward), max(backward))
 
 

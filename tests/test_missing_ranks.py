@@ -1,4 +1,4 @@
-"""A rank that dies, stops, or never comes: the other ranks raise an error that names it, and the group says it is unusable."""
+"""If a rank dies, stops or is late, the other ranks raise an error that names it, and later calls raise it again."""
 
 import functools
 import os
@@ -16,7 +16,7 @@ import torch.multiprocessing as multiprocessing
 from canon import Mask, fast, reference
 
 HALVES = {"reference": reference, "fast": fast}
-RANKS, LOST, TIMEOUT = 3, 1, 4.0  # the rank that gets lost; seconds of the process group
+RANKS, LOST, TIMEOUT = 3, 1, 4.0  # LOST is the missing rank; TIMEOUT, in seconds, that of the process group
 MASK = Mask.documents([0, 7, 24])
 
 
@@ -37,7 +37,7 @@ def raises():
 
 
 def program(half, function, where, how):
-    """Two training steps; the lost rank gets lost ``where`` it is in the second one."""
+    """Run two training steps. The missing rank fails in the second one, before the pass ``where``."""
     leaves = [torch.ones(1, 8, heads, 8).requires_grad_() for heads in (4, 2, 2)]
     for step in range(2):
         lose = how if step and dist.get_rank() == LOST else lambda: None
@@ -52,28 +52,28 @@ def program(half, function, where, how):
 def rank_main(rank, folder, run):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["TRITON_INTERPRET"] = "1"
-    store, said = dist.FileStore(f"{folder}/store", RANKS), Path(folder) / f"rank{rank}"
+    store, report = dist.FileStore(f"{folder}/store", RANKS), Path(folder) / f"rank{rank}"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
     (Path(folder) / f"started{rank}").touch()
     try:
         run()
-        said.write_text("finished")
+        report.write_text("finished")
     except RuntimeError as error:
         again = "not raised"
         try:
             reference.ring_attention(*(torch.ones(1, 8, 2, 8) for _ in range(3)))
         except RuntimeError as second:
             again = str(second)
-        said.write_text(f"{error}\n---\n{again}")
-        time.sleep(4)  # the others find out by themselves, not from closed connections
+        report.write_text(f"{error}\n---\n{again}")
+        time.sleep(4)  # the others must detect the failure themselves, not from closed connections
     except ValueError:
-        said.write_text(traceback.format_exc())
+        report.write_text(traceback.format_exc())
     os._exit(0)
 
 
 def survivors(run, folder):
-    """What the ranks that are left write down, and how long they took from the start of the last one."""
+    """Return the reports of the other ranks, and the seconds since all ranks have started."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
     children = [context.Process(target=rank_main, args=(rank, str(folder), run), daemon=True) for rank in range(RANKS)]
@@ -105,10 +105,10 @@ def survivors(run, folder):
     ],
 )
 def test_a_missing_rank_is_named(how, half, function, where, tmp_path):
-    said, seconds = survivors(functools.partial(program, half, function, where, how), tmp_path)
-    for text in said:
+    reports, seconds = survivors(functools.partial(program, half, function, where, how), tmp_path)
+    for text in reports:
         error, again = text.split("\n---\n")
         assert f"{function} ({where})" in error
         assert "rank 1 is missing" in error
-        assert again == error, "the group cannot be used any more, and says why"
+        assert again == error, "a later call of the group raises the same error"
     assert seconds < TIMEOUT + 30

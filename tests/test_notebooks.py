@@ -1,4 +1,4 @@
-"""Each notebook is what its .md twin says, and was run as it stands."""
+"""Claims about notebooks: each has the cells of its .md twin, and the outputs of one complete run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Fetching, computing and reducing overlap as the schedules say, send what their docstrings say."""
+"""Fetches, kernels and reductions overlap as the docstrings state, with the stated traffic and buffers."""
 
 import itertools
 from types import SimpleNamespace
@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
-from canon.fast import exchange, pipeline
+from canon.fast import pipeline
 from canon.fast.transport import Transport
-from canon.reference.call import agreed_call
 from canon.reference.plan_cache import PLANS
 from canon.testing import process_groups
 from canon.testing.recording import Event, recording, timeline
@@ -39,7 +38,7 @@ def inputs(tokens, dtype=torch.float32):
 
 
 def train(half, layout, tensors, **options):
-    """One forward and backward pass of this rank: out and the gradients."""
+    """Return out and the gradients of one forward and backward pass of this rank."""
     rank = dist.get_rank()
     q, k, v = (layout.shard(x, rank).requires_grad_() for x in tensors[:3])
     out = half.strided_attention(q, k, v, Mask.causal(layout.tokens), layout, **options)
@@ -57,26 +56,26 @@ def order(events):
     return {str(event): place for place, event in enumerate(events)}
 
 
-# --- the driver ---
+# --- the pipeline ---
 
 
-def test_the_driver_fetches_ahead_and_reduces_behind():
-    told = []
+def test_the_pipeline_fetches_one_step_ahead_and_reduces_one_step_behind():
+    events = []
 
     def message(kind, result=None):
-        told.append(f"post {kind}")
-        return SimpleNamespace(wait=lambda: (told.append(f"wait {kind}"), result)[1])
+        events.append(f"post {kind}")
+        return SimpleNamespace(wait=lambda: (events.append(f"wait {kind}"), result)[1])
 
-    def compute(step, fetched):
-        told.append(f"compute {step} on {fetched}")
-        return step * 10, lambda: told.append(f"finish {step}")
+    def compute(step, inputs):
+        events.append(f"compute {step} on {inputs}")
+        return step * 10, lambda: events.append(f"finish {step}")
 
-    def reduce(step, computed, before):
-        return message(f"reduce {step} of {computed} after {before}", f"sum {step}")
+    def reduce(step, results, previous):
+        return message(f"reduce {step} of {results} after {previous}", f"sum {step}")
 
     last = pipeline.run_pipeline(3, lambda step: message(f"fetch {step}", f"keys {step}"), compute, reduce)
     assert last == "sum 2"
-    assert told == [
+    assert events == [
         "post fetch 0", "wait fetch 0", "post fetch 1", "compute 0 on keys 0", "post reduce 0 of 0 after None", "finish 0",
         "wait fetch 1", "post fetch 2", "compute 1 on keys 1",
         "wait reduce 0 of 0 after None", "post reduce 1 of 10 after sum 0", "finish 1",
@@ -86,16 +85,16 @@ def test_the_driver_fetches_ahead_and_reduces_behind():
     ]  # fmt: skip
 
 
-def test_a_first_fetch_may_be_under_way_before():
+def test_the_first_fetch_may_start_before_the_pipeline():
     posted = []
-    fetch = pipeline.started(lambda step: (posted.append(step), f"keys {step}")[1])
+    fetch = pipeline.prefetched(lambda step: (posted.append(step), f"keys {step}")[1])
     assert posted == [0]
     assert [fetch(step) for step in range(3)] == ["keys 0", "keys 1", "keys 2"]
     assert posted == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("name", "options"), [("strided", {"head_stride": 2}), ("magi", {"stages": 0})])
-def test_delta_is_made_under_the_first_message_of_the_backward_pass(name, options, monkeypatch):
+def test_delta_is_computed_during_the_first_message_of_the_backward_pass(name, options, monkeypatch):
     module, layout, tensors = getattr(fast, name), Layout.zigzag(12, 3), inputs(12)
     make = module.make_delta
     monkeypatch.setattr(module, "make_delta", lambda *given: (log.add("computed", "delta"), make(*given))[1])
@@ -116,22 +115,22 @@ def test_delta_is_made_under_the_first_message_of_the_backward_pass(name, option
 # --- strided attention, recorded ---
 
 
-def test_no_kernel_is_launched_before_the_gathers_beside_it_have_begun(monkeypatch):
-    monkeypatch.setattr(Transport, "wait_until_started", lambda way: log.add("begun", "gather"))
+def test_no_kernel_is_launched_before_its_overlapping_gathers_have_started(monkeypatch):
+    monkeypatch.setattr(Transport, "wait_until_started", lambda transport: log.add("started", "gather"))
     layout = Layout.zigzag(12, 3)
     with recording(fast.strided) as log:
         process_groups.threads(lambda: train(fast, layout, inputs(12), head_stride=1), 3)
     for rank in range(3):
         events = [f"{e.what} {e.kind}" for e in log.of(rank) if e.what != "waited"]
         first = events.index("computed forward")
-        assert events[:first] == ["posted gather"] * 3 + ["begun gather"], "of step 0, packed, and of step 1"
-        assert events.count("begun gather") == 2 * (G - 1)
+        assert events[:first] == ["posted gather"] * 3 + ["started gather"], "of step 0, packed, and of step 1"
+        assert events.count("started gather") == 2 * (G - 1)
         for here, after in itertools.pairwise(events):
             assert (here, after) not in {("posted gather", f"computed {kind}") for kind in ("forward", "backward")}
 
 
-def test_own_keys_are_not_computed_before_the_cast_beside_them_has_begun(monkeypatch):
-    monkeypatch.setattr(Transport, "wait_until_started", lambda way: log.add("begun", "cast"))
+def test_own_keys_are_not_computed_before_the_overlapping_cast_has_started(monkeypatch):
+    monkeypatch.setattr(Transport, "wait_until_started", lambda transport: log.add("started", "cast"))
     layout, tensors = Layout.zigzag(12, 3), inputs(12)
 
     def program():
@@ -142,31 +141,31 @@ def test_own_keys_are_not_computed_before_the_cast_beside_them_has_begun(monkeyp
     with recording(fast.magi) as log:
         process_groups.threads(program, 3)
     for rank in range(3):
-        events = [f"{e.what} {e.kind}" for e in log.of(rank) if e.what in ("posted", "begun", "computed")]
-        assert events.count("begun cast") == 2 * 2, "casts, in both passes"
+        events = [f"{e.what} {e.kind}" for e in log.of(rank) if e.what in ("posted", "started", "computed")]
+        assert events.count("started cast") == 2 * 2, "casts, in both passes"
         for here, after in itertools.pairwise(events):
-            assert here != "begun cast" or after.startswith("computed")
-            assert after != "begun cast" or here.startswith("posted")
+            assert here != "started cast" or after.startswith("computed")
+            assert after != "started cast" or here.startswith("posted")
             assert not (here.startswith("posted") and after == "computed forward")
 
 
 @pytest.mark.parametrize(("options", "forward", "backward"), PATTERNS)
-def test_steps_overlap_and_send_what_the_docstring_says(half, options, forward, backward):
+def test_steps_overlap_with_the_traffic_of_the_docstring(half, options, forward, backward):
     ranks, n = 3, 12
     layout, tensors = Layout.zigzag(n, ranks), inputs(n, torch.bfloat16)
     log = recorded(half, layout, tensors, **options)
     assert any(event.what == "finished" for event in log.events) == (half is fast)
     packed = options.get("pack_first", True)
-    items = (ranks - 1) * B * (n // ranks) * G * (D + DV)
+    elements = (ranks - 1) * B * (n // ranks) * G * (D + DV)
     for rank in range(ranks):
         events = log.of(rank)
         gathers, sums = ([e for e in events if e.what == "posted" and e.kind == kind] for kind in ("gather", "reduce"))
         assert len(gathers) == 2 * len(forward) + 2 * len(backward) - 2 * packed
         assert len(sums) == len(backward)
-        assert sum(e.items for e in gathers) == 2 * items
-        assert sum(e.nbytes for e in gathers) == 2 * 2 * items  # bfloat16, forward and backward
-        assert sum(e.nbytes for e in sums) == 4 * items  # float32
-        assert [e.items for e in sums] == [items * heads // G for heads in backward]
+        assert sum(e.items for e in gathers) == 2 * elements
+        assert sum(e.nbytes for e in gathers) == 2 * 2 * elements  # bfloat16, forward and backward
+        assert sum(e.nbytes for e in sums) == 4 * elements  # float32
+        assert [e.items for e in sums] == [elements * heads // G for heads in backward]
         computed = [e for e in events if e.what == "computed"]
         area = layout.local_mask(Mask.causal(n), rank, range(ranks)).area
         assert [(e.kind, e.items) for e in computed] == [
@@ -184,10 +183,10 @@ def assert_overlap(events, forward, backward, packed):
         for step in range(steps):
             computed = at[f"computed {kind} {step}"]
             assert all(at[f"waited gather {i}"] < computed for i in of_step[step])
-            if step + 1 < steps:  # the next keys are on their way already
+            if step + 1 < steps:  # the next keys are in flight
                 assert all(at[f"posted gather {i}"] < computed < at[f"waited gather {i}"] for i in of_step[step + 1])
         first = edges[-1]
-    for step in range(backward if "finished backward 0" in at else 0):  # gradients of keys leave before dq is made
+    for step in range(backward if "finished backward 0" in at else 0):  # dk and dv leave before dq is computed
         assert at[f"computed backward {step}"] < at[f"posted reduce {step}"] < at[f"finished backward {step}"]
     for step in range(backward - 1):  # the gradients travel while the next step is computed
         assert at[f"posted reduce {step}"] < at[f"computed backward {step + 1}"] < at[f"waited reduce {step}"]
@@ -199,15 +198,15 @@ def assert_overlap(events, forward, backward, packed):
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_the_ring_schedule_gathers_and_then_hops(name):
+def test_the_ring_schedule_gathers_forward_and_hops_backward(name):
     half, layout = HALVES[name], Layout.zigzag(12, 3)
     log = recorded(half, layout, inputs(12), head_stride=2, backward_schedule="ring")
     posted = [e for e in log.of(1) if e.what == "posted"]
     assert [e.kind for e in posted[:3]] == ["gather"] * 3
     assert {e.kind for e in posted[3:]} == {"hop"}
-    items = 2 * B * 4 * G * (D + DV)
-    assert sum(e.items for e in posted if e.kind == "gather") == items
-    assert sum(e.items for e in posted if e.kind == "hop") == 2 * items  # K, V and their gradients
+    elements = 2 * B * 4 * G * (D + DV)
+    assert sum(e.items for e in posted if e.kind == "gather") == elements
+    assert sum(e.items for e in posted if e.kind == "hop") == 2 * elements  # K, V and their gradients
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -225,8 +224,8 @@ def test_rings_send_before_they_compute(name):
         assert at[f"posted hop {step}"] < at[f"computed forward {step}"] < at[f"waited hop {step}"]
 
 
-def test_small_ends_expose_less():
-    """Where computing takes twice as long as moving, all but the ends is hidden, and small ends are less to see."""
+def test_short_first_and_last_head_groups_expose_less():
+    """If computing takes twice as long as sending, only the first fetch and the last reduction are exposed."""
     layout, tensors, lasts = Layout.zigzag(12, 3), inputs(12), {}
     for first, last in ((None, None), (1, None), (None, 1), (1, 1)):
         log = recorded(
@@ -242,22 +241,22 @@ def test_small_ends_expose_less():
     assert lasts == {(None, None): 2 + 8 + 2, (1, None): 1 + 8 + 2, (None, 1): 2 + 8 + 1, (1, 1): 1 + 8 + 1}
 
 
-def test_a_timeline_keeps_the_rules_of_streams():
-    told = ["posted gather 0", "waited gather 0", "posted gather 1", "computed forward 0", "waited gather 1",
+def test_a_timeline_follows_the_rules_of_streams():
+    lines = ["posted gather 0", "waited gather 0", "posted gather 1", "computed forward 0", "waited gather 1",
             "computed forward 1"]  # fmt: skip
-    events = [Event(0, what, kind, int(number)) for what, kind, number in map(str.split, told)]
+    events = [Event(0, what, kind, int(number)) for what, kind, number in map(str.split, lines)]
     bars = timeline(events, lambda e: 5 if e.kind == "gather" else 1)
     assert [(bar.start, bar.stop) for bar in bars] == [(0, 5), (5, 10), (5, 6), (10, 11)]
 
 
 @pytest.mark.parametrize(("options", "forward", "backward"), PATTERNS)
-def test_buffers_are_as_large_as_the_docstring_says(options, forward, backward, monkeypatch):
+def test_buffers_have_the_sizes_of_the_docstring(options, forward, backward, monkeypatch):
     layout, made, empty = Layout([[range(0, 5)], [], [range(5, 8)]], 8), [], Transport.empty
 
-    def counted(self, name, items, dtype, device):
+    def counted(self, name, elements, dtype, device):
         if dist.get_rank() == 1:
-            made.append((name, items, dtype))
-        return empty(self, name, items, dtype, device)
+            made.append((name, elements, dtype))
+        return empty(self, name, elements, dtype, device)
 
     monkeypatch.setattr(Transport, "empty", counted)
     process_groups.threads(lambda: train(fast, layout, inputs(8, torch.bfloat16), **options), 3)
@@ -271,42 +270,6 @@ def test_buffers_are_as_large_as_the_docstring_says(options, forward, backward, 
         slots = range(min(2, len(steps)))
         expected += [(f"{name} {slot}", per_head * max(steps), dtype) for name in names for slot in slots]
     assert sorted(made, key=str) == sorted(expected, key=str)
-
-
-# --- slots ---
-
-
-def test_a_slot_holds_one_reduction():
-    def program():
-        layout = Layout.contiguous(4, 2)
-        q, k, v = (torch.zeros(1, 2, 2, 8) for _ in range(3))
-        call = agreed_call("test", q, k, v, None, layout, scale=None, group=None, reduce_dtype=None, backward="auto")
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        reductions = exchange.Reductions(dk, dv, call, (range(0, 1), range(1, 2)))
-        reductions.drain(0)  # empty: nothing happens
-        for step in range(2):
-            for part in reductions.stage(step, slice(0, 4)):
-                part.fill_(step + 1)
-            reductions.start(step)
-        with pytest.raises(RuntimeError, match="step 0 starts a reduction in slot 0, where one is under way"):
-            reductions.start(0)
-        for slot in (0, 1, 0):
-            reductions.drain(slot)
-        return dk, dv
-
-    for grads in process_groups.threads(program, 2):
-        for grad in grads:
-            assert torch.equal(grad[:, :, 0], torch.full((1, 2, 8), 2.0))
-            assert torch.equal(grad[:, :, 1], torch.full((1, 2, 8), 4.0))
-
-
-def test_nobody_sees_what_fills_up_small_shards():
-    mask, layout = Mask.full(5), Layout([[range(0, 3)], [], [range(3, 5)]], 5)
-    seen = exchange.gathered_mask(layout, mask, 0)
-    assert (seen.queries, seen.keys) == (3, 9)
-    assert seen.dense().any(0).tolist() == [True] * 3 + [False] * 3 + [True, True, False]
-    even = Layout.zigzag(12, 3)
-    assert exchange.gathered_mask(even, Mask.causal(12), 1) == even.local_mask(Mask.causal(12), 1, range(3))
 
 
 def test_a_known_call_plans_nothing():

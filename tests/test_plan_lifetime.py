@@ -1,4 +1,4 @@
-"""Plans live as long as anything that reads them, and all plans together stay within a limit of bytes."""
+"""A plan lives as long as its readers, and all plans together stay within a limit of bytes."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ def test_the_least_recently_used_plans_go_first():
     cache = PlanCache(host_limit=3 * (1000 + plan_cache.ENTRY))
     for key in "abc":
         cache.find(key, lambda: block(1000))
-    cache.find("a", lambda: pytest.fail("a is there"))
+    cache.find("a", lambda: pytest.fail("a is in the cache"))
     cache.find("d", lambda: block(1000))
     assert list(cache.plans) == ["c", "a", "d"]
     assert cache.held["cpu"] == 3 * (1000 + plan_cache.ENTRY)
@@ -31,16 +31,16 @@ def test_the_least_recently_used_plans_go_first():
 def test_a_plan_larger_than_the_limit_is_kept_until_the_next_one():
     cache = PlanCache(host_limit=100)
     first = cache.find("a", lambda: block(1000))
-    assert cache.find("a", lambda: pytest.fail("a is there")) is first
+    assert cache.find("a", lambda: pytest.fail("a is in the cache")) is first
     cache.find("b", lambda: block(1000))
     assert list(cache.plans) == ["b"]
-    assert first.numel() == 1000, "who holds a plan keeps it"
+    assert first.numel() == 1000, "a plan in use stays valid"
 
 
 def test_the_number_of_plans_has_no_limit():
     cache = PlanCache()
     plans = [cache.find(number, lambda: block(8)) for number in range(5000)]
-    assert [cache.find(number, lambda: pytest.fail("it is there")) for number in range(5000)] == plans
+    assert [cache.find(number, lambda: pytest.fail("it is in the cache")) for number in range(5000)] == plans
 
 
 def test_masks_and_tables_state_their_size():
@@ -53,7 +53,7 @@ def test_masks_and_tables_state_their_size():
 
 
 def test_200_steps_with_new_masks_leave_memory_flat(monkeypatch):
-    """The limits are lowered, so that they are reached within the first steps."""
+    """The lowered limits are reached within the first steps."""
     monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache(host_limit=1 << 20))
     resident = []
 
@@ -78,7 +78,7 @@ def test_200_steps_with_new_masks_leave_memory_flat(monkeypatch):
     assert resident[1] - resident[0] < 16 << 20, "plans of 100 steps would be larger"
 
 
-def test_a_thread_that_comes_second_gets_the_same_plan():
+def test_the_second_thread_gets_the_plan_of_the_first():
     cache = PlanCache()
 
     def make():
@@ -105,7 +105,7 @@ def both_passes(q, k, v, dout, mask):
 
 
 def fill_memory():
-    """Write over every block that the allocator may have given away."""
+    """Write over every free block of the allocator."""
     blocks = [
         torch.full((1 << size,), -1, dtype=torch.int32, device="cuda") for size in range(6, 18) for _ in range(40)
     ]

@@ -1,4 +1,4 @@
-"""Worlds that fail: the rank is named, none of them hangs, and nothing is left behind."""
+"""Claims about failing process groups: the error names the rank, no rank hangs, and no state remains."""
 
 import contextvars
 import time
@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from canon.testing import process_groups
 
-WORLDS = [process_groups.threads, process_groups.processes]
-ASK = contextvars.ContextVar("ask", default="nothing")
+LAUNCHERS = [process_groups.threads, process_groups.processes]
+BACKEND = contextvars.ContextVar("backend", default="triton")
 
 
 def fails_on_one():
@@ -31,8 +31,8 @@ def sleeps_on_one():
     dist.barrier()
 
 
-@pytest.mark.parametrize("start", WORLDS)
-def test_the_failing_rank_is_named_and_nobody_hangs(start):
+@pytest.mark.parametrize("start", LAUNCHERS)
+def test_the_error_names_the_failing_rank_and_no_rank_hangs(start):
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1: KeyError: 'lost'") as caught:
         start(fails_on_one, 3)
@@ -40,9 +40,9 @@ def test_the_failing_rank_is_named_and_nobody_hangs(start):
     assert time.monotonic() - begun < 20
 
 
-def test_threads_that_wait_for_one_another_are_told():
-    told = "rank 0 waits in barrier for rank 2; rank 1 waits in barrier for rank 2; rank 2 has returned"
-    with pytest.raises(RuntimeError, match=told):
+def test_threads_that_wait_for_each_other_raise():
+    message = "rank 0 waits in barrier for rank 2; rank 1 waits in barrier for rank 2; rank 2 has returned"
+    with pytest.raises(RuntimeError, match=message):
         process_groups.threads(returns_early, 3)
     with pytest.raises(
         RuntimeError, match="rank 0 waits in a receive from rank 1; rank 1 waits in a receive from rank 0"
@@ -50,7 +50,7 @@ def test_threads_that_wait_for_one_another_are_told():
         process_groups.threads(lambda: dist.recv(torch.empty(1), 1 - dist.get_rank()), 2)
 
 
-def test_a_hard_timeout_names_the_ranks_that_had_not_finished():
+def test_a_hard_timeout_names_the_unfinished_ranks():
     with pytest.raises(TimeoutError, match="rank 0, 1 had not finished") as caught:
         process_groups.processes(sleeps_on_one, 2, timeout=3)
     assert "in sleeps_on_one" in str(caught.value)
@@ -81,14 +81,14 @@ def test_a_group_of_threads_is_its_own_backend():
     assert process_groups.threads(program, 2) == [True, True]
 
 
-def test_a_world_in_torch_2_11(monkeypatch):
+def test_threads_run_in_torch_2_11(monkeypatch):
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
     monkeypatch.delattr(ThreadLocalWorld, "comms", raising=False)
     assert process_groups.threads(dist.get_rank, 3) == [0, 1, 2]
 
 
-def test_a_world_leaves_nothing_behind():
+def test_no_state_remains():
     with pytest.raises(RuntimeError):
         process_groups.threads(fails_on_one, 3)
     assert not dist.is_initialized()
@@ -101,26 +101,26 @@ def test_a_world_leaves_nothing_behind():
         process_groups.processes(lambda: None, 2)
 
 
-def says():
+def prints():
     print(f"I am {dist.get_rank()}")
     dist.barrier()
     print("done")
 
 
-@pytest.mark.parametrize("start", WORLDS)
+@pytest.mark.parametrize("start", LAUNCHERS)
 def test_prints_come_in_rank_order(start, capsys):
-    start(says, 2)
+    start(prints, 2)
     assert capsys.readouterr().out == "rank 0 │ I am 0\nrank 0 │ done\nrank 1 │ I am 1\nrank 1 │ done\n"
 
 
 def test_context_variables_reach_the_ranks():
-    token = ASK.set("gluon")
+    token = BACKEND.set("gluon")
     try:
-        assert process_groups.threads(ASK.get, 2) == ["gluon", "gluon"]
+        assert process_groups.threads(BACKEND.get, 2) == ["gluon", "gluon"]
     finally:
-        ASK.reset(token)
+        BACKEND.reset(token)
 
 
-def test_gpus_are_not_invented():
+def test_more_ranks_than_gpus_raise():
     with pytest.raises(ValueError, match="ranks need as many GPUs"):
         process_groups.gpus(dist.get_rank, torch.cuda.device_count() + 1)

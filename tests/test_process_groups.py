@@ -1,4 +1,4 @@
-"""Worlds: the same program gives the same results as threads and as processes."""
+"""Claims about process groups: a program gives the same results on threads and on processes."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from canon.testing import process_groups
 
-WORLDS = [process_groups.threads, process_groups.processes]
-# torch 2.13 renames these and warns about the old names.
+LAUNCHERS = [process_groups.threads, process_groups.processes]
+# torch 2.13 renames these functions and warns about the old names.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -17,36 +17,36 @@ def place():
 
 
 def collectives():
-    """Every collective and exchange that the library uses, synchronous and not; returns plain numbers."""
+    """Call every collective that the library uses, synchronous or not, and return plain numbers."""
     rank, ranks = place()
     mine = torch.full((2, 3), float(rank))
-    told = {}
+    found = {}
     parts = [torch.empty(2, 3) for _ in range(ranks)]
     dist.all_gather(parts, mine)
-    told["all_gather"] = torch.cat(parts)[:, 0].tolist()
+    found["all_gather"] = torch.cat(parts)[:, 0].tolist()
     whole = torch.empty(2 * ranks, 3)
     work = gather_single(whole, mine, async_op=True)
     work.wait()
-    told["all_gather_single"] = whole[:, 0].tolist()
+    found["all_gather_single"] = whole[:, 0].tolist()
     objects = [None] * ranks
     dist.all_gather_object(objects, {"rank": rank})
-    told["all_gather_object"] = objects
+    found["all_gather_object"] = objects
     total = mine.clone()
     dist.all_reduce(total)
-    told["all_reduce"] = total.tolist()
+    found["all_reduce"] = total.tolist()
     largest = torch.tensor([rank])
     dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True).wait()
-    told["max"] = largest.tolist()
+    found["max"] = largest.tolist()
     share = torch.empty(1)
     dist.reduce_scatter(share, [torch.tensor([10.0 * rank + i]) for i in range(ranks)])
-    told["reduce_scatter"] = share.tolist()
+    found["reduce_scatter"] = share.tolist()
     scatter_single(share, torch.arange(ranks).float() + rank)
-    told["reduce_scatter_single"] = share.tolist()
+    found["reduce_scatter_single"] = share.tolist()
     root = mine.clone() if rank == 1 else torch.empty(2, 3)
     dist.broadcast(root, 1)
-    told["broadcast"] = root.tolist()
+    found["broadcast"] = root.tolist()
     dist.barrier()
-    return told
+    return found
 
 
 def uneven_all_to_all():
@@ -59,7 +59,7 @@ def uneven_all_to_all():
 
 
 def ring():
-    """One hop, posted in one batch; empty tensors travel too."""
+    """Send one tensor and one empty tensor to the right, in one batch."""
     rank, ranks = place()
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     received, nothing = torch.empty(4), torch.empty(0, 5)
@@ -75,7 +75,7 @@ def ring():
 
 
 def numbered():
-    """Two receives from one rank, waited for in the other order, get what was sent first and second."""
+    """Post two receives from one rank and wait for the second one first. They get the messages in the order of sends."""
     rank = dist.get_rank()
     if rank == 0:
         for number in (1.0, 2.0):
@@ -95,7 +95,7 @@ def two_groups_at_once():
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = halves[rank // 2]
     total = torch.tensor([float(rank)])
-    for _ in range(rank // 2 + 1):  # the second group makes one call more
+    for _ in range(rank // 2 + 1):  # the second group makes one more call
         dist.all_reduce(total, group=group)
     received = torch.empty(1)
     peer = rank ^ 1
@@ -121,7 +121,7 @@ def empty():
 
 
 class Summed(torch.autograd.Function):
-    """Its backward is a collective, which must find its rank."""
+    """The identity. Its backward pass is a collective, so it needs the rank of its thread."""
 
     @staticmethod
     def forward(ctx, x):
@@ -140,20 +140,20 @@ def backward():
     return x.grad.tolist()
 
 
-@pytest.mark.parametrize("start", WORLDS)
+@pytest.mark.parametrize("start", LAUNCHERS)
 def test_collectives(start):
     results = start(collectives, 3)
-    for rank, told in enumerate(results):
-        assert told["all_gather"] == told["all_gather_single"] == [0, 0, 1, 1, 2, 2]
-        assert told["all_gather_object"] == [{"rank": r} for r in range(3)]
-        assert told["all_reduce"] == [[3.0] * 3] * 2
-        assert told["max"] == [2]
-        assert told["reduce_scatter"] == [30.0 + 3 * rank]
-        assert told["reduce_scatter_single"] == [3.0 + 3 * rank]
-        assert told["broadcast"] == [[1.0] * 3] * 2
+    for rank, found in enumerate(results):
+        assert found["all_gather"] == found["all_gather_single"] == [0, 0, 1, 1, 2, 2]
+        assert found["all_gather_object"] == [{"rank": r} for r in range(3)]
+        assert found["all_reduce"] == [[3.0] * 3] * 2
+        assert found["max"] == [2]
+        assert found["reduce_scatter"] == [30.0 + 3 * rank]
+        assert found["reduce_scatter_single"] == [3.0 + 3 * rank]
+        assert found["broadcast"] == [[1.0] * 3] * 2
 
 
-@pytest.mark.parametrize("start", WORLDS)
+@pytest.mark.parametrize("start", LAUNCHERS)
 def test_exchanges(start):
     assert start(uneven_all_to_all, 3) == [
         [source for source in range(3) for _ in range(source + rank)] for rank in range(3)
@@ -162,23 +162,23 @@ def test_exchanges(start):
     assert start(numbered, 3)[1] == (1.0, 2.0)
 
 
-@pytest.mark.parametrize("start", WORLDS)
-def test_disjoint_groups_work_side_by_side(start):
+@pytest.mark.parametrize("start", LAUNCHERS)
+def test_disjoint_groups_work_at_the_same_time(start):
     assert start(two_groups_at_once, 4) == [(1.0, 1.0), (1.0, 0.0), (10.0, 3.0), (10.0, 2.0)]
 
 
-@pytest.mark.parametrize("start", WORLDS)
+@pytest.mark.parametrize("start", LAUNCHERS)
 def test_empty_tensors(start):
     assert start(empty, 2) == [(0, 3)] * 2
 
 
-@pytest.mark.parametrize("start", WORLDS)
+@pytest.mark.parametrize("start", LAUNCHERS)
 def test_a_backward_pass_may_communicate(start):
     assert start(backward, 3) == [[3.0] * 3] * 3
 
 
 def test_backward_stays_in_the_thread_of_its_rank():
-    """On a GPU it would run in a thread of the device, which knows no rank."""
+    """On a GPU, torch would otherwise run it in a thread of the device, which has no rank."""
     assert not any(process_groups.threads(torch._C._is_multithreading_enabled, 2))
 
 

@@ -7,8 +7,16 @@ import pytest
 import torch
 from triton.experimental.gluon import language as gl
 
-from canon.fast.kernels.gluon.blocks import exchange
-from canon.fast.kernels.gluon.forward import blanking, comparing, declaring, exceeding, rounding, scaling, voting
+from canon.fast.kernels.gluon.ptx import (
+    add_rounding_excess_ptx,
+    compare_ptx,
+    declare_registers_ptx,
+    rescale_rows_ptx,
+    round_and_keep_ptx,
+    transpose_words_ptx,
+    vote_ptx,
+    zero_rows_ptx,
+)
 
 LANES = np.arange(32)
 
@@ -99,7 +107,7 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_four_lanes_exchange_their_words():
     word = lambda row, i, lane: 100 * lane + 10 * row + i
     before = {f"${8 + 2 * i + row}": word(row, i, LANES) for i in range(4) for row in range(2)}
-    after = run(exchange(), before)
+    after = run(transpose_words_ptx(), before)
     for i in range(4):
         for row in range(2):
             np.testing.assert_array_equal(after[f"${2 * i + row}"], word(row, LANES % 4, LANES // 4 * 4 + i))
@@ -115,7 +123,7 @@ def test_rows_are_scaled_if_any_of_the_warp_has_to_be(growing):
     operands = {f"${i}": x[i] for i in range(number)} | {
         f"${2 * number + i}": factors[i // 2 % 2] for i in range(number)
     }
-    after = run(scaling(number), operands)
+    after = run(rescale_rows_ptx(number), operands)
     for i in range(number):
         np.testing.assert_array_equal(after[f"${i}"], x[i] * factors[i // 2 % 2])
     touched = any(after[f"${i}"] is not operands[f"${i}"] for i in range(number))
@@ -132,7 +140,7 @@ def test_rows_whose_factor_is_0_are_set_to_0(blind):
     operands = {f"${i}": x[i] for i in range(number)} | {
         f"${2 * number + i}": factors[i // 2 % 2] for i in range(number)
     }
-    after = run(blanking(number), operands)
+    after = run(zero_rows_ptx(number), operands)
     for i in range(number):
         np.testing.assert_array_equal(after[f"${i}"], 2.0 * factors[i // 2 % 2])
     touched = any(after[f"${i}"] is not operands[f"${i}"] for i in range(number))
@@ -145,10 +153,10 @@ def test_one_thread_whose_sum_is_too_large_is_heard_by_all(above):
     x[1, 7] = np.nan  # it stays, and no maximum would mend it
     for lane, row in above:
         x[row, lane] = 1.5
-    registers = run(declaring(0, 128), {}) | run(declaring(1, 128), {})
-    registers |= run(comparing(0), registers | {"$2": x[0], "$3": x[1], "$4": limit[0], "$5": limit[1]})
-    assert (run(voting(0), registers)["$0"] != 0).tolist() == [bool(above)] * 32
-    assert not run(voting(1), registers)["$0"].any()
+    registers = run(declare_registers_ptx(0, 128), {}) | run(declare_registers_ptx(1, 128), {})
+    registers |= run(compare_ptx(0), registers | {"$2": x[0], "$3": x[1], "$4": limit[0], "$5": limit[1]})
+    assert (run(vote_ptx(0), registers)["$0"] != 0).tolist() == [bool(above)] * 32
+    assert not run(vote_ptx(1), registers)["$0"].any()
 
 
 @pytest.mark.parametrize("dtype", [gl.bfloat16, gl.float16], ids=str)
@@ -162,14 +170,14 @@ def test_the_sums_of_what_is_rounded_are_looked_at_where_they_are_large(above, d
     for lane, r in above:
         limit[r, lane] *= 0.99
     excess = np.full((2, 32), 0.125, np.float32)
-    registers = run(rounding(1, number, dtype), {f"${number // 2 + i}": p[i] for i in range(number)})
+    registers = run(round_and_keep_ptx(1, number, dtype), {f"${number // 2 + i}": p[i] for i in range(number)})
     rounded = torch.from_numpy(p).to({gl.bfloat16: torch.bfloat16, gl.float16: torch.float16}[dtype])
     words = np.stack([registers[f"${i}"] for i in range(number // 2)])
     expected = halves(p, "bf16" if dtype == gl.bfloat16 else "f16")
     np.testing.assert_array_equal(words, expected[1::2] << 16 | expected[::2])
 
     operands = {"$0": excess[0], "$1": excess[1], "$4": seen[0], "$5": seen[1], "$6": limit[0], "$7": limit[1]}
-    after = run(exceeding(1, 2 * number, dtype), registers | operands)
+    after = run(add_rounding_excess_ptx(1, 2 * number, dtype), registers | operands)
     for r in (0, 1):
         more = seen[r] - rounded.double().numpy()[row == r].sum(0)
         flagged = np.array([(lane, r) in above for lane in LANES])

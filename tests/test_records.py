@@ -1,6 +1,6 @@
 """Claims about `paper`: pages follow from records, each record is quoted, and no figure is older than its records.
 
-The scripts of `paper` are no package: they are imported from their folder.
+The scripts of `paper` are not a package. The tests import them from their folder.
 """
 
 import importlib

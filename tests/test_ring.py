@@ -1,4 +1,4 @@
-"""A ring of any number of ranks is the dense oracle, sends what its docstring says, and repeats its bits."""
+"""Ring attention on any number of ranks equals the dense oracle, sends the bytes of its docstring, and repeats its bits."""
 
 import functools
 
@@ -22,7 +22,7 @@ def half(request):
 
 
 def packs(n):
-    """Masks over n tokens: one document, several of which some are empty and one has one token, and a window."""
+    """Return masks over n tokens: causal, packed documents with empty and one-token ones, a window, full documents."""
     ends = sorted({0, min(1, n), n // 2, n})
     return [
         Mask.causal(n),
@@ -35,9 +35,9 @@ def packs(n):
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 def test_equals_the_dense_oracle(half, ranks, kind):
-    for n in (29,) if half is fast else (1, 3, 37, 50):  # fewer tokens than ranks; divisible by nothing
+    for n in (29,) if half is fast else (1, 3, 37, 50):  # fewer tokens than ranks; not divisible by them
         layout = LAYOUTS[kind](n, ranks)
-        for mask in packs(n)[1:3] if half is fast else packs(n):  # the interpreter takes its time
+        for mask in packs(n)[1:3] if half is fast else packs(n):  # the interpreter is slow
             tensors = whole(mask)
             name = FUNCTIONS.get(kind, "ring_attention")
             extra = {} if kind in FUNCTIONS else {"layout": layout}
@@ -49,9 +49,7 @@ def test_equals_the_dense_oracle(half, ranks, kind):
 @pytest.mark.parametrize("method", ["fused", "split", "head_parallel"])
 def test_every_backward_and_any_layout(half, method):
     n = 31
-    layout = Layout(
-        [[range(20, 31)], [], [range(0, 3), range(7, 20)], [range(3, 7)]], n
-    )  # uneven; one rank has nothing
+    layout = Layout([[range(20, 31)], [], [range(0, 3), range(7, 20)], [range(3, 7)]], n)  # uneven; one rank is empty
     mask = Mask.block_causal([(5 * (i // 6)) % 7 for i in range(n)])
     tensors = whole(mask, b=2)
     attend = functools.partial(half.ring_attention, mask=mask, layout=layout, backward=method, return_lse=True)
@@ -92,7 +90,7 @@ def test_tensors_of_any_strides(half):
     assert_agrees(got, mask, q, k, v, dout, dlse)
 
 
-def test_what_nobody_sees_may_be_nan(half):
+def test_unseen_tokens_may_be_nan(half):
     n = 26
     mask = Mask.documents([0, 9, n - 4], window=(3, 0))
     mask = Mask(mask.bands, n, n)  # four tokens of padding at the end
@@ -139,8 +137,8 @@ def test_parts_stay_in_float32(half, dtype):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # the same bits
 
 
-def test_reduce_dtype_rounds_what_travels(half):
-    """Three ranks add 256, 1/3 and -256 to one key's dv: in bfloat16 the third is lost, in float32 it is not."""
+def test_gradients_are_sent_in_reduce_dtype(half):
+    """Three ranks add 256, 1/3 and -256 to one key's dv: bfloat16 loses the third, float32 keeps it."""
     layout = Layout.contiguous(4, 4)
     parts = torch.tensor([0.0, 256.0, 1 / 3, -256.0])
 
@@ -148,7 +146,7 @@ def test_reduce_dtype_rounds_what_travels(half):
         rank = dist.get_rank()
         q, k = torch.zeros(2, 1, 1, 1, 16)
         v = torch.zeros(1, 1, 1, 16, requires_grad=True)
-        mask = Mask.ranges([(0, 4)], [(0, 1)], ["full"], queries=4, keys=4)  # all see the first key alone
+        mask = Mask.ranges([(0, 4)], [(0, 1)], ["full"], queries=4, keys=4)  # all queries see only the first key
         out = half.ring_attention(q, k, v, mask, layout, reduce_dtype=reduce_dtype)
         out.backward(parts[rank].expand_as(out))
         return v.grad[0, 0, 0, 0].item()
@@ -158,7 +156,7 @@ def test_reduce_dtype_rounds_what_travels(half):
     assert abs(process_groups.threads(lambda: program(torch.bfloat16), 4)[0] - 1 / 3) > 0.1
 
 
-def test_sends_what_the_docstring_says(half, monkeypatch):
+def test_bytes_sent_are_those_of_the_docstring(half, monkeypatch):
     sent = {}
     batch = dist.batch_isend_irecv
 
@@ -183,7 +181,7 @@ def test_sends_what_the_docstring_says(half, monkeypatch):
 
 
 def run_as_processes(name):
-    """The whole path over gloo, whose messages really travel; a module's function, so that it can be pickled."""
+    """Run one pass over gloo, in processes. A function of the module, so that it can be pickled."""
     half, layout, mask = HALVES[name], Layout.zigzag(29, 3), Mask.documents([0, 1, 17, 29])
     tensors = whole(mask)
     attend = functools.partial(half.zigzag_attention, mask=mask, return_lse=True)

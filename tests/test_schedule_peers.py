@@ -19,6 +19,7 @@ SHORT = shapes.shape_of("1,8,2,2,16,causal")
 def test_schedules_agree_before_they_are_timed(monkeypatch):
     monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
     monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
+    monkeypatch.setattr(schedules, "eager", lambda run, calls, device: (1.0, 0.5))
     program = schedules.Bench((SHAPE,), torch.float32, "", 1, "cpu")
     rows, others = process_groups.threads(program, 2)
     assert [row["schedule"] for row in rows] == [row["schedule"] for row in others]
@@ -50,6 +51,7 @@ def test_what_was_measured_is_kept_after_each_shape(monkeypatch, tmp_path):
     """By rank 0, in the record: where a later shape fails, or the command is ended, it stands there."""
     monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
     monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
+    monkeypatch.setattr(schedules, "eager", lambda run, calls, device: (1.0, 0.5))
     parser, path, told = ArgumentParser(), tmp_path / "record.json", []
     bench.add_arguments(parser)
     options = parser.parse_args(["schedules", "--record", str(path)])
@@ -136,6 +138,7 @@ def on_stand_ins():
     library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     schedules._timed = lambda run, device: (run(), (1.0, 0.5))[1]
+    schedules.eager = lambda run, calls, device: (1.0, 0.5)
     schedules._exposed = lambda run, device: (run(), 0.0)[1]
     shape = shapes.shape_of("2,64,4,2,16,causal")
     return schedules.measure(shape, torch.float32, CPU, "flash", 1, peers=True)

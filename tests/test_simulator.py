@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from canon.fast.kernels.gluon.blocks import await_added
+from canon.fast.kernels.gluon.ptx import wait_for_reductions
 from canon.testing import simulator
 
 
@@ -72,7 +72,7 @@ def add_kernel(target, memory, found, AWAIT: gl.constexpr):
     fence_async_shared()
     add_box(target, [0, 0], tile)
     if AWAIT:
-        await_added()
+        wait_for_reductions()
     else:
         tma.store_wait(0)
     gl.store(found, gl.load(memory))

@@ -1,4 +1,4 @@
-"""Strided attention is the dense oracle whatever the strides, on any ranks and layout, and repeats its bits."""
+"""Strided attention equals the dense oracle for all strides, ranks and layouts, and repeats its bits."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ PATTERNS = {  # for 4 key heads
     "apart": dict(head_stride=4, forward_first_stride=3, backward_first_stride=2, pack_first=False),
     "ring": dict(head_stride=4, forward_first_stride=1, backward_schedule="ring"),
 }
-UNEVEN = [[range(20, 31)], [], [range(0, 3), range(7, 20)], [range(3, 7)]]  # 31 tokens; one rank has nothing
+UNEVEN = [[range(20, 31)], [], [range(0, 3), range(7, 20)], [range(3, 7)]]  # 31 tokens; one rank is empty
 
 
 @pytest.fixture(params=HALVES)
@@ -36,7 +36,7 @@ def half(request):
 
 @pytest.fixture
 def unwritten_is_nan():
-    """What torch.empty gives holds NaN: what is not written cannot pass, nor can what nobody should read."""
+    """Fill the result of torch.empty with NaN, so that a read of unwritten memory fails the test."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -49,12 +49,12 @@ def attend_with(half, mask, layout, **options):
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_equals_the_dense_oracle(half, ranks, kind, unwritten_is_nan):
-    n = 29  # divisible by none of them
+    n = 29  # not divisible by the number of ranks
     masks = [Mask.documents([0, 1, 1, n // 2, n]), Mask.window(n, 3, 5), Mask.causal(n)]
     layout = LAYOUTS[kind](n, ranks)
     for number, options in enumerate(PATTERNS.values()):
         if half is fast and number % 3 != (ranks + len(kind)) % 3:
-            continue  # the interpreter takes its time
+            continue  # the interpreter is slow
         mask = masks[(number + ranks) % len(masks)]
         tensors = whole(mask)
         attend = attend_with(half, mask, layout, **options)
@@ -62,7 +62,7 @@ def test_equals_the_dense_oracle(half, ranks, kind, unwritten_is_nan):
             assert_agrees(got, mask, *tensors)
 
 
-def test_strides_change_nothing(half):
+def test_results_do_not_depend_on_strides(half):
     mask, layout = Mask.documents([0, 5, 16], causal=False), Layout.zigzag(16, 2)
     tensors = whole(mask, h=4, g=4)
     results = []
@@ -124,7 +124,7 @@ def test_tensors_of_any_strides(half):
         torch.testing.assert_close(one, true, rtol=0, atol=1e-12)
 
 
-def test_what_nobody_sees_may_be_nan(half, unwritten_is_nan):
+def test_unseen_tokens_may_be_nan(half, unwritten_is_nan):
     n = 26
     mask = Mask.documents([0, 9, n - 4], window=(3, 0))
     mask = Mask(mask.bands, n, n)  # four tokens of padding at the end
@@ -173,8 +173,8 @@ def test_parts_stay_in_float32(half, dtype):
 
 
 @pytest.mark.parametrize("schedule", ["scatter", "ring"])
-def test_reduce_dtype_rounds_what_travels(half, schedule):
-    """Three of four ranks add 256, 1/3 and -256 to one key's dv: in bfloat16 the third is lost, in float32 it is not."""
+def test_gradients_are_sent_in_reduce_dtype(half, schedule):
+    """Three of four ranks add 256, 1/3 and -256 to one key's dv: bfloat16 loses the third, float32 keeps it."""
     layout = Layout.contiguous(4, 4)
     parts = torch.tensor([0.0, 256.0, 1 / 3, -256.0])
 
@@ -182,7 +182,7 @@ def test_reduce_dtype_rounds_what_travels(half, schedule):
         rank = dist.get_rank()
         q, k = torch.zeros(2, 1, 1, 1, 16)
         v = torch.zeros(1, 1, 1, 16, requires_grad=True)
-        mask = Mask.ranges([(0, 4)], [(0, 1)], ["full"], queries=4, keys=4)  # all see the first key alone
+        mask = Mask.ranges([(0, 4)], [(0, 1)], ["full"], queries=4, keys=4)  # all queries see only the first key
         out = half.strided_attention(q, k, v, mask, layout, reduce_dtype=reduce_dtype, backward_schedule=schedule)
         out.backward(parts[rank].expand_as(out))
         return v.grad[0, 0, 0, 0].item()
@@ -193,7 +193,7 @@ def test_reduce_dtype_rounds_what_travels(half, schedule):
 
 
 def run_as_processes(name):
-    """The whole path over gloo, whose messages really travel; a module's function, so that it can be pickled."""
+    """Run one pass over gloo, in processes. A function of the module, so that it can be pickled."""
     layout, mask = Layout.zigzag(23, 3), Mask.documents([0, 1, 12, 23])
     tensors = whole(mask, h=4, g=2)
     options = [dict(), dict(head_stride=2, backward_first_stride=1), dict(head_stride=2, backward_schedule="ring")]
@@ -210,7 +210,7 @@ def test_runs_as_processes(name):
 
 @contextlib.contextmanager
 def no_waiting_for_the_device(device):
-    """Whatever makes the host wait for a GPU raises."""
+    """Raise if the host waits for a GPU."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     yield
@@ -219,7 +219,7 @@ def no_waiting_for_the_device(device):
 
 
 def train_again_and_again(device, tokens, width, runs):
-    """One pass to be judged; whether the first 20 of ``runs`` more give the same bits; the peak of memory on the way."""
+    """Return the results of one pass, whether 20 of ``runs`` further passes repeat their bits, and their peaks of memory."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mask, layout = Mask.documents([0, tokens // 3, tokens]), Layout.zigzag(tokens, ranks)
     tensors = [x.to(device) for x in whole(mask, d=width, dv=width, dtype=torch.bfloat16)]

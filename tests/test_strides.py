@@ -1,4 +1,4 @@
-"""Which heads travel together: the pattern, the ends that leave the least to wait for, and what is refused."""
+"""Head groups: their pattern, the suggested first and last groups, and errors."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_the_stride_pattern():
 
 
 def pass_in_time(groups, moving, computing):
-    """How long the gathers of a pass and its steps take together, by the rules of streams."""
+    """Return the time of a pass in which each gather overlaps with the step before it."""
     fetch = [(Event(0, "posted", "gather", i), Event(0, "waited", "gather", i)) for i in range(len(groups))]
     events = [*fetch[0]]
     for step in range(len(groups)):
@@ -53,28 +53,28 @@ def test_suggested_strides_leave_the_least_exposed(half, kernel_flops):
         q, k, v = (
             torch.empty(1, 4096 // ranks, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (2 * g, g, g)
         )
-        strides, told = half.suggest_strides(q, k, v, mask, layout, head_stride=s, kernel_flops=kernel_flops)
-        assert told["kernel_flops"] == kernel_flops
-        assert told["fetch"] == (ranks - 1) * 4096 / ranks * 128 * 2 / told["link_bytes"]
-        assert told["reduce"] == 2 * told["fetch"]
-        assert told["forward"] == pytest.approx(2 * mask.area / ranks * 128 * 2 / kernel_flops, rel=1e-12)
-        assert told["backward"] == pytest.approx(2.5 * told["forward"], rel=1e-12)
+        strides, assumed = half.suggest_strides(q, k, v, mask, layout, head_stride=s, kernel_flops=kernel_flops)
+        assert assumed["kernel_flops"] == kernel_flops
+        assert assumed["fetch"] == (ranks - 1) * 4096 / ranks * 128 * 2 / assumed["link_bytes"]
+        assert assumed["reduce"] == 2 * assumed["fetch"]
+        assert assumed["forward"] == pytest.approx(2 * mask.area / ranks * 128 * 2 / kernel_flops, rel=1e-12)
+        assert assumed["backward"] == pytest.approx(2.5 * assumed["forward"], rel=1e-12)
         for name, moving, computing in (
             ("forward_first_stride", "fetch", "forward"),
             ("backward_first_stride", "fetch", "backward"),
-            ("backward_last_stride", "reduce", "backward"),  # a pass that ends like this one begins
+            ("backward_last_stride", "reduce", "backward"),  # the end of a pass mirrors its start
         ):
             if g == s and name.startswith("backward"):
                 continue  # only one of the two may split the only group
             lasts = {
-                first: pass_in_time(head_groups(g, s, first), told[moving], told[computing])
+                first: pass_in_time(head_groups(g, s, first), assumed[moving], assumed[computing])
                 for first in (None, *range(1, s))
             }
             assert lasts[strides[name]] <= min(lasts.values()) * (1 + 1e-9)
         assert strides == reference.suggest_strides(q, k, v, mask, layout, head_stride=s, kernel_flops=kernel_flops)[0]
 
 
-def test_no_stride_is_suggested_where_none_helps(half):
+def test_no_stride_is_suggested_if_none_helps(half):
     q, k, v = torch.empty(3, 1, 64, 4, 16, device="meta").unbind()
     layout = Layout.contiguous(256, 4)
 
@@ -83,7 +83,7 @@ def test_no_stride_is_suggested_where_none_helps(half):
 
     nothing = dict.fromkeys(["forward_first_stride", "backward_first_stride", "backward_last_stride"])
     assert suggest(head_stride=1) == nothing
-    assert suggest(head_stride=4, link_bytes=1.0) == nothing  # moving is all there is
+    assert suggest(head_stride=4, link_bytes=1.0) == nothing  # transfers take nearly all the time
     assert half.suggest_strides(q, k, v, head_stride=4)[0] == nothing  # one rank
     one_group = suggest(head_stride=4, kernel_flops=1e9)  # then the reduction, of float32, gains more
     assert one_group == {"forward_first_stride": 1, "backward_first_stride": None, "backward_last_stride": 1}
@@ -112,26 +112,26 @@ WRONG = {
     "forward_first_stride=2: expected 0 < first < head_stride, which is 2": dict(head_stride=2, forward_first_stride=2),
     "backward_first_stride=0: expected 0 < first": dict(head_stride=2, backward_first_stride=0),
     "backward_last_stride=5: expected 0 < last < head_stride, which is 4": dict(head_stride=4, backward_last_stride=5),
-    "backward_first_stride=1 and backward_last_stride=1 split two groups, but 4 key heads at head_stride=4 are one": dict(
+    "backward_first_stride=1 and backward_last_stride=1 split two head groups, but 4 key heads": dict(
         head_stride=4, backward_first_stride=1, backward_last_stride=1
     ),
     "backward_schedule='rign': expected one of 'scatter', 'ring'": dict(backward_schedule="rign"),
-    'backward_first_stride=1 is of no use with backward_schedule="ring"': dict(
+    'backward_first_stride=1 has no effect with backward_schedule="ring"': dict(
         head_stride=2, backward_first_stride=1, backward_schedule="ring"
     ),
-    'backward_last_stride=1 is of no use with backward_schedule="ring"': dict(
+    'backward_last_stride=1 has no effect with backward_schedule="ring"': dict(
         head_stride=2, backward_last_stride=1, backward_schedule="ring"
     ),
 }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_does_not_fit_is_refused_with_its_numbers(half, ranks):
+def test_wrong_strides_raise_and_are_named(half, ranks):
     def program():
         for message, options in WRONG.items():
-            with pytest.raises(ValueError) as told:
+            with pytest.raises(ValueError) as raised:
                 half.strided_attention(*(torch.ones(1, 4, heads, 8) for heads in (8, 4, 4)), **options)
-            assert message in str(told.value)
+            assert message in str(raised.value)
         with pytest.raises(ValueError, match="6 query heads are not a multiple of 4"):
             half.strided_attention(*(torch.ones(1, 4, heads, 8) for heads in (6, 4, 4)))
         with pytest.raises(TypeError, match="dropout"):
@@ -143,11 +143,11 @@ def test_what_does_not_fit_is_refused_with_its_numbers(half, ranks):
 @pytest.mark.parametrize(
     "other", [dict(head_stride=1), dict(backward_last_stride=1), dict(pack_first=False), dict(backward_schedule="ring")]
 )
-def test_ranks_that_disagree_on_strides_are_told(half, other):
+def test_ranks_that_disagree_on_strides_raise(half, other):
     def program():
         options = dict(head_stride=2) | (other if dist.get_rank() == 1 else {})
-        with pytest.raises(ValueError, match="(?s)the ranks disagree.*options.*rank 0, 2: .*; rank 1: ") as told:
+        with pytest.raises(ValueError, match="(?s)the ranks disagree.*options.*rank 0, 2: .*; rank 1: ") as raised:
             half.strided_attention(*(torch.ones(1, 4, 2, 8) for _ in range(3)), **options)
-        assert next(iter(other)) in str(told.value)
+        assert next(iter(other)) in str(raised.value)
 
     process_groups.threads(program, 3)

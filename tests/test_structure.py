@@ -1,4 +1,4 @@
-"""The two halves are twins, import only what they may, and say what they do."""
+"""Claims about the source: the two halves are twins, imports stay within limits, docstrings are complete."""
 
 import ast
 import importlib
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prose import findings
 
 import canon
 from canon import fast, reference
@@ -23,6 +24,7 @@ VOCABULARY = {
     "checks",
     "differentiable",
     "digests",
+    "group_backends",
     "group_state",
     "liveness",
     "plan",
@@ -32,7 +34,7 @@ VOCABULARY = {
 }
 BY_DESIGN_ONLY_FAST = {"backend"}
 
-# Folders and the packages that their files belong to.
+# Package of the files in each folder.
 PACKAGES = {
     "reference": "canon.reference",
     "fast": "canon.fast",
@@ -48,7 +50,7 @@ def modules_of(half):
 
 
 def exported_modules(half):
-    """The modules whose names the half exports flat."""
+    """Return the modules with names that the half exports."""
     tree = ast.parse((ROOT / half / "__init__.py").read_text())
     return {node.module.split(".")[-1] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
 
@@ -57,7 +59,7 @@ ALGORITHMS = sorted(exported_modules("reference") - VOCABULARY)
 
 
 def python_files(*folders):
-    """(path, module name) of every Python file under the folders, following no links: each file once."""
+    """Yield (path, module name) of every Python file in the folders. Links are not followed, so each file comes once."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             inside = path.relative_to(ROOT / folder)
@@ -68,7 +70,7 @@ def python_files(*folders):
 
 
 def imports(tree, module, is_package=False):
-    """Every dotted name that the code imports: the module itself and, for `from`, each name below it."""
+    """Yield every dotted name that the code imports: the module, or with `from` each name in it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -106,7 +108,7 @@ def test_twins_have_the_same_names_and_signatures(name):
     assert read == quick
 
 
-def test_flat_exports_agree():
+def test_exports_of_the_halves_agree():
     assert set(fast.__all__) - set(reference.__all__) == BY_DESIGN_ONLY_FAST
     assert set(reference.__all__) <= set(fast.__all__)
     for name in ("Band", "Mask", "Layout"):
@@ -114,7 +116,7 @@ def test_flat_exports_agree():
 
 
 @pytest.mark.parametrize("half", ["reference", "fast"])
-def test_flat_exports_hold_every_public_function_and_hide_no_module(half):
+def test_exports_hold_every_public_function_and_hide_no_module(half):
     package = importlib.import_module(f"canon.{half}")
     for name in ALGORITHMS:
         assert set(importlib.import_module(f"canon.{half}.{name}").__all__) <= set(package.__all__)
@@ -123,10 +125,22 @@ def test_flat_exports_hold_every_public_function_and_hide_no_module(half):
         assert inspect.ismodule(getattr(package, name)), f"{name} is hidden by something of the same name"
 
 
+def test_only_twins_share_a_file_name():
+    """Twins are the modules of the halves, and the parallel files of the kernel backends."""
+    paths: dict[tuple[str, bool], set[Path]] = {}
+    for path, _ in python_files("reference", "fast", "src/canon"):
+        folder = path.parent.relative_to(ROOT)
+        in_backend = folder.parent == Path("fast/kernels")
+        twins = Path("halves") if str(folder) in ("reference", "fast") else Path("backends") if in_backend else folder
+        if path.stem not in ("__init__", "__main__"):
+            paths.setdefault((path.name, in_backend), set()).add(twins / path.name)
+    assert not [sorted(map(str, same)) for same in paths.values() if len(same) > 1]
+
+
 # --- imports ---
 
 
-def test_reference_imports_torch_and_jaxtyping_alone():
+def test_reference_imports_only_torch_and_jaxtyping():
     allowed = {"torch", "jaxtyping", *sys.stdlib_module_names}
     for path, module in python_files("reference"):
         for name in imports_of_file(path, module):
@@ -169,7 +183,7 @@ assert not any(name == "triton" or name.startswith(("triton.", "canon.fast")) fo
     assert done.returncode == 0, done.stderr
 
 
-def test_fast_takes_only_the_vocabulary_from_reference():
+def test_fast_imports_only_the_vocabulary_of_reference():
     allowed = tuple(f"canon.reference.{name}" for name in VOCABULARY)
     for path, module in python_files("fast"):
         for name in imports_of_file(path, module):
@@ -191,7 +205,7 @@ def test_nothing_imports_tests_or_a_half_by_its_folder_name():
 
 
 def public_definitions(tree):
-    """Public functions and classes of a module or of a class."""
+    """Yield (name, node) of the public functions and classes of a module or a class."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             yield node.name, node
@@ -202,7 +216,7 @@ def test_every_module_and_every_public_name_has_a_docstring():
     for path, module in python_files("reference", "fast", "src/canon", "notebooks"):
         tree = ast.parse(path.read_text())
         named = [("the module", tree), *public_definitions(tree)]
-        if path.stem in VOCABULARY:  # the classes that everyone uses
+        if path.stem in VOCABULARY:  # both halves use these classes: their methods need docstrings, too
             named += [(f"{name}.{part}", inner) for name, node in named[1:] for part, inner in public_definitions(node)]
         missing += [f"{module}: {name}" for name, node in named if not ast.get_docstring(node)]
     assert not missing
@@ -217,6 +231,37 @@ def test_algorithms_give_shapes_errors_and_source(half, name):
         doc = inspect.getdoc(function) or ""
         signature = str(inspect.signature(function))
         assert "Tensor, '" in signature or "Tensor" not in signature, f"{function.__name__}: no shapes in the signature"
-        assert re.search(r"[Rr]aise|Error", doc), f"{function.__name__}: not a word on what is raised"
+        assert re.search(r"[Rr]aise|Error", doc), f"{function.__name__}: the docstring names no error"
         source = r"\bSource|[Aa]lgorithm \d|[Ee]quation|\bet al\b|\b(19|20)\d\d\b|module's docstring"
         assert re.search(source, doc), f"{function.__name__}: no source"
+
+
+# --- prose ---
+
+PROSE = ("README.md and STYLE.md", "reference", "fast", "src/canon", "notebooks", "paper")
+
+
+def prose_files(folder):
+    """Return the Markdown files of a folder and, in a package, its Python files."""
+    if folder not in PACKAGES:
+        return [ROOT / "README.md", ROOT / "STYLE.md"]
+    python = [path for path, _ in python_files(folder)] if folder in ("reference", "fast", "src/canon") else []
+    return [*sorted((ROOT / folder).glob("*.md")), *python]
+
+
+@pytest.mark.parametrize("folder", PROSE)
+def test_sentences_follow_the_mechanical_rules_of_the_style(folder):
+    wrong, long, words = findings(prose_files(folder))
+    assert 1000 * len(wrong) <= words, f"{len(wrong)} sentences with wrong words, {words} words:\n" + "\n".join(wrong)
+    assert 1000 * len(long) <= 4 * words, f"{len(long)} long sentences, {words} words:\n" + "\n".join(long)
+
+
+def test_wrong_words_and_long_sentences_are_found(tmp_path):
+    page, module = tmp_path / "page.md", tmp_path / "module.py"
+    page.write_text("# What is it?\n\nWhat it gives is this. What is `told`?\n\n| told | said |\n\n" + "word " * 29)
+    module.write_text('"""Return x.\n\nNobody waits.\n"""\n\nx = 1  # which is one\n# a turn\n# number\n')
+    wrong, long, words = findings([page, module])
+    assert wrong == ["page.md: What it gives is this.", "module.py: Nobody waits.", "module.py: which is one",
+                     "module.py: a turn number"]  # fmt: skip
+    assert [sentence.split()[0] for sentence in long] == ["page.md:"]
+    assert words == 5 + 3 + 29 + 2 + 2 + 3 + 3

@@ -1,4 +1,4 @@
-"""The work table covers exactly the visible cells, whatever the mask and the tile size."""
+"""The work table covers exactly the visible cells, for every mask and tile size."""
 
 import time
 
@@ -15,7 +15,7 @@ SIZES = st.sampled_from([1, 2, 4, 8, 16])
 
 
 def coverage(mask, rows, columns, small, transposed):
-    """How often the table's spans compute each cell, and by which full spans; each row's tile; each tile's work."""
+    """Return how often the spans of a table compute each cell, the cells of full spans, the tiles of each row, the work."""
     table = work_table(mask, rows, columns, small, transposed)
     height, width = (mask.keys, mask.queries) if transposed else (mask.queries, mask.keys)
     times = np.zeros((height, width), int)
@@ -51,7 +51,7 @@ def assert_exact(mask, rows, columns, transposed, small=None):
     table, times, full, owners, work = coverage(mask, rows, columns, small or columns, transposed)
     dense = mask.dense().numpy().T if transposed else mask.dense().numpy()
     assert (owners == 1).all(), "every row belongs to one tile"
-    assert (times == dense).all(), "every visible cell is computed once, no other is"
+    assert (times == dense).all(), "every visible cell is computed once, and no other cell"
     assert dense[full].all(), "a full span is visible from end to end"
     assert work == sorted(work, reverse=True), "longest first"
     assert sum(work) == table.visits
@@ -59,7 +59,7 @@ def assert_exact(mask, rows, columns, transposed, small=None):
 
 @st.composite
 def masks(draw):
-    """Documents, windows and slices, shifted, cropped and put together: most of what a mask can be."""
+    """Draw a mask: documents, a window, blocks, a prefix or a band, shifted and cropped."""
     kind = draw(st.sampled_from(["documents", "window", "blocks", "prefix", "bands"]))
     n = draw(st.integers(0, 40))
     if kind == "documents":
@@ -88,7 +88,7 @@ def test_every_visible_cell_is_covered_once_and_full_spans_are_full(mask, rows, 
 
 
 @given(masks(), SIZES, st.sampled_from([4, 8, 16]), st.booleans(), st.booleans())
-def test_boxes_show_no_cell_behind_the_end_of_their_tile(mask, rows, columns, transposed, aligned):
+def test_boxes_show_no_cell_after_the_end_of_their_tile(mask, rows, columns, transposed, aligned):
     boxes = columns if aligned else 4
     table = work_table(mask, rows, columns, None, transposed, boxes=boxes)
     dense = mask.dense().numpy().T if transposed else mask.dense().numpy()
@@ -113,7 +113,7 @@ def test_tables_of_nothing_still_own_every_row(mask, transposed):
     assert_exact(mask, 4, 2, transposed)
 
 
-def test_causal_work_is_half_and_full_but_for_the_diagonal():
+def test_causal_work_is_half_and_partial_only_on_the_diagonal():
     table = work_table(Mask.causal(1024), 128, 128)
     spans = table.spans.numpy()
     assert table.visits == 8 * 9 // 2

@@ -1,4 +1,4 @@
-"""The way of a group's messages is chosen once and named; where copy engines fail, all ranks take another: equal results."""
+"""Each group chooses one transport and reports it. If copy engines fail on a rank, all ranks use NCCL, with equal results."""
 
 import functools
 import os
@@ -23,7 +23,7 @@ def inputs(tokens, dtype=torch.float32):
 
 
 def train(layout, tensors, **options):
-    """One forward and backward pass of this rank: out and the gradients."""
+    """Return out and the gradients of one forward and backward pass of this rank."""
     rank = dist.get_rank()
     q, k, v = (layout.shard(x, rank).requires_grad_() for x in tensors[:3])
     out = fast.strided_attention(q, k, v, Mask.causal(layout.tokens), layout, **options)
@@ -36,8 +36,8 @@ def test_the_transport_is_reported():
     assert set(process_groups.threads(lambda: transport.transport_report("cpu"), 2)) == {"threads"}
 
 
-def everything_by(fault):
-    """A pass by gloo, and one by what takes itself for NCCL and has no copy engines; for processes."""
+def passes_with(fault):
+    """Run one pass by gloo, and one by gloo that pretends to be NCCL without copy engines; for processes."""
     layout, tensors = Layout.zigzag(10, 2), inputs(10)
     plain = train(layout, tensors, head_stride=2)
     report = transport.transport_report("cpu")
@@ -67,12 +67,12 @@ def broken(group, device):
         ("windows fail", ["RuntimeError: no windows here"] * 2),
     ],
 )
-def test_without_copy_engines_all_ranks_take_plain_nccl_and_say_why(fault, reasons):
-    for told, reason in zip(process_groups.processes(functools.partial(everything_by, fault), 2), reasons, strict=True):
-        assert told == ("gloo", f"nccl: {reason}", True, True)
+def test_without_copy_engines_all_ranks_use_nccl_and_report_the_reason(fault, reasons):
+    results = process_groups.processes(functools.partial(passes_with, fault), 2)
+    assert results == [("gloo", f"nccl: {reason}", True, True) for reason in reasons]
 
 
-def test_what_a_rank_lacks_is_named(monkeypatch):
+def test_the_missing_requirement_is_named(monkeypatch):
     monkeypatch.delenv("CANON_COPY_ENGINE", raising=False)
     assert transport.why_not_copy_engines() == "CANON_COPY_ENGINE is not 1"
     monkeypatch.setenv("CANON_COPY_ENGINE", "1")
@@ -85,50 +85,50 @@ def test_what_a_rank_lacks_is_named(monkeypatch):
     assert transport.why_not_copy_engines() == ""
 
 
-def test_windows_stay_and_grow(monkeypatch):
-    """The copy engines' buffers, with ordinary memory in place of symmetric memory: nothing else is replaced."""
+def test_windows_are_reused_and_grow(monkeypatch):
+    """The buffers of copy engines, with ordinary memory instead of symmetric memory."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    made = []
+    sizes = []
 
     class Windows(transport.CopyEngines):
         def __init__(self, group, device):
             transport.Transport.__init__(self, transport.COPY_ENGINE, group, device)
             self.windows = {}
-            self._try(device)
+            self._check_messages(device)
 
         def _window(self, size, group, device):
-            made.append(size)
+            sizes.append(size)
             return torch.empty(size, dtype=torch.uint8)
 
     monkeypatch.setattr(transport, "_choose", lambda group, device: Windows(group, device))
     small, large = (Layout.contiguous(n, 2) for n in (6, 11))
 
-    def program():
+    def windowed_passes():
         report, results, counts = transport.transport_report("cpu"), [], []
         for layout in (small, small, large, small, large):
             results.append(train(layout, inputs(layout.tokens), head_stride=2, backward_first_stride=1))
             dist.barrier()
-            counts.append(len(made))
+            counts.append(len(sizes))
             dist.barrier()
         return report, results, counts
 
-    def plainly():
+    def plain_passes():
         layouts = (small, small, large, small, large)
         return [train(layout, inputs(layout.tokens), head_stride=2, backward_first_stride=1) for layout in layouts]
 
-    windowed = process_groups.threads(program, 2)
+    windowed = process_groups.threads(windowed_passes, 2)
     monkeypatch.undo()
-    for (report, results, counts), expected in zip(windowed, process_groups.threads(plainly, 2), strict=True):
+    for (report, results, counts), expected in zip(windowed, process_groups.threads(plain_passes, 2), strict=True):
         assert report == "nccl copy engine"
-        assert counts[0] == counts[1] == 2 * (3 + 6)  # three to try it, then two each to gather, send and receive
+        assert counts[0] == counts[1] == 2 * (3 + 6)  # three for the check, then two each to gather, send and receive
         assert counts[2] >= counts[1]
         assert counts[2] == counts[3] == counts[4]
         for some, others in zip(results, expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def by_copy_engines_and_without():
-    """The same passes by what is chosen on these GPUs, and by plain NCCL; for processes."""
+def with_and_without_copy_engines():
+    """Run the same passes by the chosen transport of these GPUs, and by plain NCCL; for processes."""
     layout, tensors = Layout.zigzag(4096, dist.get_world_size()), [x.cuda() for x in inputs(4096, torch.bfloat16)]
     options = dict(head_stride=2, backward_first_stride=1, backward_last_stride=1)
     os.environ["CANON_COPY_ENGINE"] = "1"
@@ -142,8 +142,8 @@ def by_copy_engines_and_without():
 
 
 @pytest.mark.gpus(2)
-def test_on_gpus_both_ways_give_the_same_bits():
-    for chosen, plain, same in process_groups.gpus(by_copy_engines_and_without, 2):
+def test_both_transports_give_the_same_bits_on_gpus():
+    for chosen, plain, same in process_groups.gpus(with_and_without_copy_engines, 2):
         assert chosen.split(":")[0] in ("nccl copy engine", "nccl")
         assert plain == "nccl: CANON_COPY_ENGINE is not 1"
         assert same

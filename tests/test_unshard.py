@@ -1,4 +1,4 @@
-"""`Layout.unshard` gathers a sequence, and sums or takes apart its gradient, rounding each sum once."""
+"""`Layout.unshard` gathers a sequence. Its gradient is sharded, or summed and rounded once."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_unshard_puts_shards_together_and_its_gradient_takes_them_apart(kind, n,
 
 
 def summed_gradients(layout, summands):
-    """By rank, the gradient of its shard, where rank r gives ``summands[r]`` as the gradient of the full tensor."""
+    """Return each rank's gradient of its shard, if rank r has ``summands[r]`` as the gradient of the full tensor."""
 
     def program():
         rank = dist.get_rank()
@@ -53,7 +53,7 @@ def summed_gradients(layout, summands):
 
 @pytest.fixture
 def exchanged_dtypes(monkeypatch):
-    """The dtype of every exchange."""
+    """Record the dtype of every exchange."""
     seen, exchange = [], dist.all_to_all_single
 
     def recording(output, input, *sizes, **options):
@@ -78,7 +78,7 @@ def test_half_precision_gradients_are_summed_in_float32_and_rounded_once(dtype, 
     assert all(again.equal(first) for again, first in zip(summed_gradients(layout, summands), found, strict=True))
 
 
-def test_the_sum_of_gradients_depends_on_the_order_of_the_ranks_alone():
+def test_gradients_are_added_in_rank_order():
     """In rank order, 1e8 + 1 loses the 1 in float32; float64 keeps it."""
     layout = Layout.contiguous(8, 4)
     for dtype, total in ((torch.float32, 1), (torch.float64, 2)):
@@ -88,7 +88,7 @@ def test_the_sum_of_gradients_depends_on_the_order_of_the_ranks_alone():
             assert gradient.eq(total).all()
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_raises():
     x = torch.randn(1, 4, 2, requires_grad=True)
     (gradient,) = torch.autograd.grad(Layout.contiguous(4, 1).unshard(x).pow(2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

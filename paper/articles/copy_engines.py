@@ -10,69 +10,65 @@ TRANSPORTS = {"NCCL's default": "NCCL kernels", "copy engines": "copy engines"}
 
 
 def timeline(name: str, transport: str) -> dict:
+    """Return the timed and profiled run of a schedule with a transport."""
     return only(load("schedules_timeline_four_h200")["results"], schedule=name, transport=transport)
 
 
 def values() -> dict[str, str]:
-    n, rows, gains = 131072, [], {}
-    for name in MOVED:
-        plain, engines = (schedule(f"schedules_{kind}eight_h200", name, n) for kind in ("", "copy_engines_"))
-        cells = [f"{row['forward_tflops']:.0f} / {row['both_tflops']:.0f}" for row in (plain, engines)]
-        gains[name] = engines["both_tflops"] / plain["both_tflops"]
-        rows.append(
-            [
-                name.replace("zigzag", "zigzag,") if name[-1].isdigit() else name,
-                *cells,
-                f"{engines['forward_tflops'] / plain['forward_tflops']:.2f} / {gains[name]:.2f}",
-            ]
-        )
-    timed = []
+    """Return the tables and numbers of the page, by name."""
+    return {"timed": timed()} | eight() | gathers() | started()
+
+
+def timed() -> str:
+    """Return the times of both passes on four GPUs, by transport."""
+    rows = []
     for name in TIMED:
         times = [median(map(max, timeline(name, transport)["both_ms_by_rank"])) for transport in TRANSPORTS]
-        timed.append(
-            [
-                name.replace("magi, 0 stages", "magi, one group cast"),
-                *(f"{time:.1f}" for time in times),
-                f"{times[0] / times[1]:.2f}",
-            ]
-        )
-    gathers = [
-        max(length for _, length, kernel in kernels if "AllGather" in kernel) / 1000
-        for kernels in timeline("strided zigzag 4", "NCCL's default")["kernels_of_both_by_rank"]
-    ]
-    alone = [
-        length / 1000
-        for kernels in timeline("strided zigzag 4", "NCCL's default")["kernels_of_both_by_rank"]
-        for begin, length, kernel in kernels
-        if "AllGather" in kernel and begin < 1000
-    ]
-    started, late = (load(f"packs_{name}_four_h200")["results"] for name in ("begun", "not_begun"))
-    ratios = {key: [] for key in ("forward_tflops", "both_tflops")}
-    for one, two in zip(started, late, strict=True):
-        for key, found in ratios.items():
-            if one["schedule"].startswith("magi, 1"):
-                found.append(one[key] / two[key])
-    forward = [
-        engines["forward_tflops"] / schedule("schedules_eight_h200", engines["schedule"], n)["forward_tflops"]
-        for engines in load("schedules_copy_engines_eight_h200")["results"]
-    ]
-    both = [
-        engines["both_tflops"] / schedule("schedules_eight_h200", engines["schedule"], n)["both_tflops"]
-        for engines in load("schedules_copy_engines_eight_h200")["results"]
-    ]
+        shown = [f"{time:.1f}" for time in times]
+        rows.append([name.replace("magi, 0 stages", "magi, one group cast"), *shown, f"{times[0] / times[1]:.2f}"])
+    return table(("both passes, slowest rank, ms", "NCCL kernels", "copy engines", "speed-up"), rows)
+
+
+def eight() -> dict[str, str]:
+    """Return the speeds on eight GPUs by transport, and their ratios over all schedules that ran both ways."""
+    ratios: dict[str, dict[str, float]] = {}
+    for row in load("schedules_copy_engines_eight_h200")["results"]:
+        plain = schedule("schedules_eight_h200", row["schedule"], 131072)
+        ratios[row["schedule"]] = {key: row[f"{key}_tflops"] / plain[f"{key}_tflops"] for key in ("forward", "both")}
+    rows = []
+    for name in MOVED:
+        runs = [schedule(f"schedules_{kind}eight_h200", name, 131072) for kind in ("", "copy_engines_")]
+        speeds = [f"{run['forward_tflops']:.0f} / {run['both_tflops']:.0f}" for run in runs]
+        shown = name.replace("zigzag", "zigzag,") if name[-1].isdigit() else name
+        rows.append([shown, *speeds, f"{ratios[name]['forward']:.2f} / {ratios[name]['both']:.2f}"])
     return {
         "eight": table(("forward / both passes, TFLOP/s per GPU", "NCCL kernels", "copy engines", "ratio"), rows),
-        "timed": table(("both passes, slowest rank, ms", "NCCL kernels", "copy engines", "speed-up"), timed),
-        "gather_worst": span(gathers[1:], 1),
-        "gather_alone": span(alone, 2),
-        "forward_range": span(forward),
-        "both_range": span(both),
-        "started_forward": span(ratios["forward_tflops"]),
-        "started_both": span(ratios["both_tflops"]),
+        "forward_range": span(ratio["forward"] for ratio in ratios.values()),
+        "both_range": span(ratio["both"] for ratio in ratios.values()),
     }
 
 
+def gathers() -> dict[str, str]:
+    """Return the ms of the longest gather of ranks 1 to 3, and of the gathers without a competing kernel."""
+    ranks = [
+        [(begin, length / 1000) for begin, length, kernel in kernels if "AllGather" in kernel]
+        for kernels in timeline("strided zigzag 4", "NCCL's default")["kernels_of_both_by_rank"]
+    ]
+    longest = [max(length for _, length in found) for found in ranks]
+    alone = [length for found in ranks for begin, length in found if begin < 1000]
+    return {"gather_worst": span(longest[1:], 1), "gather_alone": span(alone, 2)}
+
+
+def started() -> dict[str, str]:
+    """Return the gain if the attention kernel waits until a message has started, for the forward and for both passes."""
+    waiting, late = (load(f"packs_{name}_four_h200")["results"] for name in ("begun", "not_begun"))
+    pairs = [(one, two) for one, two in zip(waiting, late, strict=True) if one["schedule"].startswith("magi, 1")]
+    gain = lambda key: span(one[f"{key}_tflops"] / two[f"{key}_tflops"] for one, two in pairs)
+    return {"started_forward": gain("forward"), "started_both": gain("both")}
+
+
 def figure():
+    """Draw the timeline of one run with each transport."""
     figure, grid = new(1, 2, width=10, height=5.2, sharex=True)
     looks = (
         ("forward_kernel", SKY, 0.5),

@@ -17,6 +17,7 @@ ORDERED = (  # cases of the fourth run of `pairs_h200`
     "4,4096,32,8,128,causal",
     "4,8192,16,16,128,causal",
 )
+ADDER = ("1,16384,32,8,128,causal", "1,16384,32,8,128,full", "4,8192,16,16,128,causal", "8,2048,32,8,128,causal")
 
 
 def ordered_times(text: str) -> dict[str, float]:
@@ -26,6 +27,12 @@ def ordered_times(text: str) -> dict[str, float]:
 
 
 def values() -> dict[str, str]:
+    """Return the tables and numbers of the page, by name."""
+    return ordered() | peers() | {"heads": heads(), "adder": adder()} | documents() | model()
+
+
+def ordered() -> dict[str, str]:
+    """Return the times of the backward pass by the order of the sums, and the cost of each order."""
     rows, costs = [], {name: [] for name in ORDERS}
     for text in ORDERED:
         times = ordered_times(text)
@@ -33,83 +40,83 @@ def values() -> dict[str, str]:
             costs[name].append(times[name] / times["any order"])
         over = [f"{times[name]:.2f} ({times[name] / times['any order'] - 1:+.0%})" for name in ORDERS[1:]]
         rows.append([case(text), f"{times['any order']:.2f}", *over, f"{times['split']:.2f}"])
-    peers, ours, theirs = [], [], []
+    return {
+        "ordered": table(("ms", "any order", "ordered, longest first", "ordered, alternating", "split"), rows),
+        "longest_cost": span([100 * (c - 1) for c in costs["longest first"]], 0),
+        "alternating_cost": span([100 * (c - 1) for c in costs["by turns"]], 0),
+    }
+
+
+def peers() -> dict[str, str]:
+    """Return the speeds of both fused backward passes of Canon and of flash-attn-4."""
+    rows, ours, theirs = [], [], []
     for shape in dict.fromkeys(row["shape"] for row in load("kernels_h200")["results"] if row["d"] <= 128):
         get = lambda contender, shape=shape: speed("kernels_h200", shape, contender, "backward")
-        any_order, ordered = get("canon gluon fused"), get("canon gluon fused in order")
-        fa, fa_ordered = get("flash-attn-4"), get("flash-attn-4 deterministic")
-        ours.append(ordered / any_order)
-        theirs.append(fa_ordered / fa)
-        peers.append(
-            [
-                named(shape),
-                f"{any_order:.0f}",
-                f"{ordered:.0f}",
-                f"{fa:.0f}",
-                f"{fa_ordered:.0f}",
-                f"{ordered / fa_ordered:.2f}",
-            ]
-        )
-    shards = []
+        any_order, in_order = get("canon gluon fused"), get("canon gluon fused in order")
+        fa, fa_in_order = get("flash-attn-4"), get("flash-attn-4 deterministic")
+        ours.append(in_order / any_order)
+        theirs.append(fa_in_order / fa)
+        speeds = [f"{value:.0f}" for value in (any_order, in_order, fa, fa_in_order)]
+        rows.append([named(shape), *speeds, f"{in_order / fa_in_order:.2f}"])
+    header = ("TFLOP/s", "Canon, any order", "Canon, ordered", "flash-attn-4, any order", "flash-attn-4, deterministic")
+    header += ("Canon over flash-attn-4, both deterministic",)
+    return {"peers": table(header, rows), "ours_kept": span(ours), "theirs_kept": span(theirs)}
+
+
+def heads() -> str:
+    """Return the times of a rank's backward pass by the number of key heads in progress. The least is bold."""
+    rows = []
     for text in ("zigzag 32768/2 rank 0", "zigzag 65536/4 rank 0", "zigzag 131072/2 rank 0", "zigzag 262144/4 rank 0"):
         row = only(load("lists_side_by_side_h200")["results"][0]["rows"], case=text)
         n, ranks = re.findall(r"\d+", text)[:2]
-        times = [median(row["ms"][heads]) for heads in "1248"]
-        shards.append(
-            [f"{tokens(int(n))} on {ranks} ranks", *(f"**{t:.1f}**" if t == min(times) else f"{t:.1f}" for t in times)]
-        )
-    adder = []
-    for shape in (
-        "1,16384,32,8,128,causal",
-        "1,16384,32,8,128,full",
-        "4,8192,16,16,128,causal",
-        "8,2048,32,8,128,causal",
-    ):
+        times = [median(row["ms"][count]) for count in "1248"]
+        shown = [f"**{ms:.1f}**" if ms == min(times) else f"{ms:.1f}" for ms in times]
+        rows.append([f"{tokens(int(n))} on {ranks} ranks", *shown])
+    return table(("tokens", "1 head", "2", "4", "8"), rows)
+
+
+def adder() -> str:
+    """Return the speeds without and with an adder warp."""
+    rows = []
+    for shape in ADDER:
         found = {
             row["variant"]: row["tflops"]
             for row in load("variants_last_h200")["results"]
             if row["kernel"] == "in order" and row["shape"] == shape and row["machine"] == 3
         }
-        adder.append(
+        rows.append(
             [case(shape), *(" and ".join(map(str, found[name])) for name in ("as it was (334452d)", "one adder"))]
         )
-    packs = [
+    header = ("TFLOP/s of the MMAs, two passes over the variants", "the warpgroups add", "an adder warp adds")
+    return table(header, rows)
+
+
+def documents() -> dict[str, str]:
+    """Return the speeds of the ordered kernel and of split on packed documents."""
+    ratios = [
         median(row["ms"]["split"]) / median(row["ms"]["(8, False)"])
         for row in load("lists_side_by_side_h200")["results"][2]["rows"]
-        if row["case"].startswith("magi 32768") or row["case"].startswith("magi 65536")
+        if row["case"].startswith(("magi 32768", "magi 65536"))
     ]
-    model = only(load("pairs_h200")["runs"][2]["results"], case="1,16384,32,8,128 causal")
-    documents = "B1 S65536 Hq64 Hk8 D128 documents:4096"
+    shape = "B1 S65536 Hq64 Hk8 D128 documents:4096"
     return {
-        "ordered": table(("ms", "any order", "ordered, longest first", "ordered, alternating", "split"), rows),
-        "peers": table(
-            (
-                "TFLOP/s",
-                "Canon, any order",
-                "Canon, ordered",
-                "flash-attn-4, any order",
-                "flash-attn-4, deterministic",
-                "Canon over flash-attn-4, both deterministic",
-            ),
-            peers,
-        ),
-        "heads": table(("tokens", "1 head", "2", "4", "8"), shards),
-        "adder": table(
-            ("TFLOP/s of the MMAs, two passes over the variants", "the warpgroups add", "an adder warp adds"), adder
-        ),
-        "longest_cost": span([100 * (c - 1) for c in costs["longest first"]], 0),
-        "alternating_cost": span([100 * (c - 1) for c in costs["by turns"]], 0),
-        "ours_kept": span(ours),
-        "theirs_kept": span(theirs),
-        "packs_over_split": span(packs),
-        "documents_split": f"{speed('kernels_h200', documents, 'canon gluon split', 'backward'):.0f}",
-        "documents_ordered": f"{speed('kernels_h200', documents, 'canon gluon fused in order', 'backward'):.0f}",
-        "model": f"{model['model']['longest first'] - 1:.0%}",
-        "model_measured": f"{median(model['ms']['longest first']) / median(model['ms']['any order']) - 1:.0%}",
+        "packs_over_split": span(ratios),
+        "documents_split": f"{speed('kernels_h200', shape, 'canon gluon split', 'backward'):.0f}",
+        "documents_ordered": f"{speed('kernels_h200', shape, 'canon gluon fused in order', 'backward'):.0f}",
+    }
+
+
+def model() -> dict[str, str]:
+    """Return the predicted and the measured cost of waiting for the predecessor."""
+    row = only(load("pairs_h200")["runs"][2]["results"], case="1,16384,32,8,128 causal")
+    return {
+        "model": f"{row['model']['longest first'] - 1:.0%}",
+        "model_measured": f"{median(row['ms']['longest first']) / median(row['ms']['any order']) - 1:.0%}",
     }
 
 
 def figure():
+    """Draw the cost of each order of the sums."""
     figure, grid = new(width=8.5, height=4.2)
     axes = grid[0][0]
     for i, text in enumerate(ORDERED):

@@ -18,6 +18,7 @@ def waited(shape: str, how: str, variant: str) -> list[float]:
 
 
 def values() -> dict[str, str]:
+    """Return the tables and numbers of the page, by name."""
     names = {"order": "dk, dv, ordered dq", "fused": "dk, dv, dq in any order", "split": "dk, dv alone"}
     rows, gains = [], {}
     for shape, how in WAITED:
@@ -60,6 +61,7 @@ def values() -> dict[str, str]:
 
 
 def figure():
+    """Draw one tile with and without the wait, and the times of both kernels."""
     from matplotlib.patches import Rectangle
 
     figure, grid = new(2, width=10.5, height=4.2, width_ratios=[1.15, 1])

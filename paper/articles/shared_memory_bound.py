@@ -6,9 +6,9 @@ from plots import BLUE, GREEN, ONE, PURPLE, SKY, VERMILION, YELLOW, Drawing, fin
 from records import cell, load, only, samples, table, tokens
 
 SMS = 132
-LANES = 128  # bytes of shared memory in a clock.
-RATE = 2048  # multiply-adds of two-byte elements of an SM in a clock.
-WARPS = 4  # in a warpgroup. Each executes each instruction of the loop.
+LANES = 128  # bytes of shared memory per clock
+RATE = 2048  # multiply-adds of 16-bit elements of an SM per clock
+WARPS = 4  # of a warpgroup; each executes each instruction of the loop
 PROFILED = {  # name on the page: record, keys or queries owned x visited by a tile, MMAs
     "forward": ("ncu_first_f128", 128, 128, 2),
     "dk, dv": ("ncu_first_k128", 128, 64, 4),
@@ -16,13 +16,36 @@ PROFILED = {  # name on the page: record, keys or queries owned x visited by a t
     "fused": ("ncu_first_u128", 128, 64, 5),
 }
 PARTS = ("MMA operands", "TMA", "dq stores", "lse, delta", "dS stores")
+EARLY = "lse read before S is issued; dP starts at -delta"
+NEXT = "the next tile's S issued before this one ends"
+TRANSPOSED, ALTERNATING = "dq made transposed, a half each", "in turns, dq made transposed"
+CHANGES = (  # text on the page; kernel, width, variants before and after, and machine in the record
+    ("load lse before S is issued; let dP start at -delta", ("dkdv", 128, "as it was", EARLY, 1)),
+    (
+        "128 queries per tile, not 64: the left operand is read half as often",
+        ("dkdv", 64, "64 queries a tile", "128 queries a tile", 1),
+    ),
+    ("compute dq transposed: its stores have no bank conflicts", ("fused", 128, EARLY, TRANSPOSED, 4)),
+    (
+        "the same, and each warpgroup computes all of every second dq tile",
+        ("fused", 64, "128 queries a tile", ALTERNATING, 4),
+    ),
+    ("issue the next S before this tile ends", ("dkdv", 128, EARLY, NEXT, 1)),
+    ("issue the next S before this tile ends", ("fused", 128, EARLY, NEXT, 1)),
+    ("add dq from registers with `red.global`", ("fused", 128, EARLY, "added from registers, red.global", 3)),
+    ("leave out the addition to dq (wrong result)", ("fused", 128, EARLY, "TMA addition left out (wrong)", 2)),
+    (
+        "leave out the stores of dq too (wrong result)",
+        ("fused", 128, EARLY, "stores of dq and addition left out (wrong)", 2),
+    ),
+)
 
 
 def clocks(kernel: str) -> dict[str, float]:
     """Return the clocks that one tile takes: of shared memory by part, of the tensor cores ("MMA"), and measured.
 
-    The profile counts the clocks ("wavefronts") that instructions of the loop take in shared memory. The TMA unit is not in
-    that count: its part is computed from the bytes that it moves.
+    The profile counts the clocks ("wavefronts") of shared memory for each instruction of the loop. This count excludes the
+    TMA unit, so its part follows from the bytes that it moves.
     """
     record, owned, visited, mmas = PROFILED[kernel]
     heads, n, d = 32, 16384, 128
@@ -36,109 +59,65 @@ def clocks(kernel: str) -> dict[str, float]:
         part = {"HGMMA": PARTS[0], "STS": PARTS[2], "LDS": PARTS[3], "STSM": PARTS[4]}.get(opcode.split(".")[0])
         if part:
             found[part] += int(row["shared_wavefronts"]) / executed
-    moved = 2 * 2 * visited * d + (
-        4 * visited * d if kernel == "fused" else 0
-    )  # two tiles arrive, dq in float32 leaves
+    leaving = 4 * visited * d if kernel == "fused" else 0  # bytes of dq in float32
+    moved = 2 * 2 * visited * d + leaving  # two tiles of 16-bit elements arrive
     found["TMA"] = moved / LANES
     elapsed = cell(record, "Elapsed Cycles") * SMS / tiles
     return {**found, "MMA": mmas * owned * visited * d / RATE, "measured": elapsed}
 
 
 def values() -> dict[str, str]:
+    """Return the tables and numbers of the page, by name."""
     rows = []
     for kernel in PROFILED:
         found = clocks(kernel)
-        total = sum(found[part] for part in PARTS)
         parts = [f"{found[part]:.0f}" if found[part] else "" for part in PARTS]
-        rows.append([kernel, *parts, f"{total:.0f}", f"{found['MMA']:.0f}", f"{found['measured']:.0f}"])
-    fused = clocks("fused")
-    stores = sum(
-        int(row["shared_wavefronts"])
-        for row in samples("ncu_third_u128_ordered_samples")
-        if row["source"].startswith("STS ")
-    )
-    stores /= (
-        Counter(int(row["executed"]) for row in samples("ncu_third_u128_ordered_samples")).most_common(1)[0][0] / WARPS
-    )
-    total = sum(fused[part] for part in PARTS)
-
-    def pair(kernel: str, shape: str, first: str, second: str, machine: int) -> tuple[float, float]:
-        found = [
-            only(load("variants_h200")["results"], kernel=kernel, shape=shape, variant=variant, machine=machine)[
-                "tflops"
-            ]
-            for variant in (first, second)
-        ]
-        return found[0], found[1]
-
-    causal, narrow = "1,16384,32,8,128,causal", "1,16384,32,32,64,causal"
-    early = "lse read before S is issued; dP starts at -delta"
-    changes = (
-        (
-            "load lse before S is issued; let dP start at -delta",
-            "dk, dv, D 128",
-            pair("dkdv", causal, "as it was", early, 1),
-        ),
-        (
-            "128 queries per tile, not 64: the left operand is read half as often",
-            "dk, dv, D 64",
-            pair("dkdv", narrow, "64 queries a tile", "128 queries a tile", 1),
-        ),
-        (
-            "compute dq transposed: its stores have no bank conflicts",
-            "fused, D 128",
-            pair("fused", causal, early, "dq made transposed, a half each", 4),
-        ),
-        (
-            "the same, and each warpgroup computes all of every second dq tile",
-            "fused, D 64",
-            pair("fused", narrow, "128 queries a tile", "in turns, dq made transposed", 4),
-        ),
-        (
-            "issue the next S before this tile ends",
-            "dk, dv, D 128",
-            pair("dkdv", causal, early, "the next tile's S issued before this one ends", 1),
-        ),
-        (
-            "issue the next S before this tile ends",
-            "fused, D 128",
-            pair("fused", causal, early, "the next tile's S issued before this one ends", 1),
-        ),
-        (
-            "add dq from registers with `red.global`",
-            "fused, D 128",
-            pair("fused", causal, early, "added from registers, red.global", 3),
-        ),
-        (
-            "leave out the addition to dq (wrong result)",
-            "fused, D 128",
-            pair("fused", causal, early, "TMA addition left out (wrong)", 2),
-        ),
-        (
-            "leave out the stores of dq too (wrong result)",
-            "fused, D 128",
-            pair("fused", causal, early, "stores of dq and addition left out (wrong)", 2),
-        ),
-    )
+        rows.append([kernel, *parts, *(f"{value:.0f}" for value in (shared(found), found["MMA"], found["measured"]))])
+    fused, dq = clocks("fused"), clocks("dq")
     return {
         "clocks": table(("clocks per tile", *PARTS, "shared memory, all", "tensor cores", "measured"), rows),
-        "changes": table(
-            ("change", "kernel", "before", "after"),
-            [[what, kernel, f"{a:.0f}", f"{b:.0f}"] for what, kernel, (a, b) in changes],
-            left=2,
-        ),
-        "fused_shared": f"{total / fused['measured']:.0%}",
-        "fused_ceiling": f"{fused['MMA'] / total:.0%}",
-        "fused_total": tokens(round(total)),
+        "changes": changes(),
+        "fused_shared": f"{shared(fused) / fused['measured']:.0%}",
+        "fused_ceiling": f"{fused['MMA'] / shared(fused):.0%}",
+        "fused_total": tokens(round(shared(fused))),
         "fused_mma": tokens(round(fused["MMA"])),
         "stores_before": f"{fused['dq stores']:.0f}",
-        "stores_after": f"{stores:.0f}",
-        "dq_rate": f"{clocks('dq')['MMA'] / clocks('dq')['measured']:.0%}",
+        "stores_after": f"{later_stores():.0f}",
+        "dq_rate": f"{dq['MMA'] / dq['measured']:.0%}",
         "dq_clock": f"{cell('ncu_first_q128', 'SM Frequency'):.2f}",
     }
 
 
+def shared(found: dict[str, float]) -> float:
+    """Return the clocks of shared memory in a tile, all parts together."""
+    return sum(found[part] for part in PARTS)
+
+
+def later_stores() -> float:
+    """Return the clocks per tile of the stores of dq in the later kernel."""
+    rows = samples("ncu_third_u128_ordered_samples")
+    executed = Counter(int(row["executed"]) for row in rows).most_common(1)[0][0] / WARPS
+    return sum(int(row["shared_wavefronts"]) for row in rows if row["source"].startswith("STS ")) / executed
+
+
+def changes() -> str:
+    """Return the table of single changes: TFLOP/s of the MMAs before and after each."""
+    rows = []
+    for text, (kernel, d, before, after, machine) in CHANGES:
+        speeds = [f"{tflops(kernel, d, variant, machine):.0f}" for variant in (before, after)]
+        rows.append([text, f"{'dk, dv' if kernel == 'dkdv' else kernel}, D {d}", *speeds])
+    return table(("change", "kernel", "before", "after"), rows, left=2)
+
+
+def tflops(kernel: str, d: int, variant: str, machine: int) -> float:
+    """Return the speed of one variant of a kernel on one machine of the record."""
+    shape = "1,16384,32,8,128,causal" if d == 128 else "1,16384,32,32,64,causal"
+    rows = load("variants_h200")["results"]
+    return only(rows, kernel=kernel, shape=shape, variant=variant, machine=machine)["tflops"]
+
+
 def figure():
+    """Draw the clocks of one tile in four kernels."""
     figure, grid = new(width=8.5, height=3.8)
     axes = grid[0][0]
     colours = dict(zip(PARTS, (BLUE, SKY, VERMILION, GREEN, PURPLE), strict=True))

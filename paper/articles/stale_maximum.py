@@ -17,6 +17,7 @@ def peaked(d: int, variant: str) -> list[float]:
 
 
 def values() -> dict[str, str]:
+    """Return the tables and numbers of the page, by name."""
     rows = [
         [f"D {d}, {label}", *(f"{speed:.2f}" for speed in peaked(d, variant))]
         for d in PEAKED
@@ -66,6 +67,7 @@ def values() -> dict[str, str]:
 
 
 def figure():
+    """Draw the speed of both variants by the standard deviation of the scores."""
     figure, grid = new(3, width=10, height=3.4, sharey=True)
     deviations = [float(d) for d in DEVIATIONS]
     for axes, d in zip(grid[0], PEAKED, strict=True):

@@ -1,10 +1,10 @@
-"""Exact attention over a sequence that many GPUs hold together, written twice.
+"""Compute exact attention over a sequence that several GPUs hold together. Every algorithm is written twice.
 
-    from canon import reference as attn      # plain PyTorch: read it, step through it, trust it
-    from canon import fast as attn           # the same functions at the speed of the hardware
+    from canon import reference as attn      # plain PyTorch: read it, step through it
+    from canon import fast as attn           # the same functions as Triton and Gluon kernels
 
-Both halves speak of a mask (`Mask`, a set of `Band`s) and of who holds which tokens (`Layout`).
-Importing `canon` needs torch alone: `fast`, and with it Triton, loads when it is first asked for.
+Both halves take a `Mask` (a set of `Band`s) and a `Layout` (the tokens of each rank).
+Importing `canon` needs torch only. The first use of `canon.fast` imports Triton.
 """
 
 from importlib import import_module
@@ -16,7 +16,7 @@ __all__ = ["Band", "Layout", "Mask", "fast", "reference"]
 
 
 def __getattr__(name):
-    """Load `canon.fast` on first use (PEP 562)."""
+    """Import `canon.fast` on first use (PEP 562)."""
     if name == "fast":
         return import_module("canon.fast")
     raise AttributeError(f"module 'canon' has no attribute {name!r}")

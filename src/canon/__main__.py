@@ -1,4 +1,4 @@
-"""The command line: ``canon check`` and ``canon bench`` (or ``python -m canon ...``)."""
+"""Run the command line: ``canon check`` and ``canon bench``, or ``python -m canon``."""
 
 import argparse
 import os
@@ -10,44 +10,51 @@ import torch
 import canon
 
 DESCRIPTION = """\
-Run every function of MODULE over several ranks, on real documents, attention forward and backward, and compare:
-with canon.reference, in the same world on the same arguments, and both with dense attention in float64. An error may
-be twice that of honest dense attention in the same dtype, and one rounding; every case runs twice and must give the
-same bits.
+Compare MODULE with canon.reference.
 
-  canon check                                  canon.fast on the files of this repository
-  canon check --ranks 3 --documents a.txt b/   on your own documents, over three ranks
-  canon check my_attention --only zigzag       your own module, those cases alone
-  canon check --random 1000 --seed 7           random masks, layouts, shapes and options; given again, it continues
-  canon check --template > my_attention.py     a module to start from
+Each case runs one function of MODULE on real documents, on several ranks, forward and backward. canon.reference runs
+the same case on the same ranks. Both results are compared with dense attention in float64. The error may be at most
+twice the error of dense attention in the same dtype, plus one rounding. Every case runs twice and must give the same
+bits both times.
+
+  canon check                                  check canon.fast on the files of this repository
+  canon check --ranks 3 --documents a.txt b/   use your own documents and three ranks
+  canon check --template > my_attention.py     write a module to start from
+  canon check my_attention --only zigzag       check your own module, only cases with "zigzag" in their name
+  canon check --random 1000 --seed 7           check random masks, layouts, shapes and options
 """
 EPILOG = """\
 {conventions}
-Ranks are processes with a GPU each where there are several GPUs, threads that share it where there is one, and
-threads on the CPU, under Triton's interpreter, elsewhere. Exit status: 0 if everything agrees, 1 if anything does
-not, 2 if the command could not be carried out, 130 after Ctrl-C, when the table and the record hold what has finished.
+With --world auto, each rank is a process with a GPU of its own if there are two or more GPUs and enough for all ranks.
+Otherwise, and with --random, the ranks are threads that share one GPU. Without a GPU, the ranks are threads on the
+CPU, and Triton's interpreter runs the kernels.
+
+Exit status: 0 if all cases agree, 1 if a case does not agree or none agrees, 2 if the arguments are invalid, 130
+after Ctrl-C. After Ctrl-C the table and the record hold the finished cases.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    if not torch.cuda.is_available():  # read when kernels are defined, which is when canon.fast is imported
+    if not torch.cuda.is_available():  # Triton reads the variable when canon.fast defines its kernels
         os.environ.setdefault("TRITON_INTERPRET", "1")
     from canon.testing import bench, check
     from canon.testing.contract import CONVENTIONS
 
-    parser = argparse.ArgumentParser(prog="canon", description="Exact context-parallel attention, written twice.")
+    parser = argparse.ArgumentParser(
+        prog="canon", description="Exact attention over a sequence that several GPUs hold together."
+    )
     parser.add_argument("--version", action="version", version=f"canon {canon.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    told, raw = "prove that a module agrees with the reference", argparse.RawDescriptionHelpFormatter
+    purpose, raw = "compare the functions of a module with the reference", argparse.RawDescriptionHelpFormatter
     epilog = EPILOG.format(conventions=CONVENTIONS)
-    command = commands.add_parser("check", help=told, description=DESCRIPTION, epilog=epilog, formatter_class=raw)
+    command = commands.add_parser("check", help=purpose, description=DESCRIPTION, epilog=epilog, formatter_class=raw)
     check.add_arguments(command)
-    told = "measure kernels on one GPU, beside their peers or in many tile sizes"
-    bench.add_arguments(commands.add_parser("bench", help=told, description=bench.__doc__, formatter_class=raw))
+    purpose = "measure the speed of kernels and schedules, after checking their results"
+    bench.add_arguments(commands.add_parser("bench", help=purpose, description=bench.__doc__, formatter_class=raw))
     try:
         arguments = parser.parse_args(argv)
-    except SystemExit as ended:  # argparse has said why
+    except SystemExit as ended:  # argparse has printed the help or the error
         return int(ended.code or 0)
     try:
         return {"check": check.run, "bench": bench.run}[arguments.command](arguments)

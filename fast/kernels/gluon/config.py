@@ -74,7 +74,7 @@ KERNELS = ("forward", "dq", "dkdv", "fused", "dkdv_hdim256")
 ROWS = {"forward": (128, 192), "dq": (128,), "dkdv": (128,), "fused": (128,), "dkdv_hdim256": (64,)}
 LIMIT = 232448  # bytes of shared memory that a program may use on sm_90: CUDA Programming Guide, 16.2
 
-_forced: dict[str, Config] = {}
+FORCED: dict[str, Config] = {}
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
@@ -107,7 +107,7 @@ def choose(kernel: str, d: int, dv: int, seen: float = 0.0) -> tuple[Config, int
         )
     pads = min(fitting, key=sum)
     suiting = [config for few, config in LONG_TABLE.get((kernel, pads), {}).items() if seen > few]
-    config = _forced.get(kernel) or [TABLE[kernel, pads], *suiting][-1]
+    config = FORCED.get(kernel) or [TABLE[kernel, pads], *suiting][-1]
     if config.rows not in ROWS[kernel] or config.stages < 1 + (kernel == "forward"):
         least = "2 stages: a tile's V is awaited before the last one's is let go" if kernel == "forward" else "1 stage"
         raise ValueError(f"the Hopper {kernel} kernel has {ROWS[kernel]} rows and at least {least}; got {config}")
@@ -125,5 +125,5 @@ def forced(**configs: Config) -> Iterator[None]:
 
     Raises ValueError for unknown kernels.
     """
-    with forcing(_forced, KERNELS, configs):
+    with forcing(FORCED, KERNELS, configs):
         yield

@@ -29,42 +29,37 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from canon.fast.kernels.gluon.blocks import (
-    FIRST,
-    SECOND,
-    SPAN,
-    await_added,
+from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_column_layout, shared_operand_layout
+from canon.fast.kernels.gluon.masking import mask_hidden
+from canon.fast.kernels.gluon.ptx import (
     back_off,
-    barriers,
-    claim,
-    columns_of,
-    factor_layout,
+    broadcast_rows,
     fence_async_global,
-    fetch,
-    first_item,
-    first_tile,
-    hear,
-    hide_unseen,
-    is_partial,
-    line_of,
+    keep_where_nonzero,
     load_acquire,
-    next_tile,
-    place_of,
-    places,
-    product_layout,
-    row_layout,
-    shared_layout,
-    spans_of,
-    spread,
     store_release,
-    store_tile,
-    tell,
-    tell_end,
-    tma_add,
-    tma_load,
-    turn_of,
-    unless_zero,
+    tma_reduce_add,
+    wait_for_reductions,
 )
+from canon.fast.kernels.gluon.tile_queue import (
+    SPAN,
+    allocate_published,
+    batch_head_of,
+    claim_work_tile,
+    columns_of,
+    first_tile,
+    first_work_tile,
+    is_partial,
+    next_tile,
+    position_of,
+    publish,
+    publish_end,
+    receive,
+    spans_of,
+    ticket_of,
+)
+from canon.fast.kernels.gluon.tile_ring import load_box, make_barriers, tma_load
 
 
 @gluon.jit
@@ -87,12 +82,12 @@ def make_io(
     dout_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout)
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], line_desc.layout)
-    told = places(BUFFERS)
+    told = allocate_published(BUFFERS)
     k_tiles = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, ROWS, 1, D_PAD], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, ROWS, 1, DV_PAD], v_desc.layout)
-    q_full, q_free = barriers(STAGES, 1), barriers(STAGES, 2)
-    dout_full, dout_free = barriers(STAGES, 1), barriers(STAGES, 2)
-    k_full, v_full, free = barriers(BUFFERS, 1), barriers(BUFFERS, 1), barriers(BUFFERS, LISTENERS)
+    q_full, q_free = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    dout_full, dout_free = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    k_full, v_full, free = make_barriers(BUFFERS, 1), make_barriers(BUFFERS, 1), make_barriers(BUFFERS, LISTENERS)
     tiles = (q_ring, dout_ring, lse_ring, delta_ring, told, k_tiles, v_tiles)
     signals = (q_full, q_free, dout_full, dout_free, k_full, v_full, free)
     return tiles, signals
@@ -119,9 +114,9 @@ def load_tiles(
     BN: gl.constexpr = q_ring.shape[2]
     BUFFERS: gl.constexpr = k_tiles.shape[0]
     t, done = 0, 0
-    item = claim(work, counter, ORDERED) if ORDERED else first_item()
+    item = claim_work_tile(work, counter, ORDERED) if ORDERED else first_work_tile()
     while item > 0:
-        first, _, batch, owner = place_of(work, item)
+        first, _, batch, owner = position_of(work, item)
         span_first, span_end, column, left = first_tile(work, item)
         span, each_head = span_first, (span_end - span_first) // HEADS
         head, b = owner * HEADS, done % BUFFERS
@@ -136,24 +131,24 @@ def load_tiles(
             tma_load(line_desc, [line], q_full.index(slot), lse_ring.index(slot))
             if fresh:  # not before Q: it may have to wait until the warpgroups are done with the item before
                 mbarrier.wait(free.index(b), (done // BUFFERS & 1) ^ 1)
-                tell(told.index(b), item)
-                fetch(k_desc, batch, first, head // GROUP, k_full.index(b), k_tiles.index(b))
+                publish(told.index(b), item)
+                load_box(k_desc, batch, first, head // GROUP, k_full.index(b), k_tiles.index(b))
             mbarrier.wait(dout_free.index(slot), turn ^ 1)
             mbarrier.expect(dout_full.index(slot), dout_desc.block_type.nbytes + line_desc.block_type.nbytes)
             tma_load(dout_desc, [batch, column, head, 0], dout_full.index(slot), dout_ring.index(slot))
             tma_load(line_desc, [line + padded], dout_full.index(slot), delta_ring.index(slot))
             if fresh:
-                fetch(v_desc, batch, first, head // GROUP, v_full.index(b), v_tiles.index(b))
+                load_box(v_desc, batch, first, head // GROUP, v_full.index(b), v_tiles.index(b))
             fresh = False
             t += 1
             before = span
             span, column, left = next_tile(work, span, column, left, span_end, BN)
             if span != before:
                 head = owner * HEADS + (span - span_first) // each_head
-        item = claim(work, counter, ORDERED)
+        item = claim_work_tile(work, counter, ORDERED)
         done += 1
     b = done % BUFFERS
-    tell_end(told.index(b), k_full.index(b), free.index(b), (done // BUFFERS & 1) ^ 1)
+    publish_end(told.index(b), k_full.index(b), free.index(b), (done // BUFFERS & 1) ^ 1)
 
 
 @gluon.jit
@@ -177,9 +172,9 @@ def store_gradients(
 ):
     """Write rows of dk and dv of an item, ``skipped`` rows from its first on, and columns from those given on."""
     dk, dv, k_strides, v_strides = result
-    first, stop, batch, owner = place_of(work, item)  # again: registers are short in the loop
+    first, stop, batch, owner = position_of(work, item)  # again: registers are short in the loop
     first += skipped
-    line = line_of(work, item)
+    line = batch_head_of(work, item)
     start = dk + row_offset(batch, first, owner, k_strides)
     store_tile(start, acc_k, line, stop - first, k_strides[1], 0, k_column, D, 1)
     start = dv + row_offset(batch, first, owner, v_strides)
@@ -201,7 +196,7 @@ def begin_dq(k, column, fused, t):
     ds_tiles, _, met, _, _ = fused
     BN: gl.constexpr = ds_tiles.shape[2]
     mbarrier.wait(met.index(t % 2), t // 2 & 1)
-    nothing = gl.zeros([64, BN], gl.float32, product_layout(BN))
+    nothing = gl.zeros([64, BN], gl.float32, mma_layout(BN))
     some = k.slice(column, 64, dim=1)
     return hopper.warpgroup_mma(some.permute((1, 0)), ds_tiles.index(t % 2), nothing, use_acc=False, is_async=True)
 
@@ -227,7 +222,7 @@ def await_turn(place, awaited):
 @gluon.jit
 def pass_on(place, number):
     """Once dq has been added to, publish the number of the span that did so, for the adder that waits for it."""
-    await_added()
+    wait_for_reductions()
     store_release(place, number)
 
 
@@ -240,24 +235,26 @@ def add_tiles(dq_desc, io, fused, work, places, tiles, HEADS: gl.constexpr, ORDE
     BN: gl.constexpr = dq_tiles.shape[2]
     PARTS: gl.constexpr = dq_tiles.shape[0] // 2
     t, done = 0, 0
-    item = hear(told.index(0), k_full.index(0), 0)
+    item = receive(told.index(0), k_full.index(0), 0)
     while item > 0:
         mbarrier.arrive(free.index(done % BUFFERS), count=1)
-        _, _, batch, owner = place_of(work, item)
-        line = line_of(work, item)
+        _, _, batch, owner = position_of(work, item)
+        line = batch_head_of(work, item)
         span_first, span_end = spans_of(work, item)
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
             head = (span - span_first) // ((span_end - span_first) // HEADS)
             if ORDERED:
-                awaited, number = turn_of(work, span)
+                awaited, number = ticket_of(work, span)
                 place = places + (line * HEADS + head) * tiles + column // BN
             for i in range(column, stop, BN):
                 if ORDERED:
                     await_turn(place, awaited)  # while the warpgroups make dq
                 mbarrier.wait(made.index(t % 2), t // 2 & 1)
                 for part in gl.static_range(PARTS):
-                    tma_add(dq_desc, [batch, i, owner * HEADS + head, 64 * part], dq_tiles.index(t % 2 * PARTS + part))
+                    tma_reduce_add(
+                        dq_desc, [batch, i, owner * HEADS + head, 64 * part], dq_tiles.index(t % 2 * PARTS + part)
+                    )
                 tma.store_wait(0)  # they have been read
                 mbarrier.arrive(gone.index(t % 2), count=1)
                 if ORDERED:
@@ -265,7 +262,7 @@ def add_tiles(dq_desc, io, fused, work, places, tiles, HEADS: gl.constexpr, ORDE
                     place += 1
                 t += 1
         done += 1
-        item = hear(told.index(done % BUFFERS), k_full.index(done % BUFFERS), done // BUFFERS & 1)
+        item = receive(told.index(done % BUFFERS), k_full.index(done % BUFFERS), done // BUFFERS & 1)
 
 
 @gluon.constexpr_function
@@ -299,14 +296,14 @@ def differentiate(
     N: gl.constexpr = ROWS // 2
     EARLY: gl.constexpr = early(BN)
     scale_log2 = scale * 1.4426950408889634
-    nothing = gl.zeros([N, BN], gl.float32, product_layout(BN))
+    nothing = gl.zeros([N, BN], gl.float32, mma_layout(BN))
     t, done = 0, 0
-    item = hear(told.index(0), k_full.index(0), 0)
+    item = receive(told.index(0), k_full.index(0), 0)
     while item > 0:
         b = done % BUFFERS
         span_first, span_end = spans_of(work, item)
-        acc_k = gl.zeros([N, D_PAD], gl.float32, product_layout(D_PAD))
-        acc_v = gl.zeros([N, DV_PAD], gl.float32, product_layout(DV_PAD))
+        acc_k = gl.zeros([N, D_PAD], gl.float32, mma_layout(D_PAD))
+        acc_v = gl.zeros([N, DV_PAD], gl.float32, mma_layout(DV_PAD))
         mbarrier.wait(v_full.index(b), done // BUFFERS & 1)
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
@@ -321,26 +318,28 @@ def differentiate(
                 k = all_k.slice(W * N, N, dim=0)
                 v = v_tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
                 mbarrier.wait(dout_full.index(slot), turn)
-                dp = spread(delta_ring.index(slot).load(row_layout(BN)), nothing)  # where a product begins at is free
+                dp = broadcast_rows(
+                    delta_ring.index(slot).load(per_column_layout(BN)), nothing
+                )  # where a product begins at is free
                 mbarrier.wait(q_full.index(slot), turn)
                 if EARLY:
-                    lse = lse_ring.index(slot).load(row_layout(BN))
+                    lse = lse_ring.index(slot).load(per_column_layout(BN))
                 s = hopper.warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
                 s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])
                 if not EARLY:
-                    lse = lse_ring.index(slot).load(row_layout(BN))
+                    lse = lse_ring.index(slot).load(per_column_layout(BN))
                 p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
                 if partial:  # not S, before: lse of a query that sees no key here may be NaN
                     row = gl.load(work + item) + W * N  # here: registers are short
-                    p = hide_unseen(p, work, span, row, i, 0.0, 1)
-                p_factor = gl.convert_layout(p.to(q_ring.dtype), factor_layout(DV_PAD))
+                    p = mask_hidden(p, work, span, row, i, 0.0, 1)
+                p_factor = gl.convert_layout(p.to(q_ring.dtype), operand_layout(DV_PAD))
                 acc_v = hopper.warpgroup_mma(p_factor, dout, acc_v, is_async=True)
                 dp, acc_v = hopper.warpgroup_mma_wait(1, deps=[dp, acc_v])
                 if partial:
-                    dp = unless_zero(dp, p)
+                    dp = keep_where_nonzero(dp, p)
                 ds = (p * dp).to(q_ring.dtype)
-                ds_factor = gl.convert_layout(ds, factor_layout(D_PAD))
+                ds_factor = gl.convert_layout(ds, operand_layout(D_PAD))
                 if FUSED:
                     share_ds(ds, fused, t, W)
                 if FUSED and D_PAD > 64:  # 64 columns of dq are this warpgroup's
@@ -365,7 +364,7 @@ def differentiate(
         store_gradients(acc_k * scale, acc_v, result, work, item, W * N, 0, 0, D, DV)
         done += 1
         b = done % BUFFERS
-        item = hear(told.index(b), k_full.index(b), done // BUFFERS & 1)
+        item = receive(told.index(b), k_full.index(b), done // BUFFERS & 1)
 
 
 @gluon.jit(do_not_specialize=["padded", "query_heads", "tiles"])
@@ -411,14 +410,14 @@ def dkdv_kernel(
     result = (dk, dv, k_strides, v_strides)
     if FUSED:
         PARTS: gl.constexpr = D_PAD // 64
-        ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, COLUMNS], shared_layout(COLUMNS))
+        ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, COLUMNS], shared_operand_layout(COLUMNS))
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * PARTS, 1, COLUMNS, 1, 64], dq_desc.layout)
-        fused = (ds_tiles, dq_tiles, barriers(2, 2), barriers(2, PARTS), barriers(2, 1))
+        fused = (ds_tiles, dq_tiles, make_barriers(2, 2), make_barriers(2, PARTS), make_barriers(2, 1))
         fence_async_shared()
         gl.warp_specialize(  # loader and adder, of a warp each, are a third warpgroup: so 240 registers are left for the others
             [
-                (differentiate, (io, fused, result, work, scale, FIRST, D, DV, FUSED)),
-                (differentiate, (io, fused, result, work, scale, SECOND, D, DV, FUSED)),
+                (differentiate, (io, fused, result, work, scale, 0, D, DV, FUSED)),
+                (differentiate, (io, fused, result, work, scale, 1, D, DV, FUSED)),
                 (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP, ORDERED)),
                 (add_tiles, (dq_desc, io, fused, work, counter + 1, tiles, HEADS, ORDERED)),
             ],
@@ -430,8 +429,8 @@ def dkdv_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP, ORDERED)),
-                (differentiate, (io, io, result, work, scale, FIRST, D, DV, FUSED)),
-                (differentiate, (io, io, result, work, scale, SECOND, D, DV, FUSED)),
+                (differentiate, (io, io, result, work, scale, 0, D, DV, FUSED)),
+                (differentiate, (io, io, result, work, scale, 1, D, DV, FUSED)),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],

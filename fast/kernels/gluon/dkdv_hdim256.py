@@ -16,23 +16,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.blocks import (
-    FIRST,
-    SECOND,
-    SPAN,
-    barriers,
-    columns_of,
-    hear,
-    hide_unseen,
-    is_partial,
-    product_layout,
-    row_layout,
-    shared_layout,
-    spans_of,
-    spread,
-    unless_zero,
-)
 from canon.fast.kernels.gluon.dkdv import load_tiles, make_io, store_gradients
+from canon.fast.kernels.gluon.layouts import mma_layout, per_column_layout, shared_operand_layout
+from canon.fast.kernels.gluon.masking import mask_hidden
+from canon.fast.kernels.gluon.ptx import broadcast_rows, keep_where_nonzero
+from canon.fast.kernels.gluon.tile_queue import SPAN, columns_of, is_partial, receive, spans_of
+from canon.fast.kernels.gluon.tile_ring import make_barriers
 
 
 @gluon.jit
@@ -50,15 +39,15 @@ def differentiate(io, shared, result, work, scale, W: gl.constexpr, D: gl.conste
     ROWS: gl.constexpr = k_tiles.shape[2]
     HALF: gl.constexpr = BN // 2
     scale_log2 = scale * 1.4426950408889634
-    nothing = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
+    nothing = gl.zeros([ROWS, HALF], gl.float32, mma_layout(HALF))
     t, done = 0, 0
-    item = hear(told.index(0), k_full.index(0), 0)
+    item = receive(told.index(0), k_full.index(0), 0)
     while item > 0:
         b = done % BUFFERS
         row = gl.load(work + item)
         span_first, span_end = spans_of(work, item)
-        acc_k = gl.zeros([ROWS, D_PAD // 2], gl.float32, product_layout(D_PAD // 2))
-        acc_v = gl.zeros([ROWS, DV_PAD // 2], gl.float32, product_layout(DV_PAD // 2))
+        acc_k = gl.zeros([ROWS, D_PAD // 2], gl.float32, mma_layout(D_PAD // 2))
+        acc_v = gl.zeros([ROWS, DV_PAD // 2], gl.float32, mma_layout(DV_PAD // 2))
         mbarrier.wait(v_full.index(b), done // BUFFERS & 1)
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
@@ -73,9 +62,9 @@ def differentiate(io, shared, result, work, scale, W: gl.constexpr, D: gl.conste
                 v = v_tiles.index(now).reshape([ROWS, DV_PAD])
                 mbarrier.wait(dout_full.index(slot), turn)
                 own = delta_ring.index(slot).slice(W * HALF, HALF, dim=0)
-                dp = spread(own.load(row_layout(HALF)), nothing)
+                dp = broadcast_rows(own.load(per_column_layout(HALF)), nothing)
                 mbarrier.wait(q_full.index(slot), turn)
-                lse = lse_ring.index(slot).slice(W * HALF, HALF, dim=0).load(row_layout(HALF))
+                lse = lse_ring.index(slot).slice(W * HALF, HALF, dim=0).load(per_column_layout(HALF))
                 own = q.slice(W * HALF, HALF, dim=0)
                 s = hopper.warpgroup_mma(k, own.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 own = dout.slice(W * HALF, HALF, dim=0)
@@ -83,12 +72,12 @@ def differentiate(io, shared, result, work, scale, W: gl.constexpr, D: gl.conste
                 s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])
                 p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
                 if partial:
-                    p = hide_unseen(p, work, span, row, i + W * HALF, 0.0, 1)
+                    p = mask_hidden(p, work, span, row, i + W * HALF, 0.0, 1)
                 place = t % 2
                 p_tiles.index(2 * place + W).store(p.to(q_ring.dtype))
                 dp = hopper.warpgroup_mma_wait(0, deps=[dp])
                 if partial:
-                    dp = unless_zero(dp, p)
+                    dp = keep_where_nonzero(dp, p)
                 ds_tiles.index(2 * place + W).store((p * dp).to(q_ring.dtype))
                 fence_async_shared()
                 mbarrier.arrive(met.index(place), count=1)
@@ -107,7 +96,7 @@ def differentiate(io, shared, result, work, scale, W: gl.constexpr, D: gl.conste
         store_gradients(acc_k * scale, acc_v, result, work, item, 0, W * (D_PAD // 2), W * (DV_PAD // 2), D, DV)
         done += 1
         b = done % BUFFERS
-        item = hear(told.index(b), k_full.index(b), done // BUFFERS & 1)
+        item = receive(told.index(b), k_full.index(b), done // BUFFERS & 1)
 
 
 @gluon.jit(do_not_specialize=["padded", "query_heads"])
@@ -141,16 +130,16 @@ def dkdv_hdim256_kernel(
     """dk (b, s, o, d) and dv (b, s, o, dv), with last stride 1, of the items in ``work``; an owner has HEADS query heads."""
     descriptors = (q_desc, dout_desc, k_desc, v_desc, line_desc)
     io = make_io(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS)
-    p_tiles = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, COLUMNS // 2], shared_layout(COLUMNS // 2))
-    ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, COLUMNS // 2], shared_layout(COLUMNS // 2))
-    shared = (p_tiles, ds_tiles, barriers(2, 2))
+    p_tiles = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, COLUMNS // 2], shared_operand_layout(COLUMNS // 2))
+    ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, COLUMNS // 2], shared_operand_layout(COLUMNS // 2))
+    shared = (p_tiles, ds_tiles, make_barriers(2, 2))
     fence_async_shared()
     result = (dk, dv, k_strides, v_strides)
     gl.warp_specialize(
         [
             (load_tiles, (descriptors, work, counter, io, padded, query_heads, HEADS, GROUP, False)),
-            (differentiate, (io, shared, result, work, scale, FIRST, D, DV)),
-            (differentiate, (io, shared, result, work, scale, SECOND, D, DV)),
+            (differentiate, (io, shared, result, work, scale, 0, D, DV)),
+            (differentiate, (io, shared, result, work, scale, 1, D, DV)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

@@ -16,31 +16,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.blocks import (
-    FIRST,
-    SECOND,
+from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_row_layout
+from canon.fast.kernels.gluon.masking import mask_hidden
+from canon.fast.kernels.gluon.tile_queue import (
     SPAN,
-    barriers,
-    claim,
-    column_layout,
+    allocate_published,
+    batch_head_of,
+    claim_work_tile,
     columns_of,
-    factor_layout,
-    fetch,
-    first_item,
     first_tile,
-    hear,
-    hide_unseen,
+    first_work_tile,
     is_partial,
-    line_of,
     next_tile,
-    place_of,
-    places,
-    product_layout,
+    position_of,
+    publish,
+    publish_end,
+    receive,
     spans_of,
-    store_tile,
-    tell,
-    tell_end,
 )
+from canon.fast.kernels.gluon.tile_ring import load_box, make_barriers
 
 
 @gluon.jit
@@ -52,34 +47,34 @@ def load_tiles(q_desc, dout_desc, k_desc, v_desc, work, counter, io, GROUP: gl.c
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
     t, done = 0, 0
-    item = first_item()
+    item = first_work_tile()
     while item > 0:
-        first, _, batch, head = place_of(work, item)
+        first, _, batch, head = position_of(work, item)
         span, span_end, column, left = first_tile(work, item)
         fresh = True
         while span < span_end:
             slot = t % STAGES
             turn = t // STAGES & 1
             mbarrier.wait(k_free.index(slot), turn ^ 1)
-            fetch(k_desc, batch, column, head // GROUP, k_full.index(slot), k_ring.index(slot))
+            load_box(k_desc, batch, column, head // GROUP, k_full.index(slot), k_ring.index(slot))
             if fresh:  # not before K: it may have to wait until the warpgroups are done with the item before
                 for w in gl.static_range(2):
                     mbarrier.wait(q_free.index(w), (done & 1) ^ 1)
-                    tell(told.index(w), item)
-                    fetch(q_desc, batch, first + w * TOKENS, head, q_full.index(w), q_tiles.index(w))
+                    publish(told.index(w), item)
+                    load_box(q_desc, batch, first + w * TOKENS, head, q_full.index(w), q_tiles.index(w))
             mbarrier.wait(v_free.index(slot), turn ^ 1)
-            fetch(v_desc, batch, column, head // GROUP, v_full.index(slot), v_ring.index(slot))
+            load_box(v_desc, batch, column, head // GROUP, v_full.index(slot), v_ring.index(slot))
             if fresh:
                 for w in gl.static_range(2):
                     mbarrier.wait(dout_free.index(w), (done & 1) ^ 1)
-                    fetch(dout_desc, batch, first + w * TOKENS, head, dout_full.index(w), dout_tiles.index(w))
+                    load_box(dout_desc, batch, first + w * TOKENS, head, dout_full.index(w), dout_tiles.index(w))
             fresh = False
             t += 1
             span, column, left = next_tile(work, span, column, left, span_end, BN)
-        item = claim(work, counter)
+        item = claim_work_tile(work, counter)
         done += 1
     for w in gl.static_range(2):
-        tell_end(told.index(w), q_full.index(w), q_free.index(w), (done & 1) ^ 1)
+        publish_end(told.index(w), q_full.index(w), q_free.index(w), (done & 1) ^ 1)
 
 
 @gluon.jit
@@ -96,19 +91,19 @@ def differentiate(io, lines, padded, result, work, scale, W: gl.constexpr, D: gl
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[2]
     scale_log2 = scale * 1.4426950408889634
-    nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
+    nothing = gl.zeros([M, BN], gl.float32, mma_layout(BN))
     t, done = 0, 0
-    item = hear(told.index(W), q_full.index(W), 0)
+    item = receive(told.index(W), q_full.index(W), 0)
     while item > 0:
-        first, end_row, _, _ = place_of(work, item)
+        first, end_row, _, _ = position_of(work, item)
         first += W * TOKENS
         span_first, span_end = spans_of(work, item)
-        r = gl.arange(0, M, column_layout(BN))
-        at = lines + (line_of(work, item) * 2 * padded + first) + (r // PACK + r % PACK * 2 * padded)
+        r = gl.arange(0, M, per_row_layout(BN))
+        at = lines + (batch_head_of(work, item) * 2 * padded + first) + (r // PACK + r % PACK * 2 * padded)
         here = r // PACK < end_row - first
         lse_row = gl.expand_dims(gl.load(at, mask=here, other=0.0), 1)
         minus_delta = gl.expand_dims(gl.load(at + padded, mask=here, other=0.0), 1)
-        acc = gl.zeros([M, D_PAD], gl.float32, product_layout(D_PAD))
+        acc = gl.zeros([M, D_PAD], gl.float32, mma_layout(D_PAD))
         mbarrier.wait(dout_full.index(W), done & 1)
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
@@ -139,18 +134,18 @@ def differentiate(io, lines, padded, result, work, scale, W: gl.constexpr, D: gl
                     mbarrier.arrive(dout_free.index(W), count=1)
                 ds = p * (dp + minus_delta)
                 if partial:  # not P, before: 0 times a NaN of dP is NaN
-                    ds = hide_unseen(ds, work, span, first, j, 0.0, PACK)
-                ds = gl.convert_layout(ds.to(q_tiles.dtype), factor_layout(D_PAD))
+                    ds = mask_hidden(ds, work, span, first, j, 0.0, PACK)
+                ds = gl.convert_layout(ds.to(q_tiles.dtype), operand_layout(D_PAD))
                 acc = hopper.warpgroup_mma(ds, k, acc, is_async=True)
                 acc = hopper.warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(k_free.index(slot), count=1)
                 t += 1
-        first, end_row, batch, head = place_of(work, item)
+        first, end_row, batch, head = position_of(work, item)
         first += W * TOKENS
         start = dq + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
-        store_tile(start, acc * scale, line_of(work, item), end_row - first, stride_t, stride_h, 0, D, PACK)
+        store_tile(start, acc * scale, batch_head_of(work, item), end_row - first, stride_t, stride_h, 0, D, PACK)
         done += 1
-        item = hear(told.index(W), q_full.index(W), done & 1)
+        item = receive(told.index(W), q_full.index(W), done & 1)
 
 
 @gluon.jit(do_not_specialize=["tokens", "padded"])
@@ -182,13 +177,13 @@ def dq_kernel(
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, D_PAD], q_desc.layout)
     dout_tiles = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, DV_PAD], dout_desc.layout)
-    told = places(2)
+    told = allocate_published(2)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
-    q_full, q_free = barriers(2, 1), barriers(2, 1)
-    dout_full, dout_free = barriers(2, 1), barriers(2, 1)
-    k_full, k_free = barriers(STAGES, 1), barriers(STAGES, 2)
-    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    q_full, q_free = make_barriers(2, 1), make_barriers(2, 1)
+    dout_full, dout_free = make_barriers(2, 1), make_barriers(2, 1)
+    k_full, k_free = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    v_full, v_free = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     fence_async_shared()
     signals = (q_full, q_free, dout_full, dout_free, k_full, k_free, v_full, v_free)
     io = (q_tiles, dout_tiles, told, k_ring, v_ring, signals)
@@ -196,8 +191,8 @@ def dq_kernel(
     gl.warp_specialize(
         [
             (load_tiles, (q_desc, dout_desc, k_desc, v_desc, work, counter, io, GROUP)),
-            (differentiate, (io, lines, padded, result, work, scale, FIRST, D)),
-            (differentiate, (io, lines, padded, result, work, scale, SECOND, D)),
+            (differentiate, (io, lines, padded, result, work, scale, 0, D)),
+            (differentiate, (io, lines, padded, result, work, scale, 1, D)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

@@ -1,30 +1,44 @@
-"""The forward kernel for Hopper: each processor does one item (tile of queries, heads) after another.
+"""The forward kernel for Hopper: each CTA processes one work tile (a tile of queries of one head) after another.
 
-    loader        K 0   Q    V 0   K 1   V 1   K 2   ...   K n   V n | next item: K 0   Q   ...
-    warpgroup     wait K j, Q:   S = Q K^T (tile j)     and behind it, when O was rescaled:     O += P V (tile j - 1)
-                  wait S:        P = softmax of S       while O += P V still runs
-                  wait O:        next tile
+    loader        K 0   Q    V 0   K 1   V 1   K 2   ...   K n   V n | next work tile: K 0   Q   ...
+    warpgroup     wait for K j, Q:   S = Q K^T (tile j)     and after it, once O is rescaled:   O += P V (tile j - 1)
+                  wait for S:        P = softmax of S       while O += P V still runs
+                  wait for O:        next tile
 
-The product with V is one tile late, even across items: the last one of an item runs under the first softmax of the next
-one, and only then is the item's result divided and written. Sums follow the order of the spans: same inputs, same bits.
+A CTA has a loader warpgroup and two or three MMA warpgroups. Each MMA warpgroup owns 64 rows of the work tile. The MMA with
+V is one tile late, even across work tiles: the last one of a work tile runs during the first softmax of the next one. Then
+the result is divided and written (`write_result`). Sums follow the order of the spans, so the same inputs give the same
+bits.
 
-P and O are relative to a maximum m, so that the largest P is 1, which no dtype rounds. But m need not follow a new maximum
-whose P is at most the sum of the row so far: that key weighs at most half, as the second largest may in any case. Far into a
-row this holds, and a warp rescales O only if one of its rows has to follow. (P up to 2^8 whatever the row's sum, as in
-flash-attn-4 for Blackwell, is 1 % faster, but rows that see few keys come out with errors larger than those of the dtype.)
+Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
+MMAs) and `softmax`. `stale_maximum` replaces `step` in long rows.
 
-OPTIMISTIC: far into a row nobody has to follow, so its maximum need not be known either. P is made with the m before at once,
-and its sums, by lane, say how large it is. Where one is larger than the row's sum so far, a key may weigh more than half, and
-what it is rounded by would show. So there the sum that O is divided by is that of P as it was rounded: then the error of a key
-of weight w is w (1 - w) times what it is rounded by. l holds the exact sum, for lse, and ``excess`` what it exceeds the other
-by. Only if a sum is more than two bytes hold, or many tiles may add up to, does the warpgroup make S and P of this tile again,
-with the maximum. K stays until then, which costs where few tiles are visited.
+Compile-time switches that `config` sets. "Tiles seen" is the number of tiles of 128 keys that a query sees on average
+(`launch.tiles_seen`).
 
-A query whose m is beyond 2^24 gets NaN: `HIGHEST`. P is at most 2^32, and a sum of it at most 2^58 over 2^30 keys, so that
-values up to 1e21 make no infinity of o.
+    d, dv up to   tiles seen   ROWS   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
+    64, 64        up to 3      128    128       4        2         yes         no
+    64, 64        3 to 6       128    128       4        2         yes         yes
+    64, 64        over 6       192    128       4        2         yes         yes
+    128, 128      up to 6      128    128       3        1         yes         no
+    128, 128      over 6       128    128       3        1         yes         yes
+    256, 128      up to 3      128    64        3        1         yes         no
+    256, 128      over 3       128    64        3        1         yes         yes
+    256, 256      up to 3      128    64        2        1         yes         no
+    256, 256      over 3       128    64        2        1         yes         yes
 
-Shared memory: e (BUFFERS rows d + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
-Sources: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2; the spans: `canon.fast.tiles`.
+Tests and tuning also reach two combinations outside this table, through `config.forced`: no ping-pong scheduling, and 192
+rows with a known maximum. Two more switches depend on the inputs, and two follow from those above:
+
+    GROUP           query heads of a key head
+    PACK            query heads that share a tile: 1, 2, 4, 8 or 16; more than 1 for short documents (`launch.packing`)
+    LATE            exponentials wait for the MMA with V: with ROWS = 192
+    EARLY_RESCALE   O is rescaled during the MMA of S: with dv up to 128
+
+Queries whose m exceeds 2^24 get NaN (`LARGEST_MAXIMUM`).
+
+Shared memory: e (BUFFERS ROWS d + STAGES COLUMNS (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
+Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2. Spans: `canon.fast.tiles`.
 """
 
 from triton.experimental import gluon
@@ -32,638 +46,225 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.blocks import (
-    FIRST,
-    SECOND,
-    SPAN,
-    THIRD,
-    barriers,
-    claim,
-    column_layout,
-    columns_of,
-    factor_layout,
-    fetch,
-    finite,
-    first_item,
-    first_tile,
-    hear,
-    hide_unseen,
-    is_partial,
-    line_of,
-    next_tile,
-    pass_turn,
-    place_of,
-    places,
-    product_layout,
-    spans_of,
-    store_tile,
-    take_turn,
-    tell,
-    tell_end,
+from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.forward_pipeline import (
+    Buffers,
+    Output,
+    Tile,
+    Warpgroup,
+    issue_output,
+    issue_scores,
+    release_operands,
 )
+from canon.fast.kernels.gluon.layouts import mma_layout, per_row_layout
+from canon.fast.kernels.gluon.masking import mask_hidden
+from canon.fast.kernels.gluon.ptx import declare_registers, ping_pong_arrive, ping_pong_wait, zero_rows
+from canon.fast.kernels.gluon.softmax import (
+    SoftmaxState,
+    empty_state,
+    exponentials,
+    finite_or_zero,
+    highest_kept,
+    rescale_output,
+    rescale_sums,
+    row_maximum,
+)
+from canon.fast.kernels.gluon.stale_maximum import visit_span_stale
+from canon.fast.kernels.gluon.tile_queue import (
+    SPAN,
+    allocate_published,
+    batch_head_of,
+    claim_work_tile,
+    columns_of,
+    first_tile,
+    first_work_tile,
+    is_partial,
+    next_tile,
+    position_of,
+    publish,
+    publish_end,
+    receive,
+    spans_of,
+)
+from canon.fast.kernels.gluon.tile_ring import Ring, RingPosition, load_box, make_barriers
+
+LARGEST_MAXIMUM = gl.constexpr(2.0**24)  # m is rounded by at most 1/2, so P of the largest score is between 2^-1 and 2
 
 
+# ------------------------------------------------------------------ the loader
 @gluon.jit
-def load_tiles(q_desc, k_desc, v_desc, work, counter, io, GROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """The loader: claims items; K and V of every visited tile, and an item's Q behind its first K."""
-    q_tiles, told, k_ring, v_ring, q_full, q_free, k_full, k_free, v_full, v_free = io
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // WARPGROUPS
-    TOKENS: gl.constexpr = q_tiles.shape[2]
-    STAGES: gl.constexpr = k_ring.shape[0]
-    BN: gl.constexpr = k_ring.shape[2]
-    t, done = 0, 0
-    item = first_item()
-    while item > 0:
-        first, _, batch, head = place_of(work, item)
-        span, span_end, column, left = first_tile(work, item)
+def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, GROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Claim work tiles; load K and V of every visited tile, and Q of each work tile after its first K."""
+    q, k, v = buffers.q, buffers.k, buffers.v
+    BUFFERS: gl.constexpr = q.tiles.shape[0] // WARPGROUPS
+    TOKENS: gl.constexpr = q.tiles.shape[2]
+    STAGES: gl.constexpr = k.tiles.shape[0]
+    BN: gl.constexpr = k.tiles.shape[2]
+    t, done = 0, 0  # tiles visited, work tiles done
+    work_tile = first_work_tile()
+    while work_tile > 0:
+        first, _, batch, head = position_of(work, work_tile)
+        span, span_end, column, left = first_tile(work, work_tile)
         fresh = True
         while span < span_end:
             slot = t % STAGES
-            turn = t // STAGES & 1
-            mbarrier.wait(k_free.index(slot), turn ^ 1)
-            fetch(k_desc, batch, column, head // GROUP, k_full.index(slot), k_ring.index(slot))
-            if fresh:  # not before K: it may have to wait until the warpgroups are done with the item before
+            parity = t // STAGES & 1
+            mbarrier.wait(k.free.index(slot), parity ^ 1)
+            load_box(k_desc, batch, column, head // GROUP, k.full.index(slot), k.tiles.index(slot))
+            if fresh:  # after K: Q may have to wait until the warpgroups finish the previous work tile
                 for w in gl.static_range(WARPGROUPS):
                     b = w * BUFFERS + done % BUFFERS
-                    mbarrier.wait(q_free.index(b), (done // BUFFERS & 1) ^ 1)
-                    tell(told.index(b), item)
-                    fetch(q_desc, batch, first + w * TOKENS, head, q_full.index(b), q_tiles.index(b))
+                    mbarrier.wait(q.free.index(b), (done // BUFFERS & 1) ^ 1)
+                    publish(buffers.published.index(b), work_tile)
+                    load_box(q_desc, batch, first + w * TOKENS, head, q.full.index(b), q.tiles.index(b))
             fresh = False
-            mbarrier.wait(v_free.index(slot), turn ^ 1)
-            fetch(v_desc, batch, column, head // GROUP, v_full.index(slot), v_ring.index(slot))
+            mbarrier.wait(v.free.index(slot), parity ^ 1)
+            load_box(v_desc, batch, column, head // GROUP, v.full.index(slot), v.tiles.index(slot))
             t += 1
             span, column, left = next_tile(work, span, column, left, span_end, BN)
-        item = claim(work, counter)
+        work_tile = claim_work_tile(work, counter)
         done += 1
     for w in gl.static_range(WARPGROUPS):
         b = w * BUFFERS + done % BUFFERS
-        tell_end(told.index(b), q_full.index(b), q_free.index(b), (done // BUFFERS & 1) ^ 1)
+        publish_end(buffers.published.index(b), q.full.index(b), q.free.index(b), (done // BUFFERS & 1) ^ 1)
 
 
-@gluon.constexpr_function
-def lane_layout():
-    """How four warps hold four numbers for each of 64 rows: as the result of a product, with one for all columns of a lane."""
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
+# ------------------------------------------------------------------ an MMA warpgroup
+@gluon.jit
+def attend(wg):
+    """Compute this warpgroup's rows of every work tile."""
+    state = empty_state(wg)
+    previous, done = 0, 0  # the previous work tile, and how many are done
+    ring = RingPosition(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    if wg.STALE_MAXIMUM:
+        declare_registers(state.p, wg.INDEX)
+    if wg.PING_PONG and wg.INDEX == wg.COUNT - 1:
+        ping_pong_arrive(wg.INDEX, wg.COUNT)  # the first warpgroup goes first
+    work_tile = receive(wg.published.index(wg.INDEX * wg.BUFFERS), wg.q.full.index(wg.INDEX * wg.BUFFERS), 0)
+    while work_tile > 0:
+        q_buffer = wg.INDEX * wg.BUFFERS + done % wg.BUFFERS
+        row = gl.load(wg.work + work_tile) + wg.INDEX * wg.TOKENS
+        span_first, span_end = spans_of(wg.work, work_tile)
+        column, stop = columns_of(wg.work, span_first, wg.BN)
+        tile = Tile(q_buffer, row, span_first, span_end, column, stop)
+        state, ring = step(state, wg, ring, tile, previous, is_partial(wg.work, span_first), True)
+        for span in range(span_first, span_end, SPAN):
+            column, stop = columns_of(wg.work, span, wg.BN)
+            partial = is_partial(wg.work, span)
+            column += gl.where(span == span_first, wg.BN, 0)
+            tile = Tile(q_buffer, row, span, span_end, column, stop)
+            if wg.STALE_MAXIMUM:
+                state, ring = visit_span_stale(state, wg, ring, tile, partial)
+            else:
+                state, ring = visit_span(state, wg, ring, tile, partial)
+        done += 1
+        q_buffer = wg.INDEX * wg.BUFFERS + done % wg.BUFFERS
+        previous = work_tile
+        work_tile = receive(wg.published.index(q_buffer), wg.q.full.index(q_buffer), done // wg.BUFFERS & 1)
+    if previous > 0:
+        o = issue_output(rescale_output(state.o, state.shrink), state.p, wg, ring, False)
+        o = hopper.warpgroup_mma_wait(0, deps=[o])
+        write_result(o, state, wg, previous)
+    if wg.PING_PONG and wg.INDEX == 0:
+        ping_pong_wait(wg.INDEX)  # for the last warpgroup: each barrier ends balanced
 
 
 @gluon.jit
-def by_lane(x):
-    """A product (rows, columns) as (rows, 2, columns / 16, 4, 2): a row is shared by four lanes, the rest is in registers."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 16, 4, 2])
+def visit_span(state, wg, ring, tile, partial):
+    """Add the tiles of a span, from ``tile`` on. Return the state and the ring position after the last one."""
+    partial_stop = gl.where(partial, tile.stop, tile.column)
+    for column in range(tile.column, partial_stop, wg.BN):
+        state, ring = step(state, wg, ring, tile.at(column), 0, True, False)
+    for column in range(partial_stop, tile.stop, wg.BN):
+        state, ring = step(state, wg, ring, tile.at(column), 0, False, False)
+    return state, ring
 
 
 @gluon.jit
-def row_maximum(x):
-    """The maximum of each row; each lane's from four chains that do not wait for one another."""
-    chains = gl.max(by_lane(x), 2)
-    return gl.convert_layout(gl.max(gl.max(gl.max(chains, 1), 2), 1), column_layout(x.shape[1]))
+def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
+    """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the next ring position.
 
-
-@gluon.jit
-def lane_sum(x):
-    """(rows, 4): the sum of what each lane holds of its row, by four chains; no lane waits for another."""
-    chains = gl.sum(by_lane(x), 2)
-    return gl.convert_layout(gl.sum(gl.sum(chains, 1), 2), lane_layout())
-
-
-@gluon.constexpr_function
-def scaling(number):
-    """PTX that multiplies ``number`` elements by as many factors, of two rows that elements 0 and 2 are of, unless all of a
-    warp's are 1."""
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * number + i};" for i in range(number))
-    return (
-        f"{{ .reg .pred some, any; setp.neu.f32 some, ${2 * number}, 1.0; "
-        f"setp.neu.or.f32 some, ${2 * number + 2}, 1.0, some; vote.sync.any.pred any, some, -1; "
-        f"@!any bra.uni DONE; {products} DONE: }}"
-    )
-
-
-@gluon.constexpr_function
-def in_place(number):
-    """The operands of `scaling`: results, where they are before, and factors."""
-    return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["f"] * number)
-
-
-@gluon.jit
-def scaled(x, factors):
-    """x, a product, its rows times ``factors`` of the same shape."""
-    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
-    return gl.inline_asm_elementwise(scaling(N), in_place(N), [x, factors], dtype=gl.float32, is_pure=True, pack=N)
-
-
-@gluon.jit
-def rescaled(o, shrink):
-    """o with its rows shrunk; nothing is done by a warp for whose rows nothing is to be done."""
-    return scaled(o, gl.expand_dims(gl.convert_layout(shrink, column_layout(o.shape[1])), 1))
-
-
-@gluon.constexpr_function
-def blanking(number):
-    """PTX that sets to 0 those of ``number`` elements, of two rows, that have a factor of 0, if any of the warp's have."""
-    zeros = " ".join(f"@{('first', 'second')[i // 2 % 2]} mov.f32 ${i}, 0.0;" for i in range(number))
-    return (
-        f"{{ .reg .pred first, second, any; setp.eq.f32 first, ${2 * number}, 0.0; "
-        f"setp.eq.f32 second, ${2 * number + 2}, 0.0; or.pred any, first, second; vote.sync.any.pred any, any, -1; "
-        f"@!any bra.uni DONE; {zeros} DONE: }}"
-    )
-
-
-@gluon.jit
-def blanked(x, factors):
-    """Return x, a product, and 0 in rows whose factor is 0: o of a row that sees no key may be NaN, 0 times a NaN of v."""
-    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
-    factors, _ = gl.broadcast(factors, x)
-    return gl.inline_asm_elementwise(blanking(N), in_place(N), [x, factors], dtype=gl.float32, is_pure=True, pack=N)
-
-
-@gluon.jit
-def ceiling(m, l, BN: gl.constexpr):
-    """Which maximum a row may have before m follows it: P is at most 2^8, and the sum so far, down to a power of 2."""
-    total = gl.convert_layout(gl.sum(l, 1), column_layout(BN))
-    # the exponent, as the low bits of a float of 2^23; log2 would keep the unit for exponentials busy
-    power = (total.to(gl.int32, bitcast=True) >> 23 | 0x4B000000).to(gl.float32, bitcast=True) - (2.0**23 + 127.0)
-    return gl.maximum(m, m + gl.minimum(power, 8.0))
-
-
-# The largest m: it is rounded by at most 1/2, so that P of the largest score stays between 2^-1 and 2.
-HIGHEST = gl.constexpr(2.0**24)
-
-
-@gluon.jit
-def finish(
-    o, m, l, excess, result, work, item, W: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr
-):
-    """Divide and write the result of an item. ``excess``: None is 0.
-
-    Rows that saw nothing get 0 and -inf, and those whose sum or maximum is out of range get NaN.
+    The MMA with V is that of the previous tile. FIRST: this is the first tile of a work tile. Then the ``previous`` work
+    tile is finished and written, unless it is 0. LATE: registers are scarce with three warpgroups, so the exponentials wait
+    for the MMA with V, and P is rounded into the registers of the old P.
     """
-    out, lse, tokens, stride_t, stride_h = result
-    M: gl.constexpr = o.shape[0]
-    first, stop, batch, head = place_of(work, item)
-    line = line_of(work, item)
-    first += W * (M // PACK)
-    left = stop - first  # rows left to write
-    divisor = l if excess is None else l - excess
-    divisor = gl.convert_layout(gl.sum(divisor, 1), column_layout(BN))
-    l = divisor if excess is None else gl.convert_layout(gl.sum(l, 1), column_layout(BN))
-    blind = (l == 0.0) & (m == float("-inf"))
-    held = (gl.abs(m) <= HIGHEST) & (l > 0.0) & (l < float("inf"))
-    natural = (m + gl.log2(gl.where(held, l, 1.0))) * 0.6931471805599453
-    natural = gl.where(blind, float("-inf"), gl.where(held, natural, float("nan")))
-    r = gl.arange(0, M, column_layout(BN))
-    start = lse + (line.to(gl.int64) * tokens + first)
-    gl.store(start + (r // PACK + r % PACK * tokens), natural, mask=r // PACK < left)
-    inverse = gl.where(blind, 0.0, gl.where(held, 1.0 / divisor, float("nan")))
-    inverse = gl.expand_dims(gl.convert_layout(inverse, column_layout(o.shape[1])), 1)
-    o = blanked(o * inverse, inverse)
-    start = out + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
-    store_tile(start, o, line, left, stride_t, stride_h, 0, DV, PACK)
-
-
-@gluon.jit
-def start_scores(b, io, ring, W: gl.constexpr, TURNS: gl.constexpr):
-    """S = Q K^T of this tile; wait for it.
-
-    ``ring``: the slots of the tile before and of this one, and the parity of its phase; counted on, as the first product
-    would have to wait for a division.
-    """
-    q_tiles, _, k_ring, _, _, _, k_full, _, _, _ = io
-    M: gl.constexpr = q_tiles.shape[2] * q_tiles.shape[3]
-    BN: gl.constexpr = k_ring.shape[2]
-    _, slot, turn = ring
-    q = q_tiles.index(b).reshape([M, q_tiles.shape[4]])
-    k = k_ring.index(slot).reshape([BN, k_ring.shape[4]])
-    mbarrier.wait(k_full.index(slot), turn)
-    if TURNS:
-        take_turn(W)
-    nothing = gl.zeros([M, BN], gl.float32, product_layout(BN))
-    return hopper.warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_output(o, p, io, ring, W: gl.constexpr, WARPGROUPS: gl.constexpr, TURNS: gl.constexpr):
-    """o += p V of the tile before; wait for it. Ahead of the first item p is 0, V whatever is there, and o is dropped."""
-    _, _, _, v_ring, _, _, _, _, _, _ = io
-    v = v_ring.index(ring[0]).reshape([v_ring.shape[2], v_ring.shape[4]])
-    o = hopper.warpgroup_mma(p, v, o, is_async=True)
-    if TURNS:
-        pass_turn(W, WARPGROUPS)
-    return o
-
-
-@gluon.jit
-def let_go(b, io, ring, is_last):
-    """K of this tile has been read, and Q if it is an item's last one."""
-    _, _, _, _, _, q_free, _, k_free, _, _ = io
-    mbarrier.arrive(k_free.index(ring[1]), count=1)
-    if is_last:
-        mbarrier.arrive(q_free.index(b), count=1)
-
-
-@gluon.jit
-def advanced(ring, STAGES: gl.constexpr):
-    """The ring at the next tile."""
-    _, slot, turn = ring
-    wraps = slot == STAGES - 1
-    return slot, gl.where(wraps, 0, slot + 1), gl.where(wraps, turn ^ 1, turn)
-
-
-@gluon.jit
-def exponentials(s, m, scale_log2, io, OPTIMISTIC: gl.constexpr = False, W: gl.constexpr = 0):
-    """P, as a factor, and its sums by lane."""
-    q_tiles, _, _, v_ring, _, _, _, _, _, _ = io
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
-    sums = lane_sum(p)
-    if OPTIMISTIC:
-        p = rounded(p, q_tiles, W)
-    else:
-        p = p.to(q_tiles.dtype)
-    return gl.convert_layout(p, factor_layout(v_ring.shape[4])), sums
-
-
-@gluon.jit
-def by_row(l, shrink):
-    """l (rows, 4), as lanes hold it, times what its rows shrink by."""
-    return l * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, lane_layout())), 1)
-
-
-@gluon.jit
-def step(
-    o,
-    p,
-    m,
-    l,
-    excess,
-    shrink,
-    b,
-    io,
-    result,
-    work,
-    previous,
-    ring,
-    span,
-    row,
-    column,
-    scale_log2,
-    partial,
-    is_last,
-    FRESH: gl.constexpr,
-    W: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    TURNS: gl.constexpr,
-    DV: gl.constexpr,
-    PACK: gl.constexpr,
-):
-    """Take a tile into the maximum m (in base 2, not always followed), the sum l and the output o, which lacks its product p V.
-
-    On entry o lacks that of the tile before, and has to be ``shrink`` times what it is, as on return. FRESH: the tile is the
-    first of an item, and the ``previous`` item, if there is one, is finished. l (rows, 4) is what each lane has summed.
-    With three warpgroups (LATE) exponentials wait for the product with V, so p is rounded into the registers of the p before;
-    the product is done by then.
-    """
-    q_tiles, _, k_ring, v_ring, _, _, _, _, v_full, v_free = io
-    M: gl.constexpr = q_tiles.shape[2] * PACK
-    BN: gl.constexpr = k_ring.shape[2]
-    DV_PAD: gl.constexpr = v_ring.shape[4]
-    LATE: gl.constexpr = WARPGROUPS == 3
-    UNDER: gl.constexpr = DV_PAD <= 128  # o is rescaled under S, where there are registers for that
-    before, slot, turn = ring
-    s = start_scores(b, io, ring, W, TURNS)
-    if UNDER:
-        o = rescaled(o, shrink)
-    o = start_output(o, p, io, ring, W, WARPGROUPS, TURNS)
-    if not FRESH:
-        limit = ceiling(m, l, BN)
+    LATE: gl.constexpr = wg.COUNT == 3
+    EARLY_RESCALE: gl.constexpr = (
+        wg.DV_PAD <= 128
+    )  # during the MMA of S; it needs registers that wider heads do not have
+    no_shrink = gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN))
+    is_last = tile.is_last(wg.BN)
+    s = issue_scores(wg, ring, tile, wg.PING_PONG)
+    o = state.o
+    if EARLY_RESCALE:
+        o = rescale_output(o, state.shrink)
+    o = issue_output(o, state.p, wg, ring, wg.PING_PONG)
+    if not FIRST:
+        limit = highest_kept(state.m, state.l, wg.BN)
     s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
-    let_go(b, io, ring, is_last)
+    release_operands(wg, ring, tile, is_last)
 
     if partial:
-        s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
-    m_new = row_maximum(s) * scale_log2
-    if not FRESH:
-        m_new = gl.where(m_new > limit, m_new, m)
-    m_use = finite(m_new)
-    if FRESH:
-        shrink = gl.full([M], 1.0, gl.float32, column_layout(BN))
+        s = mask_hidden(s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK)
+    m = row_maximum(s) * wg.scale_log2
+    if not FIRST:
+        m = gl.where(m > limit, m, state.m)
+    m_finite = finite_or_zero(m)
+    if FIRST:
+        shrink = no_shrink
     else:
-        shrink = gl.exp2(m - m_use)
+        shrink = gl.exp2(state.m - m_finite)
     if LATE:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(v_free.index(before), count=1, pred=previous > 0 if FRESH else True)
-    p, l_new = exponentials(s, m_use, scale_log2, io)
-    # V of this tile is for the next step. Waiting here keeps the assembler from waiting for o above the exponentials.
-    mbarrier.wait(v_full.index(slot), turn)
+        mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
+    p, l = exponentials(s, m_finite, wg)
+    # V of this tile is needed in the next step. Waiting here keeps the assembler from waiting for o before the exponentials.
+    mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
     if not LATE:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(v_free.index(before), count=1, pred=previous > 0 if FRESH else True)
-    if FRESH:
+        mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
+    if FIRST:
         if previous > 0:
-            finish(o, m, l, excess, result, work, previous, W, BN, DV, PACK)
-        o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))
+            write_result(o, state, wg, previous)
+        o = gl.zeros([wg.M, wg.DV_PAD], gl.float32, mma_layout(wg.DV_PAD))
     else:
-        l_new += by_row(l, shrink)
-        if not UNDER:
-            o, shrink = rescaled(o, shrink), gl.full([M], 1.0, gl.float32, column_layout(BN))
-    return o, p, m_new, l_new, shrink, advanced(ring, k_ring.shape[0])
+        l += rescale_sums(state.l, shrink)
+        if not EARLY_RESCALE:
+            o, shrink = rescale_output(o, shrink), no_shrink
+    excess = gl.zeros_like(l) if wg.STALE_MAXIMUM else state.excess
+    return SoftmaxState(o, p, m, l, excess, shrink), ring.next(wg.STAGES)
 
 
-# ------------------------------------------------------------------ optimistic steps
-@gluon.constexpr_function
-def declaring(warpgroup, columns):
-    """PTX: registers of a warpgroup's own, for the functions below."""
-    return f".reg .b32 high_{warpgroup}, p_{warpgroup}_<{columns // 4}>; mov.b32 high_{warpgroup}, 0; mov.u32 $0, 0;"
-
-
-@gluon.constexpr_function
-def comparing(warpgroup):
-    """PTX: whether one of a thread's two numbers is larger than its limit, kept in a register."""
-    compare = "setp.gt.f32 some, $2, $4; setp.gt.or.f32 some, $3, $5, some;"
-    return f"{{ .reg .pred some; {compare} selp.b32 high_{warpgroup}, 1, 0, some; mov.u32 $0, 0; mov.u32 $1, 0; }}"
-
-
-@gluon.constexpr_function
-def voting(warpgroup):
-    """PTX: not 0 if it is so for any thread of the warpgroup. A ballot: the assembler knows that all lanes have the same."""
-    vote = f"bar.red.or.pred some, {11 + warpgroup}, 128, some; vote.sync.ballot.b32 $0, some, -1;"
-    return f"{{ .reg .pred some; setp.ne.u32 some, high_{warpgroup}, 0; {vote} }}"
-
-
-@gluon.constexpr_function
-def rounding(warpgroup, number, dtype):
-    """PTX: a thread's ``number`` elements of P are rounded, two to a word; copies are for `exceeding`."""
-    words, kind = number // 2, "bf16" if dtype == gl.bfloat16 else "f16"
-    pairs = ((i, words + 2 * i) for i in range(words))
-    return " ".join(f"cvt.rn.{kind}x2.f32 ${i}, ${at + 1}, ${at}; mov.b32 p_{warpgroup}_{i}, ${i};" for i, at in pairs)
-
-
-@gluon.constexpr_function
-def exceeding(warpgroup, columns, dtype):
-    """PTX: a lane has the sums $4 and $5 of two rows of P. What they exceed those of the rounded P by is added to $0 and $1 if
-    they are larger than the limits $6 and $7. Words 2 i of the rounded P are of the first row, 2 i + 1 of the second."""
-    lines = ["{ .reg .pred first, second, any; .reg .b16 low, high; .reg .b32 x, sum_<4>;"]
-    lines += ["setp.gt.f32 first, $4, $6; setp.gt.f32 second, $5, $7; or.pred any, first, second;"]
-    lines += ["vote.sync.any.pred any, any, -1; @!any bra.uni DONE;"]
-    lines += ["mov.f32 sum_0, $4; mov.f32 sum_1, $5; mov.f32 sum_2, 0.0; mov.f32 sum_3, 0.0;"]
-    for i in range(columns // 4):
-        p = f"p_{warpgroup}_{i}"
-        if dtype == gl.bfloat16:  # a cvt.f32.bf16 of each half takes three instructions more
-            halves = f"shl.b32 x, {p}, 16;", f"and.b32 x, {p}, 0xffff0000;"
-        else:
-            halves = f"mov.b32 {{low, high}}, {p}; cvt.f32.f16 x, low;", "cvt.f32.f16 x, high;"
-        lines += [f"{half} sub.f32 sum_{i % 4}, sum_{i % 4}, x;" for half in halves]
-    for row, flag in enumerate(("first", "second")):
-        lines.append(f"add.f32 x, sum_{row}, sum_{row + 2}; @{flag} add.f32 ${row}, ${row}, x;")
-    return " ".join(lines) + " DONE: }"
-
-
+# ------------------------------------------------------------------ epilogue
 @gluon.jit
-def declare(p, W: gl.constexpr):
-    """Once a warpgroup, before `any_above` and `rounded`: registers, as Gluon has no numbers that differ among threads but in
-    tensors."""
-    gl.inline_asm_elementwise(declaring(W, p.shape[1]), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def write_result(o, state, wg, work_tile):
+    """Divide the complete o by the sums, and write out and lse of a work tile; m, l and excess are those of ``state``.
 
-
-@gluon.jit
-def any_above(x, limit, W: gl.constexpr):
-    """Not 0 if an element of x (64, 4), held as by `lane_sum`, is larger than its limit."""
-    gl.inline_asm_elementwise(comparing(W), "=r,=r,f,f,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=2)
-    return gl.inline_asm_elementwise(voting(W), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def operands(number):
-    """The operands of `rounding`."""
-    return ",".join(["=r"] * (number // 2) + ["f"] * number)
-
-
-@gluon.jit
-def rounded(p, like, W: gl.constexpr):
-    """p in the type of ``like``, of two bytes. Registers hold it for `with_excess`: Triton would unpack it in every tile."""
-    N: gl.constexpr = p.shape[1] // 2  # elements of a thread
-    return gl.inline_asm_elementwise(
-        rounding(W, N, like.dtype), operands(N), [p], dtype=like.dtype, is_pure=False, pack=N
-    )
-
-
-@gluon.jit
-def with_excess(excess, p, seen, limit, W: gl.constexpr):
-    """``excess`` (64, 4), and where the sums by lane of P, ``seen``, are larger than ``limit``, what they exceed those of p by:
-    of what `rounded` gave last. A warp in which none is larger does nothing."""
-    return gl.inline_asm_elementwise(
-        exceeding(W, p.shape[1], p.dtype),
-        "=f,=f,0,1,f,f,f,f",
-        [excess, seen, limit],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=2,
-    )
-
-
-LOWEST = gl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the lowest float32: relative to it P of what is seen is infinite
-
-
-@gluon.constexpr_function
-def most(dtype):
-    """What the sum of a lane may be of a tile: P is finite in its dtype, and so is the sum of many tiles."""
-    return 65504.0 if dtype == gl.float16 else 2.0**32
-
-
-@gluon.jit
-def so_far(l, like):
-    """What a row has summed up to, for each of its lanes; at most what P may be, or sums that double would go on for ever."""
-    return gl.expand_dims(gl.minimum(gl.sum(l, 1), most(like.dtype)), 1) + gl.zeros_like(l)
-
-
-@gluon.jit
-def try_tiles(
-    o,
-    p,
-    m,
-    l,
-    excess,
-    b,
-    io,
-    work,
-    ring,
-    span,
-    span_end,
-    row,
-    column,
-    stop,
-    scale_log2,
-    PARTIAL: gl.constexpr,
-    W: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    TURNS: gl.constexpr,
-    PACK: gl.constexpr,
-):
-    """`step` after step from a column on, with the maximum m as it is, until P is ``above`` what can be held or all is done.
-
-    Of a tile where that is nothing has been taken in, but for its predecessor's product with V. ``seen``: the sums of its P.
-    The warpgroup votes on what outweighs its row, and again on what is too much where something does.
-    A row that has seen no key has -inf for m, and takes the `LOWEST` for it: P of whatever it sees is infinite.
+    Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN.
     """
-    q_tiles, _, k_ring, _, _, _, _, _, v_full, v_free = io
-    BN: gl.constexpr = k_ring.shape[2]
-    LATE: gl.constexpr = WARPGROUPS == 3
-    above, seen = 0, l
-    while (column < stop) & (above == 0):
-        before, slot, turn = ring
-        s = start_scores(b, io, ring, W, TURNS)
-        o = start_output(o, p, io, ring, W, WARPGROUPS, TURNS)
-        limit = so_far(l, q_tiles)
-        s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
-        if LATE:
-            mbarrier.wait(v_full.index(slot), turn)
-            o = hopper.warpgroup_mma_wait(0, deps=[o])
-            mbarrier.arrive(v_free.index(before), count=1)
-        if PARTIAL:
-            s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
-        p, seen = exponentials(s, gl.maximum(m, LOWEST), scale_log2, io, True, W)
-        if not LATE:
-            mbarrier.wait(v_full.index(slot), turn)
-            o = hopper.warpgroup_mma_wait(0, deps=[o])
-            mbarrier.arrive(v_free.index(before), count=1)
-        above = any_above(seen, limit, W)
-        if above != 0:
-            above = any_above(seen, gl.full_like(seen, most(q_tiles.dtype)), W)
-            if above == 0:
-                excess = with_excess(excess, p, seen, limit, W)
-        if above == 0:
-            l += seen
-            let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
-            ring = advanced(ring, k_ring.shape[0])
-            column += BN
-    return o, p, l, excess, seen, ring, column, above
+    m, output = state.m, wg.output
+    first, stop, batch, head = position_of(wg.work, work_tile)
+    batch_head = batch_head_of(wg.work, work_tile)
+    first += wg.INDEX * wg.TOKENS
+    left = stop - first  # tokens left to write
+    divisor = state.l - state.excess if wg.STALE_MAXIMUM else state.l
+    divisor = gl.convert_layout(gl.sum(divisor, 1), per_row_layout(wg.BN))
+    l = gl.convert_layout(gl.sum(state.l, 1), per_row_layout(wg.BN)) if wg.STALE_MAXIMUM else divisor
+    masked = (l == 0.0) & (m == float("-inf"))
+    in_range = (gl.abs(m) <= LARGEST_MAXIMUM) & (l > 0.0) & (l < float("inf"))
+    lse = (m + gl.log2(gl.where(in_range, l, 1.0))) * 0.6931471805599453
+    lse = gl.where(masked, float("-inf"), gl.where(in_range, lse, float("nan")))
+    r = gl.arange(0, wg.M, per_row_layout(wg.BN))
+    start = output.lse + (batch_head.to(gl.int64) * output.tokens + first)
+    gl.store(start + (r // wg.PACK + r % wg.PACK * output.tokens), lse, mask=r // wg.PACK < left)
+    inverse = gl.where(masked, 0.0, gl.where(in_range, 1.0 / divisor, float("nan")))
+    inverse = gl.expand_dims(gl.convert_layout(inverse, per_row_layout(o.shape[1])), 1)
+    o = zero_rows(o * inverse, inverse)
+    start = output.out + ((batch * output.tokens + first).to(gl.int64) * output.stride_t + head * output.stride_h)
+    store_tile(start, o, batch_head, left, output.stride_t, output.stride_h, 0, wg.DV, wg.PACK)
 
 
-@gluon.jit
-def follow(
-    o,
-    m,
-    l,
-    excess,
-    seen,
-    b,
-    io,
-    work,
-    ring,
-    span,
-    row,
-    column,
-    scale_log2,
-    partial,
-    W: gl.constexpr,
-    PACK: gl.constexpr,
-):
-    """The tile at which `try_tiles` has stopped: with the maximum of those rows of which a lane has ``seen`` too much."""
-    s = hopper.warpgroup_mma_wait(0, deps=[start_scores(b, io, ring, W, False)])
-    if partial:
-        s = hide_unseen(s, work, span, row, column, float("-inf"), PACK)
-    far = gl.convert_layout(gl.max(seen, 1) > most(io[0].dtype), column_layout(s.shape[1]))
-    m_new = gl.where(far, gl.maximum(m, row_maximum(s) * scale_log2), m)
-    m_use = finite(m_new)
-    shrink = gl.exp2(m - m_use)
-    p, seen = exponentials(s, m_use, scale_log2, io, True, W)
-    l, excess = by_row(l, shrink), by_row(excess, shrink)
-    return rescaled(o, shrink), p, m_new, l + seen, with_excess(excess, p, seen, so_far(l, io[0]), W)
-
-
-# ------------------------------------------------------------------ a warpgroup
-@gluon.jit
-def attend(
-    io,
-    result,
-    work,
-    scale_log2,
-    W: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    TURNS: gl.constexpr,
-    OPTIMISTIC: gl.constexpr,
-    DV: gl.constexpr,
-):
-    """A warpgroup: its part of the rows of every item."""
-    q_tiles, told, k_ring, v_ring, q_full, _, _, _, _, _ = io
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // WARPGROUPS
-    TOKENS: gl.constexpr = q_tiles.shape[2]
-    PACK: gl.constexpr = q_tiles.shape[3]
-    M: gl.constexpr = TOKENS * PACK
-    BN: gl.constexpr = k_ring.shape[2]
-    DV_PAD: gl.constexpr = v_ring.shape[4]
-    o = gl.zeros([M, DV_PAD], gl.float32, product_layout(DV_PAD))
-    p = gl.zeros([M, BN], q_tiles.dtype, factor_layout(DV_PAD))
-    m = gl.zeros([M], gl.float32, column_layout(BN))
-    l = gl.zeros([M, 4], gl.float32, lane_layout())
-    excess = gl.zeros([M, 4], gl.float32, lane_layout()) if OPTIMISTIC else None
-    shrink = gl.full([M], 1.0, gl.float32, column_layout(BN))
-    previous, done, ring = 0, 0, (0, 0, 0)
-    if OPTIMISTIC:
-        declare(p, W)
-    if TURNS and W == WARPGROUPS - 1:
-        pass_turn(W, WARPGROUPS)  # the first turn is the first warpgroup's
-    item = hear(told.index(W * BUFFERS), q_full.index(W * BUFFERS), 0)
-    while item > 0:
-        b = W * BUFFERS + done % BUFFERS
-        row = gl.load(work + item) + W * TOKENS
-        span_first, span_end = spans_of(work, item)
-        column, stop = columns_of(work, span_first, BN)
-        partial = is_partial(work, span_first)
-        is_last = (span_first + SPAN == span_end) & (column + BN == stop)
-        o, p, m, l, shrink, ring = step(
-            o, p, m, l, excess, shrink, b, io, result, work, previous, ring, span_first, row, column, scale_log2, partial,
-            is_last, True, W, WARPGROUPS, TURNS, DV, PACK,
-        )  # fmt: skip
-        if OPTIMISTIC:
-            excess = gl.zeros_like(l)
-        for span in range(span_first, span_end, SPAN):
-            column, stop = columns_of(work, span, BN)
-            partial = is_partial(work, span)
-            column += gl.where(span == span_first, BN, 0)
-            if OPTIMISTIC:
-                while column < stop:
-                    if partial:
-                        o, p, l, excess, seen, ring, column, above = try_tiles(
-                            o, p, m, l, excess, b, io, work, ring, span, span_end, row, column, stop, scale_log2,
-                            True, W, WARPGROUPS, TURNS, PACK,
-                        )  # fmt: skip
-                    else:
-                        o, p, l, excess, seen, ring, column, above = try_tiles(
-                            o, p, m, l, excess, b, io, work, ring, span, span_end, row, column, stop, scale_log2,
-                            False, W, WARPGROUPS, TURNS, PACK,
-                        )  # fmt: skip
-                    if above != 0:
-                        o, p, m, l, excess = follow(
-                            o, m, l, excess, seen, b, io, work, ring, span, row, column, scale_log2, partial, W, PACK
-                        )
-                        let_go(b, io, ring, (span + SPAN == span_end) & (column + BN == stop))
-                        ring = advanced(ring, k_ring.shape[0])
-                        column += BN
-            else:
-                turning = gl.where(partial, stop, column)
-                for j in range(column, turning, BN):
-                    is_last = (span + SPAN == span_end) & (j + BN == stop)
-                    o, p, m, l, shrink, ring = step(
-                        o, p, m, l, excess, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, True,
-                        is_last, False, W, WARPGROUPS, TURNS, DV, PACK,
-                    )  # fmt: skip
-                for j in range(turning, stop, BN):
-                    is_last = (span + SPAN == span_end) & (j + BN == stop)
-                    o, p, m, l, shrink, ring = step(
-                        o, p, m, l, excess, shrink, b, io, result, work, previous, ring, span, row, j, scale_log2, False,
-                        is_last, False, W, WARPGROUPS, TURNS, DV, PACK,
-                    )  # fmt: skip
-        done += 1
-        b = W * BUFFERS + done % BUFFERS
-        previous, item = item, hear(told.index(b), q_full.index(b), done // BUFFERS & 1)
-    if previous > 0:
-        o = start_output(rescaled(o, shrink), p, io, ring, W, WARPGROUPS, False)
-        o = hopper.warpgroup_mma_wait(0, deps=[o])
-        finish(o, m, l, excess, result, work, previous, W, BN, DV, PACK)
-    if TURNS and W == FIRST:
-        take_turn(W)  # the last one: the barrier ends as it began
-
-
+# ------------------------------------------------------------------ the kernel
 @gluon.jit(do_not_specialize=["tokens"])
 def forward_kernel(
     q_desc,
@@ -686,40 +287,46 @@ def forward_kernel(
     PACK: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
-    TURNS: gl.constexpr,
-    OPTIMISTIC: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    STALE_MAXIMUM: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """out (b, t, h, dv), evenly strided over b and t, and natural lse (b, h, t), contiguous, of the items in ``work``."""
+    """Write out (b, t, h, dv) and natural lse (b, h, t) of the work tiles in ``work``.
+
+    Batch and tokens of out have one common stride; lse is contiguous.
+    """
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS * BUFFERS, 1, 64 // PACK, PACK, D_PAD], q_desc.layout)
-    told = places(WARPGROUPS * BUFFERS)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
-    q_full, q_free = barriers(WARPGROUPS * BUFFERS, 1), barriers(WARPGROUPS * BUFFERS, 1)
-    k_full, k_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
-    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
+    published = allocate_published(WARPGROUPS * BUFFERS)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
+    q = Ring(q_tiles, make_barriers(WARPGROUPS * BUFFERS, 1), make_barriers(WARPGROUPS * BUFFERS, 1))
+    k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
+    v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
     fence_async_shared()
-    io = (q_tiles, told, k_ring, v_ring, q_full, q_free, k_full, k_free, v_full, v_free)
-    result = (out, lse, tokens, stride_t, stride_h)
+    buffers = Buffers(q, k, v, published)
+    output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # a stride of 1 is a constant
+    wg0 = Warpgroup(buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
+    wg1 = Warpgroup(buffers, output, work, scale_log2, 1, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (load_tiles, (q_desc, k_desc, v_desc, work, counter, io, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
-                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
+                (load_tiles, (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS)),
+                (attend, (wg0,)),
+                (attend, (wg1,)),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],
         )
     else:
+        wg2 = Warpgroup(buffers, output, work, scale_log2, 2, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
         gl.warp_specialize(
             [
-                (load_tiles, (q_desc, k_desc, v_desc, work, counter, io, GROUP, WARPGROUPS)),
-                (attend, (io, result, work, scale_log2, FIRST, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
-                (attend, (io, result, work, scale_log2, SECOND, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
-                (attend, (io, result, work, scale_log2, THIRD, WARPGROUPS, TURNS, OPTIMISTIC, DV)),
+                (load_tiles, (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS)),
+                (attend, (wg0,)),
+                (attend, (wg1,)),
+                (attend, (wg2,)),
             ],
             [4, 4, 4],
             [MATH_REGISTERS, MATH_REGISTERS, MATH_REGISTERS],

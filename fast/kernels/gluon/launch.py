@@ -18,14 +18,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
 from canon.fast.device_plans import device_plan
-from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose
+from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose, padded_to
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.forward import forward_kernel
+from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_statistics
 from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
-from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, tile_schedule, untouched
+from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, followers_wait_little, tile_schedule, untouched
 from canon.fast.kernels.launcher import capability, launch
 from canon.fast.kernels.launcher import processors as processors_of
 from canon.fast.kernels.triton import launch as portable
@@ -39,6 +40,18 @@ TILES = {size: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * si
 LINE = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # no products: nothing to gain here
+
+
+def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
+    """Return the backward method for "auto": as the Triton backend, but "fused" where adding to dq in order costs little."""
+    method = portable.choose_method(q, k, v, mask, multiprocessors)
+    d, dv = q.shape[3], v.shape[3]
+    if method == "head_parallel" or not padded_to("fused", d, dv):
+        return method
+    config, *pads = choose("fused", d, dv)
+    query_heads, key_heads = (x.shape[0] * x.shape[2] for x in (q, k))
+    cheap = followers_wait_little(mask, query_heads, key_heads, multiprocessors, max(pads), config.rows, config.columns)
+    return "fused" if cheap else method
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
@@ -62,7 +75,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
         strides = even_out.stride(1), even_out.stride(2)
         arguments = (*tiles, even_out, line_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
         options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack}
-        options |= {"TURNS": config.turns, "OPTIMISTIC": config.optimistic}
+        options |= {"PING_PONG": config.turns, "STALE_MAXIMUM": config.optimistic}
         run(forward_kernel, plan.items, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
     settle(out, even_out)
     settle(lse, line_lse)

@@ -83,7 +83,7 @@ def delta_stats_kernel(
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """Compute delta and return `row_statistics`, in one launch. Raises ValueError as `row_statistics` does."""
     dout, out = map(portable.addressable, (dout, out))
-    lines, dlse_or_any = empty_lines(lse), lse if dlse is None else dlse
+    lines, dlse_or_any = empty_statistics(lse), lse if dlse is None else dlse
     arguments = (out, dout, lse, dlse_or_any, lines, out.shape[1], lines.shape[3], out.shape[2])
     options = {"HAS_DLSE": dlse is not None, **portable.row_options(torch.float32, out, dout)}
     strided, heads = (out, dout, lse, dlse_or_any), portable.batch_heads(out)
@@ -91,9 +91,9 @@ def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | N
     return lines
 
 
-def row_statistics(lse: Tensor, delta: Tensor) -> Tensor:
-    """lines (b, h, 2, padded), float32, from lse and delta (b, h, t). Raises ValueError if 32 bits do not count them."""
-    lines = empty_lines(lse)
+def row_statistics(lse: Tensor, delta: Tensor, lines: Tensor | None = None) -> Tensor:
+    """Return row statistics (b, h, 2, padded), float32, of lse and delta (b, h, t), written into ``lines`` if given."""
+    lines = empty_statistics(lse) if lines is None else lines
     b, h, tokens, padded = *lse.shape, lines.shape[3]
     if lines.numel():
         arguments = (lse, delta, lines, tokens, padded, h, lse.stride(), delta.stride())
@@ -103,7 +103,7 @@ def row_statistics(lse: Tensor, delta: Tensor) -> Tensor:
     return lines
 
 
-def empty_lines(lse: Tensor) -> Tensor:
+def empty_statistics(lse: Tensor) -> Tensor:
     """Return uninitialised lines (b, h, 2, padded), float32. Raises ValueError if they exceed 2^31 elements."""
     b, h, tokens = lse.shape
     padded = -(-tokens // 4) * 4

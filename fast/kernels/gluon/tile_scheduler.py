@@ -56,7 +56,7 @@ class Heads(NamedTuple):
 
 
 class TileSchedule(NamedTuple):
-    """``work``: what the kernel reads (see `canon.fast.kernels.gluon.blocks`).
+    """``work``: what the kernel reads (see `canon.fast.kernels.gluon.tile_queue`).
 
     ``blind``: where the rows of all tiles without spans are, and perhaps others: results that nobody writes. ``strays``:
     whether items load queries that the mask does not touch, and whether they load such keys.

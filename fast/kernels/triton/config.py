@@ -78,7 +78,7 @@ LARGE_ELEMENTS: dict[int, dict[int, Config]] = {  # by bytes an element, then by
 SMALLEST = Config(16, 16, 8, 1)
 INTERPRETED = Config(128, 128)  # NumPy does the work, so large tiles are fast
 
-_forced: dict[str, Config] = {}
+FORCED: dict[str, Config] = {}
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) -> int:
@@ -99,8 +99,8 @@ def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, de
 
     Raises ValueError if none fits; the message gives the bytes needed and available.
     """
-    if kernel in _forced:
-        return _forced[kernel]
+    if kernel in FORCED:
+        return FORCED[kernel]
     if device.type == "cpu":
         return INTERPRETED
     return fitting(kernel, d, dv, itemsize, shared_limit(device), describable, is_hopper(device))
@@ -144,7 +144,7 @@ def forced(**configs: Config) -> Iterator[None]:
 
     Raises ValueError for unknown kernels.
     """
-    with forcing(_forced, KERNELS, configs):
+    with forcing(FORCED, KERNELS, configs):
         yield
 
 

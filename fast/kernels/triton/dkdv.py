@@ -267,7 +267,10 @@ def sum_heads_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write dk (b, s, g, d) and dv (b, s, g, dv): sums of each GROUP consecutive heads of the parts, in head order."""
+    """Write dk (b, s, g, d) and dv (b, s, g, dv): sums of each GROUP consecutive heads of the parts, in head order.
+
+    If DV is 0, only dk is summed.
+    """
     first = tl.program_id(0) // batch_heads * BM
     batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
     valid = first + tl.arange(0, BM) < tokens
@@ -278,10 +281,14 @@ def sum_heads_kernel(
     for member in tl.static_range(GROUP):
         dk_part = head_pointer(dk_parts, batch, head * GROUP + member, dk_parts_strides, ALIGN)
         dk_acc += load_rows(dk_part, dk_offset, first, dk_parts_strides[1], valid, D, D_PAD, ALIGN)
-        dv_part = head_pointer(dv_parts, batch, head * GROUP + member, dv_parts_strides, ALIGN)
-        dv_acc += load_rows(dv_part, dv_offset, first, dv_parts_strides[1], valid, DV, DV_PAD, ALIGN)
-    dk_head = head_pointer(dk, batch, head, dk_strides, ALIGN)
-    dv_head = head_pointer(dv, batch, head, dv_strides, ALIGN)
-    dk_offset, dv_offset = tile_offsets(dk_strides, BM, D_PAD, ALIGN), tile_offsets(dv_strides, BM, DV_PAD, ALIGN)
+        if DV > 0:
+            dv_part = head_pointer(dv_parts, batch, head * GROUP + member, dv_parts_strides, ALIGN)
+            dv_acc += load_rows(dv_part, dv_offset, first, dv_parts_strides[1], valid, DV, DV_PAD, ALIGN)
+    dk_head, dk_offset = head_pointer(dk, batch, head, dk_strides, ALIGN), tile_offsets(dk_strides, BM, D_PAD, ALIGN)
     store_rows(dk_head, dk_offset, first, dk_strides[1], valid, dk_acc, D, D_PAD, ALIGN)
-    store_rows(dv_head, dv_offset, first, dv_strides[1], valid, dv_acc, DV, DV_PAD, ALIGN)
+    if DV > 0:
+        dv_head, dv_offset = (
+            head_pointer(dv, batch, head, dv_strides, ALIGN),
+            tile_offsets(dv_strides, BM, DV_PAD, ALIGN),
+        )
+        store_rows(dv_head, dv_offset, first, dv_strides[1], valid, dv_acc, DV, DV_PAD, ALIGN)

@@ -35,6 +35,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from canon.fast.kernels.gluon.tile_scheduler import unevenness
 from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
@@ -50,6 +51,22 @@ LOG2E = 1.4426950408889634
 L2_BYTES = 32 << 20  # budget for tensors that concurrent heads read repeatedly; L2 caches hold 40 to 60 MB
 ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` is the tokens of a CTA
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
+COUNTED_TILE = 128, 64  # keys x queries: `choose_method` counts the work of dk and dv in tiles of this size
+
+
+def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
+    """Return the backward method for "auto": "head_parallel" where "split" would leave SMs idle, else "split".
+
+    "head_parallel" has an owner of dk and dv for each query head, "split" for each key head. It is chosen if the busiest SM
+    has over a quarter more work under "split". "fused" is never chosen: this backend adds to dq in any order.
+    """
+    b, h, g = q.shape[0], q.shape[2], k.shape[2]
+    if h > g:
+        split = unevenness(mask, *COUNTED_TILE, b * g, h // g, multiprocessors)
+        if split > 1.25 * unevenness(mask, *COUNTED_TILE, b * h, 1, multiprocessors):
+            return "head_parallel"
+    return "split"
+
 
 RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t), with the same strides
 
@@ -89,7 +106,11 @@ def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | N
     return row_statistics(lse, result)
 
 
-def row_statistics(lse: Tensor, delta: Tensor) -> RowStatistics:
+def empty_statistics(lse: Tensor) -> None:
+    """Return None: the kernels read lse and delta as they are."""
+
+
+def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
     """Return lse and delta (b, h, t) with equal strides, as `dq` and `dkdv` take them."""
     return (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
 
@@ -156,13 +177,17 @@ def refuse_atomics() -> None:
     warnings.warn(message, stacklevel=3)
 
 
-def sum_heads(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write dk (b, s, g, d) and dv (b, s, g, dv): sums over the heads of each group of the parts (b, s, h, ...)."""
-    tensors = (dk_parts, dv_parts, dk, dv)
+def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor | None) -> None:
+    """Write dk (b, s, g, d) and dv (b, s, g, dv): sums over the heads of each group of the parts (b, s, h, ...).
+
+    Without ``dv_parts`` and ``dv`` only dk is written.
+    """
+    width = 0 if dv is None else dv.shape[-1]
+    tensors = (dk_parts, dk_parts if dv_parts is None else dv_parts, dk, dk if dv is None else dv)
     options = {
         "GROUP": dk_parts.shape[2] // dk.shape[2],
-        "DV": dv.shape[-1],
-        "DV_PAD": padded(dv.shape[-1]),
+        "DV": width,
+        "DV_PAD": padded(max(1, width)),
         **row_options(dk_parts.dtype, *tensors),
     }
     arguments = (*tensors, dk.shape[1], dk.shape[2])

@@ -1,8 +1,8 @@
-"""What shows that an implementation is right: the judge, the worlds, and the cases that `canon check` runs.
+"""Test implementations of attention: a judge, process groups, and the cases that `canon check` runs.
 
     from canon.testing import agreement, oracle, orders, process_groups
 
-Needs torch alone.
+Importing it needs torch only.
 """
 
 from canon.testing.judge import Agreement, Attended, agreement, dense, oracle, orders

@@ -1,6 +1,8 @@
 """`canon bench`: how fast, beside whom, on which machine; agreement is checked before any figure is printed.
 
     canon bench kernels                        one GPU: forward and every backward, beside peers: `canon.testing.kernels`
+    canon bench host                           one GPU: wall and host time of eager calls: `canon.testing.host_time`
+    canon bench masks                          one GPU: the first call with a new packed mask: `canon.testing.host_time`
     canon bench figure RECORD --out FILE       their speeds against the length of the sequence: `canon.testing.figure`
     canon bench tune                           one GPU: tile sizes instead of peers: `canon.testing.tune`
     canon bench schedules                      several GPUs: `canon.testing.schedules`
@@ -23,15 +25,15 @@ from typing import Any
 import torch
 
 from canon.testing import figure, kernels, plans, process_groups, record
-from canon.testing.shapes import MASKS, shapes_of
+from canon.testing.shapes import MASKS, Shape, shapes_of
 
 # What belongs to which command; an option of another one is refused.
 OWNERS = {
-    "shape": ("kernels", "tune", "schedules"),
-    "mask": ("kernels", "tune", "schedules"),
-    "only": ("kernels", "tune", "schedules"),
-    "dtype": ("kernels", "tune", "schedules"),
-    "rounds": ("kernels", "schedules"),
+    "shape": ("kernels", "tune", "schedules", "host", "masks"),
+    "mask": ("kernels", "tune", "schedules", "host", "masks"),
+    "only": ("kernels", "tune", "schedules", "host"),
+    "dtype": ("kernels", "tune", "schedules", "host", "masks"),
+    "rounds": ("kernels", "schedules", "host", "masks"),
     "config": ("tune",),
     "backend": ("tune",),
     "ranks": ("plans", "schedules"),
@@ -50,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
     add = parser.add_argument
     what = "kernels: forward and every backward beside peers, on one GPU; figure: draw their records; tune: each kernel in "
-    what += "many tile sizes; schedules: ring, strided and Magi on several GPUs; plans: what dispatch plans are worth, on a CPU"
-    add("what", choices=["kernels", "figure", "tune", "schedules", "plans"], help=what)
+    what += "many tile sizes; schedules: ring, strided and Magi on several GPUs; plans: dispatch plans on a CPU; "
+    what += "host: time of eager calls; masks: time of a new mask"
+    add("what", choices=["kernels", "figure", "tune", "schedules", "plans", "host", "masks"], help=what)
     add("--shape", action="append", help="b,n,h,g,d or b,n,h,g,d,mask (repeatable)", metavar="SHAPE")
     add("--mask", action="append", help=MASKS, metavar="MASK")
     add("--dtype", default=DEFAULTS["dtype"], choices=["bfloat16", "float16", "float32"])
@@ -60,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds",
         type=int,
         default=DEFAULTS["rounds"],
-        help="kernels, schedules: how often all are timed (default 10)",
+        help="how often all are timed (default 10)",
     )
     add(
         "--backend",
@@ -113,6 +116,8 @@ def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
             [tune.config_of(text, options.backend) for text in options.config],
             console,
         )
+    if options.what in ("host", "masks"):
+        return partial(_host, options, _host_shapes(options), console)
     from canon.testing import schedules
 
     return partial(_schedules, options, schedules.program(options), console)
@@ -148,6 +153,33 @@ def _tune(options: argparse.Namespace, shapes: list, candidates: list, console) 
         _keep(options, rows)
         torch.cuda.empty_cache()
     return _told(console, options, False)
+
+
+def _host_shapes(options: argparse.Namespace) -> list[Shape]:
+    from canon.testing import host_time
+
+    defaults = host_time.HOST_SHAPES if options.what == "host" else host_time.MASK_SHAPES
+    found = shapes_of(options.shape or [], options.mask or [], defaults)
+    if options.what == "masks" and any(not shape.mask_name.startswith("documents:") for shape in found):
+        raise ValueError("masks needs packed documents: documents:MEAN")
+    return found
+
+
+def _host(options: argparse.Namespace, found: list[Shape], console) -> int:
+    from canon.testing import host_time
+
+    rows, dtype = [], getattr(torch, options.dtype)
+    for shape in found:
+        if options.what == "host":
+            some = host_time.host(shape, dtype, _device(), options.rounds, options.only)
+            console.print(host_time.host_table(some))
+        else:
+            some = host_time.masks(shape, dtype, _device(), options.rounds)
+            console.print(host_time.mask_table(some))
+        rows += some
+        _keep(options, rows)
+        torch.cuda.empty_cache()
+    return _told(console, options, any("failed" in row and row["contender"].startswith("canon") for row in rows))
 
 
 def _schedules(options: argparse.Namespace, program, console) -> int:

@@ -1,12 +1,12 @@
-"""One run of the cases, on whatever world: every rank runs the module and the reference, rank 0 judges.
+"""Run cases on all ranks of a process group: every rank runs the module and the reference, and rank 0 judges.
 
     each rank   inputs of the case -> its shards -> module, twice or more; reference, once -> gather
     rank 0      gathered results -> judge -> one line of JSON into ``sink``
 
-Where nothing is attended to (`exchanges`), every rank judges what it has, and rank 0 gathers the verdicts.
+In cases without attention (`exchanges`), every rank judges its own results, and rank 0 gathers the verdicts.
 
-Lines are written as soon as a case is done, so whoever reads ``sink`` can show progress, and knows after a failure how
-far the world came. An exception of the module ends the world: the other ranks may be waiting inside it.
+Rank 0 writes a line as soon as a case is done. The reader of ``sink`` shows the progress, and finds the finished cases
+after a failure. An exception of the module ends all ranks, because the other ranks may be waiting inside the module.
 """
 
 import json
@@ -32,28 +32,28 @@ from canon.testing.inputs import Expected, Inputs, placed
 from canon.testing.judge import Attended, Measure, agreement, relative
 from canon.testing.places import worst_places
 
-DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}  # are not passed
-_making = threading.Lock()  # ranks as threads share one set of inputs
+DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}  # arguments with these values are not passed
+_inputs_lock = threading.Lock()  # ranks that are threads share one cached set of inputs
 
 
 class Source(Protocol):
-    """Where the inputs of a case, and the answers to it, come from."""
+    """Inputs and expected results of the cases."""
 
     def mask(self, case: Case) -> Mask:
-        """The mask over the whole sequence."""
+        """Return the mask over the whole sequence."""
         ...
 
     def inputs(self, case: Case, device: str) -> Inputs:
-        """The whole sequence, the same tensors on every rank."""
+        """Return the tensors of the whole sequence, equal on every rank."""
         ...
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
-        """What the judge compares with."""
+        """Return the expected results."""
         ...
 
 
 class CaseFailed(Exception):
-    """``CaseFailed(name, text)``: the case that raised, and what it raised."""
+    """``CaseFailed(name, text)``: the name of a case that raised, and its exception as text."""
 
     def __str__(self) -> str:
         return self.args[1]
@@ -61,22 +61,22 @@ class CaseFailed(Exception):
 
 @dataclass(frozen=True)
 class CaseRunner:
-    """A picklable program for every rank of a world."""
+    """A picklable program for every rank: it runs ``cases`` on ``module``."""
 
     module: str
     cases: tuple[Case, ...]
     source: Source
     device: str
     sink: Path
-    backend: str | None = None  # of canon.fast
-    runs: int = 2  # of the module, each case
+    backend: str | None = None  # kernel backend of canon.fast
+    runs: int = 2  # runs of the module for each case
 
     def __call__(self) -> None:
         if self.device == "cpu":
-            with suppress(ModuleNotFoundError):  # without Triton, the reference can be checked
+            with suppress(ModuleNotFoundError):  # the reference needs no Triton
                 from canon.fast.kernels.interpreter import repair
 
-                repair()  # each process has its own
+                repair()  # once in each process
         module = import_module(self.module)
         with self._kernels():
             for case in self.cases:
@@ -86,10 +86,10 @@ class CaseRunner:
                     raise CaseFailed(case.name, f"{type(error).__name__}: {error}") from error
                 if result is not None:
                     with self.sink.open("a") as lines:
-                        lines.write(json.dumps(result) + "\n")  # in one piece: the lines are read as they come
+                        lines.write(json.dumps(result) + "\n")  # one write: another thread reads the lines meanwhile
 
     def rehearse(self) -> None:
-        """Run the module's half of every case once, and judge nothing: to find out which kernels it launches."""
+        """Run the module once on every case, without the reference and the judge. `warming` collects its kernels."""
         module, rank, ranks = import_module(self.module), dist.get_rank(), dist.get_world_size()
         with self._kernels():
             for case in self.cases:
@@ -98,7 +98,7 @@ class CaseRunner:
                 mask, x = self.source.mask(case), None
                 layout = case.layout_of(mask, ranks)
                 if case.dtype:
-                    with _making:
+                    with _inputs_lock:
                         x = self.source.inputs(case, self.device)
                 if case.function in EXCHANGES:
                     tables(module, case, mask, layout, x, rank)
@@ -107,7 +107,7 @@ class CaseRunner:
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
-        """The backend that was asked for; on a CPU, where Gluon does not run, its simulator."""
+        """Use ``backend`` within the block. On a CPU, Gluon kernels run in the simulator."""
         if self.backend is None:
             yield
             return
@@ -125,10 +125,10 @@ def _run(module: Any, case: Case, source: Source, device: str, runs: int) -> dic
         return None
     mask, x = source.mask(case), None
     if case.dtype:
-        with _making:
+        with _inputs_lock:
             x = source.inputs(case, device)
     layout = case.layout_of(mask, dist.get_world_size())
-    run = _exchanged if case.function in EXCHANGES else _attended
+    run = _run_exchange if case.function in EXCHANGES else _run_attention
     result = run(module, case, source, device, runs, mask, layout, x)
     if dist.get_rank():
         return None
@@ -137,109 +137,113 @@ def _run(module: Any, case: Case, source: Source, device: str, runs: int) -> dic
     return {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict, **result}
 
 
-def _attended(module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs) -> dict[str, Any]:
+def _run_attention(module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs) -> dict[str, Any]:
+    """Gather the results of all ranks on rank 0, and return its verdict; other ranks return {}."""
     rank = dist.get_rank()
     program = lambda half: call(half, case, x, layout, rank)
-    first, wavers, seconds = _repeated(program, module, case, device, runs, _rows_apart)
-    theirs, reference_seconds = _timed(program, reference, case, device)
+    first, unequal_runs, seconds = _repeated(program, module, case, device, runs, _different_rows)
+    of_reference, reference_seconds = _timed(program, reference, case, device)
     if case.distributed:
-        wavers = [f"rank {number}: {told}" for number, some in enumerate(_everyone(wavers)) for told in some]
-        first, theirs = (Attended(*map(_assembler(layout), range(5), part)) for part in (first, theirs))
+        by_rank = enumerate(_gather_objects(unequal_runs))
+        unequal_runs = [f"rank {number}: {text}" for number, texts in by_rank for text in texts]
+        first, of_reference = (Attended(*map(_assembler(layout), range(5), part)) for part in (first, of_reference))
     if rank:
         return {}
-    should = source.expected(case, layout, device)
-    exact, judge = should.exact, lambda got: agreement(got, should.exact, should.honest, should.roundings)
-    verdict, of_reference = judge(first), judge(theirs)
+    expected = source.expected(case, layout, device)
+    exact, judge = expected.exact, lambda got: agreement(got, expected.exact, expected.honest, expected.roundings)
+    verdict, reference_verdict = judge(first), judge(of_reference)
     faults = _wrong_dtypes(case, first, exact) + list(verdict.faults)
     faults += worst_places(list(verdict.faults), first, exact, layout if case.distributed else None)
-    faults += [f"the reference itself: {fault}" for fault in of_reference.faults]
-    if not (case.method == "fused" and device == "cuda"):  # there its dq is added up by atomics
-        faults += wavers
-    errors = {(m.tensor, m.norm): m.error for m in of_reference.measures}
+    faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
+    if not (case.method == "fused" and device == "cuda"):  # its atomics add dq in no fixed order
+        faults += unequal_runs
+    errors = {(m.tensor, m.norm): m.error for m in reference_verdict.measures}
     measures = []
     for m in verdict.measures:
         between = {
-            "difference": _difference(m, first, theirs, exact),
+            "difference": _difference(m, first, of_reference, exact),
             "reference_error": errors.get((m.tensor, m.norm)),
         }
         measures.append(asdict(m) | {"ratio": m.ratio} | between)
     seconds = {"seconds": seconds, "reference_seconds": [reference_seconds]}
-    return {"faults": faults, "measures": measures, "same_bits": not wavers, **seconds}
+    return {"faults": faults, "measures": measures, "same_bits": not unequal_runs, **seconds}
 
 
-def _exchanged(
+def _run_exchange(
     module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs | None
 ) -> dict[str, Any]:
-    """Every rank judges what it has. The worst of each measure, and every fault with the ranks that found it."""
+    """Judge the results of each rank there. Return the worst of each measure, and each fault with its ranks."""
     rank = dist.get_rank()
     program = lambda half: tables(half, case, mask, layout, x, rank)
-    first, wavers, seconds = _repeated(program, module, case, device, runs, _tables_apart)
-    theirs, reference_seconds = _timed(program, reference, case, device)
-    should = answers(case, mask, layout, x, rank)
-    measures, faults = compared(first, should)
-    faults += [f"the reference itself: {fault}" for fault in compared(theirs, should)[1]]
-    everyone = _everyone((measures, faults + wavers, not wavers))
+    first, unequal_runs, seconds = _repeated(program, module, case, device, runs, _different_tables)
+    of_reference, reference_seconds = _timed(program, reference, case, device)
+    expected = answers(case, mask, layout, x, rank)
+    measures, faults = compared(first, expected)
+    faults += [f"the reference itself: {fault}" for fault in compared(of_reference, expected)[1]]
+    by_rank = _gather_objects((measures, faults + unequal_runs, not unequal_runs))
     seconds = {"seconds": seconds, "reference_seconds": [reference_seconds]}
-    worst, told = {}, {}
-    for m in sorted((m for some, _, _ in everyone for m in some), key=lambda m: m.ratio):
+    worst, ranks_of = {}, {}
+    for m in sorted((m for measures, _, _ in by_rank for m in measures), key=lambda m: m.ratio):
         worst[m.tensor, m.norm] = asdict(m) | {"ratio": m.ratio}
-    for number, (_, some, _) in enumerate(everyone):
-        for fault in some:
-            told.setdefault(fault, []).append(str(number))
+    for number, (_, faults, _) in enumerate(by_rank):
+        for fault in faults:
+            ranks_of.setdefault(fault, []).append(str(number))
     return {
-        "faults": [f"rank {', '.join(who)}: {fault}" for fault, who in told.items()],
+        "faults": [f"rank {', '.join(ranks)}: {fault}" for fault, ranks in ranks_of.items()],
         "measures": list(worst.values()),
-        "same_bits": all(same for _, _, same in everyone),
+        "same_bits": all(same for _, _, same in by_rank),
         **seconds,
     }
 
 
 def _repeated(
-    program: Callable[[Any], Any], module: Any, case: Case, device: str, runs: int, apart: Callable[[Any, Any], str]
+    program: Callable[[Any], Any], module: Any, case: Case, device: str, runs: int, compare: Callable[[Any, Any], str]
 ) -> tuple[Any, list[str], list[float]]:
-    """What the first run gives, where others give other bits, and the seconds of the first run and of the last."""
+    """Return the first run's result, a line for each run with other bits, and the seconds of the first and last run."""
     first, cold = _timed(program, module, case, device)
-    wavers, warm = [], cold
+    unequal_runs, warm = [], cold
     for number in range(2, runs + 1):
         other, warm = _timed(program, module, case, device)
-        if where := apart(first, other):
-            wavers.append(f"run {number} gave other bits than the first, in {where}")
-    return first, wavers, [cold, warm]
+        if where := compare(first, other):
+            unequal_runs.append(f"run {number} gave other bits than the first, in {where}")
+    return first, unequal_runs, [cold, warm]
 
 
-def _rows_apart(a: Attended, b: Attended) -> str:
-    """How many rows of which tensors, a row being one head of one token; nothing if all bits are the same."""
-    told = []
+def _different_rows(a: Attended, b: Attended) -> str:
+    """Return the number of different rows of each tensor as text, "" for none. A row is one head of one token."""
+    texts = []
     for name, x, y in zip(Attended._fields, a, b, strict=True):
         if x is not None and y is not None:
             differ = (x != y) & ~((x != x) & (y != y))  # a NaN equals a NaN
             rows = differ if name == "lse" else differ.any(-1)
             if not rows.any():
                 continue
-            told.append(f"{int(rows.sum())} of {rows.numel()} rows of {name}")
+            texts.append(f"{int(rows.sum())} of {rows.numel()} rows of {name}")
         elif (x is None) != (y is None):
-            told.append(f"whether there is {name}")
-    return ", ".join(told)
+            texts.append(f"{name}, which only one run returned")
+    return ", ".join(texts)
 
 
-def _tables_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
+def _different_tables(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
+    """Return the number of different rows of each table as text, "" for none."""
     differ = {name: len(rows_that_differ(a[name], b[name])) for name in a}
     return ", ".join(f"{rows} of {len(a[name])} rows of {name}" for name, rows in differ.items() if rows)
 
 
 def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) -> tuple[Any, float]:
-    _ready(case, device)
+    _wait_for_all(case, device)
     start = time.perf_counter()
     result = program(half)
-    _ready(case, device)
+    _wait_for_all(case, device)
     return result, time.perf_counter() - start
 
 
 def _wrong_dtypes(case: Case, got: Attended, exact: Attended) -> list[str]:
-    """Return a fault for each result of the wrong dtype: that of the inputs; float32 (float64) for lse and parts.
+    """Return a fault for each result of the wrong dtype.
 
-    A wide result whose numbers all fit the narrow dtype was rounded too early. One honest exception: where dout is all ones
-    and one query sees a key, dv is the rounded operand P itself.
+    Expected is the dtype of the inputs, and float32 (float64 for float64) for lse and for parts. A float32 result is a
+    fault, too, if all its numbers fit the 16-bit dtype: it was rounded too early. One exception is correct: with a dout
+    of ones, and one query that sees a key, dv is the rounded operand P itself.
     """
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
@@ -253,33 +257,34 @@ def _wrong_dtypes(case: Case, got: Attended, exact: Attended) -> list[str]:
         elif name == "dv" and getattr(case, "used", "") == "sum":
             continue
         elif expected != narrow and rounded(x) and not rounded(true.float()):
-            faults.append(f"{name} is {x.dtype} in name, but was rounded to {narrow}")
+            faults.append(f"{name} has dtype {x.dtype}, but was rounded to {narrow} before")
     return faults
 
 
-def _difference(m: Measure, first: Attended, theirs: Attended, exact: Attended) -> float:
-    """The module's result against the reference's. It needs no bound of its own: both have one to the oracle."""
-    a, b, true = (getattr(x, m.tensor).double() for x in (first, theirs, exact))
+def _difference(m: Measure, first: Attended, of_reference: Attended, exact: Attended) -> float:
+    """Return the distance from the module's result to the reference's. Each has a bound on its distance to the oracle."""
+    a, b, true = (getattr(x, m.tensor).double() for x in (first, of_reference, exact))
     unseen = true == -torch.inf
     return relative(m.tensor, m.norm, (a - b).masked_fill(unseen, 0), true.masked_fill(unseen, 0))
 
 
-def _ready(case: Case, device: str) -> None:
+def _wait_for_all(case: Case, device: str) -> None:
+    """Wait until the GPU is idle and, in a distributed case, until all ranks are here."""
     if device == "cuda":
         torch.cuda.synchronize()
     if case.distributed:
         dist.barrier()
 
 
-def _everyone(mine: Any) -> list[Any]:
-    """What every rank has to tell."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told
+def _gather_objects(mine: Any) -> list[Any]:
+    """Return the objects of all ranks, by rank."""
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, mine)
+    return objects
 
 
 def _assembler(layout: Layout) -> Callable[[int, Tensor | None], Tensor | None]:
-    """Puts the shards of all ranks together; written apart from `Layout.unshard`, which is under test."""
+    """Return a function that puts the shards of all ranks together. `Layout.unshard` is under test, so it is not used."""
 
     def assemble(field: int, local: Tensor | None) -> Tensor | None:
         if local is None:
@@ -301,20 +306,20 @@ def _assembler(layout: Layout) -> Callable[[int, Tensor | None], Tensor | None]:
 
 # ---------------------------------------------------------------------- calls
 def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Attended:
-    """What ``module`` gives for this rank's part of ``x``. Local functions get the whole."""
-    shard = layout.shard if case.distributed else lambda whole, rank, dim: whole
+    """Return the results of ``module`` for this rank's shard of ``x``. Local functions get the whole sequence."""
+    shard = layout.shard if case.distributed else lambda full, rank, dim: full
     q, k, v, dout = (placed(shard(t, rank, t.dim() - 3), case.shape, heads_first=True) for t in (x.q, x.k, x.v, x.dout))
-    if case.used == "sum":  # the gradient of out.sum(): one number with strides of 0
+    if case.used == "sum":  # autograd passes the gradient of out.sum() as one number with strides of 0
         dout = dout.new_ones(()).expand(dout.shape)
     dlse = shard(x.dlse, rank, x.dlse.dim() - 1)
-    runner: Callable = _RUNNERS.get(case.function, _whole)
-    return runner(module, case, q, k, v, dout, dlse, x, layout)
+    function: Callable = _CALLS.get(case.function, _attention)
+    return function(module, case, q, k, v, dout, dlse, x, layout)
 
 
-def _whole(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
-    """A differentiable function, forward and backward."""
+def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
+    """Call a differentiable function, forward and backward."""
     leaves = [t.detach().requires_grad_(not case.used.startswith("forward")) for t in (q, k, v)]
-    if case.variant == "plain":  # the mask is causal, which is what None means
+    if case.variant == "plain":  # the mask is causal: None means the same
         out = getattr(module, case.function)(*leaves, *((None, layout) if case.function in TAKE_A_LAYOUT else ()))
         if case.used.startswith("forward"):
             return Attended(out)
@@ -326,12 +331,12 @@ def _whole(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
     out, lse = results if case.returns_lse else (results, None)
     if case.used.startswith("forward"):
         return Attended(out, lse)
-    some, grads = {"both": ((out, lse), (dout, dlse)), "lse": (lse, dlse)}.get(case.used, (out, dout))
-    return Attended(out.detach(), None if lse is None else lse.detach(), *torch.autograd.grad(some, leaves, grads))
+    outputs, grads = {"both": ((out, lse), (dout, dlse)), "lse": (lse, dlse)}.get(case.used, (out, dout))
+    return Attended(out.detach(), None if lse is None else lse.detach(), *torch.autograd.grad(outputs, leaves, grads))
 
 
 def _options(case: Case) -> dict[str, Any]:
-    """The options of a case; a dtype is named in it."""
+    """Return the options of a case, with the dtype instead of its name."""
     options = dict(case.options)
     return options | {name: DTYPES[options[name]] for name in ("reduce_dtype",) if name in options}
 
@@ -353,15 +358,15 @@ def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
 
 
 def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
-    """Two uneven parts of the keys, attended to by the reference in float32, put together by the module."""
+    """Merge two parts of the keys, one third and two thirds, that the reference computed in float32 (or float64)."""
     middle, n = x.mask.keys // 3, x.mask.keys
     parts: list[Tensor] = []
     for keys in (range(0, middle), range(middle, n)):
-        some = (t[..., keys.start : keys.stop, :, :] for t in (k, v))
+        kv_part = (t[..., keys.start : keys.stop, :, :] for t in (k, v))
         parts += reference.attention_forward(
-            q, *some, x.mask.crop(keys=keys), scale=x.scale, out_dtype=accumulate_dtype(q.dtype)
+            q, *kv_part, x.mask.crop(keys=keys), scale=x.scale, out_dtype=accumulate_dtype(q.dtype)
         )
     return Attended(*module.merge(*parts))
 
 
-_RUNNERS = {"attention_forward": _forward, "attention_backward": _backward, "merge": _merge}
+_CALLS = {"attention_forward": _forward, "attention_backward": _backward, "merge": _merge}

@@ -1,25 +1,26 @@
-"""The cases of `canon check`: which functions, masks, layouts, dtypes and shapes are tried. `inputs` makes what they run on.
+"""List the cases of `canon check`: functions, masks, layouts, dtypes and shapes. `inputs` makes their tensors.
 
     function           masks                                    layouts                       methods
     attention          all five; plain causal                   -                             auto
-    attention_forward  documents, block_causal; a part, window  -                             -
-    attention_backward documents, window; a part, causal        -                             split, fused, head_parallel
+    attention_forward  documents, block_causal; part, window    -                             -
+    attention_backward documents, window; part, causal          -                             split, fused, head_parallel
     merge              documents, block_causal                  -                             -
-    ring_attention     all five; plain causal                   contiguous, zigzag, striped   auto; two cases of the others
+    ring_attention     all five; plain causal                   contiguous, zigzag, striped   auto; fused, head_parallel
     zigzag, striped    documents, causal, block_causal          their own                     auto
-    strided_attention  all five                                 contiguous, zigzag, striped   auto, strides of several kinds
-    magi_attention     all five                                 as dispatch plans, zigzag     auto, stages of several kinds
-    group_cast, reduce documents, window                        as planned, zigzag, striped   one stage, two stages
+    strided_attention  all five                                 contiguous, zigzag, striped   auto, several strides
+    magi_attention     all five                                 planned by dispatch, zigzag   auto, several stages
+    group_cast, reduce documents, window                        planned, zigzag, striped      one stage, two stages
     dispatch           all five                                 -                             -
     cast_plan, report  all five                                 all four                      stages 0 to 3
     Layout             all but full                             all four                      shard, unshard, their gradients
 
-*plain* is (q, k, v) without a mask and without lse; a *part* is what the schedules ask for, delta given and results in
-float32. Attention and sums are near the truth, plans and what is moved are equal to it (`exchanges`).
+A *plain* case passes no mask and returns no lse. A *part* is a partial result of a schedule: delta is given, and the
+results are float32. Results of attention and sums have an error bound. Plans and moved tokens must be equal
+(`exchanges`).
 
-Each mask comes with a shape and a form of its own: heads in groups, dv != d, packed and batched, and tensors
-that are not contiguous. The dtypes take turns, so that each meets every function and, over the layouts, every mask.
-What no query sees, and queries that see nothing, hold NaN. Functions that have no case here are named by `covered`.
+Each mask has its own shape: grouped heads, dv != d, packed or batched, contiguous or not. The dtypes alternate over
+masks, layouts and methods. Keys that no query sees, and queries that see no key, hold NaN. `covered` names the public
+functions without a case.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,7 @@ METHODS = ("split", "fused", "head_parallel")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TAKE_A_LAYOUT = {"ring_attention", "strided_attention", "magi_attention"}
 PLANS = {"dispatch", "cast_plan", "plan_report"}  # pure functions of masks: their cases have no dtype
-EXCHANGES = PLANS | {"group_cast", "group_reduce", "Layout"}  # what is no attention: `canon.testing.exchanges`
+EXCHANGES = PLANS | {"group_cast", "group_reduce", "Layout"}  # cases without attention: `canon.testing.exchanges`
 DISTRIBUTED = TAKE_A_LAYOUT | {"zigzag_attention", "striped_attention"} | EXCHANGES
 STRIDED = {  # variant: mask, layout, options
     "": ("documents", "contiguous", {}),
@@ -73,38 +74,38 @@ CAST_PLANS = {  # mask: layout, stages
     "full": ("contiguous", 1),
 }
 USES = (  # results that are differentiated
-    "both",
-    "out",
-    "lse",  # both are returned
-    "no lse",
+    "both",  # out and lse
+    "out",  # lse is returned, too
+    "lse",  # out is returned, too
+    "no lse",  # out; lse is not returned
     "sum",  # out.sum(); lse is not returned
-    "forward",
-    "forward, no lse",  # none is differentiated
+    "forward",  # none; out and lse are returned
+    "forward, no lse",  # none; only out is returned
 )
-VOCABULARY = {"Band", "Mask", "Layout", "backend", "suggest_strides"}  # no case is owed to what both halves share
+VOCABULARY = {"Band", "Mask", "Layout", "backend", "suggest_strides"}  # both halves share these: they need no case
 
 
 def interleaving(mask: Mask, ranks: int) -> dict[str, Any]:
-    """Arguments of `dispatch` for chunks that interleave however short the sequence: balance is all, receiving is free.
+    """Return arguments of `dispatch` with fast communication, so that the chunks of the ranks interleave.
 
-    (With the default rates keys are dear: a few hundred tokens stay together, as contiguous shards.)
+    With the default rates, communication would be too expensive for a few hundred tokens: shards would be contiguous.
     """
     return dict(chunk=max(1, mask.queries // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads and widths, packed or batched, contiguous or not."""
+    """Heads (h, g), widths (d, dv), batch and strides of the tensors."""
 
     heads: tuple[int, int]
     widths: tuple[int, int]
-    batch: int = 0  # 0 is packed
+    batch: int = 0  # 0 means packed
     contiguous: bool = True
     scale: float | None = None
-    strides: int | None = None  # seed of random strides, where not None
+    strides: int | None = None  # seed of random strides
 
 
-SHAPES = {  # by mask; the second is for GPUs
+SHAPES = {  # by mask: (on the CPU, on GPUs)
     "documents": (Shape((4, 2), (32, 32)), Shape((8, 2), (128, 128))),
     "causal": (Shape((2, 1), (64, 32), batch=1), Shape((4, 1), (128, 64), batch=1)),
     "window": (Shape((2, 2), (48, 48), contiguous=False), Shape((4, 4), (96, 96), contiguous=False)),
@@ -120,13 +121,13 @@ class Case:
 
     function: str
     mask: str
-    dtype: str  # "" where no tensor is asked for
+    dtype: str  # "" for functions without tensors
     shape: Shape
     layout: str | None = None
     method: str = "auto"
-    variant: str = ""  # the name of the options
+    variant: str = ""  # name of the options
     options: tuple[tuple[str, Any], ...] = ()
-    used: str = "both"  # results that are differentiated: see `USES`
+    used: str = "both"  # one of `USES`
 
     @property
     def name(self) -> str:
@@ -146,18 +147,31 @@ class Case:
 
 
 def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
-    """Every case, the dtypes taking turns. float64 is tried on two functions only where others are asked for too."""
-    turns = [name for name in dtypes if name != "float64"] or ["float64"]
+    """Return all cases. They alternate between ``dtypes``. With other dtypes, float64 has only two cases."""
+    alternating = [name for name in dtypes if name != "float64"] or ["float64"]
     cases: list[Case] = []
 
     def add(
         function: str, mask: str, layout: str | None = None, method="auto", dtype="", variant="", **options
     ) -> None:
-        turn = MASKS.index(mask) + (list(LAYOUTS).index(layout) if layout else 0) + METHODS.count(method)
-        dtype = "" if function in PLANS else dtype or turns[turn % len(turns)]
-        chosen = tuple(options.items())
-        cases.append(Case(function, mask, dtype, SHAPES[mask][gpu], layout, method, variant, chosen))
+        number = MASKS.index(mask) + (list(LAYOUTS).index(layout) if layout else 0) + METHODS.count(method)
+        dtype = "" if function in PLANS else dtype or alternating[number % len(alternating)]
+        shape = SHAPES[mask][gpu]
+        cases.append(Case(function, mask, dtype, shape, layout, method, variant, tuple(options.items())))
 
+    _add_local(add)
+    _add_rings(add)
+    for function, variants in (("strided_attention", STRIDED), ("magi_attention", MAGI)):
+        for variant, (mask, layout, options) in variants.items():
+            add(function, mask, layout, variant=variant, **options)
+    _add_exchanges(add)
+    if "float64" in dtypes and alternating != ["float64"]:
+        add("attention", "documents", dtype="float64")
+        add("ring_attention", "causal", "zigzag", dtype="float64")
+    return cases
+
+
+def _add_local(add: Callable[..., None]) -> None:
     for mask in MASKS:
         add("attention", mask)
     add("attention", "causal", variant="plain")
@@ -169,6 +183,9 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
         add("attention_backward", mask, method=method)
     add("attention_forward", "window", variant="part")
     add("attention_backward", "causal", method="split", variant="part")
+
+
+def _add_rings(add: Callable[..., None]) -> None:
     for mask in MASKS:
         for layout in ("contiguous", "zigzag", "striped"):
             add("ring_attention", mask, layout)
@@ -178,9 +195,9 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
     for function, layout in (("zigzag_attention", "zigzag"), ("striped_attention", "striped")):
         for mask in ("documents", "causal", "block_causal"):
             add(function, mask, layout)
-    for function, variants in (("strided_attention", STRIDED), ("magi_attention", MAGI)):
-        for variant, (mask, layout, options) in variants.items():
-            add(function, mask, layout, variant=variant, **options)
+
+
+def _add_exchanges(add: Callable[..., None]) -> None:
     for function in ("group_cast", "group_reduce"):
         for variant, mask, layout in CASTS:
             add(function, mask, layout, variant=variant, stages=1 + (variant == "two_stages"))
@@ -190,21 +207,18 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
         add("plan_report", mask, layout)
     for layout, mask in zip(LAYOUTS, ("documents", "window", "block_causal", "causal"), strict=True):
         add("Layout", mask, layout)
-    if "float64" in dtypes and turns != ["float64"]:
-        add("attention", "documents", dtype="float64")
-        add("ring_attention", "causal", "zigzag", dtype="float64")
-    return cases
 
 
 def covered(module: Any, reference: Any) -> tuple[list[str], list[str], list[str]]:
-    """(functions that are tried, those that ``module`` lacks, public ones that no case tries)."""
+    """Return three lists: functions with cases, those that ``module`` lacks, and public functions without a case."""
     tried = {case.function for case in all_cases(["float32"], False)} & set(vars(reference))
 
     def public(half: Any) -> set[str]:
         names = getattr(half, "__all__", None) or [name for name in vars(half) if not name.startswith("_")]
         return {name for name in names if callable(getattr(half, name, None))} - VOCABULARY
 
-    def own(half: Any) -> set[str]:  # names that it defines, itself or in its package, and does not merely re-export
+    def own(half: Any) -> set[str]:
+        """Return the public names that the module or its package defines. Re-exports of other packages do not count."""
         package = half.__name__ if half.__name__.startswith("canon.") else half.__name__.partition(".")[0]
         home = {name: str(getattr(getattr(half, name), "__module__", "")) for name in public(half)}
         return {name for name, module in home.items() if f"{module}.".startswith(f"{package}.")}

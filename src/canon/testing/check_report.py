@@ -1,4 +1,4 @@
-"""What `canon check` shows: a table, what is wrong in words, and a picture of the errors."""
+"""Show the results of `canon check`: a table, the faults as text, and a picture of the errors."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from rich.table import Table
 
 COLOURS = {"out": "#0072b2", "lse": "#56b4e9", "dq": "#e69f00", "dk": "#d55e00", "dv": "#009e73", "sum": "#cc79a7"}
 WRONG = "#cc0000"  # names of cases that do not agree
-EQUAL = "#999999"  # what is not near to the truth, but equal to it
+EQUAL = "#999999"  # tables that must equal the expected values, without an error bound
 MARKS = {
     "agrees": "[green]agrees",
     "disagrees": "[bold red]disagrees",
@@ -22,7 +22,7 @@ NUMBERS = {"error", "bound", "ratio", "time"}
 
 
 def table(results: Sequence[dict[str, Any]], module: str) -> Table:
-    """A row for each case: the measure that is nearest to its bound, or furthest over it."""
+    """Return a row for each case, with the measure that has the largest error / bound."""
     shown = Table(title=f"{module} against canon.reference and float64", title_justify="left")
     for name in ("case", "worst", "error", "bound", "ratio", "time", "verdict"):
         shown.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name != "case", overflow="fold")
@@ -38,7 +38,7 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
 
 
 def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Everything that is wrong, case by case."""
+    """Print the faults of each case."""
     for result in results:
         for fault in result["faults"]:
             colour = "dim" if result["verdict"] == "declined" else "red"
@@ -47,7 +47,7 @@ def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def picture(results: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
-    """Draw `figure` into ``path``; False where matplotlib is missing."""
+    """Draw `figure` into ``path``. Return False if matplotlib is missing."""
     try:
         drawn = figure(results, title)
     except ModuleNotFoundError:
@@ -58,15 +58,15 @@ def picture(results: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
 
 
 def figure(results: Sequence[dict[str, Any]], title: str):
-    """Return a figure of error / bound of every tensor of every case, on a logarithmic axis.
+    """Return a figure of error / bound for every tensor of every case, on a logarithmic axis.
 
-    Cases that do not agree have red names, and a cross where no error over its bound was measured. Raises
-    ModuleNotFoundError without matplotlib.
+    Cases that do not agree have red names. A cross marks a wrong case without an error above its bound.
+    Raises ModuleNotFoundError without matplotlib.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    results = results or [{"case": "nothing ran", "measures": [], "verdict": "declined"}]
+    results = results or [{"case": "no case ran", "measures": [], "verdict": "declined"}]
     drawing = Figure(figsize=(8, 1.5 + 0.2 * len(results)), layout="constrained")
     FigureCanvasAgg(drawing)
     axes = drawing.add_subplot()
@@ -78,7 +78,7 @@ def figure(results: Sequence[dict[str, Any]], title: str):
         axes.plot([], [], "o", color=colour, label=tensor)
     for row, result in enumerate(results):
         wrong = result["verdict"] in {"disagrees", "failed"}
-        if wrong and not any(m["ratio"] > 1 for m in result["measures"]):  # a cross where no error was measured
+        if wrong and not any(m["ratio"] > 1 for m in result["measures"]):
             axes.plot([1e4], [row], "x", color=WRONG, markersize=6)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")

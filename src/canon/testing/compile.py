@@ -1,11 +1,11 @@
-"""Every kernel, of Triton and of Gluon, compiled ahead of time without a GPU: registers, spills and shared memory.
+"""Compile every Triton and Gluon kernel without a GPU, and report registers, spills and shared memory.
 
     python -m canon.testing.compile --arch 80 90 [--json] [--record PATH]
 
-The kernels are taken through the launcher of `canon.fast` itself, with CPU tensors in place of device tensors and a
-driver that knows nothing but its target; so types, alignment and specialisation are those of a real launch. Triton's
-wheel brings the assembler (ptxas), which is asked once more for its statistics, and a disassembler for what it made of
-products that run by themselves (`canon.testing.sass`). Not under TRITON_INTERPRET=1.
+The launcher of `canon.fast` gets CPU tensors instead of device tensors, and a driver that only returns a target. So
+types, alignment and specialisation are those of a real launch. The ptxas in Triton's wheel assembles the PTX again and
+prints its statistics. The nvdisasm in the wheel disassembles the result, so that `canon.testing.sass` can check
+asynchronous MMAs. Raises RuntimeError under TRITON_INTERPRET=1.
 """
 
 import argparse
@@ -34,34 +34,30 @@ from canon.reference.mask import Mask
 from canon.testing import record
 from canon.testing.sass import overwritten, waits
 
-ROWS = "merge_rows", "pick_rows", "add_to_rows", "take_rows", "add_rows"  # some, by a table
-NO_PRODUCTS = "delta", "sum_heads", "sum_ranks", "softmax_stats", "delta_stats", "merge", *ROWS
-SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a program may use: CUDA Programming Guide, 16.2
+ROWS = "merge_rows", "pick_rows", "add_to_rows", "take_rows", "add_rows"  # these read a table of row indices
+NO_MMA = "delta", "sum_heads", "sum_ranks", "softmax_stats", "delta_stats", "merge", *ROWS
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes of a CTA: CUDA Programming Guide, 16.2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel for one dtype and head width.
-
-    ``describable``: tensor descriptors may be used; ``short``: documents so short that query heads share a Hopper tile;
-    ``seen``: more tiles than this by a query, for `hopper_config.LONG_TABLE`; ``ordered``: dq is added up in order.
-    """
+    """A kernel for one dtype and head width."""
 
     kernel: str
     arch: int
     dtype: str = "bfloat16"
     d: int = 128
     dv: int = 128
-    describable: bool = False
+    describable: bool = False  # tensor descriptors may be used
     backend: str = "triton"
-    short: bool = False
-    seen: int = 0
-    ordered: bool = False
+    short: bool = False  # documents so short that query heads share a Hopper tile
+    seen: int = 0  # a query sees more tiles than this: a key of `hopper_config.LONG_TABLE`
+    ordered: bool = False  # dq is reduced in a fixed order
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the assembler says of one kernel of a case."""
+    """Statistics of one compiled kernel of a case."""
 
     name: str
     case: Case
@@ -69,23 +65,17 @@ class Compiled:
     registers: int
     spilled: int  # bytes, stores and loads
     shared: int  # bytes
-    expected_shared: int  # what config.shared_bytes says
+    expected_shared: int  # bytes, by config.shared_bytes
     warnings: tuple[str, ...]
-    updates_after_reading: bool  # all warps meet between the last load from global memory and the last store to it
-    overwritten: tuple[str, ...]  # instructions that write registers of a product under way
-    waits_added: int  # for products, by the assembler
+    updates_after_reading: bool  # a barrier lies between the last load from global memory and the last store
+    overwritten: tuple[str, ...]  # instructions that write registers of an MMA in flight
+    waits_added: int  # waits for MMAs that the assembler has added
 
     def __str__(self) -> str:
         case, c = self.case, self.config
         if case.backend == "gluon":
             how = (
-                "packed"
-                if case.short
-                else f"sees {case.seen}"
-                if case.seen
-                else "in order"
-                if case.ordered
-                else "gluon"
+                "packed" if case.short else f"sees {case.seen}" if case.seen else "ordered" if case.ordered else "gluon"
             )
             warps = 16 if c.rows == 192 else 12
         else:
@@ -97,7 +87,7 @@ class Compiled:
 
 
 def main_cases(arch: int) -> list[Case]:
-    """What is shipped: bfloat16 at 64, 128 and 256 by every kernel, padded and unequal widths, float32 and float64."""
+    """Return the cases of one architecture: bfloat16 at 64, 128 and 256, padded and unequal widths, float32, float64."""
     cases = [Case(kernel, arch, "bfloat16", d, d) for kernel in config.KERNELS for d in (64, 128, 256)]
     if arch >= 90:
         cases += [Case(kernel, arch, "bfloat16", d, d, True) for kernel in config.KERNELS for d in (64, 128, 256)]
@@ -105,44 +95,46 @@ def main_cases(arch: int) -> list[Case]:
         cases += [Case(kernel, arch, "float16", d, dv) for kernel in ("forward", "dkdv")]
     cases += [Case(kernel, arch, "float32", 128, 128) for kernel in config.KERNELS]
     cases += [Case("forward", arch, "float64", 64, 64), Case("dkdv", arch, "float64", 64, 64)]
-    cases += [Case(kernel, arch) for kernel in NO_PRODUCTS]
-    if arch == 90:
-        cases += [Case(name, 90, "bfloat16", *pads, True, "gluon") for name, pads in hopper_config.TABLE]
-        cases += [Case(name, 90, "float16", 96, 80, True, "gluon") for name in ("forward", "dkdv")]
-        packed = [(name, d) for name in ("forward", "dq") for d in (64, 128, 256)]
-        cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", short=True) for name, d in packed]
-        cases += [
-            Case(name, 90, "bfloat16", *pads, True, "gluon", seen=seen)
-            for (name, pads), choices in hopper_config.LONG_TABLE.items()
-            for seen in choices
-        ]
-        fused = [pads for name, pads in hopper_config.TABLE if name == "fused"]
-        cases += [Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused]
-    return cases
+    cases += [Case(kernel, arch) for kernel in NO_MMA]
+    return cases + _hopper_cases() if arch == 90 else cases
+
+
+def _hopper_cases() -> list[Case]:
+    cases = [Case(name, 90, "bfloat16", *pads, True, "gluon") for name, pads in hopper_config.TABLE]
+    cases += [Case(name, 90, "float16", 96, 80, True, "gluon") for name in ("forward", "dkdv")]
+    packed = [(name, d) for name in ("forward", "dq") for d in (64, 128, 256)]
+    cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", short=True) for name, d in packed]
+    cases += [
+        Case(name, 90, "bfloat16", *pads, True, "gluon", seen=seen)
+        for (name, pads), choices in hopper_config.LONG_TABLE.items()
+        for seen in choices
+    ]
+    fused = [pads for name, pads in hopper_config.TABLE if name == "fused"]
+    return cases + [Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused]
 
 
 def compile_case(case: Case) -> list[Compiled]:
-    """The kernels of a case, compiled; more than one where dk and dv are made apart. Raises whatever Triton raises."""
+    """Compile the kernels of a case. Two kernels may compute dk and dv. Raises Triton's errors."""
     return _compile_hopper(case) if case.backend == "gluon" else _compile_portable(case)
 
 
 def _compile_hopper(case: Case) -> list[Compiled]:
     q, k, v, dout, lse, wide = _tensors(case, getattr(torch, case.dtype))
-    lines, results = torch.empty(1, q.shape[2], 2, q.shape[1]), []
+    softmax_stats, results = torch.empty(1, q.shape[2], 2, q.shape[1]), []
     mask = Mask.documents(range(0, q.shape[1] + 1, 16)) if case.short else Mask.causal(q.shape[1])
 
-    def keep(kernel, _items, _q, used, arguments, **options):
+    def keep(kernel, _work_tiles, _q, used, arguments, **options):
         binary = kernel.warmup(*arguments, **hopper.constants(kernel, used), **options, grid=(1,))
         _, d, dv = hopper_config.choose(case.kernel, case.d, case.dv)
         results.append(_report(case, used, binary, hopper_config.shared_bytes(case.kernel, used, d, dv)))
 
     calls = {
         "forward": lambda: hopper.forward(q, k, v, mask, 0.1, dout, lse),
-        "dq": lambda: hopper.dq(q, k, v, dout, lines, mask, 0.1, q),
-        "fused": lambda: hopper.dkdv(q, k, v, dout, lines, mask, 0.1, k, v, wide, case.ordered),
+        "dq": lambda: hopper.dq(q, k, v, dout, softmax_stats, mask, 0.1, q),
+        "fused": lambda: hopper.dkdv(q, k, v, dout, softmax_stats, mask, 0.1, k, v, wide, case.ordered),
     }
-    with _target(case.arch), _instead(hopper, "run", keep):
-        calls.get(case.kernel, lambda: hopper.dkdv(q, k, v, dout, lines, mask, 0.1, k, v))()
+    with _target(case.arch), _replaced(hopper, "run", keep):
+        calls.get(case.kernel, lambda: hopper.dkdv(q, k, v, dout, softmax_stats, mask, 0.1, k, v))()
     return results
 
 
@@ -163,13 +155,13 @@ def _compile_portable(case: Case) -> list[Compiled]:
         expected = config.shared_bytes(case.kernel, used, *pads, dtype.itemsize) if forced else 4096
         results.append(_report(case, used, binary, expected))
 
-    def keep_lines(kernel, _, device, arguments, **options):
+    def keep_stats(kernel, _, device, arguments, **options):
         results.append(_report(case, launch.ROWS, kernel.warmup(*arguments, **options, grid=(1,)), 4096))
 
     with (
         _target(case.arch),
-        _instead(launch, "run", keep),
-        _instead(hopper_stats, "launch", keep_lines),
+        _replaced(launch, "run", keep),
+        _replaced(hopper_stats, "launch", keep_stats),
         config.forced(**forced),
     ):
         _launch(case.kernel, *tensors)
@@ -177,7 +169,7 @@ def _compile_portable(case: Case) -> list[Compiled]:
 
 
 def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    tokens, h, g = 256 * case.seen or 128, 32, 8  # of which a query sees half, and half a token
+    tokens, h, g = 256 * case.seen or 128, 32, 8  # under a causal mask a query sees half of the tokens on average
     wide = torch.promote_types(dtype, torch.float32)
     q, k = (torch.empty(1, tokens, heads, case.d, dtype=dtype) for heads in (h, g))
     v, dout = (torch.empty(1, tokens, heads, case.dv, dtype=dtype) for heads in (g, h))
@@ -185,7 +177,7 @@ def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
-    mask, some = Mask.causal(q.shape[1]), torch.arange(q.shape[1])
+    mask, indices = Mask.causal(q.shape[1]), torch.arange(q.shape[1])
     calls = {
         "forward": lambda: launch.forward(q, k, v, mask, 0.1, dout, lse),
         "dq": lambda: launch.dq(q, k, v, dout, (lse, lse), mask, 0.1, q),
@@ -194,11 +186,11 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
         "delta": lambda: launch.delta(dout, dout, lse, lse, lse),
         "sum_heads": lambda: launch.sum_heads(wide, dout, k, v),
         "merge": lambda: launch.merge(wide, lse, wide, lse, wide, lse),
-        "merge_rows": lambda: launch.merge(wide, lse, wide, lse, wide, lse, some),
-        "pick_rows": lambda: rows.pick_rows(q, some),
-        "add_to_rows": lambda: rows.add_to_rows(wide, some, wide),
-        "take_rows": lambda: rows.take_rows(k, v, some, torch.cat([k, v], -1)),
-        "add_rows": lambda: rows.add_rows(k, k, some, some, k),
+        "merge_rows": lambda: launch.merge(wide, lse, wide, lse, wide, lse, indices),
+        "pick_rows": lambda: rows.pick_rows(q, indices),
+        "add_to_rows": lambda: rows.add_to_rows(wide, indices, wide),
+        "take_rows": lambda: rows.take_rows(k, v, indices, torch.cat([k, v], -1)),
+        "add_rows": lambda: rows.add_rows(k, k, indices, indices, k),
         "sum_ranks": lambda: sum_ranks.sum_ranks(torch.stack([wide, wide], 1), wide),
         "softmax_stats": lambda: hopper_stats.row_statistics(lse, lse),
         "delta_stats": lambda: hopper_stats.make_row_statistics(dout, dout, lse, lse),
@@ -207,7 +199,7 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
 
 
 class _CompileOnly:
-    """A driver without a device."""
+    """A Triton driver without a device."""
 
     def __init__(self, arch: int):
         self.arch = arch
@@ -216,7 +208,7 @@ class _CompileOnly:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self):
-        return self.arch  # Triton keeps kernels by device: one for each target
+        return self.arch  # Triton caches kernels by device, so each target needs its own
 
     def get_current_stream(self, device):
         return 0
@@ -228,7 +220,7 @@ class _CompileOnly:
 @contextmanager
 def _target(arch: int) -> Iterator[None]:
     if launch.INTERPRETED:
-        raise RuntimeError("kernels are interpreted, not compiled: unset TRITON_INTERPRET before the program starts")
+        raise RuntimeError("kernels are interpreted, not compiled; unset TRITON_INTERPRET and start the program again")
     before = driver._active  # reset_active would look for a GPU
     driver.set_active(_CompileOnly(arch))
     try:
@@ -238,13 +230,13 @@ def _target(arch: int) -> Iterator[None]:
 
 
 @contextmanager
-def _instead(module, name: str, keep) -> Iterator[None]:
-    launches = getattr(module, name)
-    setattr(module, name, keep)
+def _replaced(module, name: str, function) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, function)
     try:
         yield
     finally:
-        setattr(module, name, launches)
+        setattr(module, name, original)
 
 
 def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
@@ -276,11 +268,11 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
 
 
 def main() -> None:
-    """Compile the main cases, print a line for each kernel, and on request write a record."""
+    """Compile the main cases, print a line for each kernel, and write a record with --record."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=SHARED_LIMIT)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--record", type=Path, help="where to write JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each kernel")
+    parser.add_argument("--record", type=Path, help="write the results to this JSON file")
     arguments = parser.parse_args()
     if not arguments.json:
         print(f"triton {triton.__version__}")

@@ -1,7 +1,7 @@
-"""The contract of `canon check MODULE`: which functions are called, how, and how a module limits what is asked of it.
+"""State the calling conventions of `canon check MODULE`, and limit the cases to the features of a module.
 
 CONVENTIONS    calling conventions, for ``canon check --help``
-TEMPLATE       a module to start from, for ``canon check --template``: it passes, and declines what it leaves open
+TEMPLATE       a module to start from, for ``canon check --template``; it passes the check
 limited        the cases that a module with ``--features`` can run
 """
 
@@ -11,65 +11,88 @@ from dataclasses import replace
 from canon.testing.cases import MASKS, Case
 
 CONVENTIONS = """\
-MODULE may have any of these functions; those that it lacks are skipped. NotImplementedError declines a case.
+How to write MODULE. It is a Python module with one or more of the functions below. Functions that it lacks are
+skipped. NotImplementedError declines a case.
 
-  attention(q, k, v, mask)                              one rank, the whole sequence
-  ring_attention(q, k, v, mask, layout)                 a collective; also strided_attention and magi_attention
-  zigzag_attention(q, k, v, mask)                       a collective with a layout of its own; also striped_attention
-  attention_forward, attention_backward, merge, dispatch, cast_plan, plan_report, group_cast, group_reduce, Layout
-                                                        as in canon.reference
+  attention(q, k, v, mask)                  on one rank: the whole sequence
+  ring_attention(q, k, v, mask, layout)     on all ranks; also strided_attention and magi_attention
+  zigzag_attention(q, k, v, mask)           on all ranks, with the layout canon.Layout.zigzag(mask.queries, ranks)
+  striped_attention(q, k, v, mask)          on all ranks, with the layout canon.Layout.striped(mask.queries, ranks)
 
-q (b, t, h, d), k (b, t, g, d), v (b, t, g, dv), or packed without b; t are this rank's tokens, h is a multiple of g.
-mask is a canon.Mask over the whole sequence; layout is a canon.Layout and says which rank holds which tokens. The
-ranks form the default process group of torch.distributed. The functions return out (b, t, h, dv) in the dtype of q;
-asked for return_lse=True they return (out, lse) with lse (b, h, t), natural logarithm, float32. Both are
-differentiable. Keyword arguments are passed only where a case needs them: scale, backward, return_lse, reduce_dtype,
-and the options of canon.reference. Tokens that nothing sees hold NaN.
+  tensors   q (b, t, h, d), k (b, t, g, d) and v (b, t, g, dv), or packed, without b. A rank passes its own t tokens.
+            h is a multiple of g. Some cases have dv != d, and tensors that are not contiguous.
+  mask      a canon.Mask over the whole sequence. mask.dense() returns it as booleans [queries, keys]. Without a mask,
+            or with None, attention is causal.
+  layout    a canon.Layout. layout.positions(r) returns the tokens of rank r: row i of its q, k and v is token
+            positions(r)[i] of the sequence.
+  ranks     the default process group of torch.distributed. All ranks make the same call.
+  result    out (b, t, h, dv) in the dtype of q. With return_lse=True: (out, lse), where lse (b, h, t) is the natural
+            logarithm of the softmax denominator, in float32 (float64 for float64). out and lse are differentiable.
+  NaN       q, k, v and the gradient of out hold NaN for queries that see no key and for keys that no query sees.
+            These NaN must not change other results. A query that sees no key gets out 0, lse -inf and zero gradients.
+  keywords  return_lse; scale (default 1 / sqrt(d)); backward ("split", "fused" or "head_parallel", default "auto");
+            reduce_dtype, the dtype in which dk and dv travel; and the options of strided_attention and magi_attention
+            in canon.reference. A keyword is passed only if a case does not use its default.
 
---features takes words, separated by commas, each one a limit of MODULE. Cases are adapted to it, or left out:
+Parts of the algorithms are compared, too. Their arguments and results are those of canon.reference; for example,
+python -c "import canon; help(canon.reference.merge)" shows them:
 
-  full, causal, window, documents, block_causal    the masks that it takes; without such a word, all of them
-  no-mask            it takes no mask: attention is causal, and mask is None or not passed
-  no-lse             it returns out alone
-  no-options         it takes no options: default scale, default backward pass
-  forward            it is not differentiable: only out and lse are compared
-  batched, packed    its tensors are (b, t, h, d) alone, or (t, h, d) alone
-  equal-heads        h == g        equal-widths    d == dv        contiguous    tensors are contiguous
+  attention_forward(q, k, v, mask, scale=, out_dtype=)                              returns out, lse
+  attention_backward(dout, q, k, v, out, lse, mask, scale=, method=, dlse=, ...)    returns dq, dk, dv
+  merge(out, lse, other_out, other_lse)                                             returns out, lse
+  dispatch(mask, ranks, ...), cast_plan(mask, layout, stages=), plan_report(mask, layout)
+  group_cast(x, plan, stage), group_reduce(y, plan, stage, into), Layout(ranges_per_rank, tokens)
+
+--features takes a list of words, separated by commas. Each word states a limit of MODULE. Cases beyond the limits are
+changed to fit them, or left out:
+
+  full, causal, window, documents, block_causal    supports only the masks that are named; default: all
+  no-mask            supports causal attention only; mask is None or not passed
+  no-lse             returns out only
+  no-options         takes no options: default scale, default backward pass
+  forward            is not differentiable: only out and lse are compared
+  batched, packed    supports only (b, t, h, d), or only (t, h, d)
+  equal-heads        needs h == g
+  equal-widths       needs d == dv
+  contiguous         needs contiguous tensors
 """
 
 TEMPLATE = '''\
-"""Attention of my own, for `canon check my_attention`. Replace the bodies; delete the functions that you do not offer."""
+"""My own attention, for `canon check my_attention`. Replace the bodies. Delete the functions that you do not need."""
 
 import torch
 
 
 def attention(q, k, v, mask=None, *, scale=None, backward="auto", return_lse=False):
-    """Return out (b, t, h, dv), and lse (b, h, t) on request, of q (b, t, h, d), k (b, s, g, d) and v (b, s, g, dv).
+    """Return out (b, t, h, dv), or (out, lse) with lse (b, h, t), from q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv).
 
-    All tensors may come packed, without b. ``mask.dense()`` is the boolean matrix [queries, keys]; None is causal.
+    All tensors may be packed, without b. ``mask.dense()`` returns the booleans [queries, keys]. None is causal.
     """
     if q.ndim == 3:
         out, lse = attention(q[None], k[None], v[None], mask, scale=scale, return_lse=True)
         return (out[0], lse[0]) if return_lse else out[0]
-    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril() if mask is None else mask.dense()
-    seen = seen.to(q.device)
+    visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril() if mask is None else mask.dense()
+    visible = visible.to(q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
-    q_seen, k_seen = seen.any(1)[:, None, None], seen.any(0)[:, None, None]
-    queries = q.to(wide).masked_fill(~q_seen, 0).transpose(1, 2)  # tokens that nothing sees may hold NaN
+    q_seen, k_seen = visible.any(1)[:, None, None], visible.any(0)[:, None, None]
+    queries = q.to(wide).masked_fill(~q_seen, 0).transpose(1, 2)  # queries that see no key may hold NaN
     keys, values = (
         x.to(wide).masked_fill(~k_seen, 0).transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1) for x in (k, v)
     )
     scores = (q.shape[-1] ** -0.5 if scale is None else scale) * queries @ keys.mT
-    scores = torch.where(seen, scores, -torch.inf)
-    blind = ~seen.any(1, keepdim=True)
-    p = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
-    lse = torch.logsumexp(scores.masked_fill(blind, 0), -1).masked_fill(blind[:, 0], -torch.inf)
-    out = (p @ values).masked_fill(blind, 0).transpose(1, 2).to(q.dtype)  # so their gradients are 0
+    scores = torch.where(visible, scores, -torch.inf)
+    fully_masked = ~visible.any(1, keepdim=True)  # rows that would give NaN in a softmax
+    p = torch.softmax(scores.masked_fill(fully_masked, 0), -1).masked_fill(fully_masked, 0)
+    lse = torch.logsumexp(scores.masked_fill(fully_masked, 0), -1).masked_fill(fully_masked[:, 0], -torch.inf)
+    out = (p @ values).masked_fill(fully_masked, 0).transpose(1, 2).to(q.dtype)  # their gradients are 0, too
     return (out, lse) if return_lse else out
 
 
 def ring_attention(q, k, v, mask=None, layout=None, *, scale=None, backward="auto", reduce_dtype=None, return_lse=False):
-    """The same over the ranks of torch.distributed's default group; ``layout.positions(rank)`` are a rank's tokens."""
+    """Return the same for this rank's queries over the keys of all ranks, in torch.distributed's default group.
+
+    ``layout.positions(rank)`` returns the tokens of a rank.
+    """
     raise NotImplementedError("ring_attention is not written yet")
 '''
 
@@ -86,21 +109,25 @@ _ATTEND = (
 
 
 def features(text: str) -> frozenset[str]:
-    """The words of ``--features``. Raises ValueError for unknown ones, and for two that exclude one another."""
+    """Return the words of ``--features``. Raises ValueError for unknown words, and for words that contradict each other."""
     words = frozenset(word.strip() for word in text.split(",") if word.strip())
     if unknown := sorted(words - set(WORDS)):
-        raise ValueError(f"--features {', '.join(unknown)}: expected words of {', '.join(WORDS)}")
+        raise ValueError(f"--features {', '.join(unknown)}: expected one or more of {', '.join(WORDS)}")
     if {"batched", "packed"} <= words:
-        raise ValueError("--features batched,packed: each excludes the other; leave both out if the module takes both")
+        raise ValueError("--features batched,packed: expected one of them; leave both out if the module supports both")
     if "no-mask" in words and words & set(MASKS) - {"causal"}:
-        raise ValueError("--features no-mask: attention is causal then, so no other mask can be named")
+        raise ValueError("--features no-mask allows causal only: leave the other masks out")
     return words
 
 
 def limited(cases: Sequence[Case], words: frozenset[str], even: bool) -> list[Case]:
-    """The cases under the limits ``words``, adapted; each name once. ``even``: the ranks' shards are of one length."""
+    """Return the cases that fit the limits ``words``, changed where necessary, each name once.
+
+    ``even`` means that all ranks have shards of equal length.
+    """
     adapted = [_adapted(case, words) for case in cases]
-    if "no-mask" in words and not even:  # a function that makes its layout takes all shards to be as long as its own
+    # Without a mask, zigzag and striped attention compute the number of tokens from their own shard.
+    if "no-mask" in words and not even:
         adapted = [case for case in adapted if case and case.function not in ("zigzag_attention", "striped_attention")]
     return list({case.name: case for case in adapted if case is not None}.values())
 

@@ -1,12 +1,12 @@
-"""Real input for the check: documents, and the queries, keys and values that a small transformer layer makes of them.
+"""Read real documents, and compute queries, keys and values from them with a small transformer layer.
 
-A token is a byte. Its embedding and that of the byte before it go through fixed projections to q, k and v; q and k are
-turned by their position inside the document (rotary embedding), which comes from the layout, so a layout that
-numbers tokens wrongly shows. Weights and embeddings are small integers: every sum is exact in float32, and the
-inputs are the same bits on every rank and machine, whatever its BLAS.
+A token is a byte. The embeddings of the byte and of the byte before it are added, and fixed matrices project the sum to
+q, k and v. A rotary embedding rotates q and k by the position in the document. The position comes from the layout, so a
+wrong layout gives wrong inputs. Weights and embeddings are small integers: every sum is exact in float32, and the inputs
+have the same bits on every rank and every machine, with any BLAS.
 
-    Documents.of([Path("README.md"), Path("paper")])      all text files there, whole
-    Documents.of([], budget=600)                          of this repository: short ones first, of various lengths
+    Documents.of([Path("README.md"), Path("paper")])      this file, and all text files of this folder
+    Documents.of([], budget=600)                          short files of this repository, of various lengths
 """
 
 import subprocess
@@ -26,17 +26,18 @@ _WIDTH = 32
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents in a fixed order, one byte a token."""
+    """Documents in a fixed order. A byte is a token."""
 
     names: tuple[str, ...]
     texts: tuple[bytes, ...]
 
     @classmethod
     def of(cls, paths: Sequence[Path] = (), budget: int | None = None) -> "Documents":
-        """The files, and the text files below the folders, of ``paths``; this repository's where none are given.
+        """Read the files in ``paths`` and the text files in its folders, or those of this repository if it is empty.
 
-        With a ``budget`` of tokens, as many as fit: from the shortest on, each a quarter longer than the last, then the
-        rest while there is room; at least one. Raises ValueError if there is nothing to read.
+        A ``budget`` limits the number of tokens. The shortest file is first, then each file is at least a quarter longer
+        than the last one. Other files follow while they fit. At least one file is read. Raises ValueError if there is
+        no text.
         """
         root = _home() if not paths else None
         files = _text_files([root]) if root else _text_files(paths)
@@ -61,7 +62,7 @@ class Documents:
 
 
 def _home() -> Path:
-    """The checkout that this file is in, or else the installed package."""
+    """Return the checkout that holds this file, or the installed package."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parents[1]
     return checkout if (checkout / "pyproject.toml").exists() else package
@@ -85,7 +86,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _tracked(folder: Path) -> list[Path]:
-    """What git tracks there: what a checkout is made of, not what lies about in it. Empty outside of git."""
+    """Return the files that git tracks in the folder, or [] outside of a git checkout."""
     command = ["git", "-C", str(folder), "ls-files", "-z"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -112,9 +113,9 @@ def _within(texts: dict[str, bytes], budget: int) -> list[str]:
 
 
 def projected(documents: Documents, layout: Layout, heads: tuple[int, int], widths: tuple[int, int], seed: int = 0):
-    """q (s, h, d), k (s, g, d), v (s, g, dv) of the whole sequence, float32 on the CPU.
+    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence, in float32 on the CPU.
 
-    ``heads`` are h and g, ``widths`` d and dv; d is even. Rows of different ``seed`` are different sequences.
+    ``heads`` is (h, g) and ``widths`` is (d, dv), with even d. Each ``seed`` gives another sequence.
     """
     (h, g), (d, dv) = heads, widths
     generator = torch.Generator().manual_seed(seed)
@@ -125,14 +126,14 @@ def projected(documents: Documents, layout: Layout, heads: tuple[int, int], widt
     bytes_ = torch.tensor(list(b"".join(documents.texts)), dtype=torch.int64)
     table, before = integers(256, _WIDTH), integers(256, _WIDTH)
     x = table[bytes_] + before[bytes_.roll(1)]
-    size = (8.0 * 4.0 * _WIDTH) ** 0.5  # embeddings have variance 2 * 4, weights 4: entries of size 1
+    size = (8.0 * 4.0 * _WIDTH) ** 0.5  # embeddings have variance 2 * 4, weights 4: q, k and v have variance 1
     q, k, v = ((x @ integers(_WIDTH, n * w)).unflatten(1, (n, w)) / size for n, w in ((h, d), (g, d), (g, dv)))
     positions = _positions(layout, documents.cu_seqlens)
     return _rotated(q, positions), _rotated(k, positions), v
 
 
 def _positions(layout: Layout, cu_seqlens: list[int]) -> Tensor:
-    """Positions inside documents, put together from what the layout tells each rank."""
+    """Return the positions inside the documents, for all tokens. Each rank's part comes from the layout."""
     positions = torch.empty(layout.tokens, dtype=torch.int64)
     for rank in range(layout.ranks):
         positions[layout.positions(rank)] = layout.document_positions(rank, cu_seqlens)
@@ -140,7 +141,7 @@ def _positions(layout: Layout, cu_seqlens: list[int]) -> Tensor:
 
 
 def _rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding: pairs (i, i + d/2) turned by position / 10000^(2 i / d). Su et al., RoFormer (2021)."""
+    """Rotate the pairs (i, i + d/2) by the angle position / 10000^(2 i / d). Source: Su et al., RoFormer (2021)."""
     half = x.shape[-1] // 2
     angle = positions.double()[:, None] / 10000 ** (torch.arange(half, dtype=torch.float64) / half)
     cos, sin = (f(angle).float()[:, None] for f in (torch.cos, torch.sin))

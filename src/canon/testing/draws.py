@@ -1,14 +1,16 @@
-"""Random cases of `canon check --random`: case i of seed S is a pure function of (S, i), the table and the largest world.
+"""Draw the random cases of `canon check --random`.
 
-    mask      full, causal, window, documents, prefix, block_causal, ranges, concat; cropped and shifted where a function
-              takes more keys than queries; 0 and 1 tokens, empty documents, tokens that see nothing
-    layout    contiguous, zigzag, striped, planned, uneven, with empty ranks, arbitrary ranges, arbitrary steps
-    tensors   dtypes, heads in groups, unequal and odd widths, packed or batched, any strides, an expanded dout
-    options   scales of both signs and 0, methods, reduce_dtype, strides, stages, keep_kv, which results are differentiated
+Case i of seed S is a pure function of S, i, the table and the largest number of ranks.
 
-Masks and layouts are drawn as Python expressions, and a case evaluates them: the text in a report is the value that ran.
-A table fixes sizes, heads, widths and dtypes. "cpu" has many, because interpreted kernels are never compiled. "cuda"
-has few, because compiling costs most there. "gluon" has widths and dtypes of the Hopper kernels.
+    mask      full, causal, window, documents, prefix, block_causal, ranges, concat; with other numbers of keys than
+              queries, where a function supports it; 0 and 1 tokens, empty documents, fully masked rows
+    layout    contiguous, zigzag, striped, planned, uneven, with empty ranks, any ranges, any steps
+    tensors   dtypes, grouped heads, unequal and odd widths, packed or batched, any strides, an expanded dout
+    options   scales of both signs and 0, methods, reduce_dtype, strides, stages, keep_kv, differentiated results
+
+A mask or layout is drawn as a Python expression, and the case evaluates it. A report shows the expression.
+A table bounds sizes, heads, widths and dtypes. "cpu" has many, because the interpreter compiles no kernel. "cuda" has
+few, because every combination must be compiled. "gluon" has widths and dtypes of the Hopper kernels.
 """
 
 from collections.abc import Callable
@@ -26,25 +28,25 @@ WEIGHTS = {
     "cast_plan": 1, "plan_report": 1, "group_cast": 3, "group_reduce": 2, "Layout": 1,
 }  # fmt: skip
 RANKS = (3, 6, 5, 4, 3, 2, 2, 3)  # weights of 1 to 8 ranks
-WORK = 48  # of an interpreted case: about half a second
-SIDES = {"zigzag_attention": "zigzag", "striped_attention": "striped"}  # layouts that a function fixes
+WORK = 48  # largest `_work` of an interpreted case: about half a second
+FIXED_LAYOUTS = {"zigzag_attention": "zigzag", "striped_attention": "striped"}
 
 
 @dataclass(frozen=True)
 class Table:
-    """Bounds of the draws; ``tokens`` are those of local functions, ``shared`` those of a world."""
+    """Bounds of the draws."""
 
-    tokens: int
-    shared: int
+    tokens: int  # of functions on one rank
+    shared_tokens: int  # of functions on several ranks
     heads: tuple[tuple[int, int], ...]
     widths: tuple[int, ...]
     dtypes: tuple[str, ...]
-    rows: tuple[tuple[tuple[int, int], tuple[int, int], str], ...] = ()  # (heads, widths, dtype): the only choices
-    odd: bool = True  # any strides, scales of any sign
+    rows: tuple[tuple[tuple[int, int], tuple[int, int], str], ...] = ()  # the only (heads, widths, dtype), if any
+    unusual: bool = True  # any strides, scales of any sign
 
 
 _HEADS = ((1, 1), (1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
-_ROWS = (  # each one is compiled: kernels specialise on the width, the dtype and the heads of a group
+_ROWS = (  # kernels are compiled for each row: they specialise on widths, dtype and heads per group
     ((4, 2), (64, 64), "bfloat16"),
     ((4, 1), (128, 128), "bfloat16"),
     ((2, 2), (128, 64), "float16"),
@@ -54,14 +56,14 @@ TABLES = {
     "cpu": Table(200, 150, _HEADS, (1, 3, 8, 16, 17, 24, 32, 33, 40, 48, 64, 72),
                  ("bfloat16", "bfloat16", "float16", "float32", "float32", "float64")),
     "gluon": Table(150, 100, _HEADS, (16, 24, 50, 64, 96, 128), ("bfloat16", "float16")),
-    "cuda": Table(1500, 1500, (), (), (), _ROWS, odd=False),
-    "cuda gluon": Table(1500, 1500, (), (), (), _ROWS[:3], odd=False),
+    "cuda": Table(1500, 1500, (), (), (), _ROWS, unusual=False),
+    "cuda gluon": Table(1500, 1500, (), (), (), _ROWS[:3], unusual=False),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Drawn(Case):
-    """A random case; ``mask`` and ``layout`` are expressions, ``used`` names the results that are differentiated."""
+    """A random case. ``mask`` and ``layout`` are Python expressions."""
 
     seed: int = 0
     index: int = 0
@@ -76,25 +78,25 @@ class Drawn(Case):
 
     @property
     def draws(self) -> dict[str, str]:
-        """The value of each argument, in words: for the report of a failure."""
-        shape, told = self.shape, {"ranks": str(self.ranks), "mask": self.mask}
-        told |= {"layout": self.layout} if self.layout else {}
+        """Return the value of each argument as text, for the report of a failure."""
+        shape, draws = self.shape, {"ranks": str(self.ranks), "mask": self.mask}
+        draws |= {"layout": self.layout} if self.layout else {}
         if self.dtype:
-            told |= {"dtype": self.dtype, "heads": f"{shape.heads}", "widths": f"{shape.widths}"}
-            told |= {"batch": str(shape.batch) if shape.batch else "packed", "scale": str(shape.scale)}
-            told |= {"strides": "contiguous" if shape.strides is None else f"drawn by {shape.strides}"}
-            told |= {"method": self.method, "variant": self.variant or "-", "differentiated": self.used}
-        return told | {name: str(value) for name, value in self.options}
+            draws |= {"dtype": self.dtype, "heads": f"{shape.heads}", "widths": f"{shape.widths}"}
+            draws |= {"batch": str(shape.batch) if shape.batch else "packed", "scale": str(shape.scale)}
+            draws |= {"strides": "contiguous" if shape.strides is None else f"random, seed {shape.strides}"}
+            draws |= {"method": self.method, "variant": self.variant or "-", "differentiated": self.used}
+        return draws | {name: str(value) for name, value in self.options}
 
 
 @lru_cache(maxsize=64)
 def evaluated(text: str):
-    """The mask or layout that an expression makes."""
+    """Evaluate the expression of a mask or a layout."""
     return eval(text, {"Mask": Mask, "Band": Band, "Layout": Layout, "dispatch": reference.dispatch})
 
 
 def drawn(seed: int, index: int, table: str = "cpu", most_ranks: int = 8) -> Drawn:
-    """Case ``index`` of ``seed``."""
+    """Return case ``index`` of ``seed``."""
     draw = Random(f"{seed}/{index}/{table}/{most_ranks}")
     function = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     case = _drawn(draw, function, seed, index, TABLES[table], most_ranks)
@@ -104,7 +106,7 @@ def drawn(seed: int, index: int, table: str = "cpu", most_ranks: int = 8) -> Dra
 
 
 def _work(case: Drawn) -> int:
-    """Count tiles of an interpreted kernel, roughly: bands of all ranks' masks, and steps of a ring, for each head."""
+    """Estimate the tiles of an interpreted kernel: bands of all ranks' masks and steps of a ring, for each head."""
     if not case.distributed or not case.dtype:
         return 0
     mask, layout = evaluated(case.mask), evaluated(case.layout)
@@ -114,18 +116,18 @@ def _work(case: Drawn) -> int:
 
 def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, most_ranks: int) -> Drawn:
     ranks = draw.choices(range(1, most_ranks + 1), RANKS[:most_ranks])[0] if function in DISTRIBUTED else 1
-    n = _size(draw, limits.shared if function in DISTRIBUTED else limits.tokens)
+    n = _size(draw, limits.shared_tokens if function in DISTRIBUTED else limits.tokens)
     layout, fixed = None, None
     if function in DISTRIBUTED:
         mask = _square(draw, n)
-        fixed = SIDES.get(function) or ("contiguous" if function == "dispatch" else None)
+        fixed = FIXED_LAYOUTS.get(function) or ("contiguous" if function == "dispatch" else None)
         layout = _layout(draw, mask, evaluated(mask).queries, ranks, fixed)
     else:
         mask = _any_mask(draw, n)
     dtype, shape = _shape(draw, limits, ranks) if function not in PLANS else ("", Shape((1, 1), (1, 1)))
     method, variant, used, options = _options(draw, function, shape, dtype)
     if variant == "plain":
-        n += -n % ranks  # a function that makes its layout takes the number of tokens to be that of equal shards
+        n += -n % ranks  # without a mask, a function that makes its layout assumes shards of equal length
         mask, shape = f"Mask.causal({n})", Shape(shape.heads, shape.widths, shape.batch, True, None, shape.strides)
         layout = _layout(draw, mask, n, ranks, fixed) if layout else None
     return Drawn(
@@ -134,7 +136,7 @@ def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, mo
 
 
 def _size(draw: Random, most: int) -> int:
-    """0, 1 and 2 now and then; the others spread evenly over the orders of magnitude."""
+    """Return a number of tokens up to ``most``: sometimes 0, 1 or 2, otherwise uniform on a logarithmic scale."""
     if draw.random() < 0.06:
         return draw.choice([0, 1, 1, 2])
     return max(1, round(3 * (most / 3) ** draw.random()))
@@ -144,18 +146,18 @@ def _shape(draw: Random, limits: Table, ranks: int) -> tuple[str, Shape]:
     if limits.rows:
         heads, widths, dtype = draw.choice(limits.rows)
     else:
-        heads = draw.choice([some for some in limits.heads if ranks <= 4 or some[0] <= 2])
+        heads = draw.choice([heads for heads in limits.heads if ranks <= 4 or heads[0] <= 2])
         widths, dtype = (draw.choice(limits.widths), draw.choice(limits.widths)), draw.choice(limits.dtypes)
         widths = widths if draw.random() < 0.6 else (widths[0], widths[0])
     batch = draw.choice([0, 1, 1, 2] if ranks <= 4 and heads[0] <= 2 else [0, 1])
-    scale = draw.choice([None, None, None, 0.5, 2.0] + [-1.0, -0.3, 0.0, 4.0] * limits.odd)
+    scale = draw.choice([None, None, None, 0.5, 2.0] + [-1.0, -0.3, 0.0, 4.0] * limits.unusual)
     scale = None if scale is None else scale * widths[0] ** -0.5
-    strides = draw.choice([None, draw.getrandbits(32)]) if limits.odd else None
+    strides = draw.choice([None, draw.getrandbits(32)]) if limits.unusual else None
     return dtype, Shape(heads, widths, batch, draw.random() < 0.6, scale, strides)
 
 
 def _options(draw: Random, function: str, shape: Shape, dtype: str) -> tuple[str, str, str, dict]:
-    """(method, variant, used, options)."""
+    """Return method, variant, used and options of a `Case`."""
     options: dict = {}
     if function in EXCHANGES:
         if function in {"cast_plan", "group_cast", "group_reduce"}:
@@ -165,7 +167,7 @@ def _options(draw: Random, function: str, shape: Shape, dtype: str) -> tuple[str
     variant = ""
     if function in {"attention_forward", "attention_backward"} and draw.random() < 0.4:
         variant = "part"
-    elif function in TAKE_A_LAYOUT | set(SIDES) | {"attention"} and draw.random() < 0.05:
+    elif function in TAKE_A_LAYOUT | set(FIXED_LAYOUTS) | {"attention"} and draw.random() < 0.05:
         return "auto", "plain", "no lse", {}
     if function in DISTRIBUTED and draw.random() < 0.35:
         wide = ["float64"] if dtype == "float64" else ["float32", "float64", "bfloat16", "float16"]
@@ -194,7 +196,7 @@ def _strides(draw: Random, heads: int) -> dict:
 
 # ---------------------------------------------------------------------- masks
 def _square(draw: Random, n: int, parts: bool = True) -> str:
-    """A mask of n tokens by themselves."""
+    """Return the expression of a mask with n queries and n keys."""
     left, right = (draw.choice([None, -1, 0, draw.randint(0, n)]) for _ in range(2))
     kinds: dict[str, Callable[[], str]] = {
         "full": lambda: f"Mask.full({n})",
@@ -211,7 +213,7 @@ def _square(draw: Random, n: int, parts: bool = True) -> str:
 
 
 def _any_mask(draw: Random, n: int) -> str:
-    """A mask of n queries, often with another number of keys."""
+    """Return the expression of a mask, often with another number of keys than queries."""
     kind = draw.choice(["square", "square", "square", "ranges", "blocks", "crop", "shift", "concat"])
     keys = _size(draw, max(3, 2 * n))
     if kind == "ranges":
@@ -233,7 +235,7 @@ def _documents(draw: Random, n: int) -> str:
     ends = [0, *sorted(draw.randint(0, n) for _ in range(draw.choice([0, 1, 2, 3, 5, 9]))), n]
     if draw.random() < 0.3:  # empty documents
         ends = sorted([*ends, draw.choice(ends), draw.choice(ends)])
-    if draw.random() < 0.1:  # short ones, many: heads of a group share tiles
+    if draw.random() < 0.1:  # many short documents: query heads share a tile
         ends = [*range(0, n, draw.randint(1, 7) if n < 60 else draw.randint(3, 16)), n]
     window = ", ".join(str(draw.choice([None, draw.randint(0, max(1, n // 3))])) for _ in range(2))
     options = ("" if draw.random() < 0.7 else ", causal=False") + (
@@ -243,7 +245,7 @@ def _documents(draw: Random, n: int) -> str:
 
 
 def _runs(draw: Random, n: int, most: int, values: Callable[[], int]) -> str:
-    """A list of n numbers in a few runs, as an expression."""
+    """Return the expression of a list of n numbers, which is constant in up to ``most`` + 1 runs."""
     cuts = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, most))), n]
     runs = [(values(), b - a) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
     return " + ".join(f"[{value}] * {length}" for value, length in runs) or "[]"
@@ -254,17 +256,17 @@ def _blocks(draw: Random, n: int) -> str:
 
 
 def _validity(draw: Random, n: int, sides: str) -> str:
-    told = [f", {side}_valid={_runs(draw, n, 4, lambda: draw.randint(0, 1))}" for side in sides]
-    return "".join(some for some in told if draw.random() < 0.5)
+    arguments = [f", {side}_valid={_runs(draw, n, 4, lambda: draw.randint(0, 1))}" for side in sides]
+    return "".join(argument for argument in arguments if draw.random() < 0.5)
 
 
 def _ranges(draw: Random, queries: int, keys: int) -> str:
-    """Slices of the four types: rows of a grid, so that none share a cell."""
+    """Return the expression of `Mask.ranges` with all four types. Slices come from the rows of a grid: none overlap."""
     rows, columns, kinds = [], [], []
     cuts = sorted({0, queries, *(draw.randint(0, queries) for _ in range(draw.randint(0, 3)))})
     for start, stop in zip(cuts, cuts[1:], strict=False):
-        seams = sorted({draw.randint(0, keys) for _ in range(draw.randint(1, 4))})
-        for left, right in zip(seams, seams[1:], strict=False):
+        edges = sorted({draw.randint(0, keys) for _ in range(draw.randint(1, 4))})
+        for left, right in zip(edges, edges[1:], strict=False):
             if draw.random() < 0.8:
                 rows.append([start, stop])
                 columns.append([left, right])
@@ -272,9 +274,9 @@ def _ranges(draw: Random, queries: int, keys: int) -> str:
     return f"Mask.ranges({rows}, {columns}, {kinds}, queries={queries}, keys={keys})"
 
 
-def _concat(draw: Random, n: int, made: Callable[[int], str]) -> str:
+def _concat(draw: Random, n: int, part: Callable[[int], str]) -> str:
     cuts = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(1, 2))), n]
-    return f"Mask.concat([{', '.join(made(b - a) for a, b in zip(cuts, cuts[1:], strict=False))}])"
+    return f"Mask.concat([{', '.join(part(b - a) for a, b in zip(cuts, cuts[1:], strict=False))}])"
 
 
 # ---------------------------------------------------------------------- layouts
@@ -298,9 +300,9 @@ def _layout(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) -> s
     if kind == "uneven":
         owners = list(range(ranks))
     else:
-        some = draw.sample(range(ranks), draw.randint(1, ranks)) if kind == "empty" else list(range(ranks))
+        holders = draw.sample(range(ranks), draw.randint(1, ranks)) if kind == "empty" else list(range(ranks))
         draw.shuffle(pieces)
-        owners = [draw.choice(some) for _ in pieces]
+        owners = [draw.choice(holders) for _ in pieces]
     for owner, (start, stop) in zip(owners, pieces, strict=False):
         held[owner].append(f"range({start}, {stop}" + (f", {step})" if step > 1 else ")"))
-    return f"Layout([{', '.join('[' + ', '.join(some) + ']' for some in held)}], {n})"
+    return f"Layout([{', '.join('[' + ', '.join(ranges) + ']' for ranges in held)}], {n})"

@@ -1,13 +1,13 @@
-"""The cases that are no attention: plans, what moves between the ranks, and what is added on the way.
+"""Run and judge the cases without attention: plans, group casts and group reduces, and layouts.
 
-    dispatch, plan_report       equal to the reference's
-    cast_plan                   equal to the reference's; and each rank gets, once, what the mask's matrix says that it needs
-    group_cast                  equal, row by row, to the plan's tokens of the whole tensor, by source and by row there
-    group_reduce                near the float64 sum, as near as float32 sums in any order are
-    Layout                      `shard` and `unshard` equal to picking rows by hand, and so their gradients; sums as above
+    dispatch, plan_report    equal to the result of the reference
+    cast_plan                equal to the reference; and each rank receives once every token that the mask needs there
+    group_cast               rows equal to the plan's tokens of the full tensor, by source and by row there
+    group_reduce             as close to the float64 sum as float32 sums in any order
+    Layout                   `shard`, `unshard` and their gradients equal to indexing by hand; sums as for group_reduce
 
-A case gives tables on every rank: tensors by name, tokens outermost. Plans are tables of whole numbers. What a table should be
-is found from the definitions, not by the functions that are tried; which tokens move is the reference's plan.
+A case returns tables on every rank: named tensors, tokens outermost. A plan becomes a table of integers. Expected tables
+follow from the definitions, not from the functions under test. The tokens that move follow from the reference's plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,35 +30,35 @@ Tables = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a table should be: ``exact``, or as near to it as honest sums in other orders are."""
+    """An expected table: equal to ``exact``, or as close to it as the sums ``honest`` in other orders."""
 
     exact: Tensor
     honest: list[Tensor] = field(default_factory=list)
-    roundings: Tensor | None = None  # how far they reach, if known
-    tokens: Tensor | None = None  # of the rows, where they are tokens
+    roundings: Tensor | None = None  # distances that widen the bound
+    tokens: Tensor | None = None  # the token of each row, if the rows are tokens
 
 
 def tables(module: Any, case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int) -> Tables:
-    """What ``module`` gives on this rank."""
+    """Return the tables of ``module`` on this rank."""
     return _RUNNERS[case.function](module, case, mask, layout, x, rank)
 
 
 def answers(case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int) -> dict[str, Answer]:
-    """What it should give."""
+    """Return the expected tables on this rank."""
     return _ANSWERS[case.function](case, mask, layout, x, rank)
 
 
-def compared(got: Tables, should: dict[str, Answer]) -> tuple[list[Measure], list[str]]:
-    """Every measure, and in words what is wrong. A table that must be equal is measured in rows that are not."""
+def compared(got: Tables, expected: dict[str, Answer]) -> tuple[list[Measure], list[str]]:
+    """Return all measures, and all faults as text. If a table must be equal, its error is the number of wrong rows."""
     measures, faults = [], []
-    for name, answer in should.items():
+    for name, answer in expected.items():
         mine, exact, like = got[name], answer.exact, (answer.honest or [answer.exact])[0]
         if (mine.shape, mine.dtype) != (like.shape, like.dtype):
             faults.append(f"{name} is {_form(mine)}, expected {_form(like)}")
         elif answer.honest:
-            some, wrong = judged(name, mine, exact, answer.honest, answer.roundings)
-            measures, faults = measures + some, faults + wrong
-            faults += [_worst(name, mine, answer)] if wrong else []
+            more_measures, more_faults = judged(name, mine, exact, answer.honest, answer.roundings)
+            measures, faults = measures + more_measures, faults + more_faults
+            faults += [_worst(name, mine, answer)] if more_faults else []
         else:
             rows = rows_that_differ(mine, exact)
             measures.append(Measure(name, "rows", float(len(rows)), 0.0))
@@ -69,7 +69,7 @@ def compared(got: Tables, should: dict[str, Answer]) -> tuple[list[Measure], lis
 
 
 def _worst(name: str, got: Tensor, answer: Answer) -> str:
-    """Where a sum (tokens, ..., heads, width) is worst."""
+    """Describe the row and head with the largest error of a sum (tokens, ..., heads, width)."""
     error = (got.double() - answer.exact.double()).norm(dim=-1).nan_to_num(torch.inf)
     error = error.flatten(1, -2).amax(1) if error.dim() > 2 else error
     row, head = divmod(int(error.argmax()), error.shape[-1])
@@ -78,7 +78,7 @@ def _worst(name: str, got: Tensor, answer: Answer) -> str:
 
 
 def rows_that_differ(a: Tensor, b: Tensor) -> list[int]:
-    """The rows that are not equal, a NaN being equal to a NaN."""
+    """Return the indices of rows that are not equal. A NaN equals a NaN."""
     differ = (a != b) & ~((a != a) & (b != b))
     return differ.flatten(1).any(1).nonzero().flatten().tolist()
 
@@ -98,7 +98,7 @@ def _dispatch_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
 
 
 def _places(ranges_per_rank: Sequence[Sequence[range]]) -> Tensor:
-    """A row for each token of the plan: the token, its rank, its row there."""
+    """Return a row for each token of the plan: the token, its rank, its row there."""
     rows = [
         (token, rank, row)
         for rank, ranges in enumerate(ranges_per_rank)
@@ -109,9 +109,9 @@ def _places(ranges_per_rank: Sequence[Sequence[range]]) -> Tensor:
 
 def _cast_plan(module, case, mask, layout, x, rank) -> Tables:
     plan = module.cast_plan(mask, layout, **dict(case.options))
-    moved = _moved(plan)
-    mine = moved[moved[:, 1] == rank]
-    return {"plan": moved, "need": mine[mine[:, 4].argsort()][:, 2:]}
+    moves = _moves(plan)
+    mine = moves[moves[:, 1] == rank]
+    return {"plan": moves, "need": mine[mine[:, 4].argsort()][:, 2:]}
 
 
 def _cast_plan_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
@@ -123,14 +123,14 @@ def _cast_plan_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
     return {"plan": Answer(_cast_plan(reference, case, mask, layout, x, rank)["plan"]), "need": Answer(need)}
 
 
-def _moved(plan: CastPlan) -> Tensor:
-    """A row for each token that moves: cast, to, from, row there, token; in the plan's order."""
+def _moves(plan: CastPlan) -> Tensor:
+    """Return a row for each token that moves: cast, receiver, source, row at the source, token; in the plan's order."""
     rows = [
-        (cast, to, piece.source, piece.row + place, token)
+        (cast, receiver, piece.source, piece.row + offset, token)
         for cast, received in enumerate(plan.received)
-        for to, pieces in enumerate(received)
+        for receiver, pieces in enumerate(received)
         for piece in pieces
-        for place, token in enumerate(piece.tokens)
+        for offset, token in enumerate(piece.tokens)
     ]
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
 
@@ -145,9 +145,9 @@ def _plan_report_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
     return {name: Answer(table) for name, table in _plan_report(reference, case, mask, layout, x, rank).items()}
 
 
-# ---------------------------------------------------------------------- what moves, and what is added
+# ---------------------------------------------------------------------- group cast and group reduce
 def _rows(layout: Layout, x: Tensor, rank: int, case: Case) -> Tensor:
-    """This rank's tokens of (tokens, ...), in its own memory; with gaps between the rows where the case asks for strides."""
+    """Return a copy of this rank's rows of x (tokens, ...), with the strides of the case."""
     return placed(x[_positions(layout, rank).to(x.device)], case.shape)
 
 
@@ -156,7 +156,7 @@ def _positions(layout: Layout, rank: int) -> Tensor:
 
 
 def _tokens_received(plan: CastPlan, cast: int, rank: int) -> Tensor:
-    """The tokens that a rank receives in a cast, by source and by row there."""
+    """Return the tokens that a rank receives in a cast, by source and by row there."""
     pieces = sorted(plan.received[cast][rank], key=lambda piece: (piece.source, piece.row))
     return torch.tensor([token for piece in pieces for token in piece.tokens], dtype=torch.int64)
 
@@ -175,46 +175,46 @@ def _group_cast_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
 
 
 def _summands(like: Tensor, ranks: int) -> tuple[Tensor, list[Tensor]]:
-    """Of the whole sequence, tokens outermost: what is there in float32, and what each rank adds, in ``like``'s dtype."""
+    """Return the start of a sum in float32 (float64 for float64), and each rank's part in the dtype of ``like``."""
     generator = torch.Generator().manual_seed(2)
-    there, *added = (torch.randn(like.shape, generator=generator).to(like.device) for _ in range(1 + ranks))
-    return there.to(accumulate_dtype(like.dtype)), [part.to(like.dtype) for part in added]
+    start, *parts = (torch.randn(like.shape, generator=generator).to(like.device) for _ in range(1 + ranks))
+    return start.to(accumulate_dtype(like.dtype)), [part.to(like.dtype) for part in parts]
 
 
-def _summed(there: Tensor, parts: list[Tensor]) -> Answer:
-    """The sum in float64, and in the dtype of ``there`` in four orders."""
-    generator, parts = torch.Generator().manual_seed(3), [part.to(there.dtype) for part in parts]
+def _summed(start: Tensor, parts: list[Tensor]) -> Answer:
+    """Return the sum in float64, and four sums in the dtype of ``start``, each in another order."""
+    generator, parts = torch.Generator().manual_seed(3), [part.to(start.dtype) for part in parts]
     honest = []
     for _ in range(4):
-        total = there.clone()
-        for place in torch.randperm(len(parts), generator=generator).tolist():
-            total += parts[place]
+        total = start.clone()
+        for index in torch.randperm(len(parts), generator=generator).tolist():
+            total += parts[index]
         honest.append(total)
-    unit = EXACT if there.dtype == torch.float64 else UNIT
-    reach = unit * sum((part.double().abs() for part in parts), there.double().abs())
-    return Answer(sum((part.double() for part in parts), there.double()), honest, reach)
+    unit = EXACT if start.dtype == torch.float64 else UNIT
+    roundings = unit * sum((part.double().abs() for part in parts), start.double().abs())
+    return Answer(sum((part.double() for part in parts), start.double()), honest, roundings)
 
 
 def _group_reduce(module, case, mask, layout, x, rank) -> Tables:
     plan = reference.cast_plan(mask, layout, **dict(case.options))
-    there, added = _summands(x.k.movedim(-3, 0), layout.ranks)
-    into = total = _rows(layout, there, rank, case)
+    start, parts = _summands(x.k.movedim(-3, 0), layout.ranks)
+    into = total = _rows(layout, start, rank, case)
     for cast in range(plan.casts):
-        y = added[rank][_tokens_received(plan, cast, rank).to(there.device)]
+        y = parts[rank][_tokens_received(plan, cast, rank).to(start.device)]
         total = module.group_reduce(placed(y, case.shape), plan, cast, into)
     return {"sum": total, "into": into}
 
 
 def _group_reduce_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
     plan = reference.cast_plan(mask, layout, **dict(case.options))
-    there, added = _summands(x.k.movedim(-3, 0), layout.ranks)
-    mine = _positions(layout, rank).to(there.device)
-    for source, part in enumerate(added):
+    start, parts = _summands(x.k.movedim(-3, 0), layout.ranks)
+    mine = _positions(layout, rank).to(start.device)
+    for source, part in enumerate(parts):
         sent = torch.zeros(len(part), dtype=torch.bool)
         for cast in range(plan.casts):
             sent[_tokens_received(plan, cast, source)] = True
         part[~sent.to(part.device)] = 0
-    answer = replace(_summed(there[mine], [part[mine] for part in added]), tokens=mine)
+    answer = replace(_summed(start[mine], [part[mine] for part in parts]), tokens=mine)
     return {"sum": answer, "into": answer}
 
 
@@ -240,13 +240,13 @@ def _layout_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
     full, positions = x.k.movedim(-3, 0), _positions(layout, rank)
     mine = positions.to(full.device)
     _, grads = _summands(full, layout.ranks)
-    spread = torch.zeros_like(full)
-    spread[mine] = full[mine]
+    scattered = torch.zeros_like(full)
+    scattered[mine] = full[mine]
     equal = {
         "positions": positions[:, None],
         "shard": full[mine],
         "unshard": full,
-        "gradient of shard": spread,
+        "gradient of shard": scattered,
         "gradient of unshard": grads[0][mine],
     }
     summed = replace(_summed(torch.zeros_like(full[mine]), [grad[mine] for grad in grads]), tokens=mine)

@@ -1,6 +1,7 @@
-"""What a case runs on, and what it should give: a whole sequence made of documents, its mask, and the judge's answers.
+"""Make the inputs of a case from documents, and the expected results.
 
-All layouts and functions of one mask and dtype share one input, and so the answers, which cost more than the runs.
+All layouts and functions of one mask and dtype share one input, so they share the expected results, too. Those cost
+more time than the case itself.
 """
 
 from dataclasses import dataclass
@@ -18,25 +19,25 @@ from canon.testing.judge import Attended, oracle, orders
 
 
 def with_gaps(x: Tensor) -> Tensor:
-    """x in memory of its own, with a gap behind each row."""
+    """Return a copy of x with a gap after each row."""
     return x.new_empty(*x.shape[:-1], x.shape[-1] + 16)[..., : x.shape[-1]].copy_(x)
 
 
 def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
-    """Return x, or a copy with the strides of ``shape``; ``heads_first`` allocates gapped copies with heads outermost."""
+    """Return x, or a copy with the strides that ``shape`` needs. ``heads_first`` places the heads before the tokens."""
     if shape.strides is not None:
-        return anywhere(x, Random(shape.strides))
+        return with_random_strides(x, Random(shape.strides))
     if shape.contiguous:
         return x
     return with_gaps(x.transpose(-3, -2)).transpose(-3, -2) if heads_first else with_gaps(x)
 
 
-def anywhere(x: Tensor, draw: Random) -> Tensor:
-    """Return a copy of x with axes in random order, inside memory of NaN: an offset in front, room behind each axis."""
+def with_random_strides(x: Tensor, draw: Random) -> Tensor:
+    """Return a copy of x with its axes in random order, a random offset and random gaps. The gaps hold NaN."""
     axes = list(range(x.dim()))
     draw.shuffle(axes)
-    offset, room = draw.choice([0, 1, 8]), [draw.choice([0, 0, 1, 8]) for _ in axes]
-    sizes = [x.shape[axis] + room[axis] for axis in axes]
+    offset, gaps = draw.choice([0, 1, 8]), [draw.choice([0, 0, 1, 8]) for _ in axes]
+    sizes = [x.shape[axis] + gaps[axis] for axis in axes]
     memory = x.new_full((offset + prod(sizes),), torch.nan)
     whole = memory[offset:].view(sizes).permute([axes.index(axis) for axis in range(len(axes))])
     return whole[tuple(slice(n) for n in x.shape)].copy_(x)
@@ -44,7 +45,7 @@ def anywhere(x: Tensor, draw: Random) -> Tensor:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A whole sequence, the same on every rank."""
+    """Tensors of the whole sequence, equal on every rank."""
 
     q: Tensor
     k: Tensor
@@ -56,12 +57,12 @@ class Inputs:
 
 
 def inputs(case: Case, documents: Documents, device: str) -> Inputs:
-    """What ``case`` runs on; every layout, and every function, of one mask and dtype gets the same."""
+    """Return the inputs of ``case``, equal for all layouts and functions of one mask and dtype."""
     return _inputs(case.mask, case.dtype, case.shape, documents, device)
 
 
 def mask_of(case: Case, documents: Documents) -> Mask:
-    """The mask of ``case``, for cases that need no more."""
+    """Return the mask of ``case``."""
     return _mask(case.mask, documents)
 
 
@@ -76,8 +77,8 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator)
     if dtype.itemsize == 2:
-        lean = _lean(documents)[:, None, None]
-        v, dout = v + lean, dout + lean
+        offset = _offset(documents)[:, None, None]
+        v, dout = v + offset, dout + offset
     dlse = 4 * torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
     mask = _mask(mask_name, documents)
     q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
@@ -95,10 +96,12 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
 
 def _mask(name: str, documents: Documents) -> Mask:
     cu_seqlens, tokens = documents.cu_seqlens, documents.tokens
-    if name == "block_causal":  # each document sees itself and those before it, but for a little padding
+    if name == "block_causal":  # each document sees itself and all documents before it, except padding
         blocks = torch.repeat_interleave(torch.arange(len(documents.lengths)), torch.tensor(documents.lengths))
-        place = torch.arange(tokens) / max(1, tokens)
-        return Mask.block_causal(blocks, q_valid=(place < 0.6) | (place > 0.7), k_valid=(place < 0.65) | (place > 0.8))
+        position = torch.arange(tokens) / max(1, tokens)
+        return Mask.block_causal(
+            blocks, q_valid=(position < 0.6) | (position > 0.7), k_valid=(position < 0.65) | (position > 0.8)
+        )
     return {
         "documents": lambda: Mask.documents(cu_seqlens),
         "causal": lambda: Mask.causal(tokens),
@@ -107,18 +110,18 @@ def _mask(name: str, documents: Documents) -> Mask:
     }[name]()
 
 
-def _lean(documents: Documents) -> Tensor:
-    """What is added to v and dout of 16 bits: 3 in the outer quarters of a token's document, -3 in the middle half.
+def _offset(documents: Documents) -> Tensor:
+    """Return an offset for v and dout: 3 in the outer quarters of each document, -3 in its middle half.
 
-    Sums over a document cancel, those over a part of it do not. So rounding partial sums to 16 bits shows, as it would
-    not among numbers without a sign in common, while the honest error, which is one per term, stays what it is.
+    Sums over a whole document cancel, but sums over a part of it are large. So the rounding of partial sums to 16 bits
+    gives large errors. The honest error stays the same, because it comes from the rounding of single terms.
     """
-    places = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])
-    return torch.where((places < 0.25) | (places >= 0.75), 3.0, -3.0)
+    positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])
+    return torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
 
 
 def unseen_tokens(mask: Mask, axis: int) -> Tensor:
-    """Queries (0) that see no key, or keys (1) that no query sees."""
+    """Return a boolean vector: queries that see no key (axis 0), or keys that no query sees (axis 1)."""
     unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
     for band in mask.bands:  # every row and column of a band is seen
         unseen[slice(band.k_start, band.k_stop) if axis else slice(band.q_start, band.q_stop)] = False
@@ -136,7 +139,7 @@ def _expected(
 
 
 def expected(case: Case, documents: Documents, device: str) -> tuple[Attended, list[Attended]]:
-    """The oracle's answer, and honest ones in the dtype of the case; a merge is of float32 parts, and held to that."""
+    """Return the oracle's result, and honest results in the dtype of the case (float32 for a 16-bit merge)."""
     wide = case.function == "merge"
     with_lse = case.variant != "plain" and case.used in {"both", "lse"}
     return _expected(case.mask, case.dtype, case.shape, documents, device, wide, with_lse)
@@ -144,7 +147,7 @@ def expected(case: Case, documents: Documents, device: str) -> tuple[Attended, l
 
 @dataclass(frozen=True)
 class Expected:
-    """Answers that a result is judged by: the oracle's, honest ones in the dtype, and how far roundings reach, if known."""
+    """The oracle's result, honest results in the dtype of the case, and optional distances from `roundings`."""
 
     exact: Attended
     honest: list[Attended]
@@ -153,18 +156,18 @@ class Expected:
 
 @dataclass(frozen=True)
 class FromDocuments:
-    """The source of the fixed cases."""
+    """Inputs and expected results of the fixed cases, from documents."""
 
     documents: Documents
 
     def mask(self, case: Case) -> Mask:
-        """The mask of ``case``."""
+        """Return the mask of ``case``."""
         return mask_of(case, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
-        """The whole sequence, the same tensors on every rank."""
+        """Return the tensors of the whole sequence, equal on every rank."""
         return inputs(case, self.documents, device)
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
-        """What the judge compares with."""
+        """Return the expected results. They do not depend on ``layout``."""
         return Expected(*expected(case, self.documents, device))

@@ -1,37 +1,37 @@
-"""The judge: is this attention right? Measured against float64, and against the same mathematics in the same dtype.
+"""Judge whether a result of attention is correct: compare its error with the error of dense attention in the same dtype.
 
     exact = oracle(q, k, v, dout, mask)          float64 dense attention on the same rounded inputs
-    honest = orders(q, k, v, dout, mask)         the same in q's dtype, rounding what hardware rounds, in four orders
+    honest = orders(q, k, v, dout, mask)         dense attention in the dtype of q, in four orders of summation
     verdict = agreement(got, exact, honest)      error <= 2 x honest error + one rounding, for each tensor and norm
 
-No tolerance is chosen by hand. The honest error is what the dtype costs on these very inputs: the largest of four
-evaluations, which sum in different orders and merge 1, 2, 4 and 8 parts of the keys through their lse, as the hops of
-a ring do. (In float32 a merge costs |lse| roundings of a whole row, and one evaluation alone may be lucky in the token that
-decides a maximum.) Twice that allows for what kernels do besides; one rounding of the output dtype, measured on the
-oracle itself, allows to round once more.
+**Bound.** No tolerance is chosen by hand. The honest error is the cost of the dtype on these inputs. It is the largest
+error of four evaluations. They sum in different orders, and merge 1, 2, 4 and 8 parts of the keys through lse, as a
+ring does. (One evaluation alone may by chance have no error in the token that decides the maximum. In float32 a merge
+adds |lse| roundings to a whole row.) The factor 2 allows for other roundings of a kernel. The last term is one rounding
+of the oracle to the output dtype.
 
-**Norms.** Each tensor (out, lse, dq, dk, dv) is held to the rule in three norms, relative to the oracle's own: L2; maximum;
-and the worst token, ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)`` with L2 over the token's heads and
-width. Attention over n keys has size 1 / sqrt(n), so a whole late token may be lost without a trace in the first two.
-Numbers that are not finite where the oracle's are fail, and so does a tensor of zeros; lse is -inf at exactly the same places.
+**Norms.** Each tensor (out, lse, dq, dk, dv) must satisfy the rule in three norms, relative to the oracle: L2, maximum,
+and worst token. The worst token is ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``, with L2 over the heads
+and width of a token. It is needed because attention over n keys has size 1 / sqrt(n): the first two norms may miss the
+loss of a late token. Numbers that are not finite fail, and so does a tensor of zeros where the oracle is not zero. lse
+must be -inf at exactly the same places.
 
-**What `dense` rounds.** Operands of every matrix product are rounded to the dtype; sums are float32; so is the softmax, in
-base 2, the only one that hardware has, with lse turned into a natural logarithm and back; out, dq, dk and dv are rounded
-once, at the end. The backward half starts from what a backward pass is given, the rounded out and lse: delta =
-rowsum(dO * out), P = exp(S - lse). P is rounded before P V and P^T dO, dS before dS K and dS^T Q.
+**Roundings of `dense`.** Operands of every matrix product are rounded to the dtype. Sums are float32. The softmax is
+float32, too, in base 2, like the exponential of a GPU. Then `lse` is converted to a natural logarithm and back. `out`,
+dq, dk and dv are rounded once, at the end. The backward pass starts from the rounded out and from lse: delta =
+rowsum(dO * out), P = exp(S - lse). P is rounded before P V and P^T dO, and dS before dS K and dS^T Q.
 
-**lse** is never rounded to 16 bits, so it is held to float32 even then. It is 1-Lipschitz in the scores: its error is
-that of q.k, whose products are exact in float32 (8 + 8 or 11 + 11 bits), and of the sum over d. There tensor cores
-differ from CPUs: they add 16 products at a time and truncate the sum to float32, they do not round it (Fasi, Higham,
-Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). `dense` does the same for 16-bit inputs, which makes
-its error an honest one, that of d/16 truncations. The bound is a few units of float32: an lse that passed through
-bfloat16 anywhere is ten thousand times over it.
+**lse** is never rounded to 16 bits, so its bound is one of float32 for every dtype. It is 1-Lipschitz in the scores: its
+error is that of q k^T. The products are exact in float32 (8 + 8 or 11 + 11 bits), so the sum over d makes the error. A
+tensor core adds 16 products at a time and truncates the sum to float32 (Fasi, Higham, Mikaitis, Pranesh, Numerical
+behavior of NVIDIA tensor cores, 2021). `dense` does the same for 16-bit inputs, with d / 16 truncations. The bound is a
+few units of float32. An lse that was rounded to bfloat16 anywhere exceeds it by far.
 
-Few numbers, and sums whose terms cancel, may be given `roundings` besides (`canon.testing.roundings`): distances by which
-one rounding of each intermediate result moves them. They widen the bound.
+**Small sums.** `canon.testing.roundings` returns the distances by which one rounding of each intermediate result moves a
+result. For few numbers, and for sums whose terms cancel, they can be added to the bound.
 
-float64 is held to 1e-12 instead. ``mask=None`` is causal. Rows without keys have out 0, lse -inf, gradients 0; what nobody sees
-(keys without a query, queries without a key) may hold NaN.
+For float64 the bound is 1e-12. ``mask=None`` is causal. Fully masked rows have out 0, lse -inf and zero gradients. Keys
+that no query sees, and queries that see no key, may hold NaN.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,11 +47,11 @@ EXACT = 1e-12
 UNIT = 2.0**-24  # one rounding of float32
 NORMS = ("l2", "max", "token")
 LOG2E = 1.4426950408889634
-_BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}  # scores held at once, all heads together
+_BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}  # number of scores in memory at a time, all heads together
 
 
 class Attended(NamedTuple):
-    """What attention gives, forward and backward; None where a function does not give it."""
+    """Results of attention, forward and backward. None for results that a function does not return."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -61,10 +61,10 @@ class Attended(NamedTuple):
 
 
 def oracle(q, k, v, dout, mask: Mask | None = None, scale: float | None = None, dlse=None) -> Attended:
-    """Dense attention and its gradients in float64: the definition, row by row, written out.
+    """Return dense attention and its gradients in float64, from the definition.
 
-    Shapes as everywhere: q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h, t),
-    or all without b. ``scale`` defaults to 1 / sqrt(d).
+    Shapes: q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h, t).
+    All may be without b. ``scale`` defaults to 1 / sqrt(d).
     """
     return _attend(q, k, v, dout, mask, scale, dlse, torch.float64, None, 0)
 
@@ -72,13 +72,16 @@ def oracle(q, k, v, dout, mask: Mask | None = None, scale: float | None = None, 
 def dense(
     q, k, v, dout, mask: Mask | None = None, scale: float | None = None, dlse=None, *, order: int = 0
 ) -> Attended:
-    """The same in the dtype of q, as hardware does it: see the module's docstring. ``order`` > 0 shuffles and merges."""
+    """Return the same in the dtype of q, with the roundings in the module's docstring.
+
+    ``order`` > 0 shuffles d and the keys, and merges 2 ** order parts of the keys.
+    """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return _attend(q, k, v, dout, mask, scale, dlse, wide, q.dtype, order)
 
 
 def orders(q, k, v, dout, mask: Mask | None = None, scale: float | None = None, dlse=None) -> list[Attended]:
-    """`dense` four times over, in other orders of summation and other numbers of parts."""
+    """Return four results of `dense`, with different orders of summation and 1, 2, 4 and 8 parts."""
     return [dense(q, k, v, dout, mask, scale, dlse, order=order) for order in range(4)]
 
 
@@ -121,13 +124,13 @@ def _attend(q, k, v, dout, mask, scale, dlse, wide: torch.dtype, narrow: torch.d
 
 
 def _softmax(scores: Tensor, v: Tensor, parts: int, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """out, and lse as a natural logarithm, from scores in base 2: over parts of the keys, merged through their lse."""
+    """Return out, and lse as a natural logarithm, from scores in base 2. Parts of the keys are merged through lse."""
     out = v.new_zeros(*scores.shape[:-1], v.shape[-1])
     lse = v.new_full((*scores.shape[:-1], 1), -torch.inf)
-    for some, v_part in zip(scores.tensor_split(parts, -1), v.tensor_split(parts, -2), strict=True):
-        if some.shape[-1]:
-            top = some.amax(-1, keepdim=True)
-            p = torch.exp2(some - _finite(top))
+    for scores_part, v_part in zip(scores.tensor_split(parts, -1), v.tensor_split(parts, -2), strict=True):
+        if scores_part.shape[-1]:
+            top = scores_part.amax(-1, keepdim=True)
+            p = torch.exp2(scores_part - _finite(top))
             total = p.sum(-1, keepdim=True)
             part = rounded(p) @ v_part / total.masked_fill(total == 0, 1)
             part_lse = (top + total.log2()) / LOG2E
@@ -146,14 +149,14 @@ def _heads_first(x: Tensor, seen: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _shuffled(n: int, order: int, device) -> Tensor:
-    """The ``order``-th order of n things; 0 leaves them as they are."""
+    """Return a permutation of n indices with seed ``order``; 0 is the identity."""
     if order == 0:
         return torch.arange(n, device=device)
     return torch.randperm(n, generator=torch.Generator().manual_seed(order)).to(device)
 
 
 def _row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(queries, bool [queries, keys]) a block at a time: a whole matrix of scores need not fit into memory."""
+    """Yield blocks (queries, bool [queries, keys]), so that the whole score matrix need not fit into memory."""
     step = max(1, _BLOCK[q.device.type] // max(1, q.shape[0] * q.shape[1] * mask.keys))
     for start in range(0, mask.queries, step):
         rows = slice(start, min(start + step, mask.queries))
@@ -161,7 +164,7 @@ def _row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _visible(mask: Mask, rows: slice, device) -> Tensor:
-    """Rows of the mask as booleans, straight from the definition of a band."""
+    """Return rows of the mask as booleans, from the definition of a band."""
     visible = torch.zeros(rows.stop - rows.start, mask.keys, dtype=torch.bool, device=device)
     for band in mask.bands:
         start, stop = max(band.q_start, rows.start), min(band.q_stop, rows.stop)
@@ -174,7 +177,7 @@ def _visible(mask: Mask, rows: slice, device) -> Tensor:
 
 
 def _seen(mask: Mask, device) -> tuple[Tensor, Tensor]:
-    """Which queries see a key, and which keys are seen by a query."""
+    """Return two boolean vectors: queries that see a key, and keys that a query sees."""
     queries = torch.zeros(mask.queries, dtype=torch.bool, device=device)
     keys = torch.zeros(mask.keys, dtype=torch.bool, device=device)
     for rows, visible in visible_blocks(mask, device):
@@ -184,26 +187,26 @@ def _seen(mask: Mask, device) -> tuple[Tensor, Tensor]:
 
 
 def visible_blocks(mask: Mask, device: torch.device | str = "cpu") -> Iterator[tuple[slice, Tensor]]:
-    """(queries, bool [queries, keys]), some thousand rows of the mask's matrix at a time."""
+    """Yield (queries, bool [queries, keys]), 4096 rows of the mask at a time."""
     for start in range(0, mask.queries, 4096):
         rows = slice(start, min(start + 4096, mask.queries))
         yield rows, _visible(mask, rows, device)
 
 
 def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
-    """q k^T, for 16-bit operands as a tensor core adds it up: 16 products at a time, truncated to float32."""
+    """Return q k^T. For 16-bit operands add 16 products at a time and truncate to float32, like a tensor core."""
     if narrow not in (torch.float16, torch.bfloat16):
         return q @ k.mT
     total = q.new_zeros(*q.shape[:3], k.shape[2])
-    for some in range(0, q.shape[-1], 16):
-        exact = total.double() + q[..., some : some + 16].double() @ k[..., some : some + 16].double().mT
+    for start in range(0, q.shape[-1], 16):
+        exact = total.double() + q[..., start : start + 16].double() @ k[..., start : start + 16].double().mT
         total = exact.float()
         total = torch.where(total.abs() > exact.abs(), torch.nextafter(total, torch.zeros_like(total)), total)
     return total
 
 
 class _no_tf32:
-    """float32 products in float32, whatever is set outside."""
+    """Within the block, multiply float32 matrices in float32, not in TF32."""
 
     def __enter__(self):
         self.before = torch.get_float32_matmul_precision()
@@ -213,14 +216,14 @@ class _no_tf32:
         self._set(self.before)
 
     def _set(self, precision: str):
-        if precision != torch.get_float32_matmul_precision():  # a setting of the process: touched only where it must be
+        if precision != torch.get_float32_matmul_precision():  # the setting is global, so change it only if necessary
             torch.set_float32_matmul_precision(precision)
 
 
 # ---------------------------------------------------------------------- the verdict
 @dataclass(frozen=True)
 class Measure:
-    """One tensor in one norm."""
+    """The error of one tensor in one norm, and its bound."""
 
     tensor: str
     norm: str
@@ -229,13 +232,13 @@ class Measure:
 
     @property
     def ratio(self) -> float:
-        """Error / bound: agrees up to 1."""
+        """Return error / bound. A ratio up to 1 agrees."""
         return self.error / self.bound if self.bound else 0.0 if self.error == 0 else float("inf")
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The verdict: every measure, and in words what is wrong beyond them."""
+    """The verdict: all measures, and all faults as text."""
 
     measures: tuple[Measure, ...]
     faults: tuple[str, ...]
@@ -246,7 +249,7 @@ class Agreement:
 
     @property
     def worst(self) -> Measure | None:
-        """The measure that is nearest to its bound, or furthest over it."""
+        """Return the measure with the largest ratio."""
         return max(self.measures, key=lambda m: m.ratio, default=None)
 
     def __str__(self) -> str:
@@ -259,9 +262,12 @@ class Agreement:
 def agreement(
     got: Attended, exact: Attended, honest: Attended | list[Attended], roundings: Attended | None = None
 ) -> Agreement:
-    """Whether ``got`` is as near to ``exact`` (from `oracle`) as ``honest`` (from `orders`, or one `dense`) lets one expect.
+    """Compare the error of ``got`` with the error of ``honest``, both against ``exact``.
 
-    Tensors that ``got`` leaves out (None) are not judged. Raises ValueError if it has none, or one of another shape.
+    ``exact`` is the result of `oracle`, and ``honest`` of `orders` or one `dense`. Tensors of ``got`` that are None are
+    not judged. The distances in ``roundings`` (`canon.testing.roundings`) widen the bounds.
+
+    Raises ValueError if all tensors of ``got`` are None, or a shape is wrong.
     """
     measures, faults = [], []
     honest = [honest] if isinstance(honest, Attended) else honest
@@ -271,9 +277,9 @@ def agreement(
         if mine is not None:
             if mine.shape != true.shape:
                 raise ValueError(f"{name} has shape {tuple(mine.shape)}, expected {tuple(true.shape)}")
-            some, wrong = judged(name, mine.detach(), true, theirs, size)
-            measures += some
-            faults += wrong
+            more_measures, more_faults = judged(name, mine.detach(), true, theirs, size)
+            measures += more_measures
+            faults += more_faults
     if all(x is None for x in got):
         raise ValueError("nothing to judge: every tensor is None")
     return Agreement(tuple(measures), tuple(faults))
@@ -282,7 +288,7 @@ def agreement(
 def judged(
     name: str, got: Tensor, exact: Tensor, honest: list[Tensor], roundings: Tensor | None = None
 ) -> tuple[list[Measure], list[str]]:
-    """The three measures of the tensor called ``name``, tokens last but for heads and width, and in words what is wrong."""
+    """Return the three measures of the tensor ``name`` (..., tokens, heads, width), and its faults as text."""
     kept, unseen = honest[0].dtype, exact == -torch.inf
     if name == "lse" and not torch.equal(got == -torch.inf, unseen):
         return [], [f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at {int(unseen.sum())}"]
@@ -299,12 +305,12 @@ def judged(
             bound += relative(name, norm, roundings.to(exact.device).masked_fill(unseen, 0), exact)
         measures.append(Measure(name, norm, error, bound))
         if error > bound:
-            faults.append(f"{name} is off by {error:.2e} in the {norm} norm, {bound:.2e} is what its dtype explains")
+            faults.append(f"{name} is off by {error:.2e} in the {norm} norm; its dtype explains at most {bound:.2e}")
     return measures, faults
 
 
 def relative(name: str, norm: str, error: Tensor, exact: Tensor) -> float:
-    """The size of ``error`` against that of ``exact``, the tensor called ``name``, in one of the three norms."""
+    """Return the size of ``error`` relative to ``exact`` in one norm. ``name`` is "lse" for tensors (..., h, t)."""
     if not error.numel():
         return 0.0
     if norm == "max":

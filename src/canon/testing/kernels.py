@@ -14,6 +14,7 @@ no figure and is nobody's peer.
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from canon.testing import roofline, shapes
 from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing.peers import Contender, contenders, installed
 from canon.testing.shapes import Shape
-from canon.testing.timing import Run, ceilings, take_turns
+from canon.testing.timing import Eager, Run, ceilings, eager_rounds, take_turns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,12 +87,14 @@ def measure(
     others: bool = True,
 ) -> list[list[dict]]:
     """For each shape a row per contender: agreement, the milliseconds of each forward and backward run, and speeds."""
-    rows, runs = [], []
+    rows, runs, eager = [], [], []
     for shape in job:
-        some, timed = _prepare(shape, dtype, device, contenders(shape, device, only, others=others))
+        some, timed, called = _prepare(shape, dtype, device, contenders(shape, device, only, others=others))
         rows.append(some)
         runs += timed
+        eager += called
     take_turns(runs, rounds)
+    eager_rounds(eager, rounds, device)
     for shape, some in zip(job, rows, strict=True):
         roofline.add_speeds(some, shape, dtype.itemsize, ceilings)
     return rows
@@ -99,15 +102,15 @@ def measure(
 
 def _prepare(
     shape: Shape, dtype: torch.dtype, device: torch.device, found: list[Contender]
-) -> tuple[list[dict], list[tuple[Run, list[float]]]]:
-    """A row per contender, judged; and what is to be timed, with the list of its row for the times."""
+) -> tuple[list[dict], list[tuple[Run, list[float]]], list[Eager]]:
+    """Return a judged row per contender, the runs to time on the GPU with their lists, and the eager calls to time."""
     q, k, v, dout = shape.inputs(dtype, device)
     group = shape.h // shape.g
     # The last sequence, the last key head and its queries: an offset that is wrong is wrong there.
     one = [q[-1:, :, -group:], k[-1:, :, -1:], v[-1:, :, -1:], dout[-1:, :, -group:]]
     exact, honest = oracle(*one, shape.mask), dense(*one, shape.mask)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    rows, runs, forwards = [], [], set()
+    rows, runs, forwards, called = [], [], set(), []
     for contender in found:
         rows.append(row := _row(shape, contender))
         try:
@@ -128,11 +131,24 @@ def _prepare(
             continue
         row["backward_ms"] = []
         runs.append((backward, row["backward_ms"]))
+        called.append(_eager(row, "both", partial(_both, forward, q, k, v, dout)))
         if contender.forward not in forwards:
             forwards.add(contender.forward)
             row["forward_ms"] = []
             runs.append((partial(forward, q, k, v), row["forward_ms"]))
-    return rows, runs
+            called.append(_eager(row, "forward", partial(forward, *(x.detach() for x in (q, k, v)))))
+    return rows, runs, called
+
+
+def _eager(row: dict, name: str, run: Run) -> Eager:
+    """Return calls to time, with their lists in the row: NAME_wall_ms and NAME_host_ms."""
+    made = Eager(run)
+    row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = made.wall_ms, made.host_ms
+    return made
+
+
+def _both(forward: Callable, q, k, v, dout) -> None:
+    torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
 
 
 def _inside(contender: Contender, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,11 +181,13 @@ def speeds(rows: list[dict]) -> Iterator[Any]:
     from rich.markup import escape
     from rich.table import Table
 
-    columns = ("contender", "agrees", "forward", "of roof", "to peer", "backward", "of roof", "to peer")
+    clocks, shares = ("forward ms", "both ms"), ("of roof", "to peer")
+    columns = ("contender", "agrees", *clocks, "forward", *shares, "backward", *shares)
+    told = "wall (host) ms of eager calls; TFLOP/s of GPU time, share of the roofline, ratio to the fastest peer"
     for shape in dict.fromkeys(row["shape"] for row in rows):
-        shown = Table(*columns, title=f"{shape}: TFLOP/s (median), share of the roofline, ratio to the fastest peer")
+        shown = Table(*columns, title=f"{shape}: {told}")
         for row in (row for row in rows if row["shape"] == shape):
-            speeds = []
+            speeds = [_clocks(row, "forward"), _clocks(row, "both")]
             for name in roofline.PASSES:
                 for kind, form in (("tflops", ".0f"), ("roofline", ".0%"), ("to_peer", ".2f")):
                     key = f"{name}_{kind}"
@@ -177,6 +195,13 @@ def speeds(rows: list[dict]) -> Iterator[Any]:
             verdict = row.get("failed") or row.get("declined") or f"{row['agrees']} ({row['worst']})"
             shown.add_row(row["contender"], escape(verdict), *speeds)
         yield shown
+
+
+def _clocks(row: dict, name: str) -> str:
+    """Return the median wall time, and in brackets the host time, of a pass."""
+    if not row.get(f"{name}_wall_ms"):
+        return "-"
+    return f"{median(row[f'{name}_wall_ms']):.3f} ({median(row[f'{name}_host_ms']):.3f})"
 
 
 def _auto(verdicts: list[dict]):

@@ -1,15 +1,16 @@
-"""Packs of documents with the published distribution of lengths: the input of the planners' tests and pictures.
+"""Sample packs of documents with a published distribution of lengths, for tests and figures of the planner.
 
-A pack is a sequence of ``tokens`` tokens, filled by documents one after another. Documents longer than a quarter of it
-are cut into quarters and a rest, all pieces are shuffled and packed in order, and a document that meets the end of a
-pack goes on in the next one.
+A pack is a sequence of ``tokens`` tokens that documents fill one after another. Longer documents are first cut into
+pieces of a quarter pack and a rest. All pieces are shuffled and packed in order. A piece that crosses the end of a pack
+continues in the next pack.
 
     tokens                         64K     128K     256K     512K      (means of the first 20 packs)
-    documents a pack                45       77      150      308
+    documents in a pack             45       77      150      308
     longest document             14.5K    28.9K    45.2K    71.6K
 
-Source: the histogram and the recipe are those of MagiAttention's benchmark (Zewei Tao and Yunpeng Huang, SandAI, 2025);
-each bin stands for its midpoint. All 13 million documents are shuffled, which takes a second.
+Every document gets the length in the middle of its bin. The module shuffles all 13 million documents.
+
+Source: histogram and recipe of MagiAttention's benchmark (Zewei Tao and Yunpeng Huang, SandAI, 2025).
 """
 
 from functools import lru_cache
@@ -35,21 +36,21 @@ HISTOGRAM = (  # shortest, longest, documents
 
 
 def sampled_packs(tokens: int, count: int, *, seed: int = 42) -> list[list[int]]:
-    """The first ``count`` packs of ``tokens`` tokens, each as its cu_seqlens; the same for the same seed.
+    """Return ``count`` packs of ``tokens`` tokens, each as its cu_seqlens. Equal seeds give equal packs.
 
-    Raises ValueError if a quarter of a pack holds no token, or there are fewer packs.
+    Raises ValueError if ``tokens`` < 4, ``count`` < 0, or the distribution fills fewer packs.
     """
     if tokens < 4 or count < 0:
         raise ValueError(f"a pack needs at least 4 tokens and count >= 0, got {tokens} and {count}")
     ends, order = _shuffled(tokens, seed)
     if count > len(order):
         raise ValueError(f"the distribution fills {len(order)} packs of {tokens} tokens, not {count}")
-    return [_pack(ends, int(place) * tokens, tokens) for place in order[:count]]
+    return [_pack(ends, int(index) * tokens, tokens) for index in order[:count]]
 
 
 @lru_cache(maxsize=4)
 def _shuffled(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ends of all pieces, shuffled and laid one after another, and the packs in a random order."""
+    """Return the end positions of all pieces after the shuffle, and the indices of the packs in random order."""
     middles, documents = np.array([((shortest + longest) // 2, n) for shortest, longest, n in HISTOGRAM]).T
     whole, rest = np.divmod(np.repeat(middles, documents), tokens // 4)
     pieces = np.concatenate([np.full(whole.sum(), tokens // 4), rest[rest > 0]])

@@ -1,4 +1,4 @@
-"""Where a wrong result is wrong: the worst token, the rank that holds it, its row there, and the head."""
+"""Locate the largest error of a wrong result: the token, the rank that holds it, its row there, and the head."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from canon.testing.judge import Attended
 
 
 def worst_places(faults: list[str], got: Attended, exact: Attended, layout: Layout | None) -> list[str]:
-    """Return a line for each tensor that a fault names. ``layout`` is None for functions of one rank."""
+    """Return a line for each tensor that a fault names. ``layout`` is None for a function on one rank."""
     named = [name for name in Attended._fields if any(fault.startswith(f"{name} ") for fault in faults)]
     return [
         place(name, getattr(got, name), getattr(exact, name), layout)
@@ -18,7 +18,7 @@ def worst_places(faults: list[str], got: Attended, exact: Attended, layout: Layo
 
 
 def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
-    """Describe the worst token of a whole tensor: (b, t, h, width) or packed; lse: (b, h, t)."""
+    """Describe the worst token of a full tensor (b, t, h, width), or lse (b, h, t), or either without b."""
     got, exact = got.to(exact.device).double(), exact.double()
     error = torch.where(got == exact, 0.0, (got - exact).abs()).nan_to_num(torch.inf, torch.inf)
     error = error.transpose(-1, -2) if name == "lse" else error.norm(dim=-1)  # (b, t, h)
@@ -32,12 +32,12 @@ def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
     if layout is not None:
         rank, row = holder(layout, token)
         line += f", which rank {rank} holds in row {row}"
-    others = f"; at least half as bad: tokens {_some(bad)}" if len(bad) > 1 else ""
+    others = f"; error at least half as large: tokens {_first_eight(bad)}" if len(bad) > 1 else ""
     return f"{line}: off by {float(worst):.2e}{others}"
 
 
 def holder(layout: Layout, token: int) -> tuple[int, int]:
-    """Return (rank, row there) of a token."""
+    """Return the rank that holds a token, and its row there. Raises ValueError if no rank holds it."""
     for rank in range(layout.ranks):
         rows = (layout.positions(rank) == token).nonzero()
         if len(rows):
@@ -45,5 +45,5 @@ def holder(layout: Layout, token: int) -> tuple[int, int]:
     raise ValueError(f"no rank holds token {token}")
 
 
-def _some(tokens: list[int]) -> str:
+def _first_eight(tokens: list[int]) -> str:
     return ", ".join(map(str, tokens[:8])) + (f" and {len(tokens) - 8} more" if len(tokens) > 8 else "")

@@ -1,13 +1,14 @@
-"""Worlds: one program on every rank, as threads, as processes over gloo, or as one process per GPU over NCCL.
+"""Run one program on every rank of a process group: on threads, on gloo processes, or on one NCCL process per GPU.
 
-    process_groups.threads(program, ranks=4)      ranks are threads of this process: quick, prints in rank order
-    process_groups.processes(program, ranks=4)    ranks are processes on the CPU: seconds, finds what buffered sends hide
-    process_groups.gpus(program)                  ranks are processes, each with a GPU of its own
+    process_groups.threads(program, ranks=4)      ranks are threads of this process: fast, and output is in rank order
+    process_groups.processes(program, ranks=4)    ranks are processes on the CPU: takes seconds, and sends may block
+    process_groups.gpus(program)                  ranks are processes, each with its own GPU
 
-``program()`` takes no arguments, finds its rank by ``torch.distributed.get_rank()``, and may return anything; all three
-return the results by rank. If a rank fails, RuntimeError names the first one that did, chained to its exception. None
-hangs: threads that wait for one another are told so at once, processes end at a hard timeout that names who had
-not finished and where it was. Programs for processes must be picklable: a function of a module, or
+``program()`` takes no arguments and gets its rank from ``torch.distributed.get_rank()``. All three functions return the
+results of all ranks, by rank. If a rank fails, RuntimeError names the first such rank, with its exception as the cause.
+
+No function hangs. Threads that all wait for each other raise at once. Processes end at a timeout, and its error names
+the unfinished ranks and their stacks. Programs for processes must be picklable: a function of a module, or a
 ``functools.partial`` of one.
 """
 
@@ -23,90 +24,109 @@ import torch
 import torch.distributed as dist
 
 from canon.testing.rank_processes import run_processes
-from canon.testing.rendezvous import Ended, Rendezvous, failed, tell
+from canon.testing.rendezvous import Ended, Rendezvous, print_by_rank, rank_error
 from canon.testing.thread_group import ThreadGroup
 
 Program = Callable[[], Any]
 
 
 def threads(program: Program, ranks: int = 4) -> list[Any]:
-    """Results of ``program()`` by rank, the ranks being threads of this process; on the CPU or on one shared GPU.
+    """Run ``program()`` on threads of this process, on the CPU or one shared GPU. Return the results by rank.
 
-    Prints what the ranks printed, in rank order. Backward passes run in the thread of their rank, on a GPU too, so
-    collectives inside them find their group. Context variables are the caller's.
-    Raises RuntimeError naming the first rank that failed, or every rank's wait if none can go on.
+    Prints the output of the ranks in rank order. A backward pass runs in the thread of its rank, also on a GPU, so its
+    collectives use the right group. The ranks get a copy of the caller's context variables.
+    Raises RuntimeError that names the first rank that failed, or the waits of all ranks if none can continue.
     """
     _check_ranks(ranks)
     if hasattr(_thread, "rank"):
-        raise RuntimeError("a rank cannot start a world of threads inside its own")
-    with _one_world:
-        return _threads(program, ranks)
+        raise RuntimeError("a rank cannot start a group of threads inside its own group")
+    with _one_group:
+        return _Threads(program, ranks).run()
 
 
-_one_world = threading.Lock()  # torch.distributed's state is swapped for the time of a world
+_one_group = threading.Lock()  # a group of threads replaces the state of torch.distributed
 _thread = threading.local()
 
 
-def _threads(program: Program, ranks: int) -> list[Any]:
-    meeting, store = Rendezvous(ranks), dist.HashStore()
-    results: list[Any] = [None] * ranks
-    failures: dict[int, BaseException] = {}
-    voices = _Voices(sys.stdout, ranks)
-    cores, gpu = torch.get_num_threads(), torch.cuda.current_device() if torch.cuda.is_initialized() else None
+class _Threads:
+    """Threads that run ``program()``, and their results."""
 
-    def main(rank: int) -> None:
-        _thread.rank, _thread.meeting = rank, meeting
-        voices.local.rank = rank
+    def __init__(self, program: Program, ranks: int):
+        self.program, self.ranks = program, ranks
+        self.rendezvous, self.store = Rendezvous(ranks), dist.HashStore()
+        self.output = _OutputByRank(sys.stdout, ranks)
+        self.results: list[Any] = [None] * ranks
+        self.failures: dict[int, BaseException] = {}
+        self.cores = torch.get_num_threads()
+        self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run(self) -> list[Any]:
+        contexts = [contextvars.copy_context() for _ in range(self.ranks)]
+        workers = [
+            threading.Thread(target=context.run, args=(self._run_rank, rank), daemon=True)
+            for rank, context in enumerate(contexts)
+        ]
+        with _state_per_thread(self.output):
+            try:
+                with _one_launch_at_a_time() if kernel_gpus() else nullcontext():
+                    for worker in workers:
+                        worker.start()
+                    for worker in workers:
+                        worker.join()
+            except BaseException:  # an interrupt: the ranks end at their next wait
+                self.rendezvous.leave(self.ranks, "the caller was interrupted")
+                raise
+            finally:
+                for worker in workers:
+                    worker.join()
+        print_by_rank(["".join(texts) for texts in self.output.texts])
+        for rank, error in self.failures.items():
+            raise rank_error(rank, error) from error
+        if self.rendezvous.ended:
+            raise RuntimeError(self.rendezvous.ended)
+        return self.results
+
+    def _run_rank(self, rank: int) -> None:
+        _thread.rank, _thread.rendezvous = rank, self.rendezvous
+        self.output.local.rank = rank
         try:
-            torch.set_num_threads(max(1, cores // ranks))
-            if gpu is not None:
-                torch.cuda.set_device(gpu)
-            dist.init_process_group("threads", rank=rank, world_size=ranks, store=store)
+            torch.set_num_threads(max(1, self.cores // self.ranks))
+            if self.gpu is not None:
+                torch.cuda.set_device(self.gpu)
+            dist.init_process_group("threads", rank=rank, world_size=self.ranks, store=self.store)
             # CUDA nodes of a backward pass would run in a thread of the device, which has no rank.
             with torch.autograd.set_multithreading_enabled(False):
-                results[rank] = program()
-            meeting.leave(rank)
+                self.results[rank] = self.program()
+            self.rendezvous.leave(rank)
         except Ended:
-            meeting.leave(rank)
+            self.rendezvous.leave(rank)
         except BaseException as error:
-            failures[rank] = error
-            meeting.leave(rank, f"rank {rank} failed")
+            self.failures[rank] = error
+            self.rendezvous.leave(rank, f"rank {rank} failed")
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    contexts = [contextvars.copy_context() for _ in range(ranks)]
-    workers = [threading.Thread(target=c.run, args=(main, rank), daemon=True) for rank, c in enumerate(contexts)]
-    outside, dist.distributed_c10d._world = dist.distributed_c10d._world, _world_of_threads()
+
+@contextmanager
+def _state_per_thread(output: "_OutputByRank") -> Iterator[None]:
+    """Within the block, keep the state of torch.distributed and the standard output per thread."""
+    cores, shared = torch.get_num_threads(), dist.distributed_c10d._world
+    dist.distributed_c10d._world = _thread_local_world()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    sys.stdout = voices
+    sys.stdout = output
     try:
-        with _one_launch_at_a_time() if kernel_gpus() else nullcontext():
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-    except BaseException:  # an interrupt: the ranks end at their next wait
-        meeting.leave(ranks, "the caller was interrupted")
-        raise
+        yield
     finally:
-        for worker in workers:
-            worker.join()
-        sys.stdout = voices.real
+        sys.stdout = output.real
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        dist.distributed_c10d._world = outside
+        dist.distributed_c10d._world = shared
         torch.set_num_threads(cores)
-    tell(["".join(said) for said in voices.said])
-    for rank, error in failures.items():
-        raise failed(rank, error) from error
-    if meeting.ended:
-        raise RuntimeError(meeting.ended)
-    return results
 
 
 @contextmanager
 def _one_launch_at_a_time() -> Iterator[None]:
-    """Threads that launch the same kernel for the first time would all compile it, each slowed down by the others."""
+    """Let one thread compile a kernel. Otherwise every thread compiles it at its first launch, and all are slow."""
     from triton.runtime.jit import JITFunction
 
     lock, launch = threading.Lock(), JITFunction.run
@@ -122,35 +142,35 @@ def _one_launch_at_a_time() -> Iterator[None]:
         JITFunction.run = launch
 
 
-def _world_of_threads() -> Any:
-    """torch's state of torch.distributed for each thread; torch 2.11 forgot a field of it that it reads."""
+def _thread_local_world() -> Any:
+    """Return torch's per-thread state of torch.distributed. torch 2.11 lacks one field that it reads."""
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
     world = ThreadLocalWorld()
     if not hasattr(ThreadLocalWorld, "comms"):
-        world.comms = []  # of torchcomms, which no rank here has
+        world.comms = []  # torchcomms communicators; no rank here has one
     return world
 
 
 def _thread_group(store, rank: int, size: int, timeout) -> ThreadGroup:
-    return ThreadGroup(_thread.meeting, _thread.rank, rank, size)
+    return ThreadGroup(_thread.rendezvous, _thread.rank, rank, size)
 
 
 dist.Backend.register_backend("threads", _thread_group, devices=["cpu", "cuda"])
 
 
-class _Voices:
-    """Standard output that keeps each rank's words apart; everyone else's go straight through."""
+class _OutputByRank:
+    """Standard output that collects the text of each rank. Text of other threads is written at once."""
 
     def __init__(self, real, ranks: int):
         self.real, self.local = real, threading.local()
-        self.said: list[list[str]] = [[] for _ in range(ranks)]
+        self.texts: list[list[str]] = [[] for _ in range(ranks)]
 
     def write(self, text: str) -> int:
         rank = getattr(self.local, "rank", None)
         if rank is None:
             return self.real.write(text)
-        self.said[rank].append(text)
+        self.texts[rank].append(text)
         return len(text)
 
     def __getattr__(self, name):
@@ -158,20 +178,20 @@ class _Voices:
 
 
 def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list[Any]:
-    """Results of the picklable ``program()`` by rank, each rank a process on the CPU, over gloo.
+    """Run the picklable ``program()`` on processes on the CPU, over gloo. Return the results by rank.
 
-    Raises RuntimeError naming the first rank that failed; TimeoutError ``timeout`` seconds after the processes have
-    started, naming the ranks that had not finished and where they were. No process outlives the call.
+    Raises RuntimeError that names the first rank that failed. Raises TimeoutError ``timeout`` seconds after the
+    processes have started, with the unfinished ranks and their stacks. No process outlives the call.
     """
     _check_ranks(ranks)
     return run_processes(program, ranks, "gloo", timeout)
 
 
 def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) -> list[Any]:
-    """Results of the picklable ``program()`` by rank, each rank a process with its own GPU, over NCCL.
+    """Run the picklable ``program()`` on processes, each with its own GPU, over NCCL. Return the results by rank.
 
-    ``ranks`` defaults to all GPUs; tensors come back on the CPU. Errors as for `processes`, and ValueError where
-    there are fewer GPUs than ranks.
+    ``ranks`` defaults to the number of GPUs. Returned tensors are on the CPU. Raises the errors of `processes`, and
+    ValueError if there are fewer GPUs than ranks.
     """
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if ranks > torch.cuda.device_count():
@@ -189,4 +209,4 @@ def kernel_gpus() -> int:
 
 def _check_ranks(ranks: int) -> None:
     if ranks < 1:
-        raise ValueError(f"a world needs at least one rank, got {ranks}")
+        raise ValueError(f"a process group needs at least one rank, got {ranks}")

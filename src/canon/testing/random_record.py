@@ -1,10 +1,10 @@
-"""Records of `canon check --random`: a row per case, details of failures alone; they resume, and merge.
+"""Read, write and merge the records of `canon check --random`: one row per case, and details only of failures.
 
     {"module", "runs": [{"command", "source", "commit", "date", "machine", "seed", "table", "ranks", "runs",
                          "cases": [[index, function, verdict, ratio], ...], "failures": [...]}, ...]}
 
-A run's key is all that decides its cases and the code that ran them. `add` puts results into the run of their key, so a
-command that is given again continues; `merge` does the same with whole records. Ten thousand cases take about 0.5 MB.
+The key of a run consists of all values that determine its cases, and a digest of the code. Results with the same key are
+added to the same run. So the same command continues a run, and `merge` joins runs of several records.
 """
 
 import json
@@ -14,11 +14,11 @@ from typing import Any
 
 from canon.testing.record import finite
 
-KEY = ("source", "seed", "table", "ranks", "runs")  # of a run
+KEY = ("source", "seed", "table", "ranks", "runs")
 
 
 def read(path: Path, module: str | None = None) -> dict[str, Any]:
-    """Return the record at ``path``, or an empty one of ``module`` if there is none. Raises ValueError for other files."""
+    """Return the record at ``path``, or an empty record of ``module``. Raises ValueError if the file is no such record."""
     if not path.exists() and module is not None:
         return {"module": module, "runs": []}
     try:
@@ -31,7 +31,7 @@ def read(path: Path, module: str | None = None) -> dict[str, Any]:
 
 
 def run_of(kept: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Return the run of ``kept`` that has the key of ``run``; add it, with ``run``'s details, if there is none."""
+    """Return the run of ``kept`` with the key of ``run``. If there is none, add an empty one with the head of ``run``."""
     for known in kept["runs"]:
         if all(known[name] == run[name] for name in KEY):
             return known
@@ -40,25 +40,26 @@ def run_of(kept: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def add(run: dict[str, Any], rows: Iterable[list], failures: Iterable[dict[str, Any]]) -> None:
-    """Add cases to ``run``; a case that it has keeps its first verdict."""
+    """Add cases to ``run``. A case that is already there keeps its verdict."""
     known = {row[0] for row in run["cases"]}
     run["cases"] = sorted([*run["cases"], *(row for row in rows if row[0] not in known)], key=lambda row: row[0])
     run["failures"] += [failure for failure in failures if failure["index"] not in known]
 
 
 def merge(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return one record with the cases of all. Raises ValueError for records of different modules."""
+    """Return one record with the cases of all records. Raises ValueError if their modules differ."""
     first, *others = [read(path) for path in paths]
     for path, other in zip(paths[1:], others, strict=True):
         if other["module"] != first["module"]:
-            raise ValueError(f"{path} is of {other['module']}, {paths[0]} of {first['module']}: merge one module's")
+            modules = f"{path} is a record of {other['module']}, {paths[0]} of {first['module']}"
+            raise ValueError(f"cannot merge records of different modules: {modules}")
         for run in other["runs"]:
             add(run_of(first, run), run["cases"], run["failures"])
     return first
 
 
 def write(path: Path, kept: dict[str, Any]) -> None:
-    """Write the record, a line per case, in one step: an interrupted write leaves the old one."""
+    """Write the record, one line per case. An interrupted write leaves the old file."""
     runs = []
     for run in kept["runs"]:
         head = {name: value for name, value in run.items() if name not in ("cases", "failures")}

@@ -1,7 +1,8 @@
-"""Inputs of a random case, and the answers to it: normally distributed tensors, with NaN in tokens that nothing sees.
+"""Make the inputs of a random case, and the expected results.
 
-The judge is the one of all cases. Its bounds widen by one rounding of each intermediate result (`canon.testing.roundings`),
-because random cases may have few numbers. Where gradients travel in 16 bits, honest evaluations round the ranks' sums too.
+Tensors are normally distributed, with NaN for keys that no query sees and queries that see no key. Random cases may have
+few elements, so one rounding of each intermediate result (`canon.testing.roundings`) widens the judge's bounds. If
+gradients travel in 16 bits, the honest evaluations round the sums of the ranks, too.
 """
 
 from dataclasses import dataclass
@@ -21,27 +22,27 @@ from canon.testing.roundings import roundings
 
 @dataclass(frozen=True)
 class RandomSource:
-    """The source of the cases of `canon.testing.draws`."""
+    """Inputs and expected results of the cases of `canon.testing.draws`."""
 
     def mask(self, case: Drawn) -> Mask:
-        """The mask of ``case``."""
+        """Return the mask of ``case``."""
         return evaluated(case.mask)
 
     def inputs(self, case: Drawn, device: str) -> Inputs:
-        """The whole sequence, the same tensors on every rank."""
+        """Return the tensors of the whole sequence, equal on every rank."""
         return _inputs(case, device)
 
     def expected(self, case: Drawn, layout: Layout, device: str) -> Expected:
-        """The answers that the judge compares with."""
+        """Return the expected results."""
         x = _inputs(case, device)
         wide = torch.promote_types(x.q.dtype, torch.float32) if case.function == "merge" else x.q.dtype
         tensors = [t.to(wide) for t in (x.q, x.k, x.v, x.dout)]
-        some = (*tensors, x.mask, x.scale, x.dlse)
-        honest = orders(*some)
-        travels = DTYPES[dict(case.options).get("reduce_dtype", "float64")]
-        if travels.itemsize == 2 and (layout.ranks > 1 or case.function == "strided_attention"):
-            honest += [_reduced(some, layout, travels, answer, order) for order, answer in enumerate(honest)]
-        return Expected(oracle(*some), honest, roundings(*some))
+        arguments = (*tensors, x.mask, x.scale, x.dlse)
+        honest = orders(*arguments)
+        reduce_dtype = DTYPES[dict(case.options).get("reduce_dtype", "float64")]
+        if reduce_dtype.itemsize == 2 and (layout.ranks > 1 or case.function == "strided_attention"):
+            honest += [_reduced(arguments, layout, reduce_dtype, one, order) for order, one in enumerate(honest)]
+        return Expected(oracle(*arguments), honest, roundings(*arguments))
 
 
 @lru_cache(maxsize=4)
@@ -52,8 +53,8 @@ def _inputs(case: Drawn, device: str) -> Inputs:
     (h, g), (d, dv), b = shape.heads, shape.widths, shape.batch or 1
     sizes = [(mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)]
     q, k, v, dout = (torch.randn(b, *size, generator=generator) for size in sizes)
-    lean = draw.choice([0, 0, 3])  # sums then grow, and roundings of partial sums show
-    q, k, v, dout = (x.to(dtype) for x in (q, k, v + lean, dout + lean))
+    offset = draw.choice([0, 0, 3])  # an offset makes sums large, so that rounding of partial sums gives large errors
+    q, k, v, dout = (x.to(dtype) for x in (q, k, v + offset, dout + offset))
     dlse = 4 * torch.randn(b, h, mask.queries, generator=generator).to(torch.promote_types(dtype, torch.float32))
     dout = torch.zeros_like(dout) if case.used == "lse" else dout
     dlse = torch.zeros_like(dlse) if case.used in {"out", "no lse", "sum"} else dlse
@@ -64,15 +65,15 @@ def _inputs(case: Drawn, device: str) -> Inputs:
     return Inputs(*(x.to(device) for x in tensors), mask, shape.scale)
 
 
-def _reduced(some: tuple, layout: Layout, travels: torch.dtype, answer: Attended, order: int) -> Attended:
-    """Honest gradients of keys whose parts, one per rank's queries, are rounded and added up in the dtype that travels."""
-    q, k, v, dout, mask, scale, dlse = some
+def _reduced(arguments: tuple, layout: Layout, reduce_dtype: torch.dtype, honest: Attended, order: int) -> Attended:
+    """Return ``honest`` with other dk and dv: the parts of all ranks' queries, rounded and added in ``reduce_dtype``."""
+    q, k, v, dout, mask, scale, dlse = arguments
     ranks = torch.randperm(layout.ranks, generator=torch.Generator().manual_seed(order)).tolist()
     totals: list[Tensor] = []
     for rank in ranks:
         mine = torch.zeros(layout.tokens, dtype=torch.bool, device=q.device)
         mine[layout.positions(rank).to(q.device)] = True
         part = dense(q, k, v, dout.masked_fill(~mine[:, None, None], 0), mask, scale, dlse.masked_fill(~mine, 0))
-        parts = [x.to(travels) for x in (part.dk, part.dv)]
+        parts = [x.to(reduce_dtype) for x in (part.dk, part.dv)]
         totals = [total + x for total, x in zip(totals, parts, strict=True)] if totals else parts
-    return answer._replace(dk=totals[0].to(answer.dk.dtype), dv=totals[1].to(answer.dv.dtype))
+    return honest._replace(dk=totals[0].to(honest.dk.dtype), dv=totals[1].to(honest.dv.dtype))

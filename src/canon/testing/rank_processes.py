@@ -1,9 +1,9 @@
-"""Ranks as processes: started together, watched to a hard timeout, and what each of them said and gave, read back.
+"""Run a program on processes as ranks, with a hard timeout, and read back their results, output and errors.
 
-    parent    starts the ranks, waits for all, or for the first that fails and a moment more, or for the timeout
-    child     joins the group through a file (no ports), runs the program, leaves result, prints and error in a file
+    parent    starts the ranks; waits for all of them, for a few seconds after a failure, or for the timeout
+    child     joins the group through a file (no ports), runs the program, writes result, output and error into a file
 
-A rank that has finished lingers until all have: closing its connections early would fail those who still read.
+A finished rank stays alive until all ranks have finished, because other ranks may still read from its connections.
 """
 
 import contextlib
@@ -26,25 +26,25 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from canon.testing.rendezvous import failed, tell
+from canon.testing.rendezvous import print_by_rank, rank_error
 
-STARTING = 120.0  # seconds that processes get to start
-GRACE = 3.0  # seconds that the other ranks get to end by themselves once one has failed
+STARTING = 120.0  # seconds in which the processes must start
+GRACE = 3.0  # seconds in which the other ranks may end by themselves after a failure
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 def run_processes(program: Callable[[], Any], ranks: int, backend: str, timeout: float) -> list[Any]:
-    """Results of ``program()`` by rank; `process_groups.processes` and `process_groups.gpus` say what it raises."""
+    """Return the results of ``program()`` by rank. Raises the errors of `process_groups.processes`."""
     try:
         packed = pickle.dumps(program)
     except _UNPICKLABLE as error:
         raise ValueError(
-            f"ranks as processes need a picklable program, a function of a module or a partial of one: {error}"
+            f"processes need a picklable program, a function of a module or a partial of one: {error}"
         ) from error
     context = _starter(backend)
-    with tempfile.TemporaryDirectory(prefix="canon-world-") as folder:
+    with tempfile.TemporaryDirectory(prefix="canon-ranks-") as folder:
         where = Path(folder)
-        environment = dict(os.environ)  # a server keeps the one it was started with
+        environment = dict(os.environ)  # the fork server has the environment of its own start
         arguments = [(rank, ranks, backend, timeout, packed, folder, environment) for rank in range(ranks)]
         children = [context.Process(target=_child, args=given, daemon=True) for given in arguments]
         try:
@@ -52,34 +52,36 @@ def run_processes(program: Callable[[], Any], ranks: int, backend: str, timeout:
                 child.start()
             _until_started(children, where)
             _watch(children, time.monotonic() + timeout)
-            told = [_read(where / f"rank{rank}") for rank in range(ranks)]
-            unfinished = [r for r, child in enumerate(children) if told[r] is None and child.is_alive()]
+            reports = [_read(where / f"rank{rank}") for rank in range(ranks)]
+            unfinished = [r for r, child in enumerate(children) if reports[r] is None and child.is_alive()]
             stuck = {rank: _stack(where / f"stack{rank}", children[rank].pid) for rank in unfinished}
         finally:
             for child in children:
                 child.kill()
                 child.join()
-    return _results(told, stuck, [child.exitcode for child in children], timeout)
+    return _results(reports, stuck, [child.exitcode for child in children], timeout)
 
 
-def _results(told: list, stuck: dict[int, str], codes: list, timeout: float) -> list[Any]:
-    """What the ranks gave, or the error that tells how they ended."""
-    tell([said["prints"] if said else "" for said in told])
-    for _, rank in sorted((said["time"], rank) for rank, said in enumerate(told) if said and said["error"]):
-        raise failed(rank, told[rank]["error"], told[rank]["traceback"]) from told[rank]["error"]
+def _results(reports: list, stuck: dict[int, str], codes: list, timeout: float) -> list[Any]:
+    """Return the results of the ranks. Raises the error of the first rank that failed, died or did not finish."""
+    print_by_rank([report["output"] if report else "" for report in reports])
+    for _, rank in sorted((report["time"], rank) for rank, report in enumerate(reports) if report and report["error"]):
+        raise rank_error(rank, reports[rank]["error"], reports[rank]["traceback"]) from reports[rank]["error"]
     died = [
-        f"rank {r} ended with exit code {codes[r]}" for r, said in enumerate(told) if said is None and r not in stuck
+        f"rank {r} ended with exit code {codes[r]}"
+        for r, report in enumerate(reports)
+        if report is None and r not in stuck
     ]
     if died:
         raise RuntimeError("; ".join(died))
     if stuck:
         places = "".join(f"\nrank {rank} was at\n{stack}" for rank, stack in stuck.items())
         raise TimeoutError(f"after {timeout} s rank {', '.join(map(str, stuck))} had not finished{places}")
-    return [said["result"] for said in told]
+    return [report["result"] for report in reports]
 
 
 def _starter(backend: str):
-    """How processes start: for the CPU forked off a server that has imported torch, which saves seconds a world."""
+    """Return the start method. On the CPU, a server that has imported torch forks the ranks, which saves seconds."""
     if backend == "nccl" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -88,7 +90,7 @@ def _starter(backend: str):
 
 
 def _until_started(children: list, where: Path) -> None:
-    """Importing torch takes seconds, many on a busy machine: the timeout is the program's alone."""
+    """Wait until all ranks have imported torch, which takes seconds: the timeout limits the program only."""
     limit = time.monotonic() + STARTING
     while time.monotonic() < limit and all(child.is_alive() for child in children):
         if all((where / f"stack{rank}").exists() for rank in range(len(children))):
@@ -97,7 +99,7 @@ def _until_started(children: list, where: Path) -> None:
 
 
 def _watch(children: list, deadline: float) -> None:
-    """Return when all children have ended, at the deadline, or a moment after the first one that failed."""
+    """Wait until all children have ended, until the deadline, or for GRACE seconds after the first failure."""
     alive = {child.sentinel: child for child in children}
     while alive and (left := deadline - time.monotonic()) > 0:
         for sentinel in wait_for_any(list(alive), left):
@@ -111,41 +113,41 @@ def _child(rank: int, ranks: int, backend: str, timeout: float, packed: bytes, f
     where = Path(folder)
     os.environ.clear()
     os.environ.update(environment)
-    stack = open(where / f"stack{rank}", "w")  # noqa: SIM115  open to the end
+    stack = open(where / f"stack{rank}", "w")  # noqa: SIM115  faulthandler writes into it
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=stack)
     if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of the host need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo looks up the host's name
     store = dist.FileStore(str(where / "store"), ranks)
-    said: dict[str, Any] = {"result": None, "error": None, "traceback": "", "time": 0.0}
-    prints = sys.stdout = io.StringIO()
+    report: dict[str, Any] = {"result": None, "error": None, "traceback": "", "time": 0.0}
+    output = sys.stdout = io.StringIO()
     try:
         device = torch.device("cuda", rank) if backend == "nccl" else None
         if device is not None:
             torch.cuda.set_device(device)
-        limit = timedelta(seconds=timeout + 60)  # the watcher, who can say where each rank is, comes first
+        limit = timedelta(seconds=timeout + 60)  # the parent's timeout ends first: its error shows the stacks
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=device)
-        said["result"] = pickle.loads(packed)()
+        report["result"] = pickle.loads(packed)()
     except BaseException as error:
-        said |= {"error": error, "traceback": traceback.format_exc(), "time": time.time()}
-    said["prints"] = prints.getvalue()
-    _write(where / f"rank{rank}", said)
-    if said["error"] is not None:
-        os._exit(1)  # collectives that others are in would hold up an orderly end
+        report |= {"error": error, "traceback": traceback.format_exc(), "time": time.time()}
+    report["output"] = output.getvalue()
+    _write(where / f"rank{rank}", report)
+    if report["error"] is not None:
+        os._exit(1)  # a normal exit would wait for collectives in flight
     store.add("finished", 1)
-    while store.add("finished", 0) < ranks:  # who ends early closes the connections that others still read from
+    while store.add("finished", 0) < ranks:  # other ranks may still read from this rank's connections
         time.sleep(0.01)
     dist.destroy_process_group()
 
 
-def _write(path: Path, said: dict[str, Any]) -> None:
+def _write(path: Path, report: dict[str, Any]) -> None:
     try:
-        pickle.loads(pickle.dumps(said["error"]))
-        torch.save(said, path.with_suffix(".part"))
+        pickle.loads(pickle.dumps(report["error"]))
+        torch.save(report, path.with_suffix(".part"))
     except _UNPICKLABLE as error:
-        told = said["error"] or error
-        said |= {"result": None, "error": RuntimeError(f"{type(told).__name__}: {told}"), "time": time.time()}
-        torch.save(said, path.with_suffix(".part"))
+        cause = report["error"] or error
+        report |= {"result": None, "error": RuntimeError(f"{type(cause).__name__}: {cause}"), "time": time.time()}
+        torch.save(report, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
 
 
@@ -154,7 +156,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _stack(path: Path, pid: int) -> str:
-    """Where a process that has not finished is, innermost call first."""
+    """Return the stack of an unfinished process, innermost call first."""
     if path.exists() and hasattr(signal, "SIGUSR1"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
@@ -162,4 +164,4 @@ def _stack(path: Path, pid: int) -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     start = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
     end = next((i for i, line in enumerate(lines) if line.endswith("in _child")), len(lines))
-    return "\n".join(lines[start + 1 : end][:8]) or "  a place unknown"
+    return "\n".join(lines[start + 1 : end][:8]) or "  an unknown place"

@@ -26,10 +26,15 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.reference.mask import Mask
+
 GATHERS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
 KINDS = {
+    "tiled_forward": "forward",
+    "tiled_backward": "backward",
     "attention_forward": "forward",
     "forward_into": "forward",
+    "forward_part": "forward",
     "attention_backward": "backward",
     "begin_backward": "backward",
 }
@@ -151,8 +156,9 @@ def _hop(log: Log, batch: Callable) -> Callable:
 
 def _computed(log: Log, kind: str, function: Callable) -> Callable:
     def noted(*arguments, **options):
-        q, mask = arguments[kind == "backward"], arguments[3 if kind == "forward" else 6]
-        number = log.add("computed", kind, items=mask.area * q.shape[-2]).number
+        first, mask = arguments[0], next(x for x in arguments if isinstance(x, Mask))
+        queries = first if isinstance(first, Tensor) else first.q  # or dout, which has the same heads
+        number = log.add("computed", kind, items=mask.area * queries.shape[-2]).number
         result = function(*arguments, **options)
         return (lambda: (result(), log.add("finished", kind, number))) if callable(result) else result
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a world of threads meet: who runs, who waits for what, and when nobody can go on any more."""
+"""Let the ranks of a group of threads wait for each other, and detect when no rank can continue."""
 
 import threading
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class Ended(BaseException):
-    """Ends a rank that waits for what will never come; not an Exception, so that no program swallows it."""
+    """Ends a rank that waits for an event that cannot happen. It is no Exception, so that no program catches it."""
 
 
 class Rendezvous:
-    """What the ranks of one world share: who is running, who waits for what, calls under way, letters sent."""
+    """State that all ranks share: running and waiting ranks, collectives in flight, messages in flight."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks
@@ -21,12 +21,15 @@ class Rendezvous:
         self.waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
         self.ended: str | None = None
         self.calls: dict[tuple, Any] = {}
-        self.letters: dict[tuple, tuple[Tensor, Any]] = {}
+        self.messages: dict[tuple, tuple[Tensor, Any]] = {}
 
-    def wait(self, rank: int, ready: Callable[[], bool], told: Callable[[], str]) -> None:
-        """Return when ``ready()``; raise Ended when another rank has failed, or when no rank can go on."""
+    def wait(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
+        """Wait until ``ready()``. ``describe()`` names the event, for an error message.
+
+        Raises Ended if another rank has failed, or if no rank can continue.
+        """
         with self.changed:
-            self.waiting[rank] = (ready, told)
+            self.waiting[rank] = (ready, describe)
             try:
                 while not ready():
                     self._end_if_stuck()
@@ -37,7 +40,7 @@ class Rendezvous:
                 del self.waiting[rank]
 
     def leave(self, rank: int, failure: str | None = None) -> None:
-        """``rank`` has returned, or failed: then whoever waits is ended."""
+        """Remove ``rank``, which has returned or failed. After a failure, all waiting ranks end."""
         with self.changed:
             self.running.discard(rank)
             self.ended = self.ended or failure
@@ -48,19 +51,19 @@ class Rendezvous:
         if self.ended or not self.waiting or self.waiting.keys() < self.running:
             return
         if not any(ready() for ready, _ in self.waiting.values()):
-            told = [f"rank {rank} waits in {told()}" for rank, (_, told) in sorted(self.waiting.items())]
-            told += [f"rank {rank} has returned" for rank in range(self.ranks) if rank not in self.running]
-            self.ended = f"no rank can go on: {'; '.join(told)}"
+            states = [f"rank {rank} waits in {describe()}" for rank, (_, describe) in sorted(self.waiting.items())]
+            states += [f"rank {rank} has returned" for rank in range(self.ranks) if rank not in self.running]
+            self.ended = f"no rank can continue: {'; '.join(states)}"
             self.changed.notify_all()
 
 
-def failed(rank: int, error: BaseException, told: str = "") -> RuntimeError:
-    """The error of a world, naming the rank whose error it was."""
-    return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}" + (f"\n{told}" if told else ""))
+def rank_error(rank: int, error: BaseException, details: str = "") -> RuntimeError:
+    """Return a RuntimeError that names the rank that failed."""
+    return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}" + (f"\n{details}" if details else ""))
 
 
-def tell(said: list[str]) -> None:
-    """Print what each rank printed, in rank order."""
-    for rank, text in enumerate(said):
+def print_by_rank(outputs: list[str]) -> None:
+    """Print the output of all ranks, in rank order."""
+    for rank, text in enumerate(outputs):
         for line in text.splitlines():
             print(f"rank {rank} │ {line}")

@@ -1,18 +1,19 @@
-"""How far one rounding of every intermediate result may move each number of attention and of its gradients.
+"""Bound the effect of one rounding of every intermediate result on each element of attention and its gradients.
 
     u (float32)      A_ij = |scale| sum_d |q_id k_jd|        W_ij = P_ij (1 + A_ij + |lse_i|)        |.| entry by entry
         out   W |v|                           lse  |lse| + sum_j P_ij (1 + A_ij)
         dv    W^T |dout|                      dq   |scale| D |k|                dk   |scale| D^T |q|
         with  D_ij = W_ij (sum_e |dout_ie v_je| + sum_e |dout_ie| (W |v|)_ie + |dlse_i|)
 
-    u (16 bits)      of P, out and dS, each rounded once: independent errors add up as squares (rss), one of delta does not
+    u (16 bits)      P, out and dS are each rounded once. Independent errors add as root of the sum of squares (rss). The
+                     error of delta is common to a row, so it adds linearly.
         out   rss_j P v                       delta_i = rss_e dout (|out| + rss_j P v)
         dv    rss_i P dout                    dq   |scale| (rss_j dS k + delta |P k|)
                                               dk   |scale| rss_i (dS + P delta) q
 
-To first order, a rounding moves a score by u A, and so P by u P (A + |lse|). The measured errors of honest evaluations show the
-same for many numbers. For few numbers honest evaluations may be exact by luck. Sums whose terms cancel have no size of their
-own: dq of a query with one key is 0.
+To first order, a rounding changes a score by u A, and P by u P (A + |lse|). The measured errors of honest evaluations
+show the same if there are many elements. With few elements an honest evaluation may be exact by chance. If terms cancel,
+the size of a sum gives no scale for its error: dq of a query with one key is 0.
 
 Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running error analysis.
 """
@@ -25,7 +26,10 @@ from canon.testing.judge import EXACT, UNIT, Attended, visible_blocks
 
 
 def roundings(q, k, v, dout, mask: Mask, scale: float | None = None, dlse=None) -> Attended:
-    """Return the distances, in float64 and in the shapes of the results. Shapes as in `judge.oracle`; for short sequences."""
+    """Return the distances in float64, in the shapes of the results. Arguments are those of `judge.oracle`.
+
+    The whole score matrix must fit into memory.
+    """
     if q.dim() == 3:
         packed, dlse = (x[None] for x in (q, k, v, dout)), None if dlse is None else dlse[None]
         return Attended(*(x[0] for x in roundings(*packed, mask, scale, dlse)))
@@ -42,12 +46,14 @@ def roundings(q, k, v, dout, mask: Mask, scale: float | None = None, dlse=None) 
     lse = lse.masked_fill(lse == -torch.inf, 0)
     p = torch.exp(scores - lse[..., None])
     scale = abs(scale)
-    some = _wide(q.abs(), k.abs(), v.abs(), dout.abs(), p, lse.abs(), dlse.abs(), scale)
-    sizes = [wide * x for x in some]
+    in_float32 = _wide(q.abs(), k.abs(), v.abs(), dout.abs(), p, lse.abs(), dlse.abs(), scale)
+    sizes = [wide * x for x in in_float32]
     if narrow:
-        least = torch.finfo(narrow_dtype).smallest_normal * visible  # below it spacing is constant: float16 underflows
-        few = _narrow(q, k, v, dout, p, dlse, scale, least)
-        sizes = [x if y is None else x + narrow * y for x, y in zip(sizes, few, strict=True)]
+        least = (
+            torch.finfo(narrow_dtype).smallest_normal * visible
+        )  # below it the spacing is constant: float16 underflows
+        in_16_bits = _narrow(q, k, v, dout, p, dlse, scale, least)
+        sizes = [x if y is None else x + narrow * y for x, y in zip(sizes, in_16_bits, strict=True)]
     out, lse, dq, dk, dv = sizes
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     out, dq, dk, dv = (x.transpose(1, 2) for x in (out, dq, dk, dv))
@@ -55,7 +61,7 @@ def roundings(q, k, v, dout, mask: Mask, scale: float | None = None, dlse=None) 
 
 
 def _wide(q, k, v, dout, p, lse, dlse, scale: float) -> tuple[Tensor, ...]:
-    """Return out, lse, dq, dk and dv of the first table, from absolute values."""
+    """Return out, lse, dq, dk and dv by the first table. All arguments are absolute values."""
     scores = scale * q @ k.mT
     weights = p * (1 + scores + lse[..., None])
     out = weights @ v
@@ -64,7 +70,10 @@ def _wide(q, k, v, dout, p, lse, dlse, scale: float) -> tuple[Tensor, ...]:
 
 
 def _narrow(q, k, v, dout, p, dlse, scale: float, least: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the same of the second table; lse is not rounded. No number is rounded by less than ``least`` allows."""
+    """Return the same by the second table. lse is None, because it is not rounded.
+
+    The rounding error of p and ds is at least that of numbers of size ``least``.
+    """
     out, out_error = p @ v, _rss(p + least, v)
     delta = (dout * (out.abs() + out_error)).norm(dim=-1, keepdim=True)
     ds = (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])).abs() + least

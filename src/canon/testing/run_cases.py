@@ -1,7 +1,7 @@
-"""Run the cases of `canon check` in worlds: progress while they run, a fresh world after a failure, an end at Ctrl-C.
+"""Run the cases of `canon check` on a process group, show the progress, and continue after a failure.
 
-run_cases     results of all cases, in order; a case that ends its world has failed, and a fresh world runs the others
-Interrupted   Ctrl-C: holds the results of the cases that had finished
+run_cases     return the results of all cases, in order; after an exception, a new process group runs the other cases
+Interrupted   raised at Ctrl-C, with the results of the finished cases
 """
 
 import json
@@ -21,11 +21,11 @@ from canon.testing import process_groups
 from canon.testing.case_runner import CaseFailed, CaseRunner
 from canon.testing.cases import Case
 
-_RESTARTS = 5  # of worlds made of processes, after failures
+_RESTARTS = 5  # new process groups after failures; there is no limit for threads
 
 
 class Interrupted(KeyboardInterrupt):
-    """``Interrupted(results)``: the results of the cases that had finished."""
+    """``Interrupted(results)``: Ctrl-C, with the results of the finished cases."""
 
     @property
     def results(self) -> list[dict[str, Any]]:
@@ -33,56 +33,62 @@ class Interrupted(KeyboardInterrupt):
 
 
 def run_cases(
-    kind: str, ranks: int, trial: CaseRunner, before: int = 0, total: int = 0, aloud: bool = True
+    kind: str, ranks: int, runner: CaseRunner, before: int = 0, total: int = 0, verbose: bool = True
 ) -> list[dict[str, Any]]:
-    """Return a result for every case, in order. Raises Interrupted at Ctrl-C.
+    """Return the results of all cases of ``runner``, in order. Raises Interrupted at Ctrl-C.
 
-    ``before`` of ``total`` cases have run elsewhere: the progress counts them. ``aloud``: where there is no terminal, a
-    line is printed for every case.
+    ``kind`` names a function of `process_groups`. The progress starts at case ``before`` of ``total``. ``verbose``
+    prints a line for each case if standard error is no terminal.
     """
     results: dict[str, dict[str, Any]] = {}
-    restarts = 0
-    while left := [case for case in trial.cases if case.name not in results]:
+    restarts, total = 0, total or len(runner.cases)
+    while left := [case for case in runner.cases if case.name not in results]:
         with tempfile.TemporaryDirectory(prefix="canon-check-") as folder:
-            some = replace(trial, cases=tuple(left), sink=Path(folder) / "results")
-            some.sink.touch()
-            done = before + len(results)
+            rest = replace(runner, cases=tuple(left), sink=Path(folder) / "results")
+            rest.sink.touch()
+            start = partial(_starter(kind, len(left)), rest, ranks)
             try:
-                error = _go(
-                    partial(_start(kind, len(left)), some, ranks), some.sink, done, total or len(trial.cases), aloud
-                )
+                error = _run_with_progress(start, rest.sink, before + len(results), total, verbose)
             except KeyboardInterrupt:
-                results |= _written(some.sink)
-                raise Interrupted([results[case.name] for case in trial.cases if case.name in results]) from None
-            results |= _written(some.sink)
+                results |= _finished(rest.sink)
+                raise Interrupted([results[case.name] for case in runner.cases if case.name in results]) from None
+            results |= _finished(rest.sink)
         if error is None:
             break
-        cause = error.__cause__
-        named = cause.args[0] if isinstance(cause, CaseFailed) else None
-        case = next((case for case in left if case.name == named or (not named and case.name not in results)), None)
-        if case is None:
-            raise error
-        results[case.name] = _failed(case, error)
+        case = _failed_case(error, left, results)
+        results[case.name] = _failure(case, error)
         restarts += kind != "threads"
         if restarts > _RESTARTS:
-            results |= {c.name: _failed(c, "not run: too many failures") for c in left if c.name not in results}
-    return [results[case.name] for case in trial.cases]
+            results |= {c.name: _failure(c, "not run: too many failures") for c in left if c.name not in results}
+    return [results[case.name] for case in runner.cases]
 
 
-def _written(sink: Path) -> dict[str, dict[str, Any]]:
+def _failed_case(error: Exception, left: list[Case], results: dict[str, Any]) -> Case:
+    """Return the case that ``error`` names, or else the first case without a result. Raises ``error`` if there is none."""
+    cause = error.__cause__
+    name = cause.args[0] if isinstance(cause, CaseFailed) else None
+    for case in left:
+        if case.name == name or (not name and case.name not in results):
+            return case
+    raise error
+
+
+def _finished(sink: Path) -> dict[str, dict[str, Any]]:
     return {result["case"]: result for result in map(json.loads, _lines(sink))}
 
 
-def _start(kind: str, cases: int) -> Callable:
-    return (
-        partial(getattr(process_groups, kind), timeout=120 + 20 * cases)
-        if kind != "threads"
-        else process_groups.threads
-    )
+def _starter(kind: str, cases: int) -> Callable:
+    if kind == "threads":
+        return process_groups.threads
+    return partial(getattr(process_groups, kind), timeout=120 + 20 * cases)
 
 
-def _failed(case: Case, error: Exception | str) -> dict[str, Any]:
-    """float64 is an offer: hardware kernels may decline it. NotImplementedError always declines. All else must run."""
+def _failure(case: Case, error: Exception | str) -> dict[str, Any]:
+    """Return the result of a case that raised.
+
+    NotImplementedError declines a case. In float64, ValueError and TypeError decline it, too, because kernels need not
+    support float64. After any other exception the case has failed.
+    """
     cause = getattr(error, "__cause__", None)
     text = f"{str(error).split(':')[0]}: {cause}" if isinstance(cause, CaseFailed) else str(error)
     kinds = ("NotImplementedError", *(("ValueError", "TypeError") if case.dtype == "float64" else ()))
@@ -98,28 +104,28 @@ def _failed(case: Case, error: Exception | str) -> dict[str, Any]:
 
 
 def _lines(sink: Path) -> list[str]:
-    """The lines that are there in full."""
+    """Return the complete lines of the file."""
     return sink.read_text().split("\n")[:-1]
 
 
-def _go(start: Callable[[], Any], sink: Path, done: int, total: int, aloud: bool) -> Exception | None:
-    """Run a world and return its error. Show the progress as a bar, or as lines where there is no terminal."""
+def _run_with_progress(start: Callable[[], Any], sink: Path, done: int, total: int, verbose: bool) -> Exception | None:
+    """Call ``start()`` and return its error. Show the progress as a bar, or as lines without a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console, ended = Console(stderr=True), threading.Event()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("checking", total=total, completed=done)
 
         def follow() -> None:
-            told, last = 0, False
+            printed, last = 0, False
             while not last:
                 last = ended.wait(0.3)
                 finished = _lines(sink)
                 progress.update(task, completed=done + len(finished))
-                if aloud and not console.is_terminal:
-                    for number, line in enumerate(finished[told:], done + told + 1):
+                if verbose and not console.is_terminal:
+                    for number, line in enumerate(finished[printed:], done + printed + 1):
                         result = json.loads(line)
                         print(f"{number}/{total} {result['case']} {result['verdict']}", file=sys.stderr, flush=True)
-                told = len(finished)
+                printed = len(finished)
 
         follower = threading.Thread(target=follow, daemon=True)
         follower.start()

@@ -1,40 +1,40 @@
-"""What the assembler made of products that run by themselves: nothing may write a register of one that is under way.
+"""Find instructions in SASS that write a register of an asynchronous MMA in flight.
 
-A warpgroup starts products (HGMMA in SASS), goes on, and waits for them later. Meanwhile their accumulators are being
-written, and the left factor, where registers hold it, is being read. Which registers these are is the assembler's choice, so
-no test of a kernel's source can see a mistake, and a run shows it now and then.
+A warpgroup starts MMAs (HGMMA in SASS), continues, and waits for them later. Until then the tensor cores write the
+accumulator registers, and read the left operand if it is in registers. The assembler chooses these registers. So tests of
+the source cannot find a mistake, and a run shows it only sometimes.
 
-    HGMMA.64x128x16.F32 R88, R152, gdesc[UR16].tnspB, R88      R88 to R151, from R152 to R155 and shared memory
-    HGMMA.64x128x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0    the last product of a group
-    WARPGROUP.DEPBAR.LE gsb0, 0x1                              at most the newest group is under way
+    HGMMA.64x128x16.F32 R88, R152, gdesc[UR16].tnspB, R88          writes R88 to R151, reads R152 to R155
+    HGMMA.64x128x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0    the last MMA of a group
+    WARPGROUP.DEPBAR.LE gsb0, 0x1                                  waits until at most the newest group is in flight
 
-The listing is read from top to bottom: what follows a jump is taken for what comes next, and no loop is gone round.
+Limit: the listing is read once from top to bottom. Jumps are not followed and loops are not repeated.
 """
 
 import re
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
-_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\S*F32\S* R(\d+)(?:, R(\d+))?")
-_WRITES = re.compile(r"(\S+)\s+(?:P\w,\s*)?R(\d+)\b")  # its first operand, behind one predicate at most
-_FOUR, _TWO = re.compile(r"\.128|88\.4"), re.compile(r"\.64|\.WIDE|88\.2|^CS2R(?!\.32)")  # how many it writes
-_READS = ("BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RED", "RET", "ST", "WARPSYNC")  # that operand, too
+_MMA = re.compile(r"HGMMA\.64x(\d+)x\S*F32\S* R(\d+)(?:, R(\d+))?")
+_WRITES = re.compile(r"(\S+)\s+(?:P\w,\s*)?R(\d+)\b")  # the first operand, after at most one predicate
+_FOUR, _TWO = re.compile(r"\.128|88\.4"), re.compile(r"\.64|\.WIDE|88\.2|^CS2R(?!\.32)")  # number of registers
+_READS = ("BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RED", "RET", "ST", "WARPSYNC")  # these read the first operand
 
 
 def waits(listing: str) -> int:
-    """How often a disassembled kernel waits for products."""
+    """Return the number of waits for MMAs in a disassembled kernel."""
     return listing.count("WARPGROUP.DEPBAR")
 
 
 def overwritten(listing: str) -> list[str]:
-    """The instructions of a disassembled kernel that write registers of a product under way, each with its address."""
-    groups: list[set[int]] = []  # registers of those under way, oldest first
-    started: set[int] = set()  # and of the one whose products are still being started
+    """Return the instructions, with addresses, that write registers of an MMA in flight in a disassembled kernel."""
+    groups: list[set[int]] = []  # registers of the groups in flight, oldest first
+    started: set[int] = set()  # registers of the incomplete group
     found = []
     for address, instruction in _INSTRUCTION.findall(listing):
-        if product := _PRODUCT.match(instruction):
-            columns, result = int(product[1]), int(product[2])
+        if mma := _MMA.match(instruction):
+            columns, result = int(mma[1]), int(mma[2])
             started |= set(range(result, result + columns // 2))
-            started |= set(range(int(product[3]), int(product[3]) + 4)) if product[3] else set()
+            started |= set(range(int(mma[3]), int(mma[3]) + 4)) if mma[3] else set()
             if "gsb0" in instruction:
                 groups, started = [*groups, started], set()
         elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", instruction):

@@ -8,7 +8,7 @@ A rank is a process with a GPU. First each schedule attends to a short sequence 
 the judge, in out, lse and gradients; then all are timed, taking turns, between events on every rank; a run lasts as long as
 on the slowest rank. GPUs wait until the launches are ahead of them, as they are in the midst of a model that keeps GPUs busy,
 and then for one another;
-"launches" is what those of both passes take the slowest host: where it is more, hosts set the pace, unless a CUDA graph does.
+Wall and host time are of eager calls back to back, without a head start, on the slowest rank.
 TFLOP/s per GPU count visible cells alone: 4 h d area / ranks forward, 3.5 times that for both passes.
 "exposed" is the part of both passes in which no kernel but NCCL's runs, by the profiler, on the rank where it is longest: what
 neither computing nor copying hides. "one GPU" is `attention` of the whole sequence on each GPU alone, where it fits.
@@ -36,6 +36,7 @@ from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing.schedule_peers import Schedule, schedules, torch_schedules
 from canon.testing.shapes import Shape, asked_for, shape_of, shapes_of
+from canon.testing.timing import eager
 
 SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
@@ -43,6 +44,7 @@ LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
 LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context parallel
 AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms, twice what the longest ones took on hosts of H200s
 MEETING = 1 << 22  # numbers in the message in which they meet: the first one after a pause is slow, by 75 us on H200s
+EAGER_SPAN = 60.0  # milliseconds of eager calls in one measurement
 AGREEING = timedelta(seconds=60)  # how long a rank that could not go on waits for the others to say whether they can
 
 
@@ -96,20 +98,34 @@ def measure(
         ready = _tried(each, partial(_ready, each, shape, dtype, device), group)
         for name, run in ready.pop("passes", {}).items():
             row[f"{name}_ms"], row[f"{name}_launches_ms"] = times = [], []
-            runs.append((each, run, times))
+            runs.append((each, run, times, row, name))
         row |= ready
     for turn in range(rounds + 1):  # the first one is not counted
-        for each, run, times in runs:
+        for each, run, times, _, _ in runs:
             with each.around():
                 taken = [_slowest(x, device) for x in _timed(run, device)]
             for some, x in zip(times, taken, strict=True):
                 some += [x] if turn else []
+    _eager(runs, rounds, device)
     for row in rows:
         share = 1 if row["schedule"] == "one GPU" else ranks
         for name, factor in (("forward", 1.0), ("both", 3.5)):
             if times := row.get(f"{name}_ms"):
                 row[f"{name}_tflops"] = factor * shape.operations / share / statistics.median(times) / 1e9
     return rows
+
+
+def _eager(runs: list[tuple], rounds: int, device: torch.device) -> None:
+    """Add to the rows wall and host milliseconds of eager calls back to back, those of the slowest rank."""
+    for each, run, times, row, name in runs:
+        wall, host = row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = [], []
+        calls = max(2, min(30, round(EAGER_SPAN / statistics.median(times[0]))))  # the same on all ranks
+        for _ in range(rounds):
+            with each.around():
+                dist.barrier()
+                taken = eager(run, calls, device)
+            for some, x in zip((wall, host), taken, strict=True):
+                some.append(_slowest(x, device))
 
 
 def _transport(device: torch.device) -> str:
@@ -271,12 +287,12 @@ def table(rows: list[dict]):
     from rich.markup import escape
     from rich.table import Table
 
-    columns = ("shape", "schedule", "agrees", "forward", "both", "both ms", "launches ms", "exposed ms")
-    shown = Table(*columns, title="TFLOP/s per GPU (median)")
+    columns = ("shape", "schedule", "agrees", "wall ms", "host ms", "both ms", "exposed ms", "forward", "both")
+    shown = Table(*columns, title="both passes, medians: eager calls, GPU time; TFLOP/s per GPU of GPU time")
     for row in rows:
         speeds = [f"{row[x]:.0f}" if x in row else "-" for x in ("forward_tflops", "both_tflops")]
         verdict = row.get("failed") or (f"{row['agrees']} ({row['worst']})" if "agrees" in row else "-")
-        spent = [row.get("both_ms"), row.get("both_launches_ms"), row.get("exposed_ms")]
+        spent = [row.get(f"both_{name}") for name in ("wall_ms", "host_ms", "ms")] + [row.get("exposed_ms")]
         shown_ms = ["-" if x is None else f"{np.median(x):.2f}" for x in spent]
-        shown.add_row(row["shape"], row["schedule"], escape(verdict), *speeds, *shown_ms)
+        shown.add_row(row["shape"], row["schedule"], escape(verdict), *shown_ms, *speeds)
     return shown

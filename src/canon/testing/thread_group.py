@@ -1,18 +1,18 @@
-"""A torch.distributed backend whose ranks are threads of one process.
+"""Implement a torch.distributed backend with threads of one process as ranks.
 
-    rank 0   all_gather ──┐ posts, waits               rank r holds a place in each call of its group; whoever
-    rank 1   all_gather ──┤ posts, waits               comes last moves the data of all of them and wakes the
-    rank 2   all_gather ──┘ posts last: moves, wakes   others. A send leaves a copy for the receive of its number.
+    rank 0   all_gather ──┐ posts, waits               Each rank posts its tensors. The last rank copies the data
+    rank 1   all_gather ──┤ posts, waits               of all ranks and wakes the others. A send leaves a copy of
+    rank 2   all_gather ──┘ posts last: moves, wakes   its tensor for the receive with the same number.
 
-The state of torch.distributed is kept per thread by torch's private ThreadLocalWorld; its private threaded group is
-not used: it has no send and receive, waits for ever on a rank that has returned, completes asynchronous calls at once
-only if nobody is late, casts silently where ranks disagree on a dtype, and its method names change between releases.
+torch's private ThreadLocalWorld keeps the state of torch.distributed per thread. torch's own private group of threads
+has no send and receive. It waits forever for a rank that has returned, and casts silently if ranks disagree on a dtype.
+Its asynchronous calls block if a rank is late, and its method names change between releases. So it is not used.
 
-`Rendezvous` sees every wait, so it knows when all ranks wait for one another: it says so at once instead of hanging.
-Ranks that share one GPU are ordered by events, whatever streams they work on.
+`Rendezvous` handles every wait. If all ranks wait for each other, it raises at once.
+Events order the work of ranks that share one GPU, on any streams.
 
-What it does not do: sends are buffered, so unmatched blocking sends pass here (gloo processes test the same); no
-receive from any source; reductions are SUM, AVG, PRODUCT, MIN and MAX, added in rank order in the dtype given.
+Limits: Sends are buffered, so a blocking send without a receive returns; tests over gloo processes use real sends. A
+receive must name its source. Reductions are SUM, AVG, PRODUCT, MIN and MAX, in rank order, in the dtype of the tensors.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ from canon.testing.rendezvous import Rendezvous
 
 @dataclass
 class Call:
-    """One collective of one group, under way."""
+    """One collective of one group, in flight."""
 
     size: int
     names: dict[int, str] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class Call:
 
     def complete(self, move: Callable[[list], None]) -> None:
         if len(set(self.names.values())) > 1:
-            told = ", ".join(f"rank {rank} called {name}" for rank, name in sorted(self.names.items()))
-            self.error = RuntimeError(f"the ranks of a group called different collectives: {told}")
+            calls = ", ".join(f"rank {rank} called {name}" for rank, name in sorted(self.names.items()))
+            self.error = RuntimeError(f"the ranks of a group called different collectives: {calls}")
         else:
             _await(*self.posted)
             try:
@@ -52,11 +52,11 @@ class Call:
             except Exception as error:
                 self.error = error
             self.moved = _event() if self.posted else None
-        self.data.clear()  # as a real group would: who wants to keep what was sent, keeps it
+        self.data.clear()  # like a real group, keep no tensors after the call
         self.done = True
 
-    def told(self, who: list[int]) -> str:
-        missing = [str(who[rank]) for rank in range(self.size) if rank not in self.names]
+    def describe(self, global_ranks: list[int]) -> str:
+        missing = [str(global_ranks[rank]) for rank in range(self.size) if rank not in self.names]
         return f"{next(iter(self.names.values()))} for rank {', '.join(missing)}"
 
 
@@ -71,14 +71,14 @@ def _await(*events: Any) -> None:
 
 
 class _Work(dist.Work):
-    """What is under way: ``wait`` blocks this rank until ``ready``, then runs ``finish`` once."""
+    """A call in flight: ``wait`` blocks this rank until ``ready``, then runs ``finish`` once."""
 
-    def __init__(self, group: "ThreadGroup", ready: Callable[[], bool], told: Callable[[], str], finish):
+    def __init__(self, group: "ThreadGroup", ready: Callable[[], bool], describe: Callable[[], str], finish):
         super().__init__()
-        self.group, self.ready, self.told, self.finish = group, ready, told, finish
+        self.group, self.ready, self.describe, self.finish = group, ready, describe, finish
 
     def wait(self, timeout=None) -> bool:
-        self.group.meeting.wait(self.group.world_rank, self.ready, self.told)
+        self.group.rendezvous.wait(self.group.global_rank, self.ready, self.describe)
         finish, self.finish = self.finish, None
         if finish is not None:
             with torch.no_grad():
@@ -86,7 +86,7 @@ class _Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        with self.group.meeting.changed:
+        with self.group.rendezvous.changed:
             return self.ready()
 
     def is_success(self) -> bool:
@@ -96,7 +96,7 @@ class _Work(dist.Work):
 def _copy(target: Tensor, source: Tensor) -> None:
     if target.numel() != source.numel() or target.dtype != source.dtype:
         raise RuntimeError(
-            f"{source.numel()} values of {source.dtype} do not fit the {target.numel()} of {target.dtype} expected"
+            f"{source.numel()} elements of {source.dtype} do not fit {target.numel()} elements of {target.dtype}"
         )
     target.copy_(source.reshape(target.shape))
 
@@ -105,21 +105,21 @@ _REDUCTIONS = {"SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": 
 
 
 def _reduced(tensors: list[Tensor], op: Any) -> Tensor:
-    """The tensors of all ranks as one, in rank order, in a memory of its own."""
+    """Return the reduction of the ranks' tensors, in rank order, as a new tensor."""
     name = next((name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), None)
     if name is None:
-        raise NotImplementedError(f"ranks as threads cannot reduce by {op}: use one of {', '.join(_REDUCTIONS)}")
+        raise NotImplementedError(f"a group of threads cannot reduce by {op}: use one of {', '.join(_REDUCTIONS)}")
     total = reduce(_REDUCTIONS[name], tensors[1:], tensors[0].clone())
     return total / len(tensors) if name == "AVG" else total
 
 
 class ThreadGroup(dist.ProcessGroup):
-    """The methods that torch.distributed calls, under the names of torch 2.11, 2.13 and 2.15."""
+    """A process group of threads, with the method names that torch 2.11, 2.13 and 2.15 call."""
 
-    def __init__(self, meeting: Rendezvous, world_rank: int, rank: int, size: int):
+    def __init__(self, rendezvous: Rendezvous, global_rank: int, rank: int, size: int):
         super().__init__(rank, size)
-        self.meeting, self.place, self.ranks = meeting, rank, size
-        self.world_rank = world_rank
+        self.rendezvous, self.group_rank, self.ranks = rendezvous, rank, size
+        self.global_rank = global_rank
         self.calls, self.sent, self.received = 0, Counter(), Counter()
 
     def getBackendName(self) -> str:
@@ -133,28 +133,29 @@ class ThreadGroup(dist.ProcessGroup):
     def pg_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
-    def _who(self) -> list[int]:
+    def _global_ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self)
 
     def _call(self, name: str, tensors: list[Tensor], data: Any, move: Callable[[list], None]) -> _Work:
-        key, who = (self.pg_name, self.calls), self._who()
+        """Post ``data`` for the collective ``name``. The last rank calls ``move`` with the data of all ranks."""
+        key, global_ranks = (self.pg_name, self.calls), self._global_ranks()
         self.calls += 1
-        with self.meeting.changed:
-            call = self.meeting.calls.setdefault(key, Call(self.ranks))
-            call.names[self.place], call.data[self.place] = name, data
+        with self.rendezvous.changed:
+            call = self.rendezvous.calls.setdefault(key, Call(self.ranks))
+            call.names[self.group_rank], call.data[self.group_rank] = name, data
             if any(x.is_cuda for x in tensors):
                 call.posted.append(_event())
             if len(call.names) == self.ranks:
-                del self.meeting.calls[key]
+                del self.rendezvous.calls[key]
                 call.complete(move)
-                self.meeting.changed.notify_all()
+                self.rendezvous.changed.notify_all()
 
         def finish():
             if call.error is not None:
                 raise type(call.error)(*call.error.args)
             _await(call.moved)
 
-        return _Work(self, lambda: call.done, lambda: call.told(who), finish)
+        return _Work(self, lambda: call.done, lambda: call.describe(global_ranks), finish)
 
     # ------------------------------------------------------------------ gathering and scattering
     def allgather(self, outputs, inputs, opts=None):
@@ -202,8 +203,8 @@ class ThreadGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors, opts):
         def move(data):
-            for place, mine in enumerate(data):
-                if place != opts.rootRank:
+            for rank, mine in enumerate(data):
+                if rank != opts.rootRank:
                     _copy(mine[0], data[opts.rootRank][0])
 
         return self._call("broadcast", tensors, tensors, move)
@@ -224,9 +225,9 @@ class ThreadGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs, inputs, opts=None):
         def move(data):
-            for place, (outs, _) in enumerate(data):
+            for rank, (outs, _) in enumerate(data):
                 for out, (_, parts) in zip(outs, data, strict=True):
-                    _copy(out, parts[place])
+                    _copy(out, parts[rank])
 
         return self._call("all_to_all", inputs, (outputs, inputs), move)
 
@@ -245,39 +246,40 @@ class ThreadGroup(dist.ProcessGroup):
         return self._all([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     def _all(self, works: list[_Work]) -> _Work:
-        told = works[-1].told if works else str
-        return _Work(self, lambda: all(w.ready() for w in works), told, lambda: [w.wait() for w in works])
+        describe = works[-1].describe if works else str
+        return _Work(self, lambda: all(w.ready() for w in works), describe, lambda: [w.wait() for w in works])
 
     allreduce_coalesced = allreduce
-    alltoall_base = all_to_all_single  # from here: torch 2.11's names
+    alltoall_base = all_to_all_single  # this and the following are torch 2.11's names
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # ------------------------------------------------------------------ from one to another
+    # ------------------------------------------------------------------ send and receive
     def send(self, tensors, to, tag=0):
-        letter = tensors[0].detach().clone()
-        posted = _event() if letter.is_cuda else None
-        key = (self.pg_name, self.place, to, tag, self.sent[to, tag])
+        message = tensors[0].detach().clone()
+        posted = _event() if message.is_cuda else None
+        key = (self.pg_name, self.group_rank, to, tag, self.sent[to, tag])
         self.sent[to, tag] += 1
-        with self.meeting.changed:
-            self.meeting.letters[key] = (letter, posted)
-            self.meeting.changed.notify_all()
+        with self.rendezvous.changed:
+            self.rendezvous.messages[key] = (message, posted)
+            self.rendezvous.changed.notify_all()
         return _Work(self, lambda: True, str, None)
 
     def recv(self, tensors, source, tag=0):
-        key = (self.pg_name, source, self.place, tag, self.received[source, tag])
+        key = (self.pg_name, source, self.group_rank, tag, self.received[source, tag])
         self.received[source, tag] += 1
-        letters, who = self.meeting.letters, self._who()[source]
+        messages, sender = self.rendezvous.messages, self._global_ranks()[source]
 
         def finish():
-            letter, posted = letters.pop(key)
-            taken.append(True)
+            message, posted = messages.pop(key)
+            received.append(True)
             _await(posted)
-            _copy(tensors[0], letter)
-            if letter.is_cuda:
-                letter.record_stream(torch.cuda.current_stream())
+            _copy(tensors[0], message)
+            if message.is_cuda:
+                message.record_stream(torch.cuda.current_stream())
 
-        taken: list[bool] = []
-        return _Work(self, lambda: bool(taken) or key in letters, lambda: f"a receive from rank {who}", finish)
+        received: list[bool] = []
+        ready = lambda: bool(received) or key in messages
+        return _Work(self, ready, lambda: f"a receive from rank {sender}", finish)

@@ -1,9 +1,15 @@
-"""Time on a GPU: of runs that take turns, between events, and what the device can do at best, measured beside them."""
+"""Two clocks for GPU work, and the ceilings of a device.
+
+GPU time     between events, launches queued ahead: what the kernels take
+wall time    eager calls back to back: what a user waits for, host included
+ceilings     a large matrix product and a large copy, measured in the same run
+"""
 
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +19,8 @@ LEAD = 4_000_000  # clocks, about 2 ms, that the device waits before timed runs:
 CLOCKS = 3e9  # and so many for each second that they take
 MATMUL = 8192  # rows and columns of the product that sets the ceiling
 COPIED = 1 << 30  # bytes
+SPAN = 20.0  # milliseconds of eager calls in one measurement
+MOST_CALLS = 100  # in one measurement, so that the queue of launches never fills up
 
 
 def milliseconds(run: Run, times: int = 10, *, warm: int = 2) -> list[float]:
@@ -42,6 +50,52 @@ def take_turns(runs: list[tuple[Run, list[float]]], rounds: int) -> None:
         shuffled.shuffle(order)
         for run, times, expected in order:
             times += milliseconds(run, 1, warm=0) if expected > LONG else milliseconds(run, 3, warm=1)
+
+
+@dataclass
+class Eager:
+    """Times of eager calls back to back, in milliseconds a call, one entry per round: host and device together, and host."""
+
+    run: Run
+    wall_ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+
+
+def eager(run: Run, calls: int, device: torch.device) -> tuple[float, float]:
+    """Return (wall, host) milliseconds of a call, averaged over ``calls`` back to back, as a training loop makes them.
+
+    Wall time ends when the device has finished. Host time ends when the last call has returned; where the device is slower,
+    its queue can fill up, and the host then waits for it.
+    """
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    returned = time.perf_counter()
+    _synchronize(device)
+    finished = time.perf_counter()
+    return 1e3 * (finished - start) / calls, 1e3 * (returned - start) / calls
+
+
+def eager_rounds(runs: Sequence[Eager], rounds: int, device: torch.device) -> None:
+    """Measure all runs ``rounds`` times in random order; each measurement takes about `SPAN` milliseconds."""
+    order = []
+    for one in runs:
+        one.run()
+        expected, _ = eager(one.run, 2, device)
+        order.append((one, max(2, min(MOST_CALLS, round(SPAN / expected)))))
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        shuffled.shuffle(order)
+        for one, calls in order:
+            wall, host = eager(one.run, calls, device)
+            one.wall_ms.append(wall)
+            one.host_ms.append(host)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def ceilings(dtype: torch.dtype, device: torch.device, size: int = MATMUL, copied: int = COPIED) -> dict[str, float]:

@@ -48,20 +48,27 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from canon.fast.kernels.gluon.blocks import (
-    await_added,
+from canon.fast.kernels.gluon.ptx import (
+    add_rounding_excess,
+    any_above,
     back_off,
-    exchanged,
+    broadcast_rows,
+    declare_registers,
     fence_async_global,
+    keep_where_nonzero,
     load_acquire,
-    spread,
+    rescale_rows,
+    round_and_keep,
     store_release,
-    tma_add,
-    unless_zero,
+    tma_reduce_add,
+    transpose_words,
+    wait_for_reductions,
+    zero_rows,
 )
-from canon.fast.kernels.gluon.forward import any_above, blanked, declare, lane_sum, rounded, scaled, with_excess
+from canon.fast.kernels.gluon.softmax import lane_sum
 from canon.fast.kernels.interpreter import parsing
 from canon.testing.simulator import engines, language, memory, values
+from canon.testing.simulator.aggregates import is_aggregate, python_class
 from canon.testing.simulator.engines import await_written, fence_acquired, look, reduce_add
 from canon.testing.simulator.memory import Descriptor
 from canon.testing.simulator.program import Deadlock, Event, Fault, Program, take_turns
@@ -109,19 +116,19 @@ def _register_all() -> None:
 
 
 _register_all()
-register(tma_add, reduce_add)
-register(await_added, await_written)
-register(exchanged, language.exchanged)
-register(spread, language.spread)
+register(tma_reduce_add, reduce_add)
+register(wait_for_reductions, await_written)
+register(transpose_words, language.transpose_words)
+register(broadcast_rows, language.broadcast_rows)
 register(load_acquire, look)
 register(back_off, lambda: None)
 register(fence_async_global, fence_acquired)
 register(store_release, language.store)
-register(unless_zero, lambda x, p: language.where(p == 0.0, 0.0, x))
-register(scaled, operator.mul)
-register(blanked, lambda x, factors: language.where(factors == 0.0, 0.0, x))
-register(declare, lambda p, warpgroup: None)
-register(rounded, lambda p, like, warpgroup: p.to(like.dtype))
+register(keep_where_nonzero, lambda x, p: language.where(p == 0.0, 0.0, x))
+register(rescale_rows, operator.mul)
+register(zero_rows, lambda x, factors: language.where(factors == 0.0, 0.0, x))
+register(declare_registers, lambda p, warpgroup: None)
+register(round_and_keep, lambda p, like, warpgroup: p.to(like.dtype))
 register(any_above, language.any_above)
 
 
@@ -184,6 +191,8 @@ def _seen(value: Any, name: str) -> Any:
         return _Function(value)
     if isinstance(value, ConstexprFunction):
         return _of_constants(value)
+    if is_aggregate(value):
+        return python_class(value, _Function)
     if type(value) is tuple:
         return tuple(_seen(x, name) for x in value)
     if isinstance(value, JITFunction) or getattr(value, "__triton_builtin__", False):
@@ -203,13 +212,13 @@ _BUILTINS = {
 }
 
 
-def _with_excess(excess, p, seen, limit, warpgroup):
+def _add_rounding_excess(excess, p, sums, limit, warpgroup):
     """Stand-in: add to ``excess`` the lane sums minus those of p, where they exceed the limit."""
     rounded_sums = _Function(lane_sum)(p.to(language.gl.float32))
-    return excess + language.where(seen > limit, seen - rounded_sums, 0.0)
+    return excess + language.where(sums > limit, sums - rounded_sums, 0.0)
 
 
-register(with_excess, _with_excess)
+register(add_rounding_excess, _add_rounding_excess)
 
 
 # Kernels as Python functions.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
+from canon.testing.simulator.aggregates import Aggregate
 from canon.testing.simulator.barriers import Barrier, NamedBarrier
 from canon.testing.simulator.language import load
 from canon.testing.simulator.memory import Access, Allocation, Descriptor, Shared, allocate_shared_memory
@@ -344,5 +345,7 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
 
 
 def flat(values: Any) -> list:
-    """Return the values in nested tuples as one list."""
+    """Return the values in nested tuples and aggregates."""
+    if isinstance(values, Aggregate):
+        values = values.fields()
     return [x for value in values for x in flat(value)] if isinstance(values, tuple) else [values]

@@ -279,13 +279,13 @@ def convert_layout(value, layout, assert_trivial=False):
     return Tensor(value.data, value.dtype, value.taint)
 
 
-def exchanged(x):
+def transpose_words(x):
     """Stand-in for an exchange: in each 32 columns, the pairs at 8 i + 2 j and 8 j + 2 i change places."""
     data = x.data.reshape(x.shape[0], -1, 4, 4, 2).transpose(2, 3)
     return Tensor(data.reshape(x.data.shape), x.dtype, x.taint)
 
 
-def spread(x, like):
+def broadcast_rows(x, like):
     """Stand-in for a broadcast of one number per column to all rows."""
     return Tensor(x.data.expand(like.shape).clone(), x.dtype, x.taint)
 

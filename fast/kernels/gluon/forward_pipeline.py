@@ -1,0 +1,174 @@
+"""State of the forward kernel's pipeline, and the two MMAs of each tile that a warpgroup visits.
+
+    Buffers      shared memory: the rings of Q, K and V tiles, and the published work tiles
+    Output       where results are written
+    Warpgroup    all that stays constant for one warpgroup
+    Tile         the visited tile: its rows, its span and its columns
+
+Q is a ring too: BUFFERS tiles for each warpgroup. With two buffers, the loader fetches the next work tile's Q during this
+one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from canon.fast.kernels.gluon.layouts import mma_layout
+from canon.fast.kernels.gluon.ptx import ping_pong_arrive, ping_pong_wait
+from canon.fast.kernels.gluon.tile_queue import SPAN
+from canon.fast.kernels.gluon.tile_ring import Ring, aggregate
+
+
+@aggregate
+class Buffers:
+    """The rings of Q, K and V in shared memory, and the work tiles that the loader publishes with each Q tile."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    published: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, published):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.published = published
+
+
+@aggregate
+class Output:
+    """Pointers to out (b, t, h, dv) and lse (b, h, t), the tokens of a sequence, and out's strides along t and h."""
+
+    out: gl.tensor
+    lse: gl.tensor
+    tokens: gl.tensor
+    stride_t: gl.tensor
+    stride_h: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, out, lse, tokens, stride_t, stride_h):
+        self.out = out
+        self.lse = lse
+        self.tokens = tokens
+        self.stride_t = stride_t
+        self.stride_h = stride_h
+
+
+@aggregate
+class Warpgroup:
+    """Constants of one warpgroup.
+
+    INDEX of COUNT warpgroups; PING_PONG, STALE_MAXIMUM: switches of the kernel; DV: width of out.
+    M rows (TOKENS tokens of PACK heads), BN columns of a tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
+    """
+
+    q: Ring
+    k: Ring
+    v: Ring
+    published: gl.shared_memory_descriptor
+    output: Output
+    work: gl.tensor
+    scale_log2: gl.tensor
+    INDEX: gl.constexpr
+    COUNT: gl.constexpr
+    PING_PONG: gl.constexpr
+    STALE_MAXIMUM: gl.constexpr
+    DV: gl.constexpr
+    TOKENS: gl.constexpr
+    PACK: gl.constexpr
+    M: gl.constexpr
+    BN: gl.constexpr
+    DV_PAD: gl.constexpr
+    BUFFERS: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, output, work, scale_log2, INDEX, COUNT, PING_PONG, STALE_MAXIMUM, DV):
+        self.q = buffers.q
+        self.k = buffers.k
+        self.v = buffers.v
+        self.published = buffers.published
+        self.output = output
+        self.work = work
+        self.scale_log2 = scale_log2
+        self.INDEX = gl.constexpr(INDEX)
+        self.COUNT = gl.constexpr(COUNT)
+        self.PING_PONG = gl.constexpr(PING_PONG)
+        self.STALE_MAXIMUM = gl.constexpr(STALE_MAXIMUM)
+        self.DV = gl.constexpr(DV)
+        self.TOKENS = gl.constexpr(buffers.q.tiles.shape[2])
+        self.PACK = gl.constexpr(buffers.q.tiles.shape[3])
+        self.M = gl.constexpr(buffers.q.tiles.shape[2] * buffers.q.tiles.shape[3])
+        self.BN = gl.constexpr(buffers.k.tiles.shape[2])
+        self.DV_PAD = gl.constexpr(buffers.v.tiles.shape[4])
+        self.BUFFERS = gl.constexpr(buffers.q.tiles.shape[0] // COUNT)
+        self.STAGES = gl.constexpr(buffers.k.tiles.shape[0])
+
+
+@aggregate
+class Tile:
+    """A visited tile: the buffer of Q, the first row, the span and the end of the spans, the first column, the span's end."""
+
+    q_buffer: gl.tensor
+    row: gl.tensor
+    span: gl.tensor
+    span_end: gl.tensor
+    column: gl.tensor
+    stop: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, q_buffer, row, span, span_end, column, stop):
+        self.q_buffer = q_buffer
+        self.row = row
+        self.span = span
+        self.span_end = span_end
+        self.column = column
+        self.stop = stop
+
+    @gluon.jit
+    def at(self, column):
+        """Return the tile of the same span at another column."""
+        return Tile(self.q_buffer, self.row, self.span, self.span_end, column, self.stop)
+
+    @gluon.jit
+    def is_last(self, BN: gl.constexpr):
+        """Return whether this is the work tile's last tile."""
+        return (self.span + SPAN == self.span_end) & (self.column + BN == self.stop)
+
+
+@gluon.jit
+def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
+    """Issue the MMA S = Q K^T of this tile, and return S, which must be waited for.
+
+    PING_PONG: issue it after the MMAs of the previous warpgroup.
+    """
+    q = wg.q.tiles.index(tile.q_buffer).reshape([wg.M, wg.q.tiles.shape[4]])
+    k = wg.k.tiles.index(ring.slot).reshape([wg.BN, wg.k.tiles.shape[4]])
+    mbarrier.wait(wg.k.full.index(ring.slot), ring.parity)
+    if PING_PONG:
+        ping_pong_wait(wg.INDEX)
+    nothing = gl.zeros([wg.M, wg.BN], gl.float32, mma_layout(wg.BN))
+    return hopper.warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
+    """Issue the MMA o += p V of the previous tile, and return o, which must be waited for.
+
+    Before the first work tile p is 0 and V is undefined; the result is discarded.
+    """
+    v = wg.v.tiles.index(ring.previous).reshape([wg.BN, wg.DV_PAD])
+    o = hopper.warpgroup_mma(p, v, o, is_async=True)
+    if PING_PONG:
+        ping_pong_arrive(wg.INDEX, wg.COUNT)
+    return o
+
+
+@gluon.jit
+def release_operands(wg, ring, tile, is_last):
+    """Release K of this tile, and Q if this is the work tile's last tile."""
+    mbarrier.arrive(wg.k.free.index(ring.slot), count=1)
+    if is_last:
+        mbarrier.arrive(wg.q.free.index(tile.q_buffer), count=1)

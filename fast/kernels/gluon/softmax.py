@@ -1,0 +1,126 @@
+"""The online softmax of the forward kernel, on the registers of one warpgroup.
+
+Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes of a quad. They exchange the maximum m in
+every tile. The sum l stays as four partial sums, which are added only when the work tile ends.
+
+m need not be the maximum. P and O are relative to m, so any m gives the same result as long as nothing overflows. A row
+keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). The new key then weighs at
+most half, as the second largest key of any row may. After a few tiles nearly all rows keep m, so a warp seldom rescales O.
+flash-attn-4 for Blackwell allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives errors larger than
+those of the dtype.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from canon.fast.kernels.gluon.layouts import lane_sum_layout, mma_layout, operand_layout, per_row_layout
+from canon.fast.kernels.gluon.ptx import rescale_rows, round_and_keep
+from canon.fast.kernels.gluon.tile_ring import aggregate
+
+
+@aggregate
+class SoftmaxState:
+    """The state of a warpgroup's rows between two tiles.
+
+    o (M, DV_PAD)   sum of P V relative to m; it lacks the last tile's p V, and the factor ``shrink``
+    p (M, BN)       P of the last tile, as an MMA operand
+    m (M)           maximum, in base 2, not always raised
+    l (M, 4)        sums of P, by lane
+    excess (M, 4)   l minus the sums of P as rounded for the MMA, by lane, where `stale_maximum` counts it.
+                    A scalar 0 with the known maximum
+    shrink (M)      factor of the last rise of m
+    """
+
+    o: gl.tensor
+    p: gl.tensor
+    m: gl.tensor
+    l: gl.tensor
+    excess: gl.tensor
+    shrink: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, o, p, m, l, excess, shrink):
+        self.o = o
+        self.p = p
+        self.m = m
+        self.l = l
+        self.excess = excess
+        self.shrink = shrink
+
+
+@gluon.jit
+def empty_state(wg):
+    """Return the state before the first work tile."""
+    return SoftmaxState(
+        gl.zeros([wg.M, wg.DV_PAD], gl.float32, mma_layout(wg.DV_PAD)),
+        gl.zeros([wg.M, wg.BN], wg.q.tiles.dtype, operand_layout(wg.DV_PAD)),
+        gl.zeros([wg.M], gl.float32, per_row_layout(wg.BN)),
+        gl.zeros([wg.M, 4], gl.float32, lane_sum_layout()),
+        gl.zeros([wg.M, 4], gl.float32, lane_sum_layout()) if wg.STALE_MAXIMUM else gl.to_tensor(0.0),
+        gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN)),
+    )
+
+
+# ------------------------------------------------------------------ maximum
+@gluon.jit
+def split_by_lane(x):
+    """Reshape an accumulator (M, N) to (M, 2, N / 16, 4, 2). Axis 3 is the lane of the quad; the others are in registers."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 16, 4, 2])
+
+
+@gluon.jit
+def row_maximum(x):
+    """Return the maximum of each row. Each lane takes it over four independent chains."""
+    chains = gl.max(split_by_lane(x), 2)
+    return gl.convert_layout(gl.max(gl.max(gl.max(chains, 1), 2), 1), per_row_layout(x.shape[1]))
+
+
+@gluon.jit
+def finite_or_zero(m):
+    """Return m with 0 in place of -inf, the maximum of a row without a visible key so far: -inf - -inf is NaN."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def highest_kept(m, l, BN: gl.constexpr):
+    """Return the maximum up to which a row keeps m: P is at most 2^8, and at most the sum so far, down to a power of 2."""
+    total = gl.convert_layout(gl.sum(l, 1), per_row_layout(BN))
+    # The exponent, as the low bits of a float of 2^23. A log2 would occupy the unit for exponentials.
+    power = (total.to(gl.int32, bitcast=True) >> 23 | 0x4B000000).to(gl.float32, bitcast=True) - (2.0**23 + 127.0)
+    return gl.maximum(m, m + gl.minimum(power, 8.0))
+
+
+# ------------------------------------------------------------------ P and its sums
+@gluon.jit
+def lane_sum(x):
+    """Return the sum (M, 4) of the elements of each row that each lane holds, over four independent chains."""
+    chains = gl.sum(split_by_lane(x), 2)
+    return gl.convert_layout(gl.sum(gl.sum(chains, 1), 2), lane_sum_layout())
+
+
+@gluon.jit
+def exponentials(s, m, wg, KEEP: gl.constexpr = False):
+    """Return P = 2^(s scale_log2 - m) as an MMA operand, and its sums by lane (M, 4).
+
+    KEEP: keep a copy of rounded P for `add_rounding_excess`.
+    """
+    p = gl.exp2(s * wg.scale_log2 - gl.expand_dims(m, 1))
+    sums = lane_sum(p)
+    if KEEP:
+        p = round_and_keep(p, wg.q.tiles, wg.INDEX)
+    else:
+        p = p.to(wg.q.tiles.dtype)
+    return gl.convert_layout(p, operand_layout(wg.DV_PAD)), sums
+
+
+# ------------------------------------------------------------------ rescaling
+@gluon.jit
+def rescale_sums(l, shrink):
+    """Return l (M, 4) with its rows multiplied by ``shrink`` (M)."""
+    return l * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, lane_sum_layout())), 1)
+
+
+@gluon.jit
+def rescale_output(o, shrink):
+    """Return o with its rows multiplied by ``shrink`` (M). A warp whose factors are all 1 does nothing."""
+    return rescale_rows(o, gl.expand_dims(gl.convert_layout(shrink, per_row_layout(o.shape[1])), 1))

@@ -1,0 +1,128 @@
+"""The forward kernel's variant with a stale maximum: P is computed with the old row maximum, and verified afterwards.
+
+Far into a row the maximum seldom rises, so it need not even be computed. This saves its comparisons and the exchange among
+lanes, and the exponentials start as soon as S is there. The sums of P by lane, which are needed anyway, show how large P is.
+
+    sum of P                                   consequence
+    at most the row's sum so far               none: P is as accurate as with the row maximum
+    larger                                     add its rounding error to ``excess``
+    too large for the dtype of P, or so large  compute S and P of this tile again, with the row maximum
+    that many tiles may overflow float32
+
+In the second case a key may weigh more than half, and its rounding error would show. The divisor of O is therefore the sum
+of P as rounded, l - excess. The error of a key of weight w is then w (1 - w) times the error of its rounding. lse uses the
+exact sum l.
+
+K stays in its buffer until the sums are verified. That costs time if rows visit few tiles, so short rows use the known
+maximum. The first tile of each work tile always uses the known maximum (`canon.fast.kernels.gluon.forward.step`).
+
+P is at most 2^32 in bfloat16, and a sum of P at most 2^58 over 2^30 keys. Values up to 1e21 therefore give a finite o.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from canon.fast.kernels.gluon.forward_pipeline import issue_output, issue_scores, release_operands
+from canon.fast.kernels.gluon.layouts import per_row_layout
+from canon.fast.kernels.gluon.masking import mask_hidden
+from canon.fast.kernels.gluon.ptx import add_rounding_excess, any_above
+from canon.fast.kernels.gluon.softmax import (
+    SoftmaxState,
+    exponentials,
+    finite_or_zero,
+    rescale_output,
+    rescale_sums,
+    row_maximum,
+)
+
+LOWEST = gl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the lowest float32
+
+
+@gluon.constexpr_function
+def largest_sum(dtype):
+    """Return the largest sum that a lane may have in one tile: P is finite in its dtype, and so is the sum of many tiles."""
+    return 65504.0 if dtype == gl.float16 else 2.0**32
+
+
+@gluon.jit
+def sum_so_far(l, like):
+    """Return the sum of each row so far for each of its lanes, at most `largest_sum`: sums may not double without end."""
+    return gl.expand_dims(gl.minimum(gl.sum(l, 1), largest_sum(like.dtype)), 1) + gl.zeros_like(l)
+
+
+@gluon.jit
+def visit_span_stale(state, wg, ring, tile, partial):
+    """Add the tiles of a span, from ``tile`` on. Return the state and the ring position after the last one."""
+    column = tile.column
+    while column < tile.stop:
+        if partial:
+            state, ring, column, above, sums = try_tiles(state, wg, ring, tile.at(column), True)
+        else:
+            state, ring, column, above, sums = try_tiles(state, wg, ring, tile.at(column), False)
+        if above != 0:
+            here = tile.at(column)
+            state = repeat_tile(state, wg, ring, here, sums, partial)
+            release_operands(wg, ring, here, here.is_last(wg.BN))
+            ring = ring.next(wg.STAGES)
+            column += wg.BN
+    return state, ring
+
+
+@gluon.jit
+def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
+    """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too large.
+
+    Return the state, the ring position and the column after the last tile added; ``above``, not 0 if the tile there must be
+    repeated; and the sums of its P. Of that tile nothing is added, but o includes the previous tile's p V. The warpgroup
+    votes on whether a sum exceeds its row's sum so far. If so, it votes again on whether one is too large. A row without a
+    visible key so far has m = -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile is repeated.
+    """
+    LATE: gl.constexpr = wg.COUNT == 3
+    o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess
+    column, above, sums = tile.column, 0, l
+    while (column < tile.stop) & (above == 0):
+        s = issue_scores(wg, ring, tile, wg.PING_PONG)
+        o = issue_output(o, p, wg, ring, wg.PING_PONG)
+        limit = sum_so_far(l, wg.q.tiles)
+        s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
+        if LATE:
+            mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
+            o = hopper.warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(wg.v.free.index(ring.previous), count=1)
+        if PARTIAL:
+            s = mask_hidden(s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK)
+        p, sums = exponentials(s, gl.maximum(m, LOWEST), wg, True)
+        if not LATE:
+            mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
+            o = hopper.warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(wg.v.free.index(ring.previous), count=1)
+        above = any_above(sums, limit, wg.INDEX)
+        if above != 0:
+            above = any_above(sums, gl.full_like(sums, largest_sum(wg.q.tiles.dtype)), wg.INDEX)
+            if above == 0:
+                excess = add_rounding_excess(excess, p, sums, limit, wg.INDEX)
+        if above == 0:
+            l += sums
+            release_operands(wg, ring, tile, tile.at(column).is_last(wg.BN))
+            ring = ring.next(wg.STAGES)
+            column += wg.BN
+    return SoftmaxState(o, p, m, l, excess, state.shrink), ring, column, above, sums
+
+
+@gluon.jit
+def repeat_tile(state, wg, ring, tile, sums, partial):
+    """Add the tile at which `try_tiles` stopped, with the row maximum in rows where a lane's sum was too large."""
+    s = hopper.warpgroup_mma_wait(0, deps=[issue_scores(wg, ring, tile, False)])
+    if partial:
+        s = mask_hidden(s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK)
+    raised = gl.convert_layout(gl.max(sums, 1) > largest_sum(wg.q.tiles.dtype), per_row_layout(wg.BN))
+    m = gl.where(raised, gl.maximum(state.m, row_maximum(s) * wg.scale_log2), state.m)
+    m_finite = finite_or_zero(m)
+    shrink = gl.exp2(state.m - m_finite)
+    p, sums = exponentials(s, m_finite, wg, True)
+    l, excess = rescale_sums(state.l, shrink), rescale_sums(state.excess, shrink)
+    o = rescale_output(state.o, shrink)
+    excess = add_rounding_excess(excess, p, sums, sum_so_far(l, wg.q.tiles), wg.INDEX)
+    return SoftmaxState(o, p, m, l + sums, excess, state.shrink)

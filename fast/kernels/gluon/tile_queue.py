@@ -1,0 +1,144 @@
+"""The tile queue of the Hopper kernels: how a CTA finds its work tiles and the spans of tiles that each one visits.
+
+One int32 tensor, ``work``, holds the whole schedule (written by `canon.fast.kernels.gluon.tile_scheduler`). A single
+pointer saves registers. Its parts, in order:
+
+    header        [end of the work tiles, six zeros, start of the tickets]
+    work tiles    8 numbers each: first row, stop row, batch, head, first span, end of the spans, batch * heads + head,
+                  first column
+    spans         8 numbers each: first column, tiles, row start, row stop, column start, column stop, lo, hi
+                  (see `canon.fast.tiles`)
+    tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's ticket, own ticket
+
+A work tile is identified by its offset in ``work``; the first one is 8. Offset 0 means "no work tile".
+
+The grid has at most as many CTAs as work tiles, and CTA i starts with work tile i. So the first loads depend on one read
+only. Each further work tile is claimed with an atomic counter that all CTAs share. The loader claims it after it has issued
+all loads of the current one, because the ring is then full and it would have to wait anyway. If CTAs wait for each other
+(ordered dq), even the first work tiles are claimed: a CTA must never wait for one that cannot be scheduled yet.
+
+The loader publishes a work tile to the warpgroups in shared memory, before it loads the first tile that the work tile owns.
+The barriers of that tile also guard the published number. After the last work tile the loader publishes 0.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from canon.fast.kernels.gluon.layouts import scalar_layout
+
+WORK_TILE = gl.constexpr(8)  # numbers in ``work`` for each work tile
+SPAN = gl.constexpr(8)  # numbers in ``work`` for each span
+
+
+# ------------------------------------------------------------------ claim work tiles
+@gluon.jit
+def first_work_tile():
+    """Return this CTA's first work tile."""
+    return WORK_TILE * (1 + gl.program_id(0))
+
+
+@gluon.jit
+def claim_work_tile(work, counter, ALL: gl.constexpr = False):
+    """Claim the next work tile: of ALL, or of those after the CTAs' first ones. Return 0 if none is left.
+
+    The atomic is relaxed because a claim carries no data. ``work`` does not change during the kernel, so plain loads
+    suffice.
+    """
+    end = gl.load(work)
+    work_tile = WORK_TILE * (1 + (0 if ALL else gl.num_programs(0)))
+    if work_tile < end:
+        work_tile += gl.atomic_add(counter, WORK_TILE, sem="relaxed")
+    return gl.where(work_tile < end, work_tile, 0)
+
+
+# ------------------------------------------------------------------ publish them to the warpgroups
+@gluon.jit
+def allocate_published(NUMBER: gl.constexpr):
+    """Allocate shared memory for NUMBER published work tiles."""
+    return gl.allocate_shared_memory(gl.int32, [NUMBER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def publish(published, work_tile):
+    """Publish a work tile. All threads write, so the thread that arrives at a barrier afterwards has written too."""
+    published.store(gl.full([1], work_tile, gl.int32, scalar_layout(gl.num_warps())))
+
+
+@gluon.jit
+def publish_end(published, full, free, parity):
+    """Publish 0 after the last work tile is released. The loader arrives at ``full`` itself, as no load follows."""
+    mbarrier.wait(free, parity)
+    publish(published, 0)
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def receive(published, full, parity):
+    """Wait until a work tile is published, and return it."""
+    mbarrier.wait(full, parity)
+    return gl.max(published.load(scalar_layout(gl.num_warps())), 0)  # the maximum of one number: compiles to a load
+
+
+# ------------------------------------------------------------------ read a work tile and its spans
+@gluon.jit
+def position_of(work, work_tile):
+    """Return (first row, stop row, batch, head) of a work tile."""
+    return (
+        gl.load(work + work_tile),
+        gl.load(work + work_tile + 1),
+        gl.load(work + work_tile + 2),
+        gl.load(work + work_tile + 3),
+    )
+
+
+@gluon.jit
+def spans_of(work, work_tile):
+    """Return (first span, end of the spans) of a work tile."""
+    return gl.load(work + work_tile + 4), gl.load(work + work_tile + 5)
+
+
+@gluon.jit
+def batch_head_of(work, work_tile):
+    """Return batch * heads + head of a work tile."""
+    return gl.load(work + work_tile + 6)
+
+
+@gluon.jit
+def columns_of(work, span, COLUMNS: gl.constexpr):
+    """Return (first column, end of the last tile) of a span."""
+    column = gl.load(work + span)
+    return column, column + gl.load(work + span + 1) * COLUMNS
+
+
+@gluon.jit
+def ticket_of(work, span):
+    """Return (predecessor's ticket, own ticket) of a span. Ticket 0 means no predecessor."""
+    at = work + gl.load(work + 7) + (span - gl.load(work)) // (SPAN // 2)
+    return gl.load(at), gl.load(at + 1)
+
+
+@gluon.jit
+def is_partial(work, span):
+    """Return whether the tiles of a span must be masked by its band. A full span has no band."""
+    return gl.load(work + span + 3) > 0
+
+
+# ------------------------------------------------------------------ iterate over the tiles of a work tile
+@gluon.jit
+def first_tile(work, work_tile):
+    """Return (span, end of the spans, column, tiles left in the span) at the first visited tile of a work tile."""
+    span, span_end = spans_of(work, work_tile)
+    return span, span_end, gl.load(work + work_tile + 7), gl.load(work + span + 1)
+
+
+@gluon.jit
+def next_tile(work, span, column, left, span_end, COLUMNS: gl.constexpr):
+    """Return (span, column, tiles left in the span) at the next visited tile. After the last one, span equals ``span_end``."""
+    column += COLUMNS
+    left -= 1
+    if left == 0:
+        span += SPAN
+        if span < span_end:
+            column, left = gl.load(work + span), gl.load(work + span + 1)
+    return span, column, left

@@ -1,0 +1,90 @@
+"""A band has the cells of its definition, and its operations act on the cells like operations on a boolean matrix."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canon import Band
+from canon.reference.band import joined
+
+bounds = st.none() | st.integers(-12, 12)
+
+
+@st.composite
+def intervals(draw, low=0, high=9):
+    start, stop = sorted((draw(st.integers(low, high)), draw(st.integers(low, high))))
+    return start, stop
+
+
+@st.composite
+def bands(draw):
+    return Band(*draw(intervals()), *draw(intervals()), draw(bounds), draw(bounds))
+
+
+@st.composite
+def ranges_inside(draw, size, step=1):
+    start, stop = draw(intervals(0, size))
+    return range(start, stop, step)
+
+
+def cells(band, size=12):
+    """Return the cells of a band by its definition, as a boolean matrix of size x size."""
+    i, j = torch.arange(size)[:, None], torch.arange(size)
+    rectangle = (band.q_start <= i) & (i < band.q_stop) & (band.k_start <= j) & (j < band.k_stop)
+    return rectangle & (band.lo <= j - i) & (j - i <= band.hi)
+
+
+@given(intervals(), intervals(), bounds, bounds)
+def test_a_band_has_the_cells_of_its_definition_and_is_tight(q, k, lo, hi):
+    i, j = torch.arange(12)[:, None], torch.arange(12)
+    expected = (q[0] <= i) & (i < q[1]) & (k[0] <= j) & (j < k[1])
+    expected &= (j - i >= (-99 if lo is None else lo)) & (j - i <= (99 if hi is None else hi))
+    band = Band(*q, *k, lo, hi)
+    assert torch.equal(cells(band), expected)
+    assert band.area == expected.sum()
+    if band.area:
+        rows, columns = expected.any(1).nonzero(), expected.any(0).nonzero()
+        reached = (columns[:, None] - rows)[expected[rows.squeeze(1)][:, columns.squeeze(1)].T]
+        assert (band.q_start, band.q_stop) == (rows.min(), rows.max() + 1)
+        assert (band.k_start, band.k_stop) == (columns.min(), columns.max() + 1)
+        assert (band.lo, band.hi) == (reached.min(), reached.max())
+    else:
+        assert band == Band(0, 0, 0, 0)
+
+
+@given(bands(), bands())
+def test_intersect_and_join_of_bands(one, other):
+    assert torch.equal(cells(one.intersect(other)), cells(one) & cells(other))
+    if one.intersect(other).area == 0 and one.area and other.area:
+        both = one.join(other)
+        assert both is None or torch.equal(cells(both), cells(one) | cells(other))
+        assert both == other.join(one)
+
+
+@given(bands(), st.integers(-5, 5), st.integers(-5, 5))
+def test_shift_of_a_band_is_undone_by_the_opposite_shift(band, queries, keys):
+    moved = band.shift(queries, keys)
+    assert moved.area == band.area
+    assert moved.shift(-queries, -keys) == band
+
+
+@given(st.data(), bands(), st.integers(1, 5))
+def test_pick_of_a_band_slices_its_matrix(data, band, step):
+    rows, columns = (data.draw(ranges_inside(12, step)) for _ in "qk")
+    picked = band.pick(rows, columns)
+    assert torch.equal(cells(picked)[: len(rows), : len(columns)], cells(band)[list(rows)][:, list(columns)])
+    assert picked.area == cells(picked)[: len(rows), : len(columns)].sum()
+
+
+@given(st.data(), bands(), st.lists(st.integers(1, 11), max_size=3))
+def test_joined_repairs_a_band_that_was_cut_at_keys_in_any_order(data, band, seams):
+    cuts = sorted({0, 12, *seams})
+    parts = [band.intersect(Band(0, 12, a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = data.draw(st.permutations([part for part in parts if part.area]))
+    whole = joined(parts)
+    assert joined(sorted(parts)) == whole
+    assert len(whole) <= len(parts)
+    assert torch.equal(
+        sum((cells(part).int() for part in whole), torch.zeros(12, 12, dtype=torch.int32)).bool(), cells(band)
+    )
+    assert sum(part.area for part in whole) == band.area

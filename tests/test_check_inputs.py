@@ -1,0 +1,60 @@
+"""Claims about the inputs of `canon check`: documents, tensors, masks and layouts of the cases."""
+
+import pytest
+import torch
+
+from canon.reference import Layout, Mask, cast_plan
+from canon.testing import cases
+from canon.testing.documents import Documents, projected
+from canon.testing.inputs import inputs, mask_of
+
+
+def test_inputs_are_the_same_for_every_layout():
+    """Positions come from the layout, so a layout with wrong positions would give other inputs."""
+    documents = Documents(("a", "b"), (b"some text, and " * 3, b"some more"))
+    mask = Mask.causal(documents.tokens)
+    results = [
+        projected(documents, cases.LAYOUTS[name](mask, ranks), (2, 1), (8, 4))
+        for name in ("contiguous", "zigzag", "striped")
+        for ranks in (1, 3)
+    ]
+    for q, k, v in results:
+        assert all(torch.equal(x, y) for x, y in zip((q, k, v), results[0], strict=True))
+
+
+def test_documents_are_chosen_whole_and_of_various_lengths(tmp_path):
+    for number, length in enumerate((300, 10, 11, 12, 40, 5000)):
+        (tmp_path / f"{number}.md").write_bytes(b"x" * length)
+    assert Documents.of([tmp_path], 400).lengths == (300, 10, 11, 12, 40)
+    assert Documents.of([tmp_path], 70).lengths == (10, 11, 40)
+    assert Documents.of([tmp_path], 5).lengths == (10,), "at least one"
+    assert Documents.of([tmp_path]).tokens == 5373
+    assert Documents.of([], 500).tokens > 0
+
+
+def test_unseen_tokens_hold_nan():
+    documents = Documents(("a", "b"), (b"0123456789" * 8, b"abcdef" * 9))
+    case = next(c for c in cases.all_cases(["float32"], gpu=False) if c.mask == "block_causal")
+    x = inputs(case, documents, "cpu")
+    assert x.q.isnan().any()
+    assert x.k.isnan().any()
+    assert not x.q.isnan().all()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_planned_cases_interleave_the_chunks_of_their_ranks_and_cast_something(ranks):
+    """With the default rates of `dispatch`, so few tokens would stay in contiguous shards, and stages would be empty."""
+    documents = Documents(tuple("abcd"), tuple(b"x" * n for n in (72, 100, 150, 257)))
+    planned = [case for case in cases.all_cases(["float32"], gpu=False) if case.layout == "planned"]
+    assert {case.mask for case in planned} == set(cases.MASKS) - {"full"}
+    for case in planned:
+        mask = mask_of(case, documents)
+        layout = case.layout_of(mask, ranks)
+        assert layout != Layout.contiguous(mask.queries, ranks)
+        pieces = [len(ranges) for ranges in layout.ranges_per_rank]
+        assert max(pieces) > 2, case.name
+        assert sum(pieces) > 2 * ranks - 1, case.name
+        stages = dict(case.options).get("stages", 1)
+        plan = cast_plan(mask, layout, stages=stages)
+        assert plan.casts == max(1, stages), case.name
+        assert all(any(plan.receive_sizes(cast, rank)) for cast in range(plan.casts) for rank in range(1, ranks))

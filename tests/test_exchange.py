@@ -1,0 +1,42 @@
+"""Buffers of exchanges: one exchange in flight for each, and masked room behind small shards."""
+
+import pytest
+import torch
+
+from canon import Layout, Mask
+from canon.fast import exchange
+from canon.reference.call import agreed_call
+from canon.testing import process_groups
+
+
+def test_a_buffer_has_one_exchange_in_flight():
+    def program():
+        layout = Layout.contiguous(4, 2)
+        q, k, v = (torch.zeros(1, 2, 2, 8) for _ in range(3))
+        call = agreed_call("test", q, k, v, None, layout, scale=None, group=None, reduce_dtype=None, backward="auto")
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        reduction = exchange.ReduceScatter(dk, dv, call, (range(0, 1), range(1, 2)))
+        reduction.finish(0)  # empty: nothing happens
+        for step in range(2):
+            for part in reduction.stage(step, slice(0, 4)):
+                part.fill_(step + 1)
+            reduction.start(step)
+        with pytest.raises(RuntimeError, match="step 0 needs buffer 0, where an exchange is in flight"):
+            reduction.start(0)
+        for slot in (0, 1, 0):
+            reduction.finish(slot)
+        return dk, dv
+
+    for grads in process_groups.threads(program, 2):
+        for grad in grads:
+            assert torch.equal(grad[:, :, 0], torch.full((1, 2, 8), 2.0))
+            assert torch.equal(grad[:, :, 1], torch.full((1, 2, 8), 4.0))
+
+
+def test_the_room_behind_small_shards_is_masked():
+    mask, layout = Mask.full(5), Layout([[range(0, 3)], [], [range(3, 5)]], 5)
+    seen = exchange.gathered_mask(layout, mask, 0)
+    assert (seen.queries, seen.keys) == (3, 9)
+    assert seen.dense().any(0).tolist() == [True] * 3 + [False] * 3 + [True, True, False]
+    even = Layout.zigzag(12, 3)
+    assert exchange.gathered_mask(even, Mask.causal(12), 1) == even.local_mask(Mask.causal(12), 1, range(3))

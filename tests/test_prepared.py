@@ -1,0 +1,177 @@
+"""A recorded pass replays with the same bits on other tensors, and whatever cannot be replayed runs as written."""
+
+import pytest
+import torch
+from sharded import DEVICE
+
+from canon import Mask
+from canon.fast import backward, local, prepared
+from canon.fast.kernels.triton import launch
+from canon.reference.plan_cache import PLANS
+
+pytestmark = pytest.mark.gpu
+DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+MASK = Mask.documents([0, 7, 40, 96], window=(30, 0))
+
+
+@pytest.fixture(autouse=True)
+def _replays(monkeypatch):
+    PLANS.clear()
+    monkeypatch.setattr(prepared, "REPLAY_ON_CPU", True)
+    yield
+    PLANS.clear()
+
+
+def inputs(seed, h=4, g=2, d=16, dv=8, b=2):
+    draw = torch.Generator().manual_seed(seed)
+    sizes = [(MASK.queries, h, d), (MASK.keys, g, d), (MASK.keys, g, dv), (MASK.queries, h, dv)]
+    return [torch.randn(b, *size, generator=draw).to(DEVICE, DTYPE) for size in sizes]
+
+
+def forward(q, k, v, out, lse):
+    launch.forward(q, k, v, MASK, 0.25, out, lse)
+
+
+def room(q, v):
+    b, t, h, _ = q.shape
+    return torch.full((b, t, h, v.shape[-1]), torch.nan, dtype=q.dtype, device=q.device), torch.empty(
+        b, h, t, device=q.device
+    )
+
+
+def passes():
+    return [plan for plan, _ in PLANS.plans.values() if isinstance(plan, prepared.PreparedPass)]
+
+
+def test_a_replay_has_the_bits_of_the_pass_as_written():
+    for seed in (0, 1, 2):
+        q, k, v, _ = inputs(seed)
+        out, lse = room(q, v)
+        prepared.replayed(forward, (q, k, v, out, lse))
+        expected = room(q, v)
+        forward(q, k, v, *expected)
+        assert torch.equal(out, expected[0])
+        assert torch.equal(lse, expected[1])
+    (made,) = passes()
+    assert not made.reason
+
+
+@pytest.mark.parametrize("method", ["split", "head_parallel", "fused"])
+def test_a_replayed_backward_has_its_own_workspace_zeroed(method):
+    """Row statistics, parts by query head and float32 sums are temporaries of the pass; the last two start as zeros."""
+
+    def body(dout, q, k, v, out, lse, dq, dk, dv):
+        delta = backward.make_delta(dout, out, lse, None)
+        queries = backward.QueryInputs(dout, q, lse, delta)
+        backward.begin_backward(queries, k, v, MASK, 0.25, method, dq, dk, dv)()
+
+    for seed in (0, 1):
+        q, k, v, dout = inputs(seed)
+        out, lse = local.attention_forward(q, k, v, MASK, scale=0.25)
+        got, expected = ([torch.full_like(x, torch.nan) for x in (q, k, v)] for _ in range(2))
+        prepared.replayed(body, (dout, q, k, v, out, lse, *got))
+        body(dout, q, k, v, out, lse, *expected)
+        exact = method != "fused" or DEVICE == "cpu"
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=0.05, atol=0.02)
+    assert not [made.reason for made in passes() if made.reason]
+
+
+def test_views_of_one_packed_tensor_are_told_apart():
+    for seed in (0, 1):
+        draw = torch.Generator().manual_seed(seed)
+        packed = torch.randn(1, MASK.queries, 3, 2, 16, generator=draw).to(DEVICE, DTYPE)
+        q, k, v = packed.unbind(2)
+        out, lse = room(q, v)
+        prepared.replayed(forward, (q, k, v, out, lse))
+        expected = room(q, v)
+        forward(q, k, v, *expected)
+        assert torch.equal(out, expected[0])
+    (made,) = passes()
+    assert not made.reason
+
+
+def test_one_tensor_as_q_and_k_is_a_pass_of_its_own():
+    q, k, v, _ = inputs(0, h=2, d=8)
+    for first, second in ((q, k), (q, q), (q, k)):
+        out, lse = room(q, v)
+        prepared.replayed(forward, (first, second, v, out, lse))
+        expected = room(q, v)
+        forward(first, second, v, *expected)
+        assert torch.equal(out, expected[0])
+    assert len(passes()) == 2
+
+
+def test_other_operations_are_named_and_the_pass_runs_as_written():
+    def body(x, y):
+        y.copy_(x * 2)
+
+    for seed in (0, 1):
+        x = inputs(seed)[0]
+        y = torch.empty_like(x)
+        prepared.replayed(body, (x, y))
+        assert torch.equal(y, x * 2)
+    (made,) = passes()
+    assert made.reason == "the pass calls aten::mul"
+
+
+def test_a_tensor_of_unknown_origin_is_never_replayed():
+    q, k, v, _ = inputs(0)
+
+    def body(q, k, out, lse):
+        forward(q, k, hidden[0], out, lse)
+
+    for seed in (1, 2):
+        hidden = [inputs(seed)[2]]
+        out, lse = room(q, v)
+        prepared.replayed(body, (q, k, out, lse))
+        expected = room(q, v)
+        forward(q, k, hidden[0], *expected)
+        assert torch.equal(out, expected[0])
+    assert {made.reason for made in passes()} == {"the pass reads a tensor that it was not given"}
+
+
+def test_zeros_of_a_result_are_replayed_in_their_order():
+    def body(x, y):
+        y.zero_()
+        x[:, :3].fill_(0)
+
+    for _ in range(2):
+        x, y = inputs(0, b=1)[:2]
+        prepared.replayed(body, (x, y))
+        assert not y.any()
+        assert not x[:, :3].any()
+        assert x[:, 3:].all()
+    assert not passes()[0].reason
+
+
+def test_a_temporary_that_is_zeroed_after_its_use_is_not_replayed():
+    def body(q, k, v, out, lse):
+        some = torch.empty_like(lse)
+        forward(q, k, v, out, some)
+        some.zero_()
+        forward(q, k, v, out, lse)
+
+    q, k, v, _ = inputs(0)
+    prepared.replayed(body, (q, k, v, *room(q, v)))
+    assert "late" in passes()[0].reason
+
+
+def test_a_prepared_pass_keeps_the_plans_that_it_reads():
+    q, k, v, _ = inputs(0)
+    prepared.replayed(forward, (q, k, v, *room(q, v)))
+    (made,) = passes()
+    tables = [plan.held for plan, _ in PLANS.plans.values() if type(plan).__name__ == "WorkTable"]
+    assert {x.data_ptr() for table in tables for x in table} >= {x.data_ptr() for x in made.held} != set()
+
+
+def test_replay_c_compiles_and_packs():
+    native = prepared.native_module()
+    parameters = (("b", b"\0\0\0\1"), ("p", 0, 16), ("p", -1, 4096), ("m", 1, 0, 9, 3, (1, 64), (8, 64), (128,)))
+    assert native.make(((0, 2, 0, 256), (4096, 1, 128, 0, parameters)))
+    with pytest.raises(ValueError, match="more parameters"):
+        native.make(((4096, 1, 128, 0, (("b", b"\0"),) * 200),))
+    with pytest.raises(ValueError, match="no such buffer"):
+        native.make(((0, 99, 0, 256),))
+    with pytest.raises(ValueError, match="1 to 5 axes"):
+        native.make(((4096, 1, 128, 0, (("m", 1, 0, 9, 3, (1,) * 6, (8,) * 6, (1,) * 5),)),))
