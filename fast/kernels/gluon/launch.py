@@ -27,8 +27,7 @@ from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_sta
 from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
 from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, followers_wait_little, tile_schedule, untouched
-from canon.fast.kernels.launcher import capability, launch
-from canon.fast.kernels.launcher import processors as processors_of
+from canon.fast.kernels.launcher import capability, launch, multiprocessor_count
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.tiles import work_table
 from canon.reference.mask import Mask
@@ -305,7 +304,7 @@ def processors(x: Tensor) -> int:
     """How many programs run at a time."""
     if x.device.type == "cpu":
         return SIMULATED_PROCESSORS
-    return processors_of(x.device)
+    return multiprocessor_count(x.device)
 
 
 def queue(plan: TileSchedule, x: Tensor, places: int = 0) -> tuple[Tensor, Tensor]:
