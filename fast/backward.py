@@ -39,7 +39,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.fast.device import check_device, kernels_for
-from canon.fast.kernels.launcher import processors as processors_of
+from canon.fast.kernels.launcher import multiprocessor_count
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.prepared import replayed
 from canon.reference.checks import (
@@ -248,7 +248,7 @@ def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> T
 def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int | None = None) -> str:
     """Return the method for "auto", as the kernel backend chooses it. ``multiprocessors``: by default those of q's device."""
     if multiprocessors is None:
-        multiprocessors = 1 if q.device.type == "cpu" else processors_of(q.device)
+        multiprocessors = 1 if q.device.type == "cpu" else multiprocessor_count(q.device)
     if multiprocessors == 1 or not q.shape[0]:
         return "split"
     return kernels_for(q, v).choose_method(q, k, v, mask, multiprocessors)

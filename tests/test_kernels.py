@@ -1,18 +1,14 @@
-"""The Triton kernels, small tiles, interpreted or, with --gpu, on a GPU: every claim that the readable half cannot make.
+"""The Triton kernels with small tiles, interpreted or, with --gpu, on a GPU: tiles, descriptors, strides and repeated bits.
 
-That `canon.fast` is attention at all is shown beside the reference in test_local.py. Here: tile sizes, loads by pointer
-and by descriptor, strides, unwritten outputs, repetition bit by bit.
+test_local.py compares `canon.fast` with the reference.
 """
 
 import pytest
 import torch
 from sharded import DEVICE
 
-from canon import Layout, Mask
+from canon import Mask
 from canon.fast import backward, local
-from canon.fast.device import backend
-from canon.fast.kernels.gluon import launch as hopper
-from canon.fast.kernels.triton import config, launch
 from canon.fast.kernels.triton.config import Config, forced
 from canon.testing.judge import Attended, agreement, dense, oracle
 
@@ -34,7 +30,7 @@ def small_tiles():
 
 
 def inputs(mask, b=1, h=2, g=1, d=16, dv=16, dtype=torch.float64, seed=0):
-    """q, k, v, dout, dlse; NaN in queries that see nothing and in keys that nobody sees."""
+    """q, k, v, dout, dlse; Queries without keys and keys without queries hold NaN."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)]
     q, k, v, dout = (torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes)
@@ -143,7 +139,7 @@ def test_descriptors_load_what_pointers_load(name):
         assert all(torch.equal(a, b) for a, b in zip(by_pointer, by_descriptor, strict=True))
 
 
-def test_dk_and_dv_may_be_made_one_after_the_other():
+def test_dk_and_dv_may_come_from_two_launches():
     mask = Mask.causal(N)
     arguments = inputs(mask, h=4, g=2)
     with forced(dkdv=Config(32, 16, 4, 1, apart=True)):
@@ -151,7 +147,7 @@ def test_dk_and_dv_may_be_made_one_after_the_other():
 
 
 def strided(x, how):
-    """The same numbers behind other strides."""
+    """Return the same numbers with other strides."""
     if how == "heads before tokens":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if how == "width first":
@@ -211,7 +207,7 @@ def _shape(shape):
     return shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
 
 
-def test_what_no_query_sees_may_be_anything():
+def test_unseen_tokens_may_hold_nan_or_infinity():
     mask = Mask.documents([0, 18, 40]).shift(5, 5).shift(-2, -2)
     finite = [x.nan_to_num(0.0) for x in inputs(mask)]
     seen = mask.dense().to(DEVICE)
@@ -257,7 +253,7 @@ def test_partial_results_come_in_float32():
         assert all(torch.equal(a.half(), b) for a, b in zip(wide_grads, narrow_grads, strict=True)) or DEVICE == "cuda"
 
 
-def test_parts_merge_in_place_whatever_blind_parts_hold():
+def test_parts_merge_in_place_and_fully_masked_rows_may_hold_nan():
     mask = Mask.causal(N)
     q, k, v, *_ = inputs(mask, h=2, g=1)
     whole = local.attention_forward(q, k, v, mask)
@@ -276,68 +272,11 @@ def test_parts_merge_in_place_whatever_blind_parts_hold():
         torch.testing.assert_close(got[1], whole[1], rtol=1e-12, atol=1e-13)
 
 
-def test_two_blind_parts_merge_to_nothing():
-    blind = torch.full((1, 3, 2, 8), torch.nan), torch.full((1, 2, 3), -torch.inf)
-    out, lse = local.merge(*(x.to(DEVICE) for x in (*blind, *blind)))
+def test_two_fully_masked_parts_merge_to_zero():
+    masked = torch.full((1, 3, 2, 8), torch.nan), torch.full((1, 2, 3), -torch.inf)
+    out, lse = local.merge(*(x.to(DEVICE) for x in (*masked, *masked)))
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
-
-
-# --- choosing ---
-
-
-def test_auto_makes_an_owner_of_every_query_head_where_processors_would_idle():
-    def chosen(b, t, h, g, mask=None):
-        q, k = (torch.empty(b, t, heads, 64, device="meta") for heads in (h, g))
-        return backward.automatic(q, k, k, mask or Mask.causal(t), 132)
-
-    assert chosen(1, 16384, 32, 8) == "split"  # 1024 tiles of keys and key heads
-    assert chosen(2, 1024, 8, 1) == "head_parallel"  # 16
-    assert chosen(2, 1024, 8, 8) == "split"  # nothing is shared
-    one_long = Mask.documents([0, 8192, *range(8200, 16384, 8)])  # many tiles, but the long ones are few
-    assert chosen(1, 16384, 8, 1, one_long) == "head_parallel"
-    assert chosen(1, 16384, 8, 1, Mask.documents(range(0, 16385, 8))) == "split"
-
-
-def test_auto_adds_in_order_where_that_costs_little_on_hopper(monkeypatch):
-    def chosen(b, t, h, g, d, dv=64):
-        q, k, v = (torch.empty(b, t, *shape, device="meta") for shape in ((h, d), (g, d), (g, dv)))
-        return backward.automatic(q, k, v, Mask.causal(t), 132)
-
-    assert chosen(1, 16384, 32, 32, 64) == "split", "Triton's kernel adds in any order"
-    monkeypatch.setattr(backward, "kernels_for", lambda q, v: hopper)
-    assert chosen(1, 16384, 32, 32, 64) == "fused"
-    assert chosen(0, 16384, 32, 32, 64) == "split", "nothing to do"
-    assert chosen(1, 16384, 32, 8, 40) == "fused"
-    assert chosen(1, 16384, 32, 32, 64, 128) == chosen(4, 8192, 16, 16, 128) == "fused"
-    assert chosen(1, 16384, 16, 16, 256) == "split", "too wide"
-    assert chosen(1, 1024, 32, 32, 64) == "split", "every tile of keys would wait as long as it works"
-    assert chosen(8, 2048, 32, 8, 128) == "split", "tiles of keys visit too few"
-    assert chosen(64, 2048, 32, 32, 64) == "fused", "enough where heads are narrow"
-    assert chosen(128, 1024, 32, 32, 64) == "split"
-    q, k = (torch.empty(1, 65536, heads, 128, device="meta") for heads in (64, 8))
-    packed = Mask.documents([*range(0, 65536, 4096), 65536])
-    assert backward.automatic(q, k, k, packed, 132) == "split", "and so they do in packed documents"
-    assert chosen(2, 1024, 8, 1, 64) == "head_parallel"
-    assert chosen(1, 16384, 8, 2, 128) == chosen(4, 4096, 32, 8, 128) == "fused", "pairs of tiles wait little"
-    assert chosen(1, 65536, 8, 2, 128) == "fused"
-    q, k = (torch.empty(1, t, heads, 128, device="meta") for t, heads in ((4096, 32), (16384, 8)))
-    shard = Layout.zigzag(16384, 4).local_mask(Mask.causal(16384), 0, range(4))
-    assert backward.automatic(q, k, k, shard, 132) == "split", (
-        "gradients of others' keys are to leave before dq is made"
-    )
-
-
-def test_fused_is_refused_where_the_same_bits_are_asked_for(deterministic):
-    mask = Mask.causal(64)
-    q, k, v = (torch.randn(1, 64, 2, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-    for method in ("auto", "split", "head_parallel"):
-        local.attention(q, k, v, mask, backward=method).sum().backward()
-    with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
-        local.attention(q, k, v, mask, backward="fused").sum().backward()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with pytest.warns(UserWarning, match="adds to dq in any order"):
-        local.attention(q, k, v, mask, backward="fused").sum().backward()
 
 
 def test_a_destination_too_wide_for_32_bits_is_refused():
@@ -355,38 +294,3 @@ def test_parts_of_query_heads_are_capped_key_by_key(monkeypatch):
     got = attend(*arguments, mask, method="head_parallel")
     assert torch.equal(got.dq, expected.dq)
     assert_exact(got, *arguments, mask)
-
-
-@pytest.mark.parametrize("name", ["cuda"])
-def test_a_family_that_does_not_exist_yet_raises_on_entry(name):
-    with pytest.raises(NotImplementedError, match=name), backend(name):
-        pass
-
-
-def test_backends_are_named():
-    with pytest.raises(ValueError, match="'triton', 'gluon', 'cuda'"), backend("tritn"):
-        pass
-    with backend("triton"):
-        local.attention_forward(*inputs(Mask.causal(3))[:3], Mask.causal(3))
-
-
-def test_configurations_that_do_not_fit_are_passed_over(monkeypatch):
-    monkeypatch.setattr(config, "_forced", {})
-    sizes = []
-    for limit in (232448, 166912, 101376):  # sm_90, sm_80, sm_86 and sm_89
-        chosen = [
-            config.fitting(name, d, d, 2, limit, False, limit > 200000) for name in KERNELS for d in (64, 128, 256)
-        ]
-        sizes.append(sum(c.rows * c.columns for c in chosen))
-    assert sizes == sorted(sizes, reverse=True)
-
-
-def test_too_little_shared_memory_names_need_and_limit():
-    with pytest.raises(ValueError, match=r"needs at least \d+ bytes.*this device has 1000"):
-        config.fitting("dkdv", 128, 128, 2, 1000, False, False)
-
-
-def test_heads_run_side_by_side_as_the_cache_allows():
-    assert launch.heads_in_l2(64, 8, 1 << 20) == 64
-    assert launch.heads_in_l2(64, 8, 16 << 20) == 16
-    assert launch.heads_in_l2(64, 8, 1 << 30) == 8

@@ -1,4 +1,4 @@
-"""Launches: Triton is asked once for each kind of call, and what it compiled is never taken for another kind."""
+"""Launches: the cache of compiled kernels is used for equal calls only, and captured graphs replay."""
 
 import functools
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Kernel:
-    """A kernel (x, n, scale, D): what Triton compiles for a call remembers what it is launched with."""
+    """A kernel (x, n, scale, D). It counts compilations and records all launches."""
 
     arg_names = ("x", "n", "scale", "D")
 
@@ -34,7 +34,7 @@ class Kernel:
 
 
 class Compiled:
-    """The second and later launches."""
+    """A compiled kernel, which records later launches."""
 
     def __init__(self, number, launched):
         self.number, self.launched = number, launched
@@ -50,7 +50,7 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-def test_the_second_call_of_a_kind_goes_to_what_was_compiled_for_the_first(kernel):
+def test_a_second_equal_call_uses_the_compiled_kernel(kernel):
     x, y = torch.zeros(8), torch.zeros(8)
     launcher.launch(kernel, 3, GPU, (x, 5, 0.5), D=64, num_warps=4)
     launcher.launch(kernel, 7, GPU, (y, 5, 0.25), D=64, num_warps=4)
@@ -76,7 +76,7 @@ def test_the_second_call_of_a_kind_goes_to_what_was_compiled_for_the_first(kerne
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_another_kind_is_compiled_for_itself(kernel, other):
+def test_a_different_call_is_compiled_anew(kernel, other):
     call = dict(device=GPU, x=torch.zeros(8), n=5, D=64, num_warps=4)
     for changed in (call, call | other, call, call | other):
         arguments = changed["x"], changed["n"], 0.5
@@ -84,14 +84,14 @@ def test_another_kind_is_compiled_for_itself(kernel, other):
     assert kernel.compiled == 2
 
 
-def test_memory_of_kinds_is_bounded(kernel, monkeypatch):
+def test_the_cache_is_bounded(kernel, monkeypatch):
     monkeypatch.setattr(launcher, "CACHE_LIMIT", 4)
     for n in range(20):
         launcher.launch(kernel, 1, GPU, (torch.zeros(8), n, 0.5), D=64)
     assert len(launcher._compiled) <= 4
 
 
-def test_what_does_not_compile_is_asked_for_again(kernel, monkeypatch):
+def test_a_failed_compilation_is_repeated(kernel, monkeypatch):
     def broken(*_):
         raise RuntimeError("too little shared memory")
 
@@ -135,7 +135,7 @@ def test_a_captured_graph_replays_both_passes(method, deterministic):
 
 
 def captured(names):
-    """On every rank: does a captured graph of these schedules, replayed, give what they give?"""
+    """Return for each of three replays whether a captured graph of these schedules gives the results of eager calls."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mask = Mask.documents([0, 700, 701, 2048], window=(900, 0))
     layout = fast.dispatch(mask, ranks, chunk=128)
@@ -156,7 +156,9 @@ def captured(names):
     with torch.cuda.stream(stream):
         both()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # NCCL's watchdog asks meanwhile
+    with torch.cuda.graph(
+        graph, stream=stream, capture_error_mode="thread_local"
+    ):  # NCCL's watchdog queries events meanwhile
         replayed = both()
     same = []
     for turn in range(3):

@@ -1,7 +1,7 @@
-"""A merge in place reads every old lse before it writes a new one: on a GPU, with three of four warps late.
+"""A merge in place reads each old lse before it writes the new one, even if three of four warps are late (on a GPU).
 
-One warp writes the lse of all rows of a program. Where a late warp reads that instead of the old lse, it weighs its rows
-wrongly: out is wrong, and lse is right. `test_compile.py` looks for the barrier in what is compiled, without a GPU.
+One warp writes the lse of all rows of a CTA. If a late warp read the new lse, it would weight its rows wrongly: out would be
+wrong and lse right. Without a GPU, `test_compile.py` checks that the compiled kernel has the barrier.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ BARRIER = "    tl.debug_barrier()"
 LATE = '''
 @triton.jit
 def late(x):
-    """Return x, in all warps but the first some milliseconds later."""
+    """Return x; all warps except the first return it about 0.1 ms later."""
     return tl.inline_asm_elementwise(
         "{ .reg .u32 t; .reg .pred others; mov.u32 t, %tid.x; setp.ge.u32 others, t, 32; "
         "@others nanosleep.u32 100000; mov.b32 $0, $1; }",
@@ -30,7 +30,7 @@ def late(x):
 
 
 def late_kernel(folder: Path, barrier: bool):
-    """Return a copy of the merge kernel in which three of four warps begin late, with its barrier or without."""
+    """Return a copy of the merge kernel with three of four warps late, with or without its barrier."""
     source = Path(merge.__file__).read_text()
     assert source.count(ROWS) == source.count(BARRIER) == 1
     source = source.replace(ROWS, ROWS.replace("tl.arange(0, BM)", "late(tl.arange(0, BM))"))
@@ -52,7 +52,7 @@ def test_a_late_warp_reads_the_old_lse_because_of_the_barrier(indexed, tmp_path,
     shape = 1, 256, 4, 128
     out, other = (torch.randn(shape, generator=draw).cuda() for _ in range(2))
     lse, other_lse = (torch.randn(1, 4, 256, generator=draw).cuda() for _ in range(2))
-    expected = local.merge(out, lse, other, other_lse)  # into other memory: nothing is overwritten
+    expected = local.merge(out, lse, other, other_lse)  # not in place
     rows = torch.arange(256, device="cuda") if indexed else None
     for barrier in (True, False):
         monkeypatch.setattr(launch, "merge_kernel", late_kernel(tmp_path, barrier))

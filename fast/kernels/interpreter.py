@@ -34,12 +34,10 @@ import torch
 import triton
 import triton.language as tl
 
-parsing = (
-    threading.Lock()
-)  # held while source is parsed: Python 3.11 counts the depth of the tree for all threads together
+parsing = threading.Lock()  # Python 3.11 shares one nesting counter between all threads that parse source
 _launch = threading.RLock()
 _repaired = threading.Event()
-_patched: set[tuple] = set()  # language modules that the current launch has patched
+_patched: set[tuple] = set()  # ids of language modules that the current launch has patched
 
 
 def is_requested() -> bool:
@@ -188,7 +186,7 @@ def _as_torch(x: np.ndarray, dtype: np.dtype) -> torch.Tensor:
 
 
 def _except_selection(repaired: Callable, method: Callable) -> Callable:
-    """Leave `where` as it is: it copies patterns, payloads of NaN included."""
+    """Do not repair `where`: it copies bit patterns, payloads of NaN included."""
 
     @wraps(method)
     def chosen(self, *arguments):
@@ -281,7 +279,7 @@ def _repair_launches() -> None:
         for name, member in builtins[package]:
             interpreter._patch_attr(package, name, member, builder, scope)
 
-    known: dict[int, tuple[dict, tuple]] = {}  # keeps the globals, so that their id stays theirs
+    known: dict[int, tuple[dict, tuple]] = {}  # holds the globals, so that no other object gets their id
     builtins: dict[Any, list] = {}
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
@@ -306,6 +304,6 @@ def _looked_up_once(look_up: Callable) -> Callable:
 
 
 def _languages(names: dict) -> tuple:
-    """Return the identities of the language modules among a kernel's globals: those are patched for it."""
+    """Return the ids of the language modules among the globals of a kernel. A launch patches these modules."""
     core = (tl, tl.core)
     return tuple(sorted({id(x) for x in names.values() if any(x is module for module in core)}))

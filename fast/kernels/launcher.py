@@ -88,6 +88,6 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @lru_cache
-def processors(device: torch.device) -> int:
+def multiprocessor_count(device: torch.device) -> int:
     """Return the number of multiprocessors (SMs) of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

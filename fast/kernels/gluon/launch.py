@@ -29,8 +29,7 @@ from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_sta
 from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
 from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, Traversal, tile_schedule, untouched
-from canon.fast.kernels.launcher import capability, launch
-from canon.fast.kernels.launcher import processors as processors_of
+from canon.fast.kernels.launcher import capability, launch, multiprocessor_count
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.tiles import area, visits
 from canon.reference.mask import Mask
@@ -322,7 +321,7 @@ def head_bytes(*tensors: Tensor) -> int:
 
 def resident_ctas(x: Tensor) -> int:
     """Return how many CTAs run at a time: one on each SM of x's device."""
-    return SIMULATED_SMS if x.device.type == "cpu" else processors_of(x.device)
+    return SIMULATED_SMS if x.device.type == "cpu" else multiprocessor_count(x.device)
 
 
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:

@@ -41,8 +41,8 @@ KERNELS = ("forward", "dq", "dkdv", "fused")
 Table = dict[tuple[str, int], tuple[Config, ...]]  # (kernel, larger padded width, at least 64), best first
 
 # Two-byte elements, sm_90 and later. Up to width 128, with descriptors, one warpgroup with small tiles is faster than two with
-# large tiles (paper/data/tune_triton_*_h200.json). 64 x 64 for dk and dv at width 128 is faster still, but spills 64 bytes.
-# dq at width 256 spills 20 bytes and is still 1.3 times as fast as the configurations that do not spill.
+# large tiles (paper/data/tune_triton_*_h200.json). Tiles of 64 x 64 for dk and dv at width 128 are faster still, but they
+# spill 64 bytes. dq at width 256 spills 20 bytes and is still 1.3 times as fast as the configurations that do not spill.
 HOPPER: Table = {
     ("forward", 64): (Config(64, 128, 4, 2, tma=True, partial_columns=64), Config(128, 64, 8, 3, partial_columns=32)),
     ("forward", 128): (Config(64, 64, 4, 3, tma=True, partial_columns=32), Config(128, 64, 8, 3, partial_columns=32)),
