@@ -48,7 +48,7 @@ def start_kernel(results, n):
 def test_aggregates_are_carried_through_loops_and_branches():
     results = torch.zeros(3, dtype=torch.int32)
     with simulator.simulated():
-        start_kernel[(1,)](results, 5)
+        start_kernel[(1,)](results, 5)  # pyright: ignore
     assert results.tolist() == [32, 2, 1]
 
 
@@ -59,4 +59,4 @@ def wrong_kernel(results, n):
 
 def test_a_constant_in_a_field_for_a_tensor_raises():
     with simulator.simulated(), pytest.raises(TypeError, match="field total of Counter is a tensor"):
-        wrong_kernel[(1,)](torch.zeros(3, dtype=torch.int32), 5)
+        wrong_kernel[(1,)](torch.zeros(3, dtype=torch.int32), 5)  # pyright: ignore
