@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon.fast.device import chosen_backend
-from canon.fast.device_plans import keep_for_stream, observed
+from canon.fast.device_plans import Upload, keep_for_stream, observed
 from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import config as gluon_config
 from canon.fast.kernels.triton import config as triton_config
@@ -118,6 +118,7 @@ class Recorder(TorchDispatchMode):
     used: set[int] = field(default_factory=set)  # numbers of temporaries that a launch has read or written
     operations: list[Launch | Zero] = field(default_factory=list)
     plans: list[Tensor] = field(default_factory=list)
+    uploads: list[Upload] = field(default_factory=list)
     reason: str = ""
 
     def __post_init__(self):
@@ -147,9 +148,10 @@ class Recorder(TorchDispatchMode):
         self.used |= {-2 - place.slot for place in places.values() if place.slot <= -2}
         self.operations.append(Launch(kernel, compiled, blocks, arguments, constants, places))
 
-    def planned(self, tensors: list[Tensor]) -> None:
-        """Note tensors of a plan that the pass has looked up."""
+    def planned(self, tensors: list[Tensor], upload: Upload | None) -> None:
+        """Note the tensors of a plan that the pass has looked up, and their upload."""
         self.plans += tensors
+        self.uploads += [] if upload is None else [upload]
 
     def _zero(self, x: Tensor) -> None:
         try:
@@ -207,7 +209,7 @@ class PreparedPass:
     def __init__(self, recorder: Recorder):
         self.device = recorder.tensors[0].device
         self.reason, self.held = recorder.reason, ()
-        self.bytes, self._streams = 0, set()
+        self.bytes, self._streams, self._uploads = 0, set(), recorder.uploads
         self._run: Callable[..., None] = _nothing
         if self.reason:
             return
@@ -231,6 +233,8 @@ class PreparedPass:
         if stream not in self._streams or torch._C._cuda_isCurrentStreamCapturing():
             keep_for_stream(*self.held)
             self._streams.add(stream)
+        if self._uploads:
+            self._uploads = [one for one in self._uploads if one.wait()]
         addresses = [x.data_ptr() for x in tensors]
         addresses.append(0 if room is None else room.data_ptr())
         if torch._C._cuda_getDevice() == self.device.index:

@@ -20,15 +20,18 @@ Source: FlexAttention (Dong et al., 2024) introduced block masks with full and p
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from canon.fast.device_plans import device_plan
+from canon.fast.device_plans import device_plan, upload
 from canon.reference.mask import Mask
+from canon.reference.plan_cache import cached_plan
 
 TILE_FIELDS = 5  # row start, row stop, first partial span, first full span, end of the spans
+ALIGNMENT = 4  # numbers: spans begin at a multiple of 16 bytes, so that kernels are compiled for aligned loads
 SPAN_FIELDS = 8  # first column, number of tiles; then the band's row start, stop, column start, stop, lo, hi
 
 
@@ -52,9 +55,9 @@ class WorkTable:
         return len(self.tiles)
 
     @property
-    def held(self) -> tuple[Tensor, Tensor]:
-        """Return the tensors."""
-        return self.tiles, self.spans
+    def held(self) -> tuple[Tensor]:
+        """The memory of the table: one tensor, because both are views of one storage."""
+        return (self.tiles,)
 
 
 @device_plan
@@ -77,90 +80,138 @@ def work_table(
     Raises ValueError if the mask is too large for 32-bit coordinates.
     """
     partial_columns = partial_columns or columns
+    cut = _best_cut(mask, rows, columns, partial_columns, transposed, boxes)
+    tiles, spans = _table(cut, rows, columns, partial_columns, boxes)
+    size = TILE_FIELDS * len(tiles)
+    first_span = -(-size // ALIGNMENT) * ALIGNMENT
+    both = np.zeros(first_span + spans.size, np.int32)  # one upload for both
+    both[:size], both[first_span:] = tiles.ravel(), spans.ravel()
+    table = upload(both, device)
+    return WorkTable(table[:size].view(-1, TILE_FIELDS), table[first_span:].view(-1, SPAN_FIELDS), cut.visits)
+
+
+@cached_plan
+def visits(mask: Mask, rows: int, columns: int, transposed: bool = False, boxes: int = 0) -> tuple[float, int]:
+    """Return the ``visits`` and the number of tiles of `work_table`, which is not built."""
+    cut = _best_cut(mask, rows, columns, columns, transposed, boxes)
+    return cut.visits, len(cut.starts)
+
+
+@cached_plan
+def band_array(mask: Mask) -> np.ndarray:
+    """Return the bands as an array (n, 6), int64: query start and stop, key start and stop, lo, hi."""
+    return np.array(mask.bands, np.int64).reshape(-1, 6)
+
+
+@cached_plan
+def area(mask: Mask) -> int:
+    """Return the number of visible cells, as `Mask.area`: rectangles less the two corners that the diagonals cut off."""
+    q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
+    queries, keys = q_stop - q_start, k_stop - k_start
+    triangle = lambda n: np.where(n > 0, n * (n + 1) // 2, 0)
+    corner = lambda n: triangle(n) - triangle(n - queries) - triangle(n - keys)
+    below, above = lo - (k_start - q_stop + 1), (k_stop - 1 - q_start) - hi
+    return int((queries * keys - corner(below) - corner(above)).sum())
+
+
+class _Cut(NamedTuple):
+    """Rows cut into tiles, and a piece for each band and each tile in which it has rows.
+
+    ``first:last`` are the rows of a piece, and ``begin:end`` the columns that some of them see.
+    """
+
+    bands: np.ndarray
+    starts: np.ndarray  # of each tile
+    stops: np.ndarray
+    band: np.ndarray  # of each piece, as the following ones
+    tile: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    visits: float
+
+
+def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
+    """Return the cheaper of two cuts: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
-    bands, size = _band_array(mask), mask.queries
+    bands, size = band_array(mask), mask.queries
     if transposed:
         bands, size = bands[:, [2, 3, 0, 1, 5, 4]] * [1, 1, 1, 1, -1, -1], mask.keys
-    even, cut = np.arange(0, size, rows), _cut_starts(bands, size, rows)
-    candidates = [even] if np.array_equal(even, cut) else [even, cut]
-    tables = [_table(bands, size, starts, rows, columns, partial_columns, boxes) for starts in candidates]
-    cost = lambda table: len(table[0]) + table[2]  # visits; the overhead of a tile is about one visit
-    tiles, spans, visits = min(tables, key=cost)
-    upload = lambda array: torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
-    return WorkTable(upload(tiles), upload(spans), visits)
-
-
-def _band_array(mask: Mask) -> np.ndarray:
-    bands = [(b.q_start, b.q_stop, b.k_start, b.k_stop, b.lo, b.hi) for b in mask.bands]
-    return np.array(bands, np.int64).reshape(-1, 6)
+    even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
+    candidates = [even] if np.array_equal(even, at_ends) else [even, at_ends]
+    cuts = [_cut(bands, size, starts, columns // small, small, boxes) for starts in candidates]
+    return min(cuts, key=lambda cut: len(cut.starts) + cut.visits)
 
 
 def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
-    """Return the first rows of tiles. Tiles restart where a band begins or ends, if a whole tile fits before that row."""
-    starts, last = [], 0
-    for end in [*np.unique(bands[:, :2]).tolist(), size]:
-        if end - last >= rows or (end == size and end > last):
-            starts.append(np.arange(last, end, rows))
-            last = end
-    return np.concatenate(starts) if starts else np.arange(0)
+    """First rows of tiles that start again where bands begin or end, if at least one whole tile fits before."""
+    ends = np.sort(np.append(bands[:, :2].ravel(), [0, size]))
+    following = np.searchsorted(ends, np.minimum(ends + rows, size)).tolist()  # from a cut, the next one
+    last, cuts = following[0], [0]
+    while last != cuts[-1]:  # one step, of 50 ns, for each cut
+        cuts.append(last)
+        last = following[last]
+    cuts = ends[cuts]
+    owner, place = counted(-(-np.diff(cuts) // rows))
+    return cuts[owner] + rows * place
 
 
-def _table(
-    bands: np.ndarray, size: int, starts: np.ndarray, rows: int, columns: int, small: int, boxes: int
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return tiles, spans and visits, as in WorkTable, of tiles that begin at ``starts``. ``small``: partial_columns."""
+def _cut(bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: int, boxes: int) -> _Cut:
+    """Return the cut into tiles that begin at ``starts``. Visits are counted in tiles of ``ratio`` times ``small`` columns."""
     stops = np.append(starts[1:], size)[: len(starts)]
-    spans, owner, full = _spans(bands, starts, stops, rows, columns, small, boxes)
-    order = np.lexsort((spans[:, 0], full, owner))
-    order = order[spans[order, 1] > 0]
-    spans, owner, full = spans[order], owner[order], full[order]
-
-    n, ratio = len(starts), columns // small
-    ends = np.cumsum(np.bincount(owner, minlength=n))
-    partials = np.bincount(owner, full == 0, minlength=n).astype(np.int64)
-    begins = np.append(0, ends[:-1])[:n]
-    tiles = np.stack([starts, stops, begins, begins + partials, ends], 1)
-    work = np.bincount(owner, spans[:, 1] * np.where(full == 1, ratio, 1), minlength=n)
-    return tiles[np.argsort(-work, kind="stable")], spans, float(work.sum()) / ratio
-
-
-def _spans(
-    bands: np.ndarray, starts: np.ndarray, stops: np.ndarray, rows: int, columns: int, small: int, boxes: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the spans of every pair (band, tile) that overlaps, the tile that owns each, and whether it is full (0 or 1).
-
-    Each pair has three spans, some of them empty: partial, full, partial.
-    """
-    band, tile = _overlaps(bands, starts)
+    first_tile = np.searchsorted(starts, bands[:, 0], "right") - 1
+    band, place = counted(np.searchsorted(starts, bands[:, 1], "left") - first_tile)
+    tile = first_tile[band] + place
     row_start, row_stop, start, stop, lo, hi = bands[band].T
     first, last = np.maximum(row_start, starts[tile]), np.minimum(row_stop, stops[tile])
-    begin, end = np.maximum(start, first + lo), np.minimum(stop, last + hi)  # columns that some row of the tile sees
-    all_begin, all_end = np.maximum(start, last - 1 + lo), np.minimum(stop, first + hi + 1)  # that every row sees
-    whole = (first == starts[tile]) & (last == stops[tile])  # the band has every row of the tile
+    begin, end = np.maximum(start, first + lo), np.minimum(stop, last + hi)
     if boxes:
-        begin, whole = begin // boxes * boxes, whole & (last - first == rows)
-    ratio, count = columns // small, -(-(end - begin) // small)  # from here on in small tiles
-    full_from = -(-(all_begin - begin) // small)
-    fulls = np.where(whole, np.maximum(0, (all_end - begin - full_from * small) // columns), 0)
-    full_from = np.where(fulls > 0, full_from, count)
-    full_to = full_from + fulls * ratio
+        begin = begin // boxes * boxes
+    number = float((-((begin - end) // small)).sum()) / ratio
+    return _Cut(bands, starts, stops, band, tile, first, last, begin, end, number)
 
-    edges = np.stack([np.zeros_like(count), full_from, full_to, count])
-    number = np.diff(edges, axis=0)
-    number[1] = fulls
-    full = np.broadcast_to(np.array([[0], [1], [0]]), number.shape)
-    spans = np.zeros((*number.shape, SPAN_FIELDS), np.int64)
-    spans[..., 0], spans[..., 1] = begin + edges[:3] * small, number
-    spans[[0, 2], :, 2:] = bands[band]
+
+def _table(cut: _Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return tiles and spans, as in `WorkTable`. A piece has three spans at most: partial, full, partial."""
+    bands, starts, stops, band, tile, first, last, begin, end, _ = cut
+    _, _, start, stop, lo, hi = bands[band].T
+    all_begin, all_end = (
+        np.maximum(start, last - 1 + lo),
+        np.minimum(stop, first + hi + 1),
+    )  # columns that every row sees
+    whole = (first == starts[tile]) & (last == stops[tile])  # the band holds every row of the tile
     if boxes:
-        spans[[0, 2], :, 3] = last
-    return spans.reshape(-1, SPAN_FIELDS), np.tile(tile, 3), full.ravel()
+        whole &= last - first == rows
+    ratio, count = columns // small, -((begin - end) // small)  # in small tiles from here on
+    full_from = -((begin - all_begin) // small)
+    full = np.where(whole, np.maximum(0, (all_end - begin - full_from * small) // columns), 0)
+    full_from = np.where(full > 0, full_from, count)
+    full_to = full_from + full * ratio
+
+    number = np.concatenate([full_from, full, count - full_to])  # of tiles: all first spans, all second, all third
+    kept = np.flatnonzero(number)
+    kind, piece = np.divmod(kept, len(band)) if len(band) else (kept, kept)
+    is_full, column = kind == 1, begin[piece] + small * np.stack([0 * full_from, full_from, full_to]).ravel()[kept]
+    # Sort by tile, partial spans before full ones, then by column. Columns are below 2**31.
+    order = np.argsort((2 * tile[piece] + is_full << 31) + column, kind="stable")
+    is_full, piece = is_full[order], piece[order]
+    spans = np.zeros((len(order), SPAN_FIELDS), np.int32)
+    spans[:, 0], spans[:, 1] = column[order], number[kept[order]]
+    spans[:, 2:] = np.where(is_full[:, None], 0, bands[band[piece]])
+    if boxes:
+        spans[:, 3] = np.where(is_full, 0, last[piece])
+
+    n, owner = len(starts), tile[piece]
+    ends = np.cumsum(np.bincount(owner, minlength=n))
+    begins = np.append(0, ends[:-1])[:n]
+    tiles = np.stack([starts, stops, begins, begins + np.bincount(owner[~is_full], minlength=n), ends], 1)
+    work = np.bincount(tile, count, minlength=n)
+    return tiles[np.argsort(-work, kind="stable")], spans
 
 
-def _overlaps(bands: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (band, tile) of every band that has rows in a tile, band by band."""
-    first = np.searchsorted(starts, bands[:, 0], "right") - 1
-    count = np.searchsorted(starts, bands[:, 1], "left") - first
-    band = np.repeat(np.arange(len(bands)), count)
-    return band, np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + first[band]
+def counted(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (i, place) for place = 0, ..., counts[i] - 1 and every i, as two arrays."""
+    i = np.repeat(np.arange(len(counts)), counts)
+    return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -109,7 +109,7 @@ class Band(_Bounds):
         if queries.step != keys.step or queries.step < 1:
             raise ValueError(f"pick needs two ascending ranges of one step, got {queries} and {keys}")
         step, offset = queries.step, keys.start - queries.start
-        return _tight(
+        return Band(
             max(0, -((queries.start - self.q_start) // step)),
             min(len(queries), -((queries.start - self.q_stop) // step)),
             max(0, -((keys.start - self.k_start) // step)),

@@ -1,8 +1,8 @@
-"""Which tokens a NaN or an infinity at one token reaches: those that see it, and those of a tile that holds it.
+"""A NaN or an infinity at one token reaches only tokens that see it, and tokens that share a tile with it.
 
-A product multiplies the hidden cells of a tile by 0, and 0 times NaN is NaN. The table in `canon.fast.kernels.triton.launch`
-says where that happens. Here `must` is what the mask alone implies, and `may` adds the tokens of a shared tile, from the
-work tables that the kernels read.
+An MMA multiplies the hidden cells of a tile by 0, and 0 times NaN is NaN. The table in `canon.fast.kernels.triton.launch`
+states where that happens. In these tests, ``must`` follows from the mask alone, and ``may`` adds the tokens of shared tiles,
+from the work tables of the kernels.
 """
 
 from contextlib import nullcontext
@@ -15,15 +15,15 @@ from sharded import DEVICE, ON_HOPPER
 from canon import Band, Mask
 from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config as hopper_config
-from canon.fast.kernels.gluon.tile_scheduler import BOX
 from canon.fast.kernels.triton.config import Config, forced
+from canon.fast.tile_costs import BOX
 from canon.fast.tiles import work_table
 from canon.testing import simulator
 from canon.testing.judge import Attended
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:All-NaN slice"),  # of NumPy, where the interpreter takes a maximum
+    pytest.mark.filterwarnings("ignore:All-NaN slice"),  # from NumPy, if the interpreter takes a maximum
 ]
 PLANTED = ("q", "k", "v", "dout")
 TRITON_TILES = Config(32, 16, 4, 1)
@@ -40,7 +40,7 @@ MASKS = {
 
 
 class Shared(NamedTuple):
-    """Which (query, key) pairs of a kernel stand in one tile: in the forward, in dq's, and in dk's and dv's."""
+    """The (query, key) pairs that share a tile, in each kernel."""
 
     forward: torch.Tensor
     dq: torch.Tensor
@@ -48,7 +48,7 @@ class Shared(NamedTuple):
 
 
 def shared_tiles(mask: Mask, rows: int, columns: int, transposed: bool, boxes: int = 0) -> torch.Tensor:
-    """Return (queries, keys), bool. Kernels with ``boxes`` load all columns of a tile, others those of its band."""
+    """Return the pairs (queries, keys), bool. Kernels with ``boxes`` load all columns of a tile, others those of its band."""
     table = work_table(mask, rows, columns, None, transposed, "cpu", boxes if transposed else 0)
     pairs = torch.zeros(*((mask.keys, mask.queries) if transposed else (mask.queries, mask.keys)), dtype=torch.bool)
     for first, stop, begin, _, end in table.tiles.tolist():
@@ -67,9 +67,10 @@ def on_triton(mask: Mask) -> Shared:
 
 
 def on_hopper(mask: Mask, d: int, method: str) -> Shared:
-    wide = "dkdv_hdim256" if d > 128 else "fused" if method == "fused" else "dkdv"
-    tiles = [hopper_config.choose(kernel, d, d)[0] for kernel in ("forward", "dq", wide)]
-    sizes = [(x.rows, x.columns, kernel == wide) for x, kernel in zip(tiles, ("forward", "dq", wide), strict=True)]
+    dkdv = "dkdv_hdim256" if d > 128 else "fused" if method == "fused" else "dkdv"
+    kernels = ("forward", "dq", dkdv)
+    tiles = [hopper_config.choose(kernel, d, d)[0] for kernel in kernels]
+    sizes = [(x.rows, x.columns, kernel == dkdv) for x, kernel in zip(tiles, kernels, strict=True)]
     return Shared(*(shared_tiles(mask, *size, BOX) for size in sizes))
 
 
@@ -87,8 +88,8 @@ def reached(planted: str, token: int, seen: torch.Tensor, shared: Shared, fused:
     if planted == "v":
         some = shared.forward[:, token]
         return {"out": some, "lse": no_query, "dq": some, "dk": of_keys(some), "dv": no_key}
-    some, beside = seen[:, token], (shared.dkdv if fused else shared.dq)[:, token]
-    return {"out": some, "lse": some, "dq": some | beside, "dk": of_keys(some), "dv": of_keys(some)}
+    some, sharing = seen[:, token], (shared.dkdv if fused else shared.dq)[:, token]
+    return {"out": some, "lse": some, "dq": some | sharing, "dk": of_keys(some), "dv": of_keys(some)}
 
 
 def attend(tensors: dict[str, torch.Tensor], mask: Mask, method: str, name: str) -> Attended:
@@ -100,7 +101,7 @@ def attend(tensors: dict[str, torch.Tensor], mask: Mask, method: str, name: str)
 
 
 def tokens_that_are_not_finite(got: Attended) -> dict[str, torch.Tensor]:
-    """Return, for the heads of the second group, which tokens of each result hold NaN or infinities."""
+    """Return the tokens of each result with NaN or infinities in the second group of heads. The first must have none."""
     some = {}
     for name, x in got._asdict().items():
         x = x.transpose(1, 2)[..., None] if name == "lse" else x
@@ -138,14 +139,14 @@ TRITON_CASES = [
 @pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.parametrize(("method", "value"), TRITON_CASES)
 @pytest.mark.parametrize("mask", MASKS["triton"])
-def test_triton_lets_nothing_out_of_the_tiles_that_hold_it(mask, method, planted, value):
+def test_triton_contains_nan_in_shared_tiles(mask, method, planted, value):
     mask, tokens = MASKS["triton"][mask]
     with forced(**dict.fromkeys(("forward", "dq", "dkdv", "fused"), TRITON_TILES)):
         for token in tokens:
             check("triton", mask, token, planted, value, method, 16, on_triton(mask), torch.float32)
 
 
-@pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper")
+@pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is not a Hopper")
 @pytest.mark.parametrize(
     ("method", "d", "value"),
     [
@@ -161,19 +162,19 @@ def test_triton_lets_nothing_out_of_the_tiles_that_hold_it(mask, method, planted
 )
 @pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.parametrize("mask", MASKS["gluon"])
-def test_hopper_lets_nothing_out_of_the_tiles_that_hold_it(mask, planted, method, d, value, monkeypatch):
+def test_hopper_contains_nan_in_shared_tiles(mask, planted, method, d, value, monkeypatch):
     mask, tokens = MASKS["gluon"][mask]
-    monkeypatch.setattr("canon.fast.kernels.gluon.launch.packing", lambda *_: 1)  # heads of a group share no tile
+    monkeypatch.setattr("canon.fast.kernels.gluon.launch.packing", lambda *_: 1)  # query heads of a group share no tile
     for token in tokens:
         check("gluon", mask, token, planted, value, method, d, on_hopper(mask, d, method))
 
 
 @pytest.mark.parametrize("name", ["triton", "gluon"])
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_document_that_shares_no_tile_stays_as_it_is(planted, name):
-    """Bit by bit: the other document ends at the edge of a tile."""
+def test_a_document_that_shares_no_tile_keeps_its_bits(planted, name):
+    """The other document ends at the edge of a tile."""
     if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
-        pytest.skip("this GPU is no Hopper")
+        pytest.skip("this GPU is not a Hopper")
     draw = torch.Generator().manual_seed(0)
     mask, edge = Mask.documents([0, 128, 290]), 128
     clean = {x: torch.randn(1, 290, 1, 64, generator=draw).bfloat16().to(DEVICE) for x in PLANTED}
@@ -187,9 +188,9 @@ def test_a_document_that_shares_no_tile_stays_as_it_is(planted, name):
 
 
 @pytest.mark.parametrize("name", ["triton", "gluon"])
-def test_a_query_that_sees_no_key_gets_0_though_its_tile_holds_nan(name):
+def test_a_fully_masked_query_gets_0_if_its_tile_holds_nan(name):
     if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
-        pytest.skip("this GPU is no Hopper")
+        pytest.skip("this GPU is not a Hopper")
     mask = Mask([Band(0, 100, 0, 40)], 130, 40)  # queries 100 to 129 see nothing
     draw = torch.Generator().manual_seed(0)
     q, dout = (torch.randn(1, 130, 1, 64, generator=draw).bfloat16().to(DEVICE) for _ in range(2))
@@ -203,7 +204,7 @@ def test_a_query_that_sees_no_key_gets_0_though_its_tile_holds_nan(name):
 
 
 @pytest.mark.parametrize("method", ["split", "fused"])
-def test_a_key_whose_scores_are_all_minus_infinity_weighs_nothing(method):
+def test_a_key_with_scores_of_minus_infinity_has_no_weight(method):
     draw = torch.Generator().manual_seed(0)
     mask = Mask.causal(48)
     tensors = {x: torch.randn(1, 48, 2, 16, generator=draw).to(DEVICE) for x in PLANTED}
@@ -216,12 +217,12 @@ def test_a_key_whose_scores_are_all_minus_infinity_weighs_nothing(method):
 
 @pytest.mark.parametrize("method", ["split", "fused"])
 @pytest.mark.parametrize(("name", "d"), [("triton", 64), ("gluon", 64), ("gluon", 256)])
-def test_v_of_the_backward_alone_reaches_the_queries_that_see_it_and_its_own_key(name, d, method):
-    """As in a ring, where out and lse come from elsewhere: dP is NaN in hidden cells, too."""
+def test_a_nan_in_v_of_the_backward_alone_reaches_its_queries_and_its_key(name, d, method):
+    """As in a ring, where other ranks contribute to out and lse: dP is NaN in hidden cells too."""
     if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
-        pytest.skip("this GPU is no Hopper")
+        pytest.skip("this GPU is not a Hopper")
     if d > 128 and method == "fused":
-        pytest.skip("there is no fused kernel so wide")
+        pytest.skip("the fused kernel supports heads up to 128 wide")
     draw = torch.Generator().manual_seed(0)
     mask, token = Mask.documents([0, 70, 290]), 20
     q, k, v, dout = (torch.randn(1, 290, 1, d, generator=draw).bfloat16().to(DEVICE) for _ in range(4))

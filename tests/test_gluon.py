@@ -1,7 +1,7 @@
-"""The Hopper kernels against the oracle: the simulator runs their source, or, with --gpu, an sm_90 runs them.
+"""The Hopper kernels agree with the oracle. The simulator runs their source; with --gpu, an sm_90 runs them.
 
-A simulated run also checks the protocol: every buffer that is read before it is full, or overwritten before it is read,
-is a fault, in whatever order loads land and warpgroups take turns.
+A simulated run also checks the protocol. Reading a buffer before it is full and overwriting it before it is read are faults.
+The simulator finds them in every order of loads and warpgroups.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from canon import Band, Layout, Mask, fast
 from canon.fast import backend, backward, local, ring_attention
-from canon.fast.kernels.gluon import config, launch, ptx, softmax_stats, stale_maximum, tile_scheduler
+from canon.fast.kernels.gluon import config, dq_order, launch, ptx, softmax_stats, stale_maximum, tile_scheduler
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.tile_scheduler import TileSchedule
 from canon.testing import process_groups, simulator
@@ -47,7 +47,7 @@ def hopper(order="random", seed=0):
 
 
 def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):
-    """q, k, v, dout, dlse; NaN in queries that see nothing and in keys that nobody sees."""
+    """Return q, k, v, dout, dlse, with NaN in queries without visible keys and in keys that no query sees."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)]
     q, k, v, dout = (torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes)
@@ -128,7 +128,7 @@ TILES = {
     "steps", [0.5, 3.0, 20.0, 200.0, -20.0], ids=["hardly", "slowly", "by leaps", "out of range", "falling"]
 )
 def test_maxima_may_grow(steps, d, tiles):
-    """In some rows only: those of a warp are rescaled together."""
+    """The maximum grows in some rows only; a warp rescales its rows together."""
     mask = Mask.full(450)
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d)
     height = torch.arange(450, device=DEVICE) // 64 * steps * (torch.arange(450, device=DEVICE) % 3 > 0)
@@ -141,8 +141,8 @@ def test_maxima_may_grow(steps, d, tiles):
 
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
 @pytest.mark.parametrize("score", [-400, 400])
-def test_rows_may_be_blind_at_first_and_far_from_0_then(score, d, tiles):
-    """Rows 0 to 9 see no key of the first tile that others visit; relative to 0 their exponentials are 0, or infinite."""
+def test_rows_may_be_masked_in_their_first_tile_and_have_large_scores_later(score, d, tiles):
+    """Rows 0 to 9 see no key of the first visited tile. Relative to a maximum of 0 their exponentials are 0, or infinite."""
     mask = Mask([Band(0, 10, 150, 260, -300, 300), Band(10, 150, 0, 260, -300, 300)], 150, 260)
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d)
     q[..., 0], k[..., 0] = d**0.5, score
@@ -152,7 +152,7 @@ def test_rows_may_be_blind_at_first_and_far_from_0_then(score, d, tiles):
 
 
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
-def test_a_row_has_the_same_bits_whatever_maxima_its_neighbours_follow(d, tiles):
+def test_the_bits_of_a_row_do_not_depend_on_the_maxima_of_its_neighbours(d, tiles):
     mask = Mask.full(450)
     q, k, v, *_ = inputs(mask, h=1, d=d, dv=d)
     k[..., 0] = torch.arange(450, device=DEVICE)[None, :, None] // 64
@@ -170,7 +170,7 @@ def test_a_row_has_the_same_bits_whatever_maxima_its_neighbours_follow(d, tiles)
 
 @pytest.fixture
 def votes(monkeypatch):
-    """What warpgroups vote: on whether something outweighs its row, and, where it does, on whether to make a tile again."""
+    """Record the warpgroups' votes: whether a sum outweighs its row so far, and if so, whether the tile must be repeated."""
     outweighed, again = [], []
     most = {stale_maximum.largest_sum(dtype) for dtype in (gl.bfloat16, gl.float16)}
 
@@ -186,8 +186,8 @@ def votes(monkeypatch):
 
 @pytest.mark.skipif(ON_HOPPER, reason="simulated votes are counted")
 @pytest.mark.parametrize("tiles", ["optimistic", "three, optimistic"])
-def test_under_a_causal_mask_hardly_anything_outweighs_its_row(tiles, votes):
-    """Full tiles come first: then no row has seen so few keys that one of the next tile's may outweigh them."""
+def test_under_a_causal_mask_sums_seldom_outweigh_their_rows(tiles, votes):
+    """Full tiles come first, so each row has many keys before its partial tiles. One key of these does not outweigh them."""
     d, tiles = TILES[tiles]
     q, k, v, *_ = inputs(mask := Mask.causal(1000), h=1, d=d, dv=d)
     with config.forced(forward=tiles), hopper():
@@ -201,8 +201,8 @@ def test_under_a_causal_mask_hardly_anything_outweighs_its_row(tiles, votes):
 @pytest.mark.parametrize("tiles", ["optimistic", "three, optimistic", "wide, optimistic"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("nats", [1, 3, 6])
-def test_where_scores_vary_much_no_tile_is_made_twice(nats, dtype, tiles, votes):
-    """Rows are peaked: again and again there is a key that outweighs all before. Float16 can hold less of it."""
+def test_scores_of_high_variance_repeat_no_tile(nats, dtype, tiles, votes):
+    """Rows are peaked: often a key outweighs all keys before it. Float16 has a smaller range, so it repeats some tiles."""
     d, tiles = TILES[tiles]
     q, k, v, dout, dlse = inputs(mask := Mask.causal(600), h=1, d=d, dv=d, dtype=dtype)
     q *= nats
@@ -219,7 +219,7 @@ def test_where_scores_vary_much_no_tile_is_made_twice(nats, dtype, tiles, votes)
 
 @pytest.mark.parametrize(("dtype", "keys"), [(torch.float16, 1700), (torch.bfloat16, 10000)], ids=str)
 def test_sums_that_double_from_tile_to_tile_stay_finite(dtype, keys):
-    """No key outweighs its row, and nothing of P would be followed for that: 15 nats, and 90."""
+    """Scores rise by 15 or 90 nats, but no key outweighs its row. Only the range of P and its sums limits a stale maximum."""
     d, tiles = TILES["optimistic"]
     mask = Mask([Band(0, 64, 0, keys)], 64, keys)
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d, dtype=dtype)
@@ -232,8 +232,8 @@ def test_sums_that_double_from_tile_to_tile_stay_finite(dtype, keys):
 
 @pytest.mark.skipif(ON_HOPPER, reason="simulated votes are counted")
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 32), (torch.float16, 16)], ids=str)
-def test_what_two_bytes_cannot_hold_is_made_again(dtype, bits, votes):
-    """P of the last key is close to what a lane may sum up to, less or more."""
+def test_a_tile_is_repeated_if_its_p_exceeds_the_range_of_the_dtype(dtype, bits, votes):
+    """P of the last key is just below, or just above, the largest sum of a lane."""
     d, tiles = TILES["optimistic"]
     mask = Mask.full(192)
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d, dtype=dtype)
@@ -251,9 +251,9 @@ def test_what_two_bytes_cannot_hold_is_made_again(dtype, bits, votes):
 
 
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
-def test_what_a_key_that_outweighs_all_others_is_rounded_by_does_not_show(d, tiles):
-    """Of two keys in different tiles the lighter one's P is rounded to 8 bits. So may be the heavier one's, where it is made
-    before its maximum, but then its weight errs by no more than the lighter one's would."""
+def test_the_rounding_of_a_key_that_outweighs_all_others_does_not_show(d, tiles):
+    """Two keys are in different tiles. P of the lighter key is rounded to 8 bits. With a stale maximum P of the heavier key may
+    be rounded too. The error of its weight is then at most that of the lighter key."""
     mask = Mask.full(448)
     q, k, v, *_ = inputs(mask, h=1, d=d, dv=d)
     weight = torch.linspace(-9, 9, mask.queries, device=DEVICE).bfloat16()  # of the second one, a power of 2
@@ -287,7 +287,7 @@ def test_empty_inputs(mask):
         assert got.lse.isneginf().all()
 
 
-# --- what TMA cannot load, kernels cannot write, or holds anything ---
+# --- tensors that TMA cannot load or kernels cannot write, and uninitialised memory ---
 
 
 def test_any_strides_and_any_alignment():
@@ -359,7 +359,7 @@ def test_what_is_added_in_order_has_the_same_bits_however_many_add(mask, d, dete
     first = attend(*arguments, mask, method="fused")
     assert_exact(first, *arguments, mask)
     for processors, order, seed in ((1, "early", 1), (3, "random", 2), (7, "late", 3), (7, "random", 4)):
-        monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", processors)
+        monkeypatch.setattr(launch, "SIMULATED_SMS", processors)
         again = attend(*arguments, mask, method="fused", order=order, seed=seed)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (processors, order)
 
@@ -369,13 +369,13 @@ def test_short_tiles_and_long_ones_by_turns_add_in_the_order_of_the_list(some, d
     """The list of so many programs of a head at a time, done by as many as there are, fewer or more."""
     mask = Mask.causal(900)  # of 8 tiles
     arguments = inputs(mask, h=4, g=2, d=128, dv=64)
-    monkeypatch.setattr(tile_scheduler, "PROCESSORS", 2 * some)
-    monkeypatch.setattr(tile_scheduler, "DRIFTING", (0.0, 0.0))  # so both heads stand side by side
+    monkeypatch.setattr(dq_order, "SMS", 2 * some)
+    monkeypatch.setattr(dq_order, "DRIFTING", (0.0, 0.0))  # so both heads stand side by side
     monkeypatch.setattr(launch, "tile_schedule", tile_scheduler.tile_schedule.__wrapped__)  # not from the cache
     first = attend(*arguments, mask, method="fused")
     assert_exact(first, *arguments, mask)
     for processors, order, seed in ((1, "early", 1), (3, "random", 2), (11, "late", 3)):
-        monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", processors)
+        monkeypatch.setattr(launch, "SIMULATED_SMS", processors)
         again = attend(*arguments, mask, method="fused", order=order, seed=seed)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (processors, order)
 
@@ -393,13 +393,13 @@ def test_nobody_waits_for_a_program_that_has_not_begun(deterministic, monkeypatc
     mask = Mask.causal(600)
     arguments = inputs(mask, h=2, g=1, dv=64)
     first = attend(*arguments, mask, method="fused")
-    monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", 5)
+    monkeypatch.setattr(launch, "SIMULATED_SMS", 5)
     monkeypatch.setattr(simulator, "take_turns", some_first)
     again = attend(*arguments, mask, method="fused", order="random", seed=1)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
-def test_taking_turns_changes_no_bit():
+def test_ping_pong_scheduling_changes_no_bit():
     mask = Mask.causal(300)
     arguments = inputs(mask, d=128, dv=128)
     expected = attend(*arguments, mask).out
@@ -448,20 +448,20 @@ def test_every_schedule_runs_on_them(name):
             assert_agrees(got, mask, *tensors)
 
 
-# --- what is loaded, and by whom ---
+# --- loads and work tiles ---
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_no_tile_loads_is_not_copied(method, monkeypatch):
-    """Of the keys of a causal zigzag layout, whole pieces in the midst are seen by no query of a rank, and may be NaN."""
+    """In a causal zigzag layout no query of a rank sees some pieces of keys in the middle. These may be NaN."""
     mask = Layout.zigzag(1024, 4).local_mask(Mask.causal(1024), 2, range(4))
     arguments = inputs(mask, h=4, g=2)
     assert arguments[1][:, 128:256].isnan().all()
-    monkeypatch.setattr(launch, "unseen_tokens", None)  # which says what to copy
+    monkeypatch.setattr(launch, "unseen_tokens", None)  # it selects the tokens to zero in a copy
     assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
 
 
-def test_what_a_tile_loads_besides_is_copied(monkeypatch):
+def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens(monkeypatch):
     mask = Mask([Band(0, 128, 0, 100), Band(200, 256, 0, 128)], 256, 256)
     copied, unseen = [], launch.unseen_tokens
     monkeypatch.setattr(launch, "unseen_tokens", lambda *which: copied.append(which[1]) or unseen(*which))
@@ -475,15 +475,15 @@ def test_a_counter_is_made_for_each_launch_that_claims():
         TileSchedule(torch.zeros(8, dtype=torch.int32, device=DEVICE), 3, (), (False, False)),
         torch.empty(0, device=DEVICE),
     )
-    many = plan._replace(items=1 + launch.processors(q))
+    many = plan._replace(work_tiles=1 + launch.resident_ctas(q))
     assert launch.queue(plan, q)[1] is plan.work  # not read
     first, second = (launch.queue(many, q)[1] for _ in range(2))
     assert first.tolist() == second.tolist() == [0]
     assert first.data_ptr() != second.data_ptr()
 
 
-@pytest.mark.skipif(ON_HOPPER, reason="simulated programs are asked who did what")
-def test_programs_share_what_there_is_to_do():
+@pytest.mark.skipif(ON_HOPPER, reason="the simulator logs which CTA did what")
+def test_ctas_share_the_work_tiles():
     mask, log = Mask.causal(300), []
     q, k, v, _, _ = inputs(mask, h=4)
     with backend("gluon"), simulator.simulated("random", 1, log):
@@ -493,7 +493,7 @@ def test_programs_share_what_there_is_to_do():
     assert min(done.values()) > 0.15 * sum(done.values())
 
 
-def test_lines_are_whole_and_blind_rows_weigh_nothing():
+def test_row_statistics_are_padded_and_fully_masked_rows_weigh_nothing():
     lse = torch.randn(2, 3, 7, device=DEVICE)
     lse[0, 1, 2] = -torch.inf
     delta = torch.randn(2, 7, 3, device=DEVICE).transpose(1, 2)
@@ -504,10 +504,10 @@ def test_lines_are_whole_and_blind_rows_weigh_nothing():
     assert not made[..., 7].any()
 
 
-# --- choosing, and what is refused ---
+# --- choice of configuration, and errors ---
 
 
-def test_the_backward_pass_computes_with_the_family_of_the_forward_pass(monkeypatch):
+def test_the_backward_pass_uses_the_backend_of_the_forward_pass(monkeypatch):
     calls = []
     run = launch.run
     monkeypatch.setattr(launch, "run", lambda kernel, *a, **o: (calls.append(kernel.__name__), run(kernel, *a, **o)))
@@ -536,21 +536,21 @@ def test_the_backward_pass_computes_with_the_family_of_the_forward_pass(monkeypa
         ({"d": 256, "dv": 64}, "fused", "fused"),
     ],
 )
-def test_what_the_family_cannot_do_is_refused(changes, method, message):
+def test_unsupported_inputs_raise(changes, method, message):
     mask = Mask.causal(9)
     with pytest.raises(ValueError, match=message):
         attend(*inputs(mask, **changes), mask, method=method)
 
 
 @pytest.mark.parametrize("wrong", [Config(128, 64, 1), Config(64, 64, 2), Config(256, 64, 2)])
-def test_configurations_that_would_hang_are_refused(wrong):
+def test_configurations_that_would_hang_raise(wrong):
     mask = Mask.causal(9)
     with config.forced(forward=wrong), pytest.raises(ValueError, match="at least 2 stages"):
         attend(*inputs(mask), mask)
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="here they run")
-def test_cpus_are_told_of_the_simulator(monkeypatch):
+def test_the_error_on_a_cpu_names_the_simulator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(driver, "_active", None)
     monkeypatch.setattr(driver, "_default", None)
@@ -559,7 +559,7 @@ def test_cpus_are_told_of_the_simulator(monkeypatch):
         local.attention_forward(*inputs(mask)[:3], mask)
 
 
-def test_too_much_shared_memory_is_refused_with_numbers():
+def test_too_much_shared_memory_raises_with_numbers():
     mask = Mask.causal(9)
     with config.forced(forward=Config(128, 128, 9)), pytest.raises(ValueError, match=r"needs \d+ bytes.*232448"):
         attend(*inputs(mask), mask)

@@ -1,10 +1,10 @@
-"""Every synchronisation of the Hopper kernels is needed, and a kernel that lacks it is found out, in any interleaving.
+"""Every synchronisation of the Hopper kernels is needed, and the simulator detects its absence, in any interleaving.
 
-A *mutant* is a kernel with one change: a wait, an arrival, a fence, a turn less; a wait for the other parity; one product
-fewer waited for; an item not told; rows stored that are not the item's. The simulator runs it on a small input whose rings
-go round and whose items follow one another. It is *killed* if every interleaving ends in a fault, or in other bits than
-the kernel's own.
-`SURVIVORS` lists those that are not, and why: the test wants these and no others.
+A *mutant* is a kernel with one change. It lacks a wait, an arrival, a fence, a ping-pong barrier, a published work tile or a
+ticket. Or it waits for the other parity, or for one MMA fewer. Or it stores rows of other work tiles. The simulator runs it on
+a small input for which all rings wrap around and several work tiles follow one another. A mutant is *killed* if every
+interleaving ends in a fault or in other bits than those of the kernel. `SURVIVORS` lists the mutants that survive, with
+reasons. The test expects exactly these.
 """
 
 import ast
@@ -26,6 +26,8 @@ from canon.fast.kernels.gluon import (
     dkdv,
     dkdv_hdim256,
     dq,
+    dq_adder,
+    dq_order,
     epilogue,
     forward,
     forward_pipeline,
@@ -53,20 +55,21 @@ MODULES = (
     stale_maximum,
     forward,
     dq,
+    dq_adder,
     dkdv,
     dkdv_hdim256,
     launch,
 )
-INTERLEAVINGS = [("late", 0), ("early", 1), ("late", 2)]  # not "random", in which dq is added up in any order
+INTERLEAVINGS = [("late", 0), ("early", 1), ("late", 2)]  # not "random", which adds to dq in any order
 TOKENS, SCALE = 575, 0.125
-MASK = Mask.documents([0, 140, TOKENS])  # the last item is so short that all its tiles are loaded at once
+MASK = Mask.documents([0, 140, TOKENS])  # the last work tile is so short that all its tiles are loaded at once
 
 
 Branches = tuple[tuple[str, bool], ...]
 
 
 class Kernel(NamedTuple):
-    """One to be mutated: in which configuration, for which width d, and what its compile-time branches ask."""
+    """A kernel to mutate, its configuration, head width d, and the values of its compile-time conditions."""
 
     function: GluonJITFunction
     config: Config
@@ -132,25 +135,25 @@ KERNELS = {
     "dkdv_hdim256": Kernel(dkdv_hdim256.dkdv_hdim256_kernel, Config(64, 64, 2), d=144),
 }
 
-FENCE = "makes mbarrier.init known to the async proxy; the simulator takes barriers as made for everybody"
-HELD_BACK = "the wait before it, for what is released later in the same step, implies it as the loader's order is now"
-FOR_THE_ASSEMBLER = "has been waited for above: it keeps the assembler from waiting for dp before the exponentials"
+FENCE = "makes mbarrier.init visible to the async proxy; in the simulator, new barriers are visible at once"
+HELD_BACK = "the previous wait of the loader implies it: the buffer of that wait is released later in the same step"
+FOR_THE_ASSEMBLER = "complete already: it keeps the assembler from waiting for dP before the exponentials"
 SURVIVORS = {
     "forward": {
         "forward_kernel: fence_async_shared() is left out": FENCE,
     },
     "dq": {
         "dq_kernel: fence_async_shared() is left out": FENCE,
-        "load_tiles: mbarrier.wait(v_free.index(slot), turn ^ 1) is left out": HELD_BACK,
-        "differentiate: mbarrier.wait(v_full.index(slot), turn) is left out (2)": FOR_THE_ASSEMBLER,
+        "load_tiles: mbarrier.wait(v.free.index(slot), parity ^ 1) is left out": HELD_BACK,
+        "differentiate: mbarrier.wait(buffers.v.full.index(slot), parity) is left out": FOR_THE_ASSEMBLER,
     },
     "dkdv": {
         "dkdv_kernel: fence_async_shared() is left out": FENCE,
-        "load_tiles: mbarrier.wait(dout_free.index(slot), turn ^ 1) is left out": HELD_BACK,
+        "load_tiles: mbarrier.wait(dout.free.index(slot), parity ^ 1) is left out": HELD_BACK,
     },
     "dkdv_hdim256": {
         "dkdv_hdim256_kernel: fence_async_shared() is left out": FENCE,
-        "load_tiles: mbarrier.wait(dout_free.index(slot), turn ^ 1) is left out": HELD_BACK,
+        "load_tiles: mbarrier.wait(dout.free.index(slot), parity ^ 1) is left out": HELD_BACK,
     },
 }
 for forwards in ("forward in turns", "forward by three", "forward, optimistic"):
@@ -169,7 +172,7 @@ def other_parity(call: ast.Call) -> ast.expr:
     return call
 
 
-def one_more_under_way(call: ast.Call) -> ast.expr:
+def one_more_in_flight(call: ast.Call) -> ast.expr:
     call.args[0] = ast.Constant(ast.literal_eval(call.args[0]) + 1)
     return call
 
@@ -187,21 +190,21 @@ CHANGES = {
     "ping_pong_wait": {"is left out": left_out},
     "ping_pong_arrive": {"is left out": left_out},
     "tma.store_wait": {"is left out": left_out},
-    "hopper.warpgroup_mma_wait": {"waits for one product fewer": one_more_under_way},
+    "hopper.warpgroup_mma_wait": {"waits for one MMA fewer": one_more_in_flight},
     "publish": {"is left out": left_out},
-    "await_turn": {"is left out": left_out},
+    "wait_for_ticket": {"is left out": left_out},
     "wait_for_reductions": {"is left out": left_out},
     "fence_async_global": {"is left out": left_out},
-    "pass_on": {"is left out": left_out},
-    "store_tile": {"stores rows behind the item's": all_rows},
+    "publish_ticket": {"is left out": left_out},
+    "store_tile": {"stores rows behind the work tile's": all_rows},
 }
 
 
-IN_TURN = "await_turn(", "wait_for_reductions("  # of use where other programs add to the same
+BETWEEN_CTAS = "wait_for_ticket(", "wait_for_reductions("  # matter only if several CTAs add to one tile of dq
 
 
 class Mutation(ast.NodeTransformer):
-    """Makes change ``number`` of a function, and tells its changes and names; branches that are not taken have none."""
+    """Makes change ``number`` of a function. Collects all possible changes and names, except in branches that are not taken."""
 
     def __init__(self, branches: Branches, number: int):
         self.branches, self.number = dict(branches), number
@@ -232,14 +235,14 @@ class Mutation(ast.NodeTransformer):
 
 
 def mutated(function: GluonJITFunction, branches: Branches, number: int = -1) -> tuple[str, Mutation]:
-    """The source of a function with change ``number``, if it has that many, and what the mutation tells."""
+    """Return the source of a function with change ``number``, if it has that many, and the mutation."""
     mutation = Mutation(branches, number)
     tree = mutation.visit(ast.parse(textwrap.dedent("".join(function.raw_src))))
     return ast.unparse(tree), mutation
 
 
 def reached(function: GluonJITFunction, branches: Branches) -> dict[str, GluonJITFunction]:
-    """A kernel and the kernel functions that it uses."""
+    """Return a kernel and the kernel functions that it calls."""
     found = {function.fn.__name__: function}
     for name in mutated(function, branches)[1].names:
         used = function.fn.__globals__.get(name)
@@ -249,7 +252,7 @@ def reached(function: GluonJITFunction, branches: Branches) -> dict[str, GluonJI
 
 
 def mutants(kernel: Kernel) -> Iterator[tuple[str, GluonJITFunction, GluonJITFunction]]:
-    """Each mutant of a kernel: what is changed, and the function before and after."""
+    """Yield a description of each mutant of a kernel, the original function, and the changed one."""
     for name, function in reached(kernel.function, kernel.branches).items():
         times = Counter()
         for number, change in enumerate(mutated(function, kernel.branches)[1].changes):
@@ -261,16 +264,16 @@ def mutants(kernel: Kernel) -> Iterator[tuple[str, GluonJITFunction, GluonJITFun
 
 # ------------------------------------------------------------------ runs
 @pytest.fixture(autouse=True)
-def _one_program(monkeypatch):
-    """And the longest tiles first, also where programs add in turn: what awaits the end is missed only behind a short item."""
-    monkeypatch.setattr(launch, "SIMULATED_PROCESSORS", 1)
-    monkeypatch.setattr(tile_scheduler, "UNEVEN", math.inf)
+def _one_cta(monkeypatch):
+    """Run one CTA, and the longest tiles first even if dq is ordered: a short last work tile reveals a missing last wait."""
+    monkeypatch.setattr(launch, "SIMULATED_SMS", 1)
+    monkeypatch.setattr(dq_order, "UNEVEN", math.inf)
     monkeypatch.setattr(launch, "tile_schedule", lru_cache(tile_scheduler.tile_schedule.__wrapped__))
 
 
 @cache
 def inputs(d: int) -> tuple[torch.Tensor, ...]:
-    """q, k, v, dout: two key heads, each of two query heads; dv is 64. Keys grow, so maxima have to be followed."""
+    """Return q, k, v, dout with two key heads for four query heads; dv is 64. Keys grow, so row maxima change."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(4, d), (2, d), (2, 64), (4, 64)]
     q, k, v, dout = (torch.randn(1, TOKENS, *shape, generator=draw) for shape in shapes)
@@ -280,18 +283,18 @@ def inputs(d: int) -> tuple[torch.Tensor, ...]:
 
 @cache
 def answers(d: int) -> tuple[Attended, Attended, torch.Tensor]:
-    """The judge's, and the lines of a backward pass."""
+    """Return the judge's two results, and the row statistics of a backward pass."""
     q, k, v, dout = inputs(d)
     exact, honest = (attended(q, k, v, dout, MASK, SCALE) for attended in (oracle, dense))
     delta = (dout.float() * honest.out.float()).sum(-1).transpose(1, 2)
-    lines = torch.stack([launch.LOG2E * honest.lse, -delta], 2)
-    return exact, honest, torch.nn.functional.pad(lines, (0, -TOKENS % 4))
+    stats = torch.stack([launch.LOG2E * honest.lse, -delta], 2)
+    return exact, honest, torch.nn.functional.pad(stats, (0, -TOKENS % 4))
 
 
 def run(name: str, order: str, seed: int) -> Attended:
-    """What a kernel writes where there was NaN."""
+    """Return the results of a kernel in tensors that were filled with NaN."""
     kernel, (q, k, v, dout) = KERNELS[name], inputs(KERNELS[name].d)
-    lines = answers(kernel.d)[2]
+    stats = answers(kernel.d)[2]
     method = name.split()[0].rstrip(",")
     ordered = method == "ordered"
     method = "fused" if ordered else method
@@ -302,10 +305,10 @@ def run(name: str, order: str, seed: int) -> Attended:
             launch.forward(q, k, v, MASK, SCALE, out, lse)
             return Attended(out, lse)
         if method == "dq":
-            launch.dq(q, k, v, dout, lines, MASK, SCALE, dq)
+            launch.dq(q, k, v, dout, stats, MASK, SCALE, dq)
             return Attended(dq=dq)
         sums = [dq.zero_()] if method == "fused" else []
-        launch.dkdv(q, k, v, dout, lines, MASK, SCALE, dk, dv, *sums, ordered=ordered)
+        launch.dkdv(q, k, v, dout, stats, MASK, SCALE, dk, dv, *sums, ordered=ordered)
         return Attended(None, None, *sums or [None], dk, dv)
 
 
@@ -318,7 +321,7 @@ def is_killed(name: str, order: str, seed: int, right: Attended) -> bool:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_synchronisation_is_needed_and_its_absence_is_seen(name, monkeypatch):
+def test_every_synchronisation_is_needed_and_its_absence_is_detected(name, monkeypatch):
     kernel = KERNELS[name]
     right = run(name, "late", 7)
     exact, honest, _ = answers(kernel.d)
@@ -328,14 +331,14 @@ def test_every_synchronisation_is_needed_and_its_absence_is_seen(name, monkeypat
     number, survivors = 0, set()
     for mutant, function, changed in mutants(kernel):
         with monkeypatch.context() as patch:
-            if any(call in mutant for call in IN_TURN):  # who waits for another program needs one
-                patch.setattr(launch, "SIMULATED_PROCESSORS", 5)  # of three, the one before is always done in time
+            if any(call in mutant for call in BETWEEN_CTAS):
+                patch.setattr(launch, "SIMULATED_SMS", 5)  # with three CTAs, the predecessor always finishes in time
             for module in MODULES:
                 for here, value in list(vars(module).items()):
                     if value is function:
                         patch.setattr(module, here, changed)
             killed = (is_killed(name, *interleaving, right) for interleaving in INTERLEAVINGS)
-            if "wait_for_reductions(" in mutant:  # it is missed if additions come late, and in another order
+            if "wait_for_reductions(" in mutant:  # its absence shows if additions are late and in another order
                 killed = [any(is_killed(name, "late", seed, right) for seed in range(8))]
             if not all(killed):
                 survivors.add(mutant)
@@ -347,14 +350,14 @@ def test_every_synchronisation_is_needed_and_its_absence_is_seen(name, monkeypat
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_input_is_sufficient(name, monkeypatch):
     seen = []
-    monkeypatch.setattr(launch, "run", lambda kernel, items, q, config, arguments, **_: seen.append(arguments))
+    monkeypatch.setattr(launch, "run", lambda kernel, work_tiles, q, config, arguments, **_: seen.append(arguments))
     run(name, "late", 0)
     work, counter = (x.tolist() for x in seen[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
     kernel = KERNELS[name]
-    places = 4 * -(-TOKENS // kernel.config.columns) if "ordered" in name else 0  # of four heads
-    assert counter == [0] * (1 + places)
-    items = [work[at : at + 8] for at in range(8, work[0], 8)]
-    spans = [work[at : at + 8] for item in items for at in range(*item[4:6], 8)]
-    assert len(items) > 3 * kernel.config.buffers, "buffers are used several times"
-    assert sum(tiles for _, tiles, *_ in spans) > 3 * kernel.config.stages, "the ring goes round several times"
+    semaphores = 4 * -(-TOKENS // kernel.config.columns) if "ordered" in name else 0  # of four heads
+    assert counter == [0] * (1 + semaphores)
+    work_tiles = [work[at : at + 8] for at in range(8, work[0], 8)]
+    spans = [work[at : at + 8] for work_tile in work_tiles for at in range(*work_tile[4:6], 8)]
+    assert len(work_tiles) > 3 * kernel.config.buffers, "buffers are used several times"
+    assert sum(tiles for _, tiles, *_ in spans) > 3 * kernel.config.stages, "the ring wraps around several times"
     assert {stop > 0 for _, _, _, stop, *_ in spans} == {False, True}, "there are full spans and partial ones"

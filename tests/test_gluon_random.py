@@ -1,8 +1,8 @@
-"""The Hopper kernels on whatever a caller may bring: random masks, shapes, strides, methods and interleavings.
+"""The Hopper kernels agree with the oracle on random masks, shapes, strides, methods and interleavings.
 
-All memory between and around the tensors is NaN, and so is every token that the mask does not touch: what a kernel reads
-though it should not, or forgets to write, is found in the result. Cases grow with their number, so the first of those that
-fail is a small one. (Not by Hypothesis: it repeats an example five times with little changes, which is dear here.)
+All memory between and around the tensors is NaN, and so is every token that the mask does not touch. A wrong read or a missing
+write therefore shows in the result. Cases grow with their number, so the first failing case is small. Hypothesis is not used:
+it runs each example about five times with small changes, which takes too long here.
 """
 
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ HEADS = ((1, 1), (2, 1), (4, 2), (4, 1), (3, 3), (8, 1))
 
 
 def random_mask(draw: Random, most: int) -> Mask:
-    """Documents, windows, slices and blocks of up to ``most`` tokens, shifted and cropped."""
+    """Return documents, windows, slices or blocks of up to ``most`` tokens, shifted and cropped."""
     n = draw.randint(8, most)
     left, right = (draw.choice([None, draw.randint(0, n // 2)]) for _ in range(2))
     kind = draw.choice(["documents", "packed", "window", "blocks", "prefix", "bands", "bands"])
@@ -52,12 +52,12 @@ def random_mask(draw: Random, most: int) -> Mask:
         mask = mask.shift(draw.randint(0, 30), draw.randint(0, 30))
     if draw.random() < 0.3:
         mask = mask.crop(*(range(draw.randint(0, size // 3), size) for size in (mask.queries, mask.keys)))
-    seeing = mask.dense().any(1).sum()
-    return mask if seeing >= 8 else random_mask(draw, most)  # of fewer, the honest error may be luck
+    active_queries = mask.dense().any(1).sum()
+    return mask if active_queries >= 8 else random_mask(draw, most)  # with fewer, the honest error is too noisy
 
 
 def somewhere(draw: Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """NaN in memory of NaN: as usually allocated, or with axes in any order, room behind each and a piece in front."""
+    """Return a tensor of NaN within memory of NaN: contiguous, or with permuted axes, padding after each, and an offset."""
     axes = list(range(len(shape)))
     offset, room = 0, [0] * len(shape)
     if draw.random() < 0.6:
@@ -70,7 +70,7 @@ def somewhere(draw: Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch
 
 
 @pytest.mark.parametrize("case", range(CASES))
-def test_whatever_is_asked_for_equals_the_oracle(case):
+def test_random_cases_agree_with_the_oracle(case):
     draw, generator = Random(case), torch.Generator().manual_seed(case)
     mask = random_mask(draw, 20 + (LARGEST - 20) * case // CASES)
     b, (h, g), d, dv = draw.choice([1, 1, 2]), draw.choice(HEADS), draw.choice(WIDTHS), draw.choice(WIDTHS)
@@ -90,7 +90,7 @@ def test_whatever_is_asked_for_equals_the_oracle(case):
     dq, dk, dv_, out = (somewhere(draw, shape, written) for shape in shapes)
     lse = somewhere(draw, (b, h, mask.queries), torch.float32)
 
-    tiles = config.choose("forward", d, dv)[0]  # of rows as short as these
+    tiles = config.choose("forward", d, dv)[0]  # the configuration for short rows
     tiles = replace(tiles, optimistic=case % 2 == 1)
     with (
         config.forced(forward=tiles),
@@ -102,7 +102,7 @@ def test_whatever_is_asked_for_equals_the_oracle(case):
         queries = backward.QueryInputs(dout, q, lse, delta)
         backward.begin_backward(queries, k, v, mask, scale, method, dq, dk, dv_)()
     exact, honest = (attended(q, k, v, dout, mask, scale, dlse) for attended in (oracle, orders))
-    # The simulator adds up q k as the CPU does, with a rounding for each term: lse may err as much as in float32.
+    # The simulator sums q k as the CPU does, with a rounding for each term, so lse may have the error of float32.
     honest.append(dense(*(x.float() for x in (q, k, v, dout)), mask, scale, dlse))
     verdict = agreement(Attended(out, lse, dq, dk, dv_), exact, honest)
     assert verdict.agrees, str(verdict)

@@ -1,7 +1,7 @@
-"""The semaphore of dq in order, as it is compiled: acquire, proxy fence, add, wait for the addition, release.
+"""The dq semaphore as compiled: acquire, proxy fence, addition, wait for its completion, release.
 
-The simulator finds a missing wait, fence or release in the source (test_gluon_protocol.py); what the instructions are called
-can be seen here alone. No GPU is needed.
+The simulator detects a missing wait, fence or release in the source (test_gluon_protocol.py). Only the PTX shows the
+instructions. No GPU is needed.
 """
 
 import os
@@ -27,11 +27,11 @@ INSTRUCTIONS = {
 }
 
 
-def test_dq_is_added_behind_an_acquire_and_published_by_a_release():
+def test_dq_is_added_after_an_acquire_and_published_by_a_release():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found = re.findall("|".join(INSTRUCTIONS), done.stdout)
     order = "".join(letter for text in found for name, letter in INSTRUCTIONS.items() if re.fullmatch(name, text))
-    turned = [order[i:] + order[:i] for i in range(len(order))]  # a loop's blocks may be laid out from any of them on
-    assert any(re.fullmatch(r"a+f\++wr", x) for x in turned), order
+    rotations = [order[i:] + order[:i] for i in range(len(order))]  # the compiler may place any block of a loop first
+    assert any(re.fullmatch(r"a+f\++wr", x) for x in rotations), order

@@ -1,4 +1,7 @@
-"""What the Hopper kernels have in PTX, run by a few lines of Python: the simulator knows what it stands for, not the text."""
+"""The inline PTX of the Hopper kernels does what its docstrings say, on a warp that a few lines of Python emulate.
+
+The simulator replaces these functions as a whole, so it never runs the text of the PTX.
+"""
 
 import re
 
@@ -22,22 +25,23 @@ LANES = np.arange(32)
 
 
 def halves(x: np.ndarray, kind: str) -> np.ndarray:
-    """Numbers rounded to two bytes, as bits."""
+    """Return x rounded to two bytes, as bits."""
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
     return torch.from_numpy(x.astype(np.float32)).to(dtype).view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
 
 
 def literal(name: str) -> np.ndarray:
+    """Return a literal operand for each lane."""
     return np.full(32, int(name, 16), np.uint32) if name.startswith("0x") else np.full(32, float(name))
 
 
 def as_float(x: np.ndarray) -> np.ndarray:
-    """What float32 arithmetic takes a register's bits for."""
+    """Return a register as float32 arithmetic reads its bits."""
     return x.view(np.float32) if x.dtype == np.uint32 else x
 
 
 def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The registers of a warp, here a whole warpgroup, after the instructions of ``text``: a number for each lane."""
+    """Return the registers of a warp after the instructions of ``text``, an array over lanes. A warpgroup is one warp here."""
     registers, labels = dict(operands) | {"%laneid": LANES}, set(re.findall(r"(\w+):", text))
     skipped_to = ""
     for line in re.sub(r"\w+:|[{}]", "", text).split(";"):
@@ -114,7 +118,7 @@ def test_four_lanes_exchange_their_words():
 
 
 @pytest.mark.parametrize("growing", [[], [(3, 0)], [(17, 1)], [(0, 0), (31, 1)]])
-def test_rows_are_scaled_if_any_of_the_warp_has_to_be(growing):
+def test_a_warp_rescales_its_rows_if_any_factor_is_not_1(growing):
     number = 8  # elements, of rows 0 and 1 in pairs
     factors = np.ones((2, 32))
     for lane, row in growing:
@@ -127,14 +131,14 @@ def test_rows_are_scaled_if_any_of_the_warp_has_to_be(growing):
     for i in range(number):
         np.testing.assert_array_equal(after[f"${i}"], x[i] * factors[i // 2 % 2])
     touched = any(after[f"${i}"] is not operands[f"${i}"] for i in range(number))
-    assert touched == bool(growing), "nothing is done where nothing has to be"
+    assert touched == bool(growing), "a warp without such rows skips the work"
 
 
-@pytest.mark.parametrize("blind", [[], [(4, 0)], [(17, 1)], [(0, 0), (31, 1)]])
-def test_rows_whose_factor_is_0_are_set_to_0(blind):
+@pytest.mark.parametrize("masked", [[], [(4, 0)], [(17, 1)], [(0, 0), (31, 1)]])
+def test_rows_with_a_factor_of_0_become_0(masked):
     number = 8  # elements, of rows 0 and 1 in pairs
     factors = np.ones((2, 32))
-    for lane, row in blind:
+    for lane, row in masked:
         factors[row, lane] = 0.0
     x = np.where(factors[np.arange(number) // 2 % 2] == 0, np.nan, 2.0)
     operands = {f"${i}": x[i] for i in range(number)} | {
@@ -144,13 +148,13 @@ def test_rows_whose_factor_is_0_are_set_to_0(blind):
     for i in range(number):
         np.testing.assert_array_equal(after[f"${i}"], 2.0 * factors[i // 2 % 2])
     touched = any(after[f"${i}"] is not operands[f"${i}"] for i in range(number))
-    assert touched == bool(blind), "nothing is done where nothing has to be"
+    assert touched == bool(masked), "a warp without such rows skips the work"
 
 
 @pytest.mark.parametrize("above", [[], [(5, 0)], [(31, 1)], [(0, 0), (9, 1)]])
-def test_one_thread_whose_sum_is_too_large_is_heard_by_all(above):
+def test_the_vote_reaches_all_threads(above):
     x, limit = np.ones((2, 32)), np.ones((2, 32))
-    x[1, 7] = np.nan  # it stays, and no maximum would mend it
+    x[1, 7] = np.nan  # not above the limit: repeating the tile would not remove it
     for lane, row in above:
         x[row, lane] = 1.5
     registers = run(declare_registers_ptx(0, 128), {}) | run(declare_registers_ptx(1, 128), {})
@@ -161,12 +165,12 @@ def test_one_thread_whose_sum_is_too_large_is_heard_by_all(above):
 
 @pytest.mark.parametrize("dtype", [gl.bfloat16, gl.float16], ids=str)
 @pytest.mark.parametrize("above", [[], [(5, 0)], [(31, 1)], [(0, 0), (0, 1), (9, 1)]])
-def test_the_sums_of_what_is_rounded_are_looked_at_where_they_are_large(above, dtype):
+def test_rounding_excess_is_added_where_sums_are_above_their_limit(above, dtype):
     number = 64  # elements of a thread, of rows 0 and 1 in pairs
     p = np.random.default_rng(0).exponential(size=(number, 32)).astype(np.float32)
     row = np.arange(number) // 2 % 2
-    seen = np.stack([p[row == r].sum(0) for r in (0, 1)])
-    limit = seen.copy()  # not larger
+    sums = np.stack([p[row == r].sum(0) for r in (0, 1)])
+    limit = sums.copy()  # a sum equal to its limit is not above it
     for lane, r in above:
         limit[r, lane] *= 0.99
     excess = np.full((2, 32), 0.125, np.float32)
@@ -176,12 +180,12 @@ def test_the_sums_of_what_is_rounded_are_looked_at_where_they_are_large(above, d
     expected = halves(p, "bf16" if dtype == gl.bfloat16 else "f16")
     np.testing.assert_array_equal(words, expected[1::2] << 16 | expected[::2])
 
-    operands = {"$0": excess[0], "$1": excess[1], "$4": seen[0], "$5": seen[1], "$6": limit[0], "$7": limit[1]}
+    operands = {"$0": excess[0], "$1": excess[1], "$4": sums[0], "$5": sums[1], "$6": limit[0], "$7": limit[1]}
     after = run(add_rounding_excess_ptx(1, 2 * number, dtype), registers | operands)
     for r in (0, 1):
-        more = seen[r] - rounded.double().numpy()[row == r].sum(0)
+        more = sums[r] - rounded.double().numpy()[row == r].sum(0)
         flagged = np.array([(lane, r) in above for lane in LANES])
         np.testing.assert_allclose(after[f"${r}"], excess[r] + np.where(flagged, more, 0), atol=1e-4)
-        assert (abs(more[flagged]) > 1e-3).all() or dtype == gl.float16, "it is not nothing"
+        assert (abs(more[flagged]) > 1e-3).all() or dtype == gl.float16, "rounding changes the sums"
     touched = any(after[f"${r}"] is not operands[f"${r}"] for r in (0, 1))
-    assert touched == bool(above), "nothing is done where nothing has to be"
+    assert touched == bool(above), "a warp without such rows skips the work"

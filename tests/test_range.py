@@ -1,4 +1,4 @@
-"""How large scores, values and the scale may be, on both kernel backends; beyond that, a query gets NaN."""
+"""The range of scores, values and the scale on both kernel backends. Outside the range, a query gets NaN."""
 
 from contextlib import nullcontext
 
@@ -15,10 +15,10 @@ from canon.testing import simulator
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:All-NaN slice"),  # of NumPy, where the interpreter takes a maximum
+    pytest.mark.filterwarnings("ignore:All-NaN slice"),  # from NumPy, if the interpreter takes a maximum
 ]
 LOG2E = 1.4426950408889634
-STALE = HopperConfig(128, 128, 3, turns=True, optimistic=True)  # P before its maximum
+STALE = HopperConfig(128, 128, 3, turns=True, optimistic=True)  # computes P before its maximum
 BACKENDS = {
     "triton": ("triton", None),
     "gluon": ("gluon", HopperConfig(128, 128, 3, turns=True)),
@@ -29,10 +29,10 @@ BACKENDS = {
 
 @pytest.fixture(params=BACKENDS.values(), ids=BACKENDS)
 def kernels(request):
-    """A backend, and for Hopper the forward's tiles."""
+    """Force a backend and its tiles. Yield the backend's name."""
     name, tiles = request.param
     if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
-        pytest.skip("this GPU is no Hopper")
+        pytest.skip("this GPU is not a Hopper")
     small = dict.fromkeys(("forward", "dq", "dkdv"), Config(32, 32, 4, 1))
     tiled = hopper_config.forced(forward=tiles) if tiles else forced(**small)
     simulated = simulator.simulated("late") if name == "gluon" and not ON_HOPPER else nullcontext()
@@ -63,7 +63,7 @@ def backward_of(q, k, v, out, lse, mask):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_up_to_1e7_overflow_nothing(kernels, sign):
-    """Of 2^23 and 0 to 255 more. float32 rounds scores of that size by 1/2, and lse by a few times as much."""
+    """Scores are 2^23 plus 0 to 255. float32 rounds such scores by 1/2, and lse by a few times as much."""
     mask = full(140, 300)
     q, k, v = zeros(140, 300)
     more = torch.arange(300, device=DEVICE) % 256
@@ -79,7 +79,7 @@ def test_scores_up_to_1e7_overflow_nothing(kernels, sign):
 
 
 @pytest.mark.parametrize("score", [2.0**25, -(2.0**25), 1e9, -1e9, 1e10, -1e10, 1e30])
-def test_a_query_whose_largest_score_is_beyond_gets_nan_and_the_others_what_they_see(kernels, score):
+def test_only_queries_with_a_score_out_of_range_get_nan(kernels, score):
     mask = full(140, 300)
     q, k, v = zeros(140, 300)
     q[:, 70, :, 0], q[:, 71:, :, 1], k[..., 0], k[:, 5:, :, 1] = 1, 1, score, -abs(score)
@@ -94,12 +94,12 @@ def test_a_query_whose_largest_score_is_beyond_gets_nan_and_the_others_what_they
     if abs(score) <= 2e9:
         torch.testing.assert_close(lse[..., 71:], low)
         assert out[:, 71:].isfinite().all()
-    else:  # a tile with scores so low may come first: on GPUs P of it overflows, and the row gets NaN
+    else:  # a tile with such low scores may come first: its P overflows on GPUs, and the row gets NaN
         torch.testing.assert_close(torch.where(lse[..., 71:].isnan(), low, lse[..., 71:]), low)
 
 
-def test_rows_that_are_hidden_at_first_and_far_below_then_are_not_taken_for_blind(kernels):
-    """Rows 0 to 9 see no key of the first tile; their scores are lower than -3e38 in base 2, but no infinities."""
+def test_rows_with_very_low_scores_are_not_mistaken_for_fully_masked_rows(kernels):
+    """Rows 0 to 9 see no key of the first tile. Their scores are below -3e38 in base 2, but finite."""
     mask = Mask([Band(0, 10, 150, 260, -300, 300), Band(10, 150, 0, 260, -300, 300)], 150, 260)
     q, k, v = zeros(150, 260)
     q[:, :10, :, 0], k[..., 0], v[:] = 2.0**64, -3.2e38 / LOG2E / 2.0**64, 1
@@ -109,8 +109,8 @@ def test_rows_that_are_hidden_at_first_and_far_below_then_are_not_taken_for_blin
     torch.testing.assert_close(out[:, 10:], torch.ones_like(out[:, 10:]))
 
 
-def test_values_up_to_1e21_overflow_nothing_though_p_is_made_before_its_maximum(kernels):
-    """The last keys outweigh those before by 2^60: P of them would not be infinite, but P V would."""
+def test_values_up_to_1e21_overflow_nothing_with_a_stale_maximum(kernels):
+    """The last keys outweigh all others by 2^60. Relative to a stale maximum, their P is finite, but P V is not."""
     mask = full(192, 320)
     q, k, v = zeros(192, 320)
     q[..., 0], k[:, 200:, :, 0], v[:] = 1, 60 / LOG2E, 1e21
@@ -118,8 +118,8 @@ def test_values_up_to_1e21_overflow_nothing_though_p_is_made_before_its_maximum(
     torch.testing.assert_close(out, v[:, :1].float().expand(out.shape), rtol=2**-7, atol=0)
 
 
-def test_a_scale_of_nan_makes_nan(kernels):
-    """The public functions refuse it; the kernels must not take it for 0."""
+def test_a_scale_of_nan_gives_nan(kernels):
+    """The public functions reject it. The kernels must not treat it as 0."""
     mask = Mask.causal(40)
     q, k, v = (torch.randn(1, 40, 1, 64, device=DEVICE).bfloat16() for _ in range(3))
     out, lse = forward(q, k, v, mask, torch.nan)
@@ -128,7 +128,7 @@ def test_a_scale_of_nan_makes_nan(kernels):
 
 
 @pytest.mark.parametrize("scale", [1e-50, -1e-50, -0.0])
-def test_a_scale_that_float32_takes_for_0_is_0(kernels, scale):
+def test_a_scale_that_float32_rounds_to_0_is_0(kernels, scale):
     mask = Mask.causal(40)
     q, k, v = (torch.randn(1, 40, 1, 64, device=DEVICE).bfloat16() for _ in range(3))
     for got, expected in zip(forward(q, k, v, mask, scale), forward(q, k, v, mask, 0.0), strict=True):
@@ -146,8 +146,8 @@ def test_float64_has_its_own_range():
     torch.testing.assert_close(out[..., 0], torch.ones_like(out[..., 0]), rtol=1e-5, atol=0)
 
 
-def test_what_was_summed_is_rescaled_by_the_maxima_that_p_was_made_with():
-    """Scores near 2^20 grow from tile to tile. A GPU does not round their product with the scale; the interpreter does."""
+def test_sums_are_rescaled_by_the_maxima_of_their_p():
+    """Scores near 2^20 grow from tile to tile. The interpreter rounds score times scale; a GPU does not."""
     scale, mask = 1.1, full(16, 128)
     q, k, v = zeros(16, 128, torch.float32)
     more = torch.arange(128, device=DEVICE) / 8

@@ -1,4 +1,4 @@
-"""Lists of items for the Hopper kernels: who does what, in which order, and who waits for whom."""
+"""Tile schedules of the Hopper kernels: every tile is in the schedule once, in the order that the kernels rely on."""
 
 import heapq
 import itertools
@@ -8,16 +8,31 @@ import pytest
 import torch
 
 from canon import Band, Mask
-from canon.fast.kernels.gluon import tile_scheduler
-from canon.fast.kernels.gluon.tile_scheduler import Heads
+from canon.fast.kernels.gluon import dq_order, tile_scheduler
+from canon.fast.kernels.gluon.tile_scheduler import Heads, Traversal, tile_schedule
+from canon.fast.tile_costs import imbalance, needs_more_owners, tile_costs
+
+CPU = torch.device("cpu")
+ONE_HEAD = Heads(1, 1, 1)
 
 
-def blind(made, rows):
-    """Which rows nobody writes, as the schedule says."""
+def work_tiles_of(schedule):
+    """The work tiles of a schedule, as an array (n, 8)."""
+    return schedule.work[8 : schedule.work[0]].reshape(-1, 8)
+
+
+def fully_masked(schedule, rows):
+    """The rows that the schedule leaves to the launch (bool)."""
     found = np.zeros(rows, bool)
-    for some in made.blind:
+    for some in schedule.fully_masked_rows:
         found[some] = True
     return found
+
+
+def ordered_schedule(mask, heads, each, columns=64):
+    """The schedule of the fused kernel with ordered dq, for heads 128 wide."""
+    read = 512 * each * mask.queries
+    return tile_schedule(mask, Traversal(128, columns, True, heads, 1, each, read, ordered=True), CPU)
 
 
 @pytest.mark.parametrize(("transposed", "full_first"), [(False, False), (False, True), (True, False)])
@@ -26,23 +41,21 @@ def blind(made, rows):
     [Mask.documents([0, 1, 1, 133, 134, 270]), Mask.window(309, 77, 4), Mask.causal(140).shift(6, 3).shift(-1, 0)],
     ids=["documents", "window", "queries without keys and keys without queries"],
 )
-def test_every_tile_of_every_head_is_somebodys_once(mask, transposed, full_first):
+def test_every_tile_of_every_head_is_in_the_schedule_once(mask, transposed, full_first):
     heads, pack = Heads(2, 4, 4), 1 if transposed else 2
-    device = torch.device("cpu")
-    made = tile_scheduler.tile_schedule(
-        mask, 128, 64, transposed, heads, pack, 1 << 20, device, 3, full_first=full_first
-    )
-    work = made.work.numpy()
-    assert not work[1:7].any()  # item 0 has no rows
-    assert work[7] == len(work)  # nobody takes turns
-    items = work[8 : work[0]].reshape(-1, 8)
-    assert len(items) == made.items
+    traversal = Traversal(128, 64, transposed, heads, pack, 3, 1 << 20, full_first=full_first)
+    schedule = tile_schedule(mask, traversal, CPU)
+    work = schedule.work.numpy()
+    assert not work[1:7].any()  # the header has no rows
+    assert work[7] == len(work)  # there are no tickets
+    work_tiles = work_tiles_of(schedule).tolist()
+    assert len(work_tiles) == schedule.work_tiles
     dense_mask = mask.dense().numpy().T if transposed else mask.dense().numpy()
     seen = dense_mask.any(1)
     times = np.zeros((2, 4, len(seen)), int)
-    for first, stop, batch, head, begin, end, line, column in items.tolist():
-        assert line == 4 * batch + head
-        assert column == work[begin], "that of the first span"
+    for first, stop, batch, head, begin, end, batch_head, column in work_tiles:
+        assert batch_head == 4 * batch + head
+        assert column == work[begin], "the column of the first span"
         assert head % pack == 0
         assert end > begin
         times[batch, head : head + pack, first:stop] += 1
@@ -52,22 +65,22 @@ def test_every_tile_of_every_head_is_somebodys_once(mask, transposed, full_first
         assert not full_first or partial.tolist() == sorted(partial.tolist())
     assert times.max() == 1
     assert (times[:, :, seen] == 1).all()
-    assert (times == ~blind(made, len(seen))).all()
+    assert (times == ~fully_masked(schedule, len(seen))).all()
 
 
-@pytest.mark.parametrize(("places", "exact"), [(4, True), (5, False)])
-def test_what_nobody_writes_is_told_place_by_place_while_they_are_few(places, exact):
-    rows = 256 * places + 128  # tiles that see something, and between them tiles that see nothing
+@pytest.mark.parametrize(("ranges", "exact"), [(4, True), (5, False)])
+def test_fully_masked_rows_are_exact_ranges_while_they_are_few(ranges, exact):
+    rows = 256 * ranges + 128  # tiles with visible keys alternate with tiles without
     mask = Mask([Band(start, start + 128, 0, 64) for start in range(0, rows, 256)], rows, 64)
-    made = tile_scheduler.tile_schedule(mask, 128, 64, False, Heads(1, 1, 1), 1, 1, torch.device("cpu"))
+    schedule = tile_schedule(mask, Traversal(128, 64, False, ONE_HEAD, 1, 1, 1), CPU)
     unseen = ~mask.dense().numpy().any(1)
     expected = unseen if exact else np.arange(rows) == np.clip(np.arange(rows), 128, rows - 129)
-    assert len(made.blind) == (places if exact else 1)
-    assert (blind(made, rows) == expected).all()
+    assert len(schedule.fully_masked_rows) == (ranges if exact else 1)
+    assert (fully_masked(schedule, rows) == expected).all()
 
 
 @pytest.mark.parametrize(
-    ("mask", "strays"),
+    ("mask", "masked"),
     [
         (Mask([Band(0, 128, 0, 64)], 256, 128), (False, False)),
         (Mask([Band(0, 100, 0, 64)], 128, 64), (True, False)),
@@ -76,94 +89,119 @@ def test_what_nobody_writes_is_told_place_by_place_while_they_are_few(places, ex
     ids=["none", "queries", "keys"],
 )
 @pytest.mark.parametrize("transposed", [False, True])
-def test_strays_are_loaded_and_not_touched(mask, strays, transposed):
+def test_masked_tokens_that_a_tile_loads_are_found(mask, masked, transposed):
     rows, columns = (64, 128) if transposed else (128, 64)
-    made = tile_scheduler.tile_schedule(mask, rows, columns, transposed, Heads(1, 1, 1), 1, 1, torch.device("cpu"))
-    assert made.strays == strays
+    schedule = tile_schedule(mask, Traversal(rows, columns, transposed, ONE_HEAD, 1, 1, 1), CPU)
+    assert schedule.loads_masked_tokens == masked
 
 
+@pytest.mark.parametrize("keys", [False, True])
+def test_untouched_ranges_are_the_tokens_without_a_visible_cell(keys):
+    mask = Mask([Band(3, 9, 20, 30), Band(9, 14, 0, 5), Band(30, 40, 25, 33)], 50, 40)
+    ranges = zip(*tile_scheduler.untouched(mask, keys), strict=True)
+    tokens = [token for start, stop in ranges for token in range(start, stop)]
+    assert tokens == (~mask.dense().any(0 if keys else 1)).nonzero().flatten().tolist()
+
+
+# ------------------------------------------------------------------ tickets
 @pytest.mark.parametrize("heads", [Heads(1, 3, 1), Heads(2, 2, 1)], ids=repr)
 @pytest.mark.parametrize(
     "mask",
     [Mask.causal(900), Mask.window(900, 300, 50), Mask.documents([0, 1, 300, 333, 900]), Mask.prefix(500, 77)],
     ids=repr,
 )
-def test_each_turn_waits_for_the_one_before_it(mask, heads):
-    made = tile_scheduler.tile_schedule(mask, 128, 64, True, heads, 1, 1 << 20, torch.device("cpu"), 3, True)
-    work = made.work.tolist()
-    begin, left = work[7], {}
+def test_each_ticket_waits_for_the_previous_one_of_its_tile_of_dq(mask, heads):
+    work = tile_schedule(mask, Traversal(128, 64, True, heads, 1, 3, 1 << 20, ordered=True), CPU).work.tolist()
+    begin, semaphores = work[7], {}
     assert len(work) - begin == (begin - work[0]) // 4, "two numbers for each span of eight"
     for at in range(8, work[0], 8):
-        item = work[at : at + 8]
-        each = (item[5] - item[4]) // 3
-        for span in range(item[4], item[5], 8):
-            head, (column, tiles) = (span - item[4]) // each, work[span : span + 2]
-            awaited, number = work[begin + (span - work[0]) // 4 :][:2]
+        work_tile = work[at : at + 8]
+        each = (work_tile[5] - work_tile[4]) // 3
+        for span in range(work_tile[4], work_tile[5], 8):
+            head, (column, tiles) = (span - work_tile[4]) // each, work[span : span + 2]
+            predecessor, own = work[begin + (span - work[0]) // 4 :][:2]
             assert column % 64 == 0
-            assert number > 0
+            assert own > 0
             for tile in range(column // 64, column // 64 + tiles):
-                assert left.get((item[6], head, tile), 0) == awaited
-                left[item[6], head, tile] = number
-    assert len(left) == 3 * heads.batches * heads.number * -(-mask.queries // 64), "every tile of queries is added to"
+                assert semaphores.get((work_tile[6], head, tile), 0) == predecessor
+                semaphores[work_tile[6], head, tile] = own
+    assert len(semaphores) == 3 * heads.batches * heads.number * -(-mask.queries // 64), "every tile of dq is added to"
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_are_cut_exactly_where_predecessors_change(seed):
+    draw = np.random.default_rng(seed)
+    tiles, width = int(draw.integers(1, 300)), int(draw.integers(1, 70))
+    first = draw.integers(0, width, tiles)
+    spans = np.stack([64 * first, draw.integers(1, width - first + 1), *draw.integers(0, 9, (6, tiles))], 1)
+    begin, order = np.arange(tiles), draw.permutation(tiles)
+    cut, new_begin, new_end, tickets = dq_order.cut_by_tickets(spans, begin, begin + 1, order, 64)
+    semaphores, expected = np.zeros(width, int), []
+    for own, tile in enumerate(order, 1):
+        columns = range(first[tile], first[tile] + spans[tile, 1])
+        for predecessor, same in itertools.groupby(columns, semaphores.__getitem__):
+            same = list(same)
+            expected.append([64 * same[0], len(same), *spans[tile, 2:], predecessor, own])
+        semaphores[columns] = own
+    assert np.concatenate([cut, tickets], 1).tolist() == expected
+    assert [own for tile in order for own in tickets[new_begin[tile] : new_end[tile], 1]] == [x[-1] for x in expected]
+
+
+# ------------------------------------------------------------------ heads in flight, and the order of tiles
 def rectangle(queries, keys):
     return Mask([Band(0, queries, 0, keys)], queries, keys)
 
 
 @pytest.mark.parametrize(
-    ("mask", "heads", "each", "beside"),
+    ("mask", "heads", "each", "in_flight"),
     [
         (rectangle(16384, 16384), Heads(1, 8, 1), 4, 8),
-        (rectangle(65536, 32768), Heads(1, 8, 1), 4, 4),  # 256 tiles add to a column
-        (rectangle(2048, 262144), Heads(1, 8, 1), 4, 8),  # 2048 do, but all heads read but 34 MB
+        (rectangle(65536, 32768), Heads(1, 8, 1), 4, 4),  # 256 work tiles add to a tile of dq
+        (rectangle(2048, 262144), Heads(1, 8, 1), 4, 8),  # 2048 do, but all heads read only 34 MB
         (rectangle(32768, 262144), Heads(1, 8, 1), 4, 2),  # 67 MB each
-        (Mask.documents(range(0, 65537, 4096)), Heads(1, 8, 1), 8, 8),  # 268 MB each, but 16 tiles add to a column
-        (Mask.causal(512), Heads(8, 8, 1), 4, 32),  # until all programs have something to do
+        (Mask.documents(range(0, 65537, 4096)), Heads(1, 8, 1), 8, 8),  # 268 MB each, but only 16 additions
+        (Mask.causal(512), Heads(8, 8, 1), 4, 32),  # enough for all SMs
         (Mask.documents([0, 7]), Heads(1, 2, 1), 1, 2),
     ],
     ids=["all", "some", "small", "few", "documents", "short", "one tile"],
 )
-def test_heads_that_add_in_turn_stand_side_by_side_unless_they_drift_apart(mask, heads, each, beside):
-    made = tile_scheduler.tile_schedule(
-        mask, 128, 64, True, heads, 1, 512 * each * mask.queries, torch.device("cpu"), each, True
-    )
-    items = made.work[8 : made.work[0]].reshape(-1, 8)
-    assert len({*items[: made.items * beside // (heads.batches * heads.number), 6].tolist()}) == beside
-    assert len({*items[:beside, 6].tolist()}) == beside
+def test_ordered_heads_are_in_flight_together_unless_their_ctas_drift_apart(mask, heads, each, in_flight):
+    schedule = ordered_schedule(mask, heads, each)
+    work_tiles = work_tiles_of(schedule)
+    share = schedule.work_tiles * in_flight // (heads.batches * heads.number)
+    assert len({*work_tiles[:share, 6].tolist()}) == in_flight
+    assert len({*work_tiles[:in_flight, 6].tolist()}) == in_flight
 
 
-def rows_in_turn(mask, heads, each, columns=64):
-    """First rows of a line's tiles in the order of the list, and how many lines stand side by side."""
-    bytes_each = 512 * each * mask.queries
-    made = tile_scheduler.tile_schedule(mask, 128, columns, True, heads, 1, bytes_each, torch.device("cpu"), each, True)
-    items = made.work[8 : made.work[0]].reshape(-1, 8)
-    rows = items[items[:, 6] == 0, 0]
-    return rows.tolist(), int((items[:, 0] == items[0, 0]).cumprod(0).sum())
+def rows_and_heads_in_flight(mask, heads, each, columns=64):
+    """The first rows of one head's work tiles in the order of the schedule, and how many heads are in flight."""
+    work_tiles = work_tiles_of(ordered_schedule(mask, heads, each, columns))
+    rows = work_tiles[work_tiles[:, 6] == 0, 0]
+    return rows.tolist(), int((work_tiles[:, 0] == work_tiles[0, 0]).cumprod(0).sum())
 
 
 @pytest.mark.parametrize(
-    ("mask", "heads", "each", "beside"),
+    ("mask", "heads", "each", "in_flight"),
     [
         (Mask.causal(16384), Heads(1, 8, 1), 4, 4),
-        (Mask.causal(65536), Heads(1, 8, 1), 4, 1),  # one head of keys has work for all programs
+        (Mask.causal(65536), Heads(1, 8, 1), 4, 1),  # one key head has work for all SMs
         (Mask.causal(8192), Heads(2, 8, 1), 4, 4),
         (Mask.causal(4096), Heads(4, 8, 1), 4, 8),
         (Mask.causal(2048), Heads(8, 8, 1), 4, 16),
         (Mask.causal(8192), Heads(4, 16, 1), 1, 16),
-        (Mask.causal(700), Heads(1, 3, 1), 2, 3),  # not all waves are full
+        (Mask.causal(700), Heads(1, 3, 1), 2, 3),  # not all sets are full
     ],
     ids=["16384", "65536", "8192", "4096", "2048", "8192, one query head each", "700"],
 )
-def test_unequal_tiles_that_add_in_turn_are_done_in_pairs(mask, heads, each, beside):
-    rows, found = rows_in_turn(mask, heads, each)
-    assert found == beside
+def test_ordered_work_tiles_of_unequal_length_alternate(mask, heads, each, in_flight):
+    rows, found = rows_and_heads_in_flight(mask, heads, each)
+    assert found == in_flight
     tiles = -(-mask.keys // 128)
-    wave = min(tiles, round(132 / beside))
+    together = min(tiles, round(132 / in_flight))
     starts = list(range(0, mask.keys, 128))
-    assert rows[:wave] == starts[::-1][:wave], "the shortest, the shortest of all first"
-    longest = starts[: min(wave, tiles - wave)]
-    assert rows[wave : wave + len(longest)] == longest, "and the longest, the longest of all first"
+    assert rows[:together] == starts[::-1][:together], "the shortest, the shortest of all first"
+    longest = starts[: min(together, tiles - together)]
+    assert rows[together : together + len(longest)] == longest, "and the longest, the longest of all first"
     assert sorted(rows) == starts, "each once"
 
 
@@ -175,20 +213,20 @@ def test_unequal_tiles_that_add_in_turn_are_done_in_pairs(mask, heads, each, bes
         (Mask.documents([*range(0, 16384, 1000), 16384]), 4, 64),
         (Mask.causal(2048), 1, 128),
     ],
-    ids=["equal", "nearly equal", "few add to one", "in wide columns a tile is not shorter by enough"],
+    ids=["equal", "nearly equal", "few additions", "wide columns: a tile is not enough shorter than the one before"],
 )
-def test_other_tiles_that_add_in_turn_come_longest_first(mask, each, columns):
-    rows, _ = rows_in_turn(mask, Heads(1, 8, 1), each, columns)
-    tiles, _, cost = tile_scheduler._costs(mask, 128, columns, True, each, columns)
+def test_other_ordered_work_tiles_come_longest_first(mask, each, columns):
+    rows, _ = rows_and_heads_in_flight(mask, Heads(1, 8, 1), each, columns)
+    tiles, _, cost = tile_costs(mask, 128, columns, True, each, columns)
     length = dict(zip(tiles[:, 0].tolist(), cost.tolist(), strict=True))
     assert sorted(rows, key=length.__getitem__, reverse=True) == rows
 
 
-def test_regions_come_one_after_another_where_a_head_does_not_fit_the_cache():
+def test_regions_follow_one_another_if_a_head_does_not_fit_the_cache():
     mask, heads = Mask.documents([0, 1000, 5000, 5500, 9000, 16384]), Heads(1, 2, 2)
-    sizes = 1, 4 * tile_scheduler.L2_BYTES
-    made = [tile_scheduler.tile_schedule(mask, 128, 128, False, heads, 1, size, torch.device("cpu")) for size in sizes]
-    fits, parts = ([x.work[8 * item].item() for item in range(1, x.items, 2)] for x in made)
+    sizes = 1, 4 * dq_order.L2_BYTES
+    schedules = [tile_schedule(mask, Traversal(128, 128, False, heads, 1, 1, size), CPU) for size in sizes]
+    fits, parts = (work_tiles_of(schedule)[::2, 0].tolist() for schedule in schedules)
     assert sorted(fits) == sorted(parts)
     region = [4 * first // 16384 for first in parts]
     changes = [(x, y) for x, y in itertools.pairwise(region) if x != y]
@@ -196,17 +234,25 @@ def test_regions_come_one_after_another_where_a_head_does_not_fit_the_cache():
     assert region[0] == 3, "the first has the longest document"
 
 
+# ------------------------------------------------------------------ balance
 @pytest.mark.parametrize("slowest", [1.0, 0.9])
-def test_processors_that_claim_end_together(slowest):
-    made = tile_scheduler.tile_schedule(
-        Mask.causal(16384), 128, 128, False, Heads(1, 32, 4), 1, 8 << 20, torch.device("cpu")
-    )
-    work = made.work.numpy()
+def test_sms_that_claim_work_tiles_finish_together(slowest):
+    schedule = tile_schedule(Mask.causal(16384), Traversal(128, 128, False, Heads(1, 32, 4), 1, 1, 8 << 20), CPU)
+    work = schedule.work.numpy()
     speeds = np.linspace(slowest, 1, 132)
-    free = [(0.0, processor) for processor in range(132)]  # when, and who
-    for begin, end in work[8 : work[0]].reshape(-1, 8)[:, 4:6]:
-        time, processor = heapq.heappop(free)
-        heapq.heappush(free, (time + work[begin + 1 : end : 8].sum() / speeds[processor], processor))
+    free = [(0.0, sm) for sm in range(132)]
+    for begin, end in work_tiles_of(schedule)[:, 4:6].tolist():
+        time, sm = heapq.heappop(free)
+        heapq.heappush(free, (time + work[begin + 1 : end : 8].sum() / speeds[sm], sm))
     times = [time for time, _ in free]
-    # the mean is about 2001 tiles, and the last items have one each
+    # the mean is about 2001 tiles, and the last work tiles have one each
     assert max(times) < 1.002 * np.mean(times)
+
+
+@pytest.mark.parametrize("sms", [2, 20, 132])
+@pytest.mark.parametrize(
+    "mask", [Mask.causal(2048), Mask.causal(300), Mask.documents([0, 100, 3000, 3100]), Mask([], 9, 9)], ids=repr
+)
+def test_bounds_decide_about_owners_as_the_imbalances_do(mask, sms):
+    by_key, by_query = (imbalance(mask, 128, 64, owners, 8 // owners, sms) for owners in (2, 8))
+    assert needs_more_owners(mask, 128, 64, 2, 8, sms) == (by_key > 1.25 * by_query)

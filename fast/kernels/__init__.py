@@ -1,6 +1,34 @@
 """Kernel backends: ``triton`` runs on any CUDA GPU, and in Triton's interpreter on a CPU; ``gluon`` runs on Hopper.
 
-Importing this package repairs the interpreter if TRITON_INTERPRET=1 is set (`canon.fast.kernels.interpreter`).
+Both backends have the same functions in their module ``launch``. Importing this package repairs the interpreter if
+TRITON_INTERPRET=1 is set (`canon.fast.kernels.interpreter`).
+
+The words of this project, and the words of FlashAttention (FA), FlexAttention, MagiAttention or NCCL for the same thing:
+
+    Canon                 elsewhere                     meaning
+    band                  AttnSlice (Magi)              a rectangle of visible cells, cut by two diagonals lo <= j - i <= hi
+    mask                  BlockMask (FlexAttention)     disjoint bands; a dense matrix is never stored
+    tile                  block (FA)                    rows x columns of the score matrix that one step computes
+    work table            BlockMask (FlexAttention)     for each tile of rows, the spans of tiles of columns to visit
+    span                  full / partial blocks         adjacent tiles of columns; a partial span is masked by its band
+    work tile             work tile (FA 3, CUTLASS)     a tile of rows of one head; a CTA claims one after another
+    tile schedule         tile scheduler (FA 3)         all work tiles of a launch, in the order of the claims
+    owner                 -                             the head that a sum of dk and dv belongs to
+    row statistics        softmax_lse, dPsum (FA 3)     lse and delta of each query
+    delta                 dPsum (FA 3)                  rowsum(dout * out) - dlse
+    stale maximum         -                             a row maximum of an earlier tile, verified afterwards
+    ping-pong             ping-pong scheduling (FA 3)   one warpgroup computes exponentials during MMAs of another
+    loader, warpgroup     producer, consumer (FA 3)     the warp that loads by TMA; four warps that issue MMAs
+    full, free            full, empty (CUTLASS)         the two barriers of a buffer in shared memory
+    dq semaphore          dq_semaphore (FA 3)           an int32 that fixes the order of the sums of a tile of dq
+    ticket                -                             the value of a dq semaphore that lets a CTA add
+    fused, split          -                             one kernel for dq, dk and dv, or one for dq and one for dk and dv
+    layout                dispatch meta (Magi)          which rank holds which tokens
+    dispatch plan         dispatch solver (Magi)        a layout with balanced work and little communication
+    group cast            group_cast (Magi)             send each key to the ranks that need it (NCCL: all-to-all)
+    group reduce          group_reduce (Magi)           sum partial dk and dv at their owners (NCCL: all-to-all, then a sum)
+    transport             backend (torch.distributed)   how messages travel: NCCL, copy engines, or gloo
+    hop                   ncclSend and ncclRecv         one step of keys and values, or of dk and dv, around a ring
 """
 
 try:

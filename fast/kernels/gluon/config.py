@@ -1,17 +1,17 @@
-"""Tile sizes of the Hopper kernels, for each kernel and pair of padded head widths; two-byte elements.
+"""Configurations of the Hopper kernels, for each kernel and pair of padded head widths; elements have two bytes.
 
-``rows`` are owned by an item, half of them by each warpgroup (in "forward" 128 by two, or 192 by three); ``columns`` are
-visited: queries x keys in "forward" and "dq", keys x queries in "dkdv", "fused" and "dkdv_hdim256".
-Shared memory, in bytes, with
-s stages and b buffers:
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv", "fused" and
+"dkdv_hdim256". Each warpgroup owns half of the rows, or a third of 192 rows in "forward". In "dkdv_hdim256" both share all
+rows.
+Shared memory in bytes, with s stages and b buffers:
 
-    forward    2 (b rows d + s columns (d + dv))
-    dq         2 (rows (d + dv) + s columns (d + dv))
-    dkdv       2 (b rows (d + dv) + s columns (d + dv)) + 8 s columns
-    fused      dkdv, and 4 rows columns + 8 columns d: ds, and what is added to dq, each twice
-    wide       dkdv, and 8 rows columns: p and ds, twice, which the warpgroups exchange
+    forward         2 (b rows d + s columns (d + dv))
+    dq              2 (rows (d + dv) + s columns (d + dv))
+    dkdv            2 (b rows (d + dv) + s columns (d + dv)) + 8 s columns
+    fused           dkdv, and 4 rows columns + 8 columns d: dS, and parts of dq, two buffers each
+    dkdv_hdim256    dkdv, and 8 rows columns: P and dS, two buffers each, which the warpgroups exchange
 
-and 1 KB for barriers. A processor of an H200 has 227 KB for a program.
+and 1 KB for barriers. A CTA may use 227 KB on an H200.
 """
 
 from collections.abc import Iterator
@@ -25,22 +25,22 @@ from canon.fast.kernels.triton.config import forcing
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel cuts its work: see the module's docstring."""
+    """Tile sizes and pipeline of a kernel: see the module's docstring."""
 
     rows: int
     columns: int
-    stages: int  # of the ring of visited tiles
-    buffers: int = 1  # of what an item owns: 2 let the next item's tiles be fetched under this one
-    turns: bool = False  # the warpgroups issue their products in turns, so that one computes exponentials meanwhile
-    optimistic: bool = False  # "forward": the maximum of a row is asked for only if P is too large without
+    stages: int  # buffers in the ring of visited tiles
+    buffers: int = 1  # for the owned tiles: with 2, those of the next work tile are loaded during this one
+    turns: bool = False  # "forward": ping-pong scheduling, one warpgroup computes exponentials during MMAs of another
+    optimistic: bool = False  # "forward": P is computed with a stale row maximum, verified afterwards
 
     @property
     def math_registers(self) -> int:
-        """Of each thread of the warpgroups; what is left, 24 or 32, is the loader's."""
+        """Registers of each thread of the MMA warpgroups. The loader has the other ones, 24 or 32 a thread."""
         return 160 if self.rows == 192 else 240
 
 
-CAPABILITY = 9, 0  # of the devices that these kernels are for
+CAPABILITY = 9, 0  # compute capability of the devices that these kernels support
 DTYPES = torch.bfloat16, torch.float16
 Widths = tuple[int, int]
 TABLE: dict[tuple[str, Widths], Config] = {
@@ -59,7 +59,7 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("fused", (64, 64)): Config(128, 128, 2),
     ("fused", (128, 128)): Config(128, 64, 2),
 }
-# Instead, where queries see more tiles of keys than this: `canon.fast.kernels.gluon.launch.tiles_seen`.
+# Configurations for queries that see more tiles of keys than the number: `canon.fast.kernels.gluon.launch.tiles_seen`.
 LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
     ("forward", (64, 64)): {
         3: Config(128, 128, 4, 2, turns=True, optimistic=True),
@@ -70,15 +70,15 @@ LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
     ("forward", (256, 256)): {3: Config(128, 64, 2, turns=True, optimistic=True)},
 }
 KERNELS = ("forward", "dq", "dkdv", "fused", "dkdv_hdim256")
-# 64 for each warpgroup; in "dkdv_hdim256" both share them.
+# Allowed rows: 64 for each warpgroup; in "dkdv_hdim256" both share them.
 ROWS = {"forward": (128, 192), "dq": (128,), "dkdv": (128,), "fused": (128,), "dkdv_hdim256": (64,)}
-LIMIT = 232448  # bytes of shared memory that a program may use on sm_90: CUDA Programming Guide, 16.2
+LIMIT = 232448  # bytes of shared memory that a CTA may use on sm_90: CUDA Programming Guide, 16.2
 
 FORCED: dict[str, Config] = {}
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
-    """Shared memory, by the formula above; d and dv padded."""
+    """Return the shared memory of a kernel in bytes, by the formula above. d and dv are padded widths."""
     c = config
     owned = {"forward": c.buffers * d, "dq": d + dv}.get(kernel, c.buffers * (d + dv))
     need = 1024 + 2 * c.rows * owned + 2 * c.stages * c.columns * (d + dv)
@@ -89,31 +89,33 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
 
 
 def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
-    """What heads d and dv wide can be padded to; nothing if the kernel has no tiles so wide."""
+    """Return the padded widths that the kernel supports for heads d and dv wide; [] if there are none."""
     return [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
 
 
 def choose(kernel: str, d: int, dv: int, seen: float = 0.0) -> tuple[Config, int, int]:
-    """The configuration of a kernel for heads d and dv wide, and these widths padded to what it is compiled for.
+    """Return the configuration of a kernel for heads d and dv wide, and the padded widths that it is compiled for.
 
-    ``seen``: how many tiles a query sees, for `LONG_TABLE`.
-    Raises ValueError if there is none, or if it needs too much shared memory.
+    ``seen``: the tiles that a query sees on average, for `LONG_TABLE`.
+    Raises ValueError if there is no configuration, or if it needs too much shared memory.
     """
     fitting = padded_to(kernel, d, dv)
     if not fitting:
         widest = max((pads for name, pads in TABLE if name == kernel), default=(0, 0))
         raise ValueError(
-            f'the Hopper {kernel} kernel is for heads up to {widest} wide, got {(d, dv)}: use backend("triton")'
+            f'the Hopper {kernel} kernel supports heads up to {widest} wide, not {(d, dv)}: use backend("triton")'
         )
     pads = min(fitting, key=sum)
     suiting = [config for few, config in LONG_TABLE.get((kernel, pads), {}).items() if seen > few]
     config = FORCED.get(kernel) or [TABLE[kernel, pads], *suiting][-1]
     if config.rows not in ROWS[kernel] or config.stages < 1 + (kernel == "forward"):
-        least = "2 stages: a tile's V is awaited before the last one's is let go" if kernel == "forward" else "1 stage"
-        raise ValueError(f"the Hopper {kernel} kernel has {ROWS[kernel]} rows and at least {least}; got {config}")
+        least = (
+            "2 stages: it waits for V of a tile before it releases the previous V" if kernel == "forward" else "1 stage"
+        )
+        raise ValueError(f"the Hopper {kernel} kernel needs {ROWS[kernel]} rows and at least {least}; got {config}")
     if (need := shared_bytes(kernel, config, *pads)) > LIMIT:
         raise ValueError(
-            f"the Hopper {kernel} kernel with {config} needs {need} bytes of shared memory for widths {pads}, a program "
+            f"the Hopper {kernel} kernel with {config} needs {need} bytes of shared memory for widths {pads}, but a CTA "
             f"may use {LIMIT}: use smaller tiles or fewer stages"
         )
     return config, *pads
@@ -121,7 +123,7 @@ def choose(kernel: str, d: int, dv: int, seen: float = 0.0) -> tuple[Config, int
 
 @contextmanager
 def forced(**configs: Config) -> Iterator[None]:
-    """Take these configurations, kernel=Config(...): for tests and for tuning. Holds for all threads.
+    """Use these configurations, kernel=Config(...), in all threads: for tests and for tuning.
 
     Raises ValueError for unknown kernels.
     """

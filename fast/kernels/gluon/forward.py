@@ -11,10 +11,10 @@ the result is divided and written (`write_result`). Sums follow the order of the
 bits.
 
 Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
-MMAs) and `softmax`. `stale_maximum` replaces `step` in long rows.
+MMAs) and `softmax`. In long rows `stale_maximum` replaces `step` after the first tile of each work tile.
 
-Compile-time switches that `config` sets. "Tiles seen" is the number of tiles of 128 keys that a query sees on average
-(`launch.tiles_seen`).
+Compile-time switches that `config` sets. "Tiles seen" is the number of tiles of 128 keys that a query sees on average, or a
+quarter of it if no CTA has two work tiles (`launch.tiles_seen`).
 
     d, dv up to   tiles seen   ROWS   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
     64, 64        up to 3      128    128       4        2         yes         no

@@ -1,102 +1,108 @@
-"""From tensors to launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with its arguments.
+"""Launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments.
 
-What TMA cannot load as it stands is copied first: tensors whose base or strides are no multiples of 16 bytes, or whose last
-stride is not 1. So are tensors of which a tile would load tokens that the mask does not touch, which may hold NaN: the copy
-holds 0 there.
-Results that kernels cannot write (`evenly`, `nearby`) are made apart and copied. Everything else is used in place.
+TMA loads tensors in place if their base and strides are multiples of 16 bytes and the last stride is 1. Other tensors are
+copied first. A tensor is also copied if tiles load tokens that the mask does not touch, because these may hold NaN; the copy
+has 0 there. Results that kernels cannot write in place (`evenly_strided`, `within_reach`) are written to a new tensor and
+copied.
 
-Elements are of two bytes, heads at most 256 wide, and the device is an sm_90: anything else is a ValueError. The range of
-scores and values, and what a NaN reaches, are those of `canon.fast.kernels.triton.launch`; only the tiles are others.
+Elements have two bytes, heads are at most 256 wide, and the device is an sm_90. Anything else raises ValueError. The range of
+scores and values, and the effects of a NaN, are those of `canon.fast.kernels.triton.launch`, with other tiles.
 """
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
-from canon.fast.device_plans import device_plan
+from canon.fast.device_plans import device_plan, upload
 from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose, padded_to
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
+from canon.fast.kernels.gluon.dq_order import ordered_dq_pays
 from canon.fast.kernels.gluon.forward import forward_kernel
 from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_statistics
 from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
-from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, followers_wait_little, tile_schedule, untouched
+from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, Traversal, tile_schedule, untouched
 from canon.fast.kernels.launcher import capability, launch, multiprocessor_count
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.tiles import work_table
+from canon.fast.tiles import area, visits
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
 
 LOG2E = 1.4426950408889634
-SIMULATED_PROCESSORS = 3
+SIMULATED_SMS = 3
 TILES = {size: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)}
-LINE = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
-delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # no products: nothing to gain here
+delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # kernels without MMAs: the portable ones
 
 
 def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
-    """Return the backward method for "auto": as the Triton backend, but "fused" where adding to dq in order costs little."""
+    """Return the backward method for "auto": as the Triton backend, but "fused" where its ordered dq is faster."""
     method = portable.choose_method(q, k, v, mask, multiprocessors)
     d, dv = q.shape[3], v.shape[3]
     if method == "head_parallel" or not padded_to("fused", d, dv):
         return method
     config, *pads = choose("fused", d, dv)
     query_heads, key_heads = (x.shape[0] * x.shape[2] for x in (q, k))
-    cheap = followers_wait_little(mask, query_heads, key_heads, multiprocessors, max(pads), config.rows, config.columns)
-    return "fused" if cheap else method
+    pays = ordered_dq_pays(mask, query_heads, key_heads, multiprocessors, max(pads), config.rows, config.columns)
+    return "fused" if pays else method
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
-    """Writes out (b, t, h, dv) and lse (b, h, t)."""
+    """Write out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
     config, d, dv = choose(
-        "forward", q.shape[-1], v.shape[-1], tiles_seen(mask, q.shape[0] * q.shape[2], processors(q))
+        "forward", q.shape[-1], v.shape[-1], tiles_seen(mask, q.shape[0] * q.shape[2], resident_ctas(q))
     )
     group, pack, plan = query_plan(q, k, v, mask, config)
-    even_out, line_lse = evenly(out), lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
-    for rows in plan.blind:
+    even_out, even_lse = (
+        evenly_strided(out),
+        lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS),
+    )
+    for rows in plan.fully_masked_rows:
         even_out[:, rows] = 0
-        line_lse[..., rows] = float("-inf")
-    if plan.items:
-        q, scale = positive(q, scale)
+        even_lse[..., rows] = float("-inf")
+    if plan.work_tiles:
+        q, scale = positive_scale(q, scale)
         tiles = (
             box(q, 64 // pack, pack, d),
             box(k, config.columns, 1, d),
-            box(seen_only(v, mask, plan, keys=True), config.columns, 1, dv),
+            box(zero_masked(v, mask, plan, keys=True), config.columns, 1, dv),
         )
         strides = even_out.stride(1), even_out.stride(2)
-        arguments = (*tiles, even_out, line_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
+        arguments = (*tiles, even_out, even_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
         options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack}
         options |= {"PING_PONG": config.turns, "STALE_MAXIMUM": config.optimistic}
-        run(forward_kernel, plan.items, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
-    settle(out, even_out)
-    settle(lse, line_lse)
+        run(forward_kernel, plan.work_tiles, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
+    copy_back(out, even_out)
+    copy_back(lse, even_lse)
 
 
-def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lines: Tensor, mask: Mask, scale: float, dq: Tensor) -> None:
-    """Writes dq (b, t, h, d)."""
+def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: Mask, scale: float, dq: Tensor) -> None:
+    """Write dq (b, t, h, d). ``stats``: from `row_statistics`."""
     check(q)
     config, d, dv = choose("dq", q.shape[-1], v.shape[-1])
     group, pack, plan = query_plan(q, k, v, mask, config)
-    even = evenly(dq)
-    for rows in plan.blind:
+    even = evenly_strided(dq)
+    for rows in plan.fully_masked_rows:
         even[:, rows] = 0
-    if plan.items:
+    if plan.work_tiles:
         queries, keys = (config.rows // 2 // pack, pack), (config.columns, 1)
-        q, dout = (seen_only(x, mask, plan, keys=False) for x in (q, dout))
-        k, v = (seen_only(x, mask, plan, keys=True) for x in (k, v))
+        q, dout = (zero_masked(x, mask, plan, keys=False) for x in (q, dout))
+        k, v = (zero_masked(x, mask, plan, keys=True) for x in (k, v))
         tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
         strides = even.stride(1), even.stride(2)
-        arguments = (*tiles, lines, lines.shape[3], even, *queue(plan, q), scale, q.shape[1], *strides)
-        run(dq_kernel, plan.items, q, config, arguments, GROUP=group, D=q.shape[-1], D_PAD=d, DV_PAD=dv, PACK=pack)
-    settle(dq, even)
+        arguments = (*tiles, stats, stats.shape[3], even, *queue(plan, q), scale, q.shape[1], *strides)
+        options = {"GROUP": group, "D": q.shape[-1], "D_PAD": d, "DV_PAD": dv, "PACK": pack}
+        run(dq_kernel, plan.work_tiles, q, config, arguments, **options)
+    copy_back(dq, even)
 
 
 def dkdv(
@@ -104,7 +110,7 @@ def dkdv(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lines: Tensor,
+    stats: Tensor,
     mask: Mask,
     scale: float,
     dk: Tensor,
@@ -112,72 +118,70 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Writes dk (b, s, o, d) and dv (b, s, o, dv); o, the owners, are the key heads, or the query heads.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv). The o owners are the key heads, or the query heads.
 
-    With ``dq`` (b, t, h, d), float32, adds to it: the fused method; in any order, or ``ordered``: the same each time.
+    With ``dq`` (b, t, h, d), float32, the fused kernel also adds to it: in a fixed order if ``ordered``, else in any order.
+    ``stats``: from `row_statistics`.
     """
     check(q)
-    wide = dq is None and max(q.shape[-1], v.shape[-1]) > 128
-    kernel = "dkdv_hdim256" if wide else "dkdv" if dq is None else "fused"
-    config, d_pad, dv_pad = choose(kernel, q.shape[-1], v.shape[-1])
-    owners = dk.shape[2]
+    d, dv_width, owners = q.shape[-1], v.shape[-1], dk.shape[2]
+    kernel = "fused" if dq is not None else "dkdv" if max(d, dv_width) <= 128 else "dkdv_hdim256"
+    config, d_pad, dv_pad = choose(kernel, d, dv_width)
     each = q.shape[2] // owners
-    heads = Heads(q.shape[0], owners, 1)
-    read = each * head_bytes(q, dout)
-    plan = tile_schedule(mask, config.rows, config.columns, True, heads, 1, read, q.device, each, ordered)
-    near_dk, near_dv = map(nearby, (dk, dv))
-    for rows in plan.blind:
-        near_dk[:, rows] = 0
-        near_dv[:, rows] = 0
-    if plan.items:
-        q, dout = (seen_only(x, mask, plan, keys=False) for x in (q, dout))
-        k, v = (seen_only(x, mask, plan, keys=True) for x in (k, v))
-        sums = dq if dq is None or reachable(dq) else roomy(dq).zero_()
+    heads, read = Heads(q.shape[0], owners, 1), each * head_bytes(q, dout)
+    plan = tile_schedule(mask, Traversal(config.rows, config.columns, True, heads, 1, each, read, ordered), q.device)
+    own_dk, own_dv = map(within_reach, (dk, dv))
+    for rows in plan.fully_masked_rows:
+        own_dk[:, rows] = 0
+        own_dv[:, rows] = 0
+    if plan.work_tiles:
+        q, dout = (zero_masked(x, mask, plan, keys=False) for x in (q, dout))
+        k, v = (zero_masked(x, mask, plan, keys=True) for x in (k, v))
         queries = box(q, config.columns, 1, d_pad), box(dout, config.columns, 1, dv_pad)
         keys = box(k, config.rows, 1, d_pad), box(v, config.rows, 1, dv_pad)
-        line = described(lines.view(-1), config.columns)
-        tiles = -(-q.shape[1] // config.columns) if ordered else 0
-        places = q.shape[0] * q.shape[2] * tiles
-        strides = near_dk.stride()[:3], near_dv.stride()[:3]
-        written = (near_dk, near_dv, *queue(plan, q, places), scale, *strides, lines.shape[3], q.shape[2])
-        group = q.shape[2] // k.shape[2]
-        options = {"HEADS": each, "GROUP": group, "D": q.shape[-1], "DV": v.shape[-1], "D_PAD": d_pad, "DV_PAD": dv_pad}
-        if wide:
-            run(dkdv_hdim256_kernel, plan.items, q, config, (*queries, *keys, line, *written), **options)
+        stats_box = descriptor(stats.view(-1), config.columns)
+        dq_tiles = -(-q.shape[1] // config.columns) if ordered else 0
+        semaphores = q.shape[0] * q.shape[2] * dq_tiles
+        strides = own_dk.stride()[:3], own_dv.stride()[:3]
+        written = (own_dk, own_dv, *queue(plan, q, semaphores), scale, *strides, stats.shape[3], q.shape[2])
+        options = {"HEADS": each, "GROUP": q.shape[2] // k.shape[2]}
+        options |= {"D": d, "DV": dv_width, "D_PAD": d_pad, "DV_PAD": dv_pad}
+        if kernel == "dkdv_hdim256":
+            run(dkdv_hdim256_kernel, plan.work_tiles, q, config, (*queries, *keys, stats_box, *written), **options)
         else:
-            added = line if sums is None else box(sums, config.columns, 1, 64)
-            options |= {"FUSED": dq is not None, "ORDERED": ordered}
-            run(dkdv_kernel, plan.items, q, config, (*queries, *keys, line, added, *written, tiles), **options)
-        if dq is not None and sums is not dq:
-            dq.add_(sums)
-    settle(dk, near_dk)
-    settle(dv, near_dv)
+            sums = dq if dq is None or tma_loadable(dq) else empty_for_tma(dq).zero_()
+            dq_box = stats_box if sums is None else box(sums, config.columns, 1, 64)
+            arguments = (*queries, *keys, stats_box, dq_box, *written, dq_tiles)
+            run(dkdv_kernel, plan.work_tiles, q, config, arguments, FUSED=dq is not None, ORDERED=ordered, **options)
+            if sums is not dq:
+                dq.add_(sums)
+    copy_back(dk, own_dk)
+    copy_back(dv, own_dv)
 
 
 # ------------------------------------------------------------------ inputs
 def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> tuple[int, int, TileSchedule]:
-    """For kernels that own tiles of queries: heads of a group, how many of them share a tile, and the schedule."""
+    """Return the query heads of a group, how many of them share a tile, and the schedule of a kernel that owns queries."""
     group = q.shape[2] // k.shape[2]
     pack = packing(mask, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
-    # Optimism wants all of a tile's rows to have seen much: under the diagonal some see one key at first.
-    plan = tile_schedule(
-        mask, config.rows, config.columns, False, heads, pack, read, q.device, full_first=config.optimistic
-    )
-    return group, pack, plan
+    # A stale maximum is good once all rows have seen many keys. In a partial tile, some rows see only a few.
+    full_first = config.optimistic
+    traversal = Traversal(config.rows, config.columns, False, heads, pack, 1, read, full_first=full_first)
+    return group, pack, tile_schedule(mask, traversal, q.device)
 
 
 def check(q: Tensor) -> None:
     """Raise ValueError unless there are Hopper kernels for q's dtype and device."""
     if q.dtype not in DTYPES:
-        raise ValueError(f'the Hopper kernels are for bfloat16 and float16, got {q.dtype}: use backend("triton")')
+        raise ValueError(f'the Hopper kernels support bfloat16 and float16, not {q.dtype}: use backend("triton")')
     if q.device.type == "cuda" and capability(q.device) != CAPABILITY:
         name = torch.cuda.get_device_name(q.device)
-        raise ValueError(f'the Hopper kernels are for compute capability 9.0, this is {name}: use backend("triton")')
+        raise ValueError(f'the Hopper kernels need compute capability 9.0, and this is {name}: use backend("triton")')
 
 
-def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q and a scale > 0 that give the same scores: the forward hides cells with -inf before it scales them.
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return q and a scale > 0 with the same scores: the forward kernel masks cells with -inf before it scales them.
 
     A scale of NaN stays NaN.
     """
@@ -186,42 +190,47 @@ def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (-q, -scale) if scale < 0 else (q, scale)
 
 
-def seen_only(x: Tensor, mask: Mask, plan: TileSchedule, keys: bool) -> Tensor:
-    """x (b, t, h, d), queries or keys; a copy with 0 in those that the mask does not touch, if the plan loads such."""
-    return torch.where(unseen_tokens(mask, keys, x.device)[:, None, None], 0.0, x) if plan.strays[keys] else x
+def zero_masked(x: Tensor, mask: Mask, plan: TileSchedule, keys: bool) -> Tensor:
+    """Return x (b, t, h, d), queries or keys. If the plan loads tokens that the mask does not touch, a copy with 0 in them."""
+    if not plan.loads_masked_tokens[keys]:
+        return x
+    return torch.where(unseen_tokens(mask, keys, x.device)[:, None, None], 0.0, x)
 
 
 @device_plan
 def unseen_tokens(mask: Mask, keys: bool, device: torch.device) -> Tensor:
-    """Which keys, or queries, no band touches (bool)."""
-    return torch.from_numpy(untouched(mask, keys)).to(device)
+    """Return which keys, or queries, no band touches (bool)."""
+    unseen = np.zeros(mask.keys if keys else mask.queries, bool)
+    for start, stop in zip(*untouched(mask, keys), strict=True):
+        unseen[start:stop] = True
+    return upload(unseen, device)
 
 
 def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
-    """What TMA loads boxes of x (b, t, h, d) by, or adds them by; columns behind d, and rows behind t, arrive as 0.
+    """Return a descriptor by which TMA loads boxes of x (b, t, h, d), or adds to them. Rows and columns outside x load as 0.
 
-    x, or a copy if TMA cannot reach it: what is added to must be `reachable`.
+    The descriptor is of a copy if TMA cannot load x in place. A tensor that is added to must be `tma_loadable`.
     """
-    return described(x if reachable(x) else roomy(x).copy_(x), 1, tokens, heads, width)
+    return descriptor(x if tma_loadable(x) else empty_for_tma(x).copy_(x), 1, tokens, heads, width)
 
 
-def described(x: Tensor, *block: int) -> TensorDescriptor:
-    """What TMA loads blocks of x by, which it can reach."""
+def descriptor(x: Tensor, *block: int) -> TensorDescriptor:
+    """Return a TMA descriptor of x with these boxes."""
     made = object.__new__(TensorDescriptor)
-    made.__dict__.update(description(x.dtype, x.shape, x.stride(), block), base=x)
+    made.__dict__.update(descriptor_fields(x.dtype, x.shape, x.stride(), block), base=x)
     return made
 
 
 @lru_cache(maxsize=4096)
-def description(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]) -> dict:
-    """What a descriptor of such tensors holds: its checks take longer than all the rest."""
-    layout = LINE if len(shape) == 1 else TILES[dtype.itemsize]
-    strided = described_strides(dtype, shape, strides)
+def descriptor_fields(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]) -> dict:
+    """Return the fields of a descriptor without its tensor. They are cached because the checks of Triton are slow."""
+    layout = VECTOR if len(shape) == 1 else TILES[dtype.itemsize]
+    strided = descriptor_strides(dtype, shape, strides)
     return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), strided, list(block), layout))
 
 
-def described_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
-    """The strides, but those of axes of length 1, which may be anything, as if they were contiguous."""
+def descriptor_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
+    """Return the strides; those of axes of length 1, which may be anything, as if x were contiguous."""
     inner, made = padded_width(dtype, shape), [1]
     for n, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
         made.insert(0, stride if n > 1 else inner)
@@ -229,109 +238,118 @@ def described_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int,
     return made
 
 
-def reachable(x: Tensor) -> bool:
-    """Whether TMA can reach x (b, t, h, d) where it is: base and strides multiples of 16 bytes, the last stride 1."""
-    return x.data_ptr() % 16 == 0 and reachable_by(x.shape, x.stride(), x.element_size())
+def tma_loadable(x: Tensor) -> bool:
+    """Return whether TMA can load x (b, t, h, d) in place: base and strides multiples of 16 bytes, the last stride 1."""
+    return x.data_ptr() % 16 == 0 and tma_strides(x.shape, x.stride(), x.element_size())
 
 
 @lru_cache(maxsize=4096)
-def reachable_by(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether TMA can take such steps."""
+def tma_strides(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
+    """Return whether TMA supports these strides (in elements)."""
     steps = [stride * itemsize for n, stride in zip(shape[:3], strides[:3], strict=True) if n > 1]
     return strides[3] == 1 and all(step > 0 and step % 16 == 0 and step < 2**40 for step in steps)
 
 
-def roomy(x: Tensor) -> Tensor:
-    """Room for a tensor like x (b, t, h, d) that TMA can reach."""
+def empty_for_tma(x: Tensor) -> Tensor:
+    """Return an empty tensor with the shape of x (b, t, h, d) that TMA can load in place."""
     return x.new_empty(*x.shape[:3], padded_width(x.dtype, x.shape))[..., : x.shape[3]]
 
 
 def padded_width(dtype: torch.dtype, shape: torch.Size) -> int:
-    """d in whole units of 16 bytes."""
+    """Return d, rounded up to 16 bytes."""
     unit = 16 // dtype.itemsize
     return -(-shape[-1] // unit) * unit
 
 
 @cached_plan
 def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
-    """How many query heads of a group share a tile: more than one where it saves a tenth of the visits.
+    """Return how many query heads of a group share a tile: more than one if that saves a tenth of the visits.
 
-    A tile of 128 rows is then 64 tokens of two heads, or 32 of four: less is wasted at the edges of short documents.
+    A tile of 128 rows then holds 64 tokens of two heads, or 32 of four. Less of it is wasted at the ends of short documents.
     """
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
-    visits = {pack: work_table(mask, rows // pack, columns).visits / pack for pack in candidates}
-    best = min(candidates, key=lambda pack: visits[pack])
-    return best if visits[best] < 0.9 * visits[1] else 1
+    alone, _ = visits(mask, rows, columns)
+    if len(candidates) == 1 or area(mask) / (rows * columns) >= 0.9 * alone:  # no packing has fewer visits than that
+        return 1
+    packed = {pack: visits(mask, rows // pack, columns)[0] / pack for pack in candidates}
+    best = min(candidates, key=packed.__getitem__)
+    return best if packed[best] < 0.9 * alone else 1
 
 
 @cached_plan
-def tiles_seen(mask: Mask, heads: int, programs: int) -> float:
-    """How many tiles of 128 keys a query sees on average; a quarter of it where no program has two tiles of queries."""
+def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
+    """Return the average number of tiles of 128 keys that a query sees; a quarter of it if no SM has two tiles of queries."""
     tiles = -(-mask.queries // 128)
-    return mask.area / max(1, mask.queries) / 128 / (1 if tiles * heads > programs else 4)
+    return area(mask) / max(1, mask.queries) / 128 / (1 if tiles * heads > sms else 4)
 
 
 # ------------------------------------------------------------------ outputs
 CONTIGUOUS = torch.contiguous_format
 
 
-def evenly(x: Tensor) -> Tensor:
-    """x (b, t, h, d) if kernels can write it: one stride from token to token through all batches, the last stride 1."""
+def evenly_strided(x: Tensor) -> Tensor:
+    """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it.
+
+    They can if one stride leads from token to token through all batches, the last stride is 1, and 32 bits hold the offsets
+    within a tile.
+    """
     even = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     reach = 256 * x.stride(1) + x.shape[2] * x.stride(2)
     return x if even and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
 
 
-def nearby(x: Tensor) -> Tensor:
-    """x (b, s, o, d) if kernels can write it: the last stride 1, rows of a tile within reach of 32 bits."""
+def within_reach(x: Tensor) -> Tensor:
+    """Return x (b, s, o, d) if kernels can write it, else an empty tensor like it.
+
+    They can if the last stride is 1, and 32 bits hold the offsets within a tile.
+    """
     reach = 128 * x.stride(1)
     return x if x.stride(3) == 1 and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
 
 
-def settle(x: Tensor, made: Tensor) -> None:
-    """Copy what was made into x, unless it was made there."""
-    if made is not x:
-        x.copy_(made)
+def copy_back(x: Tensor, written: Tensor) -> None:
+    """Copy the written tensor into x, unless it is x."""
+    if written is not x:
+        x.copy_(written)
 
 
 # ------------------------------------------------------------------ launches
 def head_bytes(*tensors: Tensor) -> int:
-    """What one head of these (b, t, h, d) holds."""
+    """Return the bytes of one head of these tensors (b, t, h, d)."""
     return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
 
 
-def processors(x: Tensor) -> int:
-    """How many programs run at a time."""
-    if x.device.type == "cpu":
-        return SIMULATED_PROCESSORS
-    return multiprocessor_count(x.device)
+def resident_ctas(x: Tensor) -> int:
+    """Return how many CTAs run at a time: one on each SM of x's device."""
+    return SIMULATED_SMS if x.device.type == "cpu" else multiprocessor_count(x.device)
 
 
-def queue(plan: TileSchedule, x: Tensor, places: int = 0) -> tuple[Tensor, Tensor]:
-    """What there is to do, and the counter that programs claim it from: the launch's own, for streams may overlap.
+def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the work of a launch, and zeros: the counter by which CTAs claim work tiles, and the semaphores of dq.
 
-    Behind it are the ``places`` where programs that add to the same wait for one another. Where each program has one item
-    at most and there are none, nobody reads the counter, and none is made.
+    Each launch has its own counter, because launches on several streams may overlap. There is none (``work`` is returned
+    twice) if no CTA reads it: each has one work tile at most, and there are no semaphores.
     """
-    some = plan.items > processors(x) or places
-    return plan.work, torch.zeros(1 + places, dtype=torch.int32, device=x.device) if some else plan.work
+    if plan.work_tiles <= resident_ctas(x) and not semaphores:
+        return plan.work, plan.work
+    return plan.work, torch.zeros(1 + semaphores, dtype=torch.int32, device=x.device)
 
 
 def constants(kernel, config: Config) -> dict:
-    """What a configuration says to a kernel at compile time."""
-    said = {"ROWS": config.rows, "COLUMNS": config.columns, "STAGES": config.stages}
-    if kernel is not dq_kernel:  # which owns its tiles once
-        said["BUFFERS"] = config.buffers
-    return {**said, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
+    """Return the compile-time arguments of a kernel that its configuration states."""
+    stated = {"ROWS": config.rows, "COLUMNS": config.columns, "STAGES": config.stages}
+    if kernel is not dq_kernel:  # it has one buffer for the tiles that it owns
+        stated["BUFFERS"] = config.buffers
+    return {**stated, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
 
 
-def run(kernel, items: int, q: Tensor, config: Config, arguments: tuple, **options) -> None:
-    """Launches a program on every processor, but no more than ``items``.
+def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **options) -> None:
+    """Launch a CTA on every SM, but at most ``work_tiles``.
 
-    Raises ValueError if the device has too little shared memory after all.
+    Raises ValueError if the device has too little shared memory, and RuntimeError on a CPU without the simulator.
     """
     try:
-        launch(kernel, min(items, processors(q)), q.device, arguments, **constants(kernel, config), **options)
+        launch(kernel, min(work_tiles, resident_ctas(q)), q.device, arguments, **constants(kernel, config), **options)
     except OutOfResources as error:
         raise ValueError(
             f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "

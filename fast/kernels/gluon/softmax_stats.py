@@ -1,11 +1,10 @@
-"""lse and delta as the Hopper kernels read them: whole, aligned lines in one tensor, lse in base 2.
+"""Row statistics (lse and delta) in the form that the Hopper kernels read: aligned rows of one tensor, lse in base 2.
 
-    lines (b, h, 2, padded):   lse * log2(e)   1e30 in rows that see no key, so that exp2(s - lse) = 0 without a compare
-                               -delta          0 behind the last token, as is lse: a product begins at it
+    stats (b, h, 2, padded):   lse * log2(e)   1e30 for queries that see no key: exp2(s - lse) is 0 without a comparison
+                               -delta          the initial accumulator of dP - delta; both are 0 behind the last token
 
-A box of any 4 n tokens from any fourth one on can be fetched by TMA; what it reads of the next line is finite.
-Written in Triton: there is no product in it.
-Traffic: 16 b h t bytes.
+``padded`` is a multiple of 4 tokens, so TMA can load any box that begins at a fourth token. Numbers that a box reads from the
+next row are finite. The kernel is plain Triton because it has no MMA. It reads and writes 16 b h t bytes.
 """
 
 import torch
@@ -18,23 +17,23 @@ from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.blocks import head_pointer, statistic_head_pointer
 from canon.fast.kernels.triton.softmax_stats import row_dot
 
-TOKENS = 256  # a program
+TOKENS = 256  # of each CTA
 
 
 @triton.jit(do_not_specialize=["tokens", "padded", "heads"])
-def softmax_stats_kernel(lse, delta, lines, tokens, padded, heads, lse_strides, delta_strides, TOKENS: tl.constexpr):
-    """lines (b, h, 2, padded) from lse and delta (b, h, t), of any strides."""
+def softmax_stats_kernel(lse, delta, stats, tokens, padded, heads, lse_strides, delta_strides, TOKENS: tl.constexpr):
+    """Write stats (b, h, 2, padded) from lse and delta (b, h, t), of any strides."""
     blocks = tl.cdiv(padded, TOKENS)
-    line = tl.program_id(0) // blocks
+    batch_head = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
-    here, at = token < tokens, tl.cast(token, tl.int64)
-    lse_line = statistic_head_pointer(lse, line // heads, line % heads, lse_strides)
-    delta_line = statistic_head_pointer(delta, line // heads, line % heads, delta_strides)
-    x = tl.load(lse_line + at * lse_strides[2], mask=here, other=0.0)
+    inside, at = token < tokens, tl.cast(token, tl.int64)
+    lse_row = statistic_head_pointer(lse, batch_head // heads, batch_head % heads, lse_strides)
+    delta_row = statistic_head_pointer(delta, batch_head // heads, batch_head % heads, delta_strides)
+    x = tl.load(lse_row + at * lse_strides[2], mask=inside, other=0.0)
     x = tl.where(x == float("-inf"), 1e30, x * 1.4426950408889634)
-    start = lines + tl.cast(line, tl.int64) * 2 * padded
+    start = stats + tl.cast(batch_head, tl.int64) * 2 * padded
     tl.store(start + token, x, mask=token < padded)
-    y = tl.load(delta_line + at * delta_strides[2], mask=here, other=0.0)
+    y = tl.load(delta_row + at * delta_strides[2], mask=inside, other=0.0)
     tl.store(start + padded + token, -y, mask=token < padded)
 
 
@@ -44,7 +43,7 @@ def delta_stats_kernel(
     dout,
     lse,
     dlse,
-    lines,
+    stats,
     tokens,
     padded,
     heads,
@@ -60,7 +59,7 @@ def delta_stats_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write lines (b, h, 2, padded) with delta = rowsum(dout * out) - dlse. Fully masked rows (lse = -inf) get delta 0."""
+    """Write stats (b, h, 2, padded) with delta = rowsum(dout * out) - dlse. Fully masked rows (lse = -inf) get delta 0."""
     first, batch_head = tl.program_id(0) // batch_heads * BM, tl.program_id(0) % batch_heads
     batch, head = batch_head // heads, batch_head % heads
     rows = first + tl.arange(0, BM)
@@ -74,7 +73,7 @@ def delta_stats_kernel(
     if HAS_DLSE:
         dlse_head = statistic_head_pointer(dlse, batch, head, dlse_strides)
         delta -= tl.load(dlse_head + token * dlse_strides[2], mask=active, other=0.0).to(ACC)
-    start = lines + tl.cast(batch_head, tl.int64) * 2 * padded
+    start = stats + tl.cast(batch_head, tl.int64) * 2 * padded
     lse2 = tl.where(lse_row == float("-inf"), 1e30, lse_row * 1.4426950408889634)
     tl.store(start + rows, lse2, mask=rows < padded)
     tl.store(start + padded + rows, -delta, mask=rows < padded)
@@ -83,30 +82,32 @@ def delta_stats_kernel(
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """Compute delta and return `row_statistics`, in one launch. Raises ValueError as `row_statistics` does."""
     dout, out = map(portable.addressable, (dout, out))
-    lines, dlse_or_any = empty_statistics(lse), lse if dlse is None else dlse
-    arguments = (out, dout, lse, dlse_or_any, lines, out.shape[1], lines.shape[3], out.shape[2])
+    stats, dlse_or_any = empty_statistics(lse), lse if dlse is None else dlse
+    arguments = (out, dout, lse, dlse_or_any, stats, out.shape[1], stats.shape[3], out.shape[2])
     options = {"HAS_DLSE": dlse is not None, **portable.row_options(torch.float32, out, dout)}
     strided, heads = (out, dout, lse, dlse_or_any), portable.batch_heads(out)
     portable.run(delta_stats_kernel, portable.row_grid(out), portable.ROWS, arguments, heads, strided, options)
-    return lines
+    return stats
 
 
-def row_statistics(lse: Tensor, delta: Tensor, lines: Tensor | None = None) -> Tensor:
-    """Return row statistics (b, h, 2, padded), float32, of lse and delta (b, h, t), written into ``lines`` if given."""
-    lines = empty_statistics(lse) if lines is None else lines
-    b, h, tokens, padded = *lse.shape, lines.shape[3]
-    if lines.numel():
-        arguments = (lse, delta, lines, tokens, padded, h, lse.stride(), delta.stride())
+def row_statistics(lse: Tensor, delta: Tensor, stats: Tensor | None = None) -> Tensor:
+    """Return row statistics (b, h, 2, padded), float32, of lse and delta (b, h, t), written into ``stats`` if given."""
+    stats = empty_statistics(lse) if stats is None else stats
+    b, h, tokens, padded = *lse.shape, stats.shape[3]
+    if stats.numel():
+        arguments = (lse, delta, stats, tokens, padded, h, lse.stride(), delta.stride())
         launch(
             softmax_stats_kernel, triton.cdiv(padded, TOKENS) * b * h, lse.device, arguments, TOKENS=TOKENS, num_warps=4
         )
-    return lines
+    return stats
 
 
 def empty_statistics(lse: Tensor) -> Tensor:
-    """Return uninitialised lines (b, h, 2, padded), float32. Raises ValueError if they exceed 2^31 elements."""
+    """Return uninitialised row statistics (b, h, 2, padded), float32. Raises ValueError if they exceed 2^31 elements."""
     b, h, tokens = lse.shape
     padded = -(-tokens // 4) * 4
     if 2 * b * h * padded >= 2**31:
-        raise ValueError(f"{b} x {h} lines of {tokens} tokens are more than 32 bits count: use smaller batches")
+        raise ValueError(
+            f"the row statistics of {b} x {h} heads of {tokens} tokens exceed 32-bit offsets: use smaller batches"
+        )
     return torch.empty(b, h, 2, padded, dtype=torch.float32, device=lse.device)

@@ -35,7 +35,6 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from canon.fast.kernels.gluon.tile_scheduler import unevenness
 from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
@@ -43,6 +42,7 @@ from canon.fast.kernels.triton.dq import dq_kernel
 from canon.fast.kernels.triton.forward import forward_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
 from canon.fast.kernels.triton.softmax_stats import delta_kernel
+from canon.fast.tile_costs import needs_more_owners
 from canon.fast.tiles import WorkTable, work_table
 from canon.reference.checks import accumulate_dtype
 from canon.reference.mask import Mask
@@ -61,10 +61,8 @@ def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: 
     has over a quarter more work under "split". "fused" is never chosen: this backend adds to dq in any order.
     """
     b, h, g = q.shape[0], q.shape[2], k.shape[2]
-    if h > g:
-        split = unevenness(mask, *COUNTED_TILE, b * g, h // g, multiprocessors)
-        if split > 1.25 * unevenness(mask, *COUNTED_TILE, b * h, 1, multiprocessors):
-            return "head_parallel"
+    if h > g and needs_more_owners(mask, *COUNTED_TILE, b * g, b * h, multiprocessors):
+        return "head_parallel"
     return "split"
 
 

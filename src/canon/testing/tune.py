@@ -82,7 +82,7 @@ def _portable_grid(kernel: str, _: Config, __: Shape) -> list[Config]:
 
 
 def _hopper_table(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape) -> Config:
-    seen = hopper.tiles_seen(shape.mask, shape.b * shape.h, hopper.processors(q)) if kernel == "forward" else 0.0
+    seen = hopper.tiles_seen(shape.mask, shape.b * shape.h, hopper.resident_ctas(q)) if kernel == "forward" else 0.0
     return hopper_config.choose(kernel, q.shape[-1], v.shape[-1], seen)[0]
 
 

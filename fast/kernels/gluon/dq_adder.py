@@ -1,0 +1,168 @@
+"""dq of the fused backward: the warpgroups compute parts of it, and the adder warp adds them to float32 dq in global memory.
+
+    warpgroups    dS to shared memory                    -> ds_full
+                  dQ^T = K^T dS to shared memory         -> dq_full
+    adder         wait for dq_full
+                  start the addition by TMA; once it has read shared memory -> dq_free
+
+Each is buffered twice. dS of both warpgroups is needed for dQ, because the sum is over all keys of the work tile. With D = 128
+each warpgroup computes 64 columns of dQ; with D = 64 one of them computes all columns, of every second tile.
+
+**The dq semaphore** (ORDERED). One int32 for each tile of dq makes the order of the additions fixed. The tile schedule gives
+each visit its own ticket and the ticket of its predecessor; why no CTA waits forever is shown in
+`canon.fast.kernels.gluon.dq_order`. The adder of a CTA does five things for each tile:
+
+    1. poll the semaphore with `load_acquire` until it holds the predecessor's ticket
+    2. `fence_async_global`
+    3. start the addition by TMA (`tma_reduce_add`)
+    4. `wait_for_reductions`: the sum is complete in global memory
+    5. write its own ticket with `store_release`
+
+The release in step 5 and the acquire in step 1 of the successor order the two CTAs. Everything that the predecessor completed
+before its release is visible after the acquire. But an acquire orders only the generic proxy, and TMA works in the async proxy.
+The proxy fence of step 2 orders the addition after the acquire. Without step 4, step 5 would publish an addition that is still
+in flight, and the successor could add first.
+
+Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. There is a
+second reason for an adder warp: the wait of step 4 empties the L1 cache. Warpgroups that executed it would pay in every tile
+(paper/deterministic_dq.md).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from canon.fast.kernels.gluon.layouts import mma_layout, shared_operand_layout
+from canon.fast.kernels.gluon.ptx import (
+    back_off,
+    fence_async_global,
+    load_acquire,
+    store_release,
+    tma_reduce_add,
+    wait_for_reductions,
+)
+from canon.fast.kernels.gluon.tile_queue import (
+    SPAN,
+    batch_head_of,
+    columns_of,
+    position_of,
+    receive,
+    spans_of,
+    ticket_of,
+)
+from canon.fast.kernels.gluon.tile_ring import aggregate, make_barriers
+
+
+@aggregate
+class DqExchange:
+    """Shared memory for dS and dQ^T, two buffers each, and their barriers. A buffer of dQ has PARTS of 64 columns."""
+
+    ds: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
+    dq_free: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, ds, dq, ds_full, dq_full, dq_free):
+        self.ds = ds
+        self.dq = dq
+        self.ds_full = ds_full
+        self.dq_full = dq_full
+        self.dq_free = dq_free
+
+
+@gluon.jit
+def make_exchange(dtype: gl.constexpr, dq_desc, ROWS: gl.constexpr, COLUMNS: gl.constexpr, D_PAD: gl.constexpr):
+    """Allocate the buffers and barriers."""
+    PARTS: gl.constexpr = D_PAD // 64
+    ds = gl.allocate_shared_memory(dtype, [2, ROWS, COLUMNS], shared_operand_layout(COLUMNS))
+    dq = gl.allocate_shared_memory(gl.float32, [2 * PARTS, 1, COLUMNS, 1, 64], dq_desc.layout)
+    return DqExchange(ds, dq, make_barriers(2, 2), make_barriers(2, PARTS), make_barriers(2, 1))
+
+
+# ------------------------------------------------------------------ the warpgroups
+@gluon.jit
+def share_ds(ds, exchange, t, W: gl.constexpr):
+    """Write the rows of dS of warpgroup W to shared memory, for both warpgroups. ``t`` counts visited tiles."""
+    exchange.ds.index(t % 2).slice(W * ds.shape[0], ds.shape[0], dim=0).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(exchange.ds_full.index(t % 2), count=1)
+
+
+@gluon.jit
+def issue_dq(k, column, exchange, t):
+    """Issue the MMA of 64 columns of dQ^T = K^T dS, from ``column`` on, with dS of both warpgroups."""
+    BN: gl.constexpr = exchange.ds.shape[2]
+    mbarrier.wait(exchange.ds_full.index(t % 2), t // 2 & 1)
+    zeros = gl.zeros([64, BN], gl.float32, mma_layout(BN))
+    k_columns = k.slice(column, 64, dim=1)
+    return hopper.warpgroup_mma(
+        k_columns.permute((1, 0)), exchange.ds.index(t % 2), zeros, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
+    """Write 64 columns of dQ^T, one of PARTS, to shared memory for the adder. Transposed, 32 lanes write to 32 banks."""
+    mbarrier.wait(exchange.dq_free.index(t % 2), (t // 2 & 1) ^ 1)
+    exchange.dq.index(t % 2 * PARTS + PART).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(exchange.dq_full.index(t % 2), count=1)
+
+
+# ------------------------------------------------------------------ the adder
+@gluon.jit
+def wait_for_ticket(semaphore, predecessor):
+    """Wait until the semaphore holds the predecessor's ticket. TMA operations that follow come after its addition."""
+    while load_acquire(semaphore) != predecessor:
+        back_off()
+    fence_async_global()
+
+
+@gluon.jit
+def publish_ticket(semaphore, ticket):
+    """Wait until the addition of this CTA is complete, then write its ticket for the successor."""
+    wait_for_reductions()
+    store_release(semaphore, ticket)
+
+
+@gluon.jit
+def add_dq(dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS: gl.constexpr, ORDERED: gl.constexpr):
+    """Run the adder warp: add every tile of dQ to global memory.
+
+    ORDERED: in the order of the tickets. ``semaphores`` (b, h, dq_tiles) then points to int32 zeros.
+    """
+    published, k = buffers.published, buffers.k
+    BUFFERS: gl.constexpr = published.shape[0]
+    BN: gl.constexpr = exchange.dq.shape[2]
+    PARTS: gl.constexpr = exchange.dq.shape[0] // 2
+    t, done = 0, 0
+    work_tile = receive(published.index(0), k.full.index(0), 0)
+    while work_tile > 0:
+        mbarrier.arrive(k.free.index(done % BUFFERS), count=1)
+        _, _, batch, owner = position_of(work, work_tile)
+        batch_owner = batch_head_of(work, work_tile)
+        span_first, span_end = spans_of(work, work_tile)
+        for span in range(span_first, span_end, SPAN):
+            column, stop = columns_of(work, span, BN)
+            head = (span - span_first) // ((span_end - span_first) // HEADS)
+            if ORDERED:
+                predecessor, ticket = ticket_of(work, span)
+                semaphore = semaphores + (batch_owner * HEADS + head) * dq_tiles + column // BN
+            for i in range(column, stop, BN):
+                if ORDERED:
+                    wait_for_ticket(semaphore, predecessor)  # while the warpgroups compute dQ
+                mbarrier.wait(exchange.dq_full.index(t % 2), t // 2 & 1)
+                for part in gl.static_range(PARTS):
+                    source = exchange.dq.index(t % 2 * PARTS + part)
+                    tma_reduce_add(dq_desc, [batch, i, owner * HEADS + head, 64 * part], source)
+                tma.store_wait(0)  # shared memory has been read
+                mbarrier.arrive(exchange.dq_free.index(t % 2), count=1)
+                if ORDERED:
+                    publish_ticket(semaphore, ticket)
+                    semaphore += 1
+                t += 1
+        done += 1
+        work_tile = receive(published.index(done % BUFFERS), k.full.index(done % BUFFERS), done // BUFFERS & 1)

@@ -1,0 +1,226 @@
+"""A fixed order for the sums of dq: tickets, the order of work tiles that keeps waits short, and when it pays.
+
+The fused backward owns tiles of keys and visits tiles of queries. Many work tiles add to one tile of dq, and float32 sums
+depend on their order. So each visit gets a **ticket**, and each tile of dq has a **semaphore** in global memory that starts
+at 0. A CTA adds only when the semaphore holds the ticket of its *predecessor*: the previous visit of that tile of dq in the
+tile schedule. After its addition is complete it writes its own ticket there.
+
+    tile schedule      work tile A            work tile B            work tile C
+    tickets            1                      2                      3
+    dq tiles visited   0 1 2 3                    2 3                    1 2 3
+    (predecessor,      (0, 1) (0, 1)              (1, 2) (1, 2)          (1, 3)
+     own ticket)       (0, 1) (0, 1)                                     (2, 3) (2, 3)
+
+**Same bits.** The predecessors follow from the tile schedule alone: from the mask and the shapes, not from timing or the
+number of SMs. So each tile of dq is a sum in a fixed order.
+
+**No deadlock.** CTAs claim work tiles from an atomic counter, in the order of the tile schedule, and process their own ones
+in that order. Take the first unfinished work tile. All earlier ones are finished, so its predecessors have published their
+tickets. All earlier ones were claimed before it, so either it is claimed by a running CTA, or a CTA that finishes claims it
+next. It never waits for a CTA that the GPU has not started. This is why even the first work tile of a CTA is claimed.
+
+**Memory order** (the adder in `canon.fast.kernels.gluon.dkdv`) is explained there.
+
+Tickets are numbered along the tile schedule. A span whose tiles have several predecessors is cut between them (C above is
+cut into two). Tables are built without a loop over work tiles: O(spans) NumPy work in blocks, see `_next_holder`.
+
+Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code). Measurements:
+paper/deterministic_dq.md.
+"""
+
+from operator import itemgetter
+
+import numpy as np
+
+from canon.fast.tile_costs import TileCosts, tile_costs
+from canon.fast.tiles import counted, visits
+from canon.reference.mask import Mask
+from canon.reference.plan_cache import cached_plan
+
+SMS = 132  # of an H200. A constant, so that other GPUs get the same order and the same bits.
+L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache of an H200 holds 50 MB.
+
+# Heads in flight, longest first (`heads_in_flight`). Many heads in flight shorten the waits: at most about CTAS_PER_HEAD
+# CTAs of one head are useful, because each must stay behind its predecessor. But the CTAs of a head share reads of queries
+# through L2 only while they stay close together, and every addition lets them drift apart. So the additions to one tile of
+# dq, summed over the heads in flight, are limited to MAX_ADDITIONS. Both are fitted to times of zigzag shards
+# (paper/data/lists_side_by_side_h200.json).
+CTAS_PER_HEAD = 6
+MAX_ADDITIONS = 1100
+
+# Alternating order (`alternation`). With n heads in flight, w = SMS / n CTAs work on one head. If each starts 1.5 tiles after
+# the one before, they wait 1.5 (0 + 1 + ... + w - 1) tiles in all, which is about WAITING w^2. A head has repeat * visits
+# tiles. So waits take the share WAITING w^2 / (repeat * visits) of the time. L2 misses take DRIFTING (n bytes)^2 / queries:
+# n heads in flight read n * bytes. The two values are for owners of one query head, and of several. All three constants are
+# fitted to times with 1 to 32 heads in flight (paper/data/pairs_h200.json). The n with the smallest sum is taken.
+WAITING = 0.75
+DRIFTING = 0.9e-14, 2.3e-14
+UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
+
+# When the fused kernel with ordered dq pays (`ordered_dq_pays`). It saves two of seven MMAs. In alternating order, waits and
+# misses must cost less than the share MAX_SHARE. A tile of keys must also visit more than MIN_VISITS_ALTERNATING tiles of
+# queries (128 x 128), by the padded width. In the other order it must visit more than MIN_VISITS. Each CTA of a head then
+# starts LAG tiles after its predecessor. The lag of the last one must be under a tenth of the work of an SM. The constants
+# are fitted to paper/data/kernels_sweep_widths_h200.json and pairs_h200.json.
+MAX_SHARE = 0.08
+MIN_VISITS_ALTERNATING = {64: 8, 128: 12}
+MIN_VISITS = {64: 8, 128: 24}
+LAG = 2.5
+
+
+# ------------------------------------------------------------------ heads in flight, and the order of work tiles
+def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
+    """Return how many groups of heads are in flight together: as many as fit the L2 cache.
+
+    ``additions``: to one tile of dq, if they are ordered. CTAs then wait less with more groups in flight: as many as give
+    work to all SMs. But the CTAs of a head must stay together, or the groups must read at most four times `L2_BYTES`.
+    """
+    choices = divisors(groups)
+    largest = lambda each, room: max(n for n in choices if n == 1 or n * each <= room)
+    fitting = largest(bytes_per_group, L2_BYTES)
+    if additions is None:
+        return fitting
+    enough = next((n for n in choices if n * CTAS_PER_HEAD >= SMS), choices[-1])
+    close = max(largest(additions, MAX_ADDITIONS), largest(bytes_per_group, 4 * L2_BYTES))
+    return max(fitting, min(enough, close))
+
+
+def alternation(
+    costs: TileCosts, rows: int, columns: int, repeat: int, groups: int, bytes_per_group: int, queries: int
+) -> tuple[int, float] | None:
+    """Return the groups of heads in flight and the cost of waits and misses (share of the time), or None.
+
+    None means that short and long work tiles should not alternate: few of them add to one tile of dq, all are about equally
+    long, or they do not stay apart because each is less than two tiles shorter than the one before.
+    ``repeat``: query heads of an owner; ``bytes_per_group``: of the ``queries`` that a group reads.
+    """
+    cost = costs.cost[costs.active]
+    if not len(cost) or 4 * mean_additions(costs.spans, columns) < len(cost) or cost.max() <= UNEVEN * cost.mean():
+        return None
+    if repeat * rows < 2 * columns:
+        return None
+    waiting = WAITING * SMS**2 / (repeat * int(costs.spans[:, 1].sum()))
+    drifting = DRIFTING[repeat > 1] * bytes_per_group**2 / queries
+    return min(((n, waiting / n**2 + drifting * n**2) for n in divisors(groups)), key=itemgetter(1))
+
+
+def alternate(order: np.ndarray, groups: int) -> np.ndarray:
+    """Return ``order`` (longest first) with sets of short and of long work tiles alternating.
+
+    A set has one work tile for each CTA of a head, if ``groups`` are in flight. The first set has the shortest work tiles, the
+    shortest of all ahead. The second has the longest, the longest of all ahead. And so on.
+
+    Under a causal mask, all work tiles end at the same row of queries, and short ones start at later rows. A short one that
+    starts together with a longer predecessor waits until the predecessor reaches its first row. So all that start together
+    take as long as the longest of them. In alternating order, the long ones start one after another, as short ones end.
+    """
+    number = max(1, round(SMS / groups))
+    which, place = np.divmod(np.arange(len(order)), number)
+    place += which // 2 * number  # among the long ones, or the short ones
+    return order[np.where(which % 2 == 0, len(order) - 1 - place, place)]
+
+
+def mean_additions(spans: np.ndarray, columns: int) -> float:
+    """Return how many work tiles add to one tile of dq, on average."""
+    last = int((spans[:, 0] + columns * spans[:, 1]).max(initial=columns))
+    return columns * float(spans[:, 1].sum()) / last
+
+
+def divisors(groups: int) -> list[int]:
+    """Return the divisors of ``groups``, ascending; [1] for 0."""
+    return [n for n in range(1, groups + 1) if groups % n == 0] or [1]
+
+
+@cached_plan
+def ordered_dq_pays(
+    mask: Mask, query_heads: int, key_heads: int, sms: int, width: int, rows: int, columns: int
+) -> bool:
+    """Return whether the fused backward with ordered dq is faster than "split". Heads are counted over the batch.
+
+    ``width``: of the padded heads; ``rows`` and ``columns``: of the fused kernel's tiles.
+    """
+    visited, tiles = visits(mask, 128, 128, True, 128)
+    if visited <= min(MIN_VISITS_ALTERNATING[width], MIN_VISITS[width]) * tiles:
+        return False
+    each = query_heads // key_heads
+    if (
+        mask.keys <= mask.queries
+    ):  # otherwise messages with other ranks' dk and dv should overlap with the dq of "split"
+        costs, bytes_per_head = tile_costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
+        if found := alternation(costs, rows, columns, each, key_heads, bytes_per_head, mask.queries):
+            return visited > MIN_VISITS_ALTERNATING[width] * tiles and found[1] < MAX_SHARE
+    lag = LAG * min(tiles, sms / key_heads)  # of the last CTA of a head, in tiles
+    return visited > MIN_VISITS[width] * tiles and visited * query_heads / sms > 10 * lag
+
+
+# ------------------------------------------------------------------ tickets
+def cut_by_tickets(
+    spans: np.ndarray, begin: np.ndarray, end: np.ndarray, order: np.ndarray, columns: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut spans where the predecessor changes. Return the cut spans, begin and end for each work tile, and the tickets.
+
+    ``spans[begin[i]:end[i]]`` are those of work tile i, and ``order`` is the tile schedule. Tickets are (predecessor's, own)
+    for each span; own tickets are 1, 2, ... along the schedule, and predecessor 0 is none.
+
+    Consider the boundary of two tiles of dq. Where a span starts or ends there, the two tiles have different predecessors
+    from then on. The next span that covers both tiles must be cut there, and then both have the same predecessor again.
+    """
+    number = (end - begin)[order]
+    work_tile, place = counted(number)
+    along = spans[begin[order][work_tile] + place]
+    first = along[:, 0] // columns
+    stop = first + along[:, 1]
+    n, width = len(along), int(stop.max(initial=0)) + 1
+    boundary, after = np.concatenate([first, stop]), np.tile(np.arange(1, n + 1), 2)
+    cut = _next_holder(first + 1, stop, boundary, after)
+    pieces = np.concatenate([np.arange(n) * width + first, (cut * width + boundary)[cut < n]])
+    span, column = np.divmod(np.unique(pieces), width)
+    previous = n - _next_holder(first[::-1], stop[::-1], column, n - span)
+    tickets = np.stack([previous, span + 1], 1)
+    cut_spans = along[span]
+    is_last = np.append(span[1:] != span[:-1], True)[: len(span)]
+    cut_spans[:, 0] = columns * column
+    cut_spans[:, 1] = np.where(is_last, stop[span], np.append(column[1:], 0)[: len(span)]) - column
+    ends = np.cumsum(np.bincount(work_tile[span], minlength=len(order)))
+    new_begin, new_end = np.zeros_like(begin), np.zeros_like(end)
+    new_begin[order], new_end[order] = np.append(0, ends)[: len(order)], ends
+    return cut_spans, new_begin, new_end, tickets
+
+
+def _next_holder(begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i]; len(begin) if none.
+
+    Intervals are grouped into blocks. For each block and point a table has the next block with an interval that holds the
+    point. So only two blocks are searched for each point: that of ``after``, and that of the table.
+    """
+    n, width = len(begin), int(end.max(initial=0)) + 1
+    size = 1 << max(4, (width // 3).bit_length() // 2)
+    blocks = n // size + 1  # with room for after = n
+    begin, end = (
+        np.append(x, np.zeros(blocks * size - n)).astype(np.int32).reshape(blocks, size) for x in (begin, end)
+    )
+    following = np.zeros((blocks + 1, width), np.int32)  # +1 where an interval begins, -1 where it ends
+    block = np.arange(blocks)[:, None]
+    np.add.at(following, (block, begin), 1)
+    np.add.at(following, (block, end), -1)
+    np.cumsum(following, 1, out=following)  # how many intervals of a block hold a point
+    following[:] = np.where(following > 0, np.arange(blocks + 1, dtype=np.int32)[:, None], np.int32(blocks))
+    for i in reversed(range(blocks)):  # the block itself, or the next one of those behind it
+        np.minimum(following[i], following[i + 1], out=following[i])
+    point, after = point.astype(np.int32), after.astype(np.int32)
+    number = np.arange(size, dtype=np.int32)
+
+    def search(some: np.ndarray, block: np.ndarray) -> np.ndarray:
+        at = point[some, None]
+        hit = begin[block] <= at
+        hit &= at < end[block]
+        hit &= number >= (after[some] - size * block)[:, None]
+        place = hit.argmax(1)
+        return np.where(hit[np.arange(len(some)), place], size * block + place, n)
+
+    found = search(np.arange(len(point)), after // size)
+    left = np.flatnonzero(found == n)
+    later = following[after[left] // size + 1, point[left]]
+    left, later = left[later < blocks], later[later < blocks]
+    found[left] = search(left, later)
+    return found
