@@ -82,8 +82,7 @@ def test_backends_are_named():
         local.attention_forward(x, x, x, Mask.causal(3))
 
 
-def test_configurations_that_do_not_fit_are_skipped(monkeypatch):
-    monkeypatch.setattr(config, "_forced", {})
+def test_configurations_that_do_not_fit_are_skipped():
     sizes = []
     for limit in (232448, 166912, 101376):  # sm_90, sm_80, sm_86 and sm_89
         chosen = [

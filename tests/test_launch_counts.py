@@ -55,7 +55,7 @@ STATISTICS = {"triton": "delta_kernel", "gluon": "delta_stats_kernel"}
     ("method", "kernels"),
     [
         ("split", ["dkdv_kernel", "dq_kernel"]),
-        ("fused", ["dkdv_kernel"]),
+        ("fused", ["dkdv_kernel", "sum_heads_kernel"]),  # the last one casts dq
         ("head_parallel", ["dkdv_kernel", "sum_heads_kernel", "dq_kernel"]),
     ],
 )

@@ -5,7 +5,7 @@ With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of querie
     s = scale q k^T      dv += p^T dout      dp = dout v^T      ds = p * (dp - delta)      dk += scale ds^T q
 
 A CTA of `dkdv_kernel` owns a tile of keys (the transposed work table). It visits the query heads of its group one after
-another for each tile of queries, so that registers sum the group in a fixed order. That takes four MMAs a tile.
+another for each tile of queries, so that registers sum the group in a fixed order. It needs four MMAs a tile.
 FUSED adds a fifth: dq += scale ds k, by float32 atomics, in no fixed order.
 If GROUP > HEADS, a CTA owns fewer query heads than the group has (one, for head_parallel). Then `sum_heads_kernel` sums
 these partial results, also in a fixed order.
