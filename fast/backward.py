@@ -30,7 +30,7 @@ Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton
 TensorAuto/OpenTau pull request 376.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -133,11 +133,14 @@ def attention_backward(
 
 def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, mask: Mask,
-    scale: float, method: str, needs_grad: tuple[bool, bool, bool], dtype: torch.dtype | None = None,
+    scale: float, method: str, needs_grad: tuple[bool, bool, bool], dtype: torch.dtype | None = None, kind: Hashable = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all launches are one pass."""
+    """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all launches are one pass.
+
+    ``kind``: as in `replayed`, for all tensors except the gradients.
+    """
     grads = _empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
-    replayed(_gradients, (dout, q, k, v, out, lse, dlse, *grads), mask, scale, method)
+    replayed(_gradients, (dout, q, k, v, out, lse, dlse, *grads), mask, scale, method, kind=kind)
     return tuple(x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
 
 

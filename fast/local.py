@@ -83,33 +83,61 @@ def attention(
     return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _LocalCall:
-    """The arguments of a call after all checks, with defaults filled in; both passes of a batch."""
+    """The arguments of `attention` after all checks, for one kind of q, k and v; both passes of a batch.
+
+    One object serves all calls of its kind, so it can stand for the kind of their tensors.
+    """
 
     mask: Mask
     scale: float
     method: str
+    kind_of_saved: tuple = ()  # strides and alignment of q, k, v, out and lse in the forward pass
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return forward_part(q, k, v, self.mask, self.scale, q.dtype)
+        out, lse = empty_result(q, v, q.dtype)
+        if not self.kind_of_saved:
+            self.kind_of_saved = _strides_and_alignment(q, k, v, out, lse)
+        replayed(_forward, (q, k, v, out, lse), self.mask, self.scale, kind=self)
+        return out, lse
 
     def backward(self, needs_grad, dout, dlse, q, k, v, out, lse) -> tuple[Tensor | None, ...]:
-        return gradients(dout.to(q.dtype), q, k, v, out, lse, dlse, self.mask, self.scale, self.method, needs_grad)
+        kind = None
+        if _strides_and_alignment(q, k, v, out, lse) == self.kind_of_saved:  # hooks for saved tensors can move them
+            given = (dout,) if dlse is None else (dout, dlse)
+            kind = (self, needs_grad, dout.dtype, _strides_and_alignment(*given))
+        options = (self.mask, self.scale, self.method, needs_grad)
+        return gradients(dout.to(q.dtype), q, k, v, out, lse, dlse, *options, kind=kind)
 
     @property
     def nbytes(self) -> int:
+        """About how many bytes it takes on the host."""
         return self.mask.nbytes
+
+
+def _strides_and_alignment(*tensors: Tensor) -> tuple:
+    return tuple([(x.stride(), x.data_ptr() & 15) for x in tensors])
+
+
+def _kind_of_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str) -> tuple | None:
+    """Return a key for calls that need the same checks and the same kernels, None for arguments of unusual types."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(method, str)):
+        return None
+    if not (mask is None or type(mask) is Mask) or type(scale) not in (type(None), float, int):
+        return None
+    if not (q.layout is k.layout is v.layout is torch.strided) or q.device.type not in ("cuda", "cpu"):
+        return None
+    a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    kinds = [(type(x), x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)]
+    return (_LocalCall, *kinds, a & 15, b & 15, c & 15, a == b, a == c, b == c, mask, scale, method)
 
 
 def _checked_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str) -> _LocalCall:
     """Check the arguments of `attention`; those of a kind that was checked before are looked up."""
-    key = None
-    if (mask is None or type(mask) is Mask) and type(scale) in (type(None), float, int) and type(method) is str:
-        kinds = [(type(x), x.shape, x.dtype, x.device, x.layout) for x in (q, k, v) if isinstance(x, Tensor)]
-        key = (_LocalCall, *kinds, mask, scale, method)
-        if (found := plan_cache.PLANS.get(key)) is not None:
-            return found
+    key = _kind_of_call(q, k, v, mask, scale, method)
+    if key is not None and (found := plan_cache.PLANS.get(key)) is not None:
+        return found
     check_tensors(q, k, v)
     check_method("backward", method)
     call = _LocalCall(default_mask(q, k, mask), default_scale(q, scale), method)

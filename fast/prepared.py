@@ -40,7 +40,7 @@ from canon.fast.kernels.triton import config as triton_config
 from canon.reference import plan_cache
 
 ALIGNMENT = 256  # bytes, of each temporary inside the workspace
-REPLAY_ON_CPU = False  # tests replay through Triton's interpreter; otherwise passes on a CPU run as written
+REPLAYED = frozenset({"cuda"})  # device types; tests add "cpu", to replay through Triton's interpreter, or leave none
 
 
 def _operators(*names: str) -> frozenset[str]:
@@ -223,8 +223,8 @@ class PreparedPass:
         """About how many bytes it takes on the host."""
         return 2048 if self.reason else 8192
 
-    def replay(self, tensors: tuple[Tensor, ...]) -> None:
-        """Enqueue the launches on the current stream."""
+    def replay(self, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
+        """Enqueue the launches on the current stream. ``addresses`` are those of the tensors."""
         room = torch.empty(self.bytes, dtype=torch.uint8, device=self.device) if self.bytes else None
         if self.device.type == "cpu":
             self._run(tensors, room)
@@ -235,7 +235,6 @@ class PreparedPass:
             self._streams.add(stream)
         if self._uploads:
             self._uploads = [one for one in self._uploads if one.wait()]
-        addresses = [x.data_ptr() for x in tensors]
         addresses.append(0 if room is None else room.data_ptr())
         if torch._C._cuda_getDevice() == self.device.index:
             self._run(stream, *addresses)
@@ -413,27 +412,40 @@ def _tensor_map(value: Any, metadata: dict | None, launch: Launch, place: Callab
 
 
 # ---------------------------------------------------------------------- the cache
-def replayed(body: Callable[..., None], tensors: tuple[Tensor | None, ...], *options: Hashable) -> None:
+def replayed(
+    body: Callable[..., None],
+    tensors: tuple[Tensor | None, ...],
+    *options: Hashable,
+    kind: Hashable = None,
+) -> None:
     """Do what ``body(*tensors, *options)`` does, from its recording if there is one for such tensors and options.
 
     ``body`` writes its results into tensors that it is given, and returns None. The first tensor is not None, and its device
     is that of all. Everything else that the launches depend on is in ``options``, or in `_settings`.
+    ``kind``: decides shapes, strides, dtypes, alignment and aliases of all tensors, and the options; None derives them.
     """
     first = tensors[0]
-    as_written = first.device.type != "cuda" and not REPLAY_ON_CPU
-    if as_written or gluon_config.FORCED or triton_config.FORCED or launcher.is_recording():
-        body(*tensors, *options)  # inside another recording, the launches belong to that pass
+    if (
+        first.device.type not in REPLAYED
+        or gluon_config.FORCED
+        or triton_config.FORCED
+        or launcher.is_recording()  # the launches belong to the pass that is being recorded
+    ):
+        body(*tensors, *options)
         return
-    kinds = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
-    given = tuple(x for x in tensors if x is not None)
-    key = (body, options, *kinds, first.device, _shared(given), _settings(first))
+    given = tensors if None not in tensors else tuple(x for x in tensors if x is not None)
+    addresses = [x.data_ptr() for x in given]
+    if kind is None:
+        kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+        kind = (options, *kinds, *[address & 15 for address in addresses], first.device, _aliases(addresses))
+    key = (body, kind, _settings(first))
     found = plan_cache.PLANS.get(key)
     if found is None:
         plan_cache.PLANS.put(key, _recorded(partial(_with_none, body, tensors), given, options))
     elif found.reason:
         body(*tensors, *options)
     else:
-        found.replay(given)
+        found.replay(given, addresses)
 
 
 def _with_none(body: Callable[..., None], tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
@@ -447,9 +459,8 @@ def _settings(x: Tensor) -> tuple[Hashable, ...]:
     return chosen_backend(), torch.are_deterministic_algorithms_enabled(), precision
 
 
-def _shared(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:
+def _aliases(addresses: list[int]) -> tuple[int, ...] | None:
     """Return None if all tensors begin at different addresses, else the first tensor at the address of each."""
-    addresses = [x.data_ptr() for x in tensors]
     return None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
 
 

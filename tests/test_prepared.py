@@ -18,7 +18,7 @@ MASK = Mask.documents([0, 7, 40, 96], window=(30, 0))
 @pytest.fixture(autouse=True)
 def _replays(monkeypatch):
     PLANS.clear()
-    monkeypatch.setattr(prepared, "REPLAY_ON_CPU", True)
+    monkeypatch.setattr(prepared, "REPLAYED", {"cuda", "cpu"})
     yield
     PLANS.clear()
 
