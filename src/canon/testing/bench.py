@@ -1,16 +1,16 @@
-"""`canon bench`: how fast, beside whom, on which machine; agreement is checked before any figure is printed.
+"""`canon bench`: measure speed against peers. A contender that disagrees gets no figure.
 
-    canon bench kernels                        one GPU: forward and every backward, beside peers: `canon.testing.kernels`
+    canon bench kernels                        one GPU: forward, every backward, peers: `canon.testing.kernels`
     canon bench host                           one GPU: wall and host time of eager calls: `canon.testing.host_time`
     canon bench masks                          one GPU: the first call with a new packed mask: `canon.testing.host_time`
     canon bench figure RECORD --out FILE       their speeds against the length of the sequence: `canon.testing.figure`
-    canon bench tune                           one GPU: tile sizes instead of peers: `canon.testing.tune`
+    canon bench tune                           one GPU: tile sizes: `canon.testing.tune`
     canon bench schedules                      several GPUs: `canon.testing.schedules`
     canon bench plans                          dispatch plans, without a GPU: `canon.testing.plans`
 
 A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells alone:
-forward 4 h d area, backward 2.5 times that. The record holds every single time, the machine and the versions
-(`canon.testing.record`); it is written again after each shape, so that what was measured stays where a later one fails.
+forward 4 h d area, backward 2.5 times that. The record has every single time, the machine and the versions
+(`canon.testing.record`). It is written after each shape, so a later failure loses nothing.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import torch
 from canon.testing import figure, kernels, plans, process_groups, record
 from canon.testing.shapes import MASKS, Shape, shapes_of
 
-# What belongs to which command; an option of another one is refused.
+# The commands of each option. An option of another command is an error.
 OWNERS = {
     "shape": ("kernels", "tune", "schedules", "host", "masks"),
     "mask": ("kernels", "tune", "schedules", "host", "masks"),
@@ -51,7 +51,9 @@ DISAGREES, MISUSED = 1, 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
     add = parser.add_argument
-    what = "kernels: forward and every backward beside peers, on one GPU; figure: draw their records; tune: each kernel in "
+    what = (
+        "kernels: forward and every backward and peers, on one GPU; figure: draw their records; tune: each kernel in "
+    )
     what += "many tile sizes; schedules: ring, strided and Magi on several GPUs; plans: dispatch plans on a CPU; "
     what += "host: time of eager calls; masks: time of a new mask"
     add("what", choices=["kernels", "figure", "tune", "schedules", "plans", "host", "masks"], help=what)
@@ -93,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
-    """What remains to be done once the options have been read. Raises ValueError if they are wrong."""
+    """Return the rest of the work as a function. Raises ValueError if the options are wrong."""
     if options.what == "figure":
         path = figure.run(options)
         return lambda: console.print(f"figure: {path}", markup=False) or 0

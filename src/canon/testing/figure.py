@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Path:
-    """Draw what ``canon bench figure`` asks for. Raises ValueError where a record has nothing to draw."""
+    """Draw the figure of ``canon bench figure``. Raises ValueError where a record has nothing to draw."""
     if not options.records:
         raise ValueError("figure needs records: canon bench figure RECORD... --out FILE")
     try:

@@ -1,14 +1,13 @@
-"""`canon bench kernels`: forward and every backward on one GPU, beside peers; agreement before any figure.
+"""`canon bench kernels`: time the forward and every backward on one GPU, and those of peers.
 
     canon bench kernels                        the default shapes
     canon bench kernels --shape 1,16384,32,8,128,causal --shape 1,65536,64,8,128,documents:4096 --only canon
     canon bench kernels --sweep 128            512 to 131072 tokens at constant work for `canon bench figure`
-    canon bench kernels --auto                 is "auto" within 10 % of the fastest method, on twelve shapes?
+    canon bench kernels --auto                 is "auto" within 10 % of the fastest method?
     canon bench kernels --partial              what do partial masks cost against an equal area of full tiles?
 
-Every contender gets the same inputs in the same process, and they take turns. A row says how fast it is, which share of
-the roofline that is and how it compares with the fastest peer (`canon.testing.roofline`). A contender that disagrees gets
-no figure and is nobody's peer.
+Every contender gets the same inputs in the same process, and rounds alternate between them. A row has its speed, its share
+of the roofline and its ratio to the fastest peer (`canon.testing.roofline`). A contender that disagrees has no figure.
 """
 
 import argparse
@@ -27,20 +26,18 @@ from canon.testing.timing import Eager, Run, ceilings, eager_rounds, take_turns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``canon bench kernels`` alone."""
+    """Add the arguments of ``canon bench kernels``."""
     widths = "64,128,256"
-    told = f"kernels: 512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths (default {widths})"
+    text = f"kernels: 512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths (default {widths})"
     sets = parser.add_mutually_exclusive_group()
-    sets.add_argument("--sweep", nargs="?", const=widths, metavar="D,D", help=told)
-    sets.add_argument(
-        "--auto", action="store_true", help="kernels: Canon's methods beside its own choice, on 12 shapes"
-    )
-    told = "kernels: Canon on a causal mask beside a full one of the same area; --shape without masks"
-    sets.add_argument("--partial", action="store_true", help=told)
+    sets.add_argument("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
+    sets.add_argument("--auto", action="store_true", help="kernels: the automatic choice and all methods on 12 shapes")
+    text = "kernels: a causal mask and a full one of equal area; --shape without masks"
+    sets.add_argument("--partial", action="store_true", help=text)
 
 
 def jobs(options: argparse.Namespace) -> list[tuple[Shape, ...]]:
-    """What is measured one after the other; shapes of one job take turns. Raises ValueError."""
+    """Return the jobs in order; rounds alternate between the shapes of one job. Raises ValueError."""
     texts, masks = options.shape or [], options.mask or []
     if (options.sweep or options.auto) and (texts or masks):
         raise ValueError("--sweep and --auto have shapes and masks of their own: leave --shape and --mask out")
@@ -61,7 +58,7 @@ def jobs(options: argparse.Namespace) -> list[tuple[Shape, ...]]:
 def measured(
     options: argparse.Namespace, found: list[tuple[Shape, ...]], device: torch.device
 ) -> Iterator[tuple[list[dict], dict[str, Any]]]:
-    """After each job its rows, and what the record holds beside all rows so far: ceilings, peers, verdicts."""
+    """Yield the rows of each job, and the other fields of the record: ceilings, peers, verdicts."""
     dtype = getattr(torch, options.dtype)
     others = not (options.auto or options.partial)
     more: dict[str, Any] = {"ceilings": ceilings(dtype, device), "peers": installed()}
@@ -86,7 +83,7 @@ def measure(
     *,
     others: bool = True,
 ) -> list[list[dict]]:
-    """For each shape a row per contender: agreement, the milliseconds of each forward and backward run, and speeds."""
+    """Return, for each shape, a row per contender: agreement, single times in milliseconds, and speeds."""
     rows, runs, eager = [], [], []
     for shape in job:
         some, timed, called = _prepare(shape, dtype, device, contenders(shape, device, only, others=others))
@@ -106,7 +103,7 @@ def _prepare(
     """Return a judged row per contender, the runs to time on the GPU with their lists, and the eager calls to time."""
     q, k, v, dout = shape.inputs(dtype, device)
     group = shape.h // shape.g
-    # The last sequence, the last key head and its queries: an offset that is wrong is wrong there.
+    # The last sequence and the last key head with its queries: a wrong offset shows there.
     one = [q[-1:, :, -group:], k[-1:, :, -1:], v[-1:, :, -1:], dout[-1:, :, -group:]]
     exact, honest = oracle(*one, shape.mask), dense(*one, shape.mask)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -118,7 +115,7 @@ def _prepare(
             out = forward(q, k, v)
             backward = _inside(contender, partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True))
             dq, dk, dv = backward()
-        except Exception as error:  # a peer may lack a width or a mask: said in its row
+        except Exception as error:  # a peer may lack a width or a mask; its row has the reason
             declined = contender.declines and isinstance(error, (ValueError, NotImplementedError))
             row["declined" if declined else "failed"] = f"{type(error).__name__}: {error}"[:300]
             continue
@@ -166,26 +163,26 @@ def _row(shape: Shape, contender: Contender) -> dict:
 
 # ---------------------------------------------------------------------- shown
 def verdicts(more: dict[str, Any]) -> list:
-    """Tables of what --auto and --partial ask."""
+    """Return the tables of --auto and --partial."""
     return [show(more[name]) for name, show in (("auto", _auto), ("partial", _partial)) if name in more]
 
 
 def summary(more: dict[str, Any]) -> str:
-    """The ceilings, and which peers there are."""
+    """Return a line with the ceilings and the peers."""
     measured = "{matmul_tflops:.0f} TFLOP/s in a product, {copy_tbs:.2f} TB/s in a copy".format(**more["ceilings"])
-    return "; ".join([f"ceilings: {measured}", *(f"{name}: {told}" for name, told in more["peers"].items())])
+    return "; ".join([f"ceilings: {measured}", *(f"{name}: {text}" for name, text in more["peers"].items())])
 
 
 def speeds(rows: list[dict]) -> Iterator[Any]:
-    """A table for each shape."""
+    """Yield a table for each shape."""
     from rich.markup import escape
     from rich.table import Table
 
     clocks, shares = ("forward ms", "both ms"), ("of roof", "to peer")
     columns = ("contender", "agrees", *clocks, "forward", *shares, "backward", *shares)
-    told = "wall (host) ms of eager calls; TFLOP/s of GPU time, share of the roofline, ratio to the fastest peer"
+    text = "wall (host) ms of eager calls; TFLOP/s of GPU time, share of the roofline, ratio to the fastest peer"
     for shape in dict.fromkeys(row["shape"] for row in rows):
-        shown = Table(*columns, title=f"{shape}: {told}")
+        shown = Table(*columns, title=f"{shape}: {text}")
         for row in (row for row in rows if row["shape"] == shape):
             speeds = [_clocks(row, "forward"), _clocks(row, "both")]
             for name in roofline.PASSES:

@@ -4,9 +4,9 @@
                                                    and one pack of ten million tokens on 1024 ranks
     canon bench plans --ranks 8 --packs 100
 
-Each pack (`canon.testing.packs`) is planned by `canon.fast.dispatch`, its cache emptied before, on one thread, and reported by
-`plan_report`: balance is the largest area over max(mean, largest chunk), volume the part of an all-gather that moves. Four
-sequences stand beside them: one causal document, a window of 1024, and 1000 documents, equal ones and cut at random.
+Each pack (`canon.testing.packs`) is planned by `canon.fast.dispatch` on one thread, with an empty cache, and reported by
+`plan_report`. Balance is the largest area over max(mean, largest chunk). Volume is the part of an all-gather that moves. Four
+other sequences follow: one causal document, a window of 1024, and 1000 documents, equal ones and cut at random.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Records of what was run, where and with which result: JSON, to be committed beside the claims that rest on them."""
+"""Write records of runs: command, commit, date, machine, versions and single results, as JSON."""
 
 import hashlib
 import importlib.util
@@ -80,7 +80,7 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str | None:
-    """Its model name, where the system tells."""
+    """Return the model name of the processor, if the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

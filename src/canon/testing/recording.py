@@ -1,17 +1,15 @@
-"""What a schedule posts, waits for and computes, written down in order: so that overlap can be asserted on CPUs.
+"""Record the order in which a schedule posts messages, waits for them and computes, to assert overlap on CPUs.
 
     with recording(reference.strided) as log:
         process_groups.threads(program, ranks=4)
     log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
 
-Messages are noted where they enter torch.distributed (those that do not block alone: all_gather in its forms,
-all_to_all_single, batch_isend_irecv), computations where the module calls attention_forward and attention_backward, or
-forward_into and begin_backward, which write where they are told; where begin_backward returns what makes dq, it is noted as
-"finished" when that is called. Nothing is changed: what is recorded is the real run, with its
-real messages. Ranks as threads share one recording, made outside their world; ranks as processes record for themselves.
+Messages are recorded at torch.distributed: the asynchronous all_gather, all_to_all_single and batch_isend_irecv.
+Computations are recorded at the names of `KINDS` in the given modules. `begin_backward` returns a function that computes dq;
+its call is recorded as "finished". The run and its messages are real. Ranks that are threads share one recording, made
+outside their process group. Ranks that are processes record for themselves.
 
-On CPUs the order says everything and the clock nothing, so `timeline` lays a recording out in time by itself: with costs that
-are given, and the rules of streams.
+CPU times mean nothing here. `timeline` lays a recording out in time, with given costs and the rules of streams.
 """
 
 import threading
@@ -44,8 +42,8 @@ KINDS = {
 class Event:
     """One thing that a rank did: ``what`` ("posted", "waited", "computed", "finished") to the ``number``-th of a ``kind``.
 
-    Kinds of messages are "gather", "reduce" and "hop", of computations "forward" and "backward". Of messages ``items`` and
-    ``nbytes`` are what this rank receives from others; of computations ``items`` are visible cells times query heads.
+    Kinds of messages are "gather", "reduce" and "hop", of computations "forward" and "backward". For messages, ``items`` and
+    ``nbytes`` count what this rank receives. For computations, ``items`` counts visible cells times query heads.
     """
 
     rank: int
@@ -175,11 +173,10 @@ class Bar:
 
 
 def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list[Bar]:
-    """One rank's events laid out in time, each as long as ``seconds`` says, by the rules of streams.
+    """Return one rank's events laid out in time by the rules of streams. ``seconds`` is the duration of an event.
 
-    Computations follow one another. A message starts once what was computed before it was posted is done, and the last
-    message of its kind; what is computed after a wait starts once the message is there. What is noted as
-    finished is a part of what was computed, and takes no time of its own.
+    Computations follow one another. A message starts after the computations before it and the last message of its kind.
+    A computation after a wait starts once the message has arrived. A "finished" event takes no time of its own.
     """
     computing, free, arrival, bars = 0.0, Counter(), {}, []
     for event in events:

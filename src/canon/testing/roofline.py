@@ -1,4 +1,4 @@
-"""From milliseconds to what they are worth: TFLOP/s, the share of a roofline, ratios to peers, and two verdicts.
+"""Convert milliseconds to TFLOP/s, shares of a roofline, ratios to peers, and two verdicts.
 
     operations   forward 4 h d area of each sequence, backward 2.5 times that: visible cells alone, whatever a kernel does
     roofline     min(product, copy x intensity): TFLOP/s that no kernel can pass, if it is bound by the products or by
@@ -17,13 +17,13 @@ import statistics
 
 from canon.testing.shapes import Shape
 
-PASSES = {"forward": 1.0, "backward": 2.5}  # operations, in those of the forward pass
-CLOSE = 1.10  # times the fastest method's time that "auto" may take
-PARTIAL_COST = 0.08  # by which partial masks may fall behind an equal area of full tiles
+PASSES = {"forward": 1.0, "backward": 2.5}  # FLOPs, relative to the forward pass
+CLOSE = 1.10  # the most that "auto" may take, relative to the fastest method
+PARTIAL_COST = 0.08  # the most that partial masks may cost, relative to an equal area of full tiles
 
 
 def compulsory_bytes(shape: Shape, itemsize: int, name: str) -> float:
-    """What the pass ``name`` must at least move, with lse in 4 bytes."""
+    """Return the least bytes that the pass ``name`` must move; lse has 4 bytes."""
     queries = shape.b * shape.n * shape.h
     keys = shape.b * shape.keys * shape.g
     times = {"forward": 2, "backward": 4}[name]  # q and out, k and v; q, out, dout and dq, k, v, dk and dv

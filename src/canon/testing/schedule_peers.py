@@ -1,4 +1,4 @@
-"""Who is measured by `canon bench schedules`: Canon's schedules, and torch's own context parallel.
+"""The contenders of `canon bench schedules`: Canon's schedules, and torch's own context parallel.
 
     ring, strided, magi                   every layout, stride and number of stages of `canon.fast`, keys kept or not
     torch BACKEND ROTATION                `torch.distributed.tensor.experimental.context_parallel` over SDPA: causal,

@@ -1,20 +1,21 @@
-"""`canon bench schedules`: every schedule of `canon.fast` on several GPUs, and torch's own, on the same tokens.
+"""`canon bench schedules`: time every schedule of `canon.fast` and torch's context parallel on several GPUs.
 
     canon bench schedules                                            all GPUs, causal, 32K and 128K tokens
     canon bench schedules --shape 1,65536,64,8,128,documents:2048 --only magi
     canon bench schedules --ranks 4 --only "strided|one GPU"
 
-A rank is a process with a GPU. First each schedule attends to a short sequence of the same kind, and must agree with float64 by
-the judge, in out, lse and gradients; then all are timed, taking turns, between events on every rank; a run lasts as long as
-on the slowest rank. GPUs wait until the launches are ahead of them, as they are in the midst of a model that keeps GPUs busy,
-and then for one another;
-Wall and host time are of eager calls back to back, without a head start, on the slowest rank.
-TFLOP/s per GPU count visible cells alone: 4 h d area / ranks forward, 3.5 times that for both passes.
-"exposed" is the part of both passes in which no kernel but NCCL's runs, by the profiler, on the rank where it is longest: what
-neither computing nor copying hides. "one GPU" is `attention` of the whole sequence on each GPU alone, where it fits.
+A rank is a process with a GPU. First each schedule must agree with float64 on a short sequence, in out, lse and gradients.
+Then rounds alternate between the schedules. All times are those of the slowest rank:
 
-torch's context parallel is measured afterwards, in processes of its own and under a limit of its own: what it breaks, or
-hangs in, takes nothing else with it. Whatever raises on one rank is left out on all.
+    wall, host    eager calls back to back, without a head start
+    GPU           between events; the GPUs wait until the launches are queued, and then for one another
+    exposed       the part of both passes in which only NCCL or copies run, by the profiler
+
+TFLOP/s per GPU count visible cells: 4 h d area / ranks forward, 3.5 times that for both passes. "one GPU" is `attention` of
+the whole sequence on each GPU alone, where it fits.
+
+torch's context parallel runs afterwards, in processes and under a time limit of its own, so its failures end nothing else.
+A schedule that raises on one rank is left out on all.
 """
 
 import argparse
@@ -42,10 +43,12 @@ SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
 LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
 LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context parallel
-AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms, twice what the longest ones took on hosts of H200s
-MEETING = 1 << 22  # numbers in the message in which they meet: the first one after a pause is slow, by 75 us on H200s
+AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms
+MEETING = (
+    1 << 22
+)  # elements of the message by which ranks meet; the first message after a pause is 75 us slower on H200s
 EAGER_SPAN = 60.0  # milliseconds of eager calls in one measurement
-AGREEING = timedelta(seconds=60)  # how long a rank that could not go on waits for the others to say whether they can
+AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results of the others
 
 
 # ---------------------------------------------------------------------- on every rank
@@ -143,7 +146,7 @@ def _alone(shape: Shape, only: str) -> list[Schedule]:
 
 
 def _tried(each: Schedule, call: Callable[[], dict[str, Any]], group) -> dict[str, Any]:
-    """What ``call`` gives if it gives it on all ranks, else why not: all of them go the same way from here."""
+    """Return the result of ``call`` if it succeeds on all ranks, else the reason; the same decision on every rank."""
     told: dict[str, Any] = {}
     error = ""
     try:
@@ -218,7 +221,7 @@ def _slowest(milliseconds: float, device: torch.device) -> float:
 
 
 def _exposed(run: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a run, launches being ahead, in which nothing but NCCL or copies ran; the longest rank's."""
+    """Return the milliseconds of a run in which only NCCL or copies ran, launches queued ahead; the longest rank's."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
@@ -243,7 +246,7 @@ def _meet(device: torch.device) -> None:
 
 
 def uncovered(ran: list[tuple[float, float, str]]) -> float:
-    """How long nothing but NCCL or copies ran, once the GPUs had waited and met, of all that did: (start, end, name)."""
+    """Return how long only NCCL or copies ran after the GPUs had met. ``ran``: (start, end, name) of each activity."""
     waited = max((end for _, end, name in ran if "spin_kernel" in name), default=0.0)
     met = min((end for start, end, name in ran if "nccl" in name.lower() and start >= waited), default=0.0)
     spans = sorted(span for span in ran if span[0] >= max(waited, met))
@@ -257,7 +260,7 @@ def uncovered(ran: list[tuple[float, float, str]]) -> float:
 
 # ---------------------------------------------------------------------- the command
 def program(options: argparse.Namespace) -> Bench:
-    """What ``canon bench schedules`` asks for. Raises ValueError if a shape is wrong or there are too few GPUs."""
+    """Return the program of ``canon bench schedules``. Raises ValueError if a shape is wrong or there are too few GPUs."""
     shapes = shapes_of(options.shape or [], options.mask or [], SHAPES)
     if any(shape.keys != shape.n for shape in shapes):
         raise ValueError("schedules needs as many keys as queries: full, not full:KEYS")
@@ -267,7 +270,7 @@ def program(options: argparse.Namespace) -> Bench:
 
 
 def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:
-    """The rows of Canon's schedules, and then those of torch's context parallel, or one that says how that ended."""
+    """Yield the rows of Canon's schedules, then those of torch's context parallel, or one row with its failure."""
     yield process_groups.gpus(made, ranks, timeout=LIMIT)[0]
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if any(torch_schedules(shape, ranks, made.only, made.device) for shape in made.shapes):
@@ -275,7 +278,7 @@ def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:
 
 
 def peer_rows(run: Callable[[], list[list[dict]]]) -> list[dict]:
-    """The rows of a world of peers, or one that says how it ended."""
+    """Return the rows of the peers, or one row with their failure."""
     try:
         return run()[0]
     except (RuntimeError, TimeoutError) as error:
@@ -283,7 +286,7 @@ def peer_rows(run: Callable[[], list[list[dict]]]) -> list[dict]:
 
 
 def table(rows: list[dict]):
-    """Medians, and what no kernel hides."""
+    """Return a table of medians."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""What is measured: sizes and a mask, read from text, and the sets of them that `canon bench kernels` has names for.
+"""Shapes of the benches: sizes and a mask, read from text, and the named sets of `canon bench kernels`.
 
 1,16384,32,8,128,causal             b sequences of n tokens, h query heads, g key heads, d wide; the mask
 1,65536,64,8,128,documents:4096     packed documents of 4096 tokens on average, causal inside
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def keys(self) -> int:
-        """Keys of each sequence: n, but for the mask "full:KEYS"."""
+        """Keys of each sequence: n; KEYS with the mask "full:KEYS"."""
         return self.mask.keys
 
     @property
@@ -157,5 +157,5 @@ def auto() -> list[Shape]:
 
 
 def partial_pairs(texts: Sequence[str]) -> list[tuple[Shape, Shape]]:
-    """A causal mask and a full one of the same area but for the diagonal: n queries, n / 2 keys. Raises ValueError."""
+    """Return pairs of a causal mask and a full one of n queries and n / 2 keys: equal areas without the diagonal."""
     return [(shape_of(text, "causal"), shape_of(text, f"full:{shape_of(text, 'causal').n // 2}")) for text in texts]

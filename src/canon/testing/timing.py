@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 Run = Callable[[], object]
-LONG = 20.0  # milliseconds from which on a run is its own warm-up
-LEAD = 4_000_000  # clocks, about 2 ms, that the device waits before timed runs: launches get ahead of it,
-CLOCKS = 3e9  # and so many for each second that they take
+LONG = 20.0  # milliseconds; a longer run is its own warm-up
+LEAD = 4_000_000  # clocks (about 2 ms) that the device waits before timed runs, so that launches are queued ahead
+CLOCKS = 3e9  # further clocks for each second of launching
 MATMUL = 8192  # rows and columns of the product that sets the ceiling
 COPIED = 1 << 30  # bytes
 SPAN = 20.0  # milliseconds of eager calls in one measurement
@@ -24,7 +24,7 @@ MOST_CALLS = 100  # in one measurement, so that the queue of launches never fill
 
 
 def milliseconds(run: Run, times: int = 10, *, warm: int = 2) -> list[float]:
-    """Of each run, between events, after ``warm`` that are not counted: the time of the device, not of the launches."""
+    """Return the GPU time of each run, after ``warm`` runs that are not counted."""
     launching = 0.0
     for _ in range(warm):
         start = time.perf_counter()
@@ -41,9 +41,11 @@ def milliseconds(run: Run, times: int = 10, *, warm: int = 2) -> list[float]:
 
 
 def take_turns(runs: list[tuple[Run, list[float]]], rounds: int) -> None:
-    """Appends the milliseconds of each run to its list: round by round, one after the other, so that a clock that drifts
-    drifts for all; each round in another order, as a GPU is faster behind a slow kernel that has let it cool. A round runs a
-    short one once to warm up and three times, a long one once."""
+    """Append the milliseconds of each run to its list, in rounds of random order.
+
+    A clock that drifts then drifts for all. A GPU is faster after a slow kernel, which lets it cool, so the order changes.
+    A round runs a short run once to warm up and then three times, a long run once.
+    """
     order = [(run, times, milliseconds(run, 1, warm=1)[0]) for run, times in runs]
     shuffled = random.Random(0)
     for _ in range(rounds):

@@ -43,10 +43,10 @@ class Family:
 
     launch: ModuleType
     config: ModuleType
-    table: Callable[[str, Tensor, Tensor, Tensor, Tensor, Shape], Config]  # what is taken by itself
+    table: Callable[[str, Tensor, Tensor, Tensor, Tensor, Shape], Config]  # the table's own configuration
     grid: Callable[[str, Config, Shape], list[Config]]  # candidates around it
-    named: Callable[[str, Shape], str]  # what the configurations call a kernel
-    numbers: int  # that a candidate has to give
+    named: Callable[[str, Shape], str]  # the name of a kernel in the configurations
+    numbers: int  # that a candidate needs
 
 
 def config_of(text: str, backend: str = "triton") -> Config:
@@ -72,7 +72,7 @@ def _portable_table(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, 
 
 
 def _portable_grid(kernel: str, _: Config, __: Shape) -> list[Config]:
-    """What is worth trying; what does not fit, or spills, shows it by failing or by being slow."""
+    """Return the configurations to try. Those that do not fit fail, and those that spill are slow."""
     found: list[Config] = []
     for rows, columns, stages, tma in product((64, 128), (32, 64, 128), (1, 2, 3), (False, True)):
         if rows * columns * (2 if kernel == "forward" else 1) >= 64 * 64 and rows * columns <= 128 * 128:
@@ -163,7 +163,7 @@ def tune(
 def _kernels(
     launch: ModuleType, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape
 ) -> dict[str, tuple[Callable[[], None], list[Tensor]]]:
-    """Each kernel's launch, and what it writes."""
+    """Return each kernel's launch and its results."""
     mask, scale = shape.mask, shape.d**-0.5
     out, lse = torch.empty_like(q), torch.empty(shape.b, shape.h, shape.n, device=q.device)
     launch.forward(q, k, v, mask, scale, out, lse)
