@@ -125,8 +125,8 @@ def _magi(q, k, v, mask, layout, return_lse, *, stages, keep_kv, **options):
 
     def forward(q, k, v):
         kept: list[Tensor] = []
-        out, lse = magi_forward(q, fetch(join_kv(k, v), plan, call, kept), v.shape[-1], call, plan)
-        return out.to(q.dtype), lse, *(kept if keep_kv else ())
+        out, lse = magi_forward(q, fetch(join_kv(k, v), plan, call, kept if keep_kv else None), v.shape[-1], call, plan)
+        return out.to(q.dtype), lse, *kept
 
     def differentiate(needs_grad, dout, dlse, q, k, v, out, lse, *kept):
         own = join_kv(k, v)
