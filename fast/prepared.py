@@ -40,6 +40,9 @@ from canon.fast.kernels.triton import config as triton_config
 from canon.reference import plan_cache
 
 ALIGNMENT = 256  # bytes, of each temporary inside the workspace
+MOST_BYTES = (
+    1 << 28
+)  # of the workspace; a pass with more frees its temporaries one after another, and is bound by the GPU
 REPLAYED = frozenset({"cuda"})  # device types; tests add "cpu", to replay through Triton's interpreter, or leave none
 
 
@@ -128,22 +131,31 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name, device = func._schema.name, self.tensors[0].device
         if name in _MAKES or name in _MAKES_ZEROS:
-            if result.device == device:
+            if result.device == device and not self.reason:
                 self.temporaries.append(result)
                 if name in _MAKES_ZEROS:
                     self.zeroed.add(len(self.temporaries) - 1)
+                if sum(x.untyped_storage().nbytes() for x in self.temporaries) > MOST_BYTES:
+                    self._give_up(f"the pass allocates more than {MOST_BYTES >> 20} MB")
         elif name == "aten::zero_" or (name == "aten::fill_" and args[1] == 0):
             self._zero(args[0])
         elif name not in _HARMLESS and any(isinstance(x, Tensor) and x.device == device for x in args):
-            self.reason = self.reason or f"the pass calls {name}"
+            self._give_up(f"the pass calls {name}")
         return result
+
+    def _give_up(self, reason: str) -> None:
+        """Note the first reason, and release the temporaries: the pass runs as written, and frees them early."""
+        self.reason = self.reason or reason
+        self.temporaries.clear()
 
     def launched(self, kernel: Any, compiled: Any, blocks: int, arguments: tuple, constants: dict[str, Any]) -> None:
         """Note a launch, which has just been made."""
+        if self.reason:
+            return
         try:
             places = {id(x): self._place(x) for x in _tensors(arguments)}
         except NotReplayable as error:
-            self.reason = self.reason or str(error)
+            self._give_up(str(error))
             return
         self.used |= {-2 - place.slot for place in places.values() if place.slot <= -2}
         self.operations.append(Launch(kernel, compiled, blocks, arguments, constants, places))
@@ -154,17 +166,19 @@ class Recorder(TorchDispatchMode):
         self.uploads += [] if upload is None else [upload]
 
     def _zero(self, x: Tensor) -> None:
+        if self.reason:
+            return
         try:
             place = self._place(x)
         except NotReplayable as error:
-            self.reason = self.reason or str(error)
+            self._give_up(str(error))
             return
         if not x.is_contiguous():
-            self.reason = self.reason or "the pass sets a tensor with gaps to zero"
+            self._give_up("the pass sets a tensor with gaps to zero")
         elif place.slot >= 0:
             self.operations.append(Zero(place, x.numel() * x.element_size()))
         elif place.offset or x.numel() != self.temporaries[-2 - place.slot].numel() or -2 - place.slot in self.used:
-            self.reason = self.reason or "the pass sets a temporary to zero late, or a part of it"
+            self._give_up("the pass sets a temporary to zero late, or a part of it")
         else:
             self.zeroed.add(-2 - place.slot)
 

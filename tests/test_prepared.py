@@ -1,5 +1,7 @@
 """A recorded pass replays with the same bits on other tensors, and whatever cannot be replayed runs as written."""
 
+import weakref
+
 import pytest
 import torch
 from sharded import DEVICE
@@ -177,3 +179,21 @@ def test_replay_c_compiles_and_packs():
         native.make(((0, 99, 0, 256),))
     with pytest.raises(ValueError, match="1 to 5 axes"):
         native.make(((4096, 1, 128, 0, (("m", 1, 0, 9, 3, (1,) * 6, (8,) * 6, (1,) * 5),)),))
+
+
+def test_a_pass_with_large_temporaries_frees_them_as_it_goes(monkeypatch):
+    """A workspace would hold all of them at once."""
+    monkeypatch.setattr(prepared, "MOST_BYTES", 1 << 12)
+    alive = []
+
+    def body(q, k, v, out, lse):
+        for _ in range(3):
+            some = torch.empty_like(q)
+            alive.append(weakref.ref(some))
+            forward(q, k, v, out, lse)
+            del some
+
+    q, k, v, _ = inputs(0)
+    prepared.replayed(body, (q, k, v, *room(q, v)))
+    assert [x() for x in alive] == [None] * 3
+    assert passes()[0].reason == "the pass allocates more than 0 MB"
