@@ -128,7 +128,10 @@ def _kind_of_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: flo
         return None
     if not (q.layout is k.layout is v.layout is torch.strided) or q.device.type not in ("cuda", "cpu"):
         return None
-    a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    try:
+        a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    except RuntimeError:  # a tensor without memory, for example inside torch.func
+        return None
     kinds = [(type(x), x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)]
     return (_LocalCall, *kinds, a & 15, b & 15, c & 15, a == b, a == c, b == c, mask, scale, method)
 

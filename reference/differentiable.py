@@ -10,7 +10,7 @@ run without autocast: inputs are cast before, and partial results stay float32. 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 6
         q, out = saved[0], saved[3]
         create_graph = torch.is_grad_enabled()
-        with torch.no_grad(), _surroundings(q, ctx.call, "backward"):
+        with torch.no_grad() if create_graph else _NOTHING, _surroundings(q, ctx.call, "backward"):
             if ctx.call is not None and ctx.call.ranks > 1:
                 ctx.call.agree("backward", q.device)
             dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
@@ -80,9 +80,18 @@ class _Attention(torch.autograd.Function):
         return *(x if needed else None for x, needed in zip(grads, needs_grad, strict=True)), None, None, None
 
 
-@contextmanager
-def _surroundings(q: Tensor, call: Call | None, name: str) -> Iterator[None]:
+_NOTHING = nullcontext()
+
+
+def _surroundings(q: Tensor, call: Call | None, name: str) -> AbstractContextManager:
     """Turn autocast off. If messages of the pass ``name`` fail, raise an error that names the missing ranks."""
+    if (call is None or call.ranks == 1) and not torch.is_autocast_enabled(q.device.type):
+        return _NOTHING
+    return _without_autocast(q, call, name)
+
+
+@contextmanager
+def _without_autocast(q: Tensor, call: Call | None, name: str) -> Iterator[None]:
     device = q.device.type
     plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
     named = call.state.failures(f"{call.function} ({name})") if call is not None and call.ranks > 1 else nullcontext()

@@ -1,6 +1,6 @@
 """Group cast and group reduce: a rank receives exactly the tokens that its queries need, and sends their gradients back.
 
-`cast_plan` derives from the mask and the layout which tokens travel. Every rank derives the same plan for all ranks:
+`cast_plan` derives the tokens that travel from the mask and the layout. All ranks derive the same plan:
 
     need of a rank   =  the keys that its queries see  -  its own tokens
     order of receipt =  by source rank, then by row on that rank
@@ -14,17 +14,19 @@
 `group_cast` is one all-to-all exchange with its own size for each pair of ranks. A token that two ranks need is sent
 twice. The received buffer is not reordered: the mask of a step is given in its order (`CastPlan.local_mask`).
 
-`group_reduce` is the transpose. Gradients of received tokens return to the owners. Each rank adds them to its own tokens
-in rank order, so the same inputs give the same bits.
+`group_reduce` is the transpose. Gradients of received tokens return to the owners. Each rank adds them to the
+gradients of its own tokens in rank order, so the same inputs and the same plan give the same bits.
 
-With ``stages`` > 1 the tokens of each pair of ranks are divided into that many nearly equal parts, one for each cast.
+With ``stages`` > 1 the tokens that one rank sends to another are divided into that many nearly equal parts. Cast i moves
+part i. The argument ``stage`` is the number i.
 
-Cost of a rank that receives R tokens and sends S in a cast, for N elements a token: one all-to-all for the cast, one for
-the reduce. It receives R N elements in the cast and S N in the reduce, and adds S N elements. Peak memory: the rows sent
-and the rows received.
+Cost of a rank that receives R tokens and sends S in one cast, for N elements a token: one all-to-all for the cast, one for
+the reduce. It receives R N elements in the cast and S N in the reduce, and adds S N elements.
+Peak memory of a cast: the S rows sent and the R rows received. Peak memory of a reduce beyond ``y`` and ``into``: the S rows
+received, again in the dtype of ``into`` if that differs, and the sum for one rank. A copy of ``y`` is made if it is strided.
 Limits: every rank takes part in every exchange. A cast that no rank needs is left out of the plan.
 
-Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025): group collectives and zero-redundant ranges.
+Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025): the two collectives, which send no unneeded token.
 """
 
 import torch.distributed as dist
@@ -45,8 +47,8 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 def cast_plan(mask: Mask, layout: Layout, *, stages: int = 1) -> CastPlan:
     """Return the tokens that each rank receives from each other rank. Pure and cached; nothing is sent.
 
-    Args: ``mask`` over the whole sequence; any ``layout``; ``stages``, the number of casts that the tokens are divided
-        into. There are fewer casts if there are fewer tokens. 0 is one cast, used together with the rank's own keys.
+    Args: ``mask`` over the whole sequence; any ``layout``; ``stages``, the number of casts. There are fewer if
+        no rank sends so many tokens to another. 0 is one cast, used in one step together with the rank's own keys.
     Raises ValueError if mask and layout differ in their number of tokens, or ``stages`` is not a whole number >= 0.
     Source: the module's docstring.
     """
@@ -77,7 +79,8 @@ def _pieces(need: tuple[range, ...], layout: Layout, source: int) -> tuple[Piece
 def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
     """Return the balance and the traffic of a layout: each rank's visible cells, and the tokens that it receives and sends.
 
-    Args: ``chunk``, the tokens that `dispatch` keeps together, for the lower bound of the work; None is its default.
+    Args: ``chunk``, the length of a chunk of `dispatch`, in tokens; None is its default. A chunk is not divided, so its
+        area is a lower bound of the largest work.
     Raises ValueError if mask and layout differ in their number of tokens, or chunk < 1. Wrong types raise TypeError.
     Source: the module's docstring.
     """
@@ -93,7 +96,7 @@ def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> Plan
 def _area(mask: Mask, rows: range) -> int:
     """Return the visible cells of the queries ``rows``.
 
-    `Band.pick` needs one step for queries and keys. So the keys are divided by their residue modulo the step.
+    `Band.pick` needs one stride for queries and keys. So the keys are divided by their residue modulo the stride.
     """
     columns = [range(residue, mask.keys, rows.step) for residue in range(rows.step)]
     touched = [band for band in mask.bands if band.q_start <= rows[-1] and band.q_stop > rows.start]
@@ -105,9 +108,9 @@ def group_cast(
 ) -> Float[Tensor, "received ..."]:
     """Return the tokens that this rank receives in cast ``stage``, by source rank and by row. A collective.
 
-    Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the number of the cast from 0;
+    Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the number of the cast, from 0;
         ``group``, the process group, None for all ranks.
-    The result is not differentiable: `group_reduce` is the transpose. Raises ValueError if x, the group or the stage do
+    The result is not differentiable; `group_reduce` returns gradients. Raises ValueError if x, the group or the stage do
     not fit the plan. Source: the module's docstring.
     """
     agreed_cast("group_cast", x, plan, stage, group)

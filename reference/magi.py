@@ -1,42 +1,45 @@
 """Magi attention: a plan places the tokens, and each rank receives only the keys that its queries see.
 
-A ring or a gather sends every key to every rank. In a pack of documents, the rank's queries see few of them.
+A ring or a gather sends every key to every rank. In a pack (several documents in one sequence) most of them are not needed,
+because a query sees only its own document. Below, keys are K and V, W is the number of ranks, and float32 is float64 for
+float64 inputs.
 
-    layout = dispatch(mask, ranks)                  plan once per pack: which rank holds which chunks of tokens
-    q, k, v = (layout.shard(x, rank) ...)           shard once: data, labels and positions follow the layout
+    layout = dispatch(mask, ranks)                  plan once per pack: the chunks of tokens of each rank
+    x = layout.shard(tokens, rank)                  shard once per pack, before the first layer: data and labels
     out = magi_attention(q, k, v, mask, layout)     attend in every layer: queries stay, needed keys travel
     full = layout.unshard(out)                      gather the tokens once, if at all
 
     dispatch        cuts the sequence into chunks and gives each rank some of them, so that all ranks compute equally
                     long and receive few tokens (`planner.py`)
-    group cast      one all-to-all with its own size for each pair of ranks: a rank receives K and V of the tokens
-                    that its queries see and that other ranks hold (`group_collectives.py`)
-    group reduce    the transpose: dk and dv of received tokens go back to their owners, who add them
+    group cast      one all-to-all with its own size for each pair of ranks: a rank receives the keys that its queries
+                    see and that other ranks hold (`group_collectives.py`)
+    group reduce    the transpose: dk and dv of received keys go back to their owners, who add them
 
-All ranks derive the same `CastPlan` from the mask and the layout. So each rank can send without a request.
+All ranks derive the same `CastPlan` from the mask, the layout and ``stages``. So each rank can send without a request.
 
-Forward: a step uses one buffer of keys. ``stages`` divides the received keys into that many casts:
+Forward: a step uses one buffer of keys. The received keys are divided into up to ``stages`` casts (default 1). 0 means one
+cast and one step:
 
-    stages=0    compute                             own keys and cast 0          one step: no overlap, nothing to merge
+    stages=0    compute                             own keys and cast 0          no overlap
                 in flight    cast 0
 
     stages=2    compute      own keys               keys of cast 0               keys of cast 1
                 in flight    cast 0                 cast 1
 
-A buffer lies in the order of arrival: own keys first (if the step has them), then by source rank. `CastPlan.local_mask`
-is the mask of that buffer. `merge` joins the steps in float32; out is rounded once.
+A buffer holds own keys first (if the step has them), then received keys by source rank. `CastPlan.local_mask` is its mask.
+`merge` adds each step to a float32 result that starts empty; out is rounded once.
 
-Backward: the same steps, from the saved out and lse. The keys are cast again, or were kept with ``keep_kv``. Each step gives a
-part of dq, which is added here, and dk and dv of its keys:
+Backward: the same steps, from the saved q, k, v, out and lse. The keys are cast again, or were kept with ``keep_kv``. Each
+step gives dk and dv of its keys, and a part of dq that this rank adds:
 
-    stages=2    compute      own keys               keys of cast 0               keys of cast 1
-                in flight    cast 0                 cast 1                       reduce of cast 0             reduce of cast 1
+    stages=2    compute      own keys               keys of cast 0               keys of cast 1      -
+                in flight    cast 0                 cast 1                       reduce of cast 0    reduce of cast 1
 
-The owner adds in float32: first its own part, then cast by cast, and within a cast rank by rank. The order is fixed, so the
-same inputs give the same bits. Gradients are rounded to reduce_dtype once, for their single message.
+A rank rounds its dk and dv of a received key to reduce_dtype once, for the single message. The owner adds in float32: first
+its own part, then cast by cast, and within a cast by rank. The plan fixes this order, so equal calls give the same bits.
 
-Cost of a rank that receives R and sends S tokens. K and V of a token have N = b g (d + dv) elements of e bytes; E is for
-reduce_dtype:
+Cost of a rank that receives R and sends S tokens in all casts. K and V of a token have N = b g (d + dv) elements of e bytes:
+batch b, g key heads, widths d and dv. An element in reduce_dtype has E bytes:
 
                          messages              bytes received
     forward   K, V       one all-to-all        R N e
@@ -44,11 +47,19 @@ reduce_dtype:
     backward  K, V       as many               R N e; with keep_kv none
               dk, dv     as many               S N E
 
-`plan_report` gives R and S. Over the ranks, the mean of R is `volume` (W - 1) / W times the number of tokens.
-FLOPs are those of `local.py` and `backward.py` for the cells that the rank's queries see.
-Peak memory beyond inputs and outputs: packed K and V of the own tokens and of two casts, and the rows sent in one cast. With
-keep_kv, all received K and V are kept until the backward pass. That pass also holds float32 dk and dv of the own
-tokens, those of one step, and one reduce. Forward holds float32 out twice, backward float32 dq twice.
+Each pass also exchanges 8 bytes per rank, to compare the calls (`group_state.py`). `plan_report` gives R, S and `volume`, the
+part of an all-gather that is sent: for n tokens, the mean of R is `volume` (W - 1) n / W.
+FLOPs are those of `local.py` and `backward.py` for the visible cells (query-key pairs) of the rank's queries.
+Peak memory beyond inputs and outputs, at most:
+
+    K, V       own tokens, three buffers (last, current and next step), and the rows sent in two casts
+    keep_kv    until the backward pass: all received keys; with ``stages`` > 0 also the own ones
+    out        float32, three times in a step and five times inside `merge`
+    dq         float32, three times
+    dk, dv     float32, own tokens and four buffers; two reduces, each with its rows sent and received
+
+More stages hide more of a cast that takes longer than step 0, and make it smaller. Each adds an all-to-all and a merge.
+keep_kv saves the casts of the backward pass.
 
 Limits: every rank takes part in every cast. A cast that no rank needs is left out of the plan. The caller chooses the
 layout and the number of stages. Whether messages overlap with computation depends on the backend; gloo does not overlap.
@@ -95,10 +106,10 @@ def magi_attention(
     """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
 
     Args:
-        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
+        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank, from `dispatch` or any other; None is contiguous.
-        stages: number of casts, each in flight during the step before it; 0 is one cast, then one step with all keys.
+        stages: most casts, each in flight during the step before it. 0 is one cast, then one step with all keys.
         keep_kv: keep the received keys for the backward pass instead of casting them again.
         scale: factor of the scores; None is 1 / sqrt(d).
         group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
@@ -106,8 +117,8 @@ def magi_attention(
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The number of tokens is that of
-    the mask, else that of the layout, else W t.
+    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options, and need the same gradients. t may
+    differ, as the layout says. The sequence has as many tokens as the mask, else as the layout, else W t.
 
     Raises:
         ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
@@ -140,7 +151,7 @@ def _magi(q, k, v, mask, layout, return_lse, *, stages, keep_kv, **options):
 def magi_forward(
     q: Tensor, steps: Iterable[tuple[int, Tensor]], dv: int, call: Call, plan: CastPlan
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) and lse (b, h, t), both in the accumulation dtype. ``steps``: those of `fetch`."""
+    """Return out (b, t, h, dv) and lse (b, h, t), both in float32. ``steps`` come from `fetch`."""
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, d = q.shape
     out = q.new_zeros(b, t, h, dv, dtype=accumulate)
@@ -157,7 +168,7 @@ def magi_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     steps: Iterable[tuple[int, Tensor]], call: Call, plan: CastPlan,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens in the dtype of q. A gradient that is not needed is None and not sent."""
+    """Return dq, dk, dv of this rank's tokens in the dtype of q. dq is None if not needed, dk and dv if neither is."""
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     t, d = q.shape[1], q.shape[-1]
@@ -190,7 +201,7 @@ def magi_backward(
 
 
 def fetch(own: Tensor, plan: CastPlan, call: Call, kept: list[Tensor] | None = None) -> Iterator[tuple[int, Tensor]]:
-    """Yield (step, its buffer of keys). The cast of the next step is started first. Received keys are appended to ``kept``."""
+    """Yield (step, its buffer of keys). Start the next step's cast before each yield. Append received keys to ``kept``."""
     casts = [plan.cast_of(step) for step in range(plan.steps)]
     start = lambda cast: None if cast is None else GroupCast(own, plan, cast, call.group)
     in_flight = start(casts[0])
@@ -213,5 +224,5 @@ def join_kv(k: Tensor, v: Tensor) -> Tensor:
 
 
 def split_kv(packed: Tensor, d: int) -> Sequence[Tensor]:
-    """Return K (b, t, g, d) and V (b, t, g, dv) of packed rows."""
+    """Return K (b, t, g, d) and V (b, t, g, dv) of joined rows."""
     return packed.transpose(0, 1).split([d, packed.shape[-1] - d], -1)

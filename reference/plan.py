@@ -1,7 +1,8 @@
-"""A cast plan: the tokens that each rank sends to and receives from every other rank. Both halves make the same plans.
+"""A cast plan: the tokens that each rank sends to and receives from every other rank.
 
-A cast is one all-to-all exchange of keys. With ``stages=0`` there is one cast, followed by one step of attention. With
-``stages=n`` step 0 uses the rank's own keys, and step i uses the keys of cast i - 1:
+`canon.reference` and `canon.fast` use the same plans. Here keys are K and V. A cast is one all-to-all exchange of keys. With
+``stages=0`` there is one cast, followed by one step of attention. With ``stages=n`` there are up to n casts: step 0 uses the
+rank's own keys, and step i uses the keys of cast i - 1:
 
     stages=0    step 0: own keys and cast 0
     stages=2    step 0: own keys        step 1: cast 0        step 2: cast 1

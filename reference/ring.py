@@ -1,7 +1,7 @@
 """Ring attention: queries stay on their rank, keys and values travel round all ranks.
 
-Each of W ranks holds q, k and v of its own tokens. At step s rank r uses K and V of rank r - s (mod W), their owner. During
-the step it sends them to rank r + 1 and receives the next ones from rank r - 1:
+Each of W ranks holds q, k and v of its own tokens. At step s rank r uses K and V of rank r - s, their owner. In every
+step except the last, it sends them to rank r + 1 and receives the next ones from rank r - 1. Ranks count modulo W:
 
     4 ranks      step 0    step 1    step 2    step 3
     rank 0       K0 V0     K3 V3     K2 V2     K1 V1
@@ -9,21 +9,29 @@ the step it sends them to rank r + 1 and receives the next ones from rank r - 1:
     rank 2       K2 V2     K1 V1     K0 V0     K3 V3
     rank 3       K3 V3     K2 V2     K1 V1     K0 V0
 
-Forward: each step gives out and lse over the keys of one owner. `merge` joins them in float32; out is rounded once.
+Forward: a step gives out and lse, the log of the softmax's denominator, over the keys of one owner. `merge` joins two
+results i and j in the accumulation dtype, float32 (float64 for float64). out is rounded once, at the end:
 
-Backward: K and V travel a second time, because no rank saved them. dk and dv follow one step behind. The path of dK0:
+    lse = log(exp(lse_i) + exp(lse_j))        out = exp(lse_i - lse) out_i + exp(lse_j - lse) out_j
+
+If lse_i and lse_j are -inf (no visible key), out is 0 and lse is -inf.
+
+Backward: K and V travel a second time, because a rank saves only its own. Sums of dk and dv follow one step
+later: a rank sends a sum after its step, and it arrives during the next one. The path of dK0:
 
     step 0    rank 0 computes its own part and keeps it
-    step 1    rank 1 computes a part and sends it to rank 2
-    step 2    rank 2 adds its part and sends the sum to rank 3
-    step 3    rank 3 adds its part and sends the sum to rank 0
+    step 1    rank 1 computes a part, then sends it to rank 2
+    step 2    rank 2 adds its part, then sends the sum to rank 3
+    step 3    rank 3 adds its part, then sends the sum to rank 0
     end       rank 0 adds the sum to its own part: W - 1 hops
 
-So the parts for owner o are always added in the order o + 1, o + 2, ..., o (mod W). The same inputs give the same bits.
-A sum is added in float32 and rounded to reduce_dtype for each hop.
+Float addition is not associative, so the order is fixed: the parts for owner o are added as o + 1, o + 2, ..., o.
+The same inputs, ranks, layout and options give the same bits, with every `backward` method of this half.
+Additions use the accumulation dtype. The first part and each sum are rounded to reduce_dtype for a hop.
 
-Balance under a causal mask: a step lasts as long as its slowest rank, so the ranks need equal work at *every* step.
-Zigzag cuts n = 2Wc tokens into 2W chunks of c tokens. Rank r holds the early chunk r and the late chunk 2W - 1 - r:
+Balance under a causal mask: in each step a rank waits for the keys of its neighbour, so one slow rank soon delays all.
+The ranks need equal work at *every* step. Zigzag cuts n = 2Wc tokens into 2W chunks of c tokens (for other n, sizes
+differ by at most 1). Rank r holds the early chunk r, stored first, and the late chunk 2W - 1 - r:
 
     chunk    0  1  2  3  4  5  6  7
     rank     0  1  2  3  3  2  1  0
@@ -35,33 +43,41 @@ A chunk of queries sees all keys of an earlier chunk, its own keys causally, and
     queries of chunk 1    causal    -         full      -         -         -
     queries of chunk 6    full      causal    full      -         full      full
 
-Proof that the work is equal, for rank r and owner o of the keys. A tile is c x c cells. Every early chunk precedes every
-late one, because r < W <= 2W - 1 - o.
+Proof that the work is equal, for rank r and owner o of the keys. A cell is a query-key pair, a tile c x c cells. Every early chunk precedes every late one, because r < W <= 2W - 1 - o.
 
     o = r    one full tile and two causal ones: c^2 + 2 c (c + 1) / 2 = 2 c^2 + c cells
     o < r    o < r < 2W-1-r < 2W-1-o: both query chunks follow chunk o, neither follows 2W-1-o: two full tiles, 2 c^2
     o > r    r < o < 2W-1-o < 2W-1-r: the late query chunk follows both key chunks, the early one neither: 2 c^2
 
-At step 0 every rank has o = r, at later steps none has. So at every step all ranks compute equally many cells. In all
-they compute W (2 W c^2 + c) = n (n + 1) / 2 cells, the whole causal mask. With contiguous shards of 2c tokens, a step has
-4 c^2 cells where o < r and none where o > r. The last rank is never idle: the ring takes about 2 - 1/W times as long.
-Striped shards balance too: query i W + r sees key j W + o if j < i, or if j = i and o <= r. Every step is causal, with
-or without its diagonal. `Layout.local_mask` finds all of these cases: the code below has none of them.
+At step 0 every rank has o = r, at later steps none has. So at every step all ranks compute equally many cells, in all
+W (2 W c^2 + c) = n (n + 1) / 2, the whole causal mask. Cells of a step with other layouts, t tokens on each rank:
 
-Cost of a rank, for equal shards of t tokens. K and V have N = b t g (d + dv) elements of e bytes; E is for reduce_dtype:
+                  o < r              o = r              o > r
+    contiguous    t^2                t (t + 1) / 2      0
+    striped       t (t + 1) / 2      t (t + 1) / 2      t (t - 1) / 2
+
+With contiguous shards the last rank has o <= r at every step: the ring takes about 2 - 1/W times as long as with zigzag.
+With striped shards query i W + r sees key j W + o if j < i, or if j = i and o <= r. This mask is causal in i and j, for
+o > r without its diagonal. `Layout.local_mask` finds all these masks; the code below treats all steps alike.
+
+Cost of a rank, for equal shards of t tokens. Its K and V have N = b t g (d + dv) elements of e bytes: batch b, g key
+heads, widths d and dv. An element of reduce_dtype has E bytes:
 
                          hops     bytes sent, and as many received
     forward   K, V       W - 1    (W - 1) N e
     backward  K, V       W - 1    (W - 1) N e
               dk, dv     W - 1    (W - 1) N E
 
-In bfloat16 with float32 gradients that is 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward.
+In bfloat16 with reduce_dtype float32 that is 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward.
 A hop is one message for each of its two tensors. FLOPs are those of `local.py` and `backward.py` for the cells that the
-rank's queries see. Peak memory beyond inputs and outputs does not grow with W: 3 N elements of K and V; two float32 out
-or dq. The backward pass has up to 5 N elements of dk and dv: own part, new part, new sum, sent and received.
-`Hop` starts a transfer before the step's computation. Whether they overlap depends on the backend; gloo does not overlap.
+rank's queries see. Peak memory beyond inputs and outputs does not grow with W. K and V take 2 N elements, and 3 N while
+a `Hop` starts. There are up to five out (in `merge`) or three dq in the accumulation dtype. dk and dv take up to 6 N
+elements while a `Hop` starts, of the own part, the sum, and the sent and received tensors of two hops.
+K and V travel during the step's computation, dk and dv during the next one; their last hop has none. Whether messages
+overlap with computation depends on the backend; gloo uses the same CPU cores.
 
-Limits: every rank takes part in every hop, even in a step where its queries see no key. Empty shards are not sent.
+Limits: keys make all W - 1 hops, even to ranks with no query that sees them. Only an empty shard is not sent. All ranks
+start hops in one order, and messages between two ranks keep it, so keys and gradients cannot be mixed up.
 
 Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-flash-attention issue 2 (2024), and
 mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).
@@ -99,7 +115,7 @@ def ring_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
+    """Return attention of this rank's queries over the keys of all ranks. All ranks must call it and its backward.
 
     Args:
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
@@ -111,8 +127,8 @@ def ring_attention(
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The number of tokens is that of
-    the mask, else that of the layout, else W t.
+    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales, options and requires_grad. The number of
+    tokens is that of the mask, else that of the layout, else W t.
 
     Raises:
         ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
@@ -143,7 +159,7 @@ def zigzag_attention(
         keys of an earlier rank      all queries x the first c keys
         keys of a later rank         the last c queries x all keys
 
-    Arguments, shapes, results and ValueErrors are those of `ring_attention`.
+    Arguments except ``layout``, shapes, results and ValueErrors are those of `ring_attention`.
     Source: Zilin Zhu, ring-flash-attention issue 2 (2024); mlc-ai/Pith-Train pull request 39.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
@@ -162,9 +178,9 @@ def striped_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Return `ring_attention` over `Layout.striped`: every step of a causal mask is causal, perhaps without its diagonal.
+    """Return `ring_attention` over `Layout.striped`: a causal mask stays causal on each rank, perhaps without its diagonal.
 
-    Arguments, shapes, results and ValueErrors are those of `ring_attention`.
+    Arguments except ``layout``, shapes, results and ValueErrors are those of `ring_attention`.
     Source: Brandon et al., Striped Attention (2023).
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
@@ -186,7 +202,7 @@ def _ring(
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) and lse (b, h, t), both in the accumulation dtype."""
+    """Return out (b, t, h, dv) and lse (b, h, t), both in float32 (float64 for float64)."""
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, _ = q.shape
     out = q.new_zeros(b, t, h, v.shape[-1], dtype=accumulate)
@@ -205,7 +221,10 @@ def ring_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens in the dtype of q. A gradient that is not needed is None and not sent."""
+    """Return dq, dk, dv of this rank's tokens in the dtype of q.
+
+    dq is None if q needs no gradient. dk and dv are None, and not sent, if neither k nor v needs one.
+    """
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     delta = make_delta(dout, out, dlse)
@@ -221,7 +240,7 @@ def ring_backward(
         )  # fmt: skip
         if dq is not None:
             dq += dq_part
-        if gradient_hop:  # the sum of the ranks that used these keys at earlier steps
+        if gradient_hop:  # the sum over steps 1 to step - 1 of these keys
             part = _plus_received(part, gradient_hop)
         if step == 0:
             own_part = part
@@ -240,13 +259,13 @@ def _plus_received(part: list[Tensor], hop: "Hop") -> list[Tensor]:
 class Hop:
     """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the previous rank.
 
-    The received block is used at ``step``. Its owner is then rank - step, and the layout gives its number of tokens.
+    The received block is used at ``step`` (W: at the end). Its owner is rank - step (mod W); the layout gives its size.
     """
 
     def __init__(self, tensors: list[Tensor], step: int, call: Call):
         tokens = call.layout.size((call.rank - step) % call.ranks)
         self.received = [x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in tensors]
-        self.sent = tensors  # keeps the memory until the transfer ends
+        self.sent = tensors  # keeps the memory while this Hop exists
         following, previous = ((call.rank + offset) % call.ranks for offset in (1, -1))
         operations = [_operation(dist.isend, x, following, call) for x in tensors if x.numel()]
         operations += [_operation(dist.irecv, x, previous, call) for x in self.received if x.numel()]

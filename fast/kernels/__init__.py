@@ -8,18 +8,18 @@ The words of this project, and the words of FlashAttention (FA), FlexAttention, 
     Canon                 elsewhere                     meaning
     band                  AttnSlice (Magi)              a rectangle of visible cells, cut by two diagonals lo <= j - i <= hi
     mask                  BlockMask (FlexAttention)     disjoint bands; a dense matrix is never stored
-    tile                  block (FA)                    rows x columns of the score matrix that one step computes
-    work table            BlockMask (FlexAttention)     for each tile of rows, the spans of tiles of columns to visit
+    tile                  block (FA)                    rows x columns of S that one step computes; also its rows or columns alone
+    work table            BlockMask (FlexAttention)     for each tile of rows, the spans to visit (`canon.fast.tiles`)
     span                  full / partial blocks         adjacent tiles of columns; a partial span is masked by its band
-    work tile             work tile (FA 3, CUTLASS)     a tile of rows of one head; a CTA claims one after another
-    tile schedule         tile scheduler (FA 3)         all work tiles of a launch, in the order of the claims
+    work tile             work tile (FA 3, CUTLASS)     a tile of rows of one head or of packed heads; CTAs claim them
+    tile schedule         tile scheduler (FA 3)         all work tiles of a launch, in order of claims: ``work`` (Gluon)
     owner                 -                             the head that a sum of dk and dv belongs to
     row statistics        softmax_lse, dPsum (FA 3)     lse and delta of each query
     delta                 dPsum (FA 3)                  rowsum(dout * out) - dlse
-    stale maximum         -                             a row maximum of an earlier tile, verified afterwards
+    stale maximum         -                             a row maximum of earlier tiles; the sums of P verify it afterwards
     ping-pong             ping-pong scheduling (FA 3)   one warpgroup computes exponentials during MMAs of another
-    loader, warpgroup     producer, consumer (FA 3)     the warp that loads by TMA; four warps that issue MMAs
-    full, free            full, empty (CUTLASS)         the two barriers of a buffer in shared memory
+    loader, warpgroup     producer, consumer (FA 3)     1 or 4 warps that load by TMA; four warps that issue MMAs
+    full, free            full, empty (CUTLASS)         the two mbarriers of a buffer in shared memory
     dq semaphore          dq_semaphore (FA 3)           an int32 that fixes the order of the sums of a tile of dq
     ticket                -                             the value of a dq semaphore that lets a CTA add
     fused, split          -                             one kernel for dq, dk and dv, or one for dq and one for dk and dv

@@ -28,7 +28,7 @@ def store_tile(
 ):
     """Write x to the address ``start``: its first ``left`` tokens, and columns from ``column`` up to WIDTH.
 
-    ``batch_head``: any number >= 0 that the compiler does not know.
+    ``batch_head``: any number >= 0 that is unknown at compile time, for the zero below.
     """
     UNIT: gl.constexpr = columns_per_store(start.dtype.element_ty)
     LAYOUT: gl.constexpr = store_layout(x.shape[1]) if UNIT == 8 else mma_layout(x.shape[1])

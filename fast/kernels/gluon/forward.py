@@ -1,20 +1,20 @@
-"""The forward kernel for Hopper: each CTA processes one work tile (a tile of queries of one head) after another.
+"""The forward kernel for Hopper: each CTA processes one work tile (queries of one head, or of PACK heads) after another.
 
     loader        K 0   Q    V 0   K 1   V 1   K 2   ...   K n   V n | next work tile: K 0   Q   ...
     warpgroup     wait for K j, Q:   S = Q K^T (tile j)     and after it, once O is rescaled:   O += P V (tile j - 1)
-                  wait for S:        P = softmax of S       while O += P V still runs
-                  wait for O:        next tile
+                  wait for S:        P = exp(S - m)         while O += P V still runs (LATE: after it)
+                  wait for O:        release V (tile j - 1), go to tile j + 1
 
-A CTA has a loader warpgroup and two or three MMA warpgroups. Each MMA warpgroup owns 64 rows of the work tile. The MMA with
-V is one tile late, even across work tiles: the last one of a work tile runs during the first softmax of the next one. Then
-the result is divided and written (`write_result`). Sums follow the order of the spans, so the same inputs give the same
-bits.
+Each SM runs one CTA: a loader warpgroup, where one thread issues the loads, and two or three MMA warpgroups. Each of these
+owns 64 rows of the work tile. The MMA with V is one tile late, even across work tiles: the last one of a work tile runs
+during the first softmax of the next one. Then O is divided by the sums of P and written (`write_result`). Sums follow the
+order of the spans, so the same inputs give the same bits.
 
 Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
-MMAs) and `softmax`. In long rows `stale_maximum` replaces `step` after the first tile of each work tile.
+MMAs) and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after the first tile of each work tile.
 
-Compile-time switches that `config` sets. "Tiles seen" is the number of tiles of 128 keys that a query sees on average, or a
-quarter of it if no CTA has two work tiles (`launch.tiles_seen`).
+Compile-time switches that `config` sets. "Tiles seen" is the average number of tiles of 128 keys that a query sees. By a rule
+of thumb, only a quarter counts if no CTA has two work tiles (`launch.tiles_seen`).
 
     d, dv up to   tiles seen   ROWS   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
     64, 64        up to 3      128    128       4        2         yes         no
@@ -28,16 +28,18 @@ quarter of it if no CTA has two work tiles (`launch.tiles_seen`).
     256, 256      over 3       128    64        2        1         yes         yes
 
 Tests and tuning also reach two combinations outside this table, through `config.forced`: no ping-pong scheduling, and 192
-rows with a known maximum. Two more switches depend on the inputs, and two follow from those above:
+rows without STALE_MAXIMUM. Two more switches depend on the inputs, and two follow from those above:
 
     GROUP           query heads of a key head
-    PACK            query heads that share a tile: 1, 2, 4, 8 or 16; more than 1 for short documents (`launch.packing`)
-    LATE            exponentials wait for the MMA with V: with ROWS = 192
-    EARLY_RESCALE   O is rescaled during the MMA of S: with dv up to 128
+    PACK            query heads that share a tile: 1, 2, 4, 8 or 16, a divisor of GROUP; over 1 for short sequences that
+                    are packed into one (`launch.packing`)
+    LATE            if ROWS = 192: exponentials wait for the MMA with V
+    EARLY_RESCALE   if dv is up to 128: O is rescaled during the MMA of S
 
-Queries whose m exceeds 2^24 get NaN (`LARGEST_MAXIMUM`).
+m is the row maximum in base 2, or an older one. Queries with |m| > 2^24 get NaN (`LARGEST_MAXIMUM`). A NaN of v also reaches
+queries that only share a tile with it (table in `canon.fast.kernels.triton.launch`).
 
-Shared memory: e (BUFFERS ROWS d + STAGES COLUMNS (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
+Shared memory: 2 * (BUFFERS * ROWS * d + STAGES * COLUMNS * (d + dv)) bytes; widths are padded to a power of 2.
 Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2. Spans: `canon.fast.tiles`.
 """
 
@@ -88,7 +90,7 @@ from canon.fast.kernels.gluon.tile_queue import (
 )
 from canon.fast.kernels.gluon.tile_ring import Ring, RingPosition, load_box, make_barriers
 
-LARGEST_MAXIMUM = gl.constexpr(2.0**24)  # m is rounded by at most 1/2, so P of the largest score is between 2^-1 and 2
+LARGEST_MAXIMUM = gl.constexpr(2.0**24)  # of |m|: float32 rounds m by at most 1/2, and P by a factor of 2^0.5
 
 
 # ------------------------------------------------------------------ the loader
@@ -111,7 +113,7 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, GROUP: gl.constex
             parity = t // STAGES & 1
             mbarrier.wait(k.free.index(slot), parity ^ 1)
             load_box(k_desc, batch, column, head // GROUP, k.full.index(slot), k.tiles.index(slot))
-            if fresh:  # after K: Q may have to wait until the warpgroups finish the previous work tile
+            if fresh:  # after K: Q waits for the last S of the work tile that used its buffer
                 for w in gl.static_range(WARPGROUPS):
                     b = w * BUFFERS + done % BUFFERS
                     mbarrier.wait(q.free.index(b), (done // BUFFERS & 1) ^ 1)
@@ -185,7 +187,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the next ring position.
 
     The MMA with V is that of the previous tile. FIRST: this is the first tile of a work tile. Then the ``previous`` work
-    tile is finished and written, unless it is 0. LATE: registers are scarce with three warpgroups, so the exponentials wait
+    tile is finished and written, unless it is 0 (none). LATE: registers are scarce with three warpgroups, so the exponentials wait
     for the MMA with V, and P is rounded into the registers of the old P.
     """
     LATE: gl.constexpr = wg.COUNT == 3
@@ -218,7 +220,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
     p, l = exponentials(s, m_finite, wg)
-    # V of this tile is needed in the next step. Waiting here keeps the assembler from waiting for o before the exponentials.
+    # V of this tile is needed in the next step. The wait is a loop, so the wait for o cannot move ahead of the exponentials.
     mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
     if not LATE:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
@@ -238,7 +240,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
 # ------------------------------------------------------------------ epilogue
 @gluon.jit
 def write_result(o, state, wg, work_tile):
-    """Divide the complete o by the sums, and write out and lse of a work tile; m, l and excess are those of ``state``.
+    """Divide the complete o by the sums, and write ``out`` and ``lse`` of a work tile. ``state`` holds m, l and excess.
 
     Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN.
     """
@@ -291,9 +293,9 @@ def forward_kernel(
     STALE_MAXIMUM: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write out (b, t, h, dv) and natural lse (b, h, t) of the work tiles in ``work``.
+    """Write the output ``out`` (b, t, h, dv) and the natural ``lse`` (b, h, t) of the work tiles in ``work``.
 
-    Batch and tokens of out have one common stride; lse is contiguous.
+    The batch stride of ``out`` is tokens * stride_t; ``lse`` is contiguous. ``counter`` is 0 at launch.
     """
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
@@ -306,7 +308,7 @@ def forward_kernel(
     v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
     fence_async_shared()
     buffers = Buffers(q, k, v, published)
-    output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # a stride of 1 is a constant
+    output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton makes a 1 constant
     wg0 = Warpgroup(buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
     wg1 = Warpgroup(buffers, output, work, scale_log2, 1, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
     if WARPGROUPS == 2:

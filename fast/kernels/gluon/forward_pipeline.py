@@ -5,8 +5,7 @@
     Warpgroup    all that stays constant for one warpgroup
     Tile         the visited tile: its rows, its span and its columns
 
-Q is a ring too: BUFFERS tiles for each warpgroup. With two buffers, the loader fetches the next work tile's Q during this
-one.
+Q is a ring too: BUFFERS tiles for each warpgroup. With two buffers, the loader loads Q of the next work tile during this one.
 """
 
 from triton.experimental import gluon
@@ -109,7 +108,10 @@ class Warpgroup:
 
 @aggregate
 class Tile:
-    """A visited tile: the buffer of Q, the first row, the span and the end of the spans, the first column, the span's end."""
+    """A visited tile: buffer of Q, first token, first column, and column ``stop`` after the last tile of the span.
+
+    ``span``, ``span_end``: offsets in ``work`` of the span, and of the end of the work tile's spans.
+    """
 
     q_buffer: gl.tensor
     row: gl.tensor
@@ -142,7 +144,7 @@ class Tile:
 def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
     """Issue the MMA S = Q K^T of this tile, and return S, which must be waited for.
 
-    PING_PONG: issue it after the MMAs of the previous warpgroup.
+    PING_PONG: first wait until the previous warpgroup has issued its MMAs.
     """
     q = wg.q.tiles.index(tile.q_buffer).reshape([wg.M, wg.q.tiles.shape[4]])
     k = wg.k.tiles.index(ring.slot).reshape([wg.BN, wg.k.tiles.shape[4]])

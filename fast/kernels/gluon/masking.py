@@ -11,13 +11,13 @@ from canon.fast.kernels.gluon.layouts import per_column_layout, per_row_layout
 
 @gluon.jit
 def mask_hidden(x, work, span, first, column, hidden, PACK: gl.constexpr):
-    """Return x with ``hidden`` in the cells that the span's band hides. Rows of x begin at ``first``, columns at ``column``."""
+    """Return x with ``hidden`` in the cells that the span's band hides. Row r of x is token ``first`` + r // PACK."""
     row_start, row_stop = gl.load(work + span + 2), gl.load(work + span + 3)
     start, stop = gl.load(work + span + 4), gl.load(work + span + 5)
     lo, hi = gl.load(work + span + 6), gl.load(work + span + 7)
     zero = gl.minimum(
         stop, 0
-    )  # always 0, which the compiler cannot prove: so it does not keep the numbers below in registers
+    )  # always 0, but unknown to the compiler: it would move the ranges below out of the loop and keep them in registers
     rows = first + (gl.arange(0, x.shape[0], per_row_layout(x.shape[1])) ^ zero) // PACK
     left = gl.maximum(rows + lo, start) - column  # a row sees columns left <= j < right of this tile
     right = gl.minimum(rows + hi + 1, stop) - column

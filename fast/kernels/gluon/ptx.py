@@ -165,7 +165,7 @@ def transpose_words_ptx():
 
 @gluon.jit
 def transpose_words(x):
-    """Return x with pairs of columns exchanged: of every 32 columns, 8 i + 2 j and 8 j + 2 i (two bytes, in `mma_layout`)."""
+    """Return x with pairs 8 i + 2 j and 8 j + 2 i of every 32 columns swapped, i and j < 4 (two bytes, in `mma_layout`)."""
     return gl.inline_asm_elementwise(
         transpose_words_ptx(),
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
@@ -300,7 +300,7 @@ def round_and_keep(p, like, W: gl.constexpr):
 
 @gluon.constexpr_function
 def add_rounding_excess_ptx(warpgroup, columns, dtype):
-    """Return PTX that adds to $0 and $1, for two rows, what the sums $4 and $5 of P exceed the sums of rounded P by.
+    """Return PTX that adds to $0 and $1, for two rows, the sums $4 and $5 of P minus the sums of rounded P.
 
     It does so only where a sum is above its limit, $6 or $7. Words 2 i of the rounded P are of the first row, 2 i + 1 of
     the second.

@@ -1,11 +1,12 @@
 """The online softmax of the forward kernel, on the registers of one warpgroup.
 
 Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes of a quad. They exchange the maximum m in
-every tile. The sum l stays as four partial sums, which are added only when the work tile ends.
+every tile. The state holds the sum l as four partial sums, one for each lane.
 
-m need not be the maximum. P and O are relative to m, so any m gives the same result as long as nothing overflows. A row
-keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). The new key then weighs at
-most half, as the second largest key of any row may. After a few tiles nearly all rows keep m, so a warp seldom rescales O.
+m need not be the maximum. P and O are relative to m, so any m gives the same result up to rounding, unless P overflows or
+underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). That key
+then has at most half the weight of the row. Its rounding error is no worse than that of a second largest key, which may weigh
+as much under the true maximum. After a few tiles nearly all rows keep m, so a warp seldom rescales O.
 flash-attn-4 for Blackwell allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives errors larger than
 those of the dtype.
 """
@@ -24,11 +25,11 @@ class SoftmaxState:
 
     o (M, DV_PAD)   sum of P V relative to m; it lacks the last tile's p V, and the factor ``shrink``
     p (M, BN)       P of the last tile, as an MMA operand
-    m (M)           maximum, in base 2, not always raised
+    m (M)           row maximum in base 2, or the older one that the row keeps
     l (M, 4)        sums of P, by lane
     excess (M, 4)   l minus the sums of P as rounded for the MMA, by lane, where `stale_maximum` counts it.
-                    A scalar 0 with the known maximum
-    shrink (M)      factor of the last rise of m
+                    A scalar 0 without STALE_MAXIMUM
+    shrink (M)      factor that o still needs because m rose in the last tile
     """
 
     o: gl.tensor
@@ -83,7 +84,7 @@ def finite_or_zero(m):
 
 @gluon.jit
 def highest_kept(m, l, BN: gl.constexpr):
-    """Return the maximum up to which a row keeps m: P is at most 2^8, and at most the sum so far, down to a power of 2."""
+    """Return the maximum up to which a row keeps m. P is then at most 2^8, and at most the sum so far, rounded to 2^n below."""
     total = gl.convert_layout(gl.sum(l, 1), per_row_layout(BN))
     # The exponent, as the low bits of a float of 2^23. A log2 would occupy the unit for exponentials.
     power = (total.to(gl.int32, bitcast=True) >> 23 | 0x4B000000).to(gl.float32, bitcast=True) - (2.0**23 + 127.0)

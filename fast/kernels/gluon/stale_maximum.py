@@ -3,20 +3,22 @@
 Far into a row the maximum seldom rises, so it need not even be computed. This saves its comparisons and the exchange among
 lanes, and the exponentials start as soon as S is there. The sums of P by lane, which are needed anyway, show how large P is.
 
-    sum of P                                   consequence
-    at most the row's sum so far               none: P is as accurate as with the row maximum
+    a lane's sum of P in one tile              consequence
+    at most the whole row's sum so far         none: P is as accurate as with the row maximum
     larger                                     add its rounding error to ``excess``
-    too large for the dtype of P, or so large  compute S and P of this tile again, with the row maximum
-    that many tiles may overflow float32
+    over 65504 (float16) or 2^32 (bfloat16)    compute S and P of this tile again, with the row maximum
 
 In the second case a key may weigh more than half, and its rounding error would show. The divisor of O is therefore the sum
-of P as rounded, l - excess. The error of a key of weight w is then w (1 - w) times the error of its rounding. lse uses the
-exact sum l.
+of P as rounded, l - excess. The relative error by a key of weight w is then w (1 - w) times that of its rounded P. lse uses
+the exact sum l. The third case keeps P finite in its dtype, and the sums of many tiles finite in float32. It issues S again
+without waiting for its ping-pong turn.
 
-K stays in its buffer until the sums are verified. That costs time if rows visit few tiles, so short rows use the known
-maximum. The first tile of each work tile always uses the known maximum (`canon.fast.kernels.gluon.forward.step`).
+K and Q stay in their buffers until the sums are verified, so the loads of the next tiles start later. If rows visit few
+tiles, this costs more than it saves. They use `canon.fast.kernels.gluon.forward.step`, as does the first tile of each work
+tile: it computes the maximum of each tile before P.
 
-P is at most 2^32 in bfloat16, and a sum of P at most 2^58 over 2^30 keys. Values up to 1e21 therefore give a finite o.
+In bfloat16 P is at most 2^32, and its sum over a row of a tile 2^34. In 2^24 tiles of 64 keys the sum is at most 2^58. Values
+up to 1e21 therefore give a finite o.
 """
 
 from triton.experimental import gluon
@@ -42,13 +44,13 @@ LOWEST = gl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the lowest float32
 
 @gluon.constexpr_function
 def largest_sum(dtype):
-    """Return the largest sum that a lane may have in one tile: P is finite in its dtype, and so is the sum of many tiles."""
+    """Return the largest sum of P that a lane may have in one tile. It keeps P finite in its dtype, and later sums in float32."""
     return 65504.0 if dtype == gl.float16 else 2.0**32
 
 
 @gluon.jit
 def sum_so_far(l, like):
-    """Return the sum of each row so far for each of its lanes, at most `largest_sum`: sums may not double without end."""
+    """Return the sum of each row so far for each of its lanes, at most `largest_sum`, or sums could double in every tile."""
     return gl.expand_dims(gl.minimum(gl.sum(l, 1), largest_sum(like.dtype)), 1) + gl.zeros_like(l)
 
 

@@ -4,20 +4,21 @@ One int32 tensor, ``work``, holds the whole schedule (written by `canon.fast.ker
 pointer saves registers. Its parts, in order:
 
     header        [end of the work tiles, six zeros, start of the tickets]
-    work tiles    8 numbers each: first row, stop row, batch, head, first span, end of the spans, batch * heads + head,
-                  first column
+    work tiles    8 numbers each: first row, stop row, batch, head (the first one if heads are packed), first span, end of
+                  the spans, batch * heads + head, first column of the first span
     spans         8 numbers each: first column, tiles, row start, row stop, column start, column stop, lo, hi
                   (see `canon.fast.tiles`)
     tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's ticket, own ticket
 
-A work tile is identified by its offset in ``work``; the first one is 8. Offset 0 means "no work tile".
+A work tile is identified by its offset in ``work``; the first one is 8. Offset 0 means "no work tile". Each work tile has at
+least one visited tile; the launch fills fully masked rows.
 
-The grid has at most as many CTAs as work tiles, and CTA i starts with work tile i. So the first loads depend on one read
-only. Each further work tile is claimed with an atomic counter that all CTAs share. The loader claims it after it has issued
-all loads of the current one, because the ring is then full and it would have to wait anyway. If CTAs wait for each other
-(ordered dq), even the first work tiles are claimed: a CTA must never wait for one that cannot be scheduled yet.
+The grid has one CTA for each SM, but at most as many as work tiles. CTA i starts with work tile i, so its first loads depend
+on one read only. Each further work tile is claimed with an atomic counter that all CTAs share; the launch sets it to 0. The
+loader claims after it has issued all loads of the current work tile: the ring is then full, and it would wait anyway. If CTAs
+wait for each other (ordered dq), even the first work tiles are claimed. A CTA must never wait for a CTA that cannot run yet.
 
-The loader publishes a work tile to the warpgroups in shared memory, before it loads the first tile that the work tile owns.
+The loader publishes a work tile to the warpgroups in shared memory, before it loads its first owned tile (Q in the forward).
 The barriers of that tile also guard the published number. After the last work tile the loader publishes 0.
 """
 
@@ -40,7 +41,7 @@ def first_work_tile():
 
 @gluon.jit
 def claim_work_tile(work, counter, ALL: gl.constexpr = False):
-    """Claim the next work tile: of ALL, or of those after the CTAs' first ones. Return 0 if none is left.
+    """Claim the next work tile. Return 0 if none is left. ALL: even the first work tile of each CTA is claimed.
 
     The atomic is relaxed because a claim carries no data. ``work`` does not change during the kernel, so plain loads
     suffice.
@@ -67,7 +68,7 @@ def publish(published, work_tile):
 
 @gluon.jit
 def publish_end(published, full, free, parity):
-    """Publish 0 after the last work tile is released. The loader arrives at ``full`` itself, as no load follows."""
+    """Publish 0 once the buffer is free again. The loader arrives at ``full`` itself, as no load follows."""
     mbarrier.wait(free, parity)
     publish(published, 0)
     mbarrier.arrive(full, count=1)
@@ -120,7 +121,7 @@ def ticket_of(work, span):
 
 @gluon.jit
 def is_partial(work, span):
-    """Return whether the tiles of a span must be masked by its band. A full span has no band."""
+    """Return whether the tiles of a span must be masked by its band. A full span has row stop 0."""
     return gl.load(work + span + 3) > 0
 
 

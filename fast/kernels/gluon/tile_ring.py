@@ -1,16 +1,16 @@
-"""mbarriers and TMA loads: how a loader warp fills shared memory and the warpgroups release it.
+"""mbarriers and TMA loads: how a loader fills shared memory and the warpgroups release it.
 
 A ring of STAGES buffers counts its tiles t = 0, 1, ...: tile t is in buffer t % STAGES. Each buffer has two mbarriers:
 
-    full    the tile has arrived: one arrival, by the TMA unit
-    free    the tile has been read: one arrival from each warpgroup that reads it
+    full    the tile has arrived: one arrival, by the loader (`mbarrier.expect`), and then all bytes, by TMA
+    free    the tile has been read: one arrival from each warpgroup that reads it, as `mbarrier.arrive` first joins its warps
 
-Both complete phase t // STAGES for tile t. A wait names the parity of that phase. A loader waits for the opposite parity,
-so its first waits return at once.
+Both complete phase t // STAGES for tile t. A wait names the parity of that phase. A loader waits for the opposite parity:
+the previous phase of ``free``. So its first waits return at once.
 
-Tiles are boxes of 4-D tensors (b, t, h, d): 1 batch, ROWS / PACK tokens, PACK heads, all of d. A tile can therefore hold
-several query heads of one group: row r is token r // PACK, head r % PACK. Any strides work. Rows after the last token and
-columns after the last column arrive as 0. No load crosses into another sequence.
+Tiles are boxes of 4-D tensors (b, t, h, d): 1 batch, some tokens, PACK heads, all of d. A tile can therefore hold several
+query heads of one group: row r is token r // PACK, head r % PACK. Strides are multiples of 16 bytes, the last one 1 element.
+Tokens and columns outside the tensor arrive as 0. No load crosses into another sequence.
 """
 
 from triton.experimental import gluon
@@ -72,6 +72,6 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def load_box(descriptor, batch, row, head, full, buffer):
-    """Start a TMA load of the box at (batch, row, head). Its arrival completes a phase of ``full``."""
+    """Start a TMA load of the box at (batch, row, head). Its last byte completes a phase of ``full``."""
     mbarrier.expect(full, descriptor.block_type.nbytes)
     tma_load(descriptor, [batch, row, head, 0], full, buffer)
