@@ -1,8 +1,9 @@
 """Active queries: the queries of a step that see at least one of its keys. Schedules compute only these.
 
-When documents are packed, few local queries see the keys of another rank, and they are scattered over the shard. One range
-of active queries is used in place, as a view. Several ranges are gathered into a copy. So no kernel has to visit fully
-masked rows, to write zeros or to merge them.
+In the step of the own keys, all queries are computed, because that step initialises the results. In a sequence of several
+documents, few queries see another rank's keys, and they lie scattered over the shard. One range of active queries is a view.
+Several ranges are gathered into a copy. So kernels neither visit nor merge fully masked rows. `visible_keys` crops the
+keys to one range, from the first to the last visible one; masked keys between them remain.
 
 Cost: gathering copies q; the backward pass also copies dout, lse and delta.
 """
@@ -21,7 +22,7 @@ from canon.reference.plan_cache import cached_plan
 
 
 class ActiveQueries:
-    """Some queries of a rank: ``ranges`` of them, ascending, and their ``mask`` over all keys of the step."""
+    """Some queries of a rank: ``ranges`` of them, ascending, and the ``mask`` between them and the keys of the step."""
 
     def __init__(self, mask: Mask, ranges: tuple[range, ...]):
         self.mask, self.ranges = mask, ranges

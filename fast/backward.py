@@ -22,9 +22,10 @@ The Triton kernel cannot: there "fused" raises RuntimeError, or warns with ``war
 The thresholds fit these records: paper/data/kernels_auto_h200.json, paper/data/kernels_sweep_widths_h200.json,
 paper/data/pairs_h200.json. paper/deterministic_dq.md explains the fixed order.
 
-dq is computed last, so that ranks can send dk and dv while its kernel runs (`begin_backward`).
+Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs (`begin_backward`).
 
-delta = rowsum(dout * out) - dlse is computed once for each call by its own kernel, or given.
+delta = rowsum(dout * out) - dlse is computed once for each call, or given. `attention` computes it with the row
+statistics (`make_row_statistics`). Distributed functions compute it in a kernel of its own (`make_delta`).
 
 Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton pull request 177; head-parallel:
 TensorAuto/OpenTau pull request 376.
@@ -189,7 +190,7 @@ def begin_backward(
     """Launch the kernels that write dk and dv, and return a function that launches those of dq. Nothing is checked.
 
     Between the two, a rank can start to send dk and dv. "fused" launches all at once. The results may have any strides and
-    dtypes. If dq is None, or dk and dv are, no kernel runs for them.
+    dtypes. If dq is None, it is not computed. If dk and dv are both None, they are not computed.
     """
     dout, q, lse, delta = inputs
     statistics = kernels_for(q, v).empty_statistics(lse)

@@ -5,11 +5,12 @@
     strided     `AllGather`: K and V of some heads            `ReduceScatter`: dk and dv of these heads
     magi        `GroupCast`: K and V of the needed tokens     `GroupReduce`: their dk and dv
 
-The first four classes are here, the last two in `group_collectives.py`. Each class here has two buffers: kernels read one
-while the other one receives. Casts differ in size, so each cast allocates its own memory.
+`GroupCast` and `GroupReduce` are in `group_collectives.py`. The other classes are here and have two buffers: kernels read one
+while the other one receives. Group casts differ in size, so each one allocates its own memory.
 
-A message starts before the kernel that overlaps with it. `wait` blocks the compute stream, never the host. Two buffers are
-enough: a message starts after every kernel that reads its receiving buffer was launched, and the transport waits for those.
+A message starts before the kernel that overlaps with it. With NCCL, `wait` blocks the compute stream and not the host; gloo
+blocks the host. Two buffers are enough: a message starts after the launch of every kernel that reads its receiving buffer,
+and the transport waits for these kernels.
 """
 
 from collections.abc import Sequence
@@ -42,12 +43,12 @@ class Hop:
 
 
 class BlockRing:
-    """Blocks that travel round the ring: tensors (b, tokens, *shape), one for each of ``shapes``.
+    """Blocks that travel round the ring. A block has one tensor (b, tokens, *shape) for each of ``shapes``.
 
-    A block belongs to a rank, its owner, and has as many tokens as the layout gives to that rank.
+    Each rank owns one block, with the tokens that the layout gives to that rank.
 
-    Memory: 2 buffers (1 for one rank) of b * max tokens * sum of the shapes' sizes elements. Traffic: one message of the
-    block's size for each hop, none for an empty block.
+    Memory: 2 buffers (1 for one rank), each of b * (most tokens of a rank) * (sum of prod(shape)) elements.
+    Traffic: one message of the block's size for each hop, none for an empty block.
     """
 
     def __init__(self, call: Call, batch: int, shapes: tuple[tuple[int, ...], ...], like: Tensor, dtype: torch.dtype):
@@ -66,7 +67,10 @@ class BlockRing:
         return views
 
     def hop(self, buffer: int, sent: int, received: int) -> Hop:
-        """Start to send rank ``sent``'s block from ``buffer`` to the next rank, and to receive ``received``'s in the other."""
+        """Start to send the block of rank ``sent`` to the next rank, and to receive that of ``received``.
+
+        ``buffer`` holds the sent block; the other buffer receives.
+        """
         call = self.call
         group = dist.group.WORLD if call.group is None else call.group
         operations = []
@@ -127,7 +131,7 @@ class AllGather:
             for target, source in zip(keys, own, strict=True):
                 target[:, first : first + source.shape[1]].copy_(source)
             works = [self.transport.all_gather(x) for x in gathered]
-        if step:  # the next kernel fills all SMs: a gather that has not started before it would start after it
+        if step:  # the next kernel fills all SMs: a gather that starts later would wait for its end
             self.transport.wait_until_started()
         return PendingKeys(works, keys)
 

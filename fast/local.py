@@ -9,8 +9,9 @@ For each tile of queries, over the tiles of keys that it sees (the online softma
 A mask becomes a work table (`tiles.py`): tiles that are visible from end to end need no mask comparisons.
 `device.py` selects the kernel backend. `merge` combines two whole results in one kernel. `backward.py` has the backward pass.
 
-Cost: 2 b h area (d + dv) FLOPs. Memory beyond inputs and outputs: the work table, about 1 KB for each 1000 tokens and
-32 bytes for each pair of a band and a tile. Nothing is sent. There is no dropout, bias or soft-cap.
+Cost: 2 b h area (d + dv) FLOPs, where area is the number of visible cells. Memory beyond inputs and outputs: the work table.
+It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile and a band that overlap. A band is a rectangle of
+cells, cut by two diagonals (`canon.reference.band`). There is no dropout, bias or soft-cap.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
@@ -60,8 +61,8 @@ def attention(
     anything, NaN included. Differentiable in q, k, v, through out and through lse.
 
     Scores, scale * q k, may be up to 1e7 in magnitude (6e15 in float64), and values up to 1e21. If the largest score of a
-    query is beyond this range, its out and lse are NaN. They may be NaN if it sees a score below -2e9. A NaN or an infinity
-    at one token reaches the tokens that see it. It also reaches tokens in the same tile, even of another document:
+    query is beyond this range, its out and lse are NaN. They may also be NaN if one of its scores is below -2e9. A NaN or
+    an infinity at one token reaches the tokens that see it, and others in the same tile, even of another document:
     `canon.fast.kernels.triton.launch` has the table. Autocast casts q, k, v as it does for
     `torch.nn.functional.scaled_dot_product_attention`.
 

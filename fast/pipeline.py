@@ -1,15 +1,15 @@
 """Run the steps of a schedule so that messages overlap with kernels. Every distributed function uses this order.
 
-    step          0          1          2          3
-    fetch     0 | 1          2          3
-    compute       0          1          2          3
-    reduce                   0          1          2     | 3
+    time       before    step 0    step 1    step 2    step 3    end
+    fetch      0         1         2         3
+    compute              0         1         2         3
+    reduce                         0         1         2         3
 
-While the kernels of step i run, the inputs of step i + 1 and the results of step i - 1 are in flight. The first fetch
-overlaps with work that the caller does before the pipeline (`prefetched`). The last reduction overlaps with the rest of its
-step: dq, if the method computes it in a kernel of its own.
+A column shows the steps that are fetched, computed and reduced at the same time. While the kernels of step i run, the
+inputs of step i + 1 and the results of step i - 1 are in flight. The first fetch overlaps with nothing, unless the caller
+starts it earlier by `prefetched`. The last reduction overlaps with dq, if a separate kernel computes dq.
 
-A schedule defines `fetch`, `compute` and `reduce` of a step. `transport.py` chooses how messages travel.
+A schedule defines `fetch`, `compute` and `reduce` of a step. Its messages use torch.distributed (the ring) or `transport.py`.
 
 Source: double buffering; the order is that of aqlaboratory/ring-flash-attention pull request 12 (2025).
 """

@@ -1,12 +1,14 @@
 """Prepared passes: the launches of a pass are recorded in its first call, and replayed by one call into C afterwards.
 
-A pass is a function of tensors that only launches kernels: the forward of one rank, its backward, one step of a ring. Which
-kernels it launches depends on the kinds of its tensors (shapes, strides, dtypes, alignment, device) and on its other
-arguments, never on the numbers in the tensors. So the first call of a kind runs as written while a `Recorder` notes
+A pass is a function of tensors that only launches kernels: the forward of one rank, or its backward. A ring step has several
+passes: the forward of a block and a merge, or dk and dv, then dq. The launches depend on the kinds of the tensors (shapes,
+strides, dtypes, alignment, device) and on the other arguments, never on the numbers in the tensors. So the first call of a
+kind runs as written while a `Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
-    zeros          of temporaries, which become the first bytes of the workspace and one memset; of results, in their order
+    zeros          zeroed temporaries lie at the start of the workspace, and one memset clears them; each zeroed result
+                   is one memset, at its place among the launches
     plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
 
 A replay costs one allocation and one call of `kernels/replay.c`. It works on any stream and inside a captured CUDA graph,
@@ -85,7 +87,10 @@ class NotReplayable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """An address: ``offset`` bytes into an argument (``slot`` >= 0), a temporary (-2 - its number), or absolute (-1)."""
+    """An address: ``offset`` bytes into a buffer. Temporary n has ``slot`` -2 - n. With -1 the offset is absolute.
+
+    Slots >= 0 are the pass's tensors, in order.
+    """
 
     slot: int
     offset: int
@@ -364,7 +369,7 @@ def native_module() -> ModuleType:
 
 
 def _packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:
-    """Return an operation as `replay.c` expects it. Raises NotReplayable for a kernel that it does not know how to launch."""
+    """Return an operation as `replay.c` expects it. Raises NotReplayable for a kernel that `replay.c` cannot launch."""
     if isinstance(operation, Zero):
         p = place(operation.place)
         return 0, p.slot, p.offset, operation.bytes
@@ -463,7 +468,7 @@ def replayed(
 
 
 def _with_none(body: Callable[..., None], tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
-    """Call ``body``; the recorded tensors in ``arguments`` are those of ``tensors`` that are not None."""
+    """Call ``body`` with the ``tensors``, None included. ``arguments``: those that are not None, then the options."""
     body(*tensors, *arguments[sum(x is not None for x in tensors) :])
 
 
@@ -474,7 +479,7 @@ def _settings(x: Tensor) -> tuple[Hashable, ...]:
 
 
 def _aliases(addresses: list[int]) -> tuple[int, ...] | None:
-    """Return None if all tensors begin at different addresses, else the first tensor at the address of each."""
+    """Return, for each address, the index of the first equal one; None if all addresses differ."""
     return None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
 
 

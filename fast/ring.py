@@ -1,30 +1,41 @@
 """Ring attention with overlap: the next block travels while the current one is computed.
 
-Read `canon.reference.ring` first. The algorithm, the order of sums and the messages are the same here. The differences:
+Read `canon.reference.ring` first. The algorithm and the order of sums are the same here. The differences:
 
+    messages          K and V travel in one message, dk and dv in another; the reference sends each tensor alone
     overlap           a hop starts before the kernel that overlaps with it (`pipeline.run_pipeline`)
     buffers           each ring has two: kernels read one while the other one receives (`exchange.BlockRing`)
-    active queries    a step computes only the queries and keys that its mask touches (`active_queries.py`),
-                      so half a step of zigzag costs half; a fully masked step launches nothing, but passes its blocks on
+    active queries    from step 1 on, only queries that see a key are computed (`active_queries.py`): in zigzag, half
+                      of the queries or of the keys. A fully masked step only passes its blocks on (first sums: zeros)
     in place          a kernel merges each part into the running float32 result; the first part is that result
-    dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`backward.begin_backward`)
+    dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`backward.begin_backward`);
+                      "fused" has one kernel for all three
 
-    stream       step i                                   step i + 1
-    transport    K, V of step i + 1 | dk, dv of i - 1     K, V of step i + 2 | dk, dv of i
-    compute      kernel on K, V of step i, add, ...       kernel on K, V of step i + 1, add, ...
+Order of step i; the forward pass has the first two lines:
 
-From here down to the launch:
+    start the hop of K, V for step i + 1
+    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; sums of dk, dv of step i - 1
+    receive these sums, add dk, dv of step i
+    start the hop of the new sums
+    launch the kernel of dq                    in flight: K, V of step i + 1; sums of dk, dv of step i
 
-    forward     `_forward`, `local.forward_part`, `device.kernels_for`, `forward` in kernels/triton/launch.py or
-                kernels/gluon/launch.py
-    backward    `_Backward`, `backward.begin_backward`, `device.kernels_for`, `dkdv` and `dq` in the same files
+With NCCL, hops run on a stream of the process group. `agreed_call` posts 8 bytes per rank to compare the arguments; for a
+known call on GPUs it does not wait (`canon.reference.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v,
+out and lse of the rank's own tokens.
 
-Cost, with N = b t g (d + dv) elements of K and V a rank. Forward: W - 1 messages and (W - 1) N elements of the inputs' dtype.
-Backward: the same again, and W - 1 messages and (W - 1) N elements of reduce_dtype. K and V are one message, dk and dv another.
+Functions down to the launch. `prepared.replayed` calls the next ones only once for each kind of arguments, then replays them:
+
+    forward     `_forward`, `local.forward_part`, `prepared.replayed`, `device.kernels_for`, `forward` of launch.py
+    backward    `_Backward`, `backward.begin_backward`, `prepared.replayed`, `device.kernels_for`, `dkdv`, `dq` of launch.py
+                (in kernels/triton or kernels/gluon)
+
+Cost, with N = b t g (d + dv) elements of K and V per rank. Forward: W - 1 messages, (W - 1) N elements of the inputs' dtype.
+Backward: the same again, and W - 1 messages, (W - 1) N elements of reduce_dtype.
 
     scratch     forward: 2 N elements of the inputs' dtype (K, V); float32 out and lse twice (running, newest part)
                 backward: 2 N elements of the inputs' dtype; 2 N of reduce_dtype (dk, dv); N float32 (own dk, dv), and N more
-                if W > 2 (newest part); float32 dq twice (running, newest part); delta
+                if W > 2 (newest part); float32 dq twice (running, newest part); delta; 2 b h t float32 (row statistics, Gluon)
+                both: copies of the active queries' inputs if they form several ranges
 
 Sources: as `canon.reference.ring`.
 """
@@ -189,7 +200,7 @@ def ring_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q; None if not needed. dk and dv are computed together."""
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     if call.ranks == 1:
         return local_gradients(inputs, k, v, call.local_mask(0), call.scale, call.backward, needs_grad, q.dtype)
@@ -203,8 +214,8 @@ def ring_backward(
 class _Backward:
     """One backward pass: the running dq, dk and dv of the own tokens, and the rings of K, V and of their gradients.
 
-    dk and dv hold this rank's part alone; the last hop brings the sum of the other ranks' parts. In step i, buffer i % 2 of
-    ``sums`` receives the sum of the previous ranks' parts for the block. Then this rank's part is added there.
+    ``dk`` and ``dv`` hold this rank's part alone. The last hop brings the sum of the other ranks' parts.
+    In step i > 1, buffer i % 2 of ``sums`` receives the earlier ranks' sum for the step's block; this rank then adds its part.
     """
 
     def __init__(self, call: Call, inputs: QueryInputs, k: Tensor, v: Tensor, needs_grad: tuple[bool, bool, bool]):

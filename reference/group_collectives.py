@@ -17,13 +17,13 @@ twice. The received buffer is not reordered: the mask of a step is given in its 
 `group_reduce` is the transpose. Gradients of received tokens return to the owners. Each rank adds them to the
 gradients of its own tokens in rank order, so the same inputs and the same plan give the same bits.
 
-With ``stages`` > 1 the tokens that one rank sends to another are divided into that many nearly equal parts. Cast i moves
-part i. The argument ``stage`` is the number i.
+With ``stages`` > 1 the tokens that one rank sends to another are divided into that many nearly equal parts, one for each
+cast. The argument ``stage`` is the number of a cast. In magi attention, step ``stage`` + 1 uses that cast.
 
 Cost of a rank that receives R tokens and sends S in one cast, for N elements a token: one all-to-all for the cast, one for
 the reduce. It receives R N elements in the cast and S N in the reduce, and adds S N elements.
 Peak memory of a cast: the S rows sent and the R rows received. Peak memory of a reduce beyond ``y`` and ``into``: the S rows
-received, again in the dtype of ``into`` if that differs, and the sum for one rank. A copy of ``y`` is made if it is strided.
+received, again in the dtype of ``into`` if that differs, and the sum for one rank. ``y`` is copied unless contiguous.
 Limits: every rank takes part in every exchange. A cast that no rank needs is left out of the plan.
 
 Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025): the two collectives, which send no unneeded token.
@@ -110,7 +110,7 @@ def group_cast(
 
     Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the number of the cast, from 0;
         ``group``, the process group, None for all ranks.
-    The result is not differentiable; `group_reduce` returns gradients. Raises ValueError if x, the group or the stage do
+    The result is not differentiable; `group_reduce` sends gradients back. Raises ValueError if x, the group or the stage do
     not fit the plan. Source: the module's docstring.
     """
     agreed_cast("group_cast", x, plan, stage, group)

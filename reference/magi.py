@@ -38,8 +38,8 @@ step gives dk and dv of its keys, and a part of dq that this rank adds:
 A rank rounds its dk and dv of a received key to reduce_dtype once, for the single message. The owner adds in float32: first
 its own part, then cast by cast, and within a cast by rank. The plan fixes this order, so equal calls give the same bits.
 
-Cost of a rank that receives R and sends S tokens in all casts. K and V of a token have N = b g (d + dv) elements of e bytes:
-batch b, g key heads, widths d and dv. An element in reduce_dtype has E bytes:
+Cost of a rank that receives R and sends S tokens in all casts. K and V of a token have N = b g (d + dv) elements of e
+bytes. The batch is b, g is the number of key heads, d and dv are the widths. An element in reduce_dtype has E bytes:
 
                          messages              bytes received
     forward   K, V       one all-to-all        R N e
@@ -47,16 +47,17 @@ batch b, g key heads, widths d and dv. An element in reduce_dtype has E bytes:
     backward  K, V       as many               R N e; with keep_kv none
               dk, dv     as many               S N E
 
-Each pass also exchanges 8 bytes per rank, to compare the calls (`group_state.py`). `plan_report` gives R, S and `volume`, the
-part of an all-gather that is sent: for n tokens, the mean of R is `volume` (W - 1) n / W.
+Each pass also exchanges 8 bytes per rank, to compare the calls (`group_state.py`). `plan_report` gives R, S and `volume`.
+An all-gather of n tokens moves (W - 1) n, and volume is the part of these that the casts move. So the mean of R is
+volume (W - 1) n / W.
 FLOPs are those of `local.py` and `backward.py` for the visible cells (query-key pairs) of the rank's queries.
-Peak memory beyond inputs and outputs, at most:
+Peak memory beyond inputs, outputs, tiles and row statistics, at most:
 
-    K, V       own tokens, three buffers (last, current and next step), and the rows sent in two casts
+    K, V       own tokens, three buffers (previous, current and next step), and the rows sent in two casts
     keep_kv    until the backward pass: all received keys; with ``stages`` > 0 also the own ones
     out        float32, three times in a step and five times inside `merge`
     dq         float32, three times
-    dk, dv     float32, own tokens and four buffers; two reduces, each with its rows sent and received
+    dk, dv     float32, own tokens and four buffers; two reduces and the rows sent (`group_collectives.py`)
 
 More stages hide more of a cast that takes longer than step 0, and make it smaller. Each adds an all-to-all and a merge.
 keep_kv saves the casts of the backward pass.
@@ -117,8 +118,8 @@ def magi_attention(
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options, and need the same gradients. t may
-    differ, as the layout says. The sequence has as many tokens as the mask, else as the layout, else W t.
+    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales, options and requires_grad of q, k, v. t may
+    differ, according to the layout. The sequence has the tokens of the mask, else of the layout, else W t.
 
     Raises:
         ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
@@ -206,7 +207,7 @@ def fetch(own: Tensor, plan: CastPlan, call: Call, kept: list[Tensor] | None = N
     start = lambda cast: None if cast is None else GroupCast(own, plan, cast, call.group)
     in_flight = start(casts[0])
     for step in range(plan.steps):
-        received = in_flight.wait() if in_flight else own[:0]
+        received = in_flight.wait() if in_flight else own.new_empty(0, *own.shape[1:])
         in_flight = start(casts[step + 1]) if step + 1 < plan.steps else None
         if kept is not None:
             kept.append(received)

@@ -16,8 +16,8 @@ results i and j in the accumulation dtype, float32 (float64 for float64). out is
 
 If lse_i and lse_j are -inf (no visible key), out is 0 and lse is -inf.
 
-Backward: K and V travel a second time, because a rank saves only its own. Sums of dk and dv follow one step
-later: a rank sends a sum after its step, and it arrives during the next one. The path of dK0:
+Backward: K and V travel a second time, because a rank saves only its own. Sums of dk and dv follow one step later:
+a rank sends a sum after its step, and it arrives during the next one. The path of dK0:
 
     step 0    rank 0 computes its own part and keeps it
     step 1    rank 1 computes a part, then sends it to rank 2
@@ -30,8 +30,8 @@ The same inputs, ranks, layout and options give the same bits, with every `backw
 Additions use the accumulation dtype. The first part and each sum are rounded to reduce_dtype for a hop.
 
 Balance under a causal mask: in each step a rank waits for the keys of its neighbour, so one slow rank soon delays all.
-The ranks need equal work at *every* step. Zigzag cuts n = 2Wc tokens into 2W chunks of c tokens (for other n, sizes
-differ by at most 1). Rank r holds the early chunk r, stored first, and the late chunk 2W - 1 - r:
+The ranks need equal work at *every* step. Zigzag cuts n = 2Wc tokens into 2W chunks of c tokens (of nearly c for other
+n). Rank r holds the early chunk r, stored first, and the late chunk 2W - 1 - r:
 
     chunk    0  1  2  3  4  5  6  7
     rank     0  1  2  3  3  2  1  0
@@ -43,22 +43,23 @@ A chunk of queries sees all keys of an earlier chunk, its own keys causally, and
     queries of chunk 1    causal    -         full      -         -         -
     queries of chunk 6    full      causal    full      -         full      full
 
-Proof that the work is equal, for rank r and owner o of the keys. A cell is a query-key pair, a tile c x c cells. Every early chunk precedes every late one, because r < W <= 2W - 1 - o.
+Proof that the work is equal, for rank r and owner o of the keys. A cell is a query-key pair, a tile c x c cells.
+Every early chunk precedes every late one, because r < W <= 2W - 1 - o.
 
     o = r    one full tile and two causal ones: c^2 + 2 c (c + 1) / 2 = 2 c^2 + c cells
     o < r    o < r < 2W-1-r < 2W-1-o: both query chunks follow chunk o, neither follows 2W-1-o: two full tiles, 2 c^2
     o > r    r < o < 2W-1-o < 2W-1-r: the late query chunk follows both key chunks, the early one neither: 2 c^2
 
-At step 0 every rank has o = r, at later steps none has. So at every step all ranks compute equally many cells, in all
-W (2 W c^2 + c) = n (n + 1) / 2, the whole causal mask. Cells of a step with other layouts, t tokens on each rank:
+At step 0 every rank has o = r, at later steps none has. So at every step all ranks compute equally many cells. The
+total is W (2 W c^2 + c) = n (n + 1) / 2 cells, the whole causal mask. Other layouts, with t tokens on a rank:
 
                   o < r              o = r              o > r
     contiguous    t^2                t (t + 1) / 2      0
     striped       t (t + 1) / 2      t (t + 1) / 2      t (t - 1) / 2
 
-With contiguous shards the last rank has o <= r at every step: the ring takes about 2 - 1/W times as long as with zigzag.
-With striped shards query i W + r sees key j W + o if j < i, or if j = i and o <= r. This mask is causal in i and j, for
-o > r without its diagonal. `Layout.local_mask` finds all these masks; the code below treats all steps alike.
+With contiguous shards the last rank always has o <= r. So the ring takes about 2 - 1/W times as long as with zigzag.
+Striped: query i W + r sees key j W + o if j < i, or if j = i and o <= r. So the mask is causal in i and j, for o > r
+without its diagonal. `Layout.local_mask` finds all these masks, so the code treats all steps alike.
 
 Cost of a rank, for equal shards of t tokens. Its K and V have N = b t g (d + dv) elements of e bytes: batch b, g key
 heads, widths d and dv. An element of reduce_dtype has E bytes:
@@ -71,13 +72,13 @@ heads, widths d and dv. An element of reduce_dtype has E bytes:
 In bfloat16 with reduce_dtype float32 that is 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward.
 A hop is one message for each of its two tensors. FLOPs are those of `local.py` and `backward.py` for the cells that the
 rank's queries see. Peak memory beyond inputs and outputs does not grow with W. K and V take 2 N elements, and 3 N while
-a `Hop` starts. There are up to five out (in `merge`) or three dq in the accumulation dtype. dk and dv take up to 6 N
-elements while a `Hop` starts, of the own part, the sum, and the sent and received tensors of two hops.
+a `Hop` starts. At most five out (in `merge`) or three dq are in the accumulation dtype. Gradients of K and V take up to 6 N
+elements: own part, sum, and the sent and received tensors of two hops.
 K and V travel during the step's computation, dk and dv during the next one; their last hop has none. Whether messages
 overlap with computation depends on the backend; gloo uses the same CPU cores.
 
-Limits: keys make all W - 1 hops, even to ranks with no query that sees them. Only an empty shard is not sent. All ranks
-start hops in one order, and messages between two ranks keep it, so keys and gradients cannot be mixed up.
+Limits: keys make all W - 1 hops, even to ranks without a query that sees them. Only empty shards are not sent.
+All ranks start hops in one order and messages between two ranks keep it, so keys and gradients are not mixed up.
 
 Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-flash-attention issue 2 (2024), and
 mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).
@@ -240,7 +241,7 @@ def ring_backward(
         )  # fmt: skip
         if dq is not None:
             dq += dq_part
-        if gradient_hop:  # the sum over steps 1 to step - 1 of these keys
+        if gradient_hop:  # the sum of these keys' parts from steps 1 to step - 1
             part = _plus_received(part, gradient_hop)
         if step == 0:
             own_part = part

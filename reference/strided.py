@@ -3,9 +3,9 @@
 Each of W ranks holds q, k and v of its own tokens. A *head group* is `head_stride` neighbouring key heads and the query
 heads that share them. Each step works on one head group. With 8 query heads, 4 key heads and head_stride = 2:
 
-    step    gathered from all ranks     computed on rank r                          sent to the owners of the keys
-    0       K, V of key heads 0, 1      query heads 0-3 of r x keys of all ranks    dk, dv of key heads 0, 1
-    1       K, V of key heads 2, 3      query heads 4-7 of r x keys of all ranks    dk, dv of key heads 2, 3
+    step    gathered from all ranks     computed on rank r                    backward: sent to the owners of the keys
+    0       K, V of key heads 0, 1      its query heads 0-3 with all keys     dk, dv of key heads 0, 1
+    1       K, V of key heads 2, 3      its query heads 4-7 with all keys     dk, dv of key heads 2, 3
 
 A query sees all its keys in one step, so no results are merged: out is rounded once, by the step that computes it. The
 outputs of the steps are concatenated along the heads.
@@ -13,40 +13,49 @@ outputs of the steps are concatenated along the heads.
 Gathered keys lie in rank order, rank 0's tokens first. They are not sorted by position: `Layout.local_mask` gives the mask
 between this rank's queries and that buffer, for every layout.
 
-Backward: K and V are gathered again. A step gives dq of its query heads, which is complete, and this rank's part of dk and dv
-for the keys of all ranks. A reduce-scatter adds the parts: all to all, rank r receives W parts of dk and dv for its own
-tokens. It adds them in rank order 0, 1, ..., W - 1, in reduce_dtype (float32 by default), and rounds the sum to the dtype of
-k. The order is fixed, so the same inputs give the same bits.
+Backward: K and V are gathered again, because a rank saves only its own q, k, v, out and lse. A step gives the final dq of
+its query heads, and this rank's part of dk and dv for the keys of all ranks. A reduce-scatter adds the parts. It rounds
+them to reduce_dtype (by default float32, float64 for float64) and sends each part to the owner of its keys, in one
+all-to-all. The owner adds its W parts in rank order 0, 1, ..., W - 1, in reduce_dtype, and rounds the sum to the dtype of
+k. The order is fixed, so the same inputs, ranks, layout and strides give the same bits.
 
-The gather of the next group and the reduce-scatter of the previous one are in flight during a step's computation:
+The gather of the next group and the reduce-scatter of the previous one are in flight during a step's computation, and share
+the link:
 
     step            0            1            2
     gather     0    1            2
     compute         0            1            2
     reduce                       0            1            2
 
-The first gather and the last reduce-scatter have no computation to hide them. So the first group may be split into
-[f, s-f] and the last one into [s-l, l]: see `strides.py`. A gather is two messages, K and V; the first one is a single
-message with `pack_first`. Whether messages overlap with computation depends on the backend; gloo does not overlap.
+The first gather and the last reduce-scatter have no computation to hide them. So the first group of s = head_stride key heads
+may be split into f and s - f heads. In the backward pass the last one may be split, too, into s - l and l heads: see
+`strides.py`. A gather is two messages, K and V; the first one is a single message with `pack_first`. Whether messages
+overlap with computation depends on the backend; gloo uses the same CPU cores.
 
-Balance: in every step a rank computes its own queries over all keys. Its work is the visible cells of its queries, times
-the query heads of the step. So the layout balances the ranks, in all steps alike: pass `Layout.zigzag` for a causal mask.
-The stride does not affect the balance. A smaller one gathers less at a time, in more steps.
+Balance: a visible cell is a pair of a query and a key that it sees. A rank's work in a step is the cells of its queries
+times the query heads of the step. So the layout alone decides the balance: pass `Layout.zigzag` for a causal mask.
 
-Cost of a rank, for equal shards of t tokens and n steps. K and V have N = b t g (d + dv) elements of e bytes; E is for
-reduce_dtype:
+Stride: a small one takes the least memory and has the shortest first gather. A large one makes fewer, larger messages and
+kernels, and can be split. `suggest_strides` chooses the splits, not the stride.
+
+Cost of a rank, for equal shards of t tokens. Its K and V have N = b t g (d + dv) elements of e bytes: batch b, g key heads,
+widths d and dv. An element of reduce_dtype has E bytes. A message is one collective; n is the number of steps of the pass:
 
                          messages              bytes received
-    forward   K, V       2 n, packed 2 n - 1   (W - 1) N e
-    backward  K, V       2 n, packed 2 n - 1   (W - 1) N e
+    forward   K, V       2 n (*)               (W - 1) N e
+    backward  K, V       2 n (*)               (W - 1) N e
               dk, dv     n                     (W - 1) N E
 
-FLOPs are those of `local.py` and `backward.py` for the cells that the rank's queries see. Peak memory beyond inputs and
-outputs: a copy of out, float32 dq, and a fixed number of buffers of W N / n elements, if the n head groups are equal. K
-and V are buffered in the dtype of the inputs, dk and dv in float32 and reduce_dtype.
+(*) 2 n - 1 with `pack_first`. FLOPs are those of `local.py` and `backward.py` for the cells that the rank's queries see.
+Peak memory beyond inputs and outputs, with n equal head groups and the accumulation dtype float32 (float64 for float64):
 
-Limits: `head_stride` divides the g key heads. Uneven shards are padded to the largest one for the gather.
-``backward_schedule="ring"`` uses the backward pass of `ring.py` instead, which gathers nothing.
+    K, V        up to three buffers of W N / n elements, in the dtype of the inputs
+    dk, dv      up to five such buffers, in the accumulation dtype or reduce_dtype; sums of N elements, twice at the end
+    out, dq     out of all steps until they are concatenated; dq in the accumulation dtype, twice at the end
+
+Limits: `head_stride` must divide the g key heads, and g the query heads. Uneven shards are padded to the largest one for the
+gather. ``backward_schedule="ring"`` uses the backward pass of `ring.py`. It gathers nothing, so use it if the backward
+buffers do not fit into memory.
 
 Sources: gather by head groups, Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2, and Zilin Zhu,
 ring-flash-attention. Split groups and float32 reduction: aqlaboratory/ring-flash-attention pull request 12.
@@ -91,13 +100,13 @@ def strided_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
+    """Return attention of this rank's queries over the keys of all ranks. All ranks must call it and its backward.
 
     Args:
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank; None is contiguous.
-        head_stride: number of key heads in a head group; divides g.
+        head_stride: number of key heads in a head group; must divide g.
         forward_first_stride, backward_first_stride: split the first group: this number of key heads comes first. Below
             head_stride; None does not split.
         backward_last_stride: split the last group: this number of key heads comes last. Below head_stride.
@@ -110,8 +119,8 @@ def strided_attention(
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The number of tokens is that of
-    the mask, else that of the layout, else W t. The strides change the results by rounding at most.
+    All ranks must pass equal masks, layouts, dtypes, heads, head widths, scales, options and requires_grad. The number of
+    tokens is that of the mask, else of the layout, else W t. Other strides can change only the rounding of the results.
 
     Raises:
         ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
@@ -159,7 +168,10 @@ def strided_backward(
     call: Call, steps: Steps, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens in the dtype of q. A gradient that is not needed is None and not sent."""
+    """Return dq, dk, dv of this rank's tokens in the dtype of q.
+
+    dq is None if q needs no gradient. dk and dv are None, and not sent, if neither k nor v needs one.
+    """
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     mask = call.layout.local_mask(call.mask, call.rank, range(call.ranks))

@@ -5,8 +5,8 @@
     last = 2                          |0 1 2 3|4 5|6 7|        ..., s, s, [s-l, l]
     first = 1, last = 2               |0|1 2 3|4 5|6 7|
 
-During the computation of one group, the next one is gathered and the gradients of the last one are reduced. The first
-gather and the last reduction have no computation to hide them. Their times grow with the first and the last group.
+During the computation of one group, the next one is gathered and the gradients of the previous one are reduced. The first
+gather and the last reduction have no computation to hide them. A smaller first and last group make them shorter.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from canon.reference.mask import Mask
 __all__ = ["Steps", "head_groups", "strided_steps", "suggest_strides"]
 
 SCHEDULES = ("scatter", "ring")
-BACKWARD = 2.5  # FLOPs relative to the forward pass: five matrix products for each tile instead of two
+BACKWARD = 2.5  # FLOPs relative to the forward pass if d = dv: five matrix products for each tile instead of two
 
 
 def head_groups(
@@ -99,22 +99,23 @@ def suggest_strides(
 ) -> tuple[dict[str, int | None], dict[str, float]]:
     """Return (strides, assumptions): the first and last strides for `strided_attention` with the least exposed time.
 
-    All ranks get the same result; nothing is sent. Let s be head_stride. A key head takes c seconds to compute and m seconds to
-    gather. The first steps then wait for
+    Exposed time is the time in which a rank only waits for messages. All ranks get the same result; nothing is sent. Let s
+    be head_stride. A key head takes c seconds to compute and m seconds to gather. The first steps then wait for
 
         f m                  the first group: no computation hides it
-        (s - f) m - f c      the rest of the second group after the first step, if positive
-        s m - (s - f) c      the rest of the third group after the second step, if positive and if there is a third
+        (s - f) m - f c      the second group's gather beyond the first step's computation, if positive
+        s m - (s - f) c      the third group's beyond the second step's computation, if positive and if there is a third
 
-    A small f makes the first wait short; a very small f makes the second one long. The result is the f with the least sum,
-    or None if that is s. The last group of the backward pass is treated in the same way, with reductions. If there is only
-    one group and both ends would split it, the end that gains more does.
+    A small f makes the first wait short; a very small f makes the second one long. The result is the f with the least sum.
+    It is None if the waits without a split, s m and s m - s c, are best. The last group of the backward pass mirrors the
+    first: l heads for f, and m seconds to reduce a key head. Gathers and reductions are assumed not to slow each other. If
+    there is only one group and both ends would split it, the end that gains more does.
 
     Args:
         q, k, v, mask, layout, head_stride, group, reduce_dtype: as for `strided_attention`. Only shapes and dtypes of q,
             k, v are read. All ranks are assumed to have the mean work.
-        kernel_flops: FLOPs per second of the attention kernels, forward and backward (the backward pass has 2.5 times
-            the FLOPs).
+        kernel_flops: FLOPs per second of the attention kernels. The backward pass is assumed to have 2.5 times the forward
+            FLOPs, as with "fused" and d = dv.
         link_bytes: bytes per second that each rank receives. The defaults are for an H200, bfloat16 and NVLink.
 
     Returns:

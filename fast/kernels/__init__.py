@@ -8,7 +8,7 @@ The words of this project, and the words of FlashAttention (FA), FlexAttention, 
     Canon                 elsewhere                     meaning
     band                  AttnSlice (Magi)              a rectangle of visible cells, cut by two diagonals lo <= j - i <= hi
     mask                  BlockMask (FlexAttention)     disjoint bands; a dense matrix is never stored
-    tile                  block (FA)                    rows x columns of S that one step computes; also its rows or columns alone
+    tile                  block (FA)                    rows x columns of S that one step computes; also either axis alone
     work table            BlockMask (FlexAttention)     for each tile of rows, the spans to visit (`canon.fast.tiles`)
     span                  full / partial blocks         adjacent tiles of columns; a partial span is masked by its band
     work tile             work tile (FA 3, CUTLASS)     a tile of rows of one head or of packed heads; CTAs claim them

@@ -1,6 +1,6 @@
 """The dk and dv kernel for Hopper: four MMAs for each tile, or five if it also adds to dq ("fused").
 
-A CTA owns a tile of keys of one owner and visits tiles of queries:
+A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span after span, ascending in each span:
 
     loader        Q 0   K    dO 0   V    Q 1   dO 1   Q 2   ...    (one query head of the owner after another)
     warpgroup     S^T = K Q^T  and  dP^T = V dO^T - delta, issued together
@@ -12,11 +12,12 @@ A CTA owns a tile of keys of one owner and visits tiles of queries:
                   (`canon.fast.kernels.gluon.dq_adder`)
 
 Each warpgroup holds dK and dV of its half of the keys in registers. An *owner* is a key head: the query heads of its group are
-summed in registers, in order. For "head_parallel" an owner is a query head; another kernel sums the owners afterwards, in
-order. So dk and dv always have the same bits for the same inputs. dq of the fused kernel has them if ORDERED.
+summed in registers, in order. In the method "head_parallel" (`canon.fast.backward`) an owner is a query head; another kernel
+sums the owners afterwards, in order. So dk and dv always have the same bits for the same inputs. dq of the fused kernel has
+them if ORDERED. Heads wider than 128 have no fused kernel (`dkdv_hdim256`).
 
 Shared memory: 2 (BUFFERS rows (d + dv) + STAGES columns (d + dv)) + 8 STAGES columns bytes. The fused kernel needs
-4 rows columns + 8 columns d bytes more. Widths are padded to a power of 2. The bandwidth of shared memory limits the kernel:
+4 rows columns + 8 columns d bytes more. d and dv are padded to a power of 2. The bandwidth of shared memory limits the kernel:
 paper/shared_memory_bound.md.
 Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
 """

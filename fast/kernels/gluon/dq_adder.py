@@ -6,11 +6,11 @@
                   start the addition by TMA; once it has read shared memory -> dq_free
 
 Each is buffered twice. dS of both warpgroups is needed for dQ, because the sum is over all keys of the work tile. With D = 128
-each warpgroup computes 64 columns of dQ; with D = 64 one of them computes all columns, of every second tile.
+each warpgroup computes 64 columns of dQ. With D = 64 they alternate: each computes all columns of every second tile.
 
 **The dq semaphore** (ORDERED). One int32 for each tile of dq makes the order of the additions fixed. The tile schedule gives
-each visit its own ticket and the ticket of its predecessor; why no CTA waits forever is shown in
-`canon.fast.kernels.gluon.dq_order`. The adder of a CTA does five things for each tile:
+each span of tiles its own ticket and that of its predecessor. `canon.fast.kernels.gluon.dq_order` proves that no CTA waits
+forever. The adder of a CTA does five things for each tile:
 
     1. poll the semaphore with `load_acquire` until it holds the predecessor's ticket
     2. `fence_async_global`
@@ -23,8 +23,8 @@ before its release is visible after the acquire. But an acquire orders only the 
 The proxy fence of step 2 orders the addition after the acquire. Without step 4, step 5 would publish an addition that is still
 in flight, and the successor could add first.
 
-Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. There is a
-second reason for an adder warp: the wait of step 4 empties the L1 cache. Warpgroups that executed it would pay in every tile
+Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. There is a second reason for
+an adder warp: the wait of step 4 empties the L1 cache. Warpgroups that executed it would pay in every tile
 (paper/deterministic_dq.md).
 """
 

@@ -1,28 +1,29 @@
 """A fixed order for the sums of dq: tickets, the order of work tiles that keeps waits short, and when it pays.
 
-The fused backward owns tiles of keys and visits tiles of queries. Many work tiles add to one tile of dq, and float32 sums
-depend on their order. So each visit gets a **ticket**, and each tile of dq has a **semaphore** in global memory that starts
-at 0. A CTA adds only when the semaphore holds the ticket of its *predecessor*: the previous visit of that tile of dq in the
-tile schedule. After its addition is complete it writes its own ticket there.
+In the fused backward a CTA owns a tile of keys and visits tiles of queries, in *spans* of adjacent tiles. Many work tiles
+add to one tile of dq, and float32 sums depend on their order. So each span gets a **ticket**, and each tile of dq has a
+**semaphore** in global memory that starts at 0. A CTA adds only when the semaphore holds the ticket of the *predecessor*: the
+previous span in the tile schedule that visits this tile. After its addition is complete it writes its own ticket there.
 
-    tile schedule      work tile A            work tile B            work tile C
-    tickets            1                      2                      3
-    dq tiles visited   0 1 2 3                    2 3                    1 2 3
-    (predecessor,      (0, 1) (0, 1)              (1, 2) (1, 2)          (1, 3)
-     own ticket)       (0, 1) (0, 1)                                     (2, 3) (2, 3)
+    tile schedule           work tile A    work tile B    work tile C
+    own ticket              1              2              3
+    tiles of dq visited     0 1 2 3            2 3          1 2 3
+    predecessor's ticket    0 0 0 0            1 1          1 2 2
 
 **Same bits.** The predecessors follow from the tile schedule alone: from the mask and the shapes, not from timing or the
-number of SMs. So each tile of dq is a sum in a fixed order.
+number of SMs. So each tile of dq is a sum in a fixed order. With "auto", another number of SMs may select another method.
 
 **No deadlock.** CTAs claim work tiles from an atomic counter, in the order of the tile schedule, and process their own ones
 in that order. Take the first unfinished work tile. All earlier ones are finished, so its predecessors have published their
 tickets. All earlier ones were claimed before it, so either it is claimed by a running CTA, or a CTA that finishes claims it
 next. It never waits for a CTA that the GPU has not started. This is why even the first work tile of a CTA is claimed.
 
-**Memory order** (the adder in `canon.fast.kernels.gluon.dkdv`) is explained there.
+**Memory order** is explained in `canon.fast.kernels.gluon.dq_adder`.
 
-Tickets are numbered along the tile schedule. A span whose tiles have several predecessors is cut between them (C above is
-cut into two). Tables are built without a loop over work tiles: O(spans) NumPy work in blocks, see `_next_holder`.
+Tickets are numbered by span, along the tile schedule. A span with several predecessors is cut between their tiles (C above is
+cut into two), and the pieces share its own ticket. One table of tickets serves all heads, because each head has its own
+semaphores. NumPy builds it in O(spans sqrt(tiles of dq of a head)) operations (`_next_holder`). `launch.queue` zeroes the
+semaphores, and the fused method zeroes dq. Heads wider than 128 have no fused kernel, so no ordered dq.
 
 Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code). Measurements:
 paper/deterministic_dq.md.
@@ -42,26 +43,28 @@ L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache o
 
 # Heads in flight, longest first (`heads_in_flight`). Many heads in flight shorten the waits: at most about CTAS_PER_HEAD
 # CTAs of one head are useful, because each must stay behind its predecessor. But the CTAs of a head share reads of queries
-# through L2 only while they stay close together, and every addition lets them drift apart. So the additions to one tile of
-# dq, summed over the heads in flight, are limited to MAX_ADDITIONS. Both are fitted to times of zigzag shards
+# through L2 only while they stay close together, and every addition lets them drift apart. So the mean number of additions
+# to a tile of dq, times the heads in flight, is limited to MAX_ADDITIONS. Both are fitted to times of zigzag shards
 # (paper/data/lists_side_by_side_h200.json).
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
-# Alternating order (`alternation`). With n heads in flight, w = SMS / n CTAs work on one head. If each starts 1.5 tiles after
-# the one before, they wait 1.5 (0 + 1 + ... + w - 1) tiles in all, which is about WAITING w^2. A head has repeat * visits
-# tiles. So waits take the share WAITING w^2 / (repeat * visits) of the time. L2 misses take DRIFTING (n bytes)^2 / queries:
-# n heads in flight read n * bytes. The two values are for owners of one query head, and of several. All three constants are
-# fitted to times with 1 to 32 heads in flight (paper/data/pairs_h200.json). The n with the smallest sum is taken.
+# Alternating order (`alternation`). An SM runs one CTA. With n key heads in flight, w = SMS / n CTAs work on one of them. If
+# each starts 1.5 visits after the one before, all wait 1.5 (0 + 1 + ... + w - 1) visits, about WAITING w^2. The tiles of a key
+# head make repeat * visits visits, for its ``repeat`` query heads. So waits take the share WAITING w^2 / (repeat * visits) of
+# the time. L2 misses take DRIFTING (n bytes)^2 / queries: n heads read n * bytes, and the form is a fit too. Its two values are
+# for key heads of one query head, and of several. All three constants are fitted to times with 1 to 32 heads in flight
+# (paper/data/pairs_h200.json). The n with the smallest sum is taken.
 WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
-# When the fused kernel with ordered dq pays (`ordered_dq_pays`). It saves two of seven MMAs. In alternating order, waits and
-# misses must cost less than the share MAX_SHARE. A tile of keys must also visit more than MIN_VISITS_ALTERNATING tiles of
-# queries (128 x 128), by the padded width. In the other order it must visit more than MIN_VISITS. Each CTA of a head then
-# starts LAG tiles after its predecessor. The lag of the last one must be under a tenth of the work of an SM. The constants
-# are fitted to paper/data/kernels_sweep_widths_h200.json and pairs_h200.json.
+# When the fused kernel with ordered dq pays (`ordered_dq_pays`). It saves two of seven MMAs. In alternating order, waits
+# and misses must cost less than the share MAX_SHARE. A tile of keys must also visit more than MIN_VISITS_ALTERNATING
+# tiles of queries (128 x 128) on average, by the padded width. In the other order it must visit more than MIN_VISITS, and
+# each CTA of a head starts LAG visits after its predecessor. LAG times the CTAs of a head must be under a tenth of the
+# work of an SM. LAG is a fit of its own, not the 1.5 above. The constants are fitted to
+# paper/data/kernels_sweep_widths_h200.json and pairs_h200.json.
 MAX_SHARE = 0.08
 MIN_VISITS_ALTERNATING = {64: 8, 128: 12}
 MIN_VISITS = {64: 8, 128: 24}
@@ -72,8 +75,9 @@ LAG = 2.5
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
     """Return how many groups of heads are in flight together: as many as fit the L2 cache.
 
-    ``additions``: to one tile of dq, if they are ordered. CTAs then wait less with more groups in flight: as many as give
-    work to all SMs. But the CTAs of a head must stay together, or the groups must read at most four times `L2_BYTES`.
+    A group is a key head, or the query heads that share one. ``additions``: to one tile of dq, if they are ordered. CTAs then
+    wait less with more groups in flight: as many as give work to all SMs. Either of two limits suffices: the CTAs of a head
+    stay together (`MAX_ADDITIONS`), or the groups read at most four times `L2_BYTES`.
     """
     choices = divisors(groups)
     largest = lambda each, room: max(n for n in choices if n == 1 or n * each <= room)
@@ -90,9 +94,9 @@ def alternation(
 ) -> tuple[int, float] | None:
     """Return the groups of heads in flight and the cost of waits and misses (share of the time), or None.
 
-    None means that short and long work tiles should not alternate: few of them add to one tile of dq, all are about equally
-    long, or they do not stay apart because each is less than two tiles shorter than the one before.
-    ``repeat``: query heads of an owner; ``bytes_per_group``: of the ``queries`` that a group reads.
+    None means that short and long work tiles should not alternate. Few of them add to one tile of dq, or all are about equally
+    long. Or they do not stay apart: each makes fewer than two visits less than the one before.
+    ``repeat``: query heads per key head; ``bytes_per_group``: of the ``queries`` that a group reads.
     """
     cost = costs.cost[costs.active]
     if not len(cost) or 4 * mean_additions(costs.spans, columns) < len(cost) or cost.max() <= UNEVEN * cost.mean():
@@ -107,8 +111,8 @@ def alternation(
 def alternate(order: np.ndarray, groups: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of short and of long work tiles alternating.
 
-    A set has one work tile for each CTA of a head, if ``groups`` are in flight. The first set has the shortest work tiles, the
-    shortest of all ahead. The second has the longest, the longest of all ahead. And so on.
+    A set has one work tile for each CTA of a head, if ``groups`` are in flight. The first set has the shortest work tiles,
+    shortest first. The second has the longest ones, longest first. The sets continue so, with the tiles that are left.
 
     Under a causal mask, all work tiles end at the same row of queries, and short ones start at later rows. A short one that
     starts together with a longer predecessor waits until the predecessor reaches its first row. So all that start together
@@ -145,7 +149,7 @@ def ordered_dq_pays(
     each = query_heads // key_heads
     if (
         mask.keys <= mask.queries
-    ):  # otherwise messages with other ranks' dk and dv should overlap with the dq of "split"
+    ):  # with more keys, dk and dv of other ranks should travel during the dq kernel of "split"
         costs, bytes_per_head = tile_costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
         if found := alternation(costs, rows, columns, each, key_heads, bytes_per_head, mask.queries):
             return visited > MIN_VISITS_ALTERNATING[width] * tiles and found[1] < MAX_SHARE
@@ -160,7 +164,7 @@ def cut_by_tickets(
     """Cut spans where the predecessor changes. Return the cut spans, begin and end for each work tile, and the tickets.
 
     ``spans[begin[i]:end[i]]`` are those of work tile i, and ``order`` is the tile schedule. Tickets are (predecessor's, own)
-    for each span; own tickets are 1, 2, ... along the schedule, and predecessor 0 is none.
+    for each cut span. Uncut spans have 1, 2, ... along the schedule, and predecessor 0 is none.
 
     Consider the boundary of two tiles of dq. Where a span starts or ends there, the two tiles have different predecessors
     from then on. The next span that covers both tiles must be cut there, and then both have the same predecessor again.

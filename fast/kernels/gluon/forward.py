@@ -5,10 +5,10 @@
                   wait for S:        P = exp(S - m)         while O += P V still runs (LATE: after it)
                   wait for O:        release V (tile j - 1), go to tile j + 1
 
-Each SM runs one CTA: a loader warpgroup, where one thread issues the loads, and two or three MMA warpgroups. Each of these
-owns 64 rows of the work tile. The MMA with V is one tile late, even across work tiles: the last one of a work tile runs
-during the first softmax of the next one. Then O is divided by the sums of P and written (`write_result`). Sums follow the
-order of the spans, so the same inputs give the same bits.
+Each SM runs at most one CTA: a loader warpgroup, where one thread issues the loads, and two or three MMA warpgroups. Each
+MMA warpgroup owns 64 rows of the work tile. The MMA with V is one tile late, even across work tiles: the last one of a work
+tile runs during the first softmax of the next one. Then O is divided by the sums of P and written (`write_result`). Sums
+follow the order of the spans, so the same inputs give the same bits.
 
 Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
 MMAs) and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after the first tile of each work tile.
@@ -31,8 +31,8 @@ Tests and tuning also reach two combinations outside this table, through `config
 rows without STALE_MAXIMUM. Two more switches depend on the inputs, and two follow from those above:
 
     GROUP           query heads of a key head
-    PACK            query heads that share a tile: 1, 2, 4, 8 or 16, a divisor of GROUP; over 1 for short sequences that
-                    are packed into one (`launch.packing`)
+    PACK            query heads that share a tile: 1, 2, 4, 8 or 16, a divisor of GROUP; over 1 for short documents
+                    packed into one sequence (`launch.packing`)
     LATE            if ROWS = 192: exponentials wait for the MMA with V
     EARLY_RESCALE   if dv is up to 128: O is rescaled during the MMA of S
 
@@ -90,7 +90,7 @@ from canon.fast.kernels.gluon.tile_queue import (
 )
 from canon.fast.kernels.gluon.tile_ring import Ring, RingPosition, load_box, make_barriers
 
-LARGEST_MAXIMUM = gl.constexpr(2.0**24)  # of |m|: float32 rounds m by at most 1/2, and P by a factor of 2^0.5
+LARGEST_MAXIMUM = gl.constexpr(2.0**24)  # of |m|: rounding moves m by at most 1/2, and P by a factor of at most 2^0.5
 
 
 # ------------------------------------------------------------------ the loader
@@ -187,7 +187,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the next ring position.
 
     The MMA with V is that of the previous tile. FIRST: this is the first tile of a work tile. Then the ``previous`` work
-    tile is finished and written, unless it is 0 (none). LATE: registers are scarce with three warpgroups, so the exponentials wait
+    tile is finished and written, unless it is 0. LATE: registers are scarce with three warpgroups, so the exponentials wait
     for the MMA with V, and P is rounded into the registers of the old P.
     """
     LATE: gl.constexpr = wg.COUNT == 3
@@ -240,7 +240,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
 # ------------------------------------------------------------------ epilogue
 @gluon.jit
 def write_result(o, state, wg, work_tile):
-    """Divide the complete o by the sums, and write ``out`` and ``lse`` of a work tile. ``state`` holds m, l and excess.
+    """Divide the complete o by the sums, and write ``out`` and ``lse`` of a work tile; ``state`` has m, l, excess.
 
     Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN.
     """
@@ -295,7 +295,7 @@ def forward_kernel(
 ):
     """Write the output ``out`` (b, t, h, dv) and the natural ``lse`` (b, h, t) of the work tiles in ``work``.
 
-    The batch stride of ``out`` is tokens * stride_t; ``lse`` is contiguous. ``counter`` is 0 at launch.
+    The batch stride of ``out`` is tokens * stride_t; ``lse`` is contiguous. ``counter`` is 0 at launch, or not read.
     """
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
@@ -308,7 +308,7 @@ def forward_kernel(
     v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
     fence_async_shared()
     buffers = Buffers(q, k, v, published)
-    output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton makes a 1 constant
+    output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton makes 1 a constant
     wg0 = Warpgroup(buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
     wg1 = Warpgroup(buffers, output, work, scale_log2, 1, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
     if WARPGROUPS == 2:

@@ -142,7 +142,7 @@ class Tile:
 
 @gluon.jit
 def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
-    """Issue the MMA S = Q K^T of this tile, and return S, which must be waited for.
+    """Issue the MMA S = Q K^T of this tile, and return S, still in flight.
 
     PING_PONG: first wait until the previous warpgroup has issued its MMAs.
     """
@@ -157,7 +157,7 @@ def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
 
 @gluon.jit
 def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
-    """Issue the MMA o += p V of the previous tile, and return o, which must be waited for.
+    """Issue the MMA o += p V of the previous tile, and return o, still in flight.
 
     Before the first work tile p is 0 and V is undefined; the result is discarded.
     """

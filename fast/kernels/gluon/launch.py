@@ -1,9 +1,9 @@
 """Launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments.
 
 TMA loads tensors in place if their base and strides are multiples of 16 bytes and the last stride is 1. Other tensors are
-copied first. A tensor is also copied if tiles load tokens that the mask does not touch, because these may hold NaN; the copy
-has 0 there. Results that kernels cannot write in place (`evenly_strided`, `within_reach`) are written to a new tensor and
-copied.
+copied first. If tiles load tokens that the mask does not touch, these may hold NaN: v (forward) or q, k, v and dout (backward)
+are copied with 0 there. Results that kernels cannot write in place (`evenly_strided`, `within_reach`) are written to a new
+tensor and copied.
 
 Elements have two bytes, heads are at most 256 wide, and the device is an sm_90. Anything else raises ValueError. The range of
 scores and values, and the effects of a NaN, are those of `canon.fast.kernels.triton.launch`, with other tiles.
@@ -118,7 +118,7 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv). The o owners are the key heads, or the query heads.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv). An owner is a key head, or a query head for "head_parallel".
 
     With ``dq`` (b, t, h, d), float32, the fused kernel also adds to it: in a fixed order if ``ordered``, else in any order.
     ``stats``: from `row_statistics`.
@@ -161,11 +161,11 @@ def dkdv(
 
 # ------------------------------------------------------------------ inputs
 def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> tuple[int, int, TileSchedule]:
-    """Return the query heads of a group, how many of them share a tile, and the schedule of a kernel that owns queries."""
+    """Return the query heads of a group, how many of them share a tile, and the schedule over tiles of queries."""
     group = q.shape[2] // k.shape[2]
     pack = packing(mask, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
-    # A stale maximum is good once all rows have seen many keys. In a partial tile, some rows see only a few.
+    # A stale maximum (see stale_maximum.py) is good once all rows have seen many keys. In a partial tile, some see only a few.
     full_first = config.optimistic
     traversal = Traversal(config.rows, config.columns, False, heads, pack, 1, read, full_first=full_first)
     return group, pack, tile_schedule(mask, traversal, q.device)
@@ -266,6 +266,7 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
     """Return how many query heads of a group share a tile: more than one if that saves a tenth of the visits.
 
     A tile of 128 rows then holds 64 tokens of two heads, or 32 of four. Less of it is wasted at the ends of short documents.
+    A visit computes one tile of keys for one tile of queries.
     """
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
     alone, _ = visits(mask, rows, columns)
@@ -278,7 +279,10 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
 
 @cached_plan
 def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
-    """Return the average number of tiles of 128 keys that a query sees; a quarter of it if no SM has two tiles of queries."""
+    """Return the average number of tiles of 128 keys that a query sees, for `LONG_TABLE`.
+
+    If no SM has two tiles of queries (of 128, a head each), return a quarter of it.
+    """
     tiles = -(-mask.queries // 128)
     return area(mask) / max(1, mask.queries) / 128 / (1 if tiles * heads > sms else 4)
 
@@ -290,8 +294,7 @@ CONTIGUOUS = torch.contiguous_format
 def evenly_strided(x: Tensor) -> Tensor:
     """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it.
 
-    They can if one stride leads from token to token through all batches, the last stride is 1, and 32 bits hold the offsets
-    within a tile.
+    They can if the batch stride is t times the token stride, the last stride is 1, and 32 bits hold the offsets within a tile.
     """
     even = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     reach = 256 * x.stride(1) + x.shape[2] * x.stride(2)
@@ -327,8 +330,9 @@ def resident_ctas(x: Tensor) -> int:
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
     """Return the work of a launch, and zeros: the counter by which CTAs claim work tiles, and the semaphores of dq.
 
-    Each launch has its own counter, because launches on several streams may overlap. There is none (``work`` is returned
-    twice) if no CTA reads it: each has one work tile at most, and there are no semaphores.
+    One allocation and one memset serve both. Each launch has its own, because launches on several streams may overlap.
+    There is none (``work`` is returned twice) if no CTA reads it: each has one work tile at most, and there are no
+    semaphores.
     """
     if plan.work_tiles <= resident_ctas(x) and not semaphores:
         return plan.work, plan.work

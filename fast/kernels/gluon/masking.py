@@ -11,7 +11,10 @@ from canon.fast.kernels.gluon.layouts import per_column_layout, per_row_layout
 
 @gluon.jit
 def mask_hidden(x, work, span, first, column, hidden, PACK: gl.constexpr):
-    """Return x with ``hidden`` in the cells that the span's band hides. Row r of x is token ``first`` + r // PACK."""
+    """Return x with ``hidden`` in the cells that the span's band hides.
+
+    Row r of x is token ``first`` + r // PACK. Its columns begin at ``column``.
+    """
     row_start, row_stop = gl.load(work + span + 2), gl.load(work + span + 3)
     start, stop = gl.load(work + span + 4), gl.load(work + span + 5)
     lo, hi = gl.load(work + span + 6), gl.load(work + span + 7)

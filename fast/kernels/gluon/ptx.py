@@ -165,7 +165,7 @@ def transpose_words_ptx():
 
 @gluon.jit
 def transpose_words(x):
-    """Return x with pairs 8 i + 2 j and 8 j + 2 i of every 32 columns swapped, i and j < 4 (two bytes, in `mma_layout`)."""
+    """Return x (two bytes, in `mma_layout`). Of every 32 columns, pairs 8 i + 2 j and 8 j + 2 i are swapped (i, j = 0 to 3)."""
     return gl.inline_asm_elementwise(
         transpose_words_ptx(),
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",

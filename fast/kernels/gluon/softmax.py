@@ -5,8 +5,8 @@ every tile. The state holds the sum l as four partial sums, one for each lane.
 
 m need not be the maximum. P and O are relative to m, so any m gives the same result up to rounding, unless P overflows or
 underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). That key
-then has at most half the weight of the row. Its rounding error is no worse than that of a second largest key, which may weigh
-as much under the true maximum. After a few tiles nearly all rows keep m, so a warp seldom rescales O.
+then has at most half the weight of the row. Under the true maximum a second largest key may have as much, so its rounding
+error is no worse. After a few tiles nearly all rows keep m, so a warp seldom rescales O.
 flash-attn-4 for Blackwell allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives errors larger than
 those of the dtype.
 """
@@ -84,7 +84,10 @@ def finite_or_zero(m):
 
 @gluon.jit
 def highest_kept(m, l, BN: gl.constexpr):
-    """Return the maximum up to which a row keeps m. P is then at most 2^8, and at most the sum so far, rounded to 2^n below."""
+    """Return the maximum up to which a row keeps m. P is then at most 2^8, and at most the row's sum so far.
+
+    The sum is rounded down to a power of 2.
+    """
     total = gl.convert_layout(gl.sum(l, 1), per_row_layout(BN))
     # The exponent, as the low bits of a float of 2^23. A log2 would occupy the unit for exponentials.
     power = (total.to(gl.int32, bitcast=True) >> 23 | 0x4B000000).to(gl.float32, bitcast=True) - (2.0**23 + 127.0)

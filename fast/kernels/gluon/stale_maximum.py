@@ -1,7 +1,7 @@
 """The forward kernel's variant with a stale maximum: P is computed with the old row maximum, and verified afterwards.
 
 Far into a row the maximum seldom rises, so it need not even be computed. This saves its comparisons and the exchange among
-lanes, and the exponentials start as soon as S is there. The sums of P by lane, which are needed anyway, show how large P is.
+lanes, and the exponentials start as soon as S is there. The sums of P by lane are needed anyway, and show how large P is.
 
     a lane's sum of P in one tile              consequence
     at most the whole row's sum so far         none: P is as accurate as with the row maximum
@@ -13,9 +13,9 @@ of P as rounded, l - excess. The relative error by a key of weight w is then w (
 the exact sum l. The third case keeps P finite in its dtype, and the sums of many tiles finite in float32. It issues S again
 without waiting for its ping-pong turn.
 
-K and Q stay in their buffers until the sums are verified, so the loads of the next tiles start later. If rows visit few
-tiles, this costs more than it saves. They use `canon.fast.kernels.gluon.forward.step`, as does the first tile of each work
-tile: it computes the maximum of each tile before P.
+K and Q stay in their buffers until the sums are verified, so the next loads start later. In short rows this costs more
+than it saves. Short rows, and the first tile of each work tile, use `canon.fast.kernels.gluon.forward.step`. That function
+computes the maximum of a tile before P.
 
 In bfloat16 P is at most 2^32, and its sum over a row of a tile 2^34. In 2^24 tiles of 64 keys the sum is at most 2^58. Values
 up to 1e21 therefore give a finite o.
@@ -44,7 +44,7 @@ LOWEST = gl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the lowest float32
 
 @gluon.constexpr_function
 def largest_sum(dtype):
-    """Return the largest sum of P that a lane may have in one tile. It keeps P finite in its dtype, and later sums in float32."""
+    """Return the largest sum of P that a lane may have in one tile, so that P is finite, and so is the sum of many tiles."""
     return 65504.0 if dtype == gl.float16 else 2.0**32
 
 

@@ -3,7 +3,9 @@
 A ring of STAGES buffers counts its tiles t = 0, 1, ...: tile t is in buffer t % STAGES. Each buffer has two mbarriers:
 
     full    the tile has arrived: one arrival, by the loader (`mbarrier.expect`), and then all bytes, by TMA
-    free    the tile has been read: one arrival from each warpgroup that reads it, as `mbarrier.arrive` first joins its warps
+    free    the tile has been read: one arrival from each warpgroup that reads it
+
+`mbarrier.arrive` first synchronises the warps of its warpgroup (bar.sync), so one arrival is enough.
 
 Both complete phase t // STAGES for tile t. A wait names the parity of that phase. A loader waits for the opposite parity:
 the previous phase of ``free``. So its first waits return at once.

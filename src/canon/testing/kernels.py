@@ -128,7 +128,7 @@ def _prepare(
             continue
         row["backward_ms"] = []
         runs.append((backward, row["backward_ms"]))
-        called.append(_eager(row, "both", partial(_both, forward, q, k, v, dout)))
+        called.append(_eager(row, "both", _inside(contender, partial(_both, forward, q, k, v, dout))))
         if contender.forward not in forwards:
             forwards.add(contender.forward)
             row["forward_ms"] = []
