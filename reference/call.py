@@ -56,13 +56,9 @@ class Call:
         """The state of the group. Valid for calls of more than one rank only."""
         return group_state(self.group)
 
-    def agree(self, name: str, device: torch.device, needs_grad: tuple[bool, ...] = ()) -> None:
-        """Compare this call between all ranks at the start of its pass ``name``. Raises like `GroupState.agree`.
-
-        ``needs_grad``: whether q, k and v need gradients in this backward pass; `torch.autograd.grad` selects them.
-        """
-        fields = ("pass", name), ("gradients of q, k, v", needs_grad), *self.fields
-        self.state.agree(f"{self.function} ({name})", fields, wait=device.type == "cpu")
+    def agree(self, name: str, device: torch.device) -> None:
+        """Compare this call between all ranks at the start of its pass ``name``. Raises like `GroupState.agree`."""
+        self.state.agree(f"{self.function} ({name})", (("pass", name), *self.fields), wait=device.type == "cpu")
 
 
 def agreed_call(

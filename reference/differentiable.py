@@ -73,7 +73,7 @@ class _Attention(torch.autograd.Function):
         create_graph = torch.is_grad_enabled()
         with torch.no_grad() if create_graph else _NOTHING, _surroundings(q, ctx.call, "backward"):
             if ctx.call is not None and ctx.call.ranks > 1:
-                ctx.call.agree("backward", q.device, needs_grad)
+                ctx.call.agree("backward", q.device)
             dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
             grads = ctx.backward(needs_grad, dout, dlse, *saved)
         grads = _undifferentiable(*grads) if create_graph else grads

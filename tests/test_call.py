@@ -224,16 +224,3 @@ def test_a_group_does_not_read_the_entries_of_another_in_the_store():
     second = [group_state_module._own_store(store, 3) for _ in range(3)]
     assert all(own.check(["memory"]) for own in first)
     assert not any(own.check(["memory"]) for own in second)
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_ranks_that_want_different_gradients_raise_before_they_send(half):
-    """`torch.autograd.grad` selects inputs for each backward pass, so equal requires_grad is not enough."""
-
-    def program():
-        q, k, v = (x.requires_grad_() for x in inputs())
-        out = call(HALVES[half], tensors=[q, k, v])
-        with pytest.raises(ValueError, match="gradients of q, k, v"):
-            torch.autograd.grad(out.sum(), (q,) if dist.get_rank() else (q, k, v))
-
-    process_groups.threads(program, 2)

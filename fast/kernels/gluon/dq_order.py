@@ -21,7 +21,7 @@ next. It never waits for a CTA that the GPU has not started. This is why even th
 **Memory order** is explained in `canon.fast.kernels.gluon.dq_adder`.
 
 Tickets are numbered by span, along the tile schedule. A span with several predecessors is cut between their tiles (C above is
-cut into two), and the pieces share its own ticket. One table of tickets serves all heads, because each head has its own
+cut into two), and its pieces keep one own ticket. One table of tickets serves all heads, because each head has its own
 semaphores. NumPy builds it in O(spans sqrt(tiles of dq of a head)) operations (`_next_holder`). `launch.queue` zeroes the
 semaphores, and the fused method zeroes dq. Heads wider than 128 have no fused kernel, so no ordered dq.
 
