@@ -69,7 +69,7 @@ _VIEWS = _operators(
     *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "_reshape_alias"),
     "_unsafe_view",
 )
-_HARMLESS = _VIEWS | _operators("record_stream")  # the last only tells the allocator about a stream
+_HARMLESS = _VIEWS | _operators("record_stream")  # record_stream changes no memory
 _MAKES = _operators("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _MAKES_ZEROS = _operators("zeros", "zeros_like", "new_zeros")
 _NUMBERS = {"i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q"}
