@@ -452,7 +452,7 @@ def replayed(
     ):
         body(*tensors, *options)
         return
-    given = tensors if None not in tensors else tuple(x for x in tensors if x is not None)
+    given = tuple([x for x in tensors if x is not None])
     addresses = [x.data_ptr() for x in given]
     if kind is None:
         kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
