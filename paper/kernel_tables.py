@@ -75,6 +75,12 @@ def agreeing(record: str) -> str:
     return str(len(found))
 
 
+def _random(record: str) -> str:
+    """Return "A of N agree" for a record of `canon check --random`."""
+    verdicts = [row[2] for run in load(record)["runs"] for row in run["cases"]]
+    return f"{tokens(verdicts.count('agrees'))} of {tokens(len(verdicts))}"
+
+
 def agreement() -> dict[str, str]:
     """Return the table of checks, and the numbers of tests and sanitizers."""
     rows = []
@@ -101,7 +107,14 @@ def agreement() -> dict[str, str]:
     passed = [line for line in lines("tests_h200.txt") if " passed" in line]
     count = lambda line, word: re.findall(rf"(\d+) {word}", line)[0]
     slower = semaphore()
+    restructured = load("kernels_restructured_h200")["results"]
+    old, new = (
+        {(r["shape"], r["what"]): median(r["ms"]) for r in restructured if r["tree"] == t} for t in ("old", "new")
+    )
     return {
+        "restructured": span([new[key] / old[key] for key in old]),
+        "random_cpu": _random("random_cpu"),
+        "random_gpu": _random("random_gpu_h200"),
         "agreement": table(
             ("run", "dtypes", "cases that agree", "cases that repeat their bits", "largest error over its bound"),
             rows,

@@ -20,8 +20,8 @@ TIMES = re.compile(r"(_|^)(ms|us|seconds)(_by_rank)?$")  # keys of single times
 PROFILER = "Nsight Compute"
 TEXTS = {  # name of a record, or of several: commit that holds the kernel or the record, date, GPUs, what made it
     "check_runs_cut_off_eight_h200.txt": ("3ce3ee2", "2026-11-22", "8 H200", "canon check"),
-    "tests_h200.txt": ("a061369", "2026-11-22", "1 and 2 H200", "pytest --gpu tests"),
-    "sanitizer_h200.txt": ("a061369", "2026-11-22", "1 H200", "compute-sanitizer"),
+    "tests_h200.txt": ("eb30cd5", "2026-11-23", "1 and 2 H200", "pytest --gpu tests"),
+    "sanitizer_h200.txt": ("5d7bce1", "2026-11-23", "1 H200", "compute-sanitizer"),
     "ncu_first": ("54bacf9", "2026-11-20", "1 H200", PROFILER),
     "ncu_third": ("a3c8ed9", "2026-11-20", "1 H200", PROFILER),
     "ncu_fifth": ("0445676", "2026-11-21", "1 H200", PROFILER),
@@ -123,6 +123,11 @@ def provenance(name: str) -> tuple[str, str, str, str, int]:
         commit, date, gpus, _ = TEXTS[found]
         return f"`{commit}`", date, gpus, "", 0
     record = json.loads((DATA / name).read_text())
+    if (
+        "module" in record and "runs" in record
+    ):  # of `canon check --random`: the first run's machine, the commits of all
+        commits = " ".join(dict.fromkeys(run["commit"] for run in record["runs"]))
+        record = record["runs"][0] | {"commit": commits}
     machine = record.get("machine", record)
     gpus = machine.get("gpus", [machine["gpu"]] if "gpu" in machine else [])
     versions = [f"{each} {machine[each]}" for each in ("torch", "triton") if machine.get(each)]
@@ -142,7 +147,9 @@ def command(name: str) -> str:
     """Return the command that made a record, or a note where the record names none."""
     if not name.endswith(".json"):
         return f"`{TEXTS[next(key for key in TEXTS if name.startswith(key))][3]}`"
-    found = json.loads((DATA / name).read_text()).get("command")
+    record = json.loads((DATA / name).read_text())
+    runs = record.get("runs", []) if "module" in record else []
+    found = record.get("command") or "; ".join(run["command"] for run in runs) or None
     if found is None:
         return "a script; the record describes it"
     return f"`{found}`" if found.startswith(("canon ", "python ")) else found

@@ -141,12 +141,19 @@ def packs() -> dict[str, str]:
     }
 
 
+NEW_MASK = ("first_ms", "repeated_ms", "new_mask_ms")
+
+
 def host() -> dict[str, str]:
     """Return the tables of host time."""
-    calls = load("launches_h200")["results"][-1]["us_a_call"]
+    clocks = lambda row, name: f"{median(row[f'{name}_wall_ms']):.3f} ({median(row[f'{name}_host_ms']):.3f})"
     rows = [
-        ["Canon", f"{calls['forward']}", f"{calls['both_auto']}"],
-        ["`scaled_dot_product_attention`", f"{calls['sdpa_forward']}", f"{calls['sdpa_both']}"],
+        [row["shape"], row["contender"], *(clocks(row, name) for name in ("forward", "both", "chain"))]
+        for row in load("host_h200")["results"]
+    ]
+    new_masks = [
+        [row["shape"], f"{median(row['documents']):.0f}", *(f"{median(row[name]):.1f}" for name in NEW_MASK)]
+        for row in load("masks_h200")["results"]
     ]
     names = (
         "ring zigzag",
@@ -163,12 +170,12 @@ def host() -> dict[str, str]:
         row = schedule("schedules_eight_h200", name, 32768)
         launching.append([labels[name], f"{median(row['both_launches_ms']):.1f}", f"{median(row['both_ms']):.1f}"])
     return {
-        "host_calls": table(("us of the host for one call", "forward", "forward and backward"), rows),
+        "host_calls": table(("shape", "wall (host) ms", "forward", "both passes", "a layer of 8"), rows, left=2),
+        "new_masks": table(("shape", "documents", "first ms", "repeated ms", "new mask ms"), new_masks),
         "agreed_us": f"{load('agreement_two_h200')['agreed_call_us'][0]:.0f}",
         "ring_with": _ring_wall(True),
         "ring_without": _ring_wall(False),
         "host_schedules": table(("ms, both passes, 8 GPUs, 32,768 tokens", "host: launches", "GPU"), launching),
-        "host_ratio": f"{calls['forward'] / calls['sdpa_forward']:.1f}",
     }
 
 
