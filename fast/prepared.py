@@ -3,7 +3,7 @@
 A pass is a function of tensors that only launches kernels: the forward of one rank, or its backward. A ring step has several
 passes: the forward of a block and a merge, or dk and dv, then dq. The launches depend on the kinds of the tensors (shapes,
 strides, dtypes, alignment, device) and on the other arguments, never on the numbers in the tensors. So the first call of a
-kind runs as written while a `Recorder` notes
+kind runs as written while a `canon.fast.recorder.Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
@@ -22,204 +22,24 @@ Cost of a replay on an H200: see `canon bench host`.
 """
 
 import copy
-import struct
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon.fast.device import chosen_backend
-from canon.fast.device_plans import Upload, keep_for_stream, observed
+from canon.fast.device_plans import keep_for_stream, observed
 from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import config as gluon_config
 from canon.fast.kernels.triton import config as triton_config
+from canon.fast.native_replay import native_module, packed
+from canon.fast.recorder import Launch, NotReplayable, Place, Recorder, Zero, tensors_of
 from canon.reference import plan_cache
 
 ALIGNMENT = 256  # bytes, of each temporary inside the workspace
-MOST_BYTES = (
-    1 << 28
-)  # of the workspace; a pass with more frees its temporaries one after another, and is bound by the GPU
 REPLAYED = frozenset({"cuda"})  # device types; tests add "cpu", to replay through Triton's interpreter, or leave none
-
-
-def _operators(*names: str) -> frozenset[str]:
-    return frozenset(f"aten::{name}" for name in names)
-
-
-_VIEWS = _operators(
-    *(
-        "alias",
-        "as_strided",
-        "detach",
-        "expand",
-        "lift_fresh",
-        "narrow",
-        "permute",
-        "reshape",
-        "select",
-        "slice",
-        "split",
-    ),
-    *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "_reshape_alias"),
-    "_unsafe_view",
-)
-_HARMLESS = _VIEWS | _operators("record_stream")  # record_stream changes no memory
-_MAKES = _operators("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-_MAKES_ZEROS = _operators("zeros", "zeros_like", "new_zeros")
-_NUMBERS = {"i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q"}
-_NUMBERS |= {"fp32": "<f", "fp64": "<d"}
-_HOST_TYPE = {
-    8: 10,
-    9: 8,
-    10: 9,
-}  # Triton's number of an element type -> that of CUtensorMapDataType, where they differ
-
-
-class NotReplayable(Exception):
-    """Why a pass cannot be replayed."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """An address: ``offset`` bytes into a buffer. Temporary n has ``slot`` -2 - n. With -1 the offset is absolute.
-
-    Slots >= 0 are the pass's tensors, in order.
-    """
-
-    slot: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel, its grid and its arguments. ``compiled`` is None where kernels are interpreted."""
-
-    kernel: Any
-    compiled: Any
-    blocks: int
-    arguments: tuple
-    constants: dict[str, Any]
-    places: dict[int, Place]  # by id of a tensor among the arguments
-
-
-@dataclass(frozen=True)
-class Zero:
-    """``bytes`` of zeros at a place."""
-
-    place: Place
-    bytes: int
-
-
-@dataclass(eq=False)
-class Recorder(TorchDispatchMode):
-    """Note what a pass does with its ``tensors``."""
-
-    tensors: tuple[Tensor, ...]
-    temporaries: list[Tensor] = field(default_factory=list)
-    zeroed: set[int] = field(default_factory=set)  # numbers of temporaries that start as zeros
-    used: set[int] = field(default_factory=set)  # numbers of temporaries that a launch has read or written
-    operations: list[Launch | Zero] = field(default_factory=list)
-    plans: list[Tensor] = field(default_factory=list)
-    uploads: list[Upload] = field(default_factory=list)
-    reason: str = ""
-
-    def __post_init__(self):
-        super().__init__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name, device = func._schema.name, self.tensors[0].device
-        if name in _MAKES or name in _MAKES_ZEROS:
-            if result.device == device and not self.reason:
-                self.temporaries.append(result)
-                if name in _MAKES_ZEROS:
-                    self.zeroed.add(len(self.temporaries) - 1)
-                if sum(x.untyped_storage().nbytes() for x in self.temporaries) > MOST_BYTES:
-                    self._give_up(f"the pass allocates more than {MOST_BYTES >> 20} MB")
-        elif name == "aten::zero_" or (name == "aten::fill_" and args[1] == 0):
-            self._zero(args[0])
-        elif name not in _HARMLESS and any(isinstance(x, Tensor) and x.device == device for x in args):
-            self._give_up(f"the pass calls {name}")
-        return result
-
-    def _give_up(self, reason: str) -> None:
-        """Note the first reason, and release the temporaries: the pass runs as written, and frees them early."""
-        self.reason = self.reason or reason
-        self.temporaries.clear()
-
-    def launched(self, kernel: Any, compiled: Any, blocks: int, arguments: tuple, constants: dict[str, Any]) -> None:
-        """Note a launch, which has just been made."""
-        if self.reason:
-            return
-        try:
-            places = {id(x): self._place(x) for x in _tensors(arguments)}
-        except NotReplayable as error:
-            self._give_up(str(error))
-            return
-        self.used |= {-2 - place.slot for place in places.values() if place.slot <= -2}
-        self.operations.append(Launch(kernel, compiled, blocks, arguments, constants, places))
-
-    def planned(self, tensors: list[Tensor], upload: Upload | None) -> None:
-        """Note the tensors of a plan that the pass has looked up, and their upload."""
-        self.plans += tensors
-        self.uploads += [] if upload is None else [upload]
-
-    def _zero(self, x: Tensor) -> None:
-        if self.reason:
-            return
-        try:
-            place = self._place(x)
-        except NotReplayable as error:
-            self._give_up(str(error))
-            return
-        if not x.is_contiguous():
-            self._give_up("the pass sets a tensor with gaps to zero")
-        elif place.slot >= 0:
-            self.operations.append(Zero(place, x.numel() * x.element_size()))
-        elif place.offset or x.numel() != self.temporaries[-2 - place.slot].numel() or -2 - place.slot in self.used:
-            self._give_up("the pass sets a temporary to zero late, or a part of it")
-        else:
-            self.zeroed.add(-2 - place.slot)
-
-    def _place(self, x: Tensor) -> Place:
-        """Return where ``x`` begins. Raises NotReplayable if that is not known for sure."""
-        address = x.data_ptr()
-        for number, made in enumerate(self.temporaries):
-            if _inside(address, made):
-                return Place(-2 - number, address - made.untyped_storage().data_ptr())
-        for slot, given in enumerate(self.tensors):
-            if given.data_ptr() == address:
-                return Place(slot, 0)
-        slots = [slot for slot, given in enumerate(self.tensors) if _inside(address, given)]
-        if len(slots) == 1:
-            return Place(slots[0], address - self.tensors[slots[0]].data_ptr())
-        if slots:
-            raise NotReplayable("the pass reads a part of tensors that share memory")
-        if any(_inside(address, plan) for plan in self.plans) or not x.numel():
-            return Place(-1, address)
-        raise NotReplayable("the pass reads a tensor that it was not given")
-
-
-def _inside(address: int, x: Tensor) -> bool:
-    storage = x.untyped_storage()
-    return storage.data_ptr() <= address < storage.data_ptr() + max(1, storage.nbytes())
-
-
-def _tensors(arguments: Any) -> Iterator[Tensor]:
-    """Yield the tensors among a launch's arguments, those of descriptors and tuples included."""
-    for x in arguments:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, tuple):
-            yield from _tensors(x)
-        elif isinstance(base := getattr(x, "base", None), Tensor):
-            yield base
 
 
 class PreparedPass:
@@ -275,14 +95,14 @@ class PreparedPass:
         launches = [x for x in operations if isinstance(x, Launch)]
         self.held = tuple(
             {
-                x.data_ptr(): x for one in launches for x in _tensors(one.arguments) if one.places[id(x)].slot == -1
+                x.data_ptr(): x for one in launches for x in tensors_of(one.arguments) if one.places[id(x)].slot == -1
             }.values()
         )
         if self.device.type == "cpu":
             self._run = _Interpreted(operations, place)
         else:
             native = native_module()
-            self._run = partial(native.run, native.make(tuple(_packed(x, place) for x in operations)))
+            self._run = partial(native.run, native.make(tuple(packed(x, place) for x in operations)))
 
     def _lay_out(self, recorder: Recorder) -> dict[int, int]:
         """Return the offset of each temporary in the workspace, zeroed ones first; set the workspace's size."""
@@ -350,87 +170,6 @@ def _bytes_at(x: Tensor, offset: int, count: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage(), start, (count,), (1,))
 
 
-# ---------------------------------------------------------------------- for replay.c
-@lru_cache(maxsize=1)
-def native_module() -> ModuleType:
-    """Compile and load `kernels/replay.c`, with the compiler and the cache that Triton uses for its own launchers.
-
-    Raises NotReplayable if there is no C compiler.
-    """
-    import triton
-    from triton.runtime.build import compile_module_from_src
-
-    source = (Path(__file__).parent / "kernels" / "replay.c").read_text()
-    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    try:
-        return compile_module_from_src(source, "canon_replay", include_dirs=[str(headers)], libraries=["dl"])
-    except Exception as error:
-        raise NotReplayable(f"kernels/replay.c does not compile: {error}") from error
-
-
-def _packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:
-    """Return an operation as `replay.c` expects it. Raises NotReplayable for a kernel that `replay.c` cannot launch."""
-    if isinstance(operation, Zero):
-        p = place(operation.place)
-        return 0, p.slot, p.offset, operation.bytes
-    compiled = operation.compiled
-    metadata = compiled.metadata
-    for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"):
-        if getattr(metadata, name, 0):
-            raise NotReplayable(f"a kernel needs {name}")
-    if getattr(metadata, "num_ctas", 1) != 1:
-        raise NotReplayable("a kernel has clusters")
-    warps, _, shared = compiled.packed_metadata[:3]
-    names = operation.kernel.arg_names[len(operation.arguments) :]
-    values = (*operation.arguments, *map(operation.constants.get, names))
-    maps = iter(metadata.tensordesc_meta or ())
-    parameters: list[tuple] = []
-    for kind, value in zip(compiled.src.signature.values(), values, strict=True):
-        parameters += _parameters(kind, value, maps, operation, place)
-    parameters += [("b", bytes(8)), ("b", bytes(8))]  # scratch memory, which the kernel does not have
-    return compiled.function, operation.blocks, 32 * warps, shared, tuple(parameters)
-
-
-def _parameters(
-    kind: Any, value: Any, maps: Iterator, launch: Launch, place: Callable[[Place], Place]
-) -> Iterator[tuple]:
-    """Yield the parameters that one argument of a kernel becomes."""
-    if isinstance(kind, tuple):
-        for some, x in zip(kind, value, strict=True):
-            yield from _parameters(some, x, maps, launch, place)
-    elif kind == "constexpr":
-        return
-    elif kind.startswith("*"):
-        p = place(launch.places[id(value)])
-        yield "p", p.slot, p.offset
-    elif kind.startswith("tensordesc"):
-        yield from _tensor_map(value, next(maps), launch, place)
-    elif kind in _NUMBERS:
-        yield "b", struct.pack(_NUMBERS[kind], value)
-    else:
-        raise NotReplayable(f"a kernel has a parameter of type {kind}")
-
-
-def _tensor_map(value: Any, metadata: dict | None, launch: Launch, place: Callable[[Place], Place]) -> Iterator[tuple]:
-    p = place(launch.places[id(value.base)])
-    if (
-        metadata is None
-        or metadata.get("fp4_padded")
-        or value.padding != "zero"
-        or getattr(value, "round_f32_to_tf32", 0)
-    ):
-        raise NotReplayable("a kernel has a descriptor of an unusual kind")
-    if p.slot < 0:
-        raise NotReplayable("a kernel has a descriptor of a plan")
-    size, element = metadata["elem_size"], metadata["elem_type"]
-    strides = tuple(stride * size for stride in value.strides[:-1])
-    box, shape = tuple(metadata["block_size"]), tuple(value.shape)
-    yield "m", p.slot, p.offset, _HOST_TYPE.get(element, element), metadata["swizzle"], box, shape, strides
-    yield from (("b", struct.pack("<i", n)) for n in value.shape)
-    yield from (("b", struct.pack("<q", n)) for n in value.strides)
-
-
-# ---------------------------------------------------------------------- the cache
 def replayed(
     body: Callable[..., None],
     tensors: tuple[Tensor | None, ...],

@@ -7,7 +7,7 @@ import torch
 from sharded import DEVICE
 
 from canon import Mask
-from canon.fast import backward, local, prepared
+from canon.fast import backward, local, native_replay, prepared, recorder
 from canon.fast.kernels.triton import launch
 from canon.fast.tiles import WorkTable
 from canon.reference.plan_cache import PLANS
@@ -170,7 +170,7 @@ def test_a_prepared_pass_keeps_the_plans_that_it_reads():
 
 
 def test_replay_c_compiles_and_packs():
-    native = prepared.native_module()
+    native = native_replay.native_module()
     parameters = (("b", b"\0\0\0\1"), ("p", 0, 16), ("p", -1, 4096), ("m", 1, 0, 9, 3, (1, 64), (8, 64), (128,)))
     assert native.make(((0, 2, 0, 256), (4096, 1, 128, 0, parameters)))
     with pytest.raises(ValueError, match="more parameters"):
@@ -183,7 +183,7 @@ def test_replay_c_compiles_and_packs():
 
 def test_a_pass_with_large_temporaries_frees_them_as_it_goes(monkeypatch):
     """A workspace would hold all of them at once."""
-    monkeypatch.setattr(prepared, "MOST_BYTES", 1 << 12)
+    monkeypatch.setattr(recorder, "MOST_BYTES", 1 << 12)
     alive = []
 
     def body(q, k, v, out, lse):
