@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -221,7 +222,9 @@ def test_version():
 # ---------------------------------------------------------------------- interrupted, and resumed
 def test_ctrl_c_keeps_the_finished_cases(tmp_path):
     words = [sys.executable, "-m", "canon", "check", "canon.reference", "--tokens", "200"]
-    child = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores SIGINT
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(words, cwd=tmp_path, preexec_fn=listen, **pipes)
     for line in child.stderr or ():
         if line.startswith("3/"):
             break
