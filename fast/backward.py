@@ -124,11 +124,12 @@ def attention_backward(
     q, k, v, dout, out = batched(q, k, v, dout.to(q.dtype), out)
     lse = lse.unsqueeze(0) if packed else lse
     dlse, delta = (x.unsqueeze(0) if packed and x is not None else x for x in (dlse, delta))
-    options = (mask, scale, method, needs_grad, grad_dtype)
     if delta is None:
-        grads = gradients(dout, q, k, v, out, lse, dlse, *options)
+        grads = gradients(dout, q, k, v, out, lse, dlse, mask, scale, method, needs_grad, grad_dtype)
     else:
-        grads = local_gradients(QueryInputs(dout, q, lse, delta), k, v, *options)
+        grads = _empty_gradients(q, k, v, grad_dtype, needs_grad)
+        begin_backward(QueryInputs(dout, q, lse, delta), k, v, mask, scale, method, *grads)()
+    grads = (x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
     return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
 
 
@@ -158,22 +159,6 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_
     needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
     new = lambda x: torch.empty(x.shape, dtype=dtype, device=x.device)
     return [new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True)]
-
-
-def local_gradients(
-    inputs: QueryInputs,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scale: float,
-    method: str,
-    needs_grad: tuple[bool, bool, bool],
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, ...]:
-    """Return dq, dk and dv as `attention_backward` does, for a batch and without checks."""
-    grads = _empty_gradients(inputs.q, k, v, dtype, needs_grad)
-    begin_backward(inputs, k, v, mask, scale, method, *grads)()
-    return tuple(x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
 
 
 def begin_backward(
@@ -207,9 +192,8 @@ def _dkdv(q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: Mask, scale: 
 
 def _dq(q, k, v, dout, lse, delta, statistics, dq, dk, mask: Mask, scale: float, method: str) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
-    statistics = (
-        kernels.row_statistics(lse, delta) if statistics is None else statistics
-    )  # else `_dkdv` has written them
+    if statistics is None:  # else `_dkdv` has written them
+        statistics = kernels.row_statistics(lse, delta)
     arguments = q, k, v, dout, statistics, mask, scale
     _launch_dq(kernels, chosen, arguments, dq)
 
@@ -245,7 +229,7 @@ def _launch_dq(kernels: ModuleType, chosen: str, arguments: tuple, dq: Tensor | 
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """Return rowsum(dout * out) - dlse, (b, h, t). In fully masked rows it is 0, even if dout holds NaN there."""
     delta = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
-    portable.delta(dout, out, lse, dlse, delta)
+    replayed(portable.delta, (dout, out, lse, dlse, delta))
     return delta
 
 

@@ -39,7 +39,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.fast.active_queries import ActiveQueries, active_queries_of
-from canon.fast.backward import QueryInputs, begin_backward, local_gradients, make_delta
+from canon.fast.backward import QueryInputs, begin_backward, gradients, make_delta
 from canon.fast.differentiable import differentiable
 from canon.fast.exchange import PendingKeys
 from canon.fast.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
@@ -179,9 +179,8 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
     if not plan.casts:
-        inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
         mask = plan.local_mask(0, call.rank)
-        return local_gradients(inputs, k, v, mask, call.scale, call.backward, needs_grad, q.dtype)
+        return gradients(dout, q, k, v, out, lse, dlse, mask, call.scale, call.backward, needs_grad)
     keys = _StepKeys(k, v, call, plan, kept)
     order = (*range(1, plan.steps), 0) if kept else range(plan.steps)
     fetch = prefetched(lambda place: keys.fetch(order[place]))

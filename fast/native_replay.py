@@ -11,11 +11,7 @@ from canon.fast.recorder import Launch, NotReplayable, Place, Zero
 
 _NUMBERS = {"i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q"}
 _NUMBERS |= {"fp32": "<f", "fp64": "<d"}
-_HOST_TYPE = {
-    8: 10,
-    9: 8,
-    10: 9,
-}  # Triton's number of an element type -> that of CUtensorMapDataType, where they differ
+_HOST_TYPE = {8: 10, 9: 8, 10: 9}  # Triton's number of an element type -> that of CUtensorMapDataType, if they differ
 
 
 @lru_cache(maxsize=1)

@@ -82,14 +82,13 @@ class PreparedPass:
                 self._run(stream, *addresses)
 
     def _pack(self, recorder: Recorder) -> None:
-        offsets = self._lay_out(recorder)
+        offsets, zeros, self.bytes = _laid_out(recorder)
         workspace = len(recorder.tensors)
 
         def place(p: Place) -> Place:
             return Place(workspace, offsets[-2 - p.slot] + p.offset) if p.slot <= -2 else p
 
         operations = list(recorder.operations)
-        zeros = max((end for number, end in self._ends.items() if number in recorder.zeroed), default=0)
         if zeros:
             operations.insert(0, Zero(Place(workspace, 0), zeros))
         launches = [x for x in operations if isinstance(x, Launch)]
@@ -104,15 +103,16 @@ class PreparedPass:
             native = native_module()
             self._run = partial(native.run, native.make(tuple(packed(x, place) for x in operations)))
 
-    def _lay_out(self, recorder: Recorder) -> dict[int, int]:
-        """Return the offset of each temporary in the workspace, zeroed ones first; set the workspace's size."""
-        order = sorted(range(len(recorder.temporaries)), key=lambda number: number not in recorder.zeroed)
-        offsets, self._ends = {}, {}
-        for number in order:
-            offsets[number] = self.bytes
-            self.bytes += -(-recorder.temporaries[number].untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
-            self._ends[number] = self.bytes
-        return offsets
+
+def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
+    """Return the offset of each temporary in the workspace, zeroed ones first, and the bytes of these and of all."""
+    offsets, zeros, end = {}, 0, 0
+    for number in sorted(range(len(recorder.temporaries)), key=lambda number: number not in recorder.zeroed):
+        offsets[number] = end
+        end += -(-recorder.temporaries[number].untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
+        if number in recorder.zeroed:
+            zeros = end
+    return offsets, zeros, end
 
 
 def _nothing(*_: Any) -> None:
@@ -180,7 +180,7 @@ def replayed(
 
     ``body`` writes its results into tensors that it is given, and returns None. The first tensor is not None, and its device
     is that of all. Everything else that the launches depend on is in ``options``, or in `_settings`.
-    ``kind``: decides shapes, strides, dtypes, alignment and aliases of all tensors, and the options; None derives them.
+    ``kind``: decides shapes, strides, dtypes, alignment and device of all tensors, and the options; None derives them.
     """
     first = tensors[0]
     if (
@@ -195,26 +195,22 @@ def replayed(
     addresses = [x.data_ptr() for x in given]
     if kind is None:
         kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
-        kind = (options, *kinds, *[address & 15 for address in addresses], first.device, _aliases(addresses))
-    key = (body, kind, _settings(first))
+        kind = (options, *kinds, *[address & 15 for address in addresses], first.device)
+    key = (body, kind, _aliases(addresses), _settings(first))
     found = plan_cache.PLANS.get(key)
     if found is None:
-        plan_cache.PLANS.put(key, _recorded(partial(_with_none, body, tensors), given, options))
+        plan_cache.PLANS.put(key, _recorded(body, tensors, given, options))
     elif found.reason:
         body(*tensors, *options)
     else:
         found.replay(given, addresses)
 
 
-def _with_none(body: Callable[..., None], tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
-    """Call ``body`` with the ``tensors``, None included. ``arguments``: those that are not None, then the options."""
-    body(*tensors, *arguments[sum(x is not None for x in tensors) :])
-
-
 def _settings(x: Tensor) -> tuple[Hashable, ...]:
     """Return the settings of the process and the context that decide which kernels are launched."""
     precision = torch.backends.cuda.matmul.fp32_precision if x.dtype == torch.float32 else None
-    return chosen_backend(), torch.are_deterministic_algorithms_enabled(), precision
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return chosen_backend(), deterministic, precision
 
 
 def _aliases(addresses: list[int]) -> tuple[int, ...] | None:
@@ -222,8 +218,11 @@ def _aliases(addresses: list[int]) -> tuple[int, ...] | None:
     return None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
 
 
-def _recorded(body: Callable[..., None], tensors: tuple[Tensor, ...], options: tuple) -> PreparedPass:
-    recorder = Recorder(tensors)
+def _recorded(
+    body: Callable[..., None], tensors: tuple[Tensor | None, ...], given: tuple[Tensor, ...], options: tuple
+) -> PreparedPass:
+    """Run the pass as written, and return it prepared. ``given``: the ``tensors`` that are not None."""
+    recorder = Recorder(given)
     with launcher.recording(recorder), observed(recorder.planned), recorder:
         body(*tensors, *options)
     return PreparedPass(recorder)

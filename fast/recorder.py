@@ -127,7 +127,9 @@ class Recorder(TorchDispatchMode):
         except NotReplayable as error:
             self._give_up(str(error))
             return
-        if not x.is_contiguous():
+        if place.slot == -1:
+            self._give_up("the pass sets a plan to zero")
+        elif not x.is_contiguous():
             self._give_up("the pass sets a tensor with gaps to zero")
         elif place.slot >= 0:
             self.operations.append(Zero(place, x.numel() * x.element_size()))

@@ -50,7 +50,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.fast.active_queries import ActiveQueries, active_queries_of, visible_keys
-from canon.fast.backward import QueryInputs, begin_backward, local_gradients, make_delta
+from canon.fast.backward import QueryInputs, begin_backward, gradients, make_delta
 from canon.fast.differentiable import differentiable
 from canon.fast.exchange import BlockRing, Hop, zero_outside
 from canon.fast.local import forward_part
@@ -201,9 +201,9 @@ def ring_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens, in the dtype of q; None if not needed. dk and dv are computed together."""
-    inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     if call.ranks == 1:
-        return local_gradients(inputs, k, v, call.local_mask(0), call.scale, call.backward, needs_grad, q.dtype)
+        return gradients(dout, q, k, v, out, lse, dlse, call.local_mask(0), call.scale, call.backward, needs_grad)
+    inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     backward = _Backward(call, inputs, k, v, needs_grad)
     received = run_pipeline(call.ranks, backward.ring.fetch, backward.compute, backward.send)
     for own, others in zip((backward.dk, backward.dv), received or (), strict=False):

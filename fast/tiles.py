@@ -103,17 +103,6 @@ def band_array(mask: Mask) -> np.ndarray:
     return np.array(mask.bands, np.int64).reshape(-1, 6)
 
 
-@cached_plan
-def area(mask: Mask) -> int:
-    """Return the number of visible cells, as `Mask.area`: rectangles less the two corners that the diagonals cut off."""
-    q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
-    queries, keys = q_stop - q_start, k_stop - k_start
-    triangle = lambda n: np.where(n > 0, n * (n + 1) // 2, 0)
-    corner = lambda n: triangle(n) - triangle(n - queries) - triangle(n - keys)
-    below, above = lo - (k_start - q_stop + 1), (k_stop - 1 - q_start) - hi
-    return int((queries * keys - corner(below) - corner(above)).sum())
-
-
 class _Cut(NamedTuple):
     """Rows cut into tiles, and a piece for each band and each tile in which it has rows.
 

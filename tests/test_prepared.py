@@ -7,7 +7,7 @@ import torch
 from sharded import DEVICE
 
 from canon import Mask
-from canon.fast import backward, local, native_replay, prepared, recorder
+from canon.fast import backward, device, local, native_replay, prepared, recorder
 from canon.fast.kernels.triton import launch
 from canon.fast.tiles import WorkTable
 from canon.reference.plan_cache import PLANS
@@ -103,6 +103,42 @@ def test_one_tensor_as_q_and_k_is_a_pass_of_its_own():
         forward(first, second, v, *expected)
         assert torch.equal(out, expected[0])
     assert len(passes()) == 2
+
+
+def test_a_gradient_that_is_the_query_itself_is_a_pass_of_its_own():
+    """Local calls give the kind of their tensors; whether two of them are one tensor is still part of the key."""
+    q, k, v, dout = inputs(0, d=8)
+
+    def gradient(given):
+        leaf = q.clone().requires_grad_()
+        out = local.attention(leaf, k, v, MASK, scale=0.25)
+        return torch.autograd.grad(out, leaf, leaf if given is None else given)[0]
+
+    expected = gradient(dout.clone())
+    PLANS.clear()
+    gradient(None)
+    assert torch.equal(gradient(dout), expected)
+
+
+def test_a_warning_for_atomics_becomes_an_error_in_strict_mode():
+    """A pass that was recorded with ``warn_only=True`` is not replayed without it."""
+    *leaves, dout = inputs(0)
+    for x in leaves:
+        x.requires_grad_()
+
+    def gradient():
+        return torch.autograd.grad(local.attention(*leaves, MASK, backward="fused"), leaves, dout)
+
+    with device.backend("triton"):
+        try:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            with pytest.warns(UserWarning, match="any order"):
+                gradient()
+            torch.use_deterministic_algorithms(True)
+            with pytest.raises(RuntimeError, match="any order"):
+                gradient()
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def test_other_operations_are_named_and_the_pass_runs_as_written():

@@ -72,7 +72,10 @@ def load_acquire(pointer):
 
 @gluon.jit
 def store_release(pointer, number):
-    """Store an int32 from one lane with release semantics (st.release.gpu), after all that this warp did and waited for."""
+    """Store an int32 from one lane (st.release.gpu). The release covers what that lane did before.
+
+    The warp barrier in `wait_for_reductions` orders the other lanes before it.
+    """
     gl.inline_asm_elementwise(
         "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one st.release.gpu.global.s32 [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -94,7 +97,7 @@ def fence_async_global():
     """Order the TMA operations that follow after the writes that `load_acquire` observed (fence.proxy.async.global).
 
     TMA runs in the async proxy, but an acquire orders only the generic proxy. Without a proxy fence, causality does not
-    order operations of one proxy in different CTAs (PTX ISA 8.9.5, proxy-preserved base causality order).
+    order operations of the async proxy in different CTAs (PTX ISA 8.9.5, proxy-preserved base causality order).
     """
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
