@@ -1,8 +1,8 @@
 """Magi attention: a plan places the tokens, and each rank receives only the keys that its queries see.
 
 A ring or a gather sends every key to every rank. In a pack (several documents in one sequence) most of them are not needed,
-because a query sees only its own document. Below, keys are K and V, W is the number of ranks, and float32 is float64 for
-float64 inputs.
+because a query sees only its own document. Below, keys are K and V, W is the number of ranks, and float32 means the
+accumulation dtype (float64 for float64 inputs).
 
     layout = dispatch(mask, ranks)                  plan once per pack: the chunks of tokens of each rank
     x = layout.shard(tokens, rank)                  shard once per pack, before the first layer: data and labels
@@ -15,10 +15,10 @@ float64 inputs.
                     see and that other ranks hold (`group_collectives.py`)
     group reduce    the transpose: dk and dv of received keys go back to their owners, who add them
 
-All ranks derive the same `CastPlan` from the mask, the layout and ``stages``. So each rank can send without a request.
+All ranks derive the same `CastPlan` (`plan.py`) from mask, layout and ``stages``. So each rank can send without a request.
 
-Forward: a step uses one buffer of keys. The received keys are divided into up to ``stages`` casts (default 1). 0 means one
-cast and one step:
+Forward: a step is attention over one buffer of keys. The received keys are divided into up to ``stages`` casts (default 1).
+0 means one cast and one step:
 
     stages=0    compute                             own keys and cast 0          no overlap
                 in flight    cast 0
@@ -27,43 +27,43 @@ cast and one step:
                 in flight    cast 0                 cast 1
 
 A buffer holds own keys first (if the step has them), then received keys by source rank. `CastPlan.local_mask` is its mask.
-`merge` adds each step to a float32 result that starts empty; out is rounded once.
+`merge` (formula in `local.py`) joins the steps in float32, starting from out = 0 and lse = -inf. out is rounded once.
 
-Backward: the same steps, from the saved q, k, v, out and lse. The keys are cast again, or were kept with ``keep_kv``. Each
+Backward: the same steps, from the saved q, k, v, out and lse. The keys travel again, or were kept with ``keep_kv``. Each
 step gives dk and dv of its keys, and a part of dq that this rank adds:
 
     stages=2    compute      own keys               keys of cast 0               keys of cast 1      -
                 in flight    cast 0                 cast 1                       reduce of cast 0    reduce of cast 1
 
-A rank rounds its dk and dv of a received key to reduce_dtype once, for the single message. The owner adds in float32: first
-its own part, then cast by cast, and within a cast by rank. The plan fixes this order, so equal calls give the same bits.
+A received key is in exactly one cast, so its dk and dv are rounded to reduce_dtype once. The owner adds in float32: first
+its own part, then cast by cast, and within a cast by sending rank. The plan fixes this order, so equal calls give the same
+bits. Another ``stages`` may give other bits.
 
-Cost of a rank that receives R and sends S tokens in all casts. K and V of a token have N = b g (d + dv) elements of e
-bytes. The batch is b, g is the number of key heads, d and dv are the widths. An element in reduce_dtype has E bytes:
+Cost: a rank receives R and sends S tokens in all casts; a token sent to two ranks counts twice. K and V of a token have
+N = b g (d + dv) elements of e bytes: batch b, g key heads, widths d and dv. An element in reduce_dtype has E bytes:
 
-                         messages              bytes received
-    forward   K, V       one all-to-all        R N e
-                         for each cast
-    backward  K, V       as many               R N e; with keep_kv none
-              dk, dv     as many               S N E
+                         messages                       bytes received
+    forward   K, V       one all-to-all for each cast   R N e
+    backward  K, V       the same; with keep_kv none    R N e; with keep_kv 0
+              dk, dv     one all-to-all for each cast   S N E: gradients of the tokens sent
 
-Each pass also exchanges 8 bytes per rank, to compare the calls (`group_state.py`). `plan_report` gives R, S and `volume`.
-An all-gather of n tokens moves (W - 1) n, and volume is the part of these that the casts move. So the mean of R is
-volume (W - 1) n / W.
+In each pass a rank also posts a digest of 8 bytes, to compare the calls (`group_state.py`). `plan_report` gives R, S and
+`volume`. In an all-gather or a ring over n tokens, all ranks together receive (W - 1) n tokens; here volume (W - 1) n.
 FLOPs are those of `local.py` and `backward.py` for the visible cells (query-key pairs) of the rank's queries.
 Peak memory beyond inputs, outputs, tiles and row statistics, at most:
 
     K, V       own tokens, three buffers (previous, current and next step), and the rows sent in two casts
-    keep_kv    until the backward pass: all received keys; with ``stages`` > 0 also the own ones
-    out        float32, three times in a step and five times inside `merge`
+    keep_kv    until the backward pass: all received keys
+    out        float32, three times in a step, or five times inside `merge`
     dq         float32, three times
-    dk, dv     float32, own tokens and four buffers; two reduces and the rows sent (`group_collectives.py`)
+    dk, dv     float32, own tokens and four buffers; for each of two reduces the rows sent and received (in reduce_dtype)
+               and its additions (`group_collectives.py`)
 
-More stages hide more of a cast that takes longer than step 0, and make it smaller. Each adds an all-to-all and a merge.
-keep_kv saves the casts of the backward pass.
+``stages=1`` hides a cast that takes at most as long as step 0. More stages hide more of a longer cast, and shorten the last
+reduce, which no step hides. Each adds an all-to-all and a merge. ``stages=0`` overlaps nothing and saves one step.
 
-Limits: every rank takes part in every cast. A cast that no rank needs is left out of the plan. The caller chooses the
-layout and the number of stages. Whether messages overlap with computation depends on the backend; gloo does not overlap.
+Limits: every rank takes part in every cast. A cast that no rank needs is left out of the plan. Whether messages overlap
+with computation depends on the backend; gloo does not overlap.
 
 Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025).
 """
@@ -110,7 +110,7 @@ def magi_attention(
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank, from `dispatch` or any other; None is contiguous.
-        stages: most casts, each in flight during the step before it. 0 is one cast, then one step with all keys.
+        stages: the maximal number of casts, each in flight during the previous step. 0 is one cast, then one step.
         keep_kv: keep the received keys for the backward pass instead of casting them again.
         scale: factor of the scores; None is 1 / sqrt(d).
         group: the process group; None is all ranks. Without torch.distributed this process is the only rank.

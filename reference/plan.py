@@ -2,12 +2,13 @@
 
 `canon.reference` and `canon.fast` use the same plans. Here keys are K and V. A cast is one all-to-all exchange of keys. With
 ``stages=0`` there is one cast, followed by one step of attention. With ``stages=n`` there are up to n casts: step 0 uses the
-rank's own keys, and step i uses the keys of cast i - 1:
+rank's own keys, and step i uses the keys of cast i - 1. If no rank needs a key of another, there is no cast:
 
     stages=0    step 0: own keys and cast 0
     stages=2    step 0: own keys        step 1: cast 0        step 2: cast 1
 
 The keys of a step lie in one buffer: first the rank's own keys, if the step uses them, then the received ones by source.
+`cast_plan` (`group_collectives.py`) finds these keys: those that a rank's queries see and another rank holds.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from canon.reference.plan_cache import cached_plan
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of rank ``source``. Among its local tokens they are the rows ``row``, ``row`` + 1, ..."""
+    """Tokens of rank ``source``, as positions in the sequence. On that rank they are the rows ``row``, ``row`` + 1, ..."""
 
     source: int
     tokens: range

@@ -4,28 +4,27 @@ The sequence is cut into chunks, which stay whole. A chunk has an *area*, the vi
 own tokens and the keys that its queries see. A rank computes the sum of its areas. It receives the union of its needs
 without its own tokens:
 
-    documents    aaaaaaaaaaaaaa bb cc dddddd     chunk    area     need
-    chunks       0000 1111 2222 3333 4444 55     1        22       0 and 1 of document a
-                                                 3        9        12.. of a; b; c's first
+    22 causal tokens    aaaaaaaaaaaaaabbccdddd     chunk    area                   need
+    their chunks        0000111122223333444455     1        5+6+7+8     = 26       tokens 0 to 7 (of a)
+                                                   3        13+14+1+2   = 30       tokens 0 to 15 (all of a and b)
 
-Aim, in whole numbers, so that every rank on any machine decides alike:
+Aim (`Aim` in `chunks.py` scales all times to whole numbers, so that every rank on any machine decides alike):
 
-    1. minimise the peak, max over ranks of max(area / cells_per_us, received / tokens_per_us). Stop at `imbalance` times
-       the lower bound of the computing part, max(mean area, largest chunk)
-    2. minimise the sum of received tokens
+    1. minimise the peak, max over ranks of max(area / cells_per_us, received / tokens_per_us). A peak up to `allowed`
+       counts as `allowed`: `imbalance` times the lower bound of the computing part, max(mean area, largest chunk)
+    2. minimise the traffic, the sum of received tokens
 
 Three steps:
 
-    starts    *greedy*: largest chunk first, to the rank that needs the fewest additional keys and keeps its area below a
-              limit. Room is reserved for the free slots. Three limits, from perfect balance to the allowed imbalance.
-              *contiguous*, best for a window. *zigzag*, best for one causal document.
-    swaps     pairs of ranks exchange the two chunks that gain most, until no pair gains or the number of swaps is used up:
-              first from the best start, then from each other start that is not much worse
-    choice    the best of all these plans. Among several with enough balance, the one with the least peak x traffic, so that
-              balance is not given up without need
+    starts    *greedy*: largest chunk first, to the rank that needs the fewest additional keys and keeps its area within a
+              limit, else to the least loaded rank. A free slot counts as some area (`RESERVE`). Three limits, from perfect
+              balance to the allowed imbalance. *contiguous*, best for a window. *zigzag*, best for one causal document.
+    swaps     two ranks exchange one chunk each, the two chunks that gain most, until no pair gains or the number of swaps
+              is used up: first from the best start, then from each start within `HOPELESS`
+    choice    the least (peak, peak x traffic) of all these plans. The factor peak keeps balance among allowed plans
 
-All ranks get equally many chunks, or one less: empty chunks fill the last slots. A short last chunk counts as empty, and
-no rank gets two of them. So token counts differ by at most one chunk.
+All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills a free slot. A rank
+holds at most one small chunk, so token counts differ by at most one chunk.
 
 Cost: a round of swaps scores chunks^2 / 2 of them; `canon.fast.planner` makes the same plans faster. Nothing is sent.
 Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast. This file exceeds 200
@@ -61,9 +60,9 @@ from canon.reference.plan_cache import cached_plan
 
 __all__ = ["dispatch"]
 
-# The area reserved for a free slot: that of the smallest chunk, plus 1 / RESERVE of the difference to the mean of the rest.
+# The area of a free slot: that of the smallest chunk, plus 1 / RESERVE of its difference to the mean chunk still to come.
 RESERVE = 8
-HOPELESS = 2  # a balanced start gets no swaps if its peak x traffic is more than HOPELESS times the best
+HOPELESS = 2  # once the best plan has an allowed peak, starts with over HOPELESS times its peak x traffic get no swaps
 
 
 def dispatch(
@@ -79,7 +78,7 @@ def dispatch(
     """Return a layout in which ranks compute equally and receive few keys. Deterministic, equal on all ranks; cached.
 
     The plan minimises the time of the slowest rank, max(computing, receiving), down to ``imbalance`` times the lower
-    bound of computing. Among plans below that, it minimises the traffic.
+    bound of computing. Among plans below that, it minimises time x traffic.
 
     Args:
         mask: over the whole sequence, with as many queries as keys.
@@ -87,11 +86,11 @@ def dispatch(
         chunk: the tokens that stay together; the last chunk may be short. All ranks get equally many chunks, or one
             less, and token counts differ by at most one chunk. None means 1024, or less for short sequences: fewer than
             8 chunks per rank balance badly (`canon.reference.plan_arguments.default_chunk`).
-        imbalance: the largest area, divided by its lower bound max(mean over the ranks, largest chunk), that is accepted.
-        cells_per_us, tokens_per_us: the assumed rates of a rank, forward and backward together. It computes that many
-            query-key pairs, of all heads, and receives K and V of that many tokens in a microsecond. The defaults: 64
-            heads of width 128, 14 * 64 * 128 FLOPs per cell at 500 TFLOP/s; 8 key heads, 16 KB per token at 300 GB/s.
-        swaps_per_chunk: the number of swaps allowed over all starts, divided by the number of chunks.
+        imbalance: the accepted ratio of the largest area to its lower bound, max(mean over the ranks, largest chunk).
+        cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and received tokens per
+            microsecond, forward and backward together. Defaults: 64 heads of width 128 at 500 TFLOP/s, 14 * 64 * 128
+            FLOPs per cell (7 matrix products); 8 key heads at 300 GB/s, 16 KB per token (bf16 K, V twice; float32 dk, dv).
+        swaps_per_chunk: the number of swaps allowed over all starts, divided by the number of non-empty chunks.
 
     Raises:
         ValueError: the mask is not square, or a number is out of range.
@@ -128,7 +127,7 @@ def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_
 
 # ---------------------------------------------------------------------- the greedy start
 def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
-    """Assign the largest chunk first, to the rank that already needs most of its keys and keeps its area below ``limit``."""
+    """Assign the largest chunk first, to a rank with area <= ``limit`` that then needs the fewest additional keys."""
     slots, most_full = len(chunks) // ranks if chunks else 0, ranks - sum(chunk.small for chunk in chunks)
     assignment: Assignment = [[] for _ in range(ranks)]
     order = sorted(chunks, key=lambda chunk: (-chunk.area, chunk.number))
@@ -151,7 +150,7 @@ def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
 def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most_full: int) -> bool:
     """Return whether a rank may take the chunk: each rank holds at most one small chunk.
 
-    So as many ranks as there are small chunks must keep a slot for one.
+    So a slot stays free for each small chunk to come: at most ``most_full`` ranks may fill up without a small chunk.
     """
     has_small = any(other.small for other in held)
     whole = len(held) - has_small

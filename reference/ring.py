@@ -16,67 +16,76 @@ results i and j in the accumulation dtype, float32 (float64 for float64). out is
 
 If lse_i and lse_j are -inf (no visible key), out is 0 and lse is -inf.
 
-Backward: K and V travel a second time, because a rank saves only its own. Sums of dk and dv follow one step later:
-a rank sends a sum after its step, and it arrives during the next one. The path of dK0:
+Backward: K and V travel a second time, because a rank saves only its own. Each rank computes a part of dk and dv for
+every owner's keys. The sum of these parts follows the keys, one step later. The path of dK0:
 
     step 0    rank 0 computes its own part and keeps it
     step 1    rank 1 computes a part, then sends it to rank 2
-    step 2    rank 2 adds its part, then sends the sum to rank 3
-    step 3    rank 3 adds its part, then sends the sum to rank 0
-    end       rank 0 adds the sum to its own part: W - 1 hops
+    step 2    rank 2 computes a part, adds the received one, then sends the sum to rank 3
+    step 3    rank 3 does the same and sends the new sum to rank 0
+    end       rank 0 adds the received sum to its own part, after W - 1 hops
 
-Float addition is not associative, so the order is fixed: the parts for owner o are added as o + 1, o + 2, ..., o.
-The same inputs, ranks, layout and options give the same bits, with every `backward` method of this half.
-Additions use the accumulation dtype. The first part and each sum are rounded to reduce_dtype for a hop.
+Float addition is not associative, so the order is fixed: o + 1, o + 2, ..., o for the keys of owner o.
+Rank r joins its forward results, and adds its parts of dq, in the order of the steps: owners r, r - 1, ..., r + 1.
+On one machine, each `backward` method gives equal bits for equal inputs, layouts, options and numbers of ranks.
+Additions use the accumulation dtype. dk and dv are rounded to reduce_dtype before each hop.
 
-Balance under a causal mask: in each step a rank waits for the keys of its neighbour, so one slow rank soon delays all.
-The ranks need equal work at *every* step. Zigzag cuts n = 2Wc tokens into 2W chunks of c tokens (of nearly c for other
-n). Rank r holds the early chunk r, stored first, and the late chunk 2W - 1 - r:
+Balance under a causal mask: when rank r - 1 starts step s, it sends the keys for step s + 1 of rank r. So rank r is at
+most one step ahead of rank r - 1, and one slow rank soon delays all. The ranks need equal work at *every* step.
+Zigzag cuts n = 2Wc tokens into 2W chunks of c tokens. Rank r holds the early chunk r, stored first, and the late chunk
+2W - 1 - r. For other n, chunk sizes differ by at most one token, and the work is nearly equal. With 4 ranks:
 
     chunk    0  1  2  3  4  5  6  7
     rank     0  1  2  3  3  2  1  0
 
-A chunk of queries sees all keys of an earlier chunk, its own keys causally, and no keys of a later chunk. For rank 1:
+A query chunk sees all keys of an earlier chunk, its own keys causally, and no keys of a later chunk (-). For rank 1:
 
                           own keys:           keys of rank 0:     keys of rank 2:
                           1         6         0         7         2         5
     queries of chunk 1    causal    -         full      -         -         -
     queries of chunk 6    full      causal    full      -         full      full
 
-Proof that the work is equal, for rank r and owner o of the keys. A cell is a query-key pair, a tile c x c cells.
+A cell is a pair of a query and a key. A block is a chunk of queries x a chunk of keys, c x c cells. The work of a step,
+forward or backward, is its number of visible cells. Proof that this is equal, for rank r and owner o of the keys.
 Every early chunk precedes every late one, because r < W <= 2W - 1 - o.
 
-    o = r    one full tile and two causal ones: c^2 + 2 c (c + 1) / 2 = 2 c^2 + c cells
-    o < r    o < r < 2W-1-r < 2W-1-o: both query chunks follow chunk o, neither follows 2W-1-o: two full tiles, 2 c^2
+    o = r    one full block and two causal ones: c^2 + 2 c (c + 1) / 2 = 2 c^2 + c cells
+    o < r    o < r < 2W-1-r < 2W-1-o: both query chunks follow chunk o, neither follows 2W-1-o: two full blocks, 2 c^2
     o > r    r < o < 2W-1-o < 2W-1-r: the late query chunk follows both key chunks, the early one neither: 2 c^2
 
-At step 0 every rank has o = r, at later steps none has. So at every step all ranks compute equally many cells. The
-total is W (2 W c^2 + c) = n (n + 1) / 2 cells, the whole causal mask. Other layouts, with t tokens on a rank:
+At step 0 every rank has o = r, at later steps none has. So at every step all ranks compute equally many cells. In all
+steps a rank computes (2 c^2 + c) + (W - 1) 2 c^2 = 2 W c^2 + c cells. W times that is n (n + 1) / 2, the whole causal
+mask. Other masks can be unbalanced. Other layouts under a causal mask, with t tokens on a rank:
 
                   o < r              o = r              o > r
     contiguous    t^2                t (t + 1) / 2      0
     striped       t (t + 1) / 2      t (t + 1) / 2      t (t - 1) / 2
 
-With contiguous shards the last rank always has o <= r. So the ring takes about 2 - 1/W times as long as with zigzag.
-Striped: query i W + r sees key j W + o if j < i, or if j = i and o <= r. So the mask is causal in i and j, for o > r
-without its diagonal. `Layout.local_mask` finds all these masks, so the code treats all steps alike.
+With contiguous shards the last rank always has o <= r: about (W - 1) t^2 + t^2 / 2 cells. A zigzag rank has t = 2c:
+about W t^2 / 2 cells. So a pass takes about 2 - 1/W times as long as with zigzag, if time is proportional to cells.
+Striped: rank r holds the tokens r, r + W, r + 2W, and so on. Its query i is token i W + r; key j of rank o is token
+j W + o. The query sees the key if j < i, or if j = i and o <= r. So the local mask is causal, without its diagonal if
+o > r. `Layout.local_mask` finds all these masks, so the code treats all steps alike.
 
-Cost of a rank, for equal shards of t tokens. Its K and V have N = b t g (d + dv) elements of e bytes: batch b, g key
-heads, widths d and dv. An element of reduce_dtype has E bytes:
+Cost of a rank, for equal shards of t tokens. Its K and V have N = b t g (key_width + value_width) elements. b is the
+batch, g the number of key heads. The widths are the last axes of k and v. An element has e bytes in the dtype of q,
+E in reduce_dtype and A in the accumulation dtype. A hop is one message for each of its two tensors:
 
-                         hops     bytes sent, and as many received
-    forward   K, V       W - 1    (W - 1) N e
-    backward  K, V       W - 1    (W - 1) N e
-              dk, dv     W - 1    (W - 1) N E
+                           hops     bytes sent, and as many received
+    each pass   K, V       W - 1    (W - 1) N e
+    backward    dk, dv     W - 1    (W - 1) N E; no hops if neither k nor v needs a gradient
 
-In bfloat16 with reduce_dtype float32 that is 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward.
-A hop is one message for each of its two tensors. FLOPs are those of `local.py` and `backward.py` for the cells that the
-rank's queries see. Peak memory beyond inputs and outputs does not grow with W. K and V take 2 N elements, and 3 N while
-a `Hop` starts. At most five out (in `merge`) or three dq are in the accumulation dtype. Gradients of K and V take up to 6 N
-elements: own part, sum, and the sent and received tensors of two hops.
-K and V travel during the step's computation, dk and dv during the next one; their last hop has none. Whether messages
-overlap with computation depends on the backend; gloo uses the same CPU cores.
+In bfloat16 with reduce_dtype float32 that is 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward. If W > 1, each
+pass also exchanges 8 bytes per rank, to compare the calls (`group_state.py`). FLOPs are those of `local.py` and
+`backward.py` for the visible cells of this rank's queries. Peak memory beyond inputs, outputs, tiles, row statistics:
 
+    K, V      2 N e bytes; 3 N e while a `Hop` starts, because the previous one still keeps its sent tensors
+    out, dq   at most five tensors like out (in `merge`) or three like dq, in the accumulation dtype
+    dk, dv    at most (2 A + 4 E) N bytes: own part, sum, and the sent and received tensors of two hops;
+              if E < A, about (3.5 A + 2 E) N bytes, because an addition then takes more
+
+A hop of K and V is in flight during its step, a hop of dk and dv during the next step, if there is one. Whether hops
+overlap with the computation depends on the backend; gloo uses the same CPU cores.
 Limits: keys make all W - 1 hops, even to ranks without a query that sees them. Only empty shards are not sent.
 All ranks start hops in one order and messages between two ranks keep it, so keys and gradients are not mixed up.
 
@@ -119,21 +128,19 @@ def ring_attention(
     """Return attention of this rank's queries over the keys of all ranks. All ranks must call it and its backward.
 
     Args:
-        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
+        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or all three packed, without the axis b.
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank; None is contiguous.
         scale: factor of the scores; None is 1 / sqrt(d).
         group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
         reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
-        return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
+        return_lse: also return lse, differentiable natural log: (b, h, t) or (h, t), float32 (float64 for float64).
 
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales, options and requires_grad. The number of
-    tokens is that of the mask, else that of the layout, else W t.
+    h is a multiple of g. All ranks must pass equal masks, layouts, dtypes, batches, heads, widths, scales, options and
+    requires_grad. The number of tokens is that of the mask, else that of the layout, else W t.
 
-    Raises:
-        ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
-
+    Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
     Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
@@ -152,16 +159,9 @@ def zigzag_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Return `ring_attention` over `Layout.zigzag`: equal work for all ranks at every step of a causal mask.
+    """Return `ring_attention` over `Layout.zigzag`. Under a causal mask, all ranks have nearly equal work at each step.
 
-    With 2c tokens on a rank, `Layout.local_mask` turns the causal mask into three cases:
-
-        own keys                     Mask.causal(2 * c)
-        keys of an earlier rank      all queries x the first c keys
-        keys of a later rank         the last c queries x all keys
-
-    Arguments except ``layout``, shapes, results and ValueErrors are those of `ring_attention`.
-    Source: Zilin Zhu, ring-flash-attention issue 2 (2024); mlc-ai/Pith-Train pull request 39.
+    The arguments (without ``layout``), results and ValueErrors are the same. Sources: see the module's docstring.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
     return _ring("zigzag_attention", q, k, v, mask, Layout.zigzag, return_lse, **options)
@@ -179,10 +179,9 @@ def striped_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Return `ring_attention` over `Layout.striped`: a causal mask stays causal on each rank, perhaps without its diagonal.
+    """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step; it may lose its diagonal.
 
-    Arguments except ``layout``, shapes, results and ValueErrors are those of `ring_attention`.
-    Source: Brandon et al., Striped Attention (2023).
+    The arguments (without ``layout``), results and ValueErrors are the same. Source: see the module's docstring.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
     return _ring("striped_attention", q, k, v, mask, Layout.striped, return_lse, **options)
@@ -193,6 +192,7 @@ def _ring(
     function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None,
     layout: Layout | Callable[[int, int], Layout] | None, return_lse: bool, **options,
 ):  # fmt: skip
+    """Return out, or out and lse, after a comparison of the call between all ranks. Under autocast, cast q, k, v."""
     call = agreed_call(function, q, k, v, mask, layout, **options)
 
     def forward(q, k, v):
@@ -241,7 +241,7 @@ def ring_backward(
         )  # fmt: skip
         if dq is not None:
             dq += dq_part
-        if gradient_hop:  # the sum of these keys' parts from steps 1 to step - 1
+        if gradient_hop:  # the sum of these keys' parts from earlier steps, without step 0
             part = _plus_received(part, gradient_hop)
         if step == 0:
             own_part = part
@@ -260,7 +260,7 @@ def _plus_received(part: list[Tensor], hop: "Hop") -> list[Tensor]:
 class Hop:
     """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the previous rank.
 
-    The received block is used at ``step`` (W: at the end). Its owner is rank - step (mod W); the layout gives its size.
+    The received tensors belong to the keys of rank - step (mod W). They are used at ``step``, at the end if it is W.
     """
 
     def __init__(self, tensors: list[Tensor], step: int, call: Call):

@@ -1,64 +1,60 @@
 """Strided attention: gather K and V of a few heads from all ranks, compute these heads, go on to the next heads.
 
-Each of W ranks holds q, k and v of its own tokens. A *head group* is `head_stride` neighbouring key heads and the query
-heads that share them. Each step works on one head group. With 8 query heads, 4 key heads and head_stride = 2:
+Each of W ranks holds q, k and v of its own tokens. A *head group* is s = `head_stride` neighbouring key heads and the query
+heads that share them. A step computes one group, or a part of a split one. With 8 query heads, 4 key heads and s = 2:
 
     step    gathered from all ranks     computed on rank r                    backward: sent to the owners of the keys
     0       K, V of key heads 0, 1      its query heads 0-3 with all keys     dk, dv of key heads 0, 1
     1       K, V of key heads 2, 3      its query heads 4-7 with all keys     dk, dv of key heads 2, 3
 
-A query sees all its keys in one step, so no results are merged: out is rounded once, by the step that computes it. The
-outputs of the steps are concatenated along the heads.
+A query sees all its keys in one step, so no results are merged and out is rounded once. The outputs of the steps are
+concatenated along the heads. Gathered keys lie in rank order, not in order of position. For every layout,
+`Layout.local_mask` gives the mask between this rank's queries and the gathered keys.
 
-Gathered keys lie in rank order, rank 0's tokens first. They are not sorted by position: `Layout.local_mask` gives the mask
-between this rank's queries and that buffer, for every layout.
+Backward: K and V are gathered again, because a rank saves only its own q, k, v, out and lse, the log of the softmax's
+denominator. A step gives the final dq of its query heads, and this rank's part of dk and dv for the keys of all ranks.
+Three operations form a reduce-scatter. Each rank rounds its part to reduce_dtype. One all-to-all sends each owner the
+parts for its keys. The owner adds these W parts in rank order 0, 1, ..., W - 1, in reduce_dtype. At the end it rounds the
+sums to the dtype of the inputs. As the order is fixed, the same inputs, ranks, layout and options give the same bits,
+with every `backward` method of this half.
 
-Backward: K and V are gathered again, because a rank saves only its own q, k, v, out and lse. A step gives the final dq of
-its query heads, and this rank's part of dk and dv for the keys of all ranks. A reduce-scatter adds the parts. It rounds
-them to reduce_dtype (by default float32, float64 for float64) and sends each part to the owner of its keys, in one
-all-to-all. The owner adds its W parts in rank order 0, 1, ..., W - 1, in reduce_dtype, and rounds the sum to the dtype of
-k. The order is fixed, so the same inputs, ranks, layout and strides give the same bits.
-
-The gather of the next group and the reduce-scatter of the previous one are in flight during a step's computation, and share
-the link:
-
-    step            0            1            2
-    gather     0    1            2
-    compute         0            1            2
-    reduce                       0            1            2
-
-The first gather and the last reduce-scatter have no computation to hide them. So the first group of s = head_stride key heads
-may be split into f and s - f heads. In the backward pass the last one may be split, too, into s - l and l heads: see
-`strides.py`. A gather is two messages, K and V; the first one is a single message with `pack_first`. Whether messages
-overlap with computation depends on the backend; gloo uses the same CPU cores.
+During a step's computation, the next gather and the previous reduce-scatter are in flight. Nothing hides the first gather
+and the last reduce-scatter. Split groups shorten both: see `strides.py`. Overlap depends on the backend. NCCL has its own
+stream, and runs the messages of one process group one after the other. The threads of gloo and the computation share the
+CPU cores.
 
 Balance: a visible cell is a pair of a query and a key that it sees. A rank's work in a step is the cells of its queries
-times the query heads of the step. So the layout alone decides the balance: pass `Layout.zigzag` for a causal mask.
+times the query heads of the step. So mask and layout decide the balance: pass `Layout.zigzag` for a causal mask.
 
-Stride: a small one takes the least memory and has the shortest first gather. A large one makes fewer, larger messages and
-kernels, and can be split. `suggest_strides` chooses the splits, not the stride.
+Stride: a small s takes the least memory and has the shortest first gather. A large s makes fewer, larger messages and
+kernels. Rule: begin with 1. Take the next divisor of g while a pass gets faster and the peak below fits into memory.
+For s > 1, `suggest_strides` chooses the splits. If s = g and no group is split, there is one step and no overlap.
+The ring of `ring.py` receives equal bytes, in W - 1 hops. It merges results, and needs balance at every hop, not only in
+total. Its buffers do not grow with W. Here a buffer has W N / n elements. If these do not fit, or g = 1, take the ring.
 
 Cost of a rank, for equal shards of t tokens. Its K and V have N = b t g (d + dv) elements of e bytes: batch b, g key heads,
 widths d and dv. An element of reduce_dtype has E bytes. A message is one collective; n is the number of steps of the pass:
 
-                         messages              bytes received
-    forward   K, V       2 n (*)               (W - 1) N e
-    backward  K, V       2 n (*)               (W - 1) N e
-              dk, dv     n                     (W - 1) N E
+                            messages                       bytes received
+    each pass     K, V      2 n; 2 n - 1 if pack_first     (W - 1) N e
+    backward      dk, dv    n                              (W - 1) N E
 
-(*) 2 n - 1 with `pack_first`. FLOPs are those of `local.py` and `backward.py` for the cells that the rank's queries see.
-Peak memory beyond inputs and outputs, with n equal head groups and the accumulation dtype float32 (float64 for float64):
+FLOPs: 2 b h area (d + dv) forward, with h query heads and area visible cells of the rank's queries; backward as in
+`backward.py`. Peak memory beyond inputs and outputs, with n equal head groups and buffers of W N / n elements:
 
-    K, V        up to three buffers of W N / n elements, in the dtype of the inputs
-    dk, dv      up to five such buffers, in the accumulation dtype or reduce_dtype; sums of N elements, twice at the end
-    out, dq     out of all steps until they are concatenated; dq in the accumulation dtype, twice at the end
+    K, V        three buffers of the inputs' dtype: shards of two gathers, one concatenation; NCCL holds up to two more
+    dk, dv      five buffers: parts of this step (accumulation dtype), parts sent and received in this and the last step
+    sums        N elements of reduce_dtype, twice while they are concatenated at the end
+    out, dq     the results of all steps and their concatenation; dq in the accumulation dtype
 
-Limits: `head_stride` must divide the g key heads, and g the query heads. Uneven shards are padded to the largest one for the
-gather. ``backward_schedule="ring"`` uses the backward pass of `ring.py`. It gathers nothing, so use it if the backward
-buffers do not fit into memory.
+The accumulation dtype is float32, or float64 for float64 inputs. K and V do not peak together with dk and dv: by default
+the four take at most W N (3 e + 5 E) / n bytes.
 
-Sources: gather by head groups, Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2, and Zilin Zhu,
-ring-flash-attention. Split groups and float32 reduction: aqlaboratory/ring-flash-attention pull request 12.
+Limits: s must divide g, and g must divide h. A gather pads each shard to the size of the largest, so W - 1 of that size
+arrive. If only one of k and v needs a gradient, both dk and dv are computed and sent.
+
+Sources: all-gather: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2. Some heads at a time: Zilin Zhu,
+ring-flash-attention. Split groups, float32 reduction: aqlaboratory/ring-flash-attention pull request 12.
 """
 
 from functools import partial
@@ -103,30 +99,28 @@ def strided_attention(
     """Return attention of this rank's queries over the keys of all ranks. All ranks must call it and its backward.
 
     Args:
-        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
+        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or all without the batch axis.
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank; None is contiguous.
-        head_stride: number of key heads in a head group; must divide g.
-        forward_first_stride, backward_first_stride: split the first group: this number of key heads comes first. Below
-            head_stride; None does not split.
-        backward_last_stride: split the last group: this number of key heads comes last. Below head_stride.
-        pack_first: send K and V of the first step as one message.
-        backward_schedule: "scatter", as in the module's docstring, or "ring", as in `ring_attention`. "ring" takes no
-            backward strides.
+        head_stride: number of key heads in a head group.
+        forward_first_stride, backward_first_stride: key heads of the first step, below head_stride. None: no split.
+        backward_last_stride: key heads of the last step, likewise. Two backward splits need two head groups.
+        pack_first: send K and V of the first step as one message. False: two messages, and one copy less.
+        backward_schedule: "scatter" (module's docstring) or "ring" (`ring_attention`'s; less memory, no backward strides).
         scale: factor of the scores; None is 1 / sqrt(d).
         group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
-        reduce_dtype: dtype in which dk and dv are sent and added; None is float32 (float64 for float64).
-        backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
+        reduce_dtype: dtype in which dk and dv are sent. None: float32 (float64 for float64). "scatter" also adds in it.
+        backward: "fused", "split", "head_parallel" or "auto", the method in each step: see `backward.py`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, head widths, scales, options and requires_grad. The number of
-    tokens is that of the mask, else of the layout, else W t. Other strides can change only the rounding of the results.
+    All ranks must pass equal masks, layouts, dtypes, heads, head widths, scales, options and requires_grad. The sequence
+    has the tokens of the mask, else of the layout, else W t. The strides of a call can change its results by rounding only.
 
     Raises:
         ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
-            Also if a stride is out of range, or is given where it has no effect.
+            Also if strides do not fit the heads, or a backward stride is given with "ring".
 
-    Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; aqlaboratory/ring-flash-attention pull request 12.
+    For costs and sources, see the module's docstring.
     """
     strides = dict(
         head_stride=head_stride,
@@ -168,10 +162,7 @@ def strided_backward(
     call: Call, steps: Steps, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens in the dtype of q.
-
-    dq is None if q needs no gradient. dk and dv are None, and not sent, if neither k nor v needs one.
-    """
+    """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k nor v needs one."""
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     mask = call.layout.local_mask(call.mask, call.rank, range(call.ranks))

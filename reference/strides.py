@@ -1,4 +1,4 @@
-"""The head groups of strided attention, and the sizes of the first and the last group that wait least.
+"""The head groups of strided attention, and the sizes of the first and the last group with the least waiting.
 
     heads = 8, stride = 4             |0 1 2 3|4 5 6 7|
     first = 1                         |0|1 2 3|4 5 6 7|        [f, s-f], s, s, ...
@@ -100,16 +100,19 @@ def suggest_strides(
     """Return (strides, assumptions): the first and last strides for `strided_attention` with the least exposed time.
 
     Exposed time is the time in which a rank only waits for messages. All ranks get the same result; nothing is sent. Let s
-    be head_stride. A key head takes c seconds to compute and m seconds to gather. The first steps then wait for
+    be head_stride, and f the key heads of the first step. A key head takes c seconds to compute and m seconds to gather.
+    A rank then waits for the sum of these seconds:
 
-        f m                  the first group: no computation hides it
-        (s - f) m - f c      the second group's gather beyond the first step's computation, if positive
-        s m - (s - f) c      the third group's beyond the second step's computation, if positive and if there is a third
+        f m                  the gather of the first step: no computation hides it
+        (s - f) m - f c      the second gather beyond the first step's computation, if positive
+        s m - (s - f) c      the third gather beyond the second step's computation, if positive and if there is a third
 
     A small f makes the first wait short; a very small f makes the second one long. The result is the f with the least sum.
-    It is None if the waits without a split, s m and s m - s c, are best. The last group of the backward pass mirrors the
-    first: l heads for f, and m seconds to reduce a key head. Gathers and reductions are assumed not to slow each other. If
-    there is only one group and both ends would split it, the end that gains more does.
+    It is None if the waits without a split, s m and s m - s c, have the least sum. The end of the backward pass has the same
+    formulas, in reverse order. There l, the heads of the last step, replaces f, and m is the seconds to reduce a key head.
+
+    The model ignores that gathers and reductions share the link. It counts s heads for the third group, split or not. If the
+    backward pass has only one group and both of its splits would help, only the split that gains more is returned.
 
     Args:
         q, k, v, mask, layout, head_stride, group, reduce_dtype: as for `strided_attention`. Only shapes and dtypes of q,
@@ -120,7 +123,7 @@ def suggest_strides(
 
     Returns:
         The options ``forward_first_stride``, ``backward_first_stride`` and ``backward_last_stride``; and a dict of
-        kernel_flops, link_bytes, and the seconds for each key head: "fetch", "reduce", "forward", "backward".
+        kernel_flops, link_bytes, and the seconds for each key head: "fetch" (gather), "reduce", "forward", "backward".
 
     Raises ValueError if head_stride does not divide the key heads.
     Source: split groups are from aqlaboratory/ring-flash-attention pull request 12 (2025), where the user chooses the sizes.

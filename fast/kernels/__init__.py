@@ -8,7 +8,7 @@ The words of this project, and the words of FlashAttention (FA), FlexAttention, 
     Canon                 elsewhere                     meaning
     band                  AttnSlice (Magi)              a rectangle of visible cells, cut by two diagonals lo <= j - i <= hi
     mask                  BlockMask (FlexAttention)     disjoint bands; a dense matrix is never stored
-    tile                  block (FA)                    rows x columns of S that one step computes; also either axis alone
+    tile                  block (FA)                    rows x columns of S for one step; also these rows or columns of a tensor
     work table            BlockMask (FlexAttention)     for each tile of rows, the spans to visit (`canon.fast.tiles`)
     span                  full / partial blocks         adjacent tiles of columns; a partial span is masked by its band
     work tile             work tile (FA 3, CUTLASS)     a tile of rows of one head or of packed heads; CTAs claim them
@@ -16,12 +16,12 @@ The words of this project, and the words of FlashAttention (FA), FlexAttention, 
     owner                 -                             the head that a sum of dk and dv belongs to
     row statistics        softmax_lse, dPsum (FA 3)     lse and delta of each query
     delta                 dPsum (FA 3)                  rowsum(dout * out) - dlse
-    stale maximum         -                             a row maximum of earlier tiles; the sums of P verify it afterwards
+    stale maximum         -                             an old row maximum, used unchecked; the sums of P verify it afterwards
     ping-pong             ping-pong scheduling (FA 3)   one warpgroup computes exponentials during MMAs of another
-    loader, warpgroup     producer, consumer (FA 3)     1 or 4 warps that load by TMA; four warps that issue MMAs
+    loader, warpgroup     producer, consumer (FA 3)     warps that load by TMA: 4, or 1 if fused; four warps that issue MMAs
     full, free            full, empty (CUTLASS)         the two mbarriers of a buffer in shared memory
-    dq semaphore          dq_semaphore (FA 3)           an int32 that fixes the order of the sums of a tile of dq
-    ticket                -                             the value of a dq semaphore that lets a CTA add
+    dq semaphore          dq_semaphore (FA 3)           an int32 for each tile of dq; it fixes the order of additions to it
+    ticket                -                             number of a span; a dq semaphore holds that of the last span added
     fused, split          -                             one kernel for dq, dk and dv, or one for dq and one for dk and dv
     layout                dispatch meta (Magi)          which rank holds which tokens
     dispatch plan         dispatch solver (Magi)        a layout with balanced work and little communication

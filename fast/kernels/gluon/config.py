@@ -31,8 +31,8 @@ class Config:
     columns: int
     stages: int  # buffers in the ring of visited tiles
     buffers: int = 1  # for the owned tiles: with 2, those of the next work tile are loaded during this one
-    turns: bool = False  # "forward": ping-pong scheduling, one warpgroup computes exponentials during MMAs of another
-    optimistic: bool = False  # "forward": P is computed with a stale row maximum, verified afterwards
+    turns: bool = False  # "forward", PING_PONG: one warpgroup computes exponentials during MMAs of another
+    optimistic: bool = False  # "forward", STALE_MAXIMUM: P is computed with a stale row maximum, verified afterwards
 
     @property
     def math_registers(self) -> int:

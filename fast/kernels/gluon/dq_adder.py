@@ -2,30 +2,32 @@
 
     warpgroups    dS to shared memory                    -> ds_full
                   dQ^T = K^T dS to shared memory         -> dq_full
-    adder         wait for dq_full
-                  start the addition by TMA; once it has read shared memory -> dq_free
+    adder         wait for dq_full, add to dq            -> dq_free
 
 Each is buffered twice. dS of both warpgroups is needed for dQ, because the sum is over all keys of the work tile. With D = 128
 each warpgroup computes 64 columns of dQ. With D = 64 they alternate: each computes all columns of every second tile.
 
 **The dq semaphore** (ORDERED). One int32 for each tile of dq makes the order of the additions fixed. The tile schedule gives
 each span of tiles its own ticket and that of its predecessor. `canon.fast.kernels.gluon.dq_order` proves that no CTA waits
-forever. The adder of a CTA does five things for each tile:
+forever. The adder of a CTA does this for each tile (steps 3 to 5 alone, if not ORDERED):
 
     1. poll the semaphore with `load_acquire` until it holds the predecessor's ticket
     2. `fence_async_global`
-    3. start the addition by TMA (`tma_reduce_add`)
-    4. `wait_for_reductions`: the sum is complete in global memory
-    5. write its own ticket with `store_release`
+    3. wait for dq_full
+    4. start the addition by TMA (`tma_reduce_add`), of each PART: 64 columns
+    5. once TMA has read shared memory, arrive at dq_free
+    6. `wait_for_reductions`: the sum is complete in global memory
+    7. write its own ticket with `store_release`
 
-The release in step 5 and the acquire in step 1 of the successor order the two CTAs. Everything that the predecessor completed
-before its release is visible after the acquire. But an acquire orders only the generic proxy, and TMA works in the async proxy.
-The proxy fence of step 2 orders the addition after the acquire. Without step 4, step 5 would publish an addition that is still
-in flight, and the successor could add first.
+The release in step 7 and the acquire in step 1 of the successor order the two CTAs. Everything that the predecessor completed
+before its release is visible after the acquire. But a *proxy* (PTX) is a method of memory access: loads and stores use the
+generic proxy, and TMA uses the async proxy. An acquire orders only the generic one. The proxy fence of step 2 orders the
+addition after the acquire. Without step 6, step 7 would publish an addition that is still in flight, and the successor could
+add first. A wrong order would change rounding only: TMA adds each element atomically, so no term is lost.
 
 Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. There is a second reason for
-an adder warp: the wait of step 4 empties the L1 cache. Warpgroups that executed it would pay in every tile
-(paper/deterministic_dq.md).
+an adder warp: step 6 compiles to a wait and to an instruction that empties the L1 cache. Warpgroups that executed both would
+stall in every tile. The empty cache alone hardly slows them: they read little global memory (paper/deterministic_dq.md).
 """
 
 from triton.experimental import gluon

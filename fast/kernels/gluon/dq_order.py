@@ -1,9 +1,11 @@
-"""A fixed order for the sums of dq: tickets, the order of work tiles that keeps waits short, and when it pays.
+"""A fixed order for the additions to dq: tickets, the order of work tiles that keeps waits short, and when it pays.
 
 In the fused backward a CTA owns a tile of keys and visits tiles of queries, in *spans* of adjacent tiles. Many work tiles
-add to one tile of dq, and float32 sums depend on their order. So each span gets a **ticket**, and each tile of dq has a
-**semaphore** in global memory that starts at 0. A CTA adds only when the semaphore holds the ticket of the *predecessor*: the
-previous span in the tile schedule that visits this tile. After its addition is complete it writes its own ticket there.
+add to one *tile of dq*: dq of the queries of a visited tile, for one head. Sums in float32 depend on the order of additions.
+So each span gets a **ticket**, and each tile of dq has a **semaphore** in global memory that starts at 0. The *predecessor* is
+the previous span in the tile schedule that visits this tile. A CTA adds only when the semaphore holds the predecessor's
+ticket, or 0 if there is none. After its addition is complete it writes the span's own ticket there. Only the successor waits
+for this ticket. So the semaphore holds it until the successor has added, and the successor cannot miss it.
 
     tile schedule           work tile A    work tile B    work tile C
     own ticket              1              2              3
@@ -11,19 +13,22 @@ previous span in the tile schedule that visits this tile. After its addition is 
     predecessor's ticket    0 0 0 0            1 1          1 2 2
 
 **Same bits.** The predecessors follow from the tile schedule alone: from the mask and the shapes, not from timing or the
-number of SMs. So each tile of dq is a sum in a fixed order. With "auto", another number of SMs may select another method.
+number of SMs. So each tile of dq is a sum in a fixed order. Only the choice by method="auto" (`canon.fast.backward`) depends
+on the number of SMs: another GPU may run "split" instead.
 
 **No deadlock.** CTAs claim work tiles from an atomic counter, in the order of the tile schedule, and process their own ones
-in that order. Take the first unfinished work tile. All earlier ones are finished, so its predecessors have published their
-tickets. All earlier ones were claimed before it, so either it is claimed by a running CTA, or a CTA that finishes claims it
-next. It never waits for a CTA that the GPU has not started. This is why even the first work tile of a CTA is claimed.
+in that order. Take the first unfinished work tile. All earlier ones are finished, so a running CTA has claimed it or claims it
+next. Each predecessor of its spans is in an earlier work tile, or earlier in the same one. So the CTA gets every ticket, and
+the work tile finishes. By induction, all do. Other kernels give CTA i work tile i without a claim (`tile_queue`). Here a CTA
+could then wait for a CTA that the GPU has not started, so even the first work tiles are claimed.
 
 **Memory order** is explained in `canon.fast.kernels.gluon.dq_adder`.
 
-Tickets are numbered by span, along the tile schedule. A span with several predecessors is cut between their tiles (C above is
-cut into two), and its pieces keep one own ticket. One table of tickets serves all heads, because each head has its own
-semaphores. NumPy builds it in O(spans sqrt(tiles of dq of a head)) operations (`_next_holder`). `launch.queue` zeroes the
-semaphores, and the fused method zeroes dq. Heads wider than 128 have no fused kernel, so no ordered dq.
+Tickets are numbered by span, along the tile schedule. If the tiles of a span have different predecessors, the span is cut
+where the predecessor changes (C above, into two). Its pieces keep one own ticket. One table of tickets serves all heads,
+because each head has its own semaphores. NumPy builds it in O(spans sqrt(tiles of dq of a head)) operations (`_next_holder`).
+`launch.queue` zeroes the semaphores, and `canon.fast.backward` zeroes dq. Heads wider than 128 have no fused kernel, so no
+ordered dq.
 
 Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code). Measurements:
 paper/deterministic_dq.md.
@@ -41,29 +46,31 @@ from canon.reference.plan_cache import cached_plan
 SMS = 132  # of an H200. A constant, so that other GPUs get the same order and the same bits.
 L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache of an H200 holds 50 MB.
 
-# Heads in flight, longest first (`heads_in_flight`). Many heads in flight shorten the waits: at most about CTAS_PER_HEAD
-# CTAs of one head are useful, because each must stay behind its predecessor. But the CTAs of a head share reads of queries
-# through L2 only while they stay close together, and every addition lets them drift apart. So the mean number of additions
-# to a tile of dq, times the heads in flight, is limited to MAX_ADDITIONS. Both are fitted to times of zigzag shards
+# Number of heads in flight where work tiles come longest first (`heads_in_flight`). Many heads in flight shorten the waits:
+# at most about CTAS_PER_HEAD CTAs of one head are useful, because each must stay behind its predecessor. But the CTAs of a
+# head share reads of queries through L2 only while they stay close together. The model assumes that every addition to a tile
+# of dq lets them drift apart. So either the mean number of additions, times the heads in flight, is at most MAX_ADDITIONS, or
+# the heads read at most 4 L2_BYTES. Both constants are fitted to times of zigzag shards
 # (paper/data/lists_side_by_side_h200.json).
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
-# Alternating order (`alternation`). An SM runs one CTA. With n key heads in flight, w = SMS / n CTAs work on one of them. If
-# each starts 1.5 visits after the one before, all wait 1.5 (0 + 1 + ... + w - 1) visits, about WAITING w^2. The tiles of a key
-# head make repeat * visits visits, for its ``repeat`` query heads. So waits take the share WAITING w^2 / (repeat * visits) of
-# the time. L2 misses take DRIFTING (n bytes)^2 / queries: n heads read n * bytes, and the form is a fit too. Its two values are
-# for key heads of one query head, and of several. All three constants are fitted to times with 1 to 32 heads in flight
-# (paper/data/pairs_h200.json). The n with the smallest sum is taken.
+# Alternating order (`alternation`). An SM runs one CTA. With n key heads in flight, w = SMS / n CTAs work on one of them. The
+# unit of time is a visit: the computation of one tile. If each CTA starts 1.5 visits after the one before, all wait
+# 1.5 (0 + 1 + ... + w - 1) visits, about WAITING w^2. The tiles of a key head make repeat * visits visits, for its ``repeat``
+# query heads. So waits take the share WAITING w^2 / (repeat * visits) of the time. L2 misses take the share
+# DRIFTING (n bytes)^2 / queries: the query heads of a key head read ``bytes``. The form is a fit too. DRIFTING (in
+# queries / byte^2) has one value for key heads of one query head, and one for key heads of several. All three constants are
+# fitted to times with 1 to 32 heads in flight (paper/data/pairs_h200.json). The n with the smallest sum is taken.
 WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
-# When the fused kernel with ordered dq pays (`ordered_dq_pays`). It saves two of seven MMAs. In alternating order, waits
-# and misses must cost less than the share MAX_SHARE. A tile of keys must also visit more than MIN_VISITS_ALTERNATING
-# tiles of queries (128 x 128) on average, by the padded width. In the other order it must visit more than MIN_VISITS, and
-# each CTA of a head starts LAG visits after its predecessor. LAG times the CTAs of a head must be under a tenth of the
-# work of an SM. LAG is a fit of its own, not the 1.5 above. The constants are fitted to
+# When the fused kernel with ordered dq pays (`ordered_dq_pays`). It makes five MMAs a tile, and "split" seven. In alternating
+# order, waits and misses must cost less than the share MAX_SHARE. A tile of keys must also visit more than
+# MIN_VISITS_ALTERNATING[padded width] tiles of queries (128 x 128) on average. In the other order it must visit more than
+# MIN_VISITS[padded width], and each CTA of a head starts LAG visits after the CTA before it. LAG times the CTAs of a head must
+# be under a tenth of the work of an SM. LAG is a fit of its own, not the 1.5 above. The constants are fitted to
 # paper/data/kernels_sweep_widths_h200.json and pairs_h200.json.
 MAX_SHARE = 0.08
 MIN_VISITS_ALTERNATING = {64: 8, 128: 12}
@@ -95,8 +102,8 @@ def alternation(
     """Return the groups of heads in flight and the cost of waits and misses (share of the time), or None.
 
     None means that short and long work tiles should not alternate. Few of them add to one tile of dq, or all are about equally
-    long. Or they do not stay apart: each makes fewer than two visits less than the one before.
-    ``repeat``: query heads per key head; ``bytes_per_group``: of the ``queries`` that a group reads.
+    long. Or they do not stay apart: under a causal mask, adjacent tiles of keys differ by fewer than two visits.
+    ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout of a group, which have ``queries`` tokens.
     """
     cost = costs.cost[costs.active]
     if not len(cost) or 4 * mean_additions(costs.spans, columns) < len(cost) or cost.max() <= UNEVEN * cost.mean():
@@ -111,12 +118,12 @@ def alternation(
 def alternate(order: np.ndarray, groups: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of short and of long work tiles alternating.
 
-    A set has one work tile for each CTA of a head, if ``groups`` are in flight. The first set has the shortest work tiles,
-    shortest first. The second has the longest ones, longest first. The sets continue so, with the tiles that are left.
+    Here a set is as many work tiles as CTAs work on one head, if ``groups`` are in flight. The first set has the shortest work
+    tiles, shortest first. The second has the longest ones, longest first. The sets continue so, with the tiles that are left.
 
-    Under a causal mask, all work tiles end at the same row of queries, and short ones start at later rows. A short one that
-    starts together with a longer predecessor waits until the predecessor reaches its first row. So all that start together
-    take as long as the longest of them. In alternating order, the long ones start one after another, as short ones end.
+    Under a causal mask, all work tiles end at the last query, and short ones start at later queries. A short one that starts
+    together with a longer predecessor waits until the predecessor reaches the short one's first query. So all that start
+    together take as long as the longest of them. In alternating order, long ones start one after another, as short ones end.
     """
     number = max(1, round(SMS / groups))
     which, place = np.divmod(np.arange(len(order)), number)

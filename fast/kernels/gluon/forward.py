@@ -1,43 +1,52 @@
 """The forward kernel for Hopper: each CTA processes one work tile (queries of one head, or of PACK heads) after another.
 
     loader        K 0   Q    V 0   K 1   V 1   K 2   ...   K n   V n | next work tile: K 0   Q   ...
-    warpgroup     wait for K j, Q:   S = Q K^T (tile j)     and after it, once O is rescaled:   O += P V (tile j - 1)
-                  wait for S:        P = exp(S - m)         while O += P V still runs (LATE: after it)
-                  wait for O:        release V (tile j - 1), go to tile j + 1
+    warpgroup     wait for K j:   issue S = Q K^T (tile j), rescale O, issue O += P V (tile j - 1)
+                  wait for S:     P = exp(S - m)         while O += P V still runs (LATE: after it)
+                  wait for O:     release V (tile j - 1), go to tile j + 1
 
-Each SM runs at most one CTA: a loader warpgroup, where one thread issues the loads, and two or three MMA warpgroups. Each
-MMA warpgroup owns 64 rows of the work tile. The MMA with V is one tile late, even across work tiles: the last one of a work
-tile runs during the first softmax of the next one. Then O is divided by the sums of P and written (`write_result`). Sums
-follow the order of the spans, so the same inputs give the same bits.
+A CTA has four loader warps, where one thread issues the loads, and two or three MMA warpgroups. Its registers fill an SM. An
+MMA warpgroup owns 64 rows of the work tile, and waits for its Q once (`receive`). The MMA with V is one tile late, even across
+work tiles: the last one of a work tile runs during the first softmax of the next one. Then O is divided by the sums of P and
+written (`write_result`). Sums follow the order of the spans, so the same inputs give the same bits.
+
+    barrier          arrivals in a phase   arrives                                  waits           protects
+    k.full, v.full   1, and all bytes      loader, then TMA                         warpgroups      K, V until loaded
+    k.free           1 per warpgroup       each warpgroup, after S (stale maximum:  loader          K until read
+                                           after the sums of P are verified)
+    v.free           1 per warpgroup       each warpgroup, a step later (O += P V)  loader          V until read
+    q.full           1, and all bytes      loader, then TMA                         its warpgroup   Q and ``published``
+    q.free           1                     its warpgroup, after its last S          loader          Q and ``published``
+    named 8 + w      256 threads           warpgroup w - 1, once its MMAs are       warpgroup w     order of MMAs
+    (PING_PONG)                            issued (not complete), and w
+
+There are at least two stages, because a step waits for its V before it releases the previous V. The first step of all releases
+no V, so v.free alone would not protect K. All warpgroups make equally many steps, so the named barriers match. Results are
+written from registers, without a barrier.
 
 Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
 MMAs) and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after the first tile of each work tile.
 
-Compile-time switches that `config` sets. "Tiles seen" is the average number of tiles of 128 keys that a query sees. By a rule
-of thumb, only a quarter counts if no CTA has two work tiles (`launch.tiles_seen`).
+Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. By a rule of
+thumb, it is divided by 4 if SMs are at least as many as tiles (128 queries of one head): `launch.tiles_seen`.
 
-    d, dv up to   tiles seen   ROWS   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
-    64, 64        up to 3      128    128       4        2         yes         no
-    64, 64        3 to 6       128    128       4        2         yes         yes
-    64, 64        over 6       192    128       4        2         yes         yes
-    128, 128      up to 6      128    128       3        1         yes         no
-    128, 128      over 6       128    128       3        1         yes         yes
-    256, 128      up to 3      128    64        3        1         yes         no
-    256, 128      over 3       128    64        3        1         yes         yes
-    256, 256      up to 3      128    64        2        1         yes         no
-    256, 256      over 3       128    64        2        1         yes         yes
+    d, dv up to   ROWS                   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
+    64, 64        128; 192 if seen > 6   128       4        2         yes         if seen > 3
+    128, 128      128                    128       3        1         yes         if seen > 6
+    256, 128      128                    64        3        1         yes         if seen > 3
+    256, 256      128                    64        2        1         yes         if seen > 3
 
 Tests and tuning also reach two combinations outside this table, through `config.forced`: no ping-pong scheduling, and 192
 rows without STALE_MAXIMUM. Two more switches depend on the inputs, and two follow from those above:
 
     GROUP           query heads of a key head
-    PACK            query heads that share a tile: 1, 2, 4, 8 or 16, a divisor of GROUP; over 1 for short documents
-                    packed into one sequence (`launch.packing`)
+    PACK            query heads that share a tile: 1, 2, 4, 8 or 16, a divisor of GROUP; over 1 if the documents in a
+                    sequence are short (`launch.packing`)
     LATE            if ROWS = 192: exponentials wait for the MMA with V
-    EARLY_RESCALE   if dv is up to 128: O is rescaled during the MMA of S
+    EARLY_RESCALE   if dv is up to 128: O is rescaled during the MMA of S, else at the end of the step before
 
-m is the row maximum in base 2, or an older one. Queries with |m| > 2^24 get NaN (`LARGEST_MAXIMUM`). A NaN of v also reaches
-queries that only share a tile with it (table in `canon.fast.kernels.triton.launch`).
+Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries with |m| > 2^24 get NaN
+(`LARGEST_MAXIMUM`). A NaN of v also reaches queries that only share a tile with it (`canon.fast.kernels.triton.launch`).
 
 Shared memory: 2 * (BUFFERS * ROWS * d + STAGES * COLUMNS * (d + dv)) bytes; widths are padded to a power of 2.
 Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2. Spans: `canon.fast.tiles`.
@@ -90,7 +99,9 @@ from canon.fast.kernels.gluon.tile_queue import (
 )
 from canon.fast.kernels.gluon.tile_ring import Ring, RingPosition, load_box, make_barriers
 
-LARGEST_MAXIMUM = gl.constexpr(2.0**24)  # of |m|: rounding moves m by at most 1/2, and P by a factor of at most 2^0.5
+# Of |m|. m is rounded to float32; the product s scale_log2 in P = 2^(s scale_log2 - m) is not (FMA). Up to 2^24 the rounding
+# of m is at most 1/2, so it changes P by a factor of at most 2^0.5.
+LARGEST_MAXIMUM = gl.constexpr(2.0**24)
 
 
 # ------------------------------------------------------------------ the loader
@@ -113,7 +124,7 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, GROUP: gl.constex
             parity = t // STAGES & 1
             mbarrier.wait(k.free.index(slot), parity ^ 1)
             load_box(k_desc, batch, column, head // GROUP, k.full.index(slot), k.tiles.index(slot))
-            if fresh:  # after K: Q waits for the last S of the work tile that used its buffer
+            if fresh:  # after K: this waits until each warpgroup has the last S of the work tile that used the buffer
                 for w in gl.static_range(WARPGROUPS):
                     b = w * BUFFERS + done % BUFFERS
                     mbarrier.wait(q.free.index(b), (done // BUFFERS & 1) ^ 1)
@@ -168,7 +179,7 @@ def attend(wg):
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         write_result(o, state, wg, previous)
     if wg.PING_PONG and wg.INDEX == 0:
-        ping_pong_wait(wg.INDEX)  # for the last warpgroup: each barrier ends balanced
+        ping_pong_wait(wg.INDEX)  # no step is left that waits for the last warpgroup's last arrival
 
 
 @gluon.jit
@@ -186,9 +197,9 @@ def visit_span(state, wg, ring, tile, partial):
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the next ring position.
 
-    The MMA with V is that of the previous tile. FIRST: this is the first tile of a work tile. Then the ``previous`` work
-    tile is finished and written, unless it is 0. LATE: registers are scarce with three warpgroups, so the exponentials wait
-    for the MMA with V, and P is rounded into the registers of the old P.
+    Its MMA with V adds p V of the tile before. FIRST: ``tile`` is the first one of a work tile. Then O of the work tile
+    ``previous`` is complete after this MMA, and is written, unless ``previous`` is 0. LATE: registers are scarce with three
+    warpgroups. So the exponentials wait for the MMA with V, and the new P can use the registers of its operand, the old P.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     EARLY_RESCALE: gl.constexpr = (
@@ -220,7 +231,8 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
     p, l = exponentials(s, m_finite, wg)
-    # V of this tile is needed in the next step. The wait is a loop, so the wait for o cannot move ahead of the exponentials.
+    # V of this tile is needed only in the next step. `mbarrier.wait` compiles to a loop, and the compiler does not move the
+    # wait for o ahead of it, so o is not awaited before the exponentials.
     mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
     if not LATE:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
@@ -306,7 +318,7 @@ def forward_kernel(
     q = Ring(q_tiles, make_barriers(WARPGROUPS * BUFFERS, 1), make_barriers(WARPGROUPS * BUFFERS, 1))
     k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
     v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
-    fence_async_shared()
+    fence_async_shared()  # TMA sees the initialised mbarriers
     buffers = Buffers(q, k, v, published)
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton makes 1 a constant
     wg0 = Warpgroup(buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)

@@ -144,7 +144,7 @@ class Tile:
 def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
     """Issue the MMA S = Q K^T of this tile, and return S, still in flight.
 
-    PING_PONG: first wait until the previous warpgroup has issued its MMAs.
+    First wait for K. PING_PONG: then wait until the previous warpgroup has issued its MMAs; they may still run.
     """
     q = wg.q.tiles.index(tile.q_buffer).reshape([wg.M, wg.q.tiles.shape[4]])
     k = wg.k.tiles.index(ring.slot).reshape([wg.BN, wg.k.tiles.shape[4]])
@@ -159,7 +159,7 @@ def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
 def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
     """Issue the MMA o += p V of the previous tile, and return o, still in flight.
 
-    Before the first work tile p is 0 and V is undefined; the result is discarded.
+    In the first step of all there is no previous tile: p is 0, V is undefined, and the result is discarded.
     """
     v = wg.v.tiles.index(ring.previous).reshape([wg.BN, wg.DV_PAD])
     o = hopper.warpgroup_mma(p, v, o, is_async=True)

@@ -63,7 +63,7 @@ def wait_for_reductions():
 def load_acquire(pointer):
     """Load an int32 with acquire semantics (ld.acquire.gpu); pairs with `store_release`.
 
-    PTX ISA, Memory Consistency Model, Release and Acquire Patterns (8.8) and Causality Order (8.9.5).
+    PTX ISA, Memory Consistency Model, Release and Acquire Patterns (section 8.8) and Causality Order (section 8.9.5).
     """
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
@@ -72,9 +72,9 @@ def load_acquire(pointer):
 
 @gluon.jit
 def store_release(pointer, number):
-    """Store an int32 from one lane (st.release.gpu). The release covers what that lane did before.
+    """Store an int32 from one lane (st.release.gpu). The release orders earlier operations of that lane before the store.
 
-    The warp barrier in `wait_for_reductions` orders the other lanes before it.
+    Another lane may have issued the reductions. The warp barrier in `wait_for_reductions` puts them before this lane's store.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one st.release.gpu.global.s32 [$1], $2; mov.u32 $0, 0; }",
@@ -88,16 +88,16 @@ def store_release(pointer, number):
 
 @gluon.jit
 def back_off():
-    """Sleep for about 30 ns (nanosleep), so that polling leaves memory bandwidth to others."""
+    """Sleep for at most 64 ns (nanosleep: up to twice its operand), so that polling leaves memory bandwidth to others."""
     gl.inline_asm_elementwise("nanosleep.u32 32; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def fence_async_global():
-    """Order the TMA operations that follow after the writes that `load_acquire` observed (fence.proxy.async.global).
+    """Order later TMA operations behind the writes that `load_acquire` observed (fence.proxy.async.global).
 
     TMA runs in the async proxy, but an acquire orders only the generic proxy. Without a proxy fence, causality does not
-    order operations of the async proxy in different CTAs (PTX ISA 8.9.5, proxy-preserved base causality order).
+    order operations of the async proxy in different CTAs (PTX ISA, section 8.9.5: proxy-preserved base causality order).
     """
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1

@@ -4,9 +4,10 @@ Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes o
 every tile. The state holds the sum l as four partial sums, one for each lane.
 
 m need not be the maximum. P and O are relative to m, so any m gives the same result up to rounding, unless P overflows or
-underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). That key
-then has at most half the weight of the row. Under the true maximum a second largest key may have as much, so its rounding
-error is no worse. After a few tiles nearly all rows keep m, so a warp seldom rescales O.
+underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). The key with
+this P then has at most half the weight of the row, and P is rounded. Under the true maximum the largest P is 1, which is exact.
+But the second largest key may then have nearly half the weight, and its P is rounded. So the error is of the same size. After
+a few tiles nearly all rows keep m, so a warp seldom rescales O.
 flash-attn-4 for Blackwell allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives errors larger than
 those of the dtype.
 """
@@ -23,9 +24,9 @@ from canon.fast.kernels.gluon.tile_ring import aggregate
 class SoftmaxState:
     """The state of a warpgroup's rows between two tiles.
 
-    o (M, DV_PAD)   sum of P V relative to m; it lacks the last tile's p V, and the factor ``shrink``
+    o (M, DV_PAD)   sum of P V without the last tile's; o * shrink is relative to m
     p (M, BN)       P of the last tile, as an MMA operand
-    m (M)           row maximum in base 2, or the older one that the row keeps
+    m (M)           row maximum of the scores in base 2, or the older one that the row keeps
     l (M, 4)        sums of P, by lane
     excess (M, 4)   l minus the sums of P as rounded for the MMA, by lane, where `stale_maximum` counts it.
                     A scalar 0 without STALE_MAXIMUM

@@ -4,8 +4,8 @@ One int32 tensor, ``work``, holds the whole schedule (written by `canon.fast.ker
 pointer saves registers. Its parts, in order:
 
     header        [end of the work tiles, six zeros, start of the tickets]
-    work tiles    8 numbers each: first row, stop row, batch, head (the first one if heads are packed), first span, end of
-                  the spans, batch * heads + head, first column of the first span
+    work tiles    8 numbers each: first token, stop token, batch, head (the first one if heads are packed), first span, end
+                  of the spans, batch * heads + head, first column of the first span
     spans         8 numbers each: first column, tiles, row start, row stop, column start, column stop, lo, hi
                   (see `canon.fast.tiles`)
     tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's ticket, own ticket
@@ -13,13 +13,15 @@ pointer saves registers. Its parts, in order:
 A work tile is identified by its offset in ``work``; the first one is 8. Offset 0 means "no work tile". Each work tile has at
 least one visited tile; the launch fills fully masked rows.
 
-The grid has one CTA for each SM, but at most as many as work tiles. CTA i starts with work tile i, so its first loads depend
-on one read only. Each further work tile is claimed with an atomic counter that all CTAs share; the launch sets it to 0. The
-loader claims after it has issued all loads of the current work tile: the ring is then full, and it would wait anyway. If CTAs
-wait for each other (ordered dq), even the first work tiles are claimed. A CTA must never wait for a CTA that cannot run yet.
+The grid has one CTA for each SM, or for each work tile if there are fewer. CTA i starts with work tile i, so its first loads
+depend on one read only. Each further work tile is claimed with an atomic counter that all CTAs share; the launch sets it to 0.
+The loader claims after it has issued all loads of the current work tile. In long work tiles the ring is then usually full, so
+the claim delays no load. If CTAs wait for each other (ordered dq), even the first work tiles are claimed: a CTA must never
+wait for a CTA that cannot run yet.
 
-The loader publishes a work tile to the warpgroups in shared memory, before it loads its first owned tile (Q in the forward).
-The barriers of that tile also guard the published number. After the last work tile the loader publishes 0.
+The loader publishes a work tile in shared memory, for the warpgroups and for the adder of dq. It does so before it loads Q of
+the work tile (K, for dk and dv). The barriers of Q or K also guard the published number. After the last work tile the loader
+publishes 0.
 """
 
 from triton.experimental import gluon
@@ -62,7 +64,10 @@ def allocate_published(NUMBER: gl.constexpr):
 
 @gluon.jit
 def publish(published, work_tile):
-    """Publish a work tile. All threads write, so the thread that arrives at a barrier afterwards has written too."""
+    """Publish a work tile. All threads write, so the thread that arrives at a barrier afterwards has written too.
+
+    Another warp may write later, but the same number.
+    """
     published.store(gl.full([1], work_tile, gl.int32, scalar_layout(gl.num_warps())))
 
 
@@ -84,7 +89,7 @@ def receive(published, full, parity):
 # ------------------------------------------------------------------ read a work tile and its spans
 @gluon.jit
 def position_of(work, work_tile):
-    """Return (first row, stop row, batch, head) of a work tile."""
+    """Return (first token, stop token, batch, head) of a work tile."""
     return (
         gl.load(work + work_tile),
         gl.load(work + work_tile + 1),
