@@ -41,7 +41,7 @@ def test_a_peer_that_disagrees_is_not_timed(monkeypatch):
     def peers(shape, ranks, only, device):
         return [schedule_peers.Schedule("torch wrong", schedules.Layout.zigzag(shape.n, ranks), wrong, peer=True)]
 
-    monkeypatch.setattr(schedules, "torch_schedules", peers)
+    monkeypatch.setattr(schedules, "peer_schedules", peers)
     rows, _ = process_groups.threads(schedules.Bench((SHORT,), torch.float32, "", 1, "cpu", peers=True), 2)
     assert "disagrees" in rows[0]["failed"]
     assert not [name for name in rows[0] if name.endswith(("_ms", "_tflops"))]
@@ -90,7 +90,7 @@ def test_what_fails_on_one_rank_is_left_out_on_all():
 
 def test_torch_context_parallel_is_for_causal_sequences_that_it_can_balance():
     def found(text, ranks, only=""):
-        return [each.name for each in schedule_peers.torch_schedules(shapes.shape_of(text), ranks, only, "cpu")]
+        return [each.name for each in schedule_peers.peer_schedules(shapes.shape_of(text), ranks, only, "cpu")]
 
     ways = ["torch cudnn allgather", "torch cudnn alltoall", "torch flash allgather", "torch flash alltoall"]
     assert found("1,64,4,2,16,causal", 4) == ways

@@ -1,9 +1,10 @@
-"""The contenders of `canon bench schedules`: Canon's schedules, and torch's own context parallel.
+"""The contenders of `canon bench schedules`: Canon's schedules, torch's own context parallel, and ring-flash-attn.
 
     ring, strided, magi                   every layout, stride and number of stages of `canon.fast`, keys kept or not
     torch BACKEND ROTATION                `torch.distributed.tensor.experimental.context_parallel` over SDPA: causal,
                                           load balanced (head and tail pieces: the zigzag layout), keys by one all-gather
                                           or round a ring of all-to-alls
+    ring-flash-attn zigzag                zhuzilin/ring-flash-attention over flash-attn-4 (`ring_flash_attn_peer`)
 
 torch's context parallel replaces SDPA while a context is open, in the backward pass too: ``around`` opens it, and is not timed.
 Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.reference.layout import Layout
+from canon.testing import ring_flash_attn_peer
 from canon.testing.shapes import Shape, asked_for
 
 
@@ -64,8 +66,8 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
     return [schedule for schedule in found if asked_for(schedule.name, only)]
 
 
-def torch_schedules(shape: Shape, ranks: int, only: str, device: str) -> list[Schedule]:
-    """torch's context parallel in each way that it has, filtered by a part of the name; none where it cannot do the shape."""
+def peer_schedules(shape: Shape, ranks: int, only: str, device: str) -> list[Schedule]:
+    """The peers that can compute the shape and are installed, filtered by a part of the name."""
     if shape.mask_name != "causal" or shape.n % (2 * ranks) or ranks == 1:
         return []
     layout = Layout.zigzag(shape.n, ranks)
@@ -80,6 +82,8 @@ def torch_schedules(shape: Shape, ranks: int, only: str, device: str) -> list[Sc
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION")
         for rotation in ("allgather", "alltoall")
     ]
+    if device == "cuda" and (attend := ring_flash_attn_peer.zigzag_function()) is not None:
+        found.append(Schedule(ring_flash_attn_peer.NAME, layout, attend, peer=True))
     return [schedule for schedule in found if asked_for(schedule.name, only)]
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from canon.reference.layout import Layout
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
-from canon.testing.schedule_peers import Schedule, schedules, torch_schedules
+from canon.testing.schedule_peers import Schedule, peer_schedules, schedules
 from canon.testing.shapes import Shape, asked_for, shape_of, shapes_of
 from canon.testing.timing import eager
 
@@ -86,7 +86,7 @@ def measure(
     """
     ranks, short = dist.get_world_size(), _shorter(shape)
     way = "torch" if peers else _transport(device)
-    listed = partial(torch_schedules, device=device.type) if peers else schedules
+    listed = partial(peer_schedules, device=device.type) if peers else schedules
     verdicts = {
         each.name: _tried(each, partial(_agrees, each, short, dtype, device), group)
         for each in listed(short, ranks, only)
@@ -273,7 +273,7 @@ def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:
     """Yield the rows of Canon's schedules, then those of torch's context parallel, or one row with its failure."""
     yield process_groups.gpus(made, ranks, timeout=LIMIT)[0]
     ranks = torch.cuda.device_count() if ranks is None else ranks
-    if any(torch_schedules(shape, ranks, made.only, made.device) for shape in made.shapes):
+    if any(peer_schedules(shape, ranks, made.only, made.device) for shape in made.shapes):
         yield peer_rows(partial(process_groups.gpus, replace(made, peers=True, keep=None), ranks, timeout=PEERS_LIMIT))
 
 
