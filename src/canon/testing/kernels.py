@@ -13,7 +13,6 @@ of the roofline and its ratio to the fastest peer (`canon.testing.roofline`). A 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from canon.testing import roofline, shapes
 from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing.peers import Contender, contenders, installed
 from canon.testing.shapes import Shape
-from canon.testing.timing import Eager, Run, ceilings, eager_rounds, take_turns
+from canon.testing.timing import Eager, Run, ceilings, clocks, eager_rounds, take_turns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,9 +110,9 @@ def _prepare(
     for contender in found:
         rows.append(row := _row(shape, contender))
         try:
-            forward = _inside(contender, contender.make())
+            forward = contender.inside(contender.make())
             out = forward(q, k, v)
-            backward = _inside(contender, partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True))
+            backward = contender.inside(partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True))
             dq, dk, dv = backward()
         except Exception as error:  # a peer may lack a width or a mask; its row has the reason
             declined = contender.declines and isinstance(error, (ValueError, NotImplementedError))
@@ -128,32 +127,17 @@ def _prepare(
             continue
         row["backward_ms"] = []
         runs.append((backward, row["backward_ms"]))
-        called.append(_eager(row, "both", _inside(contender, partial(_both, forward, q, k, v, dout))))
+        called.append(Eager.listed(row, "both", contender.inside(partial(_both, forward, q, k, v, dout))))
         if contender.forward not in forwards:
             forwards.add(contender.forward)
             row["forward_ms"] = []
             runs.append((partial(forward, q, k, v), row["forward_ms"]))
-            called.append(_eager(row, "forward", partial(forward, *(x.detach() for x in (q, k, v)))))
+            called.append(Eager.listed(row, "forward", partial(forward, *(x.detach() for x in (q, k, v)))))
     return rows, runs, called
-
-
-def _eager(row: dict, name: str, run: Run) -> Eager:
-    """Return calls to time, with their lists in the row: NAME_wall_ms and NAME_host_ms."""
-    made = Eager(run)
-    row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = made.wall_ms, made.host_ms
-    return made
 
 
 def _both(forward: Callable, q, k, v, dout) -> None:
     torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
-
-
-def _inside(contender: Contender, call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments):
-        with contender.around():
-            return call(*arguments)
-
-    return run
 
 
 def _row(shape: Shape, contender: Contender) -> dict:
@@ -178,13 +162,13 @@ def speeds(rows: list[dict]) -> Iterator[Any]:
     from rich.markup import escape
     from rich.table import Table
 
-    clocks, shares = ("forward ms", "both ms"), ("of roof", "to peer")
-    columns = ("contender", "agrees", *clocks, "forward", *shares, "backward", *shares)
+    times, shares = ("forward ms", "both ms"), ("of roof", "to peer")
+    columns = ("contender", "agrees", *times, "forward", *shares, "backward", *shares)
     text = "wall (host) ms of eager calls; TFLOP/s of GPU time, share of the roofline, ratio to the fastest peer"
     for shape in dict.fromkeys(row["shape"] for row in rows):
         shown = Table(*columns, title=f"{shape}: {text}")
         for row in (row for row in rows if row["shape"] == shape):
-            speeds = [_clocks(row, "forward"), _clocks(row, "both")]
+            speeds = [clocks(row, "forward"), clocks(row, "both")]
             for name in roofline.PASSES:
                 for kind, form in (("tflops", ".0f"), ("roofline", ".0%"), ("to_peer", ".2f")):
                     key = f"{name}_{kind}"
@@ -192,13 +176,6 @@ def speeds(rows: list[dict]) -> Iterator[Any]:
             verdict = row.get("failed") or row.get("declined") or f"{row['agrees']} ({row['worst']})"
             shown.add_row(row["contender"], escape(verdict), *speeds)
         yield shown
-
-
-def _clocks(row: dict, name: str) -> str:
-    """Return the median wall time, and in brackets the host time, of a pass."""
-    if not row.get(f"{name}_wall_ms"):
-        return "-"
-    return f"{median(row[f'{name}_wall_ms']):.3f} ({median(row[f'{name}_host_ms']):.3f})"
 
 
 def _auto(verdicts: list[dict]):
