@@ -16,14 +16,15 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.reference.checks import accumulate_dtype
+from canon.reference.checks import accumulate_dtype, check_method
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 
 __all__ = ["Steps", "head_groups", "strided_steps", "suggest_strides"]
 
 SCHEDULES = ("scatter", "ring")
-BACKWARD = 2.5  # FLOPs relative to the forward pass if d = dv: five matrix products for each tile instead of two
+# Matrix products of width d and of width dv in the backward pass; the forward pass has one of each. "auto": the mean.
+PRODUCTS = {"fused": (3, 2), "split": (4, 3), "head_parallel": (4, 3), "auto": (3.5, 2.5)}
 
 
 def head_groups(
@@ -94,6 +95,7 @@ def suggest_strides(
     head_stride: int = 1,
     group: dist.ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = None,
+    backward: str = "auto",
     kernel_flops: float = 500e12,
     link_bytes: float = 300e9,
 ) -> tuple[dict[str, int | None], dict[str, float]]:
@@ -115,32 +117,35 @@ def suggest_strides(
     backward pass has only one group and both of its splits would help, only the split that gains more is returned.
 
     Args:
-        q, k, v, mask, layout, head_stride, group, reduce_dtype: as for `strided_attention`. Only shapes and dtypes of q,
-            k, v are read. All ranks are assumed to have the mean work.
-        kernel_flops: FLOPs per second of the attention kernels. The backward pass is assumed to have 2.5 times the forward
-            FLOPs, as with "fused" and d = dv.
+        q, k, v, mask, layout, head_stride, group, reduce_dtype, backward: as for `strided_attention`. Only shapes and
+            dtypes of q, k, v are read. All ranks are assumed to have the mean work.
+        kernel_flops: FLOPs per second of the attention kernels, in both passes. If d = dv, the backward pass has 2.5 times
+            the forward FLOPs with "fused", and 3.5 times with "split" and "head_parallel". "auto" takes one of these, and
+            counts as 3 times; it takes 3.0 to 3.3 times as long at d = 128 on an H200 (paper/data/kernels_ten_h200.json).
         link_bytes: bytes per second that each rank receives. The defaults are for an H200, bfloat16 and NVLink.
 
     Returns:
         The options ``forward_first_stride``, ``backward_first_stride`` and ``backward_last_stride``; and a dict of
         kernel_flops, link_bytes, and the seconds for each key head: "fetch" (gather), "reduce", "forward", "backward".
 
-    Raises ValueError if head_stride does not divide the key heads.
+    Raises ValueError if head_stride does not divide the key heads, or if the method ``backward`` is unknown.
     Source: split groups are from aqlaboratory/ring-flash-attention pull request 12 (2025), where the user chooses the sizes.
     """
     head_groups(k.shape[-2], head_stride)
+    check_method("backward", backward)
     ranks = layout.ranks if layout else dist.get_world_size(group) if dist.is_initialized() else 1
     tokens = mask.queries if mask else layout.tokens if layout else ranks * q.shape[-3]
     mask, layout = mask or Mask.causal(tokens), layout or Layout.contiguous(tokens, ranks)
     batch = q.shape[0] if q.ndim == 4 else 1
     reduced = accumulate_dtype(q.dtype) if reduce_dtype is None else reduce_dtype
     elements = (ranks - 1) * batch * max(map(layout.size, range(ranks))) * (k.shape[-1] + v.shape[-1])
-    work = 2 * batch * mask.area / ranks * (k.shape[-1] + v.shape[-1]) * q.shape[-2] / k.shape[-2]
+    product = 2 * batch * mask.area / ranks * q.shape[-2] / k.shape[-2]  # FLOPs for each element of the width
+    of_d, of_dv = PRODUCTS[backward]
     seconds = {
         "fetch": elements * k.element_size() / link_bytes,
         "reduce": elements * reduced.itemsize / link_bytes,
-        "forward": work / kernel_flops,
-        "backward": BACKWARD * work / kernel_flops,
+        "forward": product * (k.shape[-1] + v.shape[-1]) / kernel_flops,
+        "backward": product * (of_d * k.shape[-1] + of_dv * v.shape[-1]) / kernel_flops,
     }
     several = k.shape[-2] > head_stride
     strides, gains = {}, {}

@@ -1,30 +1,12 @@
 """A band has the cells of its definition, and its operations act on the cells like operations on a boolean matrix."""
 
 import torch
+from band_strategies import bands, bounds, intervals, ranges_inside
 from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Band
 from canon.reference.band import joined
-
-bounds = st.none() | st.integers(-12, 12)
-
-
-@st.composite
-def intervals(draw, low=0, high=9):
-    start, stop = sorted((draw(st.integers(low, high)), draw(st.integers(low, high))))
-    return start, stop
-
-
-@st.composite
-def bands(draw):
-    return Band(*draw(intervals()), *draw(intervals()), draw(bounds), draw(bounds))
-
-
-@st.composite
-def ranges_inside(draw, size, step=1):
-    start, stop = draw(intervals(0, size))
-    return range(start, stop, step)
 
 
 def cells(band, size=12):

@@ -1,36 +1,14 @@
 """`canon bench` reads its shapes and measures nothing that disagrees."""
 
-from argparse import ArgumentParser
-
 import pytest
 import torch
+from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
 from canon.testing import bench, kernels, shapes, simulator, timing, tune
 from canon.testing.packs import sampled_packs
-
-CPU = torch.device("cpu")
-CEILINGS = {"matmul_tflops": 800.0, "copy_tbs": 4.0}
-
-
-@pytest.fixture(autouse=True)
-def no_clock(monkeypatch):
-    """Every run takes a millisecond: CPU tests have no events to time between."""
-
-    def milliseconds(run, times=10, *, warm=2):
-        run()
-        return [1.0] * times
-
-    for module in (timing, tune):
-        monkeypatch.setattr(module, "milliseconds", milliseconds)
-
-
-def options_of(*words):
-    parser = ArgumentParser()
-    bench.add_arguments(parser)
-    return parser.parse_args(words)
 
 
 # ---------------------------------------------------------------------- shapes

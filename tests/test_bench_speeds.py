@@ -1,34 +1,13 @@
 """`canon bench` computes speeds, ratios and verdicts, draws and records them, and says where it cannot measure."""
 
 import json
-from argparse import ArgumentParser
 
 import pytest
 import torch
+from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
 from canon.__main__ import main
-from canon.testing import bench, figure, kernels, process_groups, record, roofline, shapes, timing, tune
-
-CPU = torch.device("cpu")
-CEILINGS = {"matmul_tflops": 800.0, "copy_tbs": 4.0}
-
-
-@pytest.fixture(autouse=True)
-def no_clock(monkeypatch):
-    """Every run takes a millisecond: CPU tests have no events to time between."""
-
-    def milliseconds(run, times=10, *, warm=2):
-        run()
-        return [1.0] * times
-
-    for module in (timing, tune):
-        monkeypatch.setattr(module, "milliseconds", milliseconds)
-
-
-def options_of(*words):
-    parser = ArgumentParser()
-    bench.add_arguments(parser)
-    return parser.parse_args(words)
+from canon.testing import bench, figure, kernels, process_groups, record, roofline, shapes
 
 
 # ---------------------------------------------------------------------- what speeds are worth

@@ -6,7 +6,8 @@ from dataclasses import astuple
 import pytest
 import torch
 
-from canon.testing import check
+import canon
+from canon.testing import check, record
 
 FAULTY = """
 from canon.reference import *
@@ -254,3 +255,18 @@ def test_help_and_list(run):
     status, printed, _ = run("canon.reference", "--list", "--dtype", "float16")
     assert status == 0
     assert "ring_attention/zigzag/documents/float16" in printed.out.split()
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "fast/local.py", "fast/kernels/replay.c", "fast/kernels/new.cu"])
+def test_the_digest_of_the_source_changes_with_each_source_file(name, tmp_path, monkeypatch):
+    package, half = tmp_path / "src/canon", tmp_path / "fast"
+    for path in (package / "__init__.py", half / "local.py", half / "kernels/replay.c"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("before")
+    (package / "fast").symlink_to(half)
+    monkeypatch.setattr(canon, "__file__", str(package / "__init__.py"))
+    before = record.source("canon.fast")
+    (package / name).with_suffix(".txt").write_text("no source")
+    assert record.source("canon.fast") == before
+    (package / name).write_text("after")
+    assert record.source("canon.fast") != before

@@ -5,22 +5,21 @@ write therefore shows in the result. Cases grow with their number, so the first 
 it runs each example about five times with small changes, which takes too long here.
 """
 
-from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from random import Random
 
 import pytest
 import torch
-from sharded import DEVICE, ON_HOPPER
+from hopper import HOPPER_ONLY, hopper
+from sharded import DEVICE
 
 from canon import Band, Mask
-from canon.fast import backend, backward, local
+from canon.fast import backward, local
 from canon.fast.kernels.gluon import config
-from canon.testing import simulator
 from canon.testing.judge import Attended, agreement, dense, oracle, orders
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper")]
+pytestmark = HOPPER_ONLY
 CASES = 120
 LARGEST = 400  # tokens
 WIDTHS = (16, 24, 50, 64, 96, 128, 131, 192, 256)
@@ -92,11 +91,7 @@ def test_random_cases_agree_with_the_oracle(case):
 
     tiles = config.choose("forward", d, dv)[0]  # the configuration for short rows
     tiles = replace(tiles, optimistic=case % 2 == 1)
-    with (
-        config.forced(forward=tiles),
-        backend("gluon"),
-        nullcontext() if ON_HOPPER else simulator.simulated(order, case),
-    ):
+    with config.forced(forward=tiles), hopper(order, case):
         local.forward_into(q, k, v, mask, scale, out, lse)
         delta = backward.make_delta(dout, out, lse, dlse)
         queries = backward.QueryInputs(dout, q, lse, delta)

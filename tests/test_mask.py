@@ -5,24 +5,13 @@ import pickle
 
 import pytest
 import torch
+from band_strategies import bands, bounds, intervals, ranges_inside
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from canon import Band, Mask
 
 small = st.integers(0, 9)
-bounds = st.none() | st.integers(-12, 12)
-
-
-@st.composite
-def intervals(draw, low=0, high=9):
-    start, stop = sorted((draw(st.integers(low, high)), draw(st.integers(low, high))))
-    return start, stop
-
-
-@st.composite
-def bands(draw):
-    return Band(*draw(intervals()), *draw(intervals()), draw(bounds), draw(bounds))
 
 
 @st.composite
@@ -35,12 +24,6 @@ def masks(draw):
         for c, d in zip(columns, columns[1:], strict=False)
     ]
     return Mask(fields, rows[-1] + draw(st.integers(0, 2)), columns[-1] + draw(st.integers(0, 2)))
-
-
-@st.composite
-def ranges_inside(draw, size, step=1):
-    start, stop = draw(intervals(0, size))
-    return range(start, stop, step)
 
 
 @st.composite

@@ -133,7 +133,7 @@ def test_flash_attention_4_is_asked_for_the_same_mask(mask, flash4, short_packs)
     assert [row["contender"] for row in rows] == ["flash-attn-4", "flash-attn-4 deterministic"]
     assert all(row["agrees"] for row in rows)
     assert [("forward_ms" in row) for row in rows] == [True, False]  # the same forward pass
-    assert {call["deterministic"] for call in flash4} == {False, True}
+    assert [call["deterministic"] for call in flash4][:2] == [False, True]  # in the order of the rows
 
 
 def test_a_peer_that_is_not_installed_is_recorded_and_does_not_fail(monkeypatch):

@@ -58,7 +58,7 @@ def test_suggested_strides_leave_the_least_exposed(half, kernel_flops):
         assert assumed["fetch"] == (ranks - 1) * 4096 / ranks * 128 * 2 / assumed["link_bytes"]
         assert assumed["reduce"] == 2 * assumed["fetch"]
         assert assumed["forward"] == pytest.approx(2 * mask.area / ranks * 128 * 2 / kernel_flops, rel=1e-12)
-        assert assumed["backward"] == pytest.approx(2.5 * assumed["forward"], rel=1e-12)
+        assert assumed["backward"] == pytest.approx(3 * assumed["forward"], rel=1e-12)
         for name, moving, computing in (
             ("forward_first_stride", "fetch", "forward"),
             ("backward_first_stride", "fetch", "backward"),
@@ -89,6 +89,23 @@ def test_no_stride_is_suggested_if_none_helps(half):
     assert one_group == {"forward_first_stride": 1, "backward_first_stride": None, "backward_last_stride": 1}
     with pytest.raises(ValueError, match="head_stride=3 does not divide the 4"):
         suggest(head_stride=3)
+
+
+def test_the_method_sets_the_time_of_the_backward_pass(half):
+    q, k, v = (torch.empty(1, 1024, heads, d, device="meta") for heads, d in ((8, 96), (8, 96), (8, 32)))
+    layout = Layout.zigzag(4096, 4)
+    cells = 2 * Mask.causal(4096).area / 4
+
+    def suggest(**options):
+        return half.suggest_strides(q, k, v, None, layout, head_stride=8, kernel_flops=1e9, **options)
+
+    products = {"fused": 3 * 96 + 2 * 32, "split": 4 * 96 + 3 * 32, "head_parallel": 4 * 96 + 3 * 32}
+    for method, elements in products.items():
+        assert suggest(backward=method)[1]["backward"] == pytest.approx(cells * elements / 1e9, rel=1e-12)
+    assert suggest()[1] == suggest(backward="auto")[1]
+    assert products["fused"] < suggest()[1]["backward"] * 1e9 / cells < products["split"]
+    with pytest.raises(ValueError, match="backward='fussed': expected one of 'auto', 'fused'"):
+        suggest(backward="fussed")
 
 
 def test_suggested_strides_are_taken(half):

@@ -25,7 +25,7 @@ from canon.reference.mask import Mask
 from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing.peers import Contender, contenders
 from canon.testing.shapes import Shape, documents
-from canon.testing.timing import Eager, eager, eager_rounds
+from canon.testing.timing import Eager, clocks, eager, eager_rounds
 
 HOST_SHAPES = ["1,512,32,8,128,causal", "1,2048,32,8,128,causal", "2,1024,8,1,256,causal", "1,8192,32,8,128,causal"]
 MASK_SHAPES = ["1,65536,32,8,128,documents:131", "1,65536,32,8,128,documents:900", "1,1048576,8,1,128,documents:2048"]
@@ -77,17 +77,7 @@ def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Te
         torch.autograd.grad(x, leaves, dout)
 
     for name, run in zip(MEASURES, (partial(attend, *plain), both, chain), strict=True):
-        made = Eager(_around(contender, run))
-        row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = made.wall_ms, made.host_ms
-        yield made
-
-
-def _around(contender: Contender, run: Callable[[], object]) -> Callable[[], None]:
-    def inside() -> None:
-        with contender.around():
-            run()
-
-    return inside
+        yield Eager.listed(row, name, contender.inside(run))
 
 
 def masks(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int) -> list[dict[str, Any]]:
@@ -133,13 +123,9 @@ def host_table(rows: Sequence[dict]):
 
     shown = Table("shape", "contender", *MEASURES, title=f"wall (host) ms of eager calls; chain: a layer of {LAYERS}")
     for row in rows:
-        cells = [row["failed"][:60], "", ""] if "failed" in row else [_clocks(row, name) for name in MEASURES]
+        cells = [row["failed"][:60], "", ""] if "failed" in row else [clocks(row, name) for name in MEASURES]
         shown.add_row(row["shape"], row["contender"], *map(escape, cells))
     return shown
-
-
-def _clocks(row: dict, name: str) -> str:
-    return f"{median(row[f'{name}_wall_ms']):.3f} ({median(row[f'{name}_host_ms']):.3f})"
 
 
 def mask_table(rows: Sequence[dict]):

@@ -8,21 +8,23 @@
 
 Every contender gets the same inputs in the same process, and rounds alternate between them. A row has its speed, its share
 of the roofline and its ratio to the fastest peer (`canon.testing.roofline`). A contender that disagrees has no figure.
+A captured CUDA graph of both passes is timed last, one contender after another. If the capture fails, the row has the reason.
 """
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 
 from canon.testing import roofline, shapes
+from canon.testing.cuda_graph import captured
 from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing.peers import Contender, contenders, installed
 from canon.testing.shapes import Shape
-from canon.testing.timing import Eager, Run, ceilings, eager_rounds, take_turns
+from canon.testing.timing import Eager, Run, ceilings, clocks, eager_rounds, take_turns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,36 +86,43 @@ def measure(
     others: bool = True,
 ) -> list[list[dict]]:
     """Return, for each shape, a row per contender: agreement, single times in milliseconds, and speeds."""
-    rows, runs, eager = [], [], []
-    for shape in job:
-        some, timed, called = _prepare(shape, dtype, device, contenders(shape, device, only, others=others))
-        rows.append(some)
-        runs += timed
-        eager += called
-    take_turns(runs, rounds)
-    eager_rounds(eager, rounds, device)
+    timed = Timed()
+    rows = [_prepare(shape, dtype, device, contenders(shape, device, only, others=others), timed) for shape in job]
+    take_turns(timed.runs, rounds)
+    eager_rounds(timed.eager, rounds, device)
+    for row, contender, inputs in timed.graphs:
+        _replay(row, contender, inputs, rounds, device)
     for shape, some in zip(job, rows, strict=True):
         roofline.add_speeds(some, shape, dtype.itemsize, ceilings)
     return rows
 
 
+@dataclass
+class Timed:
+    """The measurements of a job: GPU runs with their lists, eager calls, and (row, contender, inputs) of CUDA graphs."""
+
+    runs: list[tuple[Run, list[float]]] = field(default_factory=list)
+    eager: list[Eager] = field(default_factory=list)
+    graphs: list[tuple[dict, Contender, tuple]] = field(default_factory=list)
+
+
 def _prepare(
-    shape: Shape, dtype: torch.dtype, device: torch.device, found: list[Contender]
-) -> tuple[list[dict], list[tuple[Run, list[float]]], list[Eager]]:
-    """Return a judged row per contender, the runs to time on the GPU with their lists, and the eager calls to time."""
+    shape: Shape, dtype: torch.dtype, device: torch.device, found: list[Contender], timed: Timed
+) -> list[dict]:
+    """Return a judged row per contender, and add the measurements of those that agree to ``timed``."""
     q, k, v, dout = shape.inputs(dtype, device)
     group = shape.h // shape.g
     # The last sequence and the last key head with its queries: a wrong offset shows there.
     one = [q[-1:, :, -group:], k[-1:, :, -1:], v[-1:, :, -1:], dout[-1:, :, -group:]]
     exact, honest = oracle(*one, shape.mask), dense(*one, shape.mask)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    rows, runs, forwards, called = [], [], set(), []
+    rows, forwards = [], set()
     for contender in found:
         rows.append(row := _row(shape, contender))
         try:
-            forward = _inside(contender, contender.make())
+            forward = contender.inside(contender.make())
             out = forward(q, k, v)
-            backward = _inside(contender, partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True))
+            backward = contender.inside(partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True))
             dq, dk, dv = backward()
         except Exception as error:  # a peer may lack a width or a mask; its row has the reason
             declined = contender.declines and isinstance(error, (ValueError, NotImplementedError))
@@ -127,33 +136,33 @@ def _prepare(
             row["failed"] = f"disagrees: {verdict}"
             continue
         row["backward_ms"] = []
-        runs.append((backward, row["backward_ms"]))
-        called.append(_eager(row, "both", _inside(contender, partial(_both, forward, q, k, v, dout))))
+        timed.runs.append((backward, row["backward_ms"]))
+        timed.graphs.append((row, contender, (forward, q, k, v, dout)))
+        timed.eager.append(Eager.listed(row, "both", contender.inside(partial(_both, forward, q, k, v, dout))))
         if contender.forward not in forwards:
             forwards.add(contender.forward)
             row["forward_ms"] = []
-            runs.append((partial(forward, q, k, v), row["forward_ms"]))
-            called.append(_eager(row, "forward", partial(forward, *(x.detach() for x in (q, k, v)))))
-    return rows, runs, called
-
-
-def _eager(row: dict, name: str, run: Run) -> Eager:
-    """Return calls to time, with their lists in the row: NAME_wall_ms and NAME_host_ms."""
-    made = Eager(run)
-    row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = made.wall_ms, made.host_ms
-    return made
+            timed.runs.append((partial(forward, q, k, v), row["forward_ms"]))
+            timed.eager.append(Eager.listed(row, "forward", partial(forward, *(x.detach() for x in (q, k, v)))))
+    return rows
 
 
 def _both(forward: Callable, q, k, v, dout) -> None:
     torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
 
 
-def _inside(contender: Contender, call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments):
-        with contender.around():
-            return call(*arguments)
+def _replay(row: dict, contender: Contender, inputs: tuple, rounds: int, device: torch.device) -> None:
+    """Add wall and host milliseconds of a replayed graph of both passes, or the reason why there is none.
 
-    return run
+    The graph and its memory pool are freed on return: the pools of all contenders together may exceed the GPU.
+    """
+    try:
+        made = contender.inside(captured)(*inputs)
+        made.check()
+    except Exception as error:  # many peers cannot be captured; the row has the reason
+        row["graph_failed"] = f"{type(error).__name__}: {error}"[:300]
+        return
+    eager_rounds([Eager.listed(row, "graph", made.graph.replay)], rounds, device)
 
 
 def _row(shape: Shape, contender: Contender) -> dict:
@@ -178,13 +187,13 @@ def speeds(rows: list[dict]) -> Iterator[Any]:
     from rich.markup import escape
     from rich.table import Table
 
-    clocks, shares = ("forward ms", "both ms"), ("of roof", "to peer")
-    columns = ("contender", "agrees", *clocks, "forward", *shares, "backward", *shares)
-    text = "wall (host) ms of eager calls; TFLOP/s of GPU time, share of the roofline, ratio to the fastest peer"
+    times, shares = ("forward ms", "both ms", "graph ms"), ("of roof", "to peer")
+    columns = ("contender", "agrees", *times, "forward", *shares, "backward", *shares)
+    text = "wall (host) ms: eager calls, replayed graph; TFLOP/s of GPU time, share of the roofline, ratio to the fastest peer"
     for shape in dict.fromkeys(row["shape"] for row in rows):
         shown = Table(*columns, title=f"{shape}: {text}")
         for row in (row for row in rows if row["shape"] == shape):
-            speeds = [_clocks(row, "forward"), _clocks(row, "both")]
+            speeds = [clocks(row, name) for name in ("forward", "both", "graph")]
             for name in roofline.PASSES:
                 for kind, form in (("tflops", ".0f"), ("roofline", ".0%"), ("to_peer", ".2f")):
                     key = f"{name}_{kind}"
@@ -192,13 +201,6 @@ def speeds(rows: list[dict]) -> Iterator[Any]:
             verdict = row.get("failed") or row.get("declined") or f"{row['agrees']} ({row['worst']})"
             shown.add_row(row["contender"], escape(verdict), *speeds)
         yield shown
-
-
-def _clocks(row: dict, name: str) -> str:
-    """Return the median wall time, and in brackets the host time, of a pass."""
-    if not row.get(f"{name}_wall_ms"):
-        return "-"
-    return f"{median(row[f'{name}_wall_ms']):.3f} ({median(row[f'{name}_host_ms']):.3f})"
 
 
 def _auto(verdicts: list[dict]):

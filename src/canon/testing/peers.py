@@ -45,6 +45,15 @@ class Contender:
         """Whether it is Canon's."""
         return self.name.startswith("canon")
 
+    def inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs ``call`` inside ``around``."""
+
+        def run(*arguments: Any) -> Any:
+            with self.around():
+                return call(*arguments)
+
+        return run
+
 
 def contenders(shape: Shape, device: torch.device, only: str, *, others: bool = True) -> list[Contender]:
     """Canon and, with ``others``, every peer that has this kind of mask, filtered by a part of the name."""

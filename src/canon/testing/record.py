@@ -16,6 +16,8 @@ import torch
 
 import canon
 
+SOURCES = (".py", ".c", ".cu", ".cuh")
+
 
 def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> Path:
     """Write ``path``: the command, the commit, the date, the machine, ``more`` and one entry per result."""
@@ -47,11 +49,11 @@ def source(module: str) -> str:
         roots.append(origin.parent if "." in module or origin.name == "__init__.py" else origin)
     total = hashlib.sha256()
     for root in roots:
-        files = [root] if root.is_file() else sorted(root.glob("**/*.py")) + sorted(root.glob("*/**/*.cu*"))
-        for linked in (root / "reference", root / "fast") if root.is_dir() else ():
-            files += sorted(linked.resolve().glob("**/*.py")) if linked.is_symlink() else []
-        for file in files:
-            total.update(file.name.encode() + b"\0" + file.read_bytes())
+        links = [link.resolve() for link in (root / "reference", root / "fast") if link.is_symlink()]
+        for folder in (root, *links):
+            files = [root] if root.is_file() else sorted(x for x in folder.rglob("*") if x.suffix in SOURCES)
+            for file in files:
+                total.update(file.name.encode() + b"\0" + file.read_bytes())
     return total.hexdigest()[:16]
 
 

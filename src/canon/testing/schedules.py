@@ -8,6 +8,7 @@ A rank is a process with a GPU. First each schedule must agree with float64 on a
 Then rounds alternate between the schedules. All times are those of the slowest rank:
 
     wall, host    eager calls back to back, without a head start
+    graph         wall time of a replayed CUDA graph of both passes; if the capture fails, the record has the reason
     GPU           between events; the GPUs wait until the launches are queued, and then for one another
     exposed       the part of both passes in which only NCCL or copies run, by the profiler
 
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from canon.reference.layout import Layout
 from canon.testing import process_groups
+from canon.testing.cuda_graph import captured
 from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing.schedule_peers import Schedule, peer_schedules, schedules
 from canon.testing.shapes import Shape, asked_for, shape_of, shapes_of
@@ -109,7 +111,11 @@ def measure(
                 taken = [_slowest(x, device) for x in _timed(run, device)]
             for some, x in zip(times, taken, strict=True):
                 some += [x] if turn else []
-    _eager(runs, rounds, device)
+    for each, run, times, row, name in runs:
+        _eager(row, name, each, run, statistics.median(times[0]), rounds, device)
+    for each, _, _, row, name in runs:
+        if name == "both" and not each.peer:
+            _replay(row, each, _shards(each, shape, dtype, device), rounds, device, group)
     for row in rows:
         share = 1 if row["schedule"] == "one GPU" else ranks
         for name, factor in (("forward", 1.0), ("both", 3.5)):
@@ -118,17 +124,32 @@ def measure(
     return rows
 
 
-def _eager(runs: list[tuple], rounds: int, device: torch.device) -> None:
-    """Add to the rows wall and host milliseconds of eager calls back to back, those of the slowest rank."""
-    for each, run, times, row, name in runs:
-        wall, host = row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = [], []
-        calls = max(2, min(30, round(EAGER_SPAN / statistics.median(times[0]))))  # the same on all ranks
-        for _ in range(rounds):
-            with each.around():
-                dist.barrier()
-                taken = eager(run, calls, device)
-            for some, x in zip((wall, host), taken, strict=True):
-                some.append(_slowest(x, device))
+def _eager(
+    row: dict, name: str, each: Schedule, run: Callable, expected: float, rounds: int, device: torch.device
+) -> None:
+    """Add wall and host milliseconds of calls back to back, those of the slowest rank. ``expected``: of one call."""
+    wall, host = row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = [], []
+    calls = max(2, min(30, round(EAGER_SPAN / expected)))  # the same on all ranks
+    for _ in range(rounds):
+        with each.around():
+            dist.barrier()
+            taken = eager(run, calls, device)
+        for some, x in zip((wall, host), taken, strict=True):
+            some.append(_slowest(x, device))
+
+
+def _replay(row: dict, each: Schedule, inputs: list[Tensor], rounds: int, device: torch.device, group) -> None:
+    """Add wall and host milliseconds of a replayed graph of both passes, or the reason why there is none; alike on all ranks.
+
+    The graph is freed on return: the memory pools of all schedules together may exceed a GPU.
+    """
+    made = _tried(each, lambda: {"passes": captured(each.attend, *inputs)}, group)
+    if "failed" not in made:  # on any rank: a replay sends messages
+        made |= _tried(each, made["passes"].check, group)
+    if "failed" in made:
+        row["graph_failed"] = made["failed"]
+        return
+    _eager(row, "graph", each, made["passes"].graph.replay, statistics.median(row["both_wall_ms"]), rounds, device)
 
 
 def _transport(device: torch.device) -> str:
@@ -145,13 +166,13 @@ def _alone(shape: Shape, only: str) -> list[Schedule]:
     return [Schedule("one GPU", Layout([[range(shape.n)]], shape.n), partial(attention, mask=shape.mask))]
 
 
-def _tried(each: Schedule, call: Callable[[], dict[str, Any]], group) -> dict[str, Any]:
+def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> dict[str, Any]:
     """Return the result of ``call`` if it succeeds on all ranks, else the reason; the same decision on every rank."""
     told: dict[str, Any] = {}
     error = ""
     try:
         with each.around():
-            told = call()
+            told = call() or {}
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"[:300]
     fine = torch.tensor([int(not error)])
@@ -290,12 +311,25 @@ def table(rows: list[dict]):
     from rich.markup import escape
     from rich.table import Table
 
-    columns = ("shape", "schedule", "agrees", "wall ms", "host ms", "both ms", "exposed ms", "forward", "both")
-    shown = Table(*columns, title="both passes, medians: eager calls, GPU time; TFLOP/s per GPU of GPU time")
+    columns = (
+        "shape",
+        "schedule",
+        "agrees",
+        "wall ms",
+        "host ms",
+        "graph ms",
+        "both ms",
+        "exposed ms",
+        "forward",
+        "both",
+    )
+    shown = Table(
+        *columns, title="both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU time"
+    )
     for row in rows:
         speeds = [f"{row[x]:.0f}" if x in row else "-" for x in ("forward_tflops", "both_tflops")]
         verdict = row.get("failed") or (f"{row['agrees']} ({row['worst']})" if "agrees" in row else "-")
-        spent = [row.get(f"both_{name}") for name in ("wall_ms", "host_ms", "ms")] + [row.get("exposed_ms")]
+        spent = [row.get(name) for name in ("both_wall_ms", "both_host_ms", "graph_wall_ms", "both_ms", "exposed_ms")]
         shown_ms = ["-" if x is None else f"{np.median(x):.2f}" for x in spent]
         shown.add_row(row["shape"], row["schedule"], escape(verdict), *shown_ms, *speeds)
     return shown

@@ -62,6 +62,21 @@ class Eager:
     wall_ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
 
+    @classmethod
+    def listed(cls, row: dict, name: str, run: Run) -> "Eager":
+        """Return calls to time. Their lists are also in the row, as NAME_wall_ms and NAME_host_ms."""
+        made = cls(run)
+        row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = made.wall_ms, made.host_ms
+        return made
+
+
+def clocks(row: dict, name: str) -> str:
+    """Return the median wall time of a pass, and its host time in brackets; "-" if the row has none."""
+    if not row.get(f"{name}_wall_ms"):
+        return "-"
+    wall, host = (statistics.median(row[f"{name}_{clock}_ms"]) for clock in ("wall", "host"))
+    return f"{wall:.3f} ({host:.3f})"
+
 
 def eager(run: Run, calls: int, device: torch.device) -> tuple[float, float]:
     """Return (wall, host) milliseconds of a call, averaged over ``calls`` back to back, as a training loop makes them.

@@ -1,0 +1,213 @@
+"""Mutants of the Hopper kernels: kernels with one change, and the reasons of those that survive.
+
+A *mutant* lacks a wait, an arrival, a fence, a ping-pong barrier, a published work tile or a ticket. Or it waits for the other
+parity, or for one MMA fewer. Or it stores rows of other work tiles.
+"""
+
+import ast
+import copy
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from canon.fast.kernels.gluon import dkdv, dkdv_hdim256, dq, forward
+from canon.fast.kernels.gluon.config import Config
+
+Branches = tuple[tuple[str, bool], ...]
+
+
+class Kernel(NamedTuple):
+    """A kernel to mutate, its configuration, head width d, and the values of its compile-time conditions."""
+
+    function: GluonJITFunction
+    config: Config
+    d: int = 64
+    branches: Branches = ()
+
+
+EARLY = ("EARLY", True), ("not EARLY", False)
+LATE = ("EARLY", False), ("not EARLY", True)
+WHOLE = ("FUSED", True), ("D_PAD > 64", False)
+HALVES = ("FUSED", True), ("D_PAD > 64", True)
+PING_PONG = {on: (("PING_PONG", on), ("wg.PING_PONG", on)) for on in (False, True)}
+PROMPT = ("LATE", False), ("not LATE", True)  # with two warpgroups
+KERNELS = {
+    "forward": Kernel(
+        forward.forward_kernel,
+        Config(128, 64, 4, 2),
+        branches=(*PING_PONG[False], ("wg.STALE_MAXIMUM", False), *PROMPT),
+    ),
+    "forward in turns": Kernel(
+        forward.forward_kernel,
+        Config(128, 64, 2, turns=True),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), *PROMPT),
+    ),
+    "forward by three": Kernel(
+        forward.forward_kernel,
+        Config(192, 64, 3, turns=True),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), ("LATE", True), ("not LATE", False)),
+    ),
+    "forward, optimistic": Kernel(
+        forward.forward_kernel,
+        Config(128, 64, 2, turns=True, optimistic=True),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", True), *PROMPT),
+    ),
+    "dq": Kernel(dq.dq_kernel, Config(128, 64, 2)),
+    "dkdv": Kernel(
+        dkdv.dkdv_kernel,
+        Config(128, 64, 4, 2),
+        branches=(("FUSED", False), ("ORDERED", False), *EARLY),
+    ),
+    "fused": Kernel(
+        dkdv.dkdv_kernel,
+        Config(128, 128, 2),
+        branches=(*WHOLE, ("ORDERED", False), *LATE),
+    ),
+    "fused by halves": Kernel(
+        dkdv.dkdv_kernel,
+        Config(128, 64, 2),
+        d=80,
+        branches=(*HALVES, ("ORDERED", False), *EARLY),
+    ),
+    "ordered": Kernel(
+        dkdv.dkdv_kernel,
+        Config(128, 64, 3),
+        branches=(*WHOLE, ("ORDERED", True), *EARLY),
+    ),
+    "ordered by halves": Kernel(
+        dkdv.dkdv_kernel,
+        Config(128, 64, 2),
+        d=80,
+        branches=(*HALVES, ("ORDERED", True), *EARLY),
+    ),
+    "dkdv_hdim256": Kernel(dkdv_hdim256.dkdv_hdim256_kernel, Config(64, 64, 2), d=144),
+}
+
+FENCE = "makes mbarrier.init visible to the async proxy; in the simulator, new barriers are visible at once"
+HELD_BACK = "the previous wait of the loader implies it: the buffer of that wait is released later in the same step"
+FOR_THE_ASSEMBLER = "complete already: it keeps the assembler from waiting for dP before the exponentials"
+SURVIVORS = {
+    "forward": {
+        "forward_kernel: fence_async_shared() is left out": FENCE,
+    },
+    "dq": {
+        "dq_kernel: fence_async_shared() is left out": FENCE,
+        "load_tiles: mbarrier.wait(v.free.index(slot), parity ^ 1) is left out": HELD_BACK,
+        "differentiate: mbarrier.wait(buffers.v.full.index(slot), parity) is left out": FOR_THE_ASSEMBLER,
+    },
+    "dkdv": {
+        "dkdv_kernel: fence_async_shared() is left out": FENCE,
+        "load_tiles: mbarrier.wait(dout.free.index(slot), parity ^ 1) is left out": HELD_BACK,
+    },
+    "dkdv_hdim256": {
+        "dkdv_hdim256_kernel: fence_async_shared() is left out": FENCE,
+        "load_tiles: mbarrier.wait(dout.free.index(slot), parity ^ 1) is left out": HELD_BACK,
+    },
+}
+for forwards in ("forward in turns", "forward by three", "forward, optimistic"):
+    SURVIVORS[forwards] = SURVIVORS["forward"]
+for fused in ("fused", "fused by halves", "ordered", "ordered by halves"):
+    SURVIVORS[fused] = SURVIVORS["dkdv"]
+
+
+# ------------------------------------------------------------------ mutants
+def left_out(call: ast.Call) -> ast.expr:
+    return ast.Constant(None)
+
+
+def other_parity(call: ast.Call) -> ast.expr:
+    call.args[1] = ast.BinOp(call.args[1], ast.BitXor(), ast.Constant(1))
+    return call
+
+
+def one_more_in_flight(call: ast.Call) -> ast.expr:
+    call.args[0] = ast.Constant(ast.literal_eval(call.args[0]) + 1)
+    return call
+
+
+def all_rows(call: ast.Call) -> ast.expr:
+    call.args[3] = ast.Constant(1 << 20)
+    return call
+
+
+CHANGES = {
+    "mbarrier.wait": {"is left out": left_out, "waits for the other parity": other_parity},
+    "mbarrier.arrive": {"is left out": left_out},
+    "mbarrier.expect": {"is left out": left_out},
+    "fence_async_shared": {"is left out": left_out},
+    "ping_pong_wait": {"is left out": left_out},
+    "ping_pong_arrive": {"is left out": left_out},
+    "tma.store_wait": {"is left out": left_out},
+    "hopper.warpgroup_mma_wait": {"waits for one MMA fewer": one_more_in_flight},
+    "publish": {"is left out": left_out},
+    "wait_for_ticket": {"is left out": left_out},
+    "wait_for_reductions": {"is left out": left_out},
+    "fence_async_global": {"is left out": left_out},
+    "publish_ticket": {"is left out": left_out},
+    "store_tile": {"stores rows behind the work tile's": all_rows},
+}
+
+
+BETWEEN_CTAS = "wait_for_ticket(", "wait_for_reductions("  # matter only if several CTAs add to one tile of dq
+
+
+class Mutation(ast.NodeTransformer):
+    """Makes change ``number`` of a function. Collects all possible changes and names, except in branches that are not taken."""
+
+    def __init__(self, branches: Branches, number: int):
+        self.branches, self.number = dict(branches), number
+        self.changes: list[str] = []
+        self.names: list[str] = []
+
+    def visit_If(self, node: ast.If) -> ast.If:
+        test = node.test
+        conditions = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+        known = [self.branches.get(ast.unparse(condition)) for condition in conditions]
+        taken = [] if False in known else node.body
+        for statement in taken if all(known) else [*taken, *node.orelse]:
+            self.visit(statement)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        self.names.append(node.id)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        before = ast.unparse(node)
+        for what, change in CHANGES.get(ast.unparse(node.func), {}).items():
+            self.changes.append(f"{before} {what}")
+            if len(self.changes) - 1 == self.number:
+                return change(node)
+        return node
+
+
+def mutated(function: GluonJITFunction, branches: Branches, number: int = -1) -> tuple[str, Mutation]:
+    """Return the source of a function with change ``number``, if it has that many, and the mutation."""
+    mutation = Mutation(branches, number)
+    tree = mutation.visit(ast.parse(textwrap.dedent("".join(function.raw_src))))
+    return ast.unparse(tree), mutation
+
+
+def reached(function: GluonJITFunction, branches: Branches) -> dict[str, GluonJITFunction]:
+    """Return a kernel and the kernel functions that it calls."""
+    found = {function.fn.__name__: function}
+    for name in mutated(function, branches)[1].names:
+        used = function.fn.__globals__.get(name)
+        if isinstance(used, GluonJITFunction) and name not in found:
+            found |= reached(used, branches)
+    return found
+
+
+def mutants(kernel: Kernel) -> Iterator[tuple[str, GluonJITFunction, GluonJITFunction]]:
+    """Yield a description of each mutant of a kernel, the original function, and the changed one."""
+    for name, function in reached(kernel.function, kernel.branches).items():
+        times = Counter()
+        for number, change in enumerate(mutated(function, kernel.branches)[1].changes):
+            times[change] += 1
+            changed = copy.copy(function)
+            changed.raw_src = [mutated(function, kernel.branches, number)[0]]
+            yield f"{name}: {change}" + (f" ({times[change]})" if times[change] > 1 else ""), function, changed

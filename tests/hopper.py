@@ -1,0 +1,52 @@
+"""Inputs and runs of the Hopper kernels for tests. The simulator runs their source; with --gpu, an sm_90 runs them.
+
+A simulated run also checks the protocol. Reading a buffer before it is full and overwriting it before it is read are faults.
+The simulator finds them in every order of loads and warpgroups.
+"""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from sharded import DEVICE, ON_HOPPER
+
+from canon.fast import backend, backward, local
+from canon.testing import simulator
+from canon.testing.judge import Attended, agreement, dense, oracle
+
+HOPPER_ONLY = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper")]
+METHODS = ("split", "fused", "head_parallel")
+
+
+@contextmanager
+def hopper(order="random", seed=0):
+    """Compute with the Hopper kernels."""
+    with backend("gluon"), nullcontext() if ON_HOPPER else simulator.simulated(order=order, seed=seed):
+        yield
+
+
+def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):
+    """Return q, k, v, dout, dlse, with NaN in queries without visible keys and in keys that no query sees."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)]
+    q, k, v, dout = (torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes)
+    dlse = torch.randn(b, h, mask.queries, generator=draw).to(DEVICE)
+    seen = mask.dense().to(DEVICE)
+    for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
+        x[:, ~used] = torch.nan
+    return q, k, v, dout, dlse
+
+
+def attend(q, k, v, dout, dlse, mask, scale=None, method="split", **how) -> Attended:
+    """Return the results of both passes on the Hopper kernels."""
+    with hopper(**how):
+        out, lse = local.attention_forward(q, k, v, mask, scale=scale)
+        grads = backward.attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
+    return Attended(out, lse, *grads)
+
+
+def assert_exact(got, q, k, v, dout, dlse, mask, scale=None):
+    """Fail unless the judge accepts ``got``."""
+    exact, honest = (f(q, k, v, dout, mask, scale, dlse=dlse) for f in (oracle, dense))
+    verdict = agreement(got, exact, honest)
+    assert verdict.agrees, str(verdict)

@@ -1,0 +1,122 @@
+"""`canon bench` times a replayed CUDA graph of both passes if it agrees, and else records the reason."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benching import CEILINGS, CPU, no_clock  # noqa: F401 (a fixture)
+
+from canon.fast import attention
+from canon.reference import Mask
+from canon.testing import kernels, process_groups, schedules, shapes
+from canon.testing.cuda_graph import CapturedPasses, captured
+
+SHAPE = shapes.shape_of("1,40,2,2,16,causal")
+
+
+def eager_graph(attend, q, k, v, dout, *, factor=1.0):
+    """Return a stand-in for a CUDA graph: a replay calls the function again, and multiplies dk by ``factor``."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def both():
+        out = attend(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    results = both()
+
+    def replay():
+        for x, again, f in zip(results, both(), (1.0, 1.0, factor, 1.0), strict=True):
+            x.copy_(f * again)
+
+    return CapturedPasses(SimpleNamespace(replay=replay), (q, k, v, dout), results, both())
+
+
+def bench_kernels():
+    (rows,) = kernels.measure([SHAPE], torch.float32, CPU, "canon triton split", 2, CEILINGS)
+    (table,) = kernels.speeds(rows)
+    return rows[0], list(table.columns[4].cells)
+
+
+def test_a_graph_has_a_cell_in_the_table_of_kernels(monkeypatch):
+    monkeypatch.setattr(kernels, "captured", eager_graph)
+    row, cells = bench_kernels()
+    assert len(row["graph_wall_ms"]) == len(row["graph_host_ms"]) == 2
+    assert cells == [kernels.clocks(row, "graph")] != ["-"]
+    assert "graph_failed" not in row
+
+
+@pytest.mark.parametrize("factor", [1.02, torch.nan])
+def test_a_graph_with_other_results_has_no_figure(factor, monkeypatch):
+    monkeypatch.setattr(kernels, "captured", lambda *inputs: eager_graph(*inputs, factor=factor))
+    row, cells = bench_kernels()
+    assert "dk of a replayed graph differs" in row["graph_failed"]
+    assert cells == ["-"]
+    assert "graph_wall_ms" not in row
+    assert row["agrees"]
+    assert row["both_wall_ms"]
+
+
+def test_a_capture_that_raises_leaves_its_reason_and_all_other_figures(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(kernels, "captured", fails)
+    row, cells = bench_kernels()
+    assert row["graph_failed"] == "RuntimeError: operation not permitted when stream is capturing"
+    assert cells == ["-"]
+    assert row["backward_tflops"] > 0
+    assert "failed" not in row
+
+
+@pytest.fixture
+def without_gpus(monkeypatch):
+    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
+    monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
+    monkeypatch.setattr(schedules, "eager", lambda run, calls, device: (run(), (1.0, 0.5))[1])
+
+
+def test_every_schedule_has_a_graph(monkeypatch, without_gpus):
+    monkeypatch.setattr(schedules, "captured", eager_graph)
+    rows, _ = process_groups.threads(
+        schedules.Bench((SHAPE,), torch.float32, "ring zigzag|strided zigzag 2|magi, 0|one", 1, "cpu"), 2
+    )
+    assert {row["schedule"].split()[0].strip(",") for row in rows} == {"ring", "strided", "magi", "one"}
+    assert all(row["graph_wall_ms"] == [1.0] and "graph_failed" not in row for row in rows)
+    assert "-" not in list(schedules.table(rows).columns[5].cells)
+
+
+def test_a_capture_that_fails_on_one_rank_leaves_its_reason_on_all(monkeypatch, without_gpus):
+    def fails_on_rank_1(*inputs):
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("not capturable")
+        return "captured, but never replayed"
+
+    monkeypatch.setattr(schedules, "captured", fails_on_rank_1)
+    everywhere = process_groups.threads(schedules.Bench((SHAPE,), torch.float32, "ring zigzag", 1, "cpu"), 2)
+    assert [row["graph_failed"] for (row,) in everywhere] == ["another rank failed", "RuntimeError: not capturable"]
+    assert all(row["both_wall_ms"] and "graph_wall_ms" not in row for (row,) in everywhere)
+    assert list(schedules.table(everywhere[0]).columns[5].cells) == ["-"]
+
+
+@pytest.mark.gpus(1)
+def test_a_captured_graph_replays_both_passes_of_a_layer():
+    mask = Mask.causal(1024)
+    shape = shapes.shape_of("1,1024,4,2,64,causal")
+    inputs = shape.inputs(torch.bfloat16, torch.device("cuda"))
+    captured(lambda q, k, v: attention(q, k, v, mask), *inputs).check()
+
+
+@pytest.mark.gpus(1)
+def test_a_failed_capture_leaves_the_stream_and_the_allocator_usable():
+    def synchronizes(q, k, v):
+        out = q * k * v
+        torch.cuda.current_stream().synchronize()  # forbidden during a capture, and invalidates it
+        return out
+
+    inputs = [torch.ones(8, 8, device="cuda") for _ in range(4)]
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        captured(synchronizes, *inputs)
+    assert torch.cuda.current_stream() == before
+    torch.cuda.empty_cache()
+    captured(lambda q, k, v: q * k * v, *inputs).check()

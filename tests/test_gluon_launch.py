@@ -1,0 +1,152 @@
+"""Launches of the Hopper kernels: copies, work tiles, row statistics, configurations and errors."""
+
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hopper import HOPPER_ONLY, METHODS, assert_exact, attend, hopper, inputs
+from sharded import DEVICE, ON_HOPPER
+from triton.runtime import driver
+
+from canon import Band, Layout, Mask
+from canon.fast import backend, local, prepared, ring_attention
+from canon.fast.kernels.gluon import config, launch, softmax_stats
+from canon.fast.kernels.gluon.config import Config
+from canon.fast.kernels.gluon.tile_scheduler import TileSchedule
+from canon.testing import simulator
+
+pytestmark = HOPPER_ONLY
+
+
+# --- loads and work tiles ---
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_no_tile_loads_is_not_copied(method, monkeypatch):
+    """In a causal zigzag layout no query of a rank sees some pieces of keys in the middle. These may be NaN."""
+    mask = Layout.zigzag(1024, 4).local_mask(Mask.causal(1024), 2, range(4))
+    arguments = inputs(mask, h=4, g=2)
+    assert arguments[1][:, 128:256].isnan().all()
+    monkeypatch.setattr(launch, "unseen_tokens", None)  # it selects the tokens to zero in a copy
+    assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+
+
+def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens(monkeypatch):
+    mask = Mask([Band(0, 128, 0, 100), Band(200, 256, 0, 128)], 256, 256)
+    copied, unseen = [], launch.unseen_tokens
+    monkeypatch.setattr(launch, "unseen_tokens", lambda *which: copied.append(which[1]) or unseen(*which))
+    arguments = inputs(mask)
+    assert_exact(attend(*arguments, mask), *arguments, mask)
+    assert copied == [False, False], "q and dout, for dq: a tile of 128 queries has some that see nothing"
+
+
+def test_a_counter_is_made_for_each_launch_that_claims():
+    plan, q = (
+        TileSchedule(torch.zeros(8, dtype=torch.int32, device=DEVICE), 3, (), (False, False)),
+        torch.empty(0, device=DEVICE),
+    )
+    many = plan._replace(work_tiles=1 + launch.resident_ctas(q))
+    assert launch.queue(plan, q)[1] is plan.work  # not read
+    first, second = (launch.queue(many, q)[1] for _ in range(2))
+    assert first.tolist() == second.tolist() == [0]
+    assert first.data_ptr() != second.data_ptr()
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="the simulator logs which CTA did what")
+def test_ctas_share_the_work_tiles():
+    mask, log = Mask.causal(300), []
+    q, k, v, _, _ = inputs(mask, h=4)
+    with backend("gluon"), simulator.simulated("random", 1, log):
+        local.attention_forward(q, k, v, mask)
+    done = Counter(event.program[0] for event in log if event.kind == "wgmma")
+    assert sorted(done) == [0, 1, 2]
+    assert min(done.values()) > 0.15 * sum(done.values())
+
+
+def test_row_statistics_are_padded_and_fully_masked_rows_weigh_nothing():
+    lse = torch.randn(2, 3, 7, device=DEVICE)
+    lse[0, 1, 2] = -torch.inf
+    delta = torch.randn(2, 7, 3, device=DEVICE).transpose(1, 2)
+    made = softmax_stats.row_statistics(lse, delta)
+    assert made.shape == (2, 3, 2, 8)
+    torch.testing.assert_close(made[:, :, 0, :7], torch.where(lse.isinf(), 1e30, lse * launch.LOG2E))
+    assert torch.equal(made[:, :, 1, :7], -delta)
+    assert not made[..., 7].any()
+
+
+# --- choice of configuration, and errors ---
+
+
+def test_the_backward_pass_uses_the_backend_of_the_forward_pass(monkeypatch):
+    monkeypatch.setattr(prepared, "REPLAYED", ())  # a replay does not call the launch functions
+    calls = []
+    run = launch.run
+    monkeypatch.setattr(launch, "run", lambda kernel, *a, **o: (calls.append(kernel.__name__), run(kernel, *a, **o)))
+    mask = Mask.causal(9)
+    q, k, v, dout, _ = inputs(mask)
+    for x in (q, k, v):
+        x.requires_grad_()
+    for attend_to in (
+        lambda: local.attention(q, k, v, mask),
+        lambda: ring_attention(q, k, v, mask, Layout.contiguous(9, 1)),
+    ):
+        calls.clear()
+        with hopper():
+            out = attend_to()
+        assert calls == ["forward_kernel"]
+        with nullcontext() if ON_HOPPER else simulator.simulated():  # but not backend("gluon")
+            out.backward(dout)
+        assert calls == ["forward_kernel", "dkdv_kernel", "dq_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "message"),
+    [
+        ({"dtype": torch.float32}, "split", "bfloat16 and float16"),
+        ({"d": 264, "dv": 64}, "split", "264"),
+        ({"d": 256, "dv": 64}, "fused", "fused"),
+    ],
+)
+def test_unsupported_inputs_raise(changes, method, message):
+    mask = Mask.causal(9)
+    with pytest.raises(ValueError, match=message):
+        attend(*inputs(mask, **changes), mask, method=method)
+
+
+@pytest.mark.parametrize("wrong", [Config(128, 64, 1), Config(64, 64, 2), Config(256, 64, 2)])
+def test_configurations_that_would_hang_raise(wrong):
+    mask = Mask.causal(9)
+    with config.forced(forward=wrong), pytest.raises(ValueError, match="at least 2 stages"):
+        attend(*inputs(mask), mask)
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="here they run")
+def test_the_error_on_a_cpu_names_the_simulator(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(driver, "_default", None)
+    mask = Mask.causal(9)
+    with backend("gluon"), pytest.raises(RuntimeError, match="simulator"):
+        local.attention_forward(*inputs(mask)[:3], mask)
+
+
+def test_too_much_shared_memory_raises_with_numbers():
+    mask = Mask.causal(9)
+    with config.forced(forward=Config(128, 128, 9)), pytest.raises(ValueError, match=r"needs \d+ bytes.*232448"):
+        attend(*inputs(mask), mask)
+
+
+def test_long_rows_have_their_own_tiles():
+    seen = [launch.tiles_seen(Mask.causal(n), 4, 3) for n in (0, 127, 2047, 8191)]
+    assert seen == [0, 0.5, 8, 32]
+    assert launch.tiles_seen(Mask.documents(range(0, 8193, 16)), 4, 3) < 0.1, (
+        "tiles visit many, but each row sees few keys"
+    )
+    few_queries = Mask.full(8192).crop(range(128))
+    assert [launch.tiles_seen(few_queries, heads, 132) for heads in (132, 133)] == [16, 64]
+    chosen = [config.choose("forward", d, d, seen)[0] for d in (64, 128, 256) for seen in (1, 2, 4, 8)]
+    of_64, of_128, of_256 = ([(c.rows, c.optimistic) for c in chosen[i : i + 4]] for i in (0, 4, 8))
+    assert of_64 == [(128, False), (128, False), (128, True), (192, True)]
+    assert of_128 == [(128, False), (128, False), (128, False), (128, True)]
+    assert of_256 == [(128, False), (128, False), (128, True), (128, True)]

@@ -1,0 +1,174 @@
+"""A stale row maximum of the Hopper kernels changes neither range nor accuracy, and repeats few tiles."""
+
+import pytest
+import torch
+from hopper import HOPPER_ONLY, assert_exact, hopper, inputs
+from sharded import DEVICE, ON_HOPPER
+from triton.experimental.gluon import language as gl
+
+from canon import Band, Mask
+from canon.fast import local
+from canon.fast.kernels.gluon import config, ptx, stale_maximum
+from canon.fast.kernels.gluon.config import Config
+from canon.testing import simulator
+from canon.testing.judge import Attended
+
+pytestmark = HOPPER_ONLY
+LN2 = 0.6931471805599453
+
+
+TILES = {
+    "dkdv_hdim256": (256, Config(128, 64, 2)),
+    "wide, optimistic": (256, Config(128, 64, 2, turns=True, optimistic=True)),
+    "in turns": (128, Config(128, 128, 3, turns=True)),
+    "optimistic": (128, Config(128, 128, 3, turns=True, optimistic=True)),
+    "three, optimistic": (64, Config(192, 128, 4, 2, turns=True, optimistic=True)),
+}
+
+
+@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+@pytest.mark.parametrize(
+    "steps", [0.5, 3.0, 20.0, 200.0, -20.0], ids=["hardly", "slowly", "by leaps", "out of range", "falling"]
+)
+def test_maxima_may_grow(steps, d, tiles):
+    """The maximum grows in some rows only; a warp rescales its rows together."""
+    mask = Mask.full(450)
+    q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d)
+    height = torch.arange(450, device=DEVICE) // 64 * steps * (torch.arange(450, device=DEVICE) % 3 > 0)
+    q[..., 0] = torch.linspace(0, 1, 450, device=DEVICE)[None, :, None] > 0.3
+    k[..., 0] = (height * d**0.5 / 1.44)[None, :, None]
+    with config.forced(forward=tiles), hopper():
+        out, lse = local.attention_forward(q, k, v, mask)
+    assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+
+
+@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+@pytest.mark.parametrize("score", [-400, 400])
+def test_rows_may_be_masked_in_their_first_tile_and_have_large_scores_later(score, d, tiles):
+    """Rows 0 to 9 see no key of the first visited tile. Relative to a maximum of 0 their exponentials are 0, or infinite."""
+    mask = Mask([Band(0, 10, 150, 260, -300, 300), Band(10, 150, 0, 260, -300, 300)], 150, 260)
+    q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d)
+    q[..., 0], k[..., 0] = d**0.5, score
+    with config.forced(forward=tiles), hopper():
+        out, lse = local.attention_forward(q, k, v, mask)
+    assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+
+
+@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+def test_the_bits_of_a_row_do_not_depend_on_the_maxima_of_its_neighbours(d, tiles):
+    mask = Mask.full(450)
+    q, k, v, *_ = inputs(mask, h=1, d=d, dv=d)
+    k[..., 0] = torch.arange(450, device=DEVICE)[None, :, None] // 64
+    alone, following = torch.arange(450, device=DEVICE) % 3 > 0, torch.tensor([0.0, 30.0], device=DEVICE)
+    results = []
+    for slope in following:
+        q[..., 0] = torch.where(alone, 0, slope)[None, :, None]
+        with config.forced(forward=tiles), hopper():
+            results.append(local.attention_forward(q, k, v, mask))
+    (out, lse), (again, lse_again) = results
+    assert torch.equal(out[:, alone], again[:, alone])
+    assert torch.equal(lse[..., alone], lse_again[..., alone])
+    assert not torch.equal(out, again)
+
+
+@pytest.fixture
+def votes(monkeypatch):
+    """Record the warpgroups' votes: whether a sum outweighs its row so far, and if so, whether the tile must be repeated."""
+    outweighed, again = [], []
+    most = {stale_maximum.largest_sum(dtype) for dtype in (gl.bfloat16, gl.float16)}
+
+    def count(seen, limit, warpgroup):
+        vote = simulator.language.any_above(seen, limit, warpgroup)
+        second = set(limit.data.unique().tolist()) <= most
+        (again if second else outweighed).append(int(vote.data))
+        return vote
+
+    monkeypatch.setitem(simulator._stand_ins, id(ptx.any_above), (ptx.any_above, count))
+    return outweighed, again
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="simulated votes are counted")
+@pytest.mark.parametrize("tiles", ["optimistic", "three, optimistic"])
+def test_under_a_causal_mask_sums_seldom_outweigh_their_rows(tiles, votes):
+    """Full tiles come first, so each row has many keys before its partial tiles. One key of these does not outweigh them."""
+    d, tiles = TILES[tiles]
+    q, k, v, *_ = inputs(mask := Mask.causal(1000), h=1, d=d, dv=d)
+    with config.forced(forward=tiles), hopper():
+        local.attention_forward(q, k, v, mask)
+    outweighed, again = votes
+    assert len(outweighed) > 50
+    assert sum(outweighed) <= 1
+    assert sum(again) == 0
+
+
+@pytest.mark.parametrize("tiles", ["optimistic", "three, optimistic", "wide, optimistic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("nats", [1, 3, 6])
+def test_scores_of_high_variance_repeat_no_tile(nats, dtype, tiles, votes):
+    """Rows are peaked: often a key outweighs all keys before it. Float16 has a smaller range, so it repeats some tiles."""
+    d, tiles = TILES[tiles]
+    q, k, v, dout, dlse = inputs(mask := Mask.causal(600), h=1, d=d, dv=d, dtype=dtype)
+    q *= nats
+    with config.forced(forward=tiles), hopper():
+        out, lse = local.attention_forward(q, k, v, mask)
+    assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+    if not ON_HOPPER:
+        outweighed, again = votes
+        assert len(outweighed) > 15
+        assert any(outweighed) == (nats > 1)
+        narrow = dtype == torch.float16 and nats > 3
+        assert sum(again) <= (len(outweighed) // 5 if narrow else 0)
+
+
+@pytest.mark.parametrize(("dtype", "keys"), [(torch.float16, 1700), (torch.bfloat16, 10000)], ids=str)
+def test_sums_that_double_from_tile_to_tile_stay_finite(dtype, keys):
+    """Scores rise by 15 or 90 nats, but no key outweighs its row. Only the range of P and its sums limits a stale maximum."""
+    d, tiles = TILES["optimistic"]
+    mask = Mask([Band(0, 64, 0, keys)], 64, keys)
+    q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d, dtype=dtype)
+    q *= 0.01
+    q[..., 0], k[..., 0] = d**0.5, torch.arange(keys, device=DEVICE)[None, :, None] // 128 * 1.15
+    with config.forced(forward=tiles), hopper():
+        out, lse = local.attention_forward(q, k, v, mask)
+    assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="simulated votes are counted")
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 32), (torch.float16, 16)], ids=str)
+def test_a_tile_is_repeated_if_its_p_exceeds_the_range_of_the_dtype(dtype, bits, votes):
+    """P of the last key is just below, or just above, the largest sum of a lane."""
+    d, tiles = TILES["optimistic"]
+    mask = Mask.full(192)
+    q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d, dtype=dtype)
+    q[:], k[:] = 0, 0
+    outweighed, again = votes
+    for more in (-0.25, 0.25):
+        outweighed.clear()
+        again.clear()
+        q[..., 0], k[:, 191, :, 0] = d**0.5 * LN2, bits + more
+        with config.forced(forward=tiles), hopper():
+            out, lse = local.attention_forward(q, k, v, mask)
+        assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+        assert set(outweighed) == {0, 1}
+        assert any(again) == (more > 0), more
+
+
+@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+def test_the_rounding_of_a_key_that_outweighs_all_others_does_not_show(d, tiles):
+    """Two keys are in different tiles. P of the lighter key is rounded to 8 bits. With a stale maximum P of the heavier key may
+    be rounded too. The error of its weight is then at most that of the lighter key."""
+    mask = Mask.full(448)
+    q, k, v, *_ = inputs(mask, h=1, d=d, dv=d)
+    weight = torch.linspace(-9, 9, mask.queries, device=DEVICE).bfloat16()  # of the second one, a power of 2
+    q[:], k[:], v[:] = 0, 0, 0
+    q[:, :, 0, 0], q[..., 1] = weight, 1
+    k[..., 1], k[:, [0, 300], :, 1] = -100, 0
+    k[:, 300, :, 0], v[:, 300] = 1, 1
+    out = torch.empty(v.shape, device=DEVICE)
+    with config.forced(forward=tiles), hopper():
+        local.forward_into(q, k, v, mask, LN2, out, torch.empty(1, 1, mask.queries, device=DEVICE))
+    share = torch.sigmoid(weight.double() * LN2)[None, :, None, None]
+    off = (out - share).abs()
+    bound = 2**-8 * torch.where(share < 0.5, share, (1 - share) * tiles.optimistic)
+    assert (off <= bound + 1e-6).all()
+    assert off.max() > 2**-12  # they do differ
