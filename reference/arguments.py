@@ -3,6 +3,7 @@
     whole            checks a whole number
     whole_numbers    checks a sequence or a tensor of whole numbers
     nested           converts a tensor of any number of axes to lists, without a check
+    flag             checks True or False
     list_of          checks an iterable of values of one class
     plain_tensor     checks a tensor that is not a DTensor, and the axis of its tokens
     place_in         checks a process group, and returns the rank of this process
@@ -55,6 +56,13 @@ def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int
     if entries and not -LIMIT < min(entries) <= max(entries) < LIMIT:
         raise ValueError(f"{name} must lie within +-2^62, got {min(entries)} to {max(entries)}")
     return list(map(int, entries))
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return ``value``. Raise TypeError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    return value
 
 
 def nested(values: Any) -> Any:
