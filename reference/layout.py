@@ -19,10 +19,10 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from canon.reference.arguments import place_in, plain_tensor, shown, whole
+from canon.reference.arguments import flag, plain_tensor, shown, whole
+from canon.reference.group_arguments import Group, place_in
 from canon.reference.group_state import group_state, refused_together
 from canon.reference.layout_arguments import RangesPerRank, checked_ranges
 from canon.reference.local_masks import mask_between
@@ -154,25 +154,22 @@ class Layout:
             raise ValueError(f"shard: x holds {x.shape[dim]} tokens along dim {dim}, the layout {self.tokens}")
         return x.index_select(dim, self.positions(rank).to(x.device))
 
-    def unshard(
-        self, x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1, *, partial_grad: bool = False
-    ) -> Tensor:
+    def unshard(self, x: Tensor, group: Group = None, dim: int = 1, *, partial_grad: bool = False) -> Tensor:
         """Gather the full tensor from the shards of all ranks. A collective, forward and backward; differentiable once.
 
         Args:
             x: this rank's tokens along ``dim``.
-            group: the ranks; their number is ``ranks``.
+            group: a ProcessGroup or a DeviceMesh of one dimension, with ``ranks`` ranks; None is all ranks.
             partial_grad: with False, the gradient of the full tensor must be equal on all ranks. Each rank takes its own
                 part and sends nothing. With True, the gradients of the ranks are summands. They travel in the dtype of
                 ``x``. The owner adds them in rank order, in float32 (float64 for float64), and rounds the sum once.
 
         Raises ValueError if the shard or the group does not fit the layout, TypeError if ``x`` is not a plain tensor.
         """
-        rank, ranks = place_in("unshard", group)
+        group, rank, ranks = place_in("unshard", group)
         with refused_together("unshard", group, ranks):
             dim = plain_tensor("unshard", x, dim)
-            if not isinstance(partial_grad, bool):
-                raise TypeError(f"unshard: partial_grad must be True or False, got {shown(partial_grad)}")
+            flag("unshard: partial_grad", partial_grad)
             if ranks != self.ranks or x.shape[dim] != self.size(rank):
                 raise ValueError(
                     f"unshard: rank {rank} of {ranks} has {x.shape[dim]} tokens along dim {dim}; the layout is for "

@@ -72,6 +72,7 @@ from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.differentiable import differentiable
+from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.local import tiled_forward
 from canon.reference.mask import Mask
@@ -95,7 +96,7 @@ def strided_attention(
     pack_first: bool = True,
     backward_schedule: str = "scatter",
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
@@ -114,7 +115,8 @@ def strided_attention(
         backward_schedule: "scatter", as in the module's docstring, or "ring", as in `ring_attention`. "ring" takes no
             backward strides.
         scale: factor of the scores; None is 1 / sqrt(d).
-        group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
+        group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this process
+            is the only rank.
         reduce_dtype: dtype in which dk and dv are sent and added; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.

@@ -12,11 +12,11 @@ gather and the last reduction have no computation to hide them. A smaller first 
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
 from canon.reference.checks import accumulate_dtype
+from canon.reference.group_arguments import Group, place_in
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 
@@ -92,7 +92,7 @@ def suggest_strides(
     layout: Layout | None = None,
     *,
     head_stride: int = 1,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     kernel_flops: float = 500e12,
     link_bytes: float = 300e9,
@@ -126,7 +126,7 @@ def suggest_strides(
     Source: split groups are from aqlaboratory/ring-flash-attention pull request 12 (2025), where the user chooses the sizes.
     """
     head_groups(k.shape[-2], head_stride)
-    ranks = layout.ranks if layout else dist.get_world_size(group) if dist.is_initialized() else 1
+    ranks = layout.ranks if layout else place_in("suggest_strides", group)[2]
     tokens = mask.queries if mask else layout.tokens if layout else ranks * q.shape[-3]
     mask, layout = mask or Mask.causal(tokens), layout or Layout.contiguous(tokens, ranks)
     batch = q.shape[0] if q.ndim == 4 else 1

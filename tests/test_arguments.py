@@ -174,7 +174,7 @@ def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
         (lambda: LAYOUT.shard(torch.zeros(()), 0, 0), ValueError, "x of shape () has no dim 0"),
         (lambda: LAYOUT.shard(np.zeros((1, 8)), 0), TypeError, "plain tensor, got ndarray: pass torch.as_tensor(x)"),
         (lambda: ONE.unshard(torch.zeros(8)), ValueError, "unshard: x of shape (8,) has no dim 1"),
-        (lambda: ONE.unshard(X, "world"), TypeError, "group must be a ProcessGroup or None, got 'world'"),
+        (lambda: ONE.unshard(X, "world"), TypeError, "a DeviceMesh of one dimension or None, got 'world'"),
         (lambda: ONE.unshard(X, partial_grad="yes"), TypeError, "partial_grad must be True or False, got 'yes'"),
         (lambda: LAYOUT.local_mask(MASK.dense(), 0, 1), TypeError, "mask must be a Mask, got a tensor of shape (8, 8)"),
     ],
@@ -191,11 +191,10 @@ def refused_on_a_mesh():
     for call in (lambda: ONE.shard(x, 0), lambda: ONE.unshard(x)):
         with pytest.raises(TypeError, match=r"plain tensor, got DTensor: pass x.to_local\(\)"):
             call()
-    with pytest.raises(TypeError, match=r"ProcessGroup or None, got DeviceMesh.*: pass mesh.get_group\(\)"):
-        ONE.unshard(X, mesh)
+    assert ONE.unshard(X, mesh).equal(X)
 
 
-def test_errors_for_dtensors_and_meshes_give_the_remedy():
+def test_errors_for_dtensors_give_the_remedy():
     process_groups.processes(refused_on_a_mesh, 1)
 
 
