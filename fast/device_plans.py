@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canon.reference.plan_cache import cached_plan
+from canon.reference.plan_cache import cached_plan, keep_for_stream
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +29,6 @@ NEW_WHILE_CAPTURING = (
 )
 
 _observers = threading.local()
-_captured: dict[int, Tensor] = {}  # tensors that captured graphs read, by address
 
 
 def device_plan(function: Callable[P, R]) -> Callable[P, R]:
@@ -109,17 +108,6 @@ class Upload:
         elif (stream := torch.cuda.current_stream(self.device)) != self.stream:
             stream.wait_event(event)
         return self.event is not None
-
-
-def keep_for_stream(*tensors: Tensor) -> None:
-    """Keep tensors valid for later kernels of the current stream."""
-    for x in tensors:
-        if not x.is_cuda:
-            continue
-        if torch.cuda.is_current_stream_capturing():
-            _captured[x.data_ptr()] = x
-        else:
-            x.record_stream(torch.cuda.current_stream(x.device))
 
 
 def _tensors(plan: Any) -> list[Tensor]:

@@ -25,6 +25,7 @@ from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import areas_and_needs, union_of_intervals
 from canon.fast.transport import transport_for
 from canon.reference.call import agreed_cast
+from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan, Piece, staged
@@ -125,16 +126,16 @@ def _transfers(mask: Mask, layout: Layout) -> tuple[np.ndarray, ...]:
 
 # ---------------------------------------------------------------------- transfers
 def group_cast(
-    x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: dist.ProcessGroup | None = None
+    x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: Group = None
 ) -> Float[Tensor, "received ..."]:
     """Return the tokens of other ranks that this rank receives in cast ``stage``, by source and then by row. A collective.
 
     Args: ``x``, this rank's tokens, outermost; ``plan``, equal on all ranks; ``stage``, the index of the cast; ``group``,
-        the ranks.
+        a ProcessGroup or a DeviceMesh of one dimension, None for all ranks.
     Not differentiable; its transpose is `group_reduce`. Raises ValueError if x, the group or the stage do not fit the plan.
     Source: the module's docstring.
     """
-    rank, sizes = agreed_cast("group_cast", x, plan, stage, group)
+    group, rank, sizes = agreed_cast("group_cast", x, plan, stage, group)
     received = x.new_empty(sum(sizes.received), *x.shape[1:])
     sent = x.index_select(0, rows_sent(plan, stage, rank, x.device))
     dist.all_to_all_single(received, sent, sizes.received, sizes.sent, group=transport_for(group, x.device).gathers)
@@ -147,7 +148,7 @@ def group_reduce(
     stage: int,
     into: Float[Tensor, "t ..."],
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> Float[Tensor, "t ..."]:
     """Add the rows of ``y`` of all ranks to their owners' ``into``, in place and in rank order, and return it. A collective.
 
@@ -155,7 +156,7 @@ def group_reduce(
         dtype and is added in that of ``into``, this rank's tokens. The rest as `group_cast`, its transpose.
     Raises ValueError if y, into, the group or the stage do not fit the plan. Source: the module's docstring.
     """
-    rank, _ = agreed_cast("group_reduce", y, plan, stage, group, into)
+    group, rank, _ = agreed_cast("group_reduce", y, plan, stage, group, into)
     total = into.contiguous()
     GroupReduce(y.contiguous(), plan, stage, rank, total, group).wait()
     return into if total is into else into.copy_(total)

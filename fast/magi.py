@@ -34,7 +34,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
@@ -49,6 +48,7 @@ from canon.fast.planner import dispatch
 from canon.fast.transport import transport_for
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
@@ -68,7 +68,7 @@ def magi_attention(
     stages: int = 1,
     keep_kv: bool = False,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
@@ -82,7 +82,7 @@ def magi_attention(
         stages: number of casts, each overlapping with the kernel before it; 0 waits for all keys and runs one kernel.
         keep_kv: keep the received keys for the backward pass instead of fetching them again.
         scale: factor of the scores; None is 1 / sqrt(d).
-        group: the ranks; None is all. Without an initialised process group: one rank.
+        group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed: one rank.
         reduce_dtype: dtype in which dk and dv travel; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for each step's part.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.

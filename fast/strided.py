@@ -30,7 +30,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
@@ -43,6 +42,7 @@ from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.ring import ring_backward
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import under_autocast
+from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
@@ -67,7 +67,7 @@ def strided_attention(
     pack_first: bool = True,
     backward_schedule: str = "scatter",
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
@@ -84,7 +84,7 @@ def strided_attention(
         pack_first: K and V of the first step travel as one message.
         backward_schedule: "scatter", as above, or "ring", as in `ring_attention`, without backward strides.
         scale: factor of the scores; None is 1 / sqrt(d).
-        group: the ranks; None is all. Without an initialised process group: one rank.
+        group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed: one rank.
         reduce_dtype: dtype in which dk and dv travel and are summed; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for each step's part.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import nccl
 
+from canon.reference.group_arguments import Group, place_in
 from canon.reference.group_backends import backend_of, new_group_of
 from canon.reference.group_state import group_state
 
@@ -166,10 +167,11 @@ def transport_for(group, device: torch.device) -> Transport:
     return transports[device]
 
 
-def transport_report(device: torch.device | str, group=None) -> str:
+def transport_report(device: torch.device | str, group: Group = None) -> str:
     """Return the name of the group's transport, and the reason if it is not copy engines. A collective in the first call."""
     device = torch.device(device)
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    group, _, ranks = place_in("transport_report", group)
+    if ranks == 1:
         return "none: one rank"
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

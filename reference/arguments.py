@@ -3,9 +3,9 @@
     whole            checks a whole number
     whole_numbers    checks a sequence or a tensor of whole numbers
     nested           converts a tensor of any number of axes to lists, without a check
+    flag             checks True or False
     list_of          checks an iterable of values of one class
     plain_tensor     checks a tensor that is not a DTensor, and the axis of its tokens
-    place_in         checks a process group, and returns the rank of this process
 
 A wrong type raises TypeError, a value out of range raises ValueError. Booleans, floats and tensors are not accepted as
 whole numbers: rounding one would silently make a wrong mask or layout.
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 LIMIT = 2**62
@@ -57,6 +56,13 @@ def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int
     return list(map(int, entries))
 
 
+def flag(name: str, value: Any) -> bool:
+    """Return ``value``. Raise TypeError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
 def nested(values: Any) -> Any:
     """Return a tensor or an array as nested lists, other values unchanged."""
     return values.tolist() if hasattr(values, "tolist") else values
@@ -84,28 +90,6 @@ def plain_tensor(name: str, x: Any, dim: Any) -> int:
             f"{name}: x of shape {tuple(x.shape)} has no dim {dim}: pass the dim of its tokens, 0 if packed"
         )
     return dim
-
-
-def place_in(name: str, group: Any) -> tuple[int, int]:
-    """Return (rank, ranks) of this process in ``group``. Without torch.distributed, return (0, 1).
-
-    Raise TypeError unless the group is a ProcessGroup or None, and ValueError if this process is not a member of it. The
-    error is raised on this rank only.
-    """
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{name}: this process is not a member of group: call it on the members only")
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        remedy = "pass mesh.get_group()" if hasattr(group, "get_group") else "pass the result of dist.new_group"
-        raise TypeError(f"{name}: group must be a ProcessGroup or None, got {shown(group)}: {remedy}")
-    if not dist.is_initialized():
-        if group is not None:
-            raise ValueError(f"{name}: a group was given, but torch.distributed has ended: call init_process_group")
-        return 0, 1
-    rank = dist.get_rank(group)
-    if rank < 0:
-        members = ", ".join(map(str, dist.get_process_group_ranks(group)))
-        raise ValueError(f"{name}: rank {dist.get_rank()} is not a member of the group, whose ranks are {members}")
-    return rank, dist.get_world_size(group)
 
 
 def shown(value: Any) -> str:

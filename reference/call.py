@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.reference.arguments import place_in, plain_tensor
+from canon.reference.arguments import plain_tensor
 from canon.reference.checks import (
     DTYPES,
     accumulate_dtype,
@@ -22,6 +22,7 @@ from canon.reference.checks import (
     check_tensors,
     default_scale,
 )
+from canon.reference.group_arguments import Group, place_in
 from canon.reference.group_state import GroupState, group_state, refused_together
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -70,7 +71,7 @@ def agreed_call(
     layout: Layout | Callable[[int, int], Layout] | None,
     *,
     scale: float | None,
-    group: dist.ProcessGroup | None,
+    group: Group,
     reduce_dtype: torch.dtype | None,
     backward: str,
     **options: Any,
@@ -82,7 +83,7 @@ def agreed_call(
     Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together or differ from those
     of the others.
     """
-    rank, ranks = place_in(function, group)
+    group, rank, ranks = place_in(function, group)
     with refused_together(function, group, ranks):
         check_tensors(q, k, v)
         check_method("backward", backward)
@@ -107,14 +108,14 @@ def agreed_call(
 
 
 def agreed_cast(
-    function: str, x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, into: Tensor | None = None
-) -> tuple[int, Sizes]:
-    """Return this rank and the sizes of its cast, after a comparison between all ranks. A collective.
+    function: str, x: Tensor, plan: CastPlan, stage: int, group: Group, into: Tensor | None = None
+) -> tuple[dist.ProcessGroup | None, int, Sizes]:
+    """Return the process group, this rank and the sizes of its cast, after a comparison between all ranks. A collective.
 
     Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together or differ from those
     of the others.
     """
-    rank, ranks = place_in(function, group)
+    group, rank, ranks = place_in(function, group)
     with refused_together(function, group, ranks):
         plain_tensor(function, x, 0)
         if not isinstance(plan, CastPlan):
@@ -134,7 +135,7 @@ def agreed_cast(
             ("shape of a row", tuple(x.shape[1:])),
         )
         group_state(group).agree(function, fields, wait=x.device.type == "cpu")
-    return rank, sizes
+    return group, rank, sizes
 
 
 def _mask_and_layout(

@@ -34,6 +34,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.reference.call import agreed_cast
+from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan, Piece, staged
@@ -104,16 +105,16 @@ def _area(mask: Mask, rows: range) -> int:
 
 
 def group_cast(
-    x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: dist.ProcessGroup | None = None
+    x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: Group = None
 ) -> Float[Tensor, "received ..."]:
     """Return the tokens that this rank receives in cast ``stage``, by source rank and by row. A collective.
 
     Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the number of the cast, from 0;
-        ``group``, the process group, None for all ranks.
+        ``group``, a ProcessGroup or a DeviceMesh of one dimension, None for all ranks.
     The result is not differentiable; `group_reduce` sends gradients back. Raises ValueError if x, the group or the stage do
     not fit the plan. Source: the module's docstring.
     """
-    agreed_cast("group_cast", x, plan, stage, group)
+    group, *_ = agreed_cast("group_cast", x, plan, stage, group)
     return GroupCast(x, plan, stage, group).wait()
 
 
@@ -123,7 +124,7 @@ def group_reduce(
     stage: int,
     into: Float[Tensor, "t ..."],
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> Float[Tensor, "t ..."]:
     """Add the rows ``y`` of all ranks to the tokens that they were cast from, and return ``into``. A collective.
 
@@ -132,7 +133,7 @@ def group_reduce(
     Rows are sent in the dtype of ``y`` and added in the dtype of ``into``, in rank order.
     Raises ValueError if y, into, the group or the stage do not fit the plan. Source: the module's docstring.
     """
-    agreed_cast("group_reduce", y, plan, stage, group, into)
+    group, *_ = agreed_cast("group_reduce", y, plan, stage, group, into)
     return GroupReduce(y, plan, stage, group, into).wait()
 
 

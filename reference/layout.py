@@ -15,24 +15,22 @@ the rotary embedding, and the masks between ranks (`local_mask`).
 Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brandon et al., Striped Attention (2023).
 """
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from canon.reference.arguments import place_in, plain_tensor, shown, whole
-from canon.reference.group_state import group_state, refused_together
-from canon.reference.layout_arguments import RangesPerRank, checked_ranges
+from canon.reference.arguments import plain_tensor, shown, whole
+from canon.reference.group_arguments import Group
+from canon.reference.held_tokens import HeldTokens, positions_on
+from canon.reference.layout_batches import document_positions, ends_of, sharded_batch
+from canon.reference.layout_collectives import redistributed, unsharded
 from canon.reference.local_masks import mask_between
 from canon.reference.mask import Mask
-from canon.reference.mask_arguments import Ints, document_ends
+from canon.reference.mask_arguments import Ints
 from canon.reference.plan_cache import cached_plan
-from canon.reference.unshard import Unshard
 
 
-class Layout:
+class Layout(HeldTokens):
     """The tokens 0 .. ``tokens`` - 1, each on exactly one rank.
 
         Layout([[range(0, 2), range(6, 8)], [range(2, 6)]], 8)      rank 0: 0 1 6 7      rank 1: 2 3 4 5
@@ -45,36 +43,7 @@ class Layout:
     Raises ValueError if a token is missing or held twice, or the steps differ; TypeError if a piece is not a range.
     """
 
-    __slots__ = ("_digest", "_hash", "ranges_per_rank", "tokens")
-    ranges_per_rank: RangesPerRank
-    tokens: int
-
-    def __init__(self, ranges_per_rank: Sequence[Sequence[range]], tokens: int):
-        tokens = whole("tokens", tokens, 0)
-        held = checked_ranges(ranges_per_rank, tokens)
-        object.__setattr__(self, "ranges_per_rank", held)
-        object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "_hash", hash((held, tokens)))
-        object.__setattr__(self, "_digest", None)
-
-    def __setattr__(self, name, value):
-        raise AttributeError(f"a Layout is immutable: cannot set {name}")
-
-    def __eq__(self, other) -> bool:
-        if not isinstance(other, Layout):
-            return NotImplemented
-        mine, others = ((x._hash, x.tokens, x.ranges_per_rank) for x in (self, other))
-        return self is other or mine == others
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self):
-        return Layout, (self.ranges_per_rank, self.tokens)
-
-    def __repr__(self) -> str:
-        first = "; ".join(" ".join(f"{r.start}:{r.stop}:{r.step}" for r in held) for held in self.ranges_per_rank[:4])
-        return f"Layout({self.tokens} tokens on {self.ranks} ranks: {first}{'; ...' if self.ranks > 4 else ''})"
+    __slots__ = ()
 
     # ------------------------------------------------------------------ constructors
     @classmethod
@@ -99,49 +68,14 @@ class Layout:
         n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
         return cls([[range(r, n, ranks)] for r in range(ranks)], n)
 
-    # ------------------------------------------------------------------ properties and methods
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the content, as hexadecimal digits. Equal layouts have equal digests in every process."""
-        if self._digest is None:
-            content = repr((self.ranges_per_rank, self.tokens))
-            object.__setattr__(self, "_digest", hashlib.sha256(content.encode()).hexdigest())
-        return self._digest
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return len(self.ranges_per_rank)
-
-    @property
-    def nbytes(self) -> int:
-        """The memory of the layout on the host, in bytes (an estimate)."""
-        return 200 + 200 * sum(map(len, self.ranges_per_rank))
-
-    def size(self, rank: int) -> int:
-        """Return the number of tokens that ``rank`` holds. Raises ValueError if there is no such rank."""
-        return sum(map(len, self._held(rank)))
-
-    def positions(self, rank: int) -> Tensor:
-        """Return the position of each local token in the whole sequence: int64 [t], on the CPU.
-
-        ``Layout.zigzag(8, 2).positions(0)`` is ``[0, 1, 6, 7]``. Raises ValueError if there is no such rank.
-        """
-        pieces = [torch.arange(r.start, r.stop, r.step, device="cpu") for r in self._held(rank)]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
-
+    # ------------------------------------------------------------------ operations
     def document_positions(self, rank: int, cu_seqlens: Ints) -> Tensor:
         """Return the position of each local token in its own document, for the rotary embedding: int64 [t], on the CPU.
 
         With ``cu_seqlens=[0, 3, 8]``, rank 0 of ``Layout.zigzag(8, 2)`` gets ``[0, 1, 3, 4]``.
         Raises ValueError or TypeError if ``cu_seqlens`` is malformed or does not end at ``tokens``.
         """
-        ends = torch.tensor(document_ends(cu_seqlens), device="cpu")
-        if ends[-1] != self.tokens:
-            raise ValueError(f"cu_seqlens ends at {ends[-1]}, the layout has {self.tokens} tokens")
-        positions = self.positions(rank)
-        document = torch.searchsorted(ends, positions, right=True) - 1
-        return positions - ends[document]
+        return document_positions(self, rank, ends_of(self, cu_seqlens))
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """Return the tokens of ``rank``, in local order, from a full tensor. Differentiable.
@@ -152,42 +86,50 @@ class Layout:
         dim = plain_tensor("shard", x, dim)
         if x.shape[dim] != self.tokens:
             raise ValueError(f"shard: x holds {x.shape[dim]} tokens along dim {dim}, the layout {self.tokens}")
-        return x.index_select(dim, self.positions(rank).to(x.device))
+        return x.index_select(dim, positions_on(self, rank, x.device))
 
-    def unshard(
-        self, x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1, *, partial_grad: bool = False
-    ) -> Tensor:
+    def shard_batch(self, batch: Mapping[str, Tensor], rank: int, cu_seqlens: Ints | None = None) -> dict[str, Tensor]:
+        """Return the tokens of ``rank`` from each entry of a training batch, with positions and shifted labels.
+
+        Args:
+            batch: tensors (b, n, ...) of the whole sequence, with all n = ``tokens`` tokens on dim 1, by name: ``input_ids``,
+                ``labels``, ``position_ids``, and any others. Entries without tokens, as a 4-D attention mask, raise.
+            cu_seqlens: 0, then the end of each document, for all b sequences. None: a document starts where
+                ``position_ids`` is 0, or without this entry the sequence is one document.
+
+        Returns:
+            All entries, divided by tokens; ``position_ids`` (b, t), from 0 in each document, unless given; and, if there are
+            ``labels`` (b, n), also ``shift_labels`` (b, t), unless given: the label of the next token, -100 at the end of each
+            document. Each entry stays on its device.
+
+        Raises ValueError for an entry of another shape, TypeError for one that is not a plain tensor. Both name it.
+        """
+        return sharded_batch(self, batch, rank, cu_seqlens)
+
+    def unshard(self, x: Tensor, group: Group = None, dim: int = 1, *, partial_grad: bool = False) -> Tensor:
         """Gather the full tensor from the shards of all ranks. A collective, forward and backward; differentiable once.
 
         Args:
             x: this rank's tokens along ``dim``.
-            group: the ranks; their number is ``ranks``.
+            group: a ProcessGroup or a DeviceMesh of one dimension, with ``ranks`` ranks; None is all ranks.
             partial_grad: with False, the gradient of the full tensor must be equal on all ranks. Each rank takes its own
                 part and sends nothing. With True, the gradients of the ranks are summands. They travel in the dtype of
                 ``x``. The owner adds them in rank order, in float32 (float64 for float64), and rounds the sum once.
 
         Raises ValueError if the shard or the group does not fit the layout, TypeError if ``x`` is not a plain tensor.
         """
-        rank, ranks = place_in("unshard", group)
-        with refused_together("unshard", group, ranks):
-            dim = plain_tensor("unshard", x, dim)
-            if not isinstance(partial_grad, bool):
-                raise TypeError(f"unshard: partial_grad must be True or False, got {shown(partial_grad)}")
-            if ranks != self.ranks or x.shape[dim] != self.size(rank):
-                raise ValueError(
-                    f"unshard: rank {rank} of {ranks} has {x.shape[dim]} tokens along dim {dim}; the layout is for "
-                    f"{self.ranks} ranks" + (f" and gives it {self.size(rank)}" if rank < self.ranks else "")
-                )
-        if ranks > 1:
-            fields = (
-                ("function", "unshard"),
-                ("layout", self),
-                ("dtype", x.dtype),
-                ("requires_grad, partial_grad", (torch.is_grad_enabled() and x.requires_grad, partial_grad)),
-                ("shape without tokens", tuple(size for axis, size in enumerate(x.shape) if axis != dim % x.ndim)),
-            )
-            group_state(group).agree("unshard", fields, wait=x.device.type == "cpu")
-        return Unshard.apply(x.movedim(dim, 0), self, rank, group, partial_grad).movedim(0, dim)
+        return unsharded(self, x, group, dim, partial_grad)
+
+    def redistribute(self, x: Tensor, to: "Layout", *, group: Group = None, dim: int = 1) -> Tensor:
+        """Return this rank's tokens in the layout ``to`` from its tokens in this layout. A collective; differentiable.
+
+        One all-to-all moves the tokens; no rank holds the full tensor. The backward pass moves gradients back, so every rank
+        must call it. ``Layout.contiguous(8, 2).redistribute(x, Layout.zigzag(8, 2))`` has the tokens 0 1 6 7 on rank 0.
+
+        Args: ``x``, this rank's tokens along ``dim``; ``to``, a layout of as many tokens and ranks; ``group``, as in `unshard`.
+        Raises ValueError or TypeError on every rank if the arguments of a rank do not fit or differ from those of others.
+        """
+        return redistributed(self, x, to, group, dim)
 
     def local_mask(self, mask: Mask, q_rank: int, k_ranks: int | Sequence[int]) -> Mask:
         """Return the mask between the queries of ``q_rank`` and the keys of ``k_ranks``, in local coordinates. Cached.
@@ -205,12 +147,6 @@ class Layout:
             raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {self.tokens} tokens")
         several = k_ranks if isinstance(k_ranks, Sequence) else (k_ranks,)
         return _local_mask(self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several))
-
-    def _held(self, rank: int) -> tuple[range, ...]:
-        """Return the ranges of a rank."""
-        if not 0 <= whole("rank", rank) < self.ranks:
-            raise ValueError(f"rank {rank} is not one of the layout's {self.ranks}: they count from 0")
-        return self.ranges_per_rank[rank]
 
 
 @cached_plan

@@ -71,7 +71,6 @@ Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025).
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
@@ -79,6 +78,7 @@ from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.differentiable import differentiable
+from canon.reference.group_arguments import Group
 from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
 from canon.reference.layout import Layout
 from canon.reference.local import merge, tiled_forward
@@ -99,7 +99,7 @@ def magi_attention(
     stages: int = 1,
     keep_kv: bool = False,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
@@ -113,7 +113,8 @@ def magi_attention(
         stages: the maximal number of casts, each in flight during the previous step. 0 is one cast, then one step.
         keep_kv: keep the received keys for the backward pass instead of casting them again.
         scale: factor of the scores; None is 1 / sqrt(d).
-        group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
+        group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this process
+            is the only rank.
         reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.

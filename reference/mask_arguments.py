@@ -1,6 +1,9 @@
 """Checks of the arguments of `Mask`, and their values as plain numbers, tensors and bands.
 
     document_ends     cu_seqlens as a list of ints
+    document_bands    packed documents as bands
+    position_ends     position_ids as the ends of documents
+    by_sequence       the arguments of each sequence of a batch
     window_bounds     (left, right) as the (lo, hi) of a band
     block_ids         block ids and validity as tensors
     slice_bands       the slices of MagiAttention as bands
@@ -12,15 +15,18 @@ Wrong types raise TypeError, wrong values ValueError. Each error names the argum
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import gt
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from canon.reference.arguments import nested, shown, whole, whole_numbers
-from canon.reference.band import Band
+from canon.reference.arguments import flag, nested, shown, whole, whole_numbers
+from canon.reference.band import Band, tight_bands
 
 Ints = Sequence[int] | Tensor
+Rows = Sequence[Ints] | Tensor  # (b, n)
 Ranges = Sequence[Sequence[int]] | Tensor
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 SLICE_TYPES = ("full", "causal", "inverse_causal", "bi_causal")  # MagiAttention's types 0 to 3
 
 
@@ -33,6 +39,78 @@ def document_ends(cu_seqlens: Ints) -> list[int]:
         place = next(place for place, (start, stop) in enumerate(pairwise(ends), 1) if stop < start)
         raise ValueError(f"cu_seqlens must not decrease, got {ends[place - 1]} then {ends[place]} at entry {place}")
     return ends
+
+
+def document_bands(
+    cu_seqlens: Ints, causal: bool, window: tuple[int | None, int | None] | None
+) -> tuple[list[Band], int]:
+    """Return the bands of packed documents, and the number of their tokens. The arguments are those of `Mask.documents`."""
+    ends = document_ends(cu_seqlens)
+    flag("causal", causal)
+    if window is not None and (not isinstance(window, Sequence) or len(window) != 2):
+        raise TypeError(f"window must be a pair (left, right) or None, got {shown(window)}")
+    lo, hi = window_bounds(*window or (None, None))
+    low, high = -ends[-1] if lo is None else lo, 0 if causal else ends[-1] if hi is None else hi
+    squares = [
+        (a, b, a, b, low if low > a - b else a - b + 1, high if high < b - a else b - a - 1)
+        for a, b in zip(ends, ends[1:], strict=False)
+        if a < b
+    ]  # tight, because low <= 0 <= high
+    return tight_bands(squares), ends[-1]
+
+
+def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
+    """Return cu_seqlens of each sequence of ``position_ids``, (n,) or (b, n), and whether they were (b, n).
+
+    Raise ValueError unless each position is 0 or one more than the position before it.
+    """
+    several = _rows("position_ids", position_ids)
+    found = []
+    for row, numbers in enumerate([position_ids] if several is None else several):
+        name = "position_ids" if several is None else f"position_ids[{row}]"
+        positions = _numbers(name, numbers)
+        starts = positions == 0
+        wrong = ~starts
+        wrong[1:] &= positions[1:] != positions[:-1] + 1
+        if wrong.any():
+            place = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{name}[{place}] is {int(positions[place])}: a position is 0, at the start of a document, or one more "
+                "than the position before it. Pass positions of the whole sequence; for padding use Mask.padding"
+            )
+        found.append([*starts.nonzero().flatten().tolist(), len(positions)] if len(positions) else [0])
+    return found, several is not None
+
+
+def by_sequence(**arguments: Ints | Rows | None) -> list[dict[str, Ints | None]] | None:
+    """Return the arguments of each sequence of a batch, or None if no argument is (b, n). Those with one axis serve all."""
+    rows = {name: _rows(name, values) for name, values in arguments.items() if values is not None}
+    sizes = {name: len(several) for name, several in rows.items() if several is not None}
+    if not sizes:
+        return None
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"a batch has one number of sequences, got {sizes}")
+    shared = {name: nested(values) for name, values in arguments.items() if name not in sizes}
+    return [{**shared, **{name: rows[name][row] for name in sizes}} for row in range(next(iter(sizes.values())))]
+
+
+def _rows(name: str, values: Any) -> list[Any] | None:
+    """Return (b, n) values as b rows, copied from a GPU at once, or None for values of one axis."""
+    axes = getattr(values, "ndim", 1)
+    if isinstance(values, list | tuple) and values:
+        axes = 1 + getattr(values[0], "ndim", int(isinstance(values[0], list | tuple | range)))
+    if axes not in (1, 2):
+        raise ValueError(f"{name} must be (n,) or (b, n), got {shown(values)}")
+    if axes == 1:
+        return None
+    return list(values.cpu().unbind()) if isinstance(values, Tensor) else list(values)
+
+
+def _numbers(name: str, values: Ints) -> Tensor:
+    """Return whole numbers as a tensor [n], int64, on the CPU."""
+    if isinstance(values, Tensor) and values.ndim == 1 and values.dtype in INTEGERS:
+        return values.to("cpu", torch.int64)
+    return torch.tensor(whole_numbers(name, values), dtype=torch.int64, device="cpu")
 
 
 def window_bounds(left: int | None, right: int | None) -> tuple[int | None, int | None]:

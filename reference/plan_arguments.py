@@ -11,7 +11,8 @@ from warnings import warn
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.reference.arguments import place_in, shown, whole
+from canon.reference.arguments import shown, whole
+from canon.reference.group_arguments import place_in
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
@@ -36,7 +37,7 @@ def check_rows(
     Raise ValueError unless the group and the stage fit the plan and ``x`` has a row for each token of the rank. With
     ``received``, ``x`` needs a row for each token that the rank receives in the cast ``stage``.
     """
-    rank, ranks = place_in(name.partition(":")[0], group)
+    _, rank, ranks = place_in(name.partition(":")[0], group)
     if ranks != plan.layout.ranks:
         raise ValueError(f"{name}: the plan is for {plan.layout.ranks} ranks, the group has {ranks}")
     if not 0 <= stage < plan.casts:

@@ -4,7 +4,7 @@ A plan (a local mask, a work table, an index on the device) is a pure function o
 made again. The cache keeps the most recently used plans. All cached functions of a process share one limit for the host
 and one for each device. So memory does not grow with the number of masks in a program.
 
-A dropped plan stays valid while a caller, an autograd context or a stream uses it.
+A dropped plan stays valid while a caller, an autograd context or a stream uses it. `keep_for_stream` sees to streams.
 """
 
 import threading
@@ -82,6 +82,7 @@ class PlanCache:
 
 
 PLANS = PlanCache()
+_captured: dict[int, Tensor] = {}  # tensors that captured graphs read, by address
 
 
 def cached_plan(function: Callable[P, R]) -> Callable[P, R]:
@@ -93,6 +94,17 @@ def cached_plan(function: Callable[P, R]) -> Callable[P, R]:
         return PLANS.find(key, lambda: function(*args, **kwargs))
 
     return _cached
+
+
+def keep_for_stream(*tensors: Tensor) -> None:
+    """Keep tensors valid for later kernels of the current stream."""
+    for x in tensors:
+        if not x.is_cuda:
+            continue
+        if torch.cuda.is_current_stream_capturing():
+            _captured[x.data_ptr()] = x
+        else:
+            x.record_stream(torch.cuda.current_stream(x.device))
 
 
 def sizes(plan: Any) -> Counter:

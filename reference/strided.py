@@ -68,6 +68,7 @@ from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.differentiable import differentiable
+from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.local import tiled_forward
 from canon.reference.mask import Mask
@@ -91,7 +92,7 @@ def strided_attention(
     pack_first: bool = True,
     backward_schedule: str = "scatter",
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
@@ -108,7 +109,8 @@ def strided_attention(
         pack_first: send K and V of the first step as one message. False: two messages, and one copy less.
         backward_schedule: "scatter" (module's docstring) or "ring" (`ring_attention`'s; less memory, no backward strides).
         scale: factor of the scores; None is 1 / sqrt(d).
-        group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
+        group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this process
+            is the only rank.
         reduce_dtype: dtype in which dk and dv are sent. None: float32 (float64 for float64). "scatter" also adds in it.
         backward: "fused", "split", "head_parallel" or "auto", the method in each step: see `backward.py`.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.

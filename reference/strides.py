@@ -12,11 +12,14 @@ gather and the last reduction have no computation to hide them. A smaller first 
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+<<<<<<< HEAD
 from canon.reference.checks import accumulate_dtype, check_method
+=======
+from canon.reference.group_arguments import Group, place_in
+>>>>>>> masks
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 
@@ -93,7 +96,7 @@ def suggest_strides(
     layout: Layout | None = None,
     *,
     head_stride: int = 1,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     kernel_flops: float = 500e12,
@@ -132,8 +135,12 @@ def suggest_strides(
     Source: split groups are from aqlaboratory/ring-flash-attention pull request 12 (2025), where the user chooses the sizes.
     """
     head_groups(k.shape[-2], head_stride)
+<<<<<<< HEAD
     check_method("backward", backward)
     ranks = layout.ranks if layout else dist.get_world_size(group) if dist.is_initialized() else 1
+=======
+    ranks = layout.ranks if layout else place_in("suggest_strides", group)[2]
+>>>>>>> masks
     tokens = mask.queries if mask else layout.tokens if layout else ranks * q.shape[-3]
     mask, layout = mask or Mask.causal(tokens), layout or Layout.contiguous(tokens, ranks)
     batch = q.shape[0] if q.ndim == 4 else 1

@@ -77,7 +77,7 @@ def test_a_rank_outside_the_group_raises_alone():
 
 
 def test_a_group_without_torch_distributed_raises():
-    with pytest.raises(TypeError, match="group must be a ProcessGroup or None"):
+    with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh of one dimension or None"):
         reference.ring_attention(*inputs(), group="a group")
 
 

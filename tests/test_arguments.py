@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("own_errors")
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        ("n", Mask.full),
+        ("queries", Mask.full),
+        ("keys", lambda n: Mask.full(8, n) if n is not None else Mask.full(8, "8")),
         ("n", Mask.causal),
         ("n", Mask.window),
         ("n", lambda n: Mask.prefix(n, 2)),
@@ -30,6 +31,9 @@ pytestmark = pytest.mark.usefixtures("own_errors")
         ("keys", lambda n: MASK.shift(0, n)),
         ("q_stop", lambda n: Band(0, n, 0, 8)),
         (r"cu_seqlens\[1\]", lambda n: Mask.documents([0, n])),
+        (r"lengths\[0\]", lambda n: Mask.padding([n], 9)),
+        ("n", lambda n: Mask.padding([1], n)),
+        (r"position_ids\[1\]", lambda n: Mask.from_position_ids([0, n])),
         (r"q_blocks\[1\]", lambda n: Mask.block_causal([0, n if n is not True else None])),
         (r"q_ranges\[0\]\[1\]", lambda n: Mask.ranges([(0, n)], [(0, 8)], [0])),
         ("slice type", lambda n: Mask.ranges([(0, 8)], [(0, 8)], [n if n != "8" else None])),
@@ -56,7 +60,11 @@ def test_arguments_that_are_not_whole_numbers_are_named(name, make, wrong):
 
 @pytest.mark.parametrize("bound", [2.5, float("inf"), "2", True, (2, 0), torch.tensor(2)], ids=repr)
 def test_window_bounds_are_whole_numbers(bound):
-    for make in (lambda: Mask.window(8, bound), lambda: Mask.documents([0, 8], window=(bound, 0))):
+    for make in (
+        lambda: Mask.window(8, bound),
+        lambda: MASK.windowed(bound),
+        lambda: Mask.documents([0, 8], window=(bound, 0)),
+    ):
         with pytest.raises(TypeError, match="window left must be a whole number"):
             make()
 
@@ -104,8 +112,11 @@ def test_arguments_that_are_not_sequences_of_numbers_are_named(wrong):
 @pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["torch", "numpy"])
 def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
     for wrong, shape in ((make([[0, 3], [3, 8]]), r"\(2, 2\)"), (make(8), r"\(\)")):
-        for of in (Mask.documents, Mask.block_causal):
-            with pytest.raises(ValueError, match=f"must have one axis, got shape {shape}"):
+        with pytest.raises(ValueError, match=f"must have one axis, got shape {shape}"):
+            Mask.documents(wrong)
+    for wrong in (make(8), make([[[0, 3]]])):
+        for of in (Mask.block_causal, Mask.from_position_ids):
+            with pytest.raises(ValueError, match=r"must be \(n,\) or \(b, n\), got"):
                 of(wrong)
     for wrong in (make([0.0, 8.0]), make([0, 2.5])):  # float32 holds no whole numbers beyond 2^24
         with pytest.raises(TypeError, match=r"cu_seqlens\[0\] must be a whole number, got 0.0"):
@@ -117,13 +128,21 @@ def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
 @pytest.mark.parametrize(
     ("make", "error", "expected"),
     [
-        (lambda: Mask.full(2**62), ValueError, "n must be below 2^62"),
+        (lambda: Mask.full(2**62), ValueError, "queries must be below 2^62"),
         (lambda: Mask([], 2**70, 1), ValueError, "queries must be below 2^62"),
         (lambda: Mask.documents([0, 2**63]), ValueError, "cu_seqlens must lie within"),
         (lambda: Mask.block_causal([0, 2**64]), ValueError, "q_blocks must lie within"),
         (lambda: Mask.block_causal([0, 1], q_valid=[1, 5]), ValueError, "q_valid must hold booleans, 0 or 1, got 5"),
         (lambda: Mask.block_causal([0, 1], q_valid=[0.0, -1e9]), TypeError, "q_valid[0] must be a whole number"),
         (lambda: Mask.documents([0, 8], causal="no"), TypeError, "causal must be True or False, got 'no'"),
+        (lambda: Mask.padding([3], 8, causal=1), TypeError, "causal must be True or False, got 1"),
+        (lambda: Mask.padding([3, 9], 8), ValueError, "lengths[1] must be in 0..8, the tokens of a sequence, got 9"),
+        (lambda: Mask.padding(3, 8), TypeError, "lengths must be a sequence or a tensor of whole numbers, got 3"),
+        (lambda: Mask.from_position_ids([1, 2]), ValueError, "position_ids[0] is 1: a position is 0, at the start"),
+        (lambda: Mask.from_position_ids([[0, 1], [0, 2]]), ValueError, "position_ids[1][1] is 2: a position is 0"),
+        (lambda: Mask.from_position_ids([[0], [0.0]]), TypeError, "position_ids[1][0] must be a whole number, got 0.0"),
+        (lambda: Mask.from_position_ids(X), TypeError, "position_ids[0][0] must be a whole number, got 0.0"),
+        (lambda: Mask.block_causal([[0], [1]], q_valid=[[1]]), ValueError, "{'q_blocks': 2, 'q_valid': 1}"),
         (lambda: Mask.documents([0, 8], window=0), TypeError, "window must be a pair (left, right) or None, got 0"),
         (lambda: Mask.documents([0, 8], window=(3,)), TypeError, "window must be a pair"),
         (lambda: Mask.ranges([(0, 3, 9)], [(0, 3)], [0]), TypeError, "q_ranges[0] must be a pair"),
@@ -155,7 +174,7 @@ def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
         (lambda: LAYOUT.shard(torch.zeros(()), 0, 0), ValueError, "x of shape () has no dim 0"),
         (lambda: LAYOUT.shard(np.zeros((1, 8)), 0), TypeError, "plain tensor, got ndarray: pass torch.as_tensor(x)"),
         (lambda: ONE.unshard(torch.zeros(8)), ValueError, "unshard: x of shape (8,) has no dim 1"),
-        (lambda: ONE.unshard(X, "world"), TypeError, "group must be a ProcessGroup or None, got 'world'"),
+        (lambda: ONE.unshard(X, "world"), TypeError, "a DeviceMesh of one dimension or None, got 'world'"),
         (lambda: ONE.unshard(X, partial_grad="yes"), TypeError, "partial_grad must be True or False, got 'yes'"),
         (lambda: LAYOUT.local_mask(MASK.dense(), 0, 1), TypeError, "mask must be a Mask, got a tensor of shape (8, 8)"),
     ],
@@ -172,11 +191,10 @@ def refused_on_a_mesh():
     for call in (lambda: ONE.shard(x, 0), lambda: ONE.unshard(x)):
         with pytest.raises(TypeError, match=r"plain tensor, got DTensor: pass x.to_local\(\)"):
             call()
-    with pytest.raises(TypeError, match=r"ProcessGroup or None, got DeviceMesh.*: pass mesh.get_group\(\)"):
-        ONE.unshard(X, mesh)
+    assert ONE.unshard(X, mesh).equal(X)
 
 
-def test_errors_for_dtensors_and_meshes_give_the_remedy():
+def test_errors_for_dtensors_give_the_remedy():
     process_groups.processes(refused_on_a_mesh, 1)
 
 

@@ -53,6 +53,7 @@ def same(mask, matrix):
 def test_full_causal_and_window(n, left, right):
     offset = offsets(n, n)
     assert same(Mask.full(n), offset == offset)
+    assert same(Mask.full(n, 7), torch.ones(n, 7, dtype=torch.bool))
     assert same(Mask.causal(n), offset <= 0)
     expected = torch.ones(n, n, dtype=torch.bool)
     expected &= (offset >= -left) if left not in (None, -1) else True
@@ -151,6 +152,20 @@ def test_shift_pads_or_cuts_at_the_start(mask, queries, keys):
     assert same(mask.shift(queries, keys), dense[max(0, -queries) :, max(0, -keys) :])
 
 
+@given(masks(), st.none() | st.integers(-1, 12), st.none() | st.integers(-1, 12))
+def test_windowed_keeps_the_cells_near_the_diagonal(mask, left, right):
+    offset = offsets(mask.queries, mask.keys)
+    near = (offset >= (-12 if left in (None, -1) else -left)) & (offset <= (12 if right in (None, -1) else right))
+    assert same(mask.windowed(left, right), mask.dense() & near)
+    assert mask.windowed() == mask
+
+
+@given(small, small)
+def test_windowed_causal_masks_and_documents_equal_those_with_a_window(n, left):
+    assert Mask.causal(n).windowed(left) == Mask.window(n, left, 0)
+    assert Mask.documents([0, n, 2 * n]).windowed(left) == Mask.documents([0, n, 2 * n], window=(left, None))
+
+
 @given(st.lists(masks(), max_size=3))
 def test_concat_is_block_diagonal(several):
     dense = torch.block_diag(*(mask.dense().int() for mask in several)).bool() if several else torch.zeros(0, 0).bool()
@@ -182,6 +197,8 @@ def test_equality_and_hash_are_by_content(mask):
         assert twin == mask
         assert hash(twin) == hash(mask)
         assert twin.digest == mask.digest
+        assert type(twin) is Mask
+        assert all(type(band) is Band for band in twin.bands)
     wider = Mask(mask.bands, mask.queries, mask.keys + 1)
     assert wider != mask
     assert wider.digest != mask.digest
@@ -225,6 +242,8 @@ def test_bands_that_share_a_cell_raise_an_error_that_names_them(one, other):
         (lambda: Mask([Band(0, 4, -1, 4)], 4, 4), ["-1:4", "4 keys"]),
         (lambda: Mask.window(8, left=-2), ["-2"]),
         (lambda: Mask.window(8, right=-5), ["-5"]),
+        (lambda: Mask.causal(8).windowed(right=-2), ["-2"]),
+        (lambda: Mask.full(3, -1), ["keys", "-1"]),
         (lambda: Mask.documents([0, 3, 8], window=(-7, 0)), ["-7"]),
         (lambda: Mask.documents([]), ["[]"]),
         (lambda: Mask.documents([1, 3]), ["[1, 3]"]),

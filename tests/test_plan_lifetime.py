@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from canon import Mask, fast, reference
-from canon.fast import device_plans
 from canon.reference import plan_cache
 from canon.reference.plan_cache import PlanCache, sizes
 from canon.testing import process_groups
@@ -133,7 +132,7 @@ def test_a_captured_graph_keeps_its_plans(monkeypatch):
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(x, y) for x, y in zip(replayed, expected, strict=True))
-    assert device_plans._captured
+    assert plan_cache._captured
     del blocks
 
 

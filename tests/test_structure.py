@@ -24,6 +24,7 @@ VOCABULARY = {
     "checks",
     "differentiable",
     "digests",
+    "group_arguments",
     "group_backends",
     "group_state",
     "liveness",

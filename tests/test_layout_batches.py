@@ -1,0 +1,120 @@
+"""`Layout.shard_batch` divides a training batch, with positions in documents and labels shifted before the division."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canon import Layout
+from canon.testing import process_groups
+
+KINDS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
+
+
+def in_documents(cu_seqlens):
+    """Return the position of each token in its document, and whether the next token is in the same one."""
+    spans = [range(b - a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+    return [i for span in spans for i in span], [i + 1 < len(span) for span in spans for i in span]
+
+
+@given(st.data(), st.sampled_from(sorted(KINDS)), st.integers(0, 20), st.integers(1, 5), st.integers(1, 3))
+def test_every_entry_is_divided_and_labels_are_shifted_inside_documents(data, kind, n, ranks, b):
+    layout = KINDS[kind](n, ranks)
+    ends = data.draw(st.none() | st.lists(st.integers(0, n), max_size=4).map(lambda cuts: [0, *sorted(cuts), n]))
+    given_positions = data.draw(st.booleans())
+    positions, continues = in_documents(ends or [0, n])
+    batch = {
+        "input_ids": torch.arange(b * n).view(b, n),
+        "labels": torch.arange(b * n).view(b, n) + 7,
+        "pixels": torch.randn(b, n, 2, 3),
+    }
+    if given_positions:
+        batch["position_ids"] = torch.tensor(positions, dtype=torch.int64).expand(b, n)
+    next_label = torch.full((b, n), -100)
+    for place, more in enumerate(continues):
+        if more:
+            next_label[:, place] = batch["labels"][:, place + 1]
+    for rank in range(ranks):
+        part = layout.shard_batch(batch, rank, None if given_positions else ends)
+        held = layout.positions(rank)
+        assert set(part) == {"input_ids", "labels", "pixels", "position_ids", "shift_labels"}
+        for name, x in batch.items():
+            assert part[name].equal(x[:, held])
+        expected = torch.tensor(positions, dtype=torch.int64)[held].expand(b, -1)
+        assert part["position_ids"].equal(expected)
+        assert part["shift_labels"].equal(next_label[:, held])
+
+
+def test_rows_may_have_different_documents():
+    batch = {
+        "labels": torch.arange(12).view(2, 6),
+        "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]]),
+    }
+    part = Layout.contiguous(6, 1).shard_batch(batch, 0)
+    assert part["shift_labels"].tolist() == [[1, -100, 3, 4, 5, -100], [7, 8, 9, -100, 11, -100]]
+
+
+def test_cu_seqlens_divides_labels_even_if_positions_do_not_restart():
+    batch = {"labels": torch.arange(6)[None], "position_ids": torch.arange(6)[None]}
+    part = Layout.contiguous(6, 1).shard_batch(batch, 0, torch.tensor([0, 2, 6]))
+    assert part["shift_labels"].tolist() == [[1, -100, 3, 4, 5, -100]]
+    assert part["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_given_shift_labels_are_divided_as_they_are():
+    batch = {"labels": torch.zeros(1, 4), "shift_labels": torch.tensor([[5, 6, 7, 8]])}
+    assert Layout.striped(4, 2).shard_batch(batch, 1)["shift_labels"].tolist() == [[6, 8]]
+
+
+def test_the_batch_itself_is_unchanged():
+    batch = {"labels": torch.arange(4)[None]}
+    Layout.contiguous(4, 1).shard_batch(batch, 0)
+    assert list(batch) == ["labels"]
+    assert batch["labels"].tolist() == [[0, 1, 2, 3]]
+
+
+IDS = torch.zeros(2, 8, dtype=torch.int64)
+
+
+@pytest.mark.usefixtures("own_errors")
+@pytest.mark.parametrize(
+    ("batch", "more", "error", "message"),
+    [
+        ({"input_ids": IDS[0]}, {}, ValueError, "'input_ids' must be (b, 8, ...), with all tokens"),
+        ({"input_ids": IDS[0]}, {}, ValueError, "got (8,): pass x[None]"),
+        ({"attention_mask": torch.zeros(2, 1, 8, 8)}, {}, ValueError, "got (2, 1, 8, 8): leave it out"),
+        ({"input_ids": IDS[:, :4]}, {}, ValueError, "got (2, 4)"),
+        ({"num_items": torch.tensor(3)}, {}, ValueError, "'num_items' must be (b, 8, ...)"),
+        (
+            {"text": ["a", "b"]},
+            {},
+            TypeError,
+            "entry 'text' must be a plain tensor, got ['a', 'b'] (list): leave it out",
+        ),
+        ({"labels": None}, {}, TypeError, "entry 'labels' must be a plain tensor, got None"),
+        ({"labels": IDS.float()}, {}, ValueError, "labels must be whole numbers (b, n)"),
+        ({"labels": torch.zeros(2, 8, 3, dtype=torch.int64)}, {}, ValueError, "labels must be whole numbers (b, n)"),
+        ({"labels": IDS, "position_ids": torch.zeros(2, 8, 3)}, {}, ValueError, "to find documents, got (2, 8, 3)"),
+        ({}, {}, TypeError, "batch must be a dict of one or more tensors, got {}"),
+        (IDS, {}, TypeError, "batch must be a dict of one or more tensors"),
+        ({"input_ids": IDS}, {"cu_seqlens": [0, 7]}, ValueError, "cu_seqlens ends at 7, the layout has 8 tokens"),
+        ({"input_ids": IDS}, {"cu_seqlens": [0, 9, 8]}, ValueError, "cu_seqlens must not decrease"),
+        ({"input_ids": IDS}, {"rank": 2}, ValueError, "rank 2 is not one of the layout's 2"),
+    ],
+)
+def test_other_entries_are_named(batch, more, error, message):
+    with pytest.raises(error) as raised:
+        Layout.zigzag(8, 2).shard_batch(batch, **{"rank": 0, **more})
+    assert message in str(raised.value)
+
+
+def refuse_a_dtensor():
+    from torch.distributed.tensor import DTensor, Replicate
+
+    x = DTensor.from_local(IDS, torch.distributed.init_device_mesh("cpu", (1,)), [Replicate()])
+    with pytest.raises(TypeError, match="entry 'input_ids' must be a plain tensor"):
+        Layout.contiguous(8, 1).shard_batch({"input_ids": x}, 0)
+
+
+def test_a_dtensor_is_named():
+    process_groups.processes(refuse_a_dtensor, 1)

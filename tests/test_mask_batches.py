@@ -1,0 +1,98 @@
+"""Masks of batches equal their boolean matrices: packed positions, padding, and the masks of pi0."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canon import Mask
+from canon.reference import mask_cells
+
+
+@st.composite
+def packs(draw):
+    """Draw the lengths of packed documents for some sequences of n tokens."""
+    n = draw(st.integers(0, 9))
+    cuts = draw(st.lists(st.sets(st.integers(1, max(1, n - 1))), max_size=3))
+    ends = [sorted({0, *(cut for cut in some if cut < n), n}) for some in cuts]
+    return n, [[b - a for a, b in zip(e, e[1:], strict=False)] for e in ends]
+
+
+@given(packs())
+def test_position_ids_that_restart_at_0_make_the_mask_of_packed_documents(pack):
+    n, lengths = pack
+    rows = [[i for length in some for i in range(length)] for some in lengths]
+    documents = [[d for d, length in enumerate(some) for _ in range(length)] for some in lengths]
+    masks = Mask.from_position_ids(torch.tensor(rows, dtype=torch.int32).reshape(len(rows), n))
+    assert isinstance(masks, tuple)
+    assert len(masks) == len(rows)
+    for mask, row, document in zip(masks, rows, documents, strict=True):
+        of = torch.tensor(document, dtype=torch.int64)
+        assert mask.dense().equal((of[:, None] == of) & torch.ones(n, n).tril().bool())
+        assert mask == Mask.from_position_ids(row) == Mask.from_position_ids(torch.tensor(row, dtype=torch.int64))
+    if rows:
+        assert Mask.from_position_ids(rows) == masks
+
+
+def test_padding_with_position_0_or_1_is_refused_or_documents_of_one_token():
+    """Collators pad with 0 on the right, which is a document of its own, or with 1 on the left."""
+    assert Mask.from_position_ids([0, 1, 2, 0, 0]) == Mask.documents([0, 3, 4, 5])
+    with pytest.raises(ValueError, match=r"position_ids\[0\] is 1: .* for padding use Mask.padding"):
+        Mask.from_position_ids([1, 1, 0, 1, 2])
+
+
+@given(st.data(), st.integers(0, 9), st.booleans())
+def test_padding_sees_nothing_and_is_not_seen(data, n, causal):
+    lengths = data.draw(st.lists(st.integers(0, n), max_size=4))
+    masks = Mask.padding(lengths, n, causal)
+    i = torch.arange(n)
+    assert len(masks) == len(lengths)
+    for mask, length in zip(masks, lengths, strict=True):
+        expected = (i[:, None] < length) & (i < length)
+        assert mask.dense().equal(expected.tril() if causal else expected)
+        valid = [place < length for place in range(n)]
+        assert mask == Mask.block_causal(range(n) if causal else [0] * n, q_valid=valid, k_valid=valid)
+    assert Mask.padding(torch.tensor(lengths, dtype=torch.int64), n, causal) == masks
+
+
+def make_att_2d_masks(pad_masks, att_masks):
+    """Return the definition of pi0's masks (big_vision): bool [b, n, n]."""
+    levels = att_masks.cumsum(1)
+    return (levels[:, None, :] <= levels[:, :, None]) & pad_masks[:, None, :] & pad_masks[:, :, None]
+
+
+@given(st.data(), st.integers(0, 3), st.integers(0, 9))
+def test_block_causal_of_a_batch_has_the_cells_of_pi0(data, b, n):
+    bits = st.lists(st.lists(st.integers(0, 1), min_size=n, max_size=n), min_size=b, max_size=b)
+    att, pad = (torch.tensor(data.draw(bits), dtype=torch.int64).reshape(b, n) for _ in range(2))
+    masks = Mask.block_causal(att.cumsum(1), q_valid=pad.bool(), k_valid=pad.bool())
+    assert isinstance(masks, tuple)
+    assert len(masks) == b
+    for mask, expected in zip(masks, make_att_2d_masks(pad.bool(), att), strict=True):
+        assert mask.dense().equal(expected)
+
+
+def test_arguments_of_one_sequence_serve_the_whole_batch():
+    """Here queries are the last two tokens of a sequence of five, as when actions are decoded."""
+    valid = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 0, 1, 1]])
+    masks = Mask.block_causal([2, 2], [0, 0, 1, 2, 2], k_valid=valid)
+    assert masks == tuple(Mask.block_causal([2, 2], [0, 0, 1, 2, 2], k_valid=row) for row in valid)
+    assert isinstance(masks, tuple)
+    assert masks[1].dense().tolist() == [[True, False, False, True, True]] * 2
+
+
+@pytest.mark.parametrize("make", [Mask.from_position_ids, Mask.block_causal], ids=["positions", "blocks"])
+def test_a_batch_is_copied_to_the_cpu_once(make, monkeypatch):
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copied.append(x.shape) or x)
+    assert make(torch.arange(64).repeat(8, 1)) == (Mask.causal(64),) * 8
+    assert copied == [(8, 64)]
+
+
+def test_a_pickled_mask_is_not_proved_again(monkeypatch):
+    mask = Mask.documents(range(0, 5000, 5))
+    packed = pickle.dumps(mask)
+    monkeypatch.setattr(mask_cells, "check_disjoint", None)  # calling it would raise
+    assert pickle.loads(packed) == mask

@@ -1,0 +1,124 @@
+"""`Layout.redistribute` moves each token to its rank in another layout, and gradients back."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canon import Layout, Mask, reference
+from canon.reference import plan_cache
+from canon.testing import process_groups
+
+KINDS = {
+    "contiguous": Layout.contiguous,
+    "zigzag": Layout.zigzag,
+    "striped": Layout.striped,
+    "dispatched": lambda n, ranks: reference.dispatch(Mask.documents([0, n // 3, n]), ranks, chunk=1),
+    "on the last rank": lambda n, ranks: Layout(
+        [*([] for _ in range(ranks - 1)), [range(n // 2, n), range(n // 2)]], n
+    ),
+}
+
+
+def moved(n, ranks, kinds, dim):
+    """Redistribute on every rank. Return whether tokens, gradients and second derivatives are those of indexing."""
+    layout, to = (KINDS[kind](n, ranks) for kind in kinds)
+    shape = [2, 3, 2]
+    shape[dim] = n
+    x, weight = torch.randn(2, *shape, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    rank = dist.get_rank()
+    mine = layout.shard(x, rank, dim).requires_grad_()
+    there = layout.redistribute(mine, to, dim=dim)
+    expected = to.shard(x, rank, dim)
+    (gradient,) = torch.autograd.grad((there.pow(2) * to.shard(weight, rank, dim)).sum(), mine, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), mine)
+    weight = layout.shard(weight, rank, dim)
+    return there.equal(expected) and gradient.allclose(2 * mine * weight) and second.allclose(2 * weight)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 13), st.integers(1, 4), st.tuples(*[st.sampled_from(sorted(KINDS))] * 2), st.integers(-1, 2))
+def test_tokens_move_to_the_other_layout_and_gradients_back(n, ranks, kinds, dim):
+    assert all(process_groups.threads(functools.partial(moved, n, ranks, kinds, dim), ranks))
+
+
+def move_on_processes():
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    layout, to = Layout.zigzag(11, 2), Layout.striped(11, 2)
+    for name in ("dp", "cp"):
+        rank = mesh[name].get_local_rank()
+        for x in (
+            torch.arange(22).view(2, 11),
+            torch.arange(22).view(2, 11) % 3 == 0,
+            torch.arange(11)[None].bfloat16(),
+        ):
+            assert layout.redistribute(layout.shard(x, rank), to, group=mesh[name]).equal(to.shard(x, rank))
+    return moved(13, 4, ("zigzag", "on the last rank"), 1)
+
+
+def test_processes_move_integers_booleans_and_bfloat16_in_slices_of_a_mesh():
+    assert all(process_groups.processes(move_on_processes, 4))
+
+
+def test_no_rank_holds_the_full_tensor(monkeypatch):
+    sizes, exchange = [], dist.all_to_all_single
+
+    def recording(output, input, *splits, **options):
+        sizes.append((len(output), len(input)))
+        return exchange(output, input, *splits, **options)
+
+    monkeypatch.setattr(dist, "all_to_all_single", recording)
+    layout, to = Layout.contiguous(12, 4), Layout.zigzag(12, 4)
+    process_groups.threads(lambda: layout.redistribute(torch.zeros(1, 3), to), 4)
+    assert sorted(sizes) == [(to.size(r), layout.size(r)) for r in range(4)] == [(3, 3)] * 4  # one exchange each
+
+
+@pytest.mark.usefixtures("own_errors")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(to=Layout.zigzag(9, 2)), "redistribute: to has 9 tokens on 2 ranks, the layout 8 on 2"),
+        (dict(to=Layout.zigzag(8, 3)), "redistribute: to has 8 tokens on 3 ranks, the layout 8 on 2"),
+        (dict(to="zigzag"), "redistribute: to must be a Layout, got 'zigzag'"),
+        (dict(x=torch.zeros(1, 5)), "redistribute: rank 1 of 2 has 5 tokens along dim 1; the layout is for 2 ranks"),
+        (dict(dim=2), "redistribute: x of shape (1, 4) has no dim 2"),
+        (dict(x=torch.zeros(1, 4, dtype=torch.float64)), "dtype: rank 0: torch.float32; rank 1: torch.float64"),
+        (dict(to=Layout.striped(8, 2)), "to: rank 0: Layout("),
+        (dict(x=torch.zeros(1, 4).requires_grad_()), "requires_grad: rank 0: False; rank 1: True"),
+    ],
+)
+def test_a_wrong_argument_on_one_rank_raises_on_every_rank(wrong, message):
+    def program():
+        given = dict(x=torch.zeros(1, 4), to=Layout.zigzag(8, 2)) | (wrong if dist.get_rank() == 1 else {})
+        with pytest.raises((TypeError, ValueError)) as raised:
+            Layout.contiguous(8, 2).redistribute(given.pop("x"), given.pop("to"), **given)
+        assert message in str(raised.value)
+
+    process_groups.threads(program, 2)
+
+
+def test_a_repeated_call_plans_nothing(monkeypatch):
+    monkeypatch.setattr(plan_cache, "PLANS", cache := plan_cache.PlanCache())
+    layout, to = Layout.contiguous(8, 1), Layout([[range(4, 8), range(4)]], 8)
+
+    def all_operations():
+        layout.redistribute(torch.zeros(1, 8), to)
+        layout.unshard(layout.shard(torch.zeros(1, 8), 0))
+        return cache.made
+
+    assert all_operations() == all_operations() == 2  # a route and positions
+
+
+@pytest.mark.usefixtures("own_errors")
+def test_cached_positions_cannot_be_changed_through_the_layout():
+    layout = Layout.zigzag(8, 2)
+    x = torch.arange(8)[None]
+    assert layout.shard(x, 0).tolist() == [[0, 1, 6, 7]]
+    layout.positions(0).zero_()
+    assert layout.shard(x, 0).tolist() == [[0, 1, 6, 7]]
+    for wrong in (False, [0], 2):  # equal to a known key, unhashable, or too large
+        with pytest.raises((TypeError, ValueError), match="^rank"):
+            layout.shard(x, wrong)
