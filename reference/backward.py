@@ -20,7 +20,7 @@ cannot finish both tile by tile, so there are three methods. They compute the sa
     "head_parallel"  as "split"; each query head has its own dk         4 + 3                 one owner for
                      and dv, which are added in head order at the end                         each element
 
-This module adds in one fixed order with every method.
+This module adds in one fixed order with every method. "auto" is "split".
 
 Cost: fused takes 2 b h area (3 d + 2 dv) FLOPs and b h area exponentials. The others take 2 b h area (4 d + 3 dv) FLOPs
 and 2 b h area exponentials. area counts the visible cells of the mask. Nothing is sent.
@@ -78,7 +78,7 @@ def attention_backward(
         mask: the visible cells of these queries x these keys.
         scale: factor of the scores; None is 1 / sqrt(d).
         delta: rowsum(dout * out) - dlse, (b, h, t), if the caller has it; dlse must then be None.
-        method: "fused", "split", "head_parallel", or "auto" (in this half: "split").
+        method: "fused", "split", "head_parallel", or "auto": see the module's docstring.
         grad_dtype: dtype of the results; None is the dtype of q.
         needs_grad: whether q, k and v need a gradient. A gradient that is not needed is None. The work for dq
             is skipped if q needs none, the work for dk and dv if neither k nor v needs one.
@@ -86,7 +86,7 @@ def attention_backward(
     Raises:
         ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both given, or an unknown method.
 
-    Source: Dao, FlashAttention-2 (2023), algorithm 2; for the methods see the module's docstring.
+    The result is not differentiable. Source: Dao, FlashAttention-2 (2023), algorithm 2; methods: the module's docstring.
     """
     check_tensors(q, k, v)
     check_mask(q, k, mask)

@@ -103,6 +103,15 @@ def check_gradients(
         raise ValueError("pass dlse or delta, not both: delta = rowsum(dout * out) - dlse includes dlse")
 
 
+def check_parts(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Raise ValueError unless the two parts of a merge have equal shapes."""
+    if out.shape != other_out.shape or lse.shape != other_lse.shape:
+        raise ValueError(
+            f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
+            f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
+        )
+
+
 def check_method(name: str, method: str) -> None:
     """Raise ValueError unless ``method`` is one of the backward methods."""
     if not isinstance(method, str) or method not in METHODS:

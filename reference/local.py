@@ -26,8 +26,10 @@ from torch import Tensor
 from canon.reference.backward import attention_backward
 from canon.reference.checks import (
     accumulate_dtype,
+    batched,
     check_mask,
     check_method,
+    check_parts,
     check_tensors,
     default_mask,
     default_scale,
@@ -61,7 +63,7 @@ def attention(
         q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b. h is a multiple of g. Any strides.
         mask: the visible cells of t queries x s keys; None is causal and needs t = s.
         scale: factor of the scores, finite; None is 1 / sqrt(d).
-        backward: "fused", "split", "head_parallel", or "auto" (in this half: "split"). See `backward.py`.
+        backward: "fused", "split", "head_parallel", or "auto": the methods of `attention_backward`.
         return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
             for float64). It is differentiable.
 
@@ -104,9 +106,7 @@ def attention_forward(
     """
     check_tensors(q, k, v)
     check_mask(q, k, mask)
-    packed = q.ndim == 3
-    if packed:
-        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    packed, (q, k, v) = q.ndim == 3, batched(q, k, v)
     out, lse = tiled_forward(q, k, v, mask, scale=default_scale(q, scale), out_dtype=out_dtype or q.dtype)
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
@@ -159,11 +159,7 @@ def merge(
     A part in which a query sees no key (lse -inf) has no weight, whatever its out holds. The result is not
     differentiable. Raises ValueError if the shapes differ. Source: Dao, FlashAttention-2 (2023), section 2.3.1.
     """
-    if out.shape != other_out.shape or lse.shape != other_lse.shape:
-        raise ValueError(
-            f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
-            f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
-        )
+    check_parts(out, lse, other_out, other_lse)
     merged = torch.logaddexp(lse, other_lse)
 
     def weighted(part, part_lse):
