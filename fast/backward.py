@@ -31,7 +31,7 @@ Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton
 TensorAuto/OpenTau pull request 376.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -56,6 +56,7 @@ from canon.reference.checks import (
     under_autocast,
 )
 from canon.reference.mask import Mask
+from canon.reference.packing import differentiate_each
 from canon.reference.plan_cache import cached_plan
 
 __all__ = ["attention_backward"]
@@ -88,7 +89,7 @@ def attention_backward(
     v: Float[Tensor, "*b s g dv"],
     out: Float[Tensor, "*b t h dv"],
     lse: Float[Tensor, "*b h t"],
-    mask: Mask,
+    mask: Mask | Sequence[Mask],
     *,
     scale: float | None = None,
     dlse: Float[Tensor, "*b h t"] | None = None,
@@ -104,6 +105,11 @@ def attention_backward(
         RuntimeError: CPU tensors without Triton's interpreter; "fused" under `torch.use_deterministic_algorithms(True)`
             where it cannot repeat its bits.
     """
+    if isinstance(mask, (tuple, list)):
+        return differentiate_each(
+            attention_backward, dout, q, k, v, out, lse, mask,
+            scale=scale, dlse=dlse, delta=delta, method=method, grad_dtype=grad_dtype, needs_grad=needs_grad,
+        )  # fmt: skip
     check_tensors(q, k, v)
     check_mask(q, k, mask)
     check_gradients(dout, q, v, out, lse, dlse, delta)

@@ -16,7 +16,7 @@ cells, cut by two diagonals (`canon.reference.band`). There is no dropout, bias 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,7 @@ from canon.reference.checks import (
     under_autocast,
 )
 from canon.reference.mask import Mask
+from canon.reference.packing import attend_each
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
@@ -54,7 +55,7 @@ def attention(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b s g d"],
     v: Float[Tensor, "*b s g dv"],
-    mask: Mask | None = None,
+    mask: Mask | Sequence[Mask] | None = None,
     *,
     scale: float | None = None,
     backward: str = "auto",
@@ -64,12 +65,14 @@ def attention(
 
     If the largest score of a query is beyond this range, its out and lse are NaN. They may also be NaN if one of its scores
     is below -2e9. A NaN or an infinity at one token reaches the tokens that see it, and others in the same tile, even of
-    another document: `canon.fast.kernels.triton.launch` has the table.
+    another document or, with a mask for each sequence, another sequence: `canon.fast.kernels.triton.launch` has the table.
 
     Raises:
         ValueError: the widths need more shared memory than the device has.
         RuntimeError: CPU tensors without Triton's interpreter.
     """
+    if isinstance(mask, (tuple, list)):
+        return attend_each(attention, q, k, v, mask, scale=scale, backward=backward, return_lse=return_lse)
     call = _checked_call(q, k, v, mask, scale, backward)
     return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
 
@@ -143,11 +146,13 @@ def attention_forward(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b s g d"],
     v: Float[Tensor, "*b s g dv"],
-    mask: Mask,
+    mask: Mask | Sequence[Mask],
     *,
     scale: float | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+    if isinstance(mask, (tuple, list)):
+        return attend_each(attention_forward, q, k, v, mask, scale=scale, out_dtype=out_dtype)
     check_tensors(q, k, v)
     check_mask(q, k, mask)
     packed, (q, k, v) = q.ndim == 3, batched(q, k, v)

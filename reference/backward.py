@@ -32,6 +32,8 @@ Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; split: jax-ml/jax-triton
 TensorAuto/OpenTau pull request 376.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -46,6 +48,7 @@ from canon.reference.checks import (
     under_autocast,
 )
 from canon.reference.mask import Mask
+from canon.reference.packing import differentiate_each
 from canon.reference.tiles import read, read_keys, visible_tiles
 
 __all__ = ["attention_backward"]
@@ -59,7 +62,7 @@ def attention_backward(
     v: Float[Tensor, "*b s g dv"],
     out: Float[Tensor, "*b t h dv"],
     lse: Float[Tensor, "*b h t"],
-    mask: Mask,
+    mask: Mask | Sequence[Mask],
     *,
     scale: float | None = None,
     dlse: Float[Tensor, "*b h t"] | None = None,
@@ -75,7 +78,7 @@ def attention_backward(
 
     Args:
         dout, dlse: gradients of out and lse; dlse=None is zero.
-        mask: the visible cells of these queries x these keys.
+        mask: the visible cells of these queries x these keys, or b Masks, one for each sequence.
         scale: factor of the scores; None is 1 / sqrt(d).
         delta: rowsum(dout * out) - dlse, (b, h, t), if the caller has it; dlse must then be None.
         method: "fused", "split", "head_parallel", or "auto": see the module's docstring.
@@ -88,6 +91,11 @@ def attention_backward(
 
     The result is not differentiable. Source: Dao, FlashAttention-2 (2023), algorithm 2; methods: the module's docstring.
     """
+    if isinstance(mask, (tuple, list)):
+        return differentiate_each(
+            attention_backward, dout, q, k, v, out, lse, mask,
+            scale=scale, dlse=dlse, delta=delta, method=method, grad_dtype=grad_dtype, needs_grad=needs_grad,
+        )  # fmt: skip
     check_tensors(q, k, v)
     check_mask(q, k, mask)
     check_gradients(dout, q, v, out, lse, dlse, delta)

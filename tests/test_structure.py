@@ -27,6 +27,7 @@ VOCABULARY = {
     "group_backends",
     "group_state",
     "liveness",
+    "packing",
     "plan",
     "plan_cache",
     "report",
