@@ -1,4 +1,8 @@
-"""Fast kernels for the functions of `canon.reference`, with the same modules, signatures and defaults."""
+"""Fast kernels for the functions of `canon.reference`, with the same modules, signatures, defaults and docstrings.
+
+Without Triton's interpreter, a function that launches a kernel raises RuntimeError for CPU tensors. The docstring of
+`attention` gives the range of scores and the reach of a NaN, for all functions.
+"""
 
 from canon.fast.device import backend
 from canon.fast.local import attention, attention_backward, attention_forward, merge

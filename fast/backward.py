@@ -31,7 +31,7 @@ Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton
 TensorAuto/OpenTau pull request 376.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -39,10 +39,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from canon import reference
 from canon.fast.device import check_device, kernels_for
 from canon.fast.kernels.launcher import multiprocessor_count
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.prepared import replayed
+from canon.fast.twins import twin_of
 from canon.reference.checks import (
     accumulate_dtype,
     batched,
@@ -54,6 +56,7 @@ from canon.reference.checks import (
     under_autocast,
 )
 from canon.reference.mask import Mask
+from canon.reference.packing import differentiate_each
 from canon.reference.plan_cache import cached_plan
 
 __all__ = ["attention_backward"]
@@ -77,6 +80,7 @@ class QueryInputs(NamedTuple):
         return QueryInputs(self.dout[:, :, heads], self.q[:, :, heads], self.lse[:, heads], self.delta[:, heads])
 
 
+@twin_of(reference.attention_backward)
 @under_autocast("dout", "q", "k", "v", "out")
 def attention_backward(
     dout: Float[Tensor, "*b t h dv"],
@@ -85,7 +89,7 @@ def attention_backward(
     v: Float[Tensor, "*b s g dv"],
     out: Float[Tensor, "*b t h dv"],
     lse: Float[Tensor, "*b h t"],
-    mask: Mask,
+    mask: Mask | Sequence[Mask],
     *,
     scale: float | None = None,
     dlse: Float[Tensor, "*b h t"] | None = None,
@@ -94,27 +98,18 @@ def attention_backward(
     grad_dtype: torch.dtype | None = None,
     needs_grad: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Float[Tensor, "*b t h d"] | None, Float[Tensor, "*b s g d"] | None, Float[Tensor, "*b s g dv"] | None]:
-    """Return dq, dk and dv of these queries and keys. ``out`` and ``lse`` are over *all* keys, held here or elsewhere.
-
-    lse normalises over all keys, so the parts of a gradient that ranks or steps compute add up.
-    Not differentiable.
-
-    Args:
-        dout, dlse: gradients of out (b, t, h, dv) and of lse (b, h, t); None is zero.
-        delta: rowsum(dout * out) - dlse, (b, h, t), if it was computed before; then dlse must be None.
-        method: "split", "fused", "head_parallel", or "auto": see the module's docstring.
-        grad_dtype: dtype of the results; None is that of q. float32 results are not rounded after accumulation.
-        needs_grad: whether q, k and v need a gradient. The others return None and cost nothing. One kernel computes dk
-            and dv: if one of them is needed, both are computed.
+    """Compute dk and dv both, if one of them is needed: one kernel writes them.
 
     Raises:
-        ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both given, the method is unknown,
-            or the widths need more shared memory than the device has.
+        ValueError: the widths need more shared memory than the device has.
         RuntimeError: CPU tensors without Triton's interpreter; "fused" under `torch.use_deterministic_algorithms(True)`
             where it cannot repeat its bits.
-
-    Source: Dao, FlashAttention-2 (2023), algorithm 2; the methods: see the module's docstring.
     """
+    if isinstance(mask, (tuple, list)):
+        return differentiate_each(
+            attention_backward, dout, q, k, v, out, lse, mask,
+            scale=scale, dlse=dlse, delta=delta, method=method, grad_dtype=grad_dtype, needs_grad=needs_grad,
+        )  # fmt: skip
     check_tensors(q, k, v)
     check_mask(q, k, mask)
     check_gradients(dout, q, v, out, lse, dlse, delta)

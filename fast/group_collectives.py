@@ -20,10 +20,12 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon import reference
 from canon.fast.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import areas_and_needs, union_of_intervals
 from canon.fast.transport import transport_for
+from canon.fast.twins import twin_of
 from canon.reference.call import agreed_cast
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
@@ -36,14 +38,8 @@ from canon.reference.report import PlanReport
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
 
+@twin_of(reference.cast_plan)
 def cast_plan(mask: Mask, layout: Layout, *, stages: int = 1) -> CastPlan:
-    """Return the transfers of all ranks: the tokens that each rank receives, by source. Pure and cached; nothing is sent.
-
-    Args: ``mask`` over the whole sequence; any ``layout``; ``stages``, the number of casts, or fewer for few tokens. With
-        0 there is one cast, and one step uses its keys together with the rank's own.
-    Raises ValueError if the mask does not fit the layout's tokens, or ``stages`` is not a whole number >= 0.
-    Source: the module's docstring.
-    """
     check_cast(mask, layout, stages)
     return _cast_plan(mask, layout, stages)
 
@@ -56,13 +52,8 @@ def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
     return CastPlan(mask, layout, stages, staged([[tuple(pieces) for pieces in line] for line in remote], stages))
 
 
+@twin_of(reference.plan_report)
 def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
-    """Return the cost of a layout under a mask: for each rank its area and the tokens that it receives and sends.
-
-    Args: ``chunk``, the number of tokens that a plan keeps together, for the lower bound; by default that of `dispatch`.
-    Raises ValueError if the mask does not fit the layout's tokens, or chunk < 1; TypeError for arguments of other types.
-    Source: the module's docstring.
-    """
     check_cast(mask, layout, 0)
     chunk = checked_chunk(chunk, layout.tokens, layout.ranks)
     held = _Holdings(layout)
@@ -125,16 +116,10 @@ def _transfers(mask: Mask, layout: Layout) -> tuple[np.ndarray, ...]:
 
 
 # ---------------------------------------------------------------------- transfers
+@twin_of(reference.group_cast)
 def group_cast(
     x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: Group = None
 ) -> Float[Tensor, "received ..."]:
-    """Return the tokens of other ranks that this rank receives in cast ``stage``, by source and then by row. A collective.
-
-    Args: ``x``, this rank's tokens, outermost; ``plan``, equal on all ranks; ``stage``, the index of the cast; ``group``,
-        a ProcessGroup or a DeviceMesh of one dimension, None for all ranks.
-    Not differentiable; its transpose is `group_reduce`. Raises ValueError if x, the group or the stage do not fit the plan.
-    Source: the module's docstring.
-    """
     group, rank, sizes = agreed_cast("group_cast", x, plan, stage, group)
     received = x.new_empty(sum(sizes.received), *x.shape[1:])
     sent = x.index_select(0, rows_sent(plan, stage, rank, x.device))
@@ -142,6 +127,7 @@ def group_cast(
     return received
 
 
+@twin_of(reference.group_reduce)
 def group_reduce(
     y: Float[Tensor, "received ..."],
     plan: CastPlan,
@@ -150,12 +136,6 @@ def group_reduce(
     *,
     group: Group = None,
 ) -> Float[Tensor, "t ..."]:
-    """Add the rows of ``y`` of all ranks to their owners' ``into``, in place and in rank order, and return it. A collective.
-
-    Args: ``y``, one row for each token that this rank received in cast ``stage``, in that order. It travels in its own
-        dtype and is added in that of ``into``, this rank's tokens. The rest as `group_cast`, its transpose.
-    Raises ValueError if y, into, the group or the stage do not fit the plan. Source: the module's docstring.
-    """
     group, rank, _ = agreed_cast("group_reduce", y, plan, stage, group, into)
     total = into.contiguous()
     GroupReduce(y.contiguous(), plan, stage, rank, total, group).wait()

@@ -16,71 +16,63 @@ cells, cut by two diagonals (`canon.reference.band`). There is no dropout, bias 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from canon import reference
 from canon.fast.backward import attention_backward, gradients
 from canon.fast.device import check_device, kernels_for
 from canon.fast.differentiable import differentiable
 from canon.fast.kernels.triton import launch
 from canon.fast.prepared import replayed
+from canon.fast.twins import twin_of
 from canon.reference import plan_cache
 from canon.reference.checks import (
     accumulate_dtype,
     batched,
     check_mask,
     check_method,
+    check_parts,
     check_tensors,
     default_mask,
     default_scale,
     under_autocast,
 )
 from canon.reference.mask import Mask
+from canon.reference.packing import attend_each
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
 
+@twin_of(reference.attention)
 @torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def attention(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b s g d"],
     v: Float[Tensor, "*b s g dv"],
-    mask: Mask | None = None,
+    mask: Mask | Sequence[Mask] | None = None,
     *,
     scale: float | None = None,
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Return softmax(scale * q k^T) v over the visible cells, and on request lse, the log of the softmax's denominator.
+    """Limit scores, scale * q k, to 1e7 in magnitude (6e15 in float64), and values to 1e21.
 
-    A query that sees no key gets out 0 and lse -inf. Keys that no query sees and queries that see no key may hold
-    anything, NaN included. Differentiable in q, k, v, through out and through lse.
-
-    Scores, scale * q k, may be up to 1e7 in magnitude (6e15 in float64), and values up to 1e21. If the largest score of a
-    query is beyond this range, its out and lse are NaN. They may also be NaN if one of its scores is below -2e9. A NaN or
-    an infinity at one token reaches the tokens that see it, and others in the same tile, even of another document:
-    `canon.fast.kernels.triton.launch` has the table. Autocast casts q, k, v as it does for
-    `torch.nn.functional.scaled_dot_product_attention`.
-
-    Args:
-        q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b; h a multiple of g; any strides.
-        mask: the visible cells; None is causal and needs as many queries as keys.
-        scale: factor of the scores, finite; None is 1 / sqrt(d).
-        backward: "fused", "split", "head_parallel", or "auto": see `attention_backward`.
-        return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64).
+    If the largest score of a query is beyond this range, its out and lse are NaN. They may also be NaN if one of its scores
+    is below -2e9. A NaN or an infinity at one token reaches the tokens that see it, and others in the same tile, even of
+    another document or, with a mask for each sequence, another sequence: `canon.fast.kernels.triton.launch` has the table.
 
     Raises:
-        ValueError: shapes, dtypes, devices or the mask do not fit together, ``backward`` is unknown, or the widths need
-            more shared memory than the device has.
+        ValueError: the widths need more shared memory than the device has.
         RuntimeError: CPU tensors without Triton's interpreter.
-
-    Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
+    if isinstance(mask, (tuple, list)):
+        return attend_each(attention, q, k, v, mask, scale=scale, backward=backward, return_lse=return_lse)
     call = _checked_call(q, k, v, mask, scale, backward)
     return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
 
@@ -148,23 +140,19 @@ def _checked_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: flo
     return call if key is None else plan_cache.PLANS.put(key, call)
 
 
+@twin_of(reference.attention_forward)
 @under_autocast("q", "k", "v")
 def attention_forward(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b s g d"],
     v: Float[Tensor, "*b s g dv"],
-    mask: Mask,
+    mask: Mask | Sequence[Mask],
     *,
     scale: float | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Return out (b, t, h, dv) and lse (b, h, t) over these keys alone: a whole result, or a part to `merge`.
-
-    Args: as `attention`. ``out_dtype``: dtype of out; None is that of q. A float32 out is not rounded after accumulation:
-    distributed functions merge such parts and round once, at the end. Not differentiable.
-    Raises ValueError if the arguments do not fit, RuntimeError for CPU tensors without Triton's interpreter.
-    Source: Dao, FlashAttention-2 (2023), algorithm 1.
-    """
+    if isinstance(mask, (tuple, list)):
+        return attend_each(attention_forward, q, k, v, mask, scale=scale, out_dtype=out_dtype)
     check_tensors(q, k, v)
     check_mask(q, k, mask)
     packed, (q, k, v) = q.ndim == 3, batched(q, k, v)
@@ -206,6 +194,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Ma
     kernels_for(q, v).forward(q, k, v, mask, scale, out, lse)
 
 
+@twin_of(reference.merge)
 @under_autocast()
 def merge(
     out: Float[Tensor, "*b t h dv"],
@@ -213,18 +202,7 @@ def merge(
     other_out: Float[Tensor, "*b t h dv"],
     other_lse: Float[Tensor, "*b h t"],
 ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Return attention over the keys of two disjoint parts: out in the dtype of ``out``, and lse.
-
-        lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse') other_out
-
-    A part with lse -inf saw no key and has weight 0: its out may hold NaN. Not differentiable.
-    Raises ValueError if the shapes differ. Source: Dao, FlashAttention-2 (2023), section 2.3.1.
-    """
-    if out.shape != other_out.shape or lse.shape != other_lse.shape:
-        raise ValueError(
-            f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
-            f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
-        )
+    check_parts(out, lse, other_out, other_lse)
     check_device(out)
     new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)

@@ -37,6 +37,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from canon import reference
 from canon.fast.active_queries import ActiveQueries, active_queries_of
 from canon.fast.backward import QueryInputs, begin_backward, gradients, make_delta
 from canon.fast.differentiable import differentiable
@@ -46,6 +47,7 @@ from canon.fast.local import forward_part
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
 from canon.fast.transport import transport_for
+from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.group_arguments import Group
@@ -56,6 +58,7 @@ from canon.reference.plan import CastPlan
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
 
 
+@twin_of(reference.magi_attention)
 @torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def magi_attention(
@@ -73,28 +76,6 @@ def magi_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
-
-    Args:
-        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
-        mask: the visible cells of the whole sequence; None is causal.
-        layout: the tokens that each rank holds, from `dispatch` or any other; None is contiguous.
-        stages: number of casts, each overlapping with the kernel before it; 0 waits for all keys and runs one kernel.
-        keep_kv: keep the received keys for the backward pass instead of fetching them again.
-        scale: factor of the scores; None is 1 / sqrt(d).
-        group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed: one rank.
-        reduce_dtype: dtype in which dk and dv travel; None is float32 (float64 for float64).
-        backward: "fused", "split", "head_parallel" or "auto", for each step's part.
-        return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
-
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The mask gives the number of
-    tokens; without a mask the layout does; without either it is W t.
-
-    Raises:
-        ValueError: on every rank, if the arguments of one rank do not fit or differ from the others'.
-
-    Source: Tao and Huang, MagiAttention (2025).
-    """
     call = agreed_call(
         "magi_attention", q, k, v, mask, layout,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, stages=stages, keep_kv=keep_kv,

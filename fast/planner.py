@@ -22,6 +22,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from canon import reference
+from canon.fast.twins import twin_of
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan_arguments import checked_dispatch
@@ -38,6 +40,7 @@ HOPELESS = 2  # once a plan is balanced, a start gets no swaps if its peak x tra
 TOGETHER = 64  # number of ranks in one scoring; scores behind the first gain are wasted
 
 
+@twin_of(reference.dispatch)
 def dispatch(
     mask: Mask,
     ranks: int,
@@ -48,32 +51,6 @@ def dispatch(
     tokens_per_us: int = 18,
     swaps_per_chunk: int = 1,
 ) -> Layout:
-    """Return a layout that assigns chunks of the sequence to ranks, so that ranks work equally and move few keys.
-
-    The cost of a rank is max(time to compute, time to receive). The plan minimises the largest cost over the ranks, down to
-    ``imbalance`` times the least time to compute; among plans below that, the traffic. Pure and deterministic, so equal on
-    all ranks; cached.
-
-    Args:
-        mask: over the whole sequence, as many queries as keys.
-        ranks: number of ranks.
-        chunk: tokens that stay together; the last chunk may be short. The ranks' numbers of chunks differ by at most one,
-            and their numbers of tokens by at most one chunk. None means 1024, or less for short sequences: at least 8
-            chunks a rank, because fewer balance badly (`canon.reference.plan_arguments.default_chunk`).
-        imbalance: acceptable ratio of the largest work to the lower bound, max(mean over the ranks, largest chunk).
-        cells_per_us, tokens_per_us: assumed rates of a rank, forward and backward together: query-key pairs, of all heads,
-            that it computes in a microsecond, and tokens of K and V that it receives.
-        swaps_per_chunk: most swaps for each chunk, over all starts.
-
-    Raises:
-        ValueError: the mask is not square, or a number is out of its range.
-        TypeError: an argument is of another type.
-
-    Warns:
-        UserWarning: an explicit chunk is so long that ranks hold no token, though there are tokens for all of them.
-
-    Source: `canon.reference.planner`.
-    """
     checked = checked_dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk)
     return _dispatch(mask, *checked)
 

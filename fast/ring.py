@@ -45,18 +45,20 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon import reference
 from canon.fast.active_queries import ActiveQueries, active_queries_of, visible_keys
 from canon.fast.backward import QueryInputs, begin_backward, gradients, make_delta
 from canon.fast.differentiable import differentiable
 from canon.fast.exchange import BlockRing, Hop, zero_outside
 from canon.fast.local import forward_part
 from canon.fast.pipeline import run_pipeline
+from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
@@ -64,6 +66,7 @@ from canon.reference.plan_cache import cached_plan
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
 
+@twin_of(reference.ring_attention)
 def ring_attention(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b t g d"],
@@ -72,37 +75,18 @@ def ring_attention(
     layout: Layout | None = None,
     *,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
-
-    Args:
-        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
-        mask: the visible cells of the whole sequence; None is causal.
-        layout: the tokens that each rank holds; None is contiguous.
-        scale: factor of the scores; None is 1 / sqrt(d).
-        group: the ranks; None is all. Without an initialised process group: one rank.
-        reduce_dtype: dtype in which dk and dv travel; None is float32 (float64 for float64).
-        backward: "fused", "split", "head_parallel" or "auto", for each step's part.
-        return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
-
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The mask gives the number of
-    tokens; without a mask the layout does; without either it is W t.
-
-    Raises:
-        ValueError: on every rank, if the arguments of one rank do not fit or differ from the others'.
-
-    Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
-    """
     return _ring(
         "ring_attention", q, k, v, mask, layout, return_lse,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
     )  # fmt: skip
 
 
+@twin_of(reference.zigzag_attention)
 def zigzag_attention(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b t g d"],
@@ -110,22 +94,18 @@ def zigzag_attention(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """`ring_attention` over `Layout.zigzag`: under a causal mask every rank has the same work at every step.
-
-    Arguments, shapes, results and ValueErrors are those of `ring_attention`.
-    Source: Zilin Zhu, ring-flash-attention issue 2 (2024); mlc-ai/Pith-Train pull request 39.
-    """
     return _ring(
         "zigzag_attention", q, k, v, mask, Layout.zigzag, return_lse,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
     )  # fmt: skip
 
 
+@twin_of(reference.striped_attention)
 def striped_attention(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b t g d"],
@@ -133,16 +113,11 @@ def striped_attention(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """`ring_attention` over `Layout.striped`: under a causal mask every step is causal, with or without its diagonal.
-
-    Arguments, shapes, results and ValueErrors are those of `ring_attention`.
-    Source: Brandon et al., Striped Attention (2023).
-    """
     return _ring(
         "striped_attention", q, k, v, mask, Layout.striped, return_lse,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,

@@ -33,6 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from canon import reference
 from canon.fast.active_queries import visible_keys
 from canon.fast.backward import QueryInputs, begin_backward, make_delta
 from canon.fast.differentiable import differentiable
@@ -40,6 +41,7 @@ from canon.fast.exchange import AllGather, ReduceScatter, gathered_mask
 from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.ring import ring_backward
+from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import under_autocast
 from canon.reference.group_arguments import Group
@@ -51,6 +53,7 @@ from canon.reference.strides import Steps, strided_steps, suggest_strides
 __all__ = ["strided_attention", "suggest_strides"]
 
 
+@twin_of(reference.strided_attention)
 @torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def strided_attention(
@@ -72,32 +75,6 @@ def strided_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
-
-    Args:
-        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
-        mask: the visible cells of the whole sequence; None is causal.
-        layout: the tokens that each rank holds; None is contiguous.
-        head_stride: number of key heads in a step; divides g.
-        forward_first_stride, backward_first_stride: number in the first step, below head_stride, so that it starts sooner.
-        backward_last_stride: number in the last step, below head_stride, so that its reduction ends sooner.
-        pack_first: K and V of the first step travel as one message.
-        backward_schedule: "scatter", as above, or "ring", as in `ring_attention`, without backward strides.
-        scale: factor of the scores; None is 1 / sqrt(d).
-        group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed: one rank.
-        reduce_dtype: dtype in which dk and dv travel and are summed; None is float32 (float64 for float64).
-        backward: "fused", "split", "head_parallel" or "auto", for each step's part.
-        return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
-
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The mask gives the number of
-    tokens; without a mask the layout does; without either it is W t. The strides change only the order of sums.
-
-    Raises:
-        ValueError: on every rank, if the arguments of one rank do not fit or differ from the others', or a stride is out of
-            range or has no effect.
-
-    Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; aqlaboratory/ring-flash-attention pull request 12.
-    """
     options = {
         "head_stride": head_stride,
         "forward_first_stride": forward_first_stride,

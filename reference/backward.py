@@ -20,7 +20,7 @@ cannot finish both tile by tile, so there are three methods. They compute the sa
     "head_parallel"  as "split"; each query head has its own dk         4 + 3                 one owner for
                      and dv, which are added in head order at the end                         each element
 
-This module adds in one fixed order with every method.
+This module adds in one fixed order with every method. "auto" is "split".
 
 Cost: fused takes 2 b h area (3 d + 2 dv) FLOPs and b h area exponentials. The others take 2 b h area (4 d + 3 dv) FLOPs
 and 2 b h area exponentials. area counts the visible cells of the mask. Nothing is sent.
@@ -31,6 +31,8 @@ Limits: those of `local.py`. Second derivatives are not supported.
 Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; split: jax-ml/jax-triton pull request 177; head_parallel:
 TensorAuto/OpenTau pull request 376.
 """
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -46,6 +48,7 @@ from canon.reference.checks import (
     under_autocast,
 )
 from canon.reference.mask import Mask
+from canon.reference.packing import differentiate_each
 from canon.reference.tiles import read, read_keys, visible_tiles
 
 __all__ = ["attention_backward"]
@@ -59,7 +62,7 @@ def attention_backward(
     v: Float[Tensor, "*b s g dv"],
     out: Float[Tensor, "*b t h dv"],
     lse: Float[Tensor, "*b h t"],
-    mask: Mask,
+    mask: Mask | Sequence[Mask],
     *,
     scale: float | None = None,
     dlse: Float[Tensor, "*b h t"] | None = None,
@@ -75,10 +78,10 @@ def attention_backward(
 
     Args:
         dout, dlse: gradients of out and lse; dlse=None is zero.
-        mask: the visible cells of these queries x these keys.
+        mask: the visible cells of these queries x these keys, or b Masks, one for each sequence.
         scale: factor of the scores; None is 1 / sqrt(d).
         delta: rowsum(dout * out) - dlse, (b, h, t), if the caller has it; dlse must then be None.
-        method: "fused", "split", "head_parallel", or "auto" (in this half: "split").
+        method: "fused", "split", "head_parallel", or "auto": see the module's docstring.
         grad_dtype: dtype of the results; None is the dtype of q.
         needs_grad: whether q, k and v need a gradient. A gradient that is not needed is None. The work for dq
             is skipped if q needs none, the work for dk and dv if neither k nor v needs one.
@@ -86,8 +89,13 @@ def attention_backward(
     Raises:
         ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both given, or an unknown method.
 
-    Source: Dao, FlashAttention-2 (2023), algorithm 2; for the methods see the module's docstring.
+    The result is not differentiable. Source: Dao, FlashAttention-2 (2023), algorithm 2; methods: the module's docstring.
     """
+    if isinstance(mask, (tuple, list)):
+        return differentiate_each(
+            attention_backward, dout, q, k, v, out, lse, mask,
+            scale=scale, dlse=dlse, delta=delta, method=method, grad_dtype=grad_dtype, needs_grad=needs_grad,
+        )  # fmt: skip
     check_tensors(q, k, v)
     check_mask(q, k, mask)
     check_gradients(dout, q, v, out, lse, dlse, delta)

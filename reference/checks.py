@@ -62,21 +62,25 @@ def check_tensor(name: str, x: Any) -> None:
         raise ValueError(f"{name} is on the meta device and has no data: move it to a CPU or a GPU")
 
 
-def check_mask(q: Tensor, k: Tensor, mask: Mask) -> None:
+def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
     """Raise TypeError or ValueError unless the mask has a query for each token of q and a key for each token of k."""
-    check_mask_type(mask)
+    check_mask_type(mask, name)
     if (mask.queries, mask.keys) != (q.shape[-3], k.shape[-3]):
         raise ValueError(
-            f"the mask is {mask.queries} queries x {mask.keys} keys, q holds {q.shape[-3]} tokens and k {k.shape[-3]}"
+            f"{name} is {mask.queries} queries x {mask.keys} keys, q holds {q.shape[-3]} tokens and k {k.shape[-3]}"
         )
 
 
-def check_mask_type(mask: Any) -> None:
+def check_mask_type(mask: Any, name: str = "mask") -> None:
     """Raise TypeError unless ``mask`` is a Mask."""
-    if not isinstance(mask, Mask):
+    if isinstance(mask, (tuple, list)):
         raise TypeError(
-            f"mask must be a canon.Mask or None, got {type(mask).__name__}: build one with Mask.causal, ..."
+            f"{name} must be one canon.Mask or None, got a {type(mask).__name__}: one Mask serves the whole batch here, "
+            "so pack the sequences into one and pass Mask.concat(masks)"
         )
+    if not isinstance(mask, Mask):
+        expected = "a canon.Mask or None" if name == "mask" else "a canon.Mask"
+        raise TypeError(f"{name} must be {expected}, got {type(mask).__name__}: build one with Mask.causal, ...")
 
 
 def check_gradients(
@@ -101,6 +105,15 @@ def check_gradients(
             raise ValueError(f"{name} must be on {q.device}, as q is, got {x.device}: move it")
     if dlse is not None and delta is not None:
         raise ValueError("pass dlse or delta, not both: delta = rowsum(dout * out) - dlse includes dlse")
+
+
+def check_parts(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Raise ValueError unless the two parts of a merge have equal shapes."""
+    if out.shape != other_out.shape or lse.shape != other_lse.shape:
+        raise ValueError(
+            f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
+            f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
+        )
 
 
 def check_method(name: str, method: str) -> None:

@@ -10,7 +10,7 @@ sum of the values. For each tile of queries, it loops over the tiles of keys wit
 Subtracting m' keeps exp from overflowing. The factor exp(m - m') rescales the old sums when m rises.
 
 `merge` joins two finished results over disjoint keys in the same way. Ring steps and magi stages are joined by `merge`.
-The gradients are in `backward.py`.
+The gradients are in `backward.py`. With a mask for each sequence, the batch becomes one packed sequence (`packing.py`).
 
 Cost: 2 b h area (d + dv) FLOPs and b h area exponentials. area counts the visible cells of the mask. Nothing is sent.
 Memory beyond inputs and outputs: float32 out, b h tiles of scores, and the boolean tiles of one row of tiles.
@@ -19,6 +19,8 @@ Limits: no dropout, bias or soft-cap.
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -26,8 +28,10 @@ from torch import Tensor
 from canon.reference.backward import attention_backward
 from canon.reference.checks import (
     accumulate_dtype,
+    batched,
     check_mask,
     check_method,
+    check_parts,
     check_tensors,
     default_mask,
     default_scale,
@@ -35,6 +39,7 @@ from canon.reference.checks import (
 )
 from canon.reference.differentiable import differentiable
 from canon.reference.mask import Mask
+from canon.reference.packing import attend_each
 from canon.reference.tiles import read, read_keys, visible_tiles
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
@@ -45,7 +50,7 @@ def attention(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b s g d"],
     v: Float[Tensor, "*b s g dv"],
-    mask: Mask | None = None,
+    mask: Mask | Sequence[Mask] | None = None,
     *,
     scale: float | None = None,
     backward: str = "auto",
@@ -59,9 +64,10 @@ def attention(
 
     Args:
         q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b. h is a multiple of g. Any strides.
-        mask: the visible cells of t queries x s keys; None is causal and needs t = s.
+        mask: the visible cells of t queries x s keys, for all sequences; None is causal and needs t = s. A tuple or a list
+            of b Masks holds one for each sequence.
         scale: factor of the scores, finite; None is 1 / sqrt(d).
-        backward: "fused", "split", "head_parallel", or "auto" (in this half: "split"). See `backward.py`.
+        backward: "fused", "split", "head_parallel", or "auto": the methods of `attention_backward`.
         return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
             for float64). It is differentiable.
 
@@ -70,6 +76,8 @@ def attention(
 
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
+    if isinstance(mask, (tuple, list)):
+        return attend_each(attention, q, k, v, mask, scale=scale, backward=backward, return_lse=return_lse)
     check_tensors(q, k, v)
     check_method("backward", backward)
     mask, scale = default_mask(q, k, mask), default_scale(q, scale)
@@ -90,7 +98,7 @@ def attention_forward(
     q: Float[Tensor, "*b t h d"],
     k: Float[Tensor, "*b s g d"],
     v: Float[Tensor, "*b s g dv"],
-    mask: Mask,
+    mask: Mask | Sequence[Mask],
     *,
     scale: float | None = None,
     out_dtype: torch.dtype | None = None,
@@ -102,11 +110,11 @@ def attention_forward(
     Raises ValueError if the arguments do not fit together.
     Source: Dao, FlashAttention-2 (2023), algorithm 1.
     """
+    if isinstance(mask, (tuple, list)):
+        return attend_each(attention_forward, q, k, v, mask, scale=scale, out_dtype=out_dtype)
     check_tensors(q, k, v)
     check_mask(q, k, mask)
-    packed = q.ndim == 3
-    if packed:
-        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    packed, (q, k, v) = q.ndim == 3, batched(q, k, v)
     out, lse = tiled_forward(q, k, v, mask, scale=default_scale(q, scale), out_dtype=out_dtype or q.dtype)
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
@@ -159,11 +167,7 @@ def merge(
     A part in which a query sees no key (lse -inf) has no weight, whatever its out holds. The result is not
     differentiable. Raises ValueError if the shapes differ. Source: Dao, FlashAttention-2 (2023), section 2.3.1.
     """
-    if out.shape != other_out.shape or lse.shape != other_lse.shape:
-        raise ValueError(
-            f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
-            f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
-        )
+    check_parts(out, lse, other_out, other_lse)
     merged = torch.logaddexp(lse, other_lse)
 
     def weighted(part, part_lse):

@@ -15,11 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-<<<<<<< HEAD
 from canon.reference.checks import accumulate_dtype, check_method
-=======
 from canon.reference.group_arguments import Group, place_in
->>>>>>> masks
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 
@@ -135,12 +132,8 @@ def suggest_strides(
     Source: split groups are from aqlaboratory/ring-flash-attention pull request 12 (2025), where the user chooses the sizes.
     """
     head_groups(k.shape[-2], head_stride)
-<<<<<<< HEAD
     check_method("backward", backward)
-    ranks = layout.ranks if layout else dist.get_world_size(group) if dist.is_initialized() else 1
-=======
     ranks = layout.ranks if layout else place_in("suggest_strides", group)[2]
->>>>>>> masks
     tokens = mask.queries if mask else layout.tokens if layout else ranks * q.shape[-3]
     mask, layout = mask or Mask.causal(tokens), layout or Layout.contiguous(tokens, ranks)
     batch = q.shape[0] if q.ndim == 4 else 1

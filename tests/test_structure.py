@@ -28,6 +28,7 @@ VOCABULARY = {
     "group_backends",
     "group_state",
     "liveness",
+    "packing",
     "plan",
     "plan_cache",
     "report",
@@ -109,6 +110,15 @@ def test_twins_have_the_same_names_and_signatures(name):
     assert read == quick
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_function_of_fast_has_the_docstring_of_its_twin_and_then_its_own(name):
+    halves = [importlib.import_module(f"canon.{half}.{name}") for half in ("reference", "fast")]
+    for function in halves[0].__all__:
+        shared, whole = (inspect.getdoc(getattr(half, function)) or "" for half in halves)
+        assert shared
+        assert whole == shared or whole.startswith(f"{shared}\n\nIn `canon.fast`:\n\n"), function
+
+
 def test_exports_of_the_halves_agree():
     assert set(fast.__all__) - set(reference.__all__) == BY_DESIGN_ONLY_FAST
     assert set(reference.__all__) <= set(fast.__all__)
@@ -184,12 +194,21 @@ assert not any(name == "triton" or name.startswith(("triton.", "canon.fast")) fo
     assert done.returncode == 0, done.stderr
 
 
-def test_fast_imports_only_the_vocabulary_of_reference():
+def is_twin_of(node):
+    """Return whether the decorator is ``twin_of(reference.name)``."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "twin_of"
+
+
+def test_fast_imports_the_vocabulary_of_reference_and_names_algorithms_only_as_twins():
     allowed = tuple(f"canon.reference.{name}" for name in VOCABULARY)
     for path, module in python_files("fast"):
-        for name in imports_of_file(path, module):
-            if name == "canon.reference" or name.startswith("canon.reference."):
+        tree = ast.parse(path.read_text())
+        twins = sum(is_twin_of(one) for node in tree.body for one in getattr(node, "decorator_list", ()))
+        for name in imports_of_file(path, module) - {"canon.reference"}:
+            if name.startswith("canon.reference."):
                 assert name.startswith(allowed), f"{path.name} imports {name}"
+        used = sum(isinstance(node, ast.Name) and node.id == "reference" for node in ast.walk(tree))
+        assert used == twins, f"{path.name} uses canon.reference other than in twin_of"
 
 
 def test_nothing_imports_tests_or_a_half_by_its_folder_name():
@@ -219,6 +238,7 @@ def test_every_module_and_every_public_name_has_a_docstring():
         named = [("the module", tree), *public_definitions(tree)]
         if path.stem in VOCABULARY:  # both halves use these classes: their methods need docstrings, too
             named += [(f"{name}.{part}", inner) for name, node in named[1:] for part, inner in public_definitions(node)]
+        named = [x for x in named if not any(map(is_twin_of, getattr(x[1], "decorator_list", ())))]
         missing += [f"{module}: {name}" for name, node in named if not ast.get_docstring(node)]
     assert not missing
 

@@ -1,0 +1,162 @@
+"""A batch with a mask for each sequence gives the results of the sequences one by one, in both halves."""
+
+import pytest
+import torch
+from sharded import assert_agrees
+
+from canon import Mask, fast, reference
+from canon.reference import packing
+from canon.reference.plan_cache import PLANS
+from canon.testing import process_groups
+from canon.testing.judge import Attended
+
+HALVES = {"reference": reference, "fast": fast}
+both_halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+N = 21
+MASKS = [Mask.causal(N), Mask.documents([0, 5, N]), Mask([], N, N), Mask.window(N, 3, 2)]
+RECTANGLES = [
+    Mask.ranges([(0, 7)], [(2, 30)], ["full"], queries=9, keys=33),
+    Mask.ranges([(2, 9)], [(0, 33)], ["causal"], queries=9, keys=33),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr("canon.reference.tiles.TILE", 16)
+
+
+def batch(masks, h=4, g=2, d=8, dv=5):
+    """Return q, k, v, dout and dlse of all sequences, in float64. Tokens that no visible cell uses hold NaN."""
+    draw, (t, s) = torch.Generator().manual_seed(0), (masks[0].queries, masks[0].keys)
+    shapes = (t, h, d), (s, g, d), (s, g, dv), (t, h, dv), (h, t)
+    q, k, v, dout, dlse = (torch.randn(len(masks), *x, generator=draw, dtype=torch.float64) for x in shapes)
+    for i, seen in enumerate(mask.dense() for mask in masks):
+        for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
+            x[i, ~used] = torch.nan
+        dlse[i, :, ~seen.any(1)] = 0
+    return [q, k, v, dout, dlse]
+
+
+def differentiate(attend, q, k, v, dout, dlse):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out, lse = attend(q, k, v)
+    torch.autograd.backward((out, lse), (dout, dlse))
+    return Attended(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+
+
+def sequence(attended, i):
+    return Attended(*(x[i : i + 1] for x in attended))
+
+
+@both_halves
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("masks", [MASKS, RECTANGLES], ids=["square", "rectangular"])
+def test_each_sequence_has_its_own_mask(half, masks, kind):
+    q, k, v, *_ = tensors = batch(masks)
+    attend = lambda q, k, v: half.attention(q, k, v, kind(masks), return_lse=True)
+    got = differentiate(attend, *tensors)
+    assert got.lse.shape == (len(masks), 4, masks[0].queries)
+    for i, mask in enumerate(masks):
+        part = [x[i : i + 1] for x in tensors]
+        if mask.area:
+            assert_agrees(sequence(got, i), mask, *part)
+        else:
+            assert not any(x.any() for x in (got.out[i], got.dq[i], got.dk[i], got.dv[i]))
+            assert (got.lse[i] == -torch.inf).all()
+    q, k, v = (x.nan_to_num() for x in (q, k, v))
+    alone = half.attention(q, k, v, masks)
+    assert torch.equal(alone, got.out), "NaN in tokens that no visible cell uses changes nothing"
+
+
+@both_halves
+def test_forward_and_backward_parts_take_a_mask_for_each_sequence(half):
+    tensors = batch(RECTANGLES)
+    q, k, v, dout, dlse = tensors
+    whole = differentiate(lambda q, k, v: half.attention(q, k, v, RECTANGLES, return_lse=True), *tensors)
+    out, lse = half.attention_forward(q, k, v, RECTANGLES)
+    assert torch.equal(out, whole.out)
+    assert torch.equal(lse, whole.lse)
+    delta = (dout.nan_to_num() * out).sum(-1).transpose(1, 2) - dlse
+    for given in (dict(dlse=dlse), dict(delta=delta)):
+        grads = half.attention_backward(dout, q, k, v, out, lse, RECTANGLES, **given)
+        for mine, theirs in zip(grads, whole[2:], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
+    only = half.attention_backward(dout, q, k, v, out, lse, RECTANGLES, dlse=dlse, needs_grad=(True, False, False))
+    assert torch.equal(only[0], whole.dq)
+    assert only[1] is only[2] is None
+
+
+@both_halves
+def test_any_strides_and_an_empty_batch(half):
+    q, k, v, *_ = batch(MASKS, d=8, dv=8)
+    expected = half.attention(q, k, v, MASKS)
+    moved = [x.permute(1, 3, 0, 2).contiguous().permute(2, 0, 3, 1) for x in (q, k, v)]
+    torch.testing.assert_close(half.attention(*moved, MASKS), expected, rtol=0, atol=1e-13)
+    out, lse = half.attention(q[:0], k[:0], v[:0], [], return_lse=True)
+    assert (out.shape, lse.shape) == ((0, N, 4, 8), (0, 4, N))
+
+
+@both_halves
+def test_equal_masks_have_the_bits_of_one_mask(half):
+    tensors = batch([MASKS[1]] * 3)
+    one, several = (
+        differentiate(lambda q, k, v, mask=mask: half.attention(q, k, v, mask, return_lse=True), *tensors)
+        for mask in (MASKS[1], [Mask.documents([0, 5, N]) for _ in range(3)])
+    )
+    assert all(torch.equal(x, y) for x, y in zip(one, several, strict=True))
+
+
+@both_halves
+def test_a_known_sequence_of_masks_plans_nothing(half):
+    tensors = batch(MASKS)[:3]
+    half.attention(*tensors, MASKS)
+    made = PLANS.made
+    half.attention(*tensors, [Mask(mask.bands, N, N) for mask in MASKS])
+    assert PLANS.made == made
+
+
+def test_sequences_are_packed_without_a_copy():
+    q, k, v, *_ = batch(MASKS)
+    seen = []
+    attend = lambda *given: (seen.extend(given), fast.attention_forward(*given))[1]
+    out, lse = packing.attend_each(attend, q, k, v, MASKS)
+    assert [x.data_ptr() for x in seen[:3]] == [x.data_ptr() for x in (q, k, v)]
+    assert out.is_contiguous()
+    assert lse.stride() == (N, len(MASKS) * N, 1)
+
+
+@both_halves
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(mask=MASKS[:2]), ValueError, "mask holds 2 Masks for a batch of 4: pass one for each sequence"),
+        (dict(mask=[]), ValueError, "mask holds 0 Masks for a batch of 4"),
+        (dict(mask=[*MASKS[:3], Mask.causal(9)]), ValueError, r"mask\[3\] is 9 queries x 9 keys, q holds 21 tokens"),
+        (dict(mask=[*MASKS[:3], None]), TypeError, r"mask\[3\] must be a canon.Mask, got NoneType"),
+        (dict(mask=[MASKS, *MASKS[:3]]), TypeError, r"mask\[0\] must be one canon.Mask"),
+        (dict(packed=True), ValueError, "packed .* pass one Mask"),
+    ],
+)
+def test_masks_that_do_not_fit_are_named(half, change, error, message, own_errors):
+    q, k, v, dout, _ = (x.nan_to_num() for x in batch(MASKS))
+    if change.get("packed"):
+        q, k, v, dout = (x[0] for x in (q, k, v, dout))
+    mask, lse = change.get("mask", MASKS), q.new_zeros(*q.shape[:-3], 4, N)
+    for call in (
+        lambda: half.attention(q, k, v, mask),
+        lambda: half.attention_forward(q, k, v, mask),
+        lambda: half.attention_backward(dout, q, k, v, dout, lse, mask),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+@both_halves
+@pytest.mark.parametrize("function", ["ring_attention", "strided_attention", "magi_attention", "zigzag_attention"])
+def test_a_function_of_several_ranks_takes_one_mask_for_the_whole_batch(half, function, own_errors):
+    def program():
+        q, k, v, *_ = batch([Mask.causal(6)] * 2)
+        with pytest.raises(TypeError, match=r"one Mask serves the whole batch here, so pack .* Mask\.concat\(masks\)"):
+            getattr(half, function)(q, k, v, [Mask.causal(12), Mask.full(12)])
+
+    process_groups.threads(program, 2)
