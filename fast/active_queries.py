@@ -82,7 +82,7 @@ def active_queries_of(mask: Mask, all_queries: bool = False) -> ActiveQueries:
             before += len(ranges[-1]) if ranges else 0
             ranges.append(range(band.q_start, band.q_stop))
         bands.append(band.shift(queries=before - ranges[-1].start))
-    return ActiveQueries(Mask(bands, sum(map(len, ranges)), mask.keys), tuple(ranges))
+    return ActiveQueries(Mask.of_disjoint(bands, sum(map(len, ranges)), mask.keys), tuple(ranges))
 
 
 def visible_keys(mask: Mask) -> tuple[slice, Mask]:

@@ -229,7 +229,7 @@ def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
     if room * layout.ranks == layout.tokens:
         return layout.local_mask(mask, rank, range(layout.ranks))
     bands = [band.shift(0, r * room) for r in range(layout.ranks) for band in layout.local_mask(mask, rank, r).bands]
-    return Mask(joined(bands), layout.size(rank), layout.ranks * room)
+    return Mask.of_disjoint(joined(bands), layout.size(rank), layout.ranks * room)
 
 
 def _elements(call: Call, batch: int, heads: int, width: int) -> int:

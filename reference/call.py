@@ -1,12 +1,15 @@
 """The checks before a distributed call: the arguments fit together, and all ranks make the same call.
 
 `agreed_call` fills in the defaults, checks the arguments, and compares a digest of the call between all ranks
-(`group_state`). It does so in every call. A bad argument on one rank raises on every rank.
+(`group_state`). A repeated call finds its checked arguments and its digest by one key, but it is compared all the same. A
+bad argument on one rank raises on every rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -22,31 +25,52 @@ from canon.reference.checks import (
     check_tensors,
     default_scale,
 )
+from canon.reference.digests import Fields, digest_of
 from canon.reference.group_arguments import Group, place_in
 from canon.reference.group_state import GroupState, group_state, refused_together
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
 from canon.reference.plan_arguments import Sizes, check_into, check_rows
+from canon.reference.plan_cache import PLANS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a distributed function with all defaults filled in. Only ``rank`` differs between ranks.
+    """A call of a distributed function with all defaults filled in. Only ``rank`` differs between ranks.
 
-    ``fields``: (name, value) of everything that must be equal on all ranks.
+    Calls of one kind share one object: the same arguments, and q, k, v of the same shapes, strides, dtypes and alignment.
+    So the object can be the key of everything that depends on the kind of a call.
+
+    ``fields``: (name, value) of everything that must be equal on all ranks. ``group_reference`` is None for all ranks.
     """
 
     function: str
     rank: int
     ranks: int
-    group: dist.ProcessGroup | None
+    group_reference: Any  # weak: the cache of calls must not keep a group alive
     mask: Mask
     layout: Layout
     scale: float
     reduce_dtype: torch.dtype
     backward: str
-    fields: tuple[tuple[str, Any], ...] = ()
+    fields: Fields = ()
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes it takes on the host."""
+        return 1000 + self.mask.nbytes + self.layout.nbytes
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of the call; None is all ranks. Raises RuntimeError if the group has ended."""
+        if self.group_reference is None:
+            return None
+        if (group := self.group_reference()) is None:
+            raise RuntimeError(
+                f"{self.function}: the process group of this call has ended: keep it until the backward pass"
+            )
+        return group
 
     def local_mask(self, owner: int) -> Mask:
         """Return the mask between this rank's queries and the keys of ``owner``, in local coordinates."""
@@ -57,9 +81,16 @@ class Call:
         """The state of the group. Valid for calls of more than one rank only."""
         return group_state(self.group)
 
+    @cached_property
+    def _passes(self) -> dict[str, tuple[str, Fields, int]]:
+        """The name, the fields and the digest of each pass."""
+        fields = {name: (("pass", name), *self.fields) for name in ("forward", "backward")}
+        return {name: (f"{self.function} ({name})", some, digest_of(some)) for name, some in fields.items()}
+
     def agree(self, name: str, device: torch.device) -> None:
         """Compare this call between all ranks at the start of its pass ``name``. Raises like `GroupState.agree`."""
-        self.state.agree(f"{self.function} ({name})", (("pass", name), *self.fields), wait=device.type == "cpu")
+        title, fields, digest = self._passes[name]
+        self.state.agree(title, fields, wait=device.type == "cpu", digest=digest)
 
 
 def agreed_call(
@@ -84,27 +115,90 @@ def agreed_call(
     of the others.
     """
     group, rank, ranks = place_in(function, group)
-    with refused_together(function, group, ranks):
-        check_tensors(q, k, v)
-        check_method("backward", backward)
-        mask, layout = _mask_and_layout(q, k, mask, layout, rank, ranks)
-        reduce_dtype = _reduce_dtype(q, reduce_dtype)
-        scale = default_scale(q, scale)
-        fields = (
-            ("function", function),
-            ("mask", mask),
-            ("layout", layout),
-            *_tensor_fields(q, k, v),
-            ("scale", scale),
-            ("reduce_dtype", reduce_dtype),
-            ("backward", backward),
-            ("options", tuple((name, type(value).__name__, value) for name, value in options.items())),
-        )
-        hash(fields)  # raises TypeError for an option that is a list
-        call = Call(function, rank, ranks, group, mask, layout, scale, reduce_dtype, backward, fields)
+    given = function, mask, layout, scale, reduce_dtype, backward
+    key = _kind_of_call(q, k, v, group, *given, options)
+    call = None if key is None else PLANS.get((key, rank, ranks))
+    if call is None:
+        with refused_together(function, group, ranks):
+            call = _checked_call(q, k, v, group, *given, options, rank, ranks)
+        if key is not None:
+            PLANS.put((key, rank, ranks), call)
     if ranks > 1:
         call.agree("forward", q.device)
     return call
+
+
+def _kind_of_call(
+    q: Tensor, k: Tensor, v: Tensor, group: Any, function: str, mask: Any, layout: Any, scale: Any,
+    reduce_dtype: Any, backward: Any, options: dict[str, Any],
+) -> Hashable:  # fmt: skip
+    """Return a key for calls that need the same checks, None for arguments of unusual types. Nothing is checked."""
+    if (
+        not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and type(backward) is str)
+        or not (mask is None or type(mask) is Mask)
+        or not (layout is None or type(layout) is Layout or getattr(layout, "__self__", None) is Layout)
+        or type(scale) not in (type(None), float, int)
+        or type(reduce_dtype) not in (type(None), torch.dtype)
+        or not all(type(x) in (int, bool, str, type(None)) for x in options.values())
+        or (kinds := kinds_of(q, k, v)) is None
+    ):
+        return None
+    names = tuple([(name, type(x), x) for name, x in options.items()])
+    return (
+        Call,
+        function,
+        None if group is None else ref(group),
+        mask,
+        layout,
+        scale,
+        reduce_dtype,
+        backward,
+        names,
+        kinds,
+    )
+
+
+def kinds_of(*tensors: Tensor) -> Hashable:
+    """Return a key of the tensors' kinds: classes, shapes, strides, dtypes, devices, alignment, need of a gradient.
+
+    Return None for tensors without strides or without memory.
+    """
+    grads = torch.is_grad_enabled()
+    try:
+        return tuple(
+            [
+                (type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, grads and x.requires_grad)
+                for x in tensors
+            ]
+        )
+    except RuntimeError:  # a sparse tensor, or one inside torch.func
+        return None
+
+
+def _checked_call(
+    q: Tensor, k: Tensor, v: Tensor, group: Any, function: str, mask: Any, layout: Any, scale: Any,
+    reduce_dtype: Any, backward: Any, options: dict[str, Any], rank: int, ranks: int,
+) -> Call:  # fmt: skip
+    """Check the arguments of `agreed_call` and fill in their defaults. Equal calls return one object."""
+    check_tensors(q, k, v)
+    check_method("backward", backward)
+    mask, layout = _mask_and_layout(q, k, mask, layout, rank, ranks)
+    reduce_dtype = _reduce_dtype(q, reduce_dtype)
+    scale = default_scale(q, scale)
+    fields = (
+        ("function", function),
+        ("mask", mask),
+        ("layout", layout),
+        *_tensor_fields(q, k, v),
+        ("scale", scale),
+        ("reduce_dtype", reduce_dtype),
+        ("backward", backward),
+        ("options", tuple((name, type(value).__name__, value) for name, value in options.items())),
+    )
+    hash(fields)  # raises TypeError for an option that is a list
+    group = None if group is None else ref(group)
+    call = Call(function, rank, ranks, group, mask, layout, scale, reduce_dtype, backward, fields)
+    return PLANS.put((Call, rank, ranks, group, kinds_of(q, k, v), fields), call)
 
 
 def agreed_cast(

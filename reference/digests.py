@@ -14,7 +14,6 @@ import tempfile
 import time
 import uuid
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ SPINS = 200  # reads without a pause, before a rank sleeps between two reads
 DIGEST = (1 << 56) - 1
 
 
-@lru_cache(maxsize=256)
 def digest_of(fields: Fields) -> int:
-    """Return a 56-bit digest of the fields, equal in every process."""
-    return int.from_bytes(hashlib.sha256(repr(fields).encode()).digest()[:7], "big")
+    """Return a 56-bit digest of the fields, equal in every process. The value's ``digest`` or repr counts."""
+    values = tuple((name, getattr(value, "digest", value)) for name, value in fields)
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:7], "big")
 
 
 class SharedDigests:

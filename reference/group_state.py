@@ -64,18 +64,19 @@ class GroupState:
         watch(self)
 
     # ------------------------------------------------------------------ agreement
-    def agree(self, name: str, fields: Fields, wait: bool) -> None:
+    def agree(self, name: str, fields: Fields, wait: bool, digest: int | None = None) -> None:
         """Compare a call named ``name`` with the other ranks' calls.
 
         Args:
             fields: (name, value) of each argument that must be equal on all ranks. The value's ``digest`` or repr counts.
             wait: compare now, even if this rank knows the call.
+            digest: `digest_of` the fields, if it is known.
 
         Raises:
             ValueError: the ranks differ, in this call or in the previous one.
             RuntimeError: a rank is missing, or an error has broken the group.
         """
-        digest = digest_of(tuple((field, getattr(value, "digest", value)) for field, value in fields))
+        digest = digest_of(fields) if digest is None else digest
         with self.lock:
             self.settle()
             self.calls += 1
