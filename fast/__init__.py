@@ -1,6 +1,7 @@
 """Fast kernels for the functions of `canon.reference`, with the same modules, signatures and defaults."""
 
 from canon.fast.device import backend
+from canon.fast.kernel_variants import warm_up
 from canon.fast.local import attention, attention_backward, attention_forward, merge
 from canon.fast.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
@@ -28,5 +29,6 @@ __all__ = [
     "strided_attention",
     "striped_attention",
     "suggest_strides",
+    "warm_up",
     "zigzag_attention",
 ]

@@ -12,6 +12,7 @@ with every combination, on small tensors, while compilations are recorded instea
     widths of `as_heads`            d + dv, key heads              batches of 1 to 8
     strides of q, k, v and results  multiples of 16, as the widths an axis of length 1 has stride 0: `kernel_strides`
     strides of lse, delta and dlse  -                              none: kernels do not specialise on them
+    TMA (Triton)                    dtype, widths                  not for a shard without queries or without keys
     addresses                       multiples of 16 bytes          those of lse, delta and dlse: no specialisation
     numbers of tiles, tokens, heads -                              none: kernels do not specialise on them
 
@@ -39,12 +40,12 @@ from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.rows import add_rows, add_to_rows, pick_rows, take_rows
 from canon.fast.kernels.triton.sum_ranks import sum_ranks
 from canon.fast.local import forward_into, merge, merge_into
-from canon.reference.checks import accumulate_dtype, check_method
+from canon.reference.band import Band
+from canon.reference.checks import DTYPES, accumulate_dtype, check_method
 from canon.reference.mask import Mask
 
 TOKENS = 16  # of the calls that are collected; another number needs the same variants
 NEEDED = (True, True, True), (True, False, False), (False, True, True)  # gradients of q, k and v
-DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEFAULT = "attention", "ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention"
 
 
@@ -135,9 +136,7 @@ def _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks) -> 
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     for name, width in (("d", d), ("dv", dv)):
         if type(width) is not int or width < 16 or width % 16:
-            raise ValueError(
-                f"{name} must be a positive multiple of 16, got {width!r}: others compile when used"
-            )
+            raise ValueError(f"{name} must be a positive multiple of 16, got {width!r}: others compile when used")
     sizes = tuple(heads) if isinstance(heads, Sequence) else ()
     if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes) or sizes[0] % sizes[1]:
         raise ValueError(f"heads must be (query heads, key heads), the first a multiple of the second, got {heads!r}")
@@ -182,55 +181,60 @@ def steps(model: Model) -> list[Callable[[Model, str], None]]:
 class Inputs:
     """The tensors of a small call, and a mask between its queries and keys. ``out`` also serves as dout."""
 
-    def __init__(self, model: Model, device: str):
+    def __init__(self, model: Model, device: str, queries: int = TOKENS, keys: int = TOKENS):
         (h, g), d, dv = model.heads, model.d, model.dv
-        shapes = (h, d), (g, d), (g, dv), (h, dv)
-        self.q, self.k, self.v, self.out = (
-            torch.zeros(1, TOKENS, *shape, dtype=model.dtype, device=device) for shape in shapes
-        )
-        self.model, self.mask = model, Mask.full(TOKENS)
-        self.indices = torch.arange(TOKENS, device=device)
+        shapes = (queries, h, d), (keys, g, d), (keys, g, dv), (queries, h, dv)
+        self.q, self.k, self.v, self.out = (torch.zeros(1, *x, dtype=model.dtype, device=device) for x in shapes)
+        self.model = model
+        self.mask = Mask([Band(0, queries, 0, keys)], queries, keys)
+        self.indices = torch.arange(queries, device=device)
 
     def statistic(self) -> Tensor:
         """Return a row statistic (b, h, t)."""
-        return torch.zeros(1, self.q.shape[2], TOKENS, dtype=self.model.accumulate, device=self.q.device)
+        _, t, h, _ = self.q.shape
+        return torch.zeros(1, h, t, dtype=self.model.accumulate, device=self.q.device)
+
+
+def all_inputs(model: Model, device: str) -> list[Inputs]:
+    """Return inputs of the usual kind, and inputs without queries or without keys: TMA cannot describe empty tensors."""
+    return [Inputs(model, device, *sizes) for sizes in ((TOKENS, TOKENS), (0, TOKENS), (TOKENS, 0))]
 
 
 # ------------------------------------------------------------------ the kernels with MMAs
 def whole_passes(model: Model, device: str) -> None:
     """Launch the passes of one rank: results have the dtype of q."""
-    x = Inputs(model, device)
-    lse = x.statistic()
-    for choice in forward_choices(x):
-        with choice():
-            forward_into(x.q, x.k, x.v, x.mask, 1.0, x.out, lse)
-    for dlse, method, choice, needed in product((None, lse), methods(x), dq_choices(x), NEEDED):
-        with method(), choice():
-            backward.gradients(x.out, x.q, x.k, x.v, x.out, lse, dlse, x.mask, 1.0, model.backward, needed)
+    for x in all_inputs(model, device):
+        lse = x.statistic()
+        for choice in forward_choices(x):
+            with choice():
+                forward_into(x.q, x.k, x.v, x.mask, 1.0, x.out, lse)
+        for dlse, method, choice, needed in product((None, lse), methods(x), dq_choices(x), NEEDED):
+            with method(), choice():
+                backward.gradients(x.out, x.q, x.k, x.v, x.out, lse, dlse, x.mask, 1.0, model.backward, needed)
 
 
 def forward_parts(model: Model, device: str) -> None:
     """Launch the forward for some keys: out may have the accumulation dtype."""
-    x = Inputs(model, device)
-    for dtype, choice in product(model.result_dtypes, forward_choices(x)):
-        with choice():
-            forward_into(x.q, x.k, x.v, x.mask, 1.0, x.out.to(dtype), x.statistic())
+    for x in all_inputs(model, device):
+        for dtype, choice in product(model.result_dtypes, forward_choices(x)):
+            with choice():
+                forward_into(x.q, x.k, x.v, x.mask, 1.0, x.out.to(dtype), x.statistic())
 
 
 def backward_parts(model: Model, device: str) -> None:
     """Launch the backward for some keys: gradients may have the accumulation dtype."""
-    x = Inputs(model, device)
-    lse = x.statistic()
-    for dlse in (None, lse):
-        backward.make_delta(x.out, x.out, lse, dlse)
-    rows = backward.QueryInputs(x.out, x.q, lse, lse)
-    for dtype, own, method, choice, needed in product(
-        model.result_dtypes, model.result_dtypes, methods(x), dq_choices(x), NEEDED
-    ):
-        dtypes = dtype, own, own  # of dq, and of dk and dv
-        grads = (y.to(z) if wanted else None for y, z, wanted in zip((x.q, x.k, x.v), dtypes, needed, strict=True))
-        with method(), choice():
-            backward.begin_backward(rows, x.k, x.v, x.mask, 1.0, model.backward, *grads)()
+    for x in all_inputs(model, device):
+        lse = x.statistic()
+        for dlse in (None, lse):
+            backward.make_delta(x.out, x.out, lse, dlse)
+        rows = backward.QueryInputs(x.out, x.q, lse, lse)
+        for dtype, own, method, choice, needed in product(
+            model.result_dtypes, model.result_dtypes, methods(x), dq_choices(x), NEEDED
+        ):
+            dtypes = dtype, own, own  # of dq, and of dk and dv
+            grads = (y.to(z) if wanted else None for y, z, wanted in zip((x.q, x.k, x.v), dtypes, needed, strict=True))
+            with method(), choice():
+                backward.begin_backward(rows, x.k, x.v, x.mask, 1.0, model.backward, *grads)()
 
 
 # ------------------------------------------------------------------ the other kernels
