@@ -6,8 +6,8 @@
 
 Jobs have Triton's own key, so none is compiled twice, and every fork takes a job when it is free. A job holds live objects
 (tensor descriptors, constants, Gluon layouts). Forks inherit them without pickling, and never use the GPU. The first
-process is a new one: handles of kernels that were not compiled would stay in the caches of the caller, and a fork of a
-process with threads may deadlock.
+process is a new one, because a fork of a process with threads may deadlock. A caller also must not keep handles of kernels
+that were not compiled.
 
 Processes of one host take turns. The first compiles and leaves a stamp file, a mark for this work in the cache; the others
 find the stamp. In one process, the lock of `canon.fast.kernels.launcher` keeps threads from compiling a variant twice.
@@ -136,7 +136,8 @@ def _code() -> str:
 def recorded_jobs() -> Iterator[dict[Any, Job]]:
     """Within the block, collect Triton's distinct compilations in the dict. Nothing is compiled, launched or replayed."""
     jobs: dict[Any, Job] = {}
-    do_compile, replayed = JITFunction._do_compile, prepared.REPLAYED
+    functions: Any = JITFunction
+    do_compile, replayed = functions._do_compile, prepared.REPLAYED
 
     def record_job(self, key, *arguments):
         jobs.setdefault(
@@ -144,12 +145,12 @@ def recorded_jobs() -> Iterator[dict[Any, Job]]:
         )
         # returns None, so that Triton launches nothing
 
-    JITFunction._do_compile = record_job
+    functions._do_compile = record_job
     prepared.REPLAYED = frozenset()  # a prepared pass needs compiled kernels
     try:
         yield jobs
     finally:
-        JITFunction._do_compile, prepared.REPLAYED = do_compile, replayed
+        functions._do_compile, prepared.REPLAYED = do_compile, replayed
 
 
 def _compile(do_compile: Callable, *arguments: Any) -> None:

@@ -16,9 +16,12 @@ with every combination, on small tensors, while compilations are recorded instea
     addresses                       multiples of 16 bytes          those of lse, delta and dlse: no specialisation
     numbers of tiles, tokens, heads -                              none: kernels do not specialise on them
 
-These are outside the set, and compile when they are first used: q, k, v or dout with a last stride other than 1 or with other
-strides and addresses than above; a scale <= 0; a reduce_dtype besides dtype and the accumulation dtype; and in batches of
-several sequences tensors of 2^31 elements a sequence.
+Some calls need variants outside the set. They compile when they are first used:
+
+    q, k, v or dout with a last stride other than 1, or with other strides and addresses than above
+    a scale of 0 or less on the Triton backend
+    a reduce_dtype that is neither the dtype nor the accumulation dtype
+    a batch of several sequences with 2^31 elements each
 """
 
 from collections.abc import Callable, Iterator, Sequence
