@@ -5,6 +5,7 @@ Without Triton's interpreter, a function that launches a kernel raises RuntimeEr
 """
 
 from canon.fast.device import backend
+from canon.fast.kernel_variants import warm_up
 from canon.fast.local import attention, attention_backward, attention_forward, merge
 from canon.fast.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
@@ -32,5 +33,6 @@ __all__ = [
     "strided_attention",
     "striped_attention",
     "suggest_strides",
+    "warm_up",
     "zigzag_attention",
 ]

@@ -171,10 +171,11 @@ class GroupReduce:
 
     def wait(self) -> None:
         """Launch the sums on the communication stream, and make later kernels wait for them."""
-        total = _as_heads(self.into)
+        total = as_heads(self.into)
         with self.transport.on_communication_stream(after_compute=False):
             self.work.wait()
-            add_rows(total, _as_heads(self.received), *rows_returned(*self.table), total)
+            if len(self.received):
+                add_rows(total, as_heads(self.received), *rows_returned(*self.table), total)
         self.transport.join()
         self.work = self.sent = self.received = None  # later kernels may use their memory
 
@@ -195,7 +196,7 @@ def rows_returned(plan: CastPlan, cast: int, rank: int, device: torch.device) ->
     return first.to(device), received.to(device)
 
 
-def _as_heads(x: Tensor) -> Tensor:
+def as_heads(x: Tensor) -> Tensor:
     """Return contiguous (t, *width) as (1, t, heads, width of at most 128)."""
     width = x[0].numel() if len(x) else 0
     narrow = max((n for n in range(1, 129) if width % n == 0), default=1) if width else 1

@@ -204,7 +204,7 @@ def merge(
 ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     check_parts(out, lse, other_out, other_lse)
     check_device(out)
-    new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
+    new_out, new_lse = torch.empty_like(out), torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     launch.merge(*(x.unsqueeze(0) if out.ndim == 3 else x for x in tensors))
     return new_out, new_lse

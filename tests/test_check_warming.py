@@ -1,4 +1,4 @@
-"""Claims about `canon.testing.warming`: kernels are collected without running, and compiled once, in parallel forks."""
+"""Claims about `canon.fast.compilation` and `canon check`: kernels are collected, and compiled once, in parallel forks."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from canon.fast import compilation
 from canon.testing import warming
 from canon.testing.case_runner import CaseRunner
 from canon.testing.cases import all_cases
@@ -17,22 +18,23 @@ from canon.testing.inputs import FromDocuments
 DOCUMENTS = Documents(("a", "b"), (b"some text, and " * 3, b"some more"))
 JOBS = """
 import os
-from canon.testing.warming import compile_all
+from canon.fast.compilation import compile_all
 
 def fail(): raise ValueError("no such kernel")
 def die(): os._exit(7)
 def fine(): pass
 
 if __name__ == "__main__":
-    print(sorted(compile_all([fine, fail, fine, fine], 2)))
+    print(sorted(map(repr, compile_all([fine, fail, fine, fine], 2))))
     done = list(compile_all([die, *[fine] * 5], 1))
-    print(len(done), done.count(False) >= 1)
+    print(len(done), done.count(None) < 6)
 """
 # Kernels get CPU tensors, and a driver with a target but no device.
 COLLECT = """
 import json
 from pathlib import Path
 from canon.fast import backward, local
+from canon.fast.compilation import compile_all, recorded_jobs
 from canon.testing import warming
 from canon.testing.cases import all_cases
 from canon.testing.compile import _target
@@ -46,12 +48,36 @@ cases = [case for case in all_cases(["bfloat16"], gpu=True) if case.function in 
 runner = CaseRunner("canon.fast", tuple(cases), FromDocuments(documents), "cpu", Path())
 progress = []
 with _target(90):
-    jobs = warming.collect([(1, runner)], progress.append)
-    again = warming.collect([(1, runner), (1, runner)])
-    names = sorted(job.args[0].fn.__name__ for job in jobs)
-    merge = [job for job in jobs if job.args[0].fn.__name__ == "merge_kernel"]
-    compiled = list(warming.compile_all(merge, 2))
+    with recorded_jobs() as jobs:
+        warming.collect([(1, runner)], progress.append)
+    with recorded_jobs() as again:
+        warming.collect([(1, runner), (1, runner)])
+    names = sorted(name for _, name, _ in jobs)
+    merge = [job for key, job in jobs.items() if key[1] == "merge_kernel"]
+    compiled = [error is None for error in compile_all(merge, 2)]
 print(json.dumps(dict(names=names, again=len(again), progress=progress, cases=len(cases), compiled=compiled)))
+"""
+
+# A module whose `collect` launches one kernel.
+MERGING = """
+from functools import partial
+
+import torch
+from canon.fast import compilation
+from canon.fast.kernels.triton import launch
+from canon.testing.compile import _target
+
+target = _target(90)
+
+def collect(progress):
+    target.__enter__()  # until the process ends
+    out, lse = torch.zeros(1, 16, 2, 32), torch.zeros(1, 2, 16)
+    launch.merge(out, lse, out, lse, out, lse)
+
+def compiled():
+    outcome = compilation.compile_ahead(collect, 1, "merge", processes=2, progress=False)
+    assert outcome.complete, outcome
+    return outcome.compiled, outcome.of
 """
 
 
@@ -66,7 +92,9 @@ def ran(program, tmp_path, **environment):
 
 
 def test_a_failing_fork_is_not_fatal(tmp_path):
-    assert ran(JOBS, tmp_path).splitlines() == ["[False, True, True, True]", "6 True"]
+    first, second = ran(JOBS, tmp_path).splitlines()
+    assert first == str(["None", "None", "None", "ValueError('no such kernel')"])
+    assert second == "6 True"
 
 
 def test_compilations_are_collected_once_without_a_launch_and_compiled_into_the_cache(tmp_path):
@@ -92,25 +120,43 @@ def groups(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("program", "message", "stamped"),
     [
-        ('print(\'{"cases": 3}\\n{"of": 2}\\n{"compiled": 2, "failed": 0}\')', "2 kernels compiled.", True),
-        ('print(\'{"of": 2}\\n{"compiled": 1, "failed": 1}\')', "1 kernels compiled; 1 others", False),
-        ('print(\'{"of": 2}\\n{"compiled": 1, "failed": 0}\'); raise SystemExit(1)', "ended early: 1 kernels", False),
-        ("print('something else')", "ended early: 0 kernels", False),
-        ("raise SystemExit(3)", "ended early: 0 kernels", False),
+        ('print(\'{"steps": 3}\\n{"of": 2}\\n{"compiled": 2, "failed": 0}\')', "2 kernels compiled.", True),
+        (
+            'import sys; print(\'{"of": 2}\\n{"compiled": 1, "failed": 1}\'); print("bad", file=sys.stderr)',
+            "1 kernels compiled; others compile when they run, because of: bad",
+            False,
+        ),
+        ('print(\'{"of": 2}\\n{"compiled": 1, "failed": 0}\'); raise SystemExit(1)', "exit status 1", False),
+        ("print('something else')", "0 kernels compiled; others", False),
+        ("raise SystemExit(3)", "exit status 3", False),
     ],
 )
 def test_a_check_continues_after_any_end_of_the_compilation(groups, monkeypatch, program, message, stamped):
-    monkeypatch.setattr(warming, "PROCESS", [sys.executable, "-c", program])
+    monkeypatch.setattr(compilation, "PROCESS", [sys.executable, "-c", program])
     assert message in warming.warm(groups)
     again = warming.warm(groups)
     assert (again == "The kernels are compiled already.") == stamped
 
 
 def test_the_process_gets_the_groups(groups, monkeypatch):
-    program = "import json, pickle, sys; (ranks, runner), = pickle.load(sys.stdin.buffer); "
-    program += "print(json.dumps(dict(of=ranks, compiled=len(runner.cases))))"
-    monkeypatch.setattr(warming, "PROCESS", [sys.executable, "-c", program])
-    assert "3 kernels compiled; 1 others" in warming.warm(groups)
+    program = "import json, pickle, sys; (collect, processes) = pickle.load(sys.stdin.buffer); "
+    program += "((ranks, runner),) = collect.args[0]; "
+    program += "print(json.dumps(dict(of=ranks, compiled=len(runner.cases), failed=1)))"
+    monkeypatch.setattr(compilation, "PROCESS", [sys.executable, "-c", program])
+    assert "3 kernels compiled; others" in warming.warm(groups)
+
+
+def test_processes_of_a_host_take_turns_and_compile_once(tmp_path):
+    (tmp_path / "merging.py").write_text(MERGING)
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    kept |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": f"{tmp_path}:{kept.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", "import merging; print(merging.compiled())"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, env=kept, **pipes) for _ in range(2)]
+    (one, errors), (other, more) = (process.communicate(timeout=300) for process in both)
+    assert sorted(map(str.strip, (one, other))) == ["(0, 0)", "(2, 2)"], errors + more
+    assert len(list((tmp_path / "cache").rglob("merge_kernel.cubin"))) == 1
+    assert len(list((tmp_path / "cache").rglob("canon_replay*.so"))) == 1, "the native replay is compiled, too"
 
 
 def test_a_cpu_compiles_nothing():

@@ -34,7 +34,7 @@ VOCABULARY = {
     "report",
     "strides",
 }
-BY_DESIGN_ONLY_FAST = {"backend"}
+BY_DESIGN_ONLY_FAST = {"backend", "warm_up"}
 
 # Package of the files in each folder.
 PACKAGES = {

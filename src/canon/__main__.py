@@ -1,4 +1,4 @@
-"""Run the command line: ``canon check`` and ``canon bench``, or ``python -m canon``."""
+"""Run the command line: ``canon check``, ``canon bench`` and ``canon warm``, or ``python -m canon``."""
 
 import argparse
 import os
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     if not torch.cuda.is_available():  # Triton reads the variable when canon.fast defines its kernels
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    from canon import warm_command
     from canon.testing import bench, check
     from canon.testing.contract import CONVENTIONS
 
@@ -52,12 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.add_arguments(command)
     purpose = "measure the speed of kernels and schedules, after checking their results"
     bench.add_arguments(commands.add_parser("bench", help=purpose, description=bench.__doc__, formatter_class=raw))
+    purpose = "compile every kernel variant that a model can need"
+    warm = commands.add_parser("warm", help=purpose, description=warm_command.__doc__, formatter_class=raw)
+    warm_command.add_arguments(warm)
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as ended:  # argparse has printed the help or the error
         return int(ended.code or 0)
     try:
-        return {"check": check.run, "bench": bench.run}[arguments.command](arguments)
+        return {"check": check.run, "bench": bench.run, "warm": warm_command.run}[arguments.command](arguments)
     except KeyboardInterrupt:
         print("canon: interrupted", file=sys.stderr)
         return 130

@@ -279,7 +279,7 @@ def write_result(o, state, wg, work_tile):
 
 
 # ------------------------------------------------------------------ the kernel
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
 def forward_kernel(
     q_desc,
     k_desc,

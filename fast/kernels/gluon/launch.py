@@ -142,7 +142,7 @@ def dkdv(
         stats_box = descriptor(stats.view(-1), config.columns)
         dq_tiles = -(-q.shape[1] // config.columns) if ordered else 0
         semaphores = q.shape[0] * q.shape[2] * dq_tiles
-        strides = own_dk.stride()[:3], own_dv.stride()[:3]
+        strides = portable.kernel_strides(own_dk)[:3], portable.kernel_strides(own_dv)[:3]
         written = (own_dk, own_dv, *queue(plan, q, semaphores), scale, *strides, stats.shape[3], q.shape[2])
         options = {"HEADS": each, "GROUP": q.shape[2] // k.shape[2]}
         options |= {"D": d, "DV": dv_width, "D_PAD": d_pad, "DV_PAD": dv_pad}

@@ -20,24 +20,44 @@ from canon.fast.kernels.triton.softmax_stats import row_dot
 TOKENS = 256  # of each CTA
 
 
-@triton.jit(do_not_specialize=["tokens", "padded", "heads"])
-def softmax_stats_kernel(lse, delta, stats, tokens, padded, heads, lse_strides, delta_strides, TOKENS: tl.constexpr):
-    """Write stats (b, h, 2, padded) from lse and delta (b, h, t), of any strides."""
+@triton.jit(
+    do_not_specialize=["tokens", "padded", "heads", "lse_stride_b", "lse_stride_h", "delta_stride_b", "delta_stride_h"],
+    do_not_specialize_on_alignment=["lse", "delta"],
+)
+def softmax_stats_kernel(
+    lse,
+    delta,
+    stats,
+    tokens,
+    padded,
+    heads,
+    lse_stride_b,
+    lse_stride_h,
+    delta_stride_b,
+    delta_stride_h,
+    TOKENS: tl.constexpr,
+):
+    """Write stats (b, h, 2, padded) from lse and delta (b, h, t), with last strides of 1."""
     blocks = tl.cdiv(padded, TOKENS)
     batch_head = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
-    inside, at = token < tokens, tl.cast(token, tl.int64)
-    lse_row = statistic_head_pointer(lse, batch_head // heads, batch_head % heads, lse_strides)
-    delta_row = statistic_head_pointer(delta, batch_head // heads, batch_head % heads, delta_strides)
-    x = tl.load(lse_row + at * lse_strides[2], mask=inside, other=0.0)
+    inside = token < tokens
+    lse_row = statistic_head_pointer(lse, batch_head // heads, batch_head % heads, lse_stride_b, lse_stride_h)
+    delta_row = statistic_head_pointer(delta, batch_head // heads, batch_head % heads, delta_stride_b, delta_stride_h)
+    x = tl.load(lse_row + token, mask=inside, other=0.0)
     x = tl.where(x == float("-inf"), 1e30, x * 1.4426950408889634)
     start = stats + tl.cast(batch_head, tl.int64) * 2 * padded
     tl.store(start + token, x, mask=token < padded)
-    y = tl.load(delta_row + at * delta_strides[2], mask=inside, other=0.0)
+    y = tl.load(delta_row + token, mask=inside, other=0.0)
     tl.store(start + padded + token, -y, mask=token < padded)
 
 
-@triton.jit(do_not_specialize=["tokens", "padded", "heads", "batch_heads"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "padded", "heads", "batch_heads", "lse_stride_b", "lse_stride_h", "dlse_stride_b", "dlse_stride_h",
+    ],
+    do_not_specialize_on_alignment=["lse", "dlse"],
+)  # fmt: skip
 def delta_stats_kernel(
     out,
     dout,
@@ -50,8 +70,10 @@ def delta_stats_kernel(
     batch_heads,
     out_strides,
     dout_strides,
-    lse_strides,
-    dlse_strides,
+    lse_stride_b,
+    lse_stride_h,
+    dlse_stride_b,
+    dlse_stride_h,
     HAS_DLSE: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -63,16 +85,17 @@ def delta_stats_kernel(
     first, batch_head = tl.program_id(0) // batch_heads * BM, tl.program_id(0) % batch_heads
     batch, head = batch_head // heads, batch_head % heads
     rows = first + tl.arange(0, BM)
-    valid, token = rows < tokens, tl.cast(rows, tl.int64)
-    lse_head = statistic_head_pointer(lse, batch, head, lse_strides)
-    lse_row = tl.load(lse_head + token * lse_strides[2], mask=valid, other=0.0)
+    valid = rows < tokens
+    lse_row = tl.load(
+        statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, mask=valid, other=0.0
+    )
     active = valid & (lse_row > float("-inf"))
     out_head = head_pointer(out, batch, head, out_strides, ALIGN)
     dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
     delta = row_dot(out_head, dout_head, first, active, out_strides, dout_strides, D, D_PAD, ALIGN, ACC, BM)
     if HAS_DLSE:
-        dlse_head = statistic_head_pointer(dlse, batch, head, dlse_strides)
-        delta -= tl.load(dlse_head + token * dlse_strides[2], mask=active, other=0.0).to(ACC)
+        dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
+        delta -= tl.load(dlse_rows, mask=active, other=0.0).to(ACC)
     start = stats + tl.cast(batch_head, tl.int64) * 2 * padded
     lse2 = tl.where(lse_row == float("-inf"), 1e30, lse_row * 1.4426950408889634)
     tl.store(start + rows, lse2, mask=rows < padded)
@@ -82,6 +105,7 @@ def delta_stats_kernel(
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """Compute delta and return `row_statistics`, in one launch. Raises ValueError as `row_statistics` does."""
     dout, out = map(portable.addressable, (dout, out))
+    lse, dlse = portable.contiguous_rows(lse), None if dlse is None else portable.contiguous_rows(dlse)
     stats, dlse_or_any = empty_statistics(lse), lse if dlse is None else dlse
     arguments = (out, dout, lse, dlse_or_any, stats, out.shape[1], stats.shape[3], out.shape[2])
     options = {"HAS_DLSE": dlse is not None, **portable.row_options(torch.float32, out, dout)}
@@ -93,9 +117,10 @@ def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | N
 def row_statistics(lse: Tensor, delta: Tensor, stats: Tensor | None = None) -> Tensor:
     """Return row statistics (b, h, 2, padded), float32, of lse and delta (b, h, t), written into ``stats`` if given."""
     stats = empty_statistics(lse) if stats is None else stats
+    lse, delta = map(portable.contiguous_rows, (lse, delta))
     b, h, tokens, padded = *lse.shape, stats.shape[3]
     if stats.numel():
-        arguments = (lse, delta, stats, tokens, padded, h, lse.stride(), delta.stride())
+        arguments = (lse, delta, stats, tokens, padded, h, *portable.stride_arguments((lse, delta)))
         launch(
             softmax_stats_kernel, triton.cdiv(padded, TOKENS) * b * h, lse.device, arguments, TOKENS=TOKENS, num_warps=4
         )

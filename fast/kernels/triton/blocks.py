@@ -48,19 +48,18 @@ def row_pointers(x, batch, head, rows, strides, PAD: tl.constexpr, ALIGN: tl.con
 
 
 @triton.jit
-def statistic_head_pointer(x, batch, head, strides):
-    """Return the pointer to one head of a row statistic x (b, h, t)."""
-    return x + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+def statistic_head_pointer(x, batch, head, batch_stride, head_stride):
+    """Return the pointer to one head of a row statistic x (b, h, t). Its last stride is 1."""
+    return x + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
 
 
 @triton.jit
-def statistic_pointers(pointer, first, head, strides, ROWS: tl.constexpr):
+def statistic_pointers(pointer, first, head, head_stride, ROWS: tl.constexpr):
     """Return pointers to ROWS values of a row statistic (b, h, t), from token ``first`` on.
 
     ``head`` counts from the head that ``pointer`` points to.
     """
-    start = tl.cast(first, tl.int64) * strides[2] + tl.cast(head, tl.int64) * strides[1]
-    return pointer + start + tl.arange(0, ROWS) * strides[2]
+    return pointer + tl.cast(head, tl.int64) * head_stride + first + tl.arange(0, ROWS)
 
 
 @triton.jit

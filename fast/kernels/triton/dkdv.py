@@ -90,7 +90,10 @@ def add_dq(
     tl.atomic_add(x, part, mask=keep, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["tile_count", "l2_heads", "heads"])
+@triton.jit(
+    do_not_specialize=["tile_count", "l2_heads", "heads", "statistic_stride_b", "statistic_stride_h"],
+    do_not_specialize_on_alignment=["lse", "delta"],
+)
 def dkdv_kernel(
     q,
     k,
@@ -113,7 +116,8 @@ def dkdv_kernel(
     k_strides,
     v_strides,
     dout_strides,
-    statistic_strides,
+    statistic_stride_b,
+    statistic_stride_h,
     dq_strides,
     dk_strides,
     dv_strides,
@@ -163,8 +167,8 @@ def dkdv_kernel(
     q_source = full_tile_source(q_tiles, batch, head_first, q_strides, BN, D_PAD, ALIGN, TMA)
     dout_source = full_tile_source(dout_tiles, batch, head_first, dout_strides, BN, DV_PAD, ALIGN, TMA)
     dq_head = head_pointer(dq, batch, head_first, dq_strides, ALIGN)
-    lse_head = statistic_head_pointer(lse, batch, head_first, statistic_strides)
-    delta_head = statistic_head_pointer(delta, batch, head_first, statistic_strides)
+    lse_head = statistic_head_pointer(lse, batch, head_first, statistic_stride_b, statistic_stride_h)
+    delta_head = statistic_head_pointer(delta, batch, head_first, statistic_stride_b, statistic_stride_h)
     q_offset = tile_offsets(q_strides, PARTIAL_BN, D_PAD, ALIGN)
     dout_offset = tile_offsets(dout_strides, PARTIAL_BN, DV_PAD, ALIGN)
     dk_acc = tl.zeros([BM, D_PAD], ACC)
@@ -182,9 +186,9 @@ def dkdv_kernel(
             dout_at = dout_head + row_start(head, dout_strides[2], ALIGN)
             q_tile = load_rows(q_at, q_offset, i, q_strides[1], in_band, D, D_PAD, ALIGN)
             dout_tile = load_rows(dout_at, dout_offset, i, dout_strides[1], in_band, DV, DV_PAD, ALIGN)
-            lse_at = statistic_pointers(lse_head, i, head, statistic_strides, PARTIAL_BN)
+            lse_at = statistic_pointers(lse_head, i, head, statistic_stride_h, PARTIAL_BN)
             lse_row = tl.load(lse_at, mask=in_band, other=0.0)
-            delta_at = statistic_pointers(delta_head, i, head, statistic_strides, PARTIAL_BN)
+            delta_at = statistic_pointers(delta_head, i, head, statistic_stride_h, PARTIAL_BN)
             delta_row = tl.load(delta_at, mask=in_band, other=0.0)
             visible = visible_mask(left - i, right - i, PARTIAL_BN)
             dk_acc, dv_acc, ds = dkdv_step(
@@ -214,8 +218,8 @@ def dkdv_kernel(
             queries = i + tl.arange(0, BN)
             q_tile = load_full_tile(q_source, batch, i, head, BN, D, D_PAD, ALIGN, TMA)
             dout_tile = load_full_tile(dout_source, batch, i, head, BN, DV, DV_PAD, ALIGN, TMA)
-            lse_row = tl.load(statistic_pointers(lse_head, i, head, statistic_strides, BN))
-            delta_row = tl.load(statistic_pointers(delta_head, i, head, statistic_strides, BN))
+            lse_row = tl.load(statistic_pointers(lse_head, i, head, statistic_stride_h, BN))
+            delta_row = tl.load(statistic_pointers(delta_head, i, head, statistic_stride_h, BN))
             dk_acc, dv_acc, ds = dkdv_step(
                 q_tile,
                 k_tile,

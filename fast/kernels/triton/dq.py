@@ -18,7 +18,6 @@ from canon.fast.kernels.triton.blocks import (
     load_full_tile,
     load_rows,
     statistic_head_pointer,
-    statistic_pointers,
     store_rows,
     tile_offsets,
     visible_columns,
@@ -46,7 +45,10 @@ def dq_step(
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 
 
-@triton.jit(do_not_specialize=["tile_count", "l2_heads", "heads"])
+@triton.jit(
+    do_not_specialize=["tile_count", "l2_heads", "heads", "statistic_stride_b", "statistic_stride_h"],
+    do_not_specialize_on_alignment=["lse", "delta"],
+)
 def dq_kernel(
     q,
     k,
@@ -67,7 +69,8 @@ def dq_kernel(
     k_strides,
     v_strides,
     dout_strides,
-    statistic_strides,
+    statistic_stride_b,
+    statistic_stride_h,
     dq_strides,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -102,11 +105,11 @@ def dq_kernel(
     dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
     dout_offset = tile_offsets(dout_strides, BM, DV_PAD, ALIGN)
     dout_tile = load_rows(dout_head, dout_offset, first, dout_strides[1], valid, DV, DV_PAD, ALIGN)
-    lse_head = statistic_head_pointer(lse, batch, head, statistic_strides)
-    delta_head = statistic_head_pointer(delta, batch, head, statistic_strides)
-    lse_row = tl.load(statistic_pointers(lse_head, first, 0, statistic_strides, BM), mask=valid, other=0.0)
+    lse_head = statistic_head_pointer(lse, batch, head, statistic_stride_b, statistic_stride_h)
+    delta_head = statistic_head_pointer(delta, batch, head, statistic_stride_b, statistic_stride_h)
+    lse_row = tl.load(lse_head + rows, mask=valid, other=0.0)
     lse2 = lse_row * 1.4426950408889634
-    delta_row = tl.load(statistic_pointers(delta_head, first, 0, statistic_strides, BM), mask=valid, other=0.0)
+    delta_row = tl.load(delta_head + rows, mask=valid, other=0.0)
     acc = tl.zeros([BM, D_PAD], ACC)
 
     for index in range(partial, full):

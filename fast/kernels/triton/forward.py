@@ -48,7 +48,10 @@ def softmax_step(q, k, v, m, l, acc, scale, visible, MASKED: tl.constexpr, PRECI
     return m_new, l, acc
 
 
-@triton.jit(do_not_specialize=["tile_count", "l2_heads", "heads"])
+@triton.jit(
+    do_not_specialize=["tile_count", "l2_heads", "heads", "lse_stride_b", "lse_stride_h"],
+    do_not_specialize_on_alignment=["lse"],
+)
 def forward_kernel(
     q,
     k,
@@ -67,7 +70,8 @@ def forward_kernel(
     k_strides,
     v_strides,
     out_strides,
-    lse_strides,
+    lse_stride_b,
+    lse_stride_h,
     SIGN: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -136,5 +140,4 @@ def forward_kernel(
     out_offset = tile_offsets(out_strides, BM, DV_PAD, ALIGN)
     store_rows(out_head, out_offset, first, out_strides[1], valid, acc, DV, DV_PAD, ALIGN)
     natural = tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
-    lse_head = statistic_head_pointer(lse, batch, head, lse_strides)
-    tl.store(lse_head + tl.cast(rows, tl.int64) * lse_strides[2], natural, mask=valid)
+    tl.store(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, natural, mask=valid)

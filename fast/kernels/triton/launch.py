@@ -24,6 +24,7 @@ queries fewer than 256 tokens from some query i, where i sees a key fewer than 2
 """
 
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import gcd
@@ -91,7 +92,8 @@ def vanishes(scale: float, dtype: torch.dtype) -> bool:
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:
     """Write result (b, h, t) = rowsum(dout * out) - dlse, and 0 where lse is -inf."""
     dout, out = map(addressable, (dout, out))
-    dlse_or_any = lse if dlse is None else dlse
+    lse = contiguous_rows(lse)
+    dlse_or_any = lse if dlse is None else contiguous_rows(dlse)
     arguments = (out, dout, lse, dlse_or_any, result, out.shape[1], out.shape[2])
     options = {"HAS_DLSE": dlse is not None, **row_options(result.dtype, out, dout)}
     run(delta_kernel, row_grid(out), ROWS, arguments, batch_heads(out), (out, dout, lse, dlse_or_any, result), options)
@@ -99,7 +101,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
 
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStatistics:
     """Compute delta and return `row_statistics`, in one launch. Two copies are added if the strides of lse have gaps."""
-    result = torch.empty_like(lse, dtype=accumulate_dtype(lse.dtype))
+    result = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
     delta(dout, out, lse, dlse, result)
     return row_statistics(lse, result)
 
@@ -110,6 +112,7 @@ def empty_statistics(lse: Tensor) -> None:
 
 def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
     """Return lse and delta (b, h, t) with equal strides, as `dq` and `dkdv` take them."""
+    lse, delta = map(contiguous_rows, (lse, delta))
     return (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
 
 
@@ -206,6 +209,9 @@ def merge(
     If ``rows`` (int64, without repetitions) is given, the other part has these tokens only, and only they are merged.
     """
     out, other_out = map(addressable, (out, other_out))
+    other_lse = contiguous_rows(other_lse)
+    if lse is not new_lse:
+        lse = contiguous_rows(lse)
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     table = other_lse if rows is None else rows
     options = row_options(accumulate_dtype(new_lse.dtype), out, other_out, new_out) | {"INDEXED": rows is not None}
@@ -221,11 +227,15 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
     if not ctas:
         return
     for x in strided:
+        if x.ndim == 3 and contiguous_rows(x) is not x:
+            raise ValueError(
+                f"{kernel.__name__} needs row statistics with a last stride of 1, got strides {x.stride()}"
+            )
         if x.ndim == 4 and _tile_extent(x) >= 2**31:  # read tensors are `addressable`, so this one is written
             raise ValueError(
                 f"strides {x.stride()} are too wide for {kernel.__name__}: offsets inside a tile must fit into 32 bits"
             )
-    arguments = (*arguments, l2_heads, *(x.stride() for x in strided))
+    arguments = (*arguments, l2_heads, *stride_arguments(strided))
     options = {**options, "num_warps": config.warps, "num_stages": config.stages}
     try:
         launch(kernel, ctas, strided[0].device, arguments, **options)
@@ -234,6 +244,32 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
             f"{kernel.__name__} with {config} needs {error.required} of {error.name}, but this device has {error.limit}: "
             "use a narrower dtype or canon.reference"
         ) from error
+
+
+def stride_arguments(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...] | int]:
+    """Yield the strides of each tensor as kernels take them: a tuple for (b, t, h, d), two numbers for (b, h, t).
+
+    Triton specialises on the numbers of a tuple whatever the kernel declares. Those of a row statistic depend on the number of
+    tokens, so they are arguments of their own that no kernel specialises on.
+    """
+    for x in tensors:
+        if x.ndim == 4:
+            yield kernel_strides(x)
+        else:
+            yield from kernel_strides(x)[:2]
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return a row statistic x (b, h, t) if its last stride is 1, else a contiguous copy."""
+    return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+
+
+def kernel_strides(x: Tensor) -> tuple[int, ...]:
+    """Return the strides for a kernel: 0 for an axis of length 1, except the last.
+
+    Triton compiles a variant for each divisibility and bit length of a stride, and the stride of such an axis may be any.
+    """
+    return *[0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False)], x.stride(-1)
 
 
 # ------------------------------------------------------------------ compile-time constants

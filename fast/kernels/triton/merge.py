@@ -21,7 +21,13 @@ from canon.fast.kernels.triton.blocks import (
 )
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "heads", "batch_heads",
+        "lse_stride_b", "lse_stride_h", "other_lse_stride_b", "other_lse_stride_h", "new_lse_stride_b", "new_lse_stride_h",
+    ],
+    do_not_specialize_on_alignment=["lse", "other_lse", "new_lse", "table"],
+)  # fmt: skip
 def merge_kernel(
     out,
     lse,
@@ -34,11 +40,14 @@ def merge_kernel(
     heads,
     batch_heads,
     out_strides,
-    lse_strides,
+    lse_stride_b,
+    lse_stride_h,
     other_out_strides,
-    other_lse_strides,
+    other_lse_stride_b,
+    other_lse_stride_h,
     new_out_strides,
-    new_lse_strides,
+    new_lse_stride_b,
+    new_lse_stride_h,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -55,10 +64,9 @@ def merge_kernel(
     rows = first + tl.arange(0, BM)
     valid, other_token = rows < tokens, tl.cast(rows, tl.int64)
     token = tl.load(table + rows, mask=valid, other=0) if INDEXED else other_token
-    lse_head = statistic_head_pointer(lse, batch, head, lse_strides)
-    a = tl.load(lse_head + token * lse_strides[2], mask=valid, other=0.0)
-    other_lse_head = statistic_head_pointer(other_lse, batch, head, other_lse_strides)
-    b = tl.load(other_lse_head + other_token * other_lse_strides[2], mask=valid, other=0.0)
+    a = tl.load(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + token, mask=valid, other=0.0)
+    other_rows = statistic_head_pointer(other_lse, batch, head, other_lse_stride_b, other_lse_stride_h) + other_token
+    b = tl.load(other_rows, mask=valid, other=0.0)
     a, b = a.to(ACC), b.to(ACC)
     a_masked, b_masked = a == float("-inf"), b == float("-inf")
     top = tl.maximum(a, b)
@@ -88,5 +96,5 @@ def merge_kernel(
         offset = tile_offsets(new_out_strides, BM, D_PAD, ALIGN)
         store_rows(new_head, offset, first, new_out_strides[1], valid, both, D, D_PAD, ALIGN)
     tl.debug_barrier()  # new_lse may be lse: one warp writes the values of all rows, so all warps must have read them
-    new_lse_head = statistic_head_pointer(new_lse, batch, head, new_lse_strides)
-    tl.store(new_lse_head + token * new_lse_strides[2], merged, mask=valid)
+    new_rows = statistic_head_pointer(new_lse, batch, head, new_lse_stride_b, new_lse_stride_h) + token
+    tl.store(new_rows, merged, mask=valid)

@@ -33,7 +33,13 @@ def row_dot(
     return tl.sum(out_tile * dout_tile, 1)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "heads", "batch_heads",
+        "lse_stride_b", "lse_stride_h", "dlse_stride_b", "dlse_stride_h", "delta_stride_b", "delta_stride_h",
+    ],
+    do_not_specialize_on_alignment=["lse", "dlse", "delta"],
+)  # fmt: skip
 def delta_kernel(
     out,
     dout,
@@ -45,9 +51,12 @@ def delta_kernel(
     batch_heads,
     out_strides,
     dout_strides,
-    lse_strides,
-    dlse_strides,
-    delta_strides,
+    lse_stride_b,
+    lse_stride_h,
+    dlse_stride_b,
+    dlse_stride_h,
+    delta_stride_b,
+    delta_stride_h,
     HAS_DLSE: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -60,15 +69,14 @@ def delta_kernel(
     batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
-    token = tl.cast(rows, tl.int64)
-    lse_head = statistic_head_pointer(lse, batch, head, lse_strides)
-    lse_row = tl.load(lse_head + token * lse_strides[2], mask=valid, other=0.0)
+    lse_row = tl.load(
+        statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, mask=valid, other=0.0
+    )
     active = valid & (lse_row > float("-inf"))
     out_head = head_pointer(out, batch, head, out_strides, ALIGN)
     dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
     total = row_dot(out_head, dout_head, first, active, out_strides, dout_strides, D, D_PAD, ALIGN, ACC, BM)
     if HAS_DLSE:
-        dlse_head = statistic_head_pointer(dlse, batch, head, dlse_strides)
-        total -= tl.load(dlse_head + token * dlse_strides[2], mask=active, other=0.0).to(ACC)
-    delta_head = statistic_head_pointer(delta, batch, head, delta_strides)
-    tl.store(delta_head + token * delta_strides[2], total, mask=valid)
+        dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
+        total -= tl.load(dlse_rows, mask=active, other=0.0).to(ACC)
+    tl.store(statistic_head_pointer(delta, batch, head, delta_stride_b, delta_stride_h) + rows, total, mask=valid)

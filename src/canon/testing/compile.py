@@ -149,7 +149,7 @@ def _compile_portable(case: Case) -> list[Compiled]:
     results = []
 
     def keep(kernel, programs, used, arguments, width, strided, options):
-        strides = tuple(x.stride() for x in strided)
+        strides = launch.stride_arguments(strided)
         stages = {"num_warps": used.warps, "num_stages": used.stages}
         binary = kernel.warmup(*arguments, width, *strides, **options, **stages, grid=(1,))
         expected = config.shared_bytes(case.kernel, used, *pads, dtype.itemsize) if forced else 4096

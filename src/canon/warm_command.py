@@ -1,0 +1,55 @@
+"""`canon warm`: compile every kernel variant that a model can need, whatever its masks, into Triton's disk cache.
+
+    canon warm --dtype bfloat16 --widths 128 --heads 32/8
+    canon warm --dtype float16 --widths 192/128 --heads 16/16 --functions attention strided_attention --ranks 8
+
+Call it once on each host after an installation, or `canon.fast.warm_up` at the start of a program. It needs a GPU.
+"""
+
+import argparse
+import sys
+import time
+
+import torch
+
+from canon.fast.device import AVAILABLE
+from canon.fast.kernel_variants import DEFAULT, FUNCTIONS, warm_up
+from canon.reference.checks import METHODS
+
+FAILED, MISUSED = 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``canon warm``."""
+    add = parser.add_argument
+    add(
+        "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32", "float64"], help="dtype of q, k and v"
+    )
+    add("--widths", type=_pair, default=(128, 128), metavar="D[/DV]", help="head widths of K and V (default: 128)")
+    add("--heads", type=_pair, default=(32, 8), metavar="H[/G]", help="query heads and key heads (default: 32/8)")
+    add("--functions", nargs="+", default=DEFAULT, choices=FUNCTIONS, metavar="NAME", help=", ".join(FUNCTIONS))
+    add("--backend", choices=AVAILABLE, help="default: the automatic choice")
+    add("--backward", default="auto", choices=METHODS, help="the option of the functions (default: auto)")
+    add("--ranks", type=int, help="ranks of strided_attention (default: 2, 4 and 8)")
+    add("--processes", type=int, help="compiling processes (default: one per core)")
+
+
+def _pair(text: str) -> tuple[int, int]:
+    """Return (a, b) of "a/b", and (a, a) of "a"."""
+    first, _, second = text.partition("/")
+    return int(first), int(second or first)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compile, print a summary and return the exit status: 0, 1 if a kernel does not compile, 2 for invalid arguments."""
+    a, start = arguments, time.monotonic()
+    options = {name: getattr(a, name) for name in ("heads", "functions", "backend", "backward", "ranks", "processes")}
+    try:
+        compiled = warm_up(getattr(torch, a.dtype), *a.widths, **options)
+    except (ValueError, RuntimeError) as error:
+        print(f"canon warm: {error}", file=sys.stderr)
+        return MISUSED if isinstance(error, ValueError) else FAILED
+    if torch.cuda.is_available():
+        text = f"{compiled} kernels compiled in {time.monotonic() - start:.0f} s" if compiled else "compiled already"
+        print(f"{a.dtype}, widths {a.widths[0]}/{a.widths[1]}, heads {a.heads[0]}/{a.heads[1]}: {text}")
+    return 0

@@ -1,0 +1,193 @@
+"""Claims about `canon.fast.warm_up`: it compiles every kernel variant that random masks, sizes and layouts can need."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from canon import __main__ as command_line
+from canon.fast import compilation, warm_up
+
+# Kernels get CPU tensors and a driver with a target but no device, so compilations are recorded and none is run. On a CPU
+# "auto" is always "split": here each call draws one of the methods that "auto" may choose.
+RANDOM_CALLS = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import torch
+from canon import fast
+from canon.fast import backward, kernel_variants, local
+from canon.fast.compilation import recorded_jobs
+from canon.fast.kernels.triton import config, launch
+from canon.testing import draws, process_groups
+from canon.testing.case_runner import CaseRunner
+from canon.testing.compile import SHARED_LIMIT, _target
+from canon.testing.random_source import RandomSource
+
+arch, count, backend, dtype, heads, widths, method, functions = json.loads(sys.argv[1])
+draw = Random(0)
+local.check_device = backward.check_device = lambda x: None
+launch.choose = lambda kernel, d, dv, itemsize, device, describable: config.fitting(
+    kernel, d, dv, itemsize, SHARED_LIMIT[arch], describable and arch >= 90, arch >= 90)
+METHODS = ["split", "head_parallel"][: 1 + (heads[0] > heads[1])]
+METHODS += ["fused"] * (backend == "gluon" and max(widths) <= 128)
+draws.TABLES["model"] = draws.Table(900, 900, (), (), (), ((tuple(heads), tuple(widths), dtype),), unusual=False)
+
+def cases():
+    index = 0
+    while True:
+        case = draws.drawn(0, index := index + 1, "model", 4)
+        reduced = dict(case.options).get("reduce_dtype", dtype)
+        usual = case.used not in ("sum", "lse") and reduced in (dtype, "float32")
+        if case.function in functions and usual and (case.variant != "plain" or method == "auto"):
+            yield replace(case, method=method)
+
+with _target(arch), fast.backend(backend), recorded_jobs() as jobs:
+    model = kernel_variants._checked_model(getattr(torch, dtype), *widths, heads, functions, None, method, None)
+    kernel_variants.collect(replace(model, ranks=(2, 3, 4)), "cpu")
+    warmed, seen, kinds = set(jobs), set(), set()
+    backward.automatic = lambda *_: draw.choice(METHODS)
+    for case, _ in zip(cases(), range(count)):
+        jobs.clear()
+        runner = CaseRunner("canon.fast", (case,), RandomSource(), "cpu", Path())
+        process_groups.threads(runner.rehearse, case.ranks)
+        seen |= set(jobs)
+        kinds |= {case.function}
+        if missing := set(jobs) - warmed:
+            sys.exit(f"{case.draws} needs {sorted(missing)[0]}")
+print(json.dumps(dict(warmed=len(warmed), seen=len(seen), kinds=sorted(kinds))))
+"""
+# On a GPU: count the kernels that Triton compiles, before and after `warm_up`.
+COUNT = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from triton import knobs
+from canon.fast import warm_up
+from canon.testing import draws, process_groups
+from canon.testing.case_runner import CaseRunner
+from canon.testing.random_source import RandomSource
+
+count, dtype, heads, widths, functions, ahead = json.loads(sys.argv[1])
+draws.TABLES["model"] = draws.Table(900, 900, (), (), (), ((tuple(heads), tuple(widths), dtype),), unusual=False)
+compiled = []
+knobs.compilation.listener = lambda src, metadata, metadata_group, times, cache_hit: (
+    None if cache_hit else compiled.append(src.name)
+)
+warmed = [warm_up(getattr(torch, dtype), *widths, heads=tuple(heads), functions=functions, ranks=n) for n in ahead]
+index = done = 0
+while done < count:
+    case = draws.drawn(1, index := index + 1, "model", 4)
+    reduced = dict(case.options).get("reduce_dtype", dtype)
+    if case.function in functions and case.used not in ("sum", "lse") and reduced in (dtype, "float32"):
+        runner = CaseRunner("canon.fast", (replace(case, method="auto"),), RandomSource(), "cuda", Path())
+        process_groups.threads(runner.rehearse, case.ranks)
+        done += 1
+torch.cuda.synchronize()
+print(json.dumps(dict(warmed=warmed, compiled=compiled)))
+"""
+DISTRIBUTED = ("ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention")
+ALL = ("attention", "attention_forward", "attention_backward", "merge", *DISTRIBUTED)
+
+
+def ran(program, *arguments, **environment):
+    """Run a program in a process without the interpreter, and return its output as JSON."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    command = [sys.executable, "-c", program, json.dumps(arguments)]
+    done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("arch", "backend", "dtype", "heads", "widths", "method"),
+    [
+        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto"),
+        (90, "gluon", "bfloat16", (2, 2), (128, 64), "fused"),
+        (90, "triton", "bfloat16", (4, 2), (64, 64), "auto"),
+        (80, "triton", "float32", (3, 1), (48, 32), "auto"),
+    ],
+)
+def test_200_random_calls_need_no_other_variant(arch, backend, dtype, heads, widths, method):
+    found = ran(RANDOM_CALLS, arch, 200, backend, dtype, heads, widths, method, ALL)
+    assert found["kinds"] == sorted(ALL), "the draws reach all functions"
+    assert found["seen"] > 0.5 * found["warmed"], "the calls need a good part of the set"
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize(("dtype", "heads", "widths"), [("bfloat16", (8, 2), (64, 64)), ("float32", (2, 1), (64, 32))])
+def test_after_warm_up_200_steps_with_random_masks_compile_nothing(dtype, heads, widths, tmp_path):
+    model = dtype, heads, widths, ALL
+    cold = ran(COUNT, 5, *model, [], TRITON_CACHE_DIR=str(tmp_path / "cold"))
+    assert cold["compiled"], "without warm_up, calls compile"
+    warm = ran(COUNT, 200, *model, [1, 2, 3, 4, 4], TRITON_CACHE_DIR=str(tmp_path / "warm"))
+    assert warm["warmed"][0] > 20
+    assert warm["warmed"][-1] == 0, "a second call finds the stamp of the first"
+    assert not warm["compiled"]
+
+
+# ---------------------------------------------------------------------- arguments
+@pytest.fixture
+def outcome(monkeypatch):
+    """Pretend that there is a GPU, and that the process ends with the outcome in the list."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(compilation, "compile_ahead", lambda *_, **options: found[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((torch.int8,), {}, "dtype must be one of"),
+        ((torch.bfloat16, 100), {}, "d must be a positive multiple of 16, got 100"),
+        ((torch.bfloat16, 64, 0), {}, "dv must be a positive multiple of 16, got 0"),
+        ((torch.bfloat16, 64.0), {}, "d must be a positive multiple of 16, got 64.0"),
+        ((), {"heads": (8, 3)}, "the first a multiple of the second"),
+        ((), {"heads": 8}, "heads must be"),
+        ((), {"functions": ("attention", "softmax")}, "functions must be some of attention"),
+        ((), {"functions": ()}, "functions must be some of attention"),
+        ((), {"backend": "cuda"}, "backend must be one of 'triton', 'gluon' or None"),
+        ((), {"backward": "none"}, "backward='none': expected one of"),
+        ((), {"ranks": 0}, "ranks must be a positive number"),
+        ((), {"processes": 0}, "processes must be at least 1"),
+    ],
+)
+def test_a_bad_argument_is_named(arguments, options, message):
+    with pytest.raises(ValueError, match=message.replace("(", "\\(")):
+        warm_up(*arguments, **options)
+
+
+def test_a_failed_compilation_raises_and_a_complete_one_is_counted(outcome):
+    outcome[:] = [compilation.Outcome(7, 1, 8, "ValueError: no such instruction")]
+    with pytest.raises(RuntimeError, match="compiled 7 of 8 kernel variants: ValueError: no such instruction"):
+        warm_up()
+    outcome[:] = [compilation.Outcome(8, 0, 8)]
+    assert warm_up() == 8
+
+
+def test_a_machine_without_a_gpu_has_nothing_to_compile(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert warm_up() == 0
+    assert "there is nothing to compile" in capsys.readouterr().out
+    assert command_line.main(["warm", "--widths", "128/64", "--heads", "32/8"]) == 0
+    assert "there is nothing to compile" in capsys.readouterr().out
+
+
+def test_the_command_passes_its_arguments_and_prints_a_summary(outcome, capsys):
+    outcome[:] = [compilation.Outcome(44, 0, 44)]
+    assert command_line.main(["warm", "--dtype", "float16", "--widths", "128", "--heads", "32/8", "--ranks", "8"]) == 0
+    assert "float16, widths 128/128, heads 32/8: 44 kernels compiled in" in capsys.readouterr().out
+    outcome[:] = [compilation.Outcome()]
+    assert command_line.main(["warm"]) == 0
+    assert "compiled already" in capsys.readouterr().out
+    assert command_line.main(["warm", "--widths", "50"]) == 2
+    assert "d must be a positive multiple of 16, got 50" in capsys.readouterr().err
