@@ -105,6 +105,7 @@ from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.differentiable import differentiable
+from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.local import merge, tiled_forward
 from canon.reference.mask import Mask
@@ -120,7 +121,7 @@ def ring_attention(
     layout: Layout | None = None,
     *,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
@@ -132,7 +133,8 @@ def ring_attention(
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank; None is contiguous.
         scale: factor of the scores; None is 1 / sqrt(d).
-        group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
+        group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this process
+            is the only rank.
         reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
         return_lse: also return lse, differentiable natural log: (b, h, t) or (h, t), float32 (float64 for float64).
@@ -154,7 +156,7 @@ def zigzag_attention(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
@@ -174,7 +176,7 @@ def striped_attention(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
