@@ -112,7 +112,6 @@ def ran(program, *arguments, **environment):
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto"),
         (90, "gluon", "bfloat16", (2, 2), (128, 64), "fused"),
         (90, "triton", "bfloat16", (4, 2), (64, 64), "auto"),
-        (90, "triton", "bfloat16", (4, 2), (64, 64), "auto"),
         (80, "triton", "float32", (3, 1), (48, 32), "auto"),
     ],
 )
