@@ -15,7 +15,7 @@ from canon.reference.plan_cache import cached_plan, keep_for_stream
 
 
 class HeldTokens:
-    """The tokens 0 .. ``tokens`` - 1, each on exactly one rank: the part of a `Layout` that does not touch tensors."""
+    """The tokens 0 .. ``tokens`` - 1, each on exactly one rank: the part of a `Layout` without operations on tensors."""
 
     __slots__ = ("_digest", "_hash", "ranges_per_rank", "tokens")
     ranges_per_rank: RangesPerRank

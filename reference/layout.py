@@ -98,9 +98,9 @@ class Layout(HeldTokens):
                 ``position_ids`` is 0, or without this entry the sequence is one document.
 
         Returns:
-            All entries, divided by tokens; ``position_ids`` (b, t), from 0 in each document, unless given; and, if there are
-            ``labels`` (b, n), also ``shift_labels`` (b, t), unless given: the label of the next token, -100 at the end of each
-            document. Each entry stays on its device.
+            The rank's part of all entries, on their devices, and of two more unless given. ``position_ids`` (b, t) start at 0
+            in each document. ``shift_labels`` (b, t), for ``labels`` (b, n), have the label of the next token, -100 at the
+            end of each document.
 
         Raises ValueError for an entry of another shape, TypeError for one that is not a plain tensor. Both name it.
         """

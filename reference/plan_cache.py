@@ -4,7 +4,8 @@ A plan (a local mask, a work table, an index on the device) is a pure function o
 made again. The cache keeps the most recently used plans. All cached functions of a process share one limit for the host
 and one for each device. So memory does not grow with the number of masks in a program.
 
-A dropped plan stays valid while a caller, an autograd context or a stream uses it. `keep_for_stream` sees to streams.
+A dropped plan stays valid while a caller, an autograd context or a stream uses it. `keep_for_stream` keeps its
+tensors for streams and captured graphs.
 """
 
 import threading

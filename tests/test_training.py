@@ -1,0 +1,171 @@
+"""`sequence_loss` on several ranks, under DDP and FSDP2, gives the loss and the gradients of one process."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import canon
+from canon import Layout, Mask, reference
+from canon.testing import process_groups
+from canon.training import sequence_loss
+
+VOCABULARY, ENDS = 11, [0, 5, 6, 19]
+MASK = Mask.documents(ENDS)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, 16), nn.Embedding(19, 16)
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids, positions, attend):
+        x = self.token(ids) + self.position(positions)
+        q, k, v = self.qkv(x).unflatten(2, (6, 8)).split(2, dim=2)
+        return self.head(x + attend(q, k, v).flatten(2))
+
+
+def new_model():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def batch(seed=0, ignored=range(0)):
+    """Return input_ids and labels of one sequence. ``ignored``, the places of labels without a loss."""
+    ids = torch.randint(VOCABULARY, (1, 19), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, list(ignored)] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def mean_of_one_process(model, batch):
+    part = Layout.contiguous(19, 1).shard_batch(batch, 0, ENDS)
+    logits = model(part["input_ids"], part["position_ids"], lambda q, k, v: reference.attention(q, k, v, MASK))
+    return nn.functional.cross_entropy(logits[0], part["shift_labels"][0])
+
+
+def gradients_of_one_process(*batches):
+    model = new_model()
+    loss = sum(mean_of_one_process(model, each) for each in batches) / len(batches)
+    loss.backward()
+    return loss.detach(), [x.grad for x in model.parameters()]
+
+
+def step(model, batch, layout, attention_group, loss_group):
+    """Return the loss of this rank's part of the sequence, after the backward pass."""
+    part = layout.shard_batch(batch, dist.get_rank(attention_group), ENDS)
+    attend = functools.partial(reference.ring_attention, mask=MASK, layout=layout, group=attention_group)
+    logits = model(part["input_ids"], part["position_ids"], attend)
+    loss = sequence_loss(logits, part["shift_labels"], group=loss_group)
+    loss.backward()
+    return loss.detach()
+
+
+IGNORED = range(3, 9), range(10, 19), range(0)  # some labels; all of rank 1 if shards are contiguous; none
+
+
+def assert_equal_to_one_process(loss, model, *batches):
+    expected, gradients = gradients_of_one_process(*batches)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        found = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+        torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
+
+
+def train_on_two_ranks(wrap):
+    for layout in (Layout.zigzag(19, 2), Layout([[range(19)], []], 19), Layout.contiguous(19, 2)):
+        for ignored in IGNORED:
+            model = wrap(new_model())
+            mine = batch(ignored=ignored)
+            assert_equal_to_one_process(step(model, mine, layout, None, None), model, mine)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard], ids=["DDP", "FSDP2"])
+def test_two_ranks_have_the_loss_and_gradients_of_one_process(wrap):
+    process_groups.processes(functools.partial(train_on_two_ranks, wrap), 2)
+
+
+def train_on_a_mesh():
+    """Two data ranks with different numbers of valid tokens, two context ranks each."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    both = batch(0, range(3, 12)), batch(1)
+    layout, mine = Layout.zigzag(19, 2), both[mesh["dp"].get_local_rank()]
+    context = mesh["cp"].get_group()
+    model = DistributedDataParallel(new_model())
+    loss = step(model, mine, layout, context, mesh["cp"])
+    torch.testing.assert_close(loss, mean_of_one_process(new_model(), mine).detach(), rtol=1e-12, atol=1e-12)
+    assert_equal_to_one_process(sum_over(loss, mesh["dp"].get_group()) / 2, model, *both)  # data ranks count equally
+    model = DistributedDataParallel(new_model())
+    loss = step(model, mine, layout, context, None)
+    tokens = [int((Layout.contiguous(19, 1).shard_batch(each, 0, ENDS)["shift_labels"] >= 0).sum()) for each in both]
+    alone = [gradients_of_one_process(each) for each in both]
+    weights = [n / sum(tokens) for n in tokens]
+    expected = sum(weight * mean for weight, (mean, _) in zip(weights, alone, strict=True))
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for parameter, *parts in zip(model.parameters(), *(gradients for _, gradients in alone), strict=True):
+        whole = sum(weight * part for weight, part in zip(weights, parts, strict=True))
+        torch.testing.assert_close(parameter.grad, whole, rtol=1e-12, atol=1e-12)  # tokens count equally
+
+
+def sum_over(x, group):
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def test_data_ranks_or_tokens_count_equally_on_a_mesh():
+    process_groups.processes(train_on_a_mesh, 4)
+
+
+def test_without_a_process_group_it_is_the_mean_cross_entropy():
+    assert canon.training.sequence_loss is sequence_loss
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    labels = torch.tensor([[1, 2, -100, 6, 0], [-100] * 5])
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss = sequence_loss(logits, labels)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(sequence_loss(logits[0], labels[0]), expected)  # (t, vocabulary)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, expected)))
+    loss = sequence_loss(logits.bfloat16(), labels.where(labels >= 0, 7), ignore_index=7)
+    assert loss.dtype == torch.float32
+    assert loss == nn.functional.cross_entropy(logits.bfloat16().float().flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("tokens", [(3, 3), (0, 4), (0, 0)])
+def test_without_a_valid_token_loss_and_gradients_are_0(tokens):
+    def program():
+        logits = torch.randn(1, tokens[dist.get_rank()], 5, requires_grad=True)
+        loss = sequence_loss(logits, torch.full(logits.shape[:2], -100))
+        loss.backward()
+        return loss == 0 and logits.grad.eq(0).all()
+
+    assert all(process_groups.threads(program, 2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(logits=torch.zeros(1, 3, 5)), "got (1, 3, 5) and (1, 4)"),
+        (dict(logits=torch.zeros(4, 5)), "got (4, 5) and (1, 4)"),
+        (dict(logits=torch.zeros(1, 4, 5, dtype=torch.int64)), "logits must be floating-point"),
+        (dict(logits=None), "logits must be a torch.Tensor, got NoneType"),
+        (dict(logits=torch.zeros(1, 4, 6)), "vocabulary: rank 0: 5; rank 1: 6"),
+        (dict(logits=torch.zeros(1, 4, 5).double()), "dtype: rank 0: torch.float32; rank 1: torch.float64"),
+        (dict(shift_labels=torch.zeros(1, 4)), "shift_labels must be int64"),
+        (dict(shift_labels=torch.full((1, 4), 5)), "shift_labels must be in 0..4 or ignore_index=-100, got 5"),
+        (dict(ignore_index=0.5), "ignore_index must be a whole number"),
+        (dict(ignore_index=4), "ignore_index: rank 0: -100; rank 1: 4"),
+    ],
+)
+def test_a_wrong_argument_on_one_rank_raises_on_every_rank(wrong, message):
+    def program():
+        given = dict(logits=torch.zeros(1, 4, 5), shift_labels=torch.zeros(1, 4, dtype=torch.int64))
+        with pytest.raises((TypeError, ValueError)) as raised:
+            sequence_loss(**(given | (wrong if dist.get_rank() == 1 else {})))
+        assert message in str(raised.value)
+
+    process_groups.threads(program, 2)
