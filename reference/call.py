@@ -137,7 +137,8 @@ def _kind_of_call(
     ):
         return None
     names = tuple([(name, type(x), x) for name, x in options.items()])
-    return Call, function, None if group is None else ref(group), mask, layout, scale, reduce_dtype, backward, names, kinds
+    group = None if group is None else ref(group)
+    return Call, function, group, mask, layout, scale, reduce_dtype, backward, names, kinds
 
 
 def kinds_of(*tensors: Tensor) -> Hashable:
