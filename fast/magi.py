@@ -59,7 +59,8 @@ from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
 from canon.fast.prepared import replayed
 from canon.fast.transport import transport_for
-from canon.reference.call import Call, agreed_call, kinds_of
+from canon.reference.call import Call, agreed_call
+from canon.reference.call_arguments import kinds_of
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask

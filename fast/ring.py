@@ -25,6 +25,7 @@ out and lse of the rank's own tokens.
 
 Everything that is equal in all calls of one kind is in `_Ring` and its `_Step` objects, found by the call. The kernels of a
 step form one pass: `prepared.replayed` calls the functions behind it only once for each kind of call, then replays them.
+Functions down to the launch:
 
     forward     `_forward`, `prepared.replayed`, `_forward_step`, `local.forward_into`, `device.kernels_for`, `forward` of
                 launch.py (in kernels/triton or kernels/gluon); `ActiveQueries.merge`
@@ -61,7 +62,8 @@ from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import run_pipeline
 from canon.fast.prepared import replayed
-from canon.reference.call import Call, agreed_call, kinds_of
+from canon.reference.call import Call, agreed_call
+from canon.reference.call_arguments import kinds_of
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask

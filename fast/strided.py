@@ -44,7 +44,8 @@ from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.prepared import replayed
 from canon.fast.ring import ring_backward
-from canon.reference.call import Call, agreed_call, kinds_of
+from canon.reference.call import Call, agreed_call
+from canon.reference.call_arguments import kinds_of
 from canon.reference.checks import batched, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
