@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from canon.fast.backward import QueryInputs
-from canon.fast.device_plans import device_plan
-from canon.fast.kernels.triton.rows import add_to_rows, pick_rows
+from canon.fast.device_plans import device_plan, upload
+from canon.fast.kernels.triton.rows import add_to_rows, copy_rows, pick_rows
 from canon.fast.local import merge_into
 from canon.reference.band import Band
 from canon.reference.mask import Mask
@@ -26,7 +26,7 @@ class ActiveQueries:
 
     def __init__(self, mask: Mask, ranges: tuple[range, ...]):
         self.mask, self.ranges = mask, ranges
-        self._in_place = len(ranges) == 1
+        self.in_place = len(ranges) == 1
 
     @property
     def nbytes(self) -> int:
@@ -35,29 +35,41 @@ class ActiveQueries:
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return x at these queries: a view of one range, a copy of several. ``dim=2`` is for (b, h, t)."""
-        if self._in_place:
+        if self.in_place:
             return x.narrow(dim, self.ranges[0].start, len(self.ranges[0]))
         indices = query_indices(self, x.device)
         return pick_rows(x, indices) if x.ndim == 4 else x.index_select(dim, indices)
 
     def take_inputs(self, inputs: QueryInputs) -> QueryInputs:
-        """Return the inputs of a backward pass at these queries."""
+        """Return views of the inputs of a backward pass at these queries, which form one range."""
         dout, q, lse, delta = inputs
         return QueryInputs(self.take(dout), self.take(q), self.take(lse, 2), self.take(delta, 2))
 
+    def copy_inputs(self, inputs: QueryInputs, copies: QueryInputs) -> None:
+        """Write the inputs of a backward pass at these queries into ``copies``."""
+        rows = query_indices(self, inputs.q.device)
+        for x, copy in zip(inputs, copies, strict=True):
+            copy_rows(*((x, copy) if x.ndim == 4 else (_as_rows(x), _as_rows(copy))), rows)
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of (b, t, h, d) or (b, h, t) at these queries."""
+        return tuple(self.mask.queries if axis == (1 if x.ndim == 4 else 2) else n for axis, n in enumerate(x.shape))
+
     def merge(self, running: list[Tensor], part: tuple[Tensor, Tensor]) -> None:
         """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, out and lse of all queries."""
-        if self._in_place:
+        if self.in_place:
             merge_into(self.take(running[0]), self.take(running[1], 2), *part)
         else:
             merge_into(*running, *part, rows=query_indices(self, part[0].device))
 
     def add(self, total: Tensor, part: Tensor) -> None:
         """Add dq (b, n, h, d) of these queries to ``total``, dq of all queries."""
-        if self._in_place:
-            self.take(total).add_(part)
-        else:
-            add_to_rows(total, query_indices(self, part.device), part)
+        add_to_rows(total, query_indices(self, part.device), part)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Return (b, h, t) as (b, t, h, 1)."""
+    return x.transpose(1, 2).unsqueeze(-1)
 
 
 @device_plan
@@ -65,6 +77,12 @@ def query_indices(queries: ActiveQueries, device: torch.device) -> Tensor:
     """Return the indices of these queries on the device, int64."""
     indices = np.concatenate([np.arange(rows.start, rows.stop) for rows in queries.ranges] or [np.arange(0)])
     return torch.from_numpy(indices).to(device)
+
+
+@device_plan
+def row_indices(start: int, stop: int, device: torch.device) -> Tensor:
+    """Return start, start + 1, ..., stop - 1 on the device, int64."""
+    return upload(np.arange(start, stop), device)
 
 
 @cached_plan

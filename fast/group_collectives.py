@@ -14,6 +14,8 @@ Cost and memory: as `canon.reference.group_collectives`. Tables: 8 bytes for eac
 Source: as `canon.reference.group_collectives`.
 """
 
+from collections.abc import Hashable
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from canon import reference
 from canon.fast.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import areas_and_needs, union_of_intervals
+from canon.fast.prepared import replayed
 from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
 from canon.reference.call import agreed_cast
@@ -138,20 +141,31 @@ def group_reduce(
 ) -> Float[Tensor, "t ..."]:
     group, rank, _ = agreed_cast("group_reduce", y, plan, stage, group, into)
     total = into.contiguous()
-    GroupReduce(y.contiguous(), plan, stage, rank, total, group).wait()
+    GroupReduce(y.contiguous(), Transfer(plan, stage, rank), total, group).wait()
     return into if total is into else into.copy_(total)
 
 
-class GroupCast:
-    """A group cast of K and V in flight. It writes ``rows`` (received, b, g, d + dv), by source and then by row."""
+class Transfer:
+    """One cast of a plan as ``rank`` takes part in it: the numbers of tokens that it receives and sends, by rank."""
 
-    def __init__(self, k: Tensor, v: Tensor, plan: CastPlan, cast: int, rank: int, rows: Tensor, group):
+    def __init__(self, plan: CastPlan, cast: int, rank: int):
+        self.plan, self.cast, self.rank = plan, cast, rank
+        self.receives, self.sends = plan.receive_sizes(cast, rank), plan.send_sizes(cast, rank)
+        self.received, self.sent = sum(self.receives), sum(self.sends)
+
+
+class GroupCast:
+    """A group cast of K and V in flight. It writes ``rows`` (received, b, g, d + dv), by source and then by row.
+
+    ``kind``: as in `replayed`, for k, v and the transfer.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group, kind: Hashable = None):
         transport = transport_for(group, k.device)
-        sizes = plan.receive_sizes(cast, rank), plan.send_sizes(cast, rank)
-        self.sent = k.new_empty(sum(sizes[1]), *rows.shape[1:])  # kept until it is sent
+        self.sent = k.new_empty(transfer.sent, *rows.shape[1:])  # kept until it is sent
+        sizes = transfer.receives, transfer.sends
         with transport.on_communication_stream():
-            index = rows_sent(plan, cast, rank, k.device)
-            take_rows(k, v, index, self.sent.transpose(0, 1))
+            replayed(_take, (k, v, self.sent), transfer.plan, transfer.cast, transfer.rank, kind=kind)
             self.work = dist.all_to_all_single(rows, self.sent, *sizes, group=transport.gathers, async_op=True)
 
     def wait(self) -> None:
@@ -159,25 +173,36 @@ class GroupCast:
         self.work.wait()
 
 
-class GroupReduce:
-    """A group reduce of contiguous ``rows`` in flight. `wait` adds the received rows to ``into`` in rank order."""
+def _take(k: Tensor, v: Tensor, sent: Tensor, plan: CastPlan, cast: int, rank: int) -> None:
+    take_rows(k, v, rows_sent(plan, cast, rank, k.device), sent.transpose(0, 1))
 
-    def __init__(self, rows: Tensor, plan: CastPlan, cast: int, rank: int, into: Tensor, group):
-        self.transport, self.into = transport_for(group, rows.device), into
-        self.table = plan, cast, rank, rows.device
-        sizes = plan.send_sizes(cast, rank), plan.receive_sizes(cast, rank)  # reversed: the cast's rows come back
-        self.sent, self.received = rows, rows.new_empty(sum(sizes[0]), *rows.shape[1:])
+
+class GroupReduce:
+    """A group reduce of contiguous ``rows`` in flight. `wait` adds the received rows to ``into`` in rank order.
+
+    ``kind``: as in `replayed`, for rows, ``into`` and the transfer.
+    """
+
+    def __init__(self, rows: Tensor, transfer: Transfer, into: Tensor, group, kind: Hashable = None):
+        self.transport, self.transfer, self.into, self.kind = transport_for(group, rows.device), transfer, into, kind
+        sizes = transfer.sends, transfer.receives  # reversed: the cast's rows come back
+        self.sent, self.received = rows, rows.new_empty(transfer.sent, *rows.shape[1:])
         self.work = dist.all_to_all_single(self.received, rows, *sizes, group=self.transport.reductions, async_op=True)
 
     def wait(self) -> None:
         """Launch the sums on the communication stream, and make later kernels wait for them."""
-        total = as_heads(self.into)
+        options = self.transfer.plan, self.transfer.cast, self.transfer.rank
         with self.transport.on_communication_stream(after_compute=False):
             self.work.wait()
-            if len(self.received):
-                add_rows(total, as_heads(self.received), *rows_returned(*self.table), total)
+            replayed(_add, (self.into, self.received), *options, kind=self.kind)
         self.transport.join()
         self.work = self.sent = self.received = None  # later kernels may use their memory
+
+
+def _add(into: Tensor, received: Tensor, plan: CastPlan, cast: int, rank: int) -> None:
+    total = as_heads(into)
+    if len(received):
+        add_rows(total, as_heads(received), *rows_returned(plan, cast, rank, into.device), total)
 
 
 @device_plan

@@ -30,7 +30,7 @@ R_i and S_i are the tokens that this rank receives and sends in cast i:
 Source: as `canon.reference.magi`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -38,22 +38,36 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon import reference
-from canon.fast.active_queries import ActiveQueries, active_queries_of
-from canon.fast.backward import QueryInputs, begin_backward, gradients, make_delta
+from canon.fast.active_queries import active_queries_of, row_indices
+from canon.fast.backward import QueryInputs, gradients, make_delta
+from canon.fast.device import chosen_backend
 from canon.fast.differentiable import differentiable
 from canon.fast.exchange import PendingKeys
-from canon.fast.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
-from canon.fast.local import forward_part
+from canon.fast.group_collectives import (
+    GroupCast,
+    GroupReduce,
+    Transfer,
+    cast_plan,
+    group_cast,
+    group_reduce,
+    plan_report,
+)
+from canon.fast.kernels.triton.rows import take_rows
+from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
+from canon.fast.prepared import replayed
 from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
+from canon.reference.call_arguments import kinds_of
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
+from canon.reference.plan_cache import PLANS
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
 
@@ -80,41 +94,90 @@ def magi_attention(
         "magi_attention", q, k, v, mask, layout,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, stages=stages, keep_kv=keep_kv,
     )  # fmt: skip
-    plan = cast_plan(call.mask, call.layout, stages=stages)  # after the agreement, so that it raises on all ranks
+    # after the agreement, so that bad stages raise on all ranks
+    find = lambda: _Schedule(call, cast_plan(call.mask, call.layout, stages=stages), k)
+    schedule = PLANS.find((_Schedule, call), find)
 
     def forward(q, k, v):
-        keys = _StepKeys(k, v, call, plan, keep=keep_kv)
-        return *_forward(q, keys, call, plan), *keys.kept
+        keys = _StepKeys(schedule.steps, k, v, keep=keep_kv)
+        return *_forward(schedule, q, keys), *keys.kept
 
-    return differentiable(q, k, v, forward, partial(_backward, call, plan), call=call, return_lse=return_lse)
+    return differentiable(q, k, v, forward, partial(_backward, schedule), call=call, return_lse=return_lse)
+
+
+class _Schedule:
+    """The steps of one kind of call."""
+
+    def __init__(self, call: Call, plan: CastPlan, k: Tensor):
+        self.call, self.plan = call, plan
+        self.steps = [_Step(self, step, k) for step in range(plan.steps)]
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes it takes on the host."""
+        return 1000 + self.plan.nbytes + sum(1000 + step.active.nbytes for step in self.steps)
+
+
+class _Step:
+    """A step of one kind of call. Its keys are the ``own`` ones, then those of the ``transfer``.
+
+    ``active``: the queries that see a key. If the step has the own keys, all queries.
+    """
+
+    def __init__(self, schedule: _Schedule, number: int, k: Tensor):
+        call, plan = schedule.call, schedule.plan
+        self.call, self.number, self.width, self.holds_own = call, number, k.shape[-1], plan.holds_own(number)
+        self.active = active_queries_of(plan.local_mask(number, call.rank), self.holds_own)
+        self.keys, self.own = self.active.mask.keys, k.shape[-3] if self.holds_own else 0
+        cast = plan.cast_of(number)
+        self.transfer = None if cast is None else Transfer(plan, cast, call.rank)
+        self.computes = self.holds_own or bool(self.active.mask.bands)
+
+    def columns(self, k: Tensor | None, v: Tensor | None, rows: Tensor | None) -> tuple[Tensor, ...]:
+        """Return K and V of the step: the own ones where there are no rows."""
+        return _columns(rows, self.width) if rows is not None else (k, v)
 
 
 class _StepKeys:
-    """K and V of each step: the own ones, or rows that a cast brings. ``kept`` holds the rows of each cast with ``keep``."""
+    """K and V of each step: the own ones, or rows that a cast brings. ``kept`` holds the rows with ``keep``.
+
+    ``kinds``: a key for k and v, if their kinds may differ from those of the call.
+    """
 
     def __init__(
-        self, k: Tensor, v: Tensor, call: Call, plan: CastPlan, kept: Sequence[Tensor] = (), keep: bool = False
+        self,
+        steps: Sequence[_Step],
+        k: Tensor,
+        v: Tensor,
+        kept: Sequence[Tensor] = (),
+        keep: bool = False,
+        kinds: Hashable = None,
     ):
-        self.k, self.v, self.call, self.plan, self.kept, self.keep = k, v, call, plan, list(kept), keep
+        self.steps, self.k, self.v, self.kept, self.keep, self.kinds = steps, k, v, list(kept), keep, kinds
 
-    def fetch(self, step: int) -> PendingKeys:
-        """Start to bring K (b, keys, g, d) and V (b, keys, g, dv) of a step."""
-        k, v, cast = self.k, self.v, self.plan.cast_of(step)
-        if cast is None:
-            return PendingKeys([], [k, v])
-        if cast < len(self.kept):
-            return PendingKeys([], _columns(self.kept[cast], k))
-        rows = _empty_rows(k, v, self.plan.local_mask(step, self.call.rank).keys, k.dtype)
-        own = k.shape[1] if self.plan.holds_own(step) else 0
-        group_cast = GroupCast(k, v, self.plan, cast, self.call.rank, rows[own:], self.call.group)
-        if step:  # the next kernel fills all SMs: a cast that has not started before it would start after it
-            transport_for(self.call.group, k.device).wait_until_started()
-        if own:  # copied while the others are in flight
-            for target, source in zip(_columns(rows[:own], k), (k, v), strict=True):
-                target.copy_(source)
+    def fetch(self, number: int) -> PendingKeys:
+        """Start to bring the keys of a step: (k, v, None), or (None, None, rows)."""
+        step, k, v = self.steps[number], self.k, self.v
+        if step.transfer is None:
+            return PendingKeys([], (k, v, None))
+        if step.transfer.cast < len(self.kept):
+            return PendingKeys([], (None, None, self.kept[step.transfer.cast]))
+        rows = _empty_rows(k, v, step.keys, k.dtype)
+        received, group = rows[step.own :] if step.own else rows, step.call.group
+        group_cast = GroupCast(k, v, step.transfer, received, group, kind=(step, self.kinds))
+        if number:  # the next kernel fills all SMs: a cast that has not started before it would start after it
+            transport_for(group, k.device).wait_until_started()
+        if step.own:  # copied while the others are in flight
+            replayed(_copy_own, (k, v, rows), kind=(step, self.kinds))
         if self.keep:
             self.kept.append(rows)
-        return PendingKeys([group_cast], _columns(rows, k))
+        return PendingKeys([group_cast], (None, None, rows))
+
+
+def _copy_own(k: Tensor, v: Tensor, rows: Tensor) -> None:
+    """Write K and V of the own tokens into the first rows."""
+    own = k.shape[1]
+    take_rows(k, v, row_indices(0, own, k.device), rows[:own].transpose(0, 1))
 
 
 def _empty_rows(k: Tensor, v: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -123,52 +186,54 @@ def _empty_rows(k: Tensor, v: Tensor, tokens: int, dtype: torch.dtype) -> Tensor
     return k.new_empty(tokens, b, g, d + v.shape[-1], dtype=dtype)
 
 
-def _columns(rows: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+def _columns(rows: Tensor, d: int) -> tuple[Tensor, ...]:
     """Return views of such rows: K (b, tokens, g, d) and V (b, tokens, g, dv)."""
-    d = k.shape[-1]
     return rows.transpose(0, 1).split([d, rows.shape[-1] - d], -1)
 
 
-def _active_queries(plan: CastPlan, step: int, rank: int) -> ActiveQueries:
-    """Return the queries that see a key of the step. If the step has the own keys, return all queries."""
-    return active_queries_of(plan.local_mask(step, rank), plan.holds_own(step))
-
-
-def _forward(q: Tensor, keys: _StepKeys, call: Call, plan: CastPlan) -> tuple[Tensor, Tensor]:
+def _forward(schedule: _Schedule, q: Tensor, keys: _StepKeys) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
-    dtype = q.dtype if plan.steps == 1 else accumulate_dtype(q.dtype)
+    steps = schedule.steps
+    dtype = q.dtype if len(steps) == 1 else accumulate_dtype(q.dtype)
     running: list[Tensor] = []  # out and lse of all queries over the keys so far
 
-    def compute(step: int, held: Sequence[Tensor]) -> None:
-        active = _active_queries(plan, step, call.rank)
-        if not active.mask.bands and running:
-            return
-        part = forward_part(active.take(q), *held, active.mask, call.scale, dtype)
-        if running:
-            active.merge(running, part)
-        else:
-            running.extend(part)
+    def compute(number: int, held: tuple[Tensor | None, ...]) -> None:
+        step = steps[number]
+        if not running:  # now, because the tokens that step 0 has sent need no memory any more
+            running.extend(empty_result(q, keys.v, dtype))
+        if step.computes:
+            replayed(_forward_step, (q, *held, *running), step, kind=step)
 
-    run_pipeline(plan.steps, keys.fetch, compute)
+    run_pipeline(len(steps), keys.fetch, compute)
     out, lse = running
     return out.to(q.dtype), lse
 
 
+def _forward_step(q, k, v, rows: Tensor | None, out, lse, step: _Step) -> None:
+    """Compute the part of a step, and merge it into ``out`` and ``lse``. Step 0 writes them."""
+    active, scale, held = step.active, step.call.scale, step.columns(k, v, rows)
+    if step.number == 0:
+        forward_into(q, *held, active.mask, scale, out, lse)
+    else:
+        active.merge([out, lse], forward_part(active.take(q), *held, active.mask, scale, out.dtype))
+
+
 def _backward(
-    call: Call, plan: CastPlan, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    schedule: _Schedule, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
+    call, plan = schedule.call, schedule.plan
     if not plan.casts:
         mask = plan.local_mask(0, call.rank)
         return gradients(dout, q, k, v, out, lse, dlse, mask, call.scale, call.backward, needs_grad)
-    keys = _StepKeys(k, v, call, plan, kept)
+    keys = _StepKeys(schedule.steps, k, v, kept, kinds=kinds_of(k, v, *kept))
     order = (*range(1, plan.steps), 0) if kept else range(plan.steps)
     fetch = prefetched(lambda place: keys.fetch(order[place]))
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
-    backward = _Backward(call, plan, order, inputs, k, v, needs_grad)
+    backward = _Backward(schedule, order, inputs, keys, needs_grad)
     run_pipeline(plan.steps, fetch, backward.compute, backward.reduce)
-    dk, dv = (None, None) if backward.own_rows is None else _columns(backward.own_rows, k)
+    dk, dv = (None, None) if backward.own_rows is None else _columns(backward.own_rows, k.shape[-1])
     return tuple(None if x is None else x.to(q.dtype) for x in (backward.dq, dk, dv))
 
 
@@ -180,61 +245,70 @@ class _Backward:
 
     def __init__(
         self,
-        call: Call,
-        plan: CastPlan,
+        schedule: _Schedule,
         order: Sequence[int],
         inputs: QueryInputs,
-        k: Tensor,
-        v: Tensor,
+        keys: _StepKeys,
         needs_grad: tuple[bool, bool, bool],
     ):
-        self.call, self.plan, self.order, self.inputs, self.k, self.v = call, plan, order, inputs, k, v
-        self.accumulate, self.keys_need_grad = accumulate_dtype(k.dtype), any(needs_grad[1:])
+        self.call, self.inputs, self.k, self.v = schedule.call, inputs, keys.k, keys.v
+        self.accumulate, self.keys_need_grad = accumulate_dtype(self.k.dtype), any(needs_grad[1:])
         self.dq = self.own_rows = None
         if needs_grad[0]:
-            dtype = k.dtype if plan.steps == 1 else self.accumulate
-            self.dq = torch.empty(inputs.q.shape, dtype=dtype, device=k.device)
+            dtype = self.k.dtype if len(schedule.steps) == 1 else self.accumulate
+            self.dq = torch.empty(inputs.q.shape, dtype=dtype, device=self.k.device)
+        grads = needs_grad[0], self.keys_need_grad
+        key = _StepBackward, schedule, order[0], grads, kinds_of(*inputs[:3]), keys.kinds, chosen_backend()
+        new = lambda place: _StepBackward(schedule.steps[order[place]], place, inputs, keys.v, self.dq)
+        self.parts = PLANS.find(key, lambda: tuple(map(new, range(len(order)))))
 
-    def compute(self, place: int, held: Sequence[Tensor]) -> tuple[Tensor | None, Callable[[], None]]:
+    def compute(self, place: int, held: tuple[Tensor | None, ...]) -> tuple[Tensor | None, Callable[[], None]]:
         """Launch the kernels of dk and dv. Return their rows, and the function that launches dq."""
-        step = self.order[place]
-        active, holds_own = _active_queries(self.plan, step, self.call.rank), self.plan.holds_own(step)
-        rows = self._gradient_rows(step) if self.keys_need_grad else None
-        writes_dq = holds_own and place == 0  # this step writes all of dq; other steps add to it
-        if self.dq is not None and place == 0 and not writes_dq:
+        part = self.parts[place]
+        rows = self._gradient_rows(part.step) if self.keys_need_grad else None
+        if self.dq is not None and place == 0 and part.kernels.adds_dq:
             self.dq.zero_()
-        if not active.mask.bands and not holds_own:
+        if not part.step.computes:
             return rows, lambda: None
-        inputs, dq_part = active.take_inputs(self.inputs), self.dq
-        if self.dq is not None and not writes_dq:
-            dq_part = torch.empty_like(inputs.q, dtype=self.dq.dtype)
-        grads = dq_part, *((None, None) if rows is None else _columns(rows, self.k))
-        compute_dq = begin_backward(inputs, *held, active.mask, self.call.scale, self.call.backward, *grads)
-
-        def add_dq() -> None:
-            compute_dq()
-            if self.dq is not None and not writes_dq:
-                active.add(self.dq, dq_part)
-
-        return rows, add_dq
+        room = part.kernels.scratch.empty(self.k.device)
+        tensors = (*self.inputs, *held, self.dq, rows, room)
+        replayed(_launch_dkdv, tensors, part, kind=part)
+        return rows, lambda: replayed(_launch_dq, tensors, part, kind=part)
 
     def reduce(self, place: int, rows: Tensor | None, _: None) -> GroupReduce | None:
         """Add the own rows of the step to ``own_rows``, and start to send the other rows to their owners."""
         if rows is None:
             return None
-        step, own = self.order[place], self.k.shape[1]
-        if self.plan.holds_own(step):
+        step, own = self.parts[place].step, self.k.shape[1]
+        if step.holds_own:
             own_part, rows = rows[:own], rows[own:]
             self.own_rows = own_part if self.own_rows is None else self.own_rows.add_(own_part)
         elif self.own_rows is None:
             self.own_rows = rows.new_zeros(own, *rows.shape[1:], dtype=self.accumulate)
-        cast = self.plan.cast_of(step)
-        if cast is None:
+        if step.transfer is None:
             return None
         rows = rows.to(self.call.reduce_dtype)
-        return GroupReduce(rows, self.plan, cast, self.call.rank, self.own_rows, self.call.group)
+        return GroupReduce(rows, step.transfer, self.own_rows, self.call.group, kind=step)
 
-    def _gradient_rows(self, step: int) -> Tensor:
+    def _gradient_rows(self, step: _Step) -> Tensor:
         """Allocate rows for dk and dv of the step's keys: in the accumulation dtype if some are own keys."""
-        dtype = self.accumulate if self.plan.holds_own(step) else self.call.reduce_dtype
-        return _empty_rows(self.k, self.v, self.plan.local_mask(step, self.call.rank).keys, dtype)
+        dtype = self.accumulate if step.holds_own else self.call.reduce_dtype
+        return _empty_rows(self.k, self.v, step.keys, dtype)
+
+
+class _StepBackward:
+    """The backward pass of a step for one kind of call. At ``place`` 0 the own keys write all of dq; other steps add to it."""
+
+    def __init__(self, step: _Step, place: int, inputs: QueryInputs, v: Tensor, dq: Tensor | None):
+        self.step = step
+        adds_dq = not (step.holds_own and place == 0)
+        self.kernels = PartialBackward(step.call, step.active, inputs, v, dq, adds_dq)
+
+
+def _launch_dkdv(dout, q, lse, delta, k, v, held, dq, rows, room, part: _StepBackward) -> None:
+    grads = (None, None) if rows is None else _columns(rows, part.step.width)
+    part.kernels.dkdv(QueryInputs(dout, q, lse, delta), *part.step.columns(k, v, held), dq, *grads, room)
+
+
+def _launch_dq(dout, q, lse, delta, k, v, held, dq, rows, room, part: _StepBackward) -> None:
+    part.kernels.dq(QueryInputs(dout, q, lse, delta), *part.step.columns(k, v, held), dq, rows, room)

@@ -8,7 +8,7 @@ Read `canon.reference.ring` first. The algorithm and the order of sums are the s
     active queries    from step 1 on, only queries that see a key are computed (`active_queries.py`): in zigzag, half
                       of the queries or of the keys. A fully masked step only passes its blocks on (first sums: zeros)
     in place          a kernel merges each part into the running float32 result; the first part is that result
-    dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`backward.begin_backward`);
+    dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`PartialBackward`);
                       "fused" has one kernel for all three
 
 Order of step i; the forward pass has the first two lines:
@@ -23,11 +23,14 @@ With NCCL, hops run on a stream of the process group. `agreed_call` posts 8 byte
 known call on GPUs it does not wait (`canon.reference.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v,
 out and lse of the rank's own tokens.
 
-Functions down to the launch. `prepared.replayed` calls the next ones only once for each kind of arguments, then replays them:
+Everything that is equal in all calls of one kind is in `_Ring` and its `_Step` objects, found by the call. The kernels of a
+step form one pass: `prepared.replayed` calls the functions behind it only once for each kind of call, then replays them.
+Functions down to the launch:
 
-    forward     `_forward`, `local.forward_part`, `prepared.replayed`, `device.kernels_for`, `forward` of launch.py
-    backward    `_Backward`, `backward.begin_backward`, `prepared.replayed`, `device.kernels_for`, `dkdv`, `dq` of launch.py
-                (in kernels/triton or kernels/gluon)
+    forward     `_forward`, `prepared.replayed`, `_forward_step`, `local.forward_into`, `device.kernels_for`, `forward` of
+                launch.py (in kernels/triton or kernels/gluon); `ActiveQueries.merge`
+    backward    `_Backward`, `prepared.replayed`, `_launch_dkdv` and `_launch_dq`, `partial_backward.PartialBackward`,
+                `device.kernels_for`, `dkdv` and `dq` of launch.py
 
 Cost, with N = b t g (d + dv) elements of K and V per rank. Forward: W - 1 messages, (W - 1) N elements of the inputs' dtype.
 Backward: the same again, and W - 1 messages, (W - 1) N elements of reduce_dtype.
@@ -49,19 +52,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon import reference
-from canon.fast.active_queries import ActiveQueries, active_queries_of, visible_keys
-from canon.fast.backward import QueryInputs, begin_backward, gradients, make_delta
+from canon.fast.active_queries import active_queries_of, row_indices, visible_keys
+from canon.fast.backward import QueryInputs, gradients, make_delta
+from canon.fast.device import chosen_backend
 from canon.fast.differentiable import differentiable
-from canon.fast.exchange import BlockRing, Hop, zero_outside
-from canon.fast.local import forward_part
+from canon.fast.exchange import BlockRing, Blocks, Hop
+from canon.fast.kernels.triton.rows import add_to_rows
+from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import run_pipeline
+from canon.fast.prepared import replayed
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
+from canon.reference.call_arguments import kinds_of
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan_cache import cached_plan
+from canon.reference.plan_cache import PLANS
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
@@ -141,34 +149,71 @@ def _ring(
     return differentiable(q, k, v, forward, backward, call=call, return_lse=return_lse)
 
 
-@cached_plan
-def _active_part(mask: Mask) -> tuple[ActiveQueries, slice]:
-    """Return the queries that see a key, and the keys from the first to the last that a query sees."""
-    keys, visible = visible_keys(mask)
-    return active_queries_of(visible), keys
+class _Ring:
+    """The steps of a ring for one kind of call: the blocks' places, and the visible part of each step."""
+
+    def __init__(self, call: Call, k: Tensor, v: Tensor):
+        self.call = call
+        self.blocks = Blocks(call.layout, k.shape[0], (k.shape[2:], v.shape[2:]))
+        self.steps = [_Step(self, step) for step in range(call.ranks)]
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes it takes on the host."""
+        return 1000 + 500 * self.call.ranks + sum(step.active.nbytes for step in self.steps)
+
+    def owner(self, step: int) -> int:
+        """Return the rank that owns the keys of a step."""
+        return (self.call.rank - step) % self.call.ranks
+
+
+class _Step:
+    """A step of one kind of call. ``active``: the queries that see a key; ``keys``: from the first to the last visible one.
+
+    In step 0 all queries are active, because that step initialises the results.
+    """
+
+    def __init__(self, ring: _Ring, number: int):
+        self.ring, self.number, self.owner = ring, number, ring.owner(number)
+        mask = ring.call.local_mask(self.owner)
+        self.keys, visible = visible_keys(mask) if number else (slice(0, mask.keys), mask)
+        self.active = active_queries_of(visible, all_queries=number == 0)
+        self.computes = number == 0 or bool(visible.bands)
+
+    def tensors(self, block: Tensor) -> list[Tensor]:
+        """Return views of K and V, or of dk and dv, in a block: the step's keys."""
+        return [x[:, self.keys] for x in self.ring.blocks.views(block, self.owner)]
+
+
+def _ring_of(call: Call, k: Tensor, v: Tensor) -> _Ring:
+    return PLANS.find((_Ring, call), lambda: _Ring(call, k, v))
 
 
 def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
         return forward_part(q, k, v, call.local_mask(0), call.scale, q.dtype)
-    ring, accumulate = _KeyRing(k, v, call), accumulate_dtype(q.dtype)
-    running: list[Tensor] = []  # out and lse of all queries over the keys so far
+    ring = _ring_of(call, k, v)
+    keys = _KeyRing(ring, k, v)
+    out, lse = empty_result(q, v, accumulate_dtype(q.dtype))  # of all queries over the keys so far
 
-    def compute(step: int, block: list[Tensor]) -> None:
-        mask = call.local_mask(ring.owner(step))
-        if step == 0:
-            running.extend(forward_part(q, *block, mask, call.scale, accumulate))
-            return
-        active, keys = _active_part(mask)
-        if active.mask.bands:
-            k_part, v_part = (x[:, keys] for x in block)
-            part = forward_part(active.take(q), k_part, v_part, active.mask, call.scale, accumulate)
-            active.merge(running, part)
+    def compute(number: int, block: Tensor) -> None:
+        step = ring.steps[number]
+        if step.computes:
+            replayed(_forward_step, (q, block, out, lse), step, kind=step)
 
-    run_pipeline(call.ranks, ring.fetch, compute)
-    out, lse = running
+    run_pipeline(call.ranks, keys.fetch, compute)
     return out.to(q.dtype), lse
+
+
+def _forward_step(q: Tensor, block: Tensor, out: Tensor, lse: Tensor, step: _Step) -> None:
+    """Compute the part of a step, and merge it into ``out`` and ``lse``. Step 0 writes them."""
+    active, scale = step.active, step.ring.call.scale
+    if step.number == 0:
+        forward_into(q, *step.tensors(block), active.mask, scale, out, lse)
+    else:
+        part = forward_part(active.take(q), *step.tensors(block), active.mask, scale, out.dtype)
+        active.merge([out, lse], part)
 
 
 def ring_backward(
@@ -179,89 +224,112 @@ def ring_backward(
     if call.ranks == 1:
         return gradients(dout, q, k, v, out, lse, dlse, call.local_mask(0), call.scale, call.backward, needs_grad)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
-    backward = _Backward(call, inputs, k, v, needs_grad)
-    received = run_pipeline(call.ranks, backward.ring.fetch, backward.compute, backward.send)
-    for own, others in zip((backward.dk, backward.dv), received or (), strict=False):
-        own += others
-    return tuple(None if x is None else x.to(q.dtype) for x in (backward.dq, backward.dk, backward.dv))
+    backward = _Backward(_ring_of(call, k, v), inputs, k, v, needs_grad)
+    received = run_pipeline(call.ranks, backward.keys.fetch, backward.compute, backward.send)
+    dq = None if backward.dq is None else backward.dq.to(q.dtype)
+    if backward.own is None:
+        return dq, None, None
+    if received is not None:
+        backward.own += received[: backward.own.numel()]
+    return dq, *backward.ring.blocks.views(backward.own.to(q.dtype), call.rank)
 
 
 class _Backward:
     """One backward pass: the running dq, dk and dv of the own tokens, and the rings of K, V and of their gradients.
 
-    ``dk`` and ``dv`` hold this rank's part alone. The last hop brings the sum of the other ranks' parts.
+    ``own`` is a block with dk and dv of this rank's part alone. The last hop brings the sum of the other ranks' parts.
     In step i > 1, buffer i % 2 of ``sums`` receives the earlier ranks' sum for the step's block; this rank then adds its part.
     """
 
-    def __init__(self, call: Call, inputs: QueryInputs, k: Tensor, v: Tensor, needs_grad: tuple[bool, bool, bool]):
-        self.call, self.inputs, self.accumulate = call, inputs, accumulate_dtype(k.dtype)
-        self.dq = self._empty(inputs.q) if needs_grad[0] else None
-        self.dk, self.dv = (self._empty(x) if any(needs_grad[1:]) else None for x in (k, v))
-        self.ring = _KeyRing(k, v, call)
-        self.sums = None
-        if self.dk is not None:
-            self.sums = BlockRing(call, k.shape[0], (k.shape[2:], v.shape[2:]), k, call.reduce_dtype)
+    def __init__(self, ring: _Ring, inputs: QueryInputs, k: Tensor, v: Tensor, needs_grad: tuple[bool, bool, bool]):
+        call, self.ring, self.inputs = ring.call, ring, inputs
+        accumulate, device = accumulate_dtype(k.dtype), k.device
+        self.dq = torch.empty(inputs.q.shape, dtype=accumulate, device=device) if needs_grad[0] else None
+        self.own = self.sums = None
+        self.keys = _KeyRing(ring, k, v)
+        if any(needs_grad[1:]):
+            self.own = torch.empty(ring.blocks.elements[call.rank], dtype=accumulate, device=device)
+            self.sums = BlockRing(call, ring.blocks, call.reduce_dtype, device)
+        key = _StepBackward, ring, needs_grad[0], self.own is None, kinds_of(inputs.dout, inputs.q, inputs.lse)
+        make = lambda: tuple(_StepBackward(step, inputs, v, self.dq, self.own) for step in ring.steps)
+        self.parts = PLANS.find((*key, chosen_backend()), make)
 
-    def compute(self, step: int, block: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
-        """Launch dk and dv. Return the pairs (sum, part) to add once the sums are received, and the function for dq."""
-        mask = self.call.local_mask(self.ring.owner(step))
-        if step == 0:
-            inputs = active_queries_of(mask, all_queries=True).take_inputs(self.inputs)
-            return [], self._begin(inputs, block, mask, self.dq, self.dk, self.dv)
-        active, keys = _active_part(mask)
-        sums, parts = self._sums(step, keys), [None, None]
-        if not active.mask.bands:
-            return [], lambda: None
-        if sums:  # in step 1 nothing is received: the kernel writes the part where it is sent from
-            parts = sums if step == 1 else [self._empty(x) for x in sums]
-        inputs, dq_part = active.take_inputs(self.inputs), None
-        if self.dq is not None:
-            dq_part = self._empty(inputs.q)
-        compute_dq = self._begin(inputs, [x[:, keys] for x in block], active.mask, dq_part, *parts)
+    def compute(self, number: int, block: Tensor) -> tuple[Tensor | None, Callable[[], None]]:
+        """Launch dk and dv. Return the scratch tensor of the step, and the function that launches dq."""
+        part = self.parts[number]
+        if not part.step.computes:
+            if number == 1 and self.sums is not None:
+                self.sums.buffers[1].zero_()
+            return None, lambda: None
+        room = part.kernels.scratch.empty(block.device)
+        grads = self.own if number == 0 or self.sums is None else self.sums.buffers[number % 2]
+        tensors = (*self.inputs, block, self.dq, grads, room)
+        replayed(_launch_dkdv, tensors, part, kind=part)
+        return room, lambda: replayed(_launch_dq, tensors, part, kind=part)
 
-        def add_dq() -> None:
-            compute_dq()
-            if dq_part is not None:
-                active.add(self.dq, dq_part)
-
-        return [] if step == 1 else list(zip(sums, parts, strict=False)), add_dq
-
-    def send(self, step: int, additions: list[tuple[Tensor, Tensor]], _: list[Tensor] | None) -> Hop | None:
+    def send(self, number: int, room: Tensor | None, _: Tensor | None) -> Hop | None:
         """Add this rank's part to the received sums, and start to send them to the next rank."""
-        for total, part in additions:
-            total += part
-        if step == 0 or self.sums is None:
+        if number == 0 or self.sums is None:
             return None
-        return self.sums.hop(step % 2, self.ring.owner(step), self.ring.owner(step + 1))
+        part = self.parts[number]
+        if number > 1 and part.step.computes:
+            replayed(_add_part, (self.sums.buffers[number % 2], room), part, kind=part)
+        return self.sums.hop(number % 2, part.step.owner, self.ring.owner(number + 1))
 
-    def _sums(self, step: int, keys: slice) -> list[Tensor]:
-        """Return the views of dk and dv of these keys in the step's buffer. In step 1, set those of other keys to 0."""
-        if self.sums is None:
-            return []
-        block = self.sums.block(step % 2, self.ring.owner(step))
-        return [zero_outside(x, keys) if step == 1 else x[:, keys] for x in block]
 
-    def _begin(self, inputs: QueryInputs, keys: list[Tensor], mask: Mask, *grads: Tensor | None) -> Callable[[], None]:
-        return begin_backward(inputs, *keys, mask, self.call.scale, self.call.backward, *grads)
+class _StepBackward:
+    """The backward pass of a step for one kind of call. ``dk`` and ``dv`` of step 0 belong to the own block.
 
-    def _empty(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=self.accumulate, device=like.device)
+    In step 1 nothing is received, so the kernel writes the part into the sums, and others are 0. Later it writes into scratch.
+    """
+
+    def __init__(self, step: _Step, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None):
+        self.step, self.has_part = step, own is not None and step.number > 1
+        self.kernels = PartialBackward(step.ring.call, step.active, inputs, v, dq, adds_dq=step.number > 0)
+        if self.has_part:
+            for name, ((b, _, *width), _, _) in zip(("dk", "dv"), step.ring.blocks.places[step.owner], strict=True):
+                self.kernels.scratch.add(name, (b, step.keys.stop - step.keys.start, *width), own.dtype)
+
+    def gradients(self, block: Tensor | None, room: Tensor | None) -> list[Tensor | None]:
+        """Return dk and dv, to be written: in the block, or in scratch."""
+        if block is None:
+            return [None, None]
+        return self.parts(room) if self.has_part else self.step.tensors(block)
+
+    def parts(self, room: Tensor | None) -> list[Tensor]:
+        """Return dk and dv in scratch."""
+        return [self.kernels.scratch.view(room, name) for name in ("dk", "dv")]
+
+
+def _launch_dkdv(dout, q, lse, delta, block, dq, grads, room, part: _StepBackward) -> None:
+    if grads is not None and part.step.number == 1:
+        part.step.ring.blocks.zero_outside(grads, part.step.owner, part.step.keys)
+    written = part.gradients(grads, room)
+    part.kernels.dkdv(QueryInputs(dout, q, lse, delta), *part.step.tensors(block), dq, *written, room)
+
+
+def _launch_dq(dout, q, lse, delta, block, dq, grads, room, part: _StepBackward) -> None:
+    dk, _ = part.gradients(grads, room)
+    part.kernels.dq(QueryInputs(dout, q, lse, delta), *part.step.tensors(block), dq, dk, room)
+
+
+def _add_part(sums: Tensor, room: Tensor, part: _StepBackward) -> None:
+    """Add dk and dv of a step to the received sums."""
+    rows = row_indices(part.step.keys.start, part.step.keys.stop, sums.device)
+    for total, mine in zip(part.step.ring.blocks.views(sums, part.step.owner), part.parts(room), strict=True):
+        add_to_rows(total, rows, mine)
 
 
 class _KeyRing:
     """K and V of all ranks, one block in each step: first the own block, then that of the previous rank, and so on."""
 
-    def __init__(self, k: Tensor, v: Tensor, call: Call):
-        self.call = call
-        self.blocks = BlockRing(call, k.shape[0], (k.shape[2:], v.shape[2:]), k, k.dtype)
-        for target, source in zip(self.blocks.block(0, call.rank), (k, v), strict=True):
+    def __init__(self, ring: _Ring, k: Tensor, v: Tensor):
+        self.ring, self.blocks = ring, BlockRing(ring.call, ring.blocks, k.dtype, k.device)
+        for target, source in zip(ring.blocks.views(self.blocks.buffers[0], ring.call.rank), (k, v), strict=True):
             target.copy_(source)
-
-    def owner(self, step: int) -> int:
-        return (self.call.rank - step) % self.call.ranks
 
     def fetch(self, step: int) -> Hop:
         """Start to receive the block of this step, and to send that of the step before."""
         if step == 0:
-            return Hop([], self.blocks.block(0, self.call.rank))
-        return self.blocks.hop((step - 1) % 2, self.owner(step - 1), self.owner(step))
+            return Hop([], self.blocks.buffers[0])
+        return self.blocks.hop((step - 1) % 2, self.ring.owner(step - 1), self.ring.owner(step))

@@ -34,20 +34,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon import reference
-from canon.fast.active_queries import visible_keys
-from canon.fast.backward import QueryInputs, begin_backward, make_delta
+from canon.fast.active_queries import active_queries_of, visible_keys
+from canon.fast.backward import QueryInputs, make_delta
+from canon.fast.device import chosen_backend
 from canon.fast.differentiable import differentiable
-from canon.fast.exchange import AllGather, ReduceScatter, gathered_mask
+from canon.fast.exchange import AllGather, HeadGroup, ReduceScatter, gathered_mask
 from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
+from canon.fast.prepared import replayed
 from canon.fast.ring import ring_backward
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
-from canon.reference.checks import under_autocast
+from canon.reference.call_arguments import kinds_of
+from canon.reference.checks import batched, under_autocast
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan_cache import cached_plan
+from canon.reference.plan_cache import PLANS
 from canon.reference.strides import Steps, strided_steps, suggest_strides
 
 __all__ = ["strided_attention", "suggest_strides"]
@@ -87,61 +91,119 @@ def strided_attention(
         "strided_attention", q, k, v, mask, layout,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options,
     )  # fmt: skip
-    steps = strided_steps(k.shape[-2], **options)  # after the agreement, so that a bad stride raises on all ranks
-    ring = steps.backward is None or call.ranks == 1
-    differentiate = partial(ring_backward, call) if ring else partial(_backward, call, steps)
-    return differentiable(q, k, v, partial(_forward, call, steps), differentiate, call=call, return_lse=return_lse)
+    # after the agreement, so that a bad stride raises on all ranks
+    schedule = PLANS.find((_Schedule, call), lambda: _Schedule(call, strided_steps(k.shape[-2], **options), q, k, v))
+    differentiate = partial(ring_backward, call) if schedule.backward is None else partial(_backward, schedule)
+    return differentiable(q, k, v, partial(_forward, schedule), differentiate, call=call, return_lse=return_lse)
 
 
-def _forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+class _Schedule:
+    """The steps of both passes for one kind of call. ``backward`` is None where the backward pass is that of the ring."""
+
+    def __init__(self, call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor):
+        q, k, v = batched(q, k, v)
+        self.call = call
+        keys, self.mask = visible_keys(gathered_mask(call.layout, call.mask, call.rank))
+        self.active = active_queries_of(self.mask, all_queries=True)
+        new = lambda steps: tuple(_Step(self, keys, steps, i, q, k, v) for i in range(len(steps)))
+        self.packed = steps.pack_first
+        self.forward, self.backward = new(steps.forward), None
+        if steps.backward is not None and call.ranks > 1:
+            self.backward = new(steps.backward)
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes it takes on the host."""
+        return 1000 + self.mask.nbytes + 1000 * (len(self.forward) + len(self.backward or ()))
+
+
+class _Step:
+    """A step of a schedule: some key heads of all ranks, and the query heads that share them.
+
+    ``keys``: the keys of a gathered buffer from the first to the last that this rank sees.
+    """
+
+    def __init__(
+        self, schedule: _Schedule, keys: slice, steps: Sequence[range], number: int, q: Tensor, k: Tensor, v: Tensor
+    ):
+        heads, widths, share = steps[number], (k.shape[3], v.shape[3]), q.shape[2] // k.shape[2]
+        self.schedule, self.keys = schedule, keys
+        self.queries = slice(share * heads.start, share * heads.stop)
+        self.gathered = HeadGroup(schedule.call, k.shape[0], heads, widths, schedule.packed and number == 0)
+        self.reduced = HeadGroup(schedule.call, k.shape[0], heads, widths, packed=True)
+
+    def visible(self, buffer: Tensor) -> list[Tensor]:
+        """Return views of the visible K and V in a gathered buffer."""
+        return [x[:, self.keys] for x in self.gathered.views(buffer)]
+
+
+def _forward(schedule: _Schedule, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
+    call, steps = schedule.call, schedule.forward
     if call.ranks == 1:
         return forward_part(q, k, v, call.local_mask(0), call.scale, q.dtype)
     out, lse = empty_result(q, v, q.dtype)
-    visible, mask = _visible_keys(call.layout, call.mask, call.rank)
 
-    def compute(step: int, keys: Sequence[Tensor]) -> None:
-        heads = _query_heads(steps.forward[step], q, k)
-        k_part, v_part = (x[:, visible] for x in keys)
-        forward_into(q[:, :, heads], k_part, v_part, mask, call.scale, out[:, :, heads], lse[:, heads])
+    def compute(number: int, buffer: Tensor) -> None:
+        replayed(_forward_step, (q, buffer, out, lse), steps[number], kind=steps[number])
 
-    run_pipeline(len(steps.forward), AllGather(k, v, call, steps.forward, steps.pack_first).fetch, compute)
+    run_pipeline(len(steps), AllGather(k, v, call, [step.gathered for step in steps]).fetch, compute)
     return out, lse
 
 
+def _forward_step(q: Tensor, buffer: Tensor, out: Tensor, lse: Tensor, step: _Step) -> None:
+    """Write out and lse of the heads of a step."""
+    heads, options = step.queries, (step.schedule.mask, step.schedule.call.scale)
+    forward_into(q[:, :, heads], *step.visible(buffer), *options, out[:, :, heads], lse[:, heads])
+
+
 def _backward(
-    call: Call, steps: Steps, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    schedule: _Schedule, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
-    fetch = prefetched(AllGather(k, v, call, steps.backward, steps.pack_first).fetch)
+    call, steps = schedule.call, schedule.backward or ()
+    fetch = prefetched(AllGather(k, v, call, [step.gathered for step in steps]).fetch)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
     new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
-    visible, mask = _visible_keys(call.layout, call.mask, call.rank)
-    reduction = None if dk is None else ReduceScatter(dk, dv, call, steps.backward)
+    reduction = None if dk is None else ReduceScatter(dk, dv, call, [step.reduced for step in steps])
+    key = _StepBackward, schedule, needed, kinds_of(dout, q, lse), chosen_backend()
+    parts = PLANS.find(key, lambda: tuple(_StepBackward(step, inputs, v, dq) for step in steps))
 
-    def compute(step: int, keys: Sequence[Tensor]) -> tuple[None, Callable[[], None]]:
-        """Stage dk and dv, and return the function that computes dq."""
-        heads = _query_heads(steps.backward[step], q, k)
-        k_part, v_part = (x[:, visible] for x in keys)
-        dq_part = None if dq is None else dq[:, :, heads]
-        staged = reduction.stage(step, visible) if reduction else (None, None)
-        options = mask, call.scale, call.backward
-        return None, begin_backward(inputs.heads(heads), k_part, v_part, *options, dq_part, *staged)
+    def compute(number: int, buffer: Tensor) -> tuple[None, Callable[[], None]]:
+        """Launch dk and dv, into the sending buffer. Return the function that launches dq."""
+        part = parts[number]
+        sent = reduction.sent[number % 2] if reduction else None
+        tensors = (*inputs, buffer, dq, sent, part.kernels.scratch.empty(q.device))
+        replayed(_launch_dkdv, tensors, part, kind=part)
+        return None, lambda: replayed(_launch_dq, tensors, part, kind=part)
 
-    run_pipeline(len(steps.backward), fetch, compute, lambda step, *_: reduction.start(step) if reduction else None)
+    run_pipeline(len(steps), fetch, compute, lambda step, *_: reduction.start(step) if reduction else None)
     return dq, dk, dv
 
 
-@cached_plan
-def _visible_keys(layout: Layout, mask: Mask, rank: int) -> tuple[slice, Mask]:
-    """Return the keys of a gathered buffer from the first to the last that ``rank`` sees, and the mask over them."""
-    return visible_keys(gathered_mask(layout, mask, rank))
+class _StepBackward:
+    """The backward pass of a step for one kind of call."""
+
+    def __init__(self, step: _Step, inputs: QueryInputs, v: Tensor, dq: Tensor | None):
+        self.step = step
+        active, some = step.schedule.active, inputs.heads(step.queries)
+        self.kernels = PartialBackward(step.schedule.call, active, some, v, dq, adds_dq=False)
+
+    def dq(self, dq: Tensor | None) -> Tensor | None:
+        """Return dq of the step's heads."""
+        return None if dq is None else dq[:, :, self.step.queries]
 
 
-def _query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
-    """Return the query heads that share these key heads."""
-    share = q.shape[2] // k.shape[2]
-    return slice(share * heads.start, share * heads.stop)
+def _launch_dkdv(dout, q, lse, delta, buffer, dq, sent, room, part: _StepBackward) -> None:
+    """Write dk and dv of the visible keys into the sending buffer, and 0 for the other keys."""
+    inputs = QueryInputs(dout, q, lse, delta).heads(part.step.queries)
+    staged = (None, None) if sent is None else part.step.reduced.zero_outside(sent, part.step.keys)
+    part.kernels.dkdv(inputs, *part.step.visible(buffer), part.dq(dq), *staged, room)
+
+
+def _launch_dq(dout, q, lse, delta, buffer, dq, sent, room, part: _StepBackward) -> None:
+    inputs = QueryInputs(dout, q, lse, delta).heads(part.step.queries)
+    part.kernels.dq(inputs, *part.step.visible(buffer), part.dq(dq), sent, room)

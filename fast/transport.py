@@ -51,7 +51,9 @@ class Transport:
         self.name, self.reason = name, reason
         self._group = ref(group)  # the group may be destroyed first
         self._gathers, self._reductions = gathers, reductions
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._delay = torch.zeros(1, device=device)  # `wait_until_started` fills it to pass time
 
     @property
@@ -66,9 +68,10 @@ class Transport:
 
     def all_gather(self, buffer: Tensor) -> dist.Work:
         """Start to fill a flat buffer with equal parts of all ranks. This rank has written its own part."""
-        parts = buffer.view(dist.get_world_size(self.gathers), -1)
+        elements = buffer.numel() // self.ranks
+        own = buffer.narrow(0, self.rank * elements, elements)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
-        return gather(buffer, parts[dist.get_rank(self.gathers)], group=self.gathers, async_op=True)
+        return gather(buffer, own, group=self.gathers, async_op=True)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
         """Start to send the r-th equal part of ``sent`` to rank r, and to receive its part for this rank."""
@@ -83,7 +86,7 @@ class Transport:
         if self.stream is None:
             return nullcontext()
         if after_compute:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self._wait(self.stream, torch.cuda.current_stream(self.stream.device))
         return torch.cuda.stream(self.stream)
 
     def wait_until_started(self) -> None:
@@ -96,7 +99,12 @@ class Transport:
     def join(self) -> None:
         """Make later kernels wait for the communication stream."""
         if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self._wait(torch.cuda.current_stream(self.stream.device), self.stream)
+
+    def _wait(self, waiting: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        """Make a stream wait for the work of another one so far, as `Stream.wait_stream` does with a new event each time."""
+        self._event.record(other)
+        waiting.wait_event(self._event)
 
 
 class CopyEngines(Transport):

@@ -5,7 +5,7 @@
 bad argument on one rank raises on every rank.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,15 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.reference.arguments import plain_tensor
-from canon.reference.checks import (
-    DTYPES,
-    accumulate_dtype,
-    cached,
-    check_mask_type,
-    check_method,
-    check_tensors,
-    default_scale,
-)
+from canon.reference.call_arguments import kind_of_call, kinds_of, mask_and_layout, reduce_dtype_of, tensor_fields
+from canon.reference.checks import check_method, check_tensors, default_scale
 from canon.reference.digests import Fields, digest_of
 from canon.reference.group_arguments import Group, place_in
 from canon.reference.group_state import GroupState, group_state, refused_together
@@ -116,63 +109,16 @@ def agreed_call(
     """
     group, rank, ranks = place_in(function, group)
     given = function, mask, layout, scale, reduce_dtype, backward
-    key = _kind_of_call(q, k, v, group, *given, options)
-    call = None if key is None else PLANS.get((key, rank, ranks))
+    key = kind_of_call(q, k, v, group, *given, options)
+    call = None if key is None else PLANS.get((Call, key, rank, ranks))
     if call is None:
         with refused_together(function, group, ranks):
             call = _checked_call(q, k, v, group, *given, options, rank, ranks)
         if key is not None:
-            PLANS.put((key, rank, ranks), call)
+            PLANS.put((Call, key, rank, ranks), call)
     if ranks > 1:
         call.agree("forward", q.device)
     return call
-
-
-def _kind_of_call(
-    q: Tensor, k: Tensor, v: Tensor, group: Any, function: str, mask: Any, layout: Any, scale: Any,
-    reduce_dtype: Any, backward: Any, options: dict[str, Any],
-) -> Hashable:  # fmt: skip
-    """Return a key for calls that need the same checks, None for arguments of unusual types. Nothing is checked."""
-    if (
-        not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and type(backward) is str)
-        or not (mask is None or type(mask) is Mask)
-        or not (layout is None or type(layout) is Layout or getattr(layout, "__self__", None) is Layout)
-        or type(scale) not in (type(None), float, int)
-        or type(reduce_dtype) not in (type(None), torch.dtype)
-        or not all(type(x) in (int, bool, str, type(None)) for x in options.values())
-        or (kinds := kinds_of(q, k, v)) is None
-    ):
-        return None
-    names = tuple([(name, type(x), x) for name, x in options.items()])
-    return (
-        Call,
-        function,
-        None if group is None else ref(group),
-        mask,
-        layout,
-        scale,
-        reduce_dtype,
-        backward,
-        names,
-        kinds,
-    )
-
-
-def kinds_of(*tensors: Tensor) -> Hashable:
-    """Return a key of the tensors' kinds: classes, shapes, strides, dtypes, devices, alignment, need of a gradient.
-
-    Return None for tensors without strides or without memory.
-    """
-    grads = torch.is_grad_enabled()
-    try:
-        return tuple(
-            [
-                (type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, grads and x.requires_grad)
-                for x in tensors
-            ]
-        )
-    except RuntimeError:  # a sparse tensor, or one inside torch.func
-        return None
 
 
 def _checked_call(
@@ -182,14 +128,14 @@ def _checked_call(
     """Check the arguments of `agreed_call` and fill in their defaults. Equal calls return one object."""
     check_tensors(q, k, v)
     check_method("backward", backward)
-    mask, layout = _mask_and_layout(q, k, mask, layout, rank, ranks)
-    reduce_dtype = _reduce_dtype(q, reduce_dtype)
+    mask, layout = mask_and_layout(q, k, mask, layout, rank, ranks)
+    reduce_dtype = reduce_dtype_of(q, reduce_dtype)
     scale = default_scale(q, scale)
     fields = (
         ("function", function),
         ("mask", mask),
         ("layout", layout),
-        *_tensor_fields(q, k, v),
+        *tensor_fields(q, k, v),
         ("scale", scale),
         ("reduce_dtype", reduce_dtype),
         ("backward", backward),
@@ -230,53 +176,3 @@ def agreed_cast(
         )
         group_state(group).agree(function, fields, wait=x.device.type == "cpu")
     return group, rank, sizes
-
-
-def _mask_and_layout(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask | None,
-    layout: Layout | Callable[[int, int], Layout] | None,
-    rank: int,
-    ranks: int,
-) -> tuple[Mask, Layout]:
-    """Return the mask and the layout with their defaults. Raise unless they fit q and k on this rank."""
-    if q.shape[-3] != k.shape[-3]:
-        raise ValueError(f"q and k of a rank must hold the same tokens, got {q.shape[-3]} and {k.shape[-3]}")
-    if mask is not None:
-        check_mask_type(mask)
-    if layout is not None and not isinstance(layout, Layout) and not callable(layout):
-        raise TypeError(
-            f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with Layout.zigzag, ..."
-        )
-    tokens = mask.queries if mask is not None else layout.tokens if isinstance(layout, Layout) else ranks * q.shape[-3]
-    layout = layout if isinstance(layout, Layout) else cached(layout or Layout.contiguous, tokens, ranks)
-    mask = cached(Mask.causal, tokens) if mask is None else mask
-    if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
-        raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
-    if layout.ranks != ranks:
-        raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
-    if q.shape[-3] != layout.size(rank):
-        raise ValueError(f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}")
-    return mask, layout
-
-
-def _reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``reduce_dtype``, or the accumulation dtype of q. Raise ValueError unless it is a floating dtype."""
-    if reduce_dtype is None:
-        return accumulate_dtype(q.dtype)
-    if not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPES):
-        raise ValueError(f"reduce_dtype must be float64, float32, float16 or bfloat16, got {reduce_dtype}")
-    return reduce_dtype
-
-
-def _tensor_fields(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Any], ...]:
-    """Return the properties of the tensors that must be equal on all ranks."""
-    return (
-        ("dtype", q.dtype),
-        ("device", q.device.type),
-        ("batch, heads and width of q", (*q.shape[:-3], *q.shape[-2:])),
-        ("batch, heads and width of k", (*k.shape[:-3], *k.shape[-2:])),
-        ("batch, heads and width of v", (*v.shape[:-3], *v.shape[-2:])),
-        ("requires_grad of q, k, v", tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v))),
-    )

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -80,8 +80,10 @@ class GroupState:
         with self.lock:
             self.settle()
             self.calls += 1
-            with self.failures(name):
+            try:
                 self.pending = PendingCall(name, self.calls, digest, fields, self.digests.post(self.calls, digest))
+            except RuntimeError as error:
+                self._fail(name, error)
             if wait or digest not in self.known:
                 self.settle(before_messages=True)
 
@@ -96,8 +98,10 @@ class GroupState:
             call, self.pending = self.pending, None
             if call is None:
                 return
-            with self.failures(call.name):
+            try:
                 found = call.post.wait() if digests is None else digests
+            except RuntimeError as error:
+                self._fail(call.name, error)
             if all(digest == call.digest for digest in found):
                 if len(self.known) >= KNOWN:
                     self.known.clear()
@@ -133,15 +137,19 @@ class GroupState:
         try:
             yield
         except RuntimeError as error:
-            if self.broken or not is_from_messages(error):
-                raise
-            missing = self.liveness.missing(self.calls)
-            cause = str(error).splitlines()[0][:200]
-            self.broken = RuntimeError(
-                f"{name}, call {self.calls} of rank {self.rank}: {missing}. The messages of the call failed ({cause}), "
-                "so make a new process group."
-            )
-            raise self.broken from error
+            self._fail(name, error)
+
+    def _fail(self, name: str, error: RuntimeError) -> NoReturn:
+        """Raise an error that names the missing ranks, or ``error`` itself if it does not come from messages."""
+        if self.broken or not is_from_messages(error):
+            raise error
+        missing = self.liveness.missing(self.calls)
+        cause = str(error).splitlines()[0][:200]
+        self.broken = RuntimeError(
+            f"{name}, call {self.calls} of rank {self.rank}: {missing}. The messages of the call failed ({cause}), "
+            "so make a new process group."
+        )
+        raise self.broken from error
 
     # ------------------------------------------------------------------ the watching thread
     def look(self) -> None:

@@ -1,8 +1,10 @@
 """Ranks that make different calls all raise before they compute, and name the field and the ranks."""
 
 import functools
+import gc
 import os
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
 from canon.reference import group_state as group_state_module
+from canon.reference.call import agreed_call
 from canon.reference.group_state import group_state
 from canon.testing import process_groups
 
@@ -129,6 +132,61 @@ def test_calls_with_new_masks_leave_no_memory_behind(half):
         return len(state.known), state.pending
 
     assert process_groups.threads(program, 2) == [(7, None)] * 2
+
+
+def agreed(tensors=None, group=None, **options):
+    given = dict(scale=None, group=group, reduce_dtype=None, backward="auto") | options
+    return agreed_call("test", *(tensors or inputs()), given.pop("mask", None), given.pop("layout", None), **given)
+
+
+def test_equal_calls_are_one_object_and_each_is_compared():
+    def program():
+        first, state = agreed(), group_state(None)
+        assert state.calls == 1
+        assert agreed() is first
+        assert agreed(mask=Mask.causal(8), layout=Layout.contiguous(8, 2), scale=8**-0.5) is first
+        assert state.calls == 3
+        shifted = [torch.ones(1, 4, 2, 9)[..., 1:] for _ in range(3)]
+        others = [dict(tensors=shifted), dict(scale=1.0), dict(stages=1), dict(stages=True), dict(mask=Mask.full(8))]
+        others += [dict(tensors=inputs(dtype=torch.float64)), dict(tensors=[x.requires_grad_() for x in inputs()])]
+        calls = [first, *(agreed(**other) for other in others)]
+        assert len(set(calls)) == len(calls)
+        assert [agreed(**other) for other in others[1:-1]] == calls[2:-1]
+        assert state.calls == 3 + len(others) + len(others) - 2
+
+    process_groups.threads(program, 2)
+
+
+@pytest.mark.usefixtures("own_errors")
+def test_a_known_call_does_not_hide_a_wrong_argument():
+    def program():
+        call(fast, "magi_attention", stages=1)
+        for wrong, error in (
+            (dict(stages=True), TypeError),
+            (dict(stages=1.0), TypeError),
+            (dict(scale="1"), TypeError),
+        ):
+            with pytest.raises(error):
+                call(fast, "magi_attention", **{"stages": 1, **wrong})
+        q, k, v = inputs()
+        with pytest.raises(ValueError, match="dense"):
+            call(fast, "magi_attention", tensors=(q.to_sparse(), k, v), stages=1)
+
+    process_groups.threads(program, 2)
+
+
+def group_after_its_end():
+    group = dist.new_group([0, 1])
+    kept = weakref.ref(group)
+    assert agreed(group=group).group is group
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return kept()
+
+
+def test_a_known_call_does_not_keep_its_group():
+    assert process_groups.processes(group_after_its_end, 2) == [None, None]
 
 
 @pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)

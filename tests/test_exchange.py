@@ -15,10 +15,11 @@ def test_a_buffer_has_one_exchange_in_flight():
         q, k, v = (torch.zeros(1, 2, 2, 8) for _ in range(3))
         call = agreed_call("test", q, k, v, None, layout, scale=None, group=None, reduce_dtype=None, backward="auto")
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        reduction = exchange.ReduceScatter(dk, dv, call, (range(0, 1), range(1, 2)))
+        groups = [exchange.HeadGroup(call, 1, range(head, head + 1), (8, 8), packed=True) for head in range(2)]
+        reduction = exchange.ReduceScatter(dk, dv, call, groups)
         reduction.finish(0)  # empty: nothing happens
-        for step in range(2):
-            for part in reduction.stage(step, slice(0, 4)):
+        for step, group in enumerate(groups):
+            for part in group.zero_outside(reduction.sent[step], slice(0, 4)):
                 part.fill_(step + 1)
             reduction.start(step)
         with pytest.raises(RuntimeError, match="step 0 needs buffer 0, where an exchange is in flight"):
@@ -40,3 +41,22 @@ def test_the_room_behind_small_shards_is_masked():
     assert seen.dense().any(0).tolist() == [True] * 3 + [False] * 3 + [True, True, False]
     even = Layout.zigzag(12, 3)
     assert exchange.gathered_mask(even, Mask.causal(12), 1) == even.local_mask(Mask.causal(12), 1, range(3))
+
+
+def test_gradients_of_other_keys_are_zero():
+    layout = Layout.contiguous(6, 1)
+    q, k, v = (torch.zeros(2, 6, 2, 3) for _ in range(3))
+    call = agreed_call("test", q, k, v, None, layout, scale=None, group=None, reduce_dtype=None, backward="auto")
+    heads, blocks = (
+        exchange.HeadGroup(call, 2, range(2), (3, 5), packed=True),
+        exchange.Blocks(layout, 2, [(2, 3), (2, 5)]),
+    )
+    for buffer, zero, views in (
+        (torch.ones(heads.elements), lambda x: heads.zero_outside(x, slice(1, 4)), heads.views),
+        (torch.ones(blocks.most), lambda x: blocks.zero_outside(x, 0, slice(1, 4)), lambda x: blocks.views(x, 0)),
+    ):
+        for written, x in zip(zero(buffer), views(buffer), strict=True):
+            assert written.data_ptr() == x[:, 1:].data_ptr()
+            assert written.shape[1] == 3
+            assert x[0, :, 0, 0].tolist() == x[1, :, 1, 2].tolist() == [0, 1, 1, 1, 0, 0]
+        assert buffer.sum() == 2 * 3 * 2 * 8

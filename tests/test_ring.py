@@ -8,7 +8,7 @@ import torch.distributed as dist
 from sharded import assert_agrees, on_this_rank, whole
 
 from canon import Layout, Mask, fast, reference
-from canon.testing import process_groups
+from canon.testing import process_groups, thread_group
 from canon.testing.judge import oracle
 
 HALVES = {"reference": reference, "fast": fast}
@@ -158,16 +158,13 @@ def test_gradients_are_sent_in_reduce_dtype(half):
 
 def test_bytes_sent_are_those_of_the_docstring(half, monkeypatch):
     sent = {}
-    batch = dist.batch_isend_irecv
+    send = thread_group.ThreadGroup.send
 
-    def counting(operations):
-        for operation in operations:
-            if operation.op is dist.isend:
-                count = sent.setdefault(dist.get_rank(), [])
-                count.append((operation.tensor.dtype, operation.tensor.numel()))
-        return batch(operations)
+    def counting(group, tensors, to, tag=0):
+        sent.setdefault(dist.get_rank(), []).extend((x.dtype, x.numel()) for x in tensors)
+        return send(group, tensors, to, tag)
 
-    monkeypatch.setattr(dist, "batch_isend_irecv", counting)
+    monkeypatch.setattr(thread_group.ThreadGroup, "send", counting)
     ranks, n, b, g, d, dv = 4, 32, 2, 2, 8, 6
     tensors = whole(Mask.causal(n), b=b, g=g, d=d, dv=dv, dtype=torch.bfloat16)
     layout = Layout.zigzag(n, ranks)

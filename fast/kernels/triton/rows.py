@@ -1,8 +1,8 @@
 """Gather, scatter and sum rows (tokens) by an index table.
 
 `take_rows` gathers the rows of K and V that a group cast sends. `add_rows` adds all received rows to their tokens for a group
-reduce. It reads each row once, adds in the order of the table and uses no atomics, so it repeats its bits. `pick_rows`
-and `add_to_rows` gather and update the rows of a table.
+reduce. It reads each row once, adds in the order of the table and uses no atomics, so it repeats its bits. `pick_rows`,
+`copy_rows` and `add_to_rows` gather and update the rows of a table.
 """
 
 import triton
@@ -131,8 +131,13 @@ def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return x[:, rows] (b, n, h, d) of x (b, t, h, d). ``rows`` is int64."""
     part = x.new_empty(x.shape[0], len(rows), *x.shape[2:])
-    _run_row_kernel(x, part, rows, add=False)
+    copy_rows(x, part, rows)
     return part
+
+
+def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
+    """Write part (b, n, h, d) = x[:, rows]. ``rows`` is int64."""
+    _run_row_kernel(x, part, rows, add=False)
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from canon import reference
 from canon.reference import Layout, Mask
-from canon.reference.call import accumulate_dtype
+from canon.reference.checks import accumulate_dtype
 from canon.testing.cases import DTYPES, EXCHANGES, TAKE_A_LAYOUT, Case
 from canon.testing.exchanges import answers, compared, rows_that_differ, tables
 from canon.testing.inputs import Expected, Inputs, placed

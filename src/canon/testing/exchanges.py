@@ -19,7 +19,7 @@ from torch import Tensor
 
 from canon import reference
 from canon.reference import Layout, Mask
-from canon.reference.call import accumulate_dtype
+from canon.reference.checks import accumulate_dtype
 from canon.reference.plan import CastPlan
 from canon.testing.cases import Case, interleaving
 from canon.testing.inputs import Inputs, placed

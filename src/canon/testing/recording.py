@@ -4,14 +4,16 @@
         process_groups.threads(program, ranks=4)
     log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
 
-Messages are recorded at torch.distributed: the asynchronous all_gather, all_to_all_single and batch_isend_irecv.
-Computations are recorded at the names of `KINDS` in the given modules. `begin_backward` returns a function that computes dq;
-its call is recorded as "finished". The run and its messages are real. Ranks that are threads share one recording, made
-outside their process group. Ranks that are processes record for themselves.
+Messages are recorded at torch.distributed: the asynchronous all_gather, all_to_all_single and batch_isend_irecv. Hops of
+`canon.fast` are recorded at `BlockRing.hop`. Computations are recorded at the names of `KINDS` in the given modules.
+Those of a `PartialBackward` are recorded at `dkdv`, as "computed", and at `dq`, as "finished". The run and its messages are
+real. Ranks that are threads share one recording, made outside their process group. Ranks that are processes record for
+themselves.
 
 CPU times mean nothing here. `timeline` lays a recording out in time, with given costs and the rules of streams.
 """
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +36,6 @@ KINDS = {
     "forward_into": "forward",
     "forward_part": "forward",
     "attention_backward": "backward",
-    "begin_backward": "backward",
 }
 
 
@@ -104,9 +105,14 @@ def recording(*modules: ModuleType) -> Iterator[Log]:
     ]
     patches.append(mock.patch.object(dist, "all_to_all_single", _all_to_all(log, dist.all_to_all_single)))
     patches.append(mock.patch.object(dist, "batch_isend_irecv", _hop(log, dist.batch_isend_irecv)))
+    if exchange := sys.modules.get("canon.fast.exchange"):  # not imported here: the reference needs no Triton
+        patches.append(mock.patch.object(exchange.BlockRing, "hop", _ring_hop(log, exchange.BlockRing.hop)))
     for module in modules:
         for name in KINDS.keys() & vars(module).keys():
             patches.append(mock.patch.object(module, name, _computed(log, KINDS[name], getattr(module, name))))
+    for part in {module.PartialBackward for module in modules if hasattr(module, "PartialBackward")}:
+        for name, what in (("dkdv", "computed"), ("dq", "finished")):
+            patches.append(mock.patch.object(part, name, _partial(log, what, getattr(part, name))))
     for patch in patches:
         patch.start()
     try:
@@ -156,9 +162,30 @@ def _computed(log: Log, kind: str, function: Callable) -> Callable:
     def noted(*arguments, **options):
         first, mask = arguments[0], next(x for x in arguments if isinstance(x, Mask))
         queries = first if isinstance(first, Tensor) else first.q  # or dout, which has the same heads
-        number = log.add("computed", kind, items=mask.area * queries.shape[-2]).number
-        result = function(*arguments, **options)
-        return (lambda: (result(), log.add("finished", kind, number))) if callable(result) else result
+        log.add("computed", kind, items=mask.area * queries.shape[-2])
+        return function(*arguments, **options)
+
+    return noted
+
+
+def _partial(log: Log, what: str, method: Callable) -> Callable:
+    def noted(part, inputs, *arguments):
+        if what == "computed":
+            log.add(what, "backward", items=part.active.mask.area * inputs.q.shape[-2])
+        method(part, inputs, *arguments)
+        if what == "finished":
+            log.add(what, "backward")
+
+    return noted
+
+
+def _ring_hop(log: Log, hop: Callable) -> Callable:
+    def noted(ring, buffer, sent, received):
+        flight, items = hop(ring, buffer, sent, received), ring.blocks.elements[received]
+        if flight.works:
+            event = log.add("posted", "hop", None, items, items * flight.buffer.element_size())
+            flight.works = [_Noted(flight.works, log, event)]
+        return flight
 
     return noted
 
