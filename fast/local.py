@@ -29,6 +29,7 @@ from canon.fast.device import check_device, kernels_for
 from canon.fast.differentiable import differentiable
 from canon.fast.kernels.triton import launch
 from canon.fast.prepared import replayed
+from canon.fast.sinks import under_sink
 from canon.fast.twins import twin_of
 from canon.reference import plan_cache
 from canon.reference.checks import (
@@ -37,6 +38,7 @@ from canon.reference.checks import (
     check_mask,
     check_method,
     check_parts,
+    check_sink,
     check_tensors,
     default_mask,
     default_scale,
@@ -58,6 +60,7 @@ def attention(
     mask: Mask | Sequence[Mask] | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
@@ -72,9 +75,13 @@ def attention(
         RuntimeError: CPU tensors without Triton's interpreter.
     """
     if isinstance(mask, (tuple, list)):
-        return attend_each(attention, q, k, v, mask, scale=scale, backward=backward, return_lse=return_lse)
+        return attend_each(attention, q, k, v, mask, scale=scale, sink=sink, backward=backward, return_lse=return_lse)
     call = _checked_call(q, k, v, mask, scale, backward)
-    return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
+    if sink is None:
+        return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
+    check_sink(q, sink)
+    out, lse = differentiable(q, k, v, call.forward, call.backward, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 @dataclass(eq=False)

@@ -47,10 +47,11 @@ from canon.fast.group_collectives import GroupCast, GroupReduce, cast_plan, grou
 from canon.fast.local import forward_part
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
+from canon.fast.sinks import under_sink
 from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
-from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
@@ -71,6 +72,7 @@ def magi_attention(
     stages: int = 1,
     keep_kv: bool = False,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: dist.ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
@@ -79,14 +81,17 @@ def magi_attention(
     call = agreed_call(
         "magi_attention", q, k, v, mask, layout,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, stages=stages, keep_kv=keep_kv,
+        sink=kind_of_sink(sink),
     )  # fmt: skip
+    check_sink(q, sink)  # after the agreement, so that it raises on all ranks
     plan = cast_plan(call.mask, call.layout, stages=stages)  # after the agreement, so that it raises on all ranks
 
     def forward(q, k, v):
         keys = _StepKeys(k, v, call, plan, keep=keep_kv)
         return *_forward(q, keys, call, plan), *keys.kept
 
-    return differentiable(q, k, v, forward, partial(_backward, call, plan), call=call, return_lse=return_lse)
+    out, lse = differentiable(q, k, v, forward, partial(_backward, call, plan), call=call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 class _StepKeys:

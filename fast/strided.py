@@ -42,9 +42,10 @@ from canon.fast.exchange import AllGather, ReduceScatter, gathered_mask
 from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.ring import ring_backward
+from canon.fast.sinks import under_sink
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
-from canon.reference.checks import under_autocast
+from canon.reference.checks import check_sink, kind_of_sink, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
@@ -70,6 +71,7 @@ def strided_attention(
     pack_first: bool = True,
     backward_schedule: str = "scatter",
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: dist.ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
@@ -85,12 +87,14 @@ def strided_attention(
     }
     call = agreed_call(
         "strided_attention", q, k, v, mask, layout,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options,
+        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options, sink=kind_of_sink(sink),
     )  # fmt: skip
+    check_sink(q, sink)  # after the agreement, as the strides
     steps = strided_steps(k.shape[-2], **options)  # after the agreement, so that a bad stride raises on all ranks
     ring = steps.backward is None or call.ranks == 1
     differentiate = partial(ring_backward, call) if ring else partial(_backward, call, steps)
-    return differentiable(q, k, v, partial(_forward, call, steps), differentiate, call=call, return_lse=return_lse)
+    out, lse = differentiable(q, k, v, partial(_forward, call, steps), differentiate, call=call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 def _forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from canon.reference.checks import (
     check_mask,
     check_method,
     check_parts,
+    check_sink,
     check_tensors,
     default_mask,
     default_scale,
@@ -40,6 +41,7 @@ from canon.reference.checks import (
 from canon.reference.differentiable import differentiable
 from canon.reference.mask import Mask
 from canon.reference.packing import attend_each
+from canon.reference.sinks import under_sink
 from canon.reference.tiles import read, read_keys, visible_tiles
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
@@ -53,6 +55,7 @@ def attention(
     mask: Mask | Sequence[Mask] | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
@@ -67,6 +70,8 @@ def attention(
         mask: the visible cells of t queries x s keys, for all sequences; None is causal and needs t = s. A tuple or a list
             of b Masks holds one for each sequence.
         scale: factor of the scores, finite; None is 1 / sqrt(d).
+        sink: a logit (h,) of each query head in the denominator, float32 or in the dtype of q; None is none. out becomes
+            out * sigmoid(lse - sink), differentiable in sink, too. lse stays that of the keys alone: parts still merge.
         backward: "fused", "split", "head_parallel", or "auto": the methods of `attention_backward`.
         return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
             for float64). It is differentiable.
@@ -77,9 +82,10 @@ def attention(
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
     if isinstance(mask, (tuple, list)):
-        return attend_each(attention, q, k, v, mask, scale=scale, backward=backward, return_lse=return_lse)
+        return attend_each(attention, q, k, v, mask, scale=scale, sink=sink, backward=backward, return_lse=return_lse)
     check_tensors(q, k, v)
     check_method("backward", backward)
+    check_sink(q, sink)
     mask, scale = default_mask(q, k, mask), default_scale(q, scale)
 
     def forward(q, k, v):
@@ -90,7 +96,8 @@ def attention(
             dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=backward, needs_grad=needs_grad
         )
 
-    return differentiable(q, k, v, forward, differentiate, return_lse=return_lse)
+    out, lse = differentiable(q, k, v, forward, differentiate, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 @under_autocast("q", "k", "v")
