@@ -70,8 +70,8 @@ def differentiate_each(
     return tuple(None if x is None else _unpacked(x, b, size) for x, size in zip(grads, sizes, strict=True))
 
 
-def _one_mask(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> Mask | None:
-    """Return the mask of all sequences if it is one mask, else None. Raise unless the masks fit the tensors."""
+def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
+    """Raise TypeError or ValueError unless there is a mask for each sequence, and it fits the tokens of q and k."""
     check_tensors(q, k, v)
     if q.ndim == 3:
         raise ValueError(
@@ -83,6 +83,11 @@ def _one_mask(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> Mask | 
         )
     for place, mask in enumerate(masks):
         check_mask(q, k, mask, f"mask[{place}]")
+
+
+def _one_mask(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> Mask | None:
+    """Return the mask of all sequences if it is one mask, else None. Raise unless the masks fit the tensors."""
+    check_masks(q, k, v, masks)
     return masks[0] if len(set(masks)) == 1 else None
 
 
