@@ -6,7 +6,7 @@ Without Triton's interpreter, a function that launches a kernel raises RuntimeEr
 
 from canon.fast.device import backend
 from canon.fast.kernel_variants import warm_up
-from canon.fast.local import attention, attention_backward, attention_forward, merge
+from canon.fast.local import attention, attention_backward, attention_forward, decode_attention, merge
 from canon.fast.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
 from canon.fast.strided import strided_attention, suggest_strides
@@ -23,6 +23,7 @@ __all__ = [
     "attention_forward",
     "backend",
     "cast_plan",
+    "decode_attention",
     "dispatch",
     "group_cast",
     "group_reduce",

@@ -29,6 +29,8 @@ from canon.fast.device import check_device, kernels_for
 from canon.fast.differentiable import differentiable
 from canon.fast.kernels.triton import launch
 from canon.fast.prepared import replayed
+from canon.fast.sinks import under_sink
+from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
 from canon.reference import plan_cache
 from canon.reference.checks import (
@@ -37,15 +39,18 @@ from canon.reference.checks import (
     check_mask,
     check_method,
     check_parts,
+    check_sink,
     check_tensors,
     default_mask,
     default_scale,
     under_autocast,
 )
+from canon.reference.decode_call import agreed_decode
+from canon.reference.group_arguments import Group
 from canon.reference.mask import Mask
 from canon.reference.packing import attend_each
 
-__all__ = ["attention", "attention_backward", "attention_forward", "merge"]
+__all__ = ["attention", "attention_backward", "attention_forward", "decode_attention", "merge"]
 
 
 @twin_of(reference.attention)
@@ -58,6 +63,7 @@ def attention(
     mask: Mask | Sequence[Mask] | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
@@ -72,9 +78,13 @@ def attention(
         RuntimeError: CPU tensors without Triton's interpreter.
     """
     if isinstance(mask, (tuple, list)):
-        return attend_each(attention, q, k, v, mask, scale=scale, backward=backward, return_lse=return_lse)
+        return attend_each(attention, q, k, v, mask, scale=scale, sink=sink, backward=backward, return_lse=return_lse)
     call = _checked_call(q, k, v, mask, scale, backward)
-    return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
+    if sink is None:
+        return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
+    check_sink(q, sink)
+    out, lse = differentiable(q, k, v, call.forward, call.backward, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 @dataclass(eq=False)
@@ -208,6 +218,47 @@ def merge(
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     launch.merge(*(x.unsqueeze(0) if out.ndim == 3 else x for x in tensors))
     return new_out, new_lse
+
+
+@twin_of(reference.decode_attention)
+@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
+@under_autocast("q", "k", "v")
+def decode_attention(
+    q: Float[Tensor, "*b t h d"],
+    k: Float[Tensor, "*b s g d"],
+    v: Float[Tensor, "*b s g dv"],
+    mask: Mask | Sequence[Mask] | None = None,
+    *,
+    scale: float | None = None,
+    group: Group = None,
+    return_lse: bool = False,
+) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+    group, rank, ranks, mask, scale = agreed_decode(q, k, v, mask, scale, group)
+    packed, (q, k, v) = q.ndim == 3, batched(q, k, v)
+    buffer, parts = _empty_parts(q, v, ranks)
+    if isinstance(mask, (tuple, list)):
+        result = attention_forward(q, k, v, mask, scale=scale, out_dtype=buffer.dtype)
+        for target, source in zip(parts[rank], result, strict=True):
+            target.copy_(source)
+    else:
+        forward_into(q, k, v, mask, scale, *parts[rank])
+    (out, lse), *others = parts
+    if others and out.numel():
+        transport_for(group, q.device).all_gather(buffer).wait()
+        for other in others:
+            merge_into(out, lse, *other)
+    out, lse = (x.squeeze(0) if packed else x for x in (out.to(q.dtype), lse))
+    return (out, lse) if return_lse else out
+
+
+def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Allocate out (b, t, h, dv) and lse (b, h, t) of each rank in one flat buffer, the message. Return it and its views."""
+    (b, t, h, _), dv = q.shape, v.shape[-1]
+    of_out, of_lse = b * t * h * dv, b * h * t
+    size = -(-(of_out + of_lse) // 64) * 64  # each part starts at a multiple of 256 bytes, for wide stores
+    buffer = torch.empty(ranks * size, dtype=accumulate_dtype(q.dtype), device=q.device)
+    rows = buffer.view(ranks, size)
+    return buffer, [(x[:of_out].view(b, t, h, dv), x[of_out : of_out + of_lse].view(b, h, t)) for x in rows]
 
 
 def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None = None) -> None:

@@ -58,11 +58,12 @@ from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
 from canon.fast.prepared import replayed
+from canon.fast.sinks import under_sink
 from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
 from canon.reference.call_arguments import kinds_of
-from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -85,6 +86,7 @@ def magi_attention(
     stages: int = 1,
     keep_kv: bool = False,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
@@ -93,8 +95,9 @@ def magi_attention(
     call = agreed_call(
         "magi_attention", q, k, v, mask, layout,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, stages=stages, keep_kv=keep_kv,
+        sink=kind_of_sink(sink),
     )  # fmt: skip
-    # after the agreement, so that bad stages raise on all ranks
+    check_sink(q, sink)  # after the agreement, so that it raises on all ranks, as bad stages do
     find = lambda: _Schedule(call, cast_plan(call.mask, call.layout, stages=stages), k)
     schedule = PLANS.find((_Schedule, call), find)
 
@@ -102,7 +105,8 @@ def magi_attention(
         keys = _StepKeys(schedule.steps, k, v, keep=keep_kv)
         return *_forward(schedule, q, keys), *keys.kept
 
-    return differentiable(q, k, v, forward, partial(_backward, schedule), call=call, return_lse=return_lse)
+    out, lse = differentiable(q, k, v, forward, partial(_backward, schedule), call=call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 class _Schedule:

@@ -62,10 +62,11 @@ from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import run_pipeline
 from canon.fast.prepared import replayed
+from canon.fast.sinks import under_sink
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
 from canon.reference.call_arguments import kinds_of
-from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -83,13 +84,14 @@ def ring_attention(
     layout: Layout | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     return _ring(
-        "ring_attention", q, k, v, mask, layout, return_lse,
+        "ring_attention", q, k, v, mask, layout, sink, return_lse,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
     )  # fmt: skip
 
@@ -102,13 +104,14 @@ def zigzag_attention(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     return _ring(
-        "zigzag_attention", q, k, v, mask, Layout.zigzag, return_lse,
+        "zigzag_attention", q, k, v, mask, Layout.zigzag, sink, return_lse,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
     )  # fmt: skip
 
@@ -121,13 +124,14 @@ def striped_attention(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     return _ring(
-        "striped_attention", q, k, v, mask, Layout.striped, return_lse,
+        "striped_attention", q, k, v, mask, Layout.striped, sink, return_lse,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
     )  # fmt: skip
 
@@ -141,12 +145,15 @@ def _ring(
     v: Tensor,
     mask: Mask | None,
     layout: Layout | Callable[[int, int], Layout] | None,
+    sink: Tensor | None,
     return_lse: bool,
     **options: Any,
 ):
-    call = agreed_call(function, q, k, v, mask, layout, **options)
+    call = agreed_call(function, q, k, v, mask, layout, **options, sink=kind_of_sink(sink))
+    check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
     forward, backward = partial(_forward, call), partial(ring_backward, call)
-    return differentiable(q, k, v, forward, backward, call=call, return_lse=return_lse)
+    out, lse = differentiable(q, k, v, forward, backward, call=call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 class _Ring:

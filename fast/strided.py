@@ -44,10 +44,11 @@ from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.prepared import replayed
 from canon.fast.ring import ring_backward
+from canon.fast.sinks import under_sink
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
 from canon.reference.call_arguments import kinds_of
-from canon.reference.checks import batched, under_autocast
+from canon.reference.checks import batched, check_sink, kind_of_sink, under_autocast
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -74,6 +75,7 @@ def strided_attention(
     pack_first: bool = True,
     backward_schedule: str = "scatter",
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
@@ -89,12 +91,13 @@ def strided_attention(
     }
     call = agreed_call(
         "strided_attention", q, k, v, mask, layout,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options,
+        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options, sink=kind_of_sink(sink),
     )  # fmt: skip
-    # after the agreement, so that a bad stride raises on all ranks
+    check_sink(q, sink)  # after the agreement, so that it raises on all ranks, as bad strides do
     schedule = PLANS.find((_Schedule, call), lambda: _Schedule(call, strided_steps(k.shape[-2], **options), q, k, v))
     differentiate = partial(ring_backward, call) if schedule.backward is None else partial(_backward, schedule)
-    return differentiable(q, k, v, partial(_forward, schedule), differentiate, call=call, return_lse=return_lse)
+    out, lse = differentiable(q, k, v, partial(_forward, schedule), differentiate, call=call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 class _Schedule:

@@ -2,7 +2,7 @@
 
 from canon.reference.band import Band
 from canon.reference.layout import Layout
-from canon.reference.local import attention, attention_backward, attention_forward, merge
+from canon.reference.local import attention, attention_backward, attention_forward, decode_attention, merge
 from canon.reference.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
 from canon.reference.mask import Mask
 from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
@@ -16,6 +16,7 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "cast_plan",
+    "decode_attention",
     "dispatch",
     "group_cast",
     "group_reduce",

@@ -122,6 +122,26 @@ def check_method(name: str, method: str) -> None:
         raise ValueError(f"{name}={method!r}: expected one of {', '.join(map(repr, METHODS))}")
 
 
+def check_sink(q: Tensor, sink: Tensor | None) -> None:
+    """Raise TypeError or ValueError unless ``sink`` is None or has a logit for each query head of q, on the device of q."""
+    if sink is None:
+        return
+    check_tensor("sink", sink)
+    if tuple(sink.shape) != (q.shape[-2],):
+        raise ValueError(f"sink must be ({q.shape[-2]},), a logit for each query head, got {tuple(sink.shape)}")
+    if sink.dtype not in (torch.float32, q.dtype):
+        raise ValueError(f"sink must be float32 or {q.dtype}, as q is, got {sink.dtype}: cast it")
+    if sink.device != q.device:
+        raise ValueError(f"sink must be on {q.device}, as q is, got {sink.device}: move it")
+
+
+def kind_of_sink(sink: Tensor | None) -> str | None:
+    """Return all that decides the result of `check_sink`, to be compared between ranks. Then all ranks raise, or none."""
+    if not isinstance(sink, Tensor):
+        return None if sink is None else type(sink).__name__
+    return f"{type(sink).__name__} {tuple(sink.shape)} {sink.dtype} {sink.device.type} {sink.layout}"
+
+
 def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
     """Return ``mask``, or the causal mask for None. Raise TypeError or ValueError if it does not fit q and k."""
     if mask is None:

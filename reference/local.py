@@ -22,6 +22,7 @@ Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
@@ -32,17 +33,21 @@ from canon.reference.checks import (
     check_mask,
     check_method,
     check_parts,
+    check_sink,
     check_tensors,
     default_mask,
     default_scale,
     under_autocast,
 )
+from canon.reference.decode_call import agreed_decode
 from canon.reference.differentiable import differentiable
+from canon.reference.group_arguments import Group
 from canon.reference.mask import Mask
 from canon.reference.packing import attend_each
+from canon.reference.sinks import under_sink
 from canon.reference.tiles import read, read_keys, visible_tiles
 
-__all__ = ["attention", "attention_backward", "attention_forward", "merge"]
+__all__ = ["attention", "attention_backward", "attention_forward", "decode_attention", "merge"]
 
 
 @under_autocast("q", "k", "v")
@@ -53,6 +58,7 @@ def attention(
     mask: Mask | Sequence[Mask] | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
@@ -67,6 +73,8 @@ def attention(
         mask: the visible cells of t queries x s keys, for all sequences; None is causal and needs t = s. A tuple or a list
             of b Masks holds one for each sequence.
         scale: factor of the scores, finite; None is 1 / sqrt(d).
+        sink: a logit (h,) of each query head in the denominator, float32 or in the dtype of q; None is none. out becomes
+            out * sigmoid(lse - sink), differentiable in sink, too. lse stays that of the keys alone: parts still merge.
         backward: "fused", "split", "head_parallel", or "auto": the methods of `attention_backward`.
         return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
             for float64). It is differentiable.
@@ -77,9 +85,10 @@ def attention(
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
     if isinstance(mask, (tuple, list)):
-        return attend_each(attention, q, k, v, mask, scale=scale, backward=backward, return_lse=return_lse)
+        return attend_each(attention, q, k, v, mask, scale=scale, sink=sink, backward=backward, return_lse=return_lse)
     check_tensors(q, k, v)
     check_method("backward", backward)
+    check_sink(q, sink)
     mask, scale = default_mask(q, k, mask), default_scale(q, scale)
 
     def forward(q, k, v):
@@ -90,7 +99,8 @@ def attention(
             dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=backward, needs_grad=needs_grad
         )
 
-    return differentiable(q, k, v, forward, differentiate, return_lse=return_lse)
+    out, lse = differentiable(q, k, v, forward, differentiate, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 @under_autocast("q", "k", "v")
@@ -177,3 +187,55 @@ def merge(
         return weight * part.to(lse.dtype).masked_fill(~visible, 0)
 
     return (weighted(out, lse) + weighted(other_out, other_lse)).to(out.dtype), merged
+
+
+@under_autocast("q", "k", "v")
+def decode_attention(
+    q: Float[Tensor, "*b t h d"],
+    k: Float[Tensor, "*b s g d"],
+    v: Float[Tensor, "*b s g dv"],
+    mask: Mask | Sequence[Mask] | None = None,
+    *,
+    scale: float | None = None,
+    group: Group = None,
+    return_lse: bool = False,
+) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+    """Return attention of queries that all ranks hold over keys that are divided among the ranks. A collective.
+
+    Use it to generate or evaluate: few queries see many keys. Each rank computes the part of its own keys in the
+    accumulation dtype. One all-gather brings out and lse of all ranks to each of them: (W - 1) b t h (dv + 1) elements
+    received by each of W ranks. All ranks merge the parts in rank order and round once, so they return the same bits.
+
+    Args:
+        q: (b, t, h, d), or packed without b, equal on all ranks.
+        k, v: this rank's keys, (b, s, g, d), (b, s, g, dv), or packed. s may differ between ranks, and may be 0.
+        mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each sequence. None: all are seen.
+        scale: factor of the scores; None is 1 / sqrt(d).
+        group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this process
+            is the only rank.
+        return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.
+
+    The result is not differentiable. Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit
+    together, or dtypes, scales or shapes except s differ between ranks.
+    Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
+    """
+    group, _, ranks, mask, scale = agreed_decode(q, k, v, mask, scale, group)
+    with torch.no_grad():
+        part = attention_forward(q, k, v, mask, scale=scale, out_dtype=accumulate_dtype(q.dtype))
+        (out, lse), *others = _parts_of_ranks(*part, ranks, group)
+        for other in others:
+            out, lse = merge(out, lse, *other)
+    out = out.to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _parts_of_ranks(
+    out: Tensor, lse: Tensor, ranks: int, group: dist.ProcessGroup | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return out and lse of each rank, which travel as one message."""
+    if ranks == 1 or not out.numel():
+        return [(out, lse)]
+    sent = torch.cat([out.flatten(), lse.flatten()])
+    received = [torch.empty_like(sent) for _ in range(ranks)]
+    dist.all_gather(received, sent, group=group)
+    return [(x[: out.numel()].view(out.shape), x[out.numel() :].view(lse.shape)) for x in received]

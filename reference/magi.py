@@ -76,7 +76,7 @@ from torch import Tensor
 
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.call import Call, agreed_call
-from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
 from canon.reference.differentiable import differentiable
 from canon.reference.group_arguments import Group
 from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
@@ -85,6 +85,7 @@ from canon.reference.local import merge, tiled_forward
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
 from canon.reference.planner import dispatch
+from canon.reference.sinks import under_sink
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
 
@@ -99,6 +100,7 @@ def magi_attention(
     stages: int = 1,
     keep_kv: bool = False,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
@@ -113,6 +115,8 @@ def magi_attention(
         stages: the maximal number of casts, each in flight during the previous step. 0 is one cast, then one step.
         keep_kv: keep the received keys for the backward pass instead of casting them again.
         scale: factor of the scores; None is 1 / sqrt(d).
+        sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the sum
+            over its own tokens: add the gradients of all ranks, as for every replicated parameter.
         group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this process
             is the only rank.
         reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
@@ -128,12 +132,14 @@ def magi_attention(
     Source: Tao and Huang, MagiAttention (2025).
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
-    return _magi(q, k, v, mask, layout, return_lse, stages=stages, keep_kv=keep_kv, **options)
+    return _magi(q, k, v, mask, layout, sink, return_lse, stages=stages, keep_kv=keep_kv, **options)
 
 
 @under_autocast("q", "k", "v")
-def _magi(q, k, v, mask, layout, return_lse, *, stages, keep_kv, **options):
-    call = agreed_call("magi_attention", q, k, v, mask, layout, **options, stages=stages, keep_kv=keep_kv)
+def _magi(q, k, v, mask, layout, sink, return_lse, *, stages, keep_kv, **options):
+    options |= dict(stages=stages, keep_kv=keep_kv, sink=kind_of_sink(sink))
+    call = agreed_call("magi_attention", q, k, v, mask, layout, **options)
+    check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
     plan = cast_plan(call.mask, call.layout, stages=stages)  # raises on all ranks, as all agree on stages
 
     def forward(q, k, v):
@@ -147,7 +153,8 @@ def _magi(q, k, v, mask, layout, return_lse, *, stages, keep_kv, **options):
         steps = steps_of_kept if kept else fetch(own, plan, call)
         return magi_backward(needs_grad, dout, dlse, q, k, v, out, lse, steps, call, plan)
 
-    return differentiable(q, k, v, forward, differentiate, call=call, return_lse=return_lse)
+    out, lse = differentiable(q, k, v, forward, differentiate, call=call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 def magi_forward(

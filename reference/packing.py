@@ -63,15 +63,15 @@ def differentiate_each(
         return differentiate(dout, q, k, v, out, lse, mask, dlse=dlse, delta=delta, **options)
     check_gradients(dout, q, v, out, lse, dlse, delta)
     tokens_first = map(_packed, (dout, q, k, v, out))
-    lse, dlse, delta = (None if x is None else x.transpose(0, 1).flatten(1).unsqueeze(0) for x in (lse, dlse, delta))
+    rows = lambda x: None if x is None else x.transpose(0, 1).flatten(1).unsqueeze(0)
     mask = _block_diagonal(tuple(masks))
-    grads = differentiate(*tokens_first, lse, mask, dlse=dlse, delta=delta, **options)
+    grads = differentiate(*tokens_first, rows(lse), mask, dlse=rows(dlse), delta=rows(delta), **options)
     b, sizes = q.shape[0], (q.shape[1], k.shape[1], k.shape[1])
     return tuple(None if x is None else _unpacked(x, b, size) for x, size in zip(grads, sizes, strict=True))
 
 
-def _one_mask(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> Mask | None:
-    """Return the mask of all sequences if it is one mask, else None. Raise unless the masks fit the tensors."""
+def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
+    """Raise TypeError or ValueError unless there is a mask for each sequence, and it fits the tokens of q and k."""
     check_tensors(q, k, v)
     if q.ndim == 3:
         raise ValueError(
@@ -83,6 +83,11 @@ def _one_mask(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> Mask | 
         )
     for place, mask in enumerate(masks):
         check_mask(q, k, mask, f"mask[{place}]")
+
+
+def _one_mask(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> Mask | None:
+    """Return the mask of all sequences if it is one mask, else None. Raise unless the masks fit the tensors."""
+    check_masks(q, k, v, masks)
     return masks[0] if len(set(masks)) == 1 else None
 
 

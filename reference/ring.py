@@ -103,12 +103,13 @@ from torch import Tensor
 
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.call import Call, agreed_call
-from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
 from canon.reference.differentiable import differentiable
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.local import merge, tiled_forward
 from canon.reference.mask import Mask
+from canon.reference.sinks import under_sink
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
@@ -121,6 +122,7 @@ def ring_attention(
     layout: Layout | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
@@ -133,6 +135,8 @@ def ring_attention(
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank; None is contiguous.
         scale: factor of the scores; None is 1 / sqrt(d).
+        sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the sum
+            over its own tokens: add the gradients of all ranks, as for every replicated parameter.
         group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this process
             is the only rank.
         reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
@@ -146,7 +150,7 @@ def ring_attention(
     Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
-    return _ring("ring_attention", q, k, v, mask, layout, return_lse, **options)
+    return _ring("ring_attention", q, k, v, mask, layout, sink, return_lse, **options)
 
 
 def zigzag_attention(
@@ -156,6 +160,7 @@ def zigzag_attention(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
@@ -166,7 +171,7 @@ def zigzag_attention(
     The arguments (without ``layout``), results and ValueErrors are the same. Sources: see the module's docstring.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
-    return _ring("zigzag_attention", q, k, v, mask, Layout.zigzag, return_lse, **options)
+    return _ring("zigzag_attention", q, k, v, mask, Layout.zigzag, sink, return_lse, **options)
 
 
 def striped_attention(
@@ -176,6 +181,7 @@ def striped_attention(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
@@ -186,22 +192,24 @@ def striped_attention(
     The arguments (without ``layout``), results and ValueErrors are the same. Source: see the module's docstring.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
-    return _ring("striped_attention", q, k, v, mask, Layout.striped, return_lse, **options)
+    return _ring("striped_attention", q, k, v, mask, Layout.striped, sink, return_lse, **options)
 
 
 @under_autocast("q", "k", "v")
 def _ring(
     function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None,
-    layout: Layout | Callable[[int, int], Layout] | None, return_lse: bool, **options,
+    layout: Layout | Callable[[int, int], Layout] | None, sink: Tensor | None, return_lse: bool, **options,
 ):  # fmt: skip
     """Return out, or out and lse, after a comparison of the call between all ranks. Under autocast, cast q, k, v."""
-    call = agreed_call(function, q, k, v, mask, layout, **options)
+    call = agreed_call(function, q, k, v, mask, layout, **options, sink=kind_of_sink(sink))
+    check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
 
     def forward(q, k, v):
         out, lse = ring_forward(q, k, v, call)
         return out.to(q.dtype), lse
 
-    return differentiable(q, k, v, forward, partial(ring_backward, call), call=call, return_lse=return_lse)
+    out, lse = differentiable(q, k, v, forward, partial(ring_backward, call), call=call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -66,13 +66,14 @@ from torch import Tensor
 
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.call import Call, agreed_call
-from canon.reference.checks import accumulate_dtype, under_autocast
+from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
 from canon.reference.differentiable import differentiable
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.local import tiled_forward
 from canon.reference.mask import Mask
 from canon.reference.ring import ring_backward
+from canon.reference.sinks import under_sink
 from canon.reference.strides import Steps, strided_steps, suggest_strides
 
 __all__ = ["strided_attention", "suggest_strides"]
@@ -92,6 +93,7 @@ def strided_attention(
     pack_first: bool = True,
     backward_schedule: str = "scatter",
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
@@ -109,6 +111,8 @@ def strided_attention(
         pack_first: send K and V of the first step as one message. False: two messages, and one copy less.
         backward_schedule: "scatter" (module's docstring) or "ring" (`ring_attention`'s; less memory, no backward strides).
         scale: factor of the scores; None is 1 / sqrt(d).
+        sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the sum
+            over its own tokens: add the gradients of all ranks, as for every replicated parameter.
         group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this process
             is the only rank.
         reduce_dtype: dtype in which dk and dv are sent. None: float32 (float64 for float64). "scatter" also adds in it.
@@ -133,15 +137,17 @@ def strided_attention(
         backward_schedule=backward_schedule,
     )
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
-    return _strided(q, k, v, mask, layout, return_lse, strides, **options)
+    return _strided(q, k, v, mask, layout, sink, return_lse, strides, **options)
 
 
 @under_autocast("q", "k", "v")
-def _strided(q, k, v, mask, layout, return_lse, strides, **options):
-    call = agreed_call("strided_attention", q, k, v, mask, layout, **options, **strides)
+def _strided(q, k, v, mask, layout, sink, return_lse, strides, **options):
+    call = agreed_call("strided_attention", q, k, v, mask, layout, **options, **strides, sink=kind_of_sink(sink))
+    check_sink(q, sink)  # after the agreement, as the strides
     steps = strided_steps(k.shape[-2], **strides)  # all ranks agree on the strides: bad ones raise on all of them
     backward = partial(ring_backward, call) if steps.backward is None else partial(strided_backward, call, steps)
-    return differentiable(q, k, v, partial(strided_forward, call, steps), backward, call=call, return_lse=return_lse)
+    out, lse = differentiable(q, k, v, partial(strided_forward, call, steps), backward, call=call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
 
 
 def strided_forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ VOCABULARY = {
     "layout",
     "call",
     "checks",
+    "decode_call",
     "differentiable",
     "digests",
     "group_arguments",

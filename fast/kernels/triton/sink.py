@@ -1,0 +1,132 @@
+"""Apply a sink to the out of all keys, and differentiate it: two kernels, each with one pass over out.
+
+    a = sigmoid(lse - sink)                      out = a out_keys
+    r = rowsum(dout * out_keys)                  dout_keys = a dout          dlse = a (1 - a) r
+
+a and a (1 - a) are computed from e = exp(-|lse - sink|), so neither overflows nor cancels. Rows with lse -inf get 0.
+Traffic: the forward pass reads and writes out. The backward pass reads out and dout, and writes dout_keys if it is needed.
+
+Source: `canon.reference.sinks`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from canon.fast.kernels.triton import launch
+from canon.fast.kernels.triton.blocks import (
+    head_pointer,
+    load_rows,
+    statistic_head_pointer,
+    store_rows,
+    tile_offsets,
+)
+
+
+@triton.jit
+def sink_weights(lse, sink, batch, head, rows, valid, lse_strides, sink_strides, ACC: tl.constexpr):
+    """Return a, a (1 - a) and whether the query sees a key, for these rows of one head."""
+    lse_head = statistic_head_pointer(lse, batch, head, lse_strides)
+    lse_row = tl.load(lse_head + tl.cast(rows, tl.int64) * lse_strides[2], mask=valid, other=float("-inf")).to(ACC)
+    active = valid & (lse_row != float("-inf"))
+    x = tl.where(active, lse_row - tl.load(sink + head * sink_strides[0]).to(ACC), float("-inf"))
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, e, 1.0) / (1.0 + e), e / ((1.0 + e) * (1.0 + e)), active
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+def sink_kernel(
+    out,
+    lse,
+    sink,
+    result,
+    tokens,
+    heads,
+    batch_heads,
+    out_strides,
+    lse_strides,
+    sink_strides,
+    result_strides,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Write result (b, t, h, dv) = a out."""
+    first = tl.program_id(0) // batch_heads * BM
+    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    rows = first + tl.arange(0, BM)
+    valid = rows < tokens
+    a, _, _ = sink_weights(lse, sink, batch, head, rows, valid, lse_strides, sink_strides, ACC)
+    offset = tile_offsets(out_strides, BM, D_PAD, ALIGN)
+    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
+    x = load_rows(out_head, offset, first, out_strides[1], valid, D, D_PAD, ALIGN).to(ACC)
+    offset = tile_offsets(result_strides, BM, D_PAD, ALIGN)
+    result_head = head_pointer(result, batch, head, result_strides, ALIGN)
+    store_rows(result_head, offset, first, result_strides[1], valid, x * a[:, None], D, D_PAD, ALIGN)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+def sink_backward_kernel(
+    dout,
+    out,
+    lse,
+    sink,
+    dout_keys,
+    dlse,
+    tokens,
+    heads,
+    batch_heads,
+    dout_strides,
+    out_strides,
+    lse_strides,
+    sink_strides,
+    dout_keys_strides,
+    dlse_strides,
+    HAS_DOUT_KEYS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Write dlse (b, h, t) and, with HAS_DOUT_KEYS, dout_keys (b, t, h, dv). dout is not read where lse is -inf."""
+    first = tl.program_id(0) // batch_heads * BM
+    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    rows = first + tl.arange(0, BM)
+    valid = rows < tokens
+    a, slope, active = sink_weights(lse, sink, batch, head, rows, valid, lse_strides, sink_strides, ACC)
+    offset = tile_offsets(dout_strides, BM, D_PAD, ALIGN)
+    dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
+    dout_tile = load_rows(dout_head, offset, first, dout_strides[1], active, D, D_PAD, ALIGN).to(ACC)
+    offset = tile_offsets(out_strides, BM, D_PAD, ALIGN)
+    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
+    out_tile = load_rows(out_head, offset, first, out_strides[1], active, D, D_PAD, ALIGN).to(ACC)
+    dlse_head = statistic_head_pointer(dlse, batch, head, dlse_strides)
+    dlse_rows = dlse_head + tl.cast(rows, tl.int64) * dlse_strides[2]
+    tl.store(dlse_rows, slope * tl.sum(out_tile * dout_tile, 1), mask=valid)
+    if HAS_DOUT_KEYS:
+        offset = tile_offsets(dout_keys_strides, BM, D_PAD, ALIGN)
+        target = head_pointer(dout_keys, batch, head, dout_keys_strides, ALIGN)
+        store_rows(target, offset, first, dout_keys_strides[1], valid, dout_tile * a[:, None], D, D_PAD, ALIGN)
+
+
+def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
+    """Write result (b, t, h, dv): out under the sink (h,), from lse (b, h, t) over all keys."""
+    out = launch.addressable(out)
+    tensors, options = (out, lse, sink, result), launch.row_options(lse.dtype, out, result)
+    arguments = (*tensors, out.shape[1], out.shape[2])
+    launch.run(sink_kernel, launch.row_grid(out), launch.ROWS, arguments, launch.batch_heads(out), tensors, options)
+
+
+def differentiate_sink(
+    dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor, dout_keys: Tensor | None, dlse: Tensor
+) -> None:
+    """Write dout_keys (b, t, h, dv), unless it is None, and dlse (b, h, t). ``out`` is that of the keys."""
+    dout, out = map(launch.addressable, (dout, out))
+    tensors = (dout, out, lse, sink, out if dout_keys is None else dout_keys, dlse)
+    options = {"HAS_DOUT_KEYS": dout_keys is not None, **launch.row_options(lse.dtype, dout, out, tensors[4])}
+    arguments = (*tensors, out.shape[1], out.shape[2])
+    heads = launch.batch_heads(out)
+    launch.run(sink_backward_kernel, launch.row_grid(out), launch.ROWS, arguments, heads, tensors, options)

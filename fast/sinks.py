@@ -1,0 +1,47 @@
+"""Attention sinks in two kernels, one for each pass; `canon.reference.sinks` derives them.
+
+Both run after the kernels over the keys, from recorded launches (`prepared.py`). PyTorch reduces dlse (b, h, t) to dsink, in
+a fixed order, if the sink needs a gradient. If only the sink needs one, dout of the keys is neither computed nor stored.
+
+Memory and rounding: as `canon.reference.sinks`. Sources: the same.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
+from canon.fast.prepared import replayed
+from canon.reference.checks import batched
+
+
+def under_sink(out: Tensor, lse: Tensor, sink: Tensor | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Return out under ``sink`` (h,), or without one if it is None. With ``return_lse``, return (out, lse)."""
+    if sink is not None:
+        (whole,) = batched(out)
+        new = _Sink.apply(whole, lse if whole is out else lse.unsqueeze(0), sink)
+        out = new if whole is out else new.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+class _Sink(torch.autograd.Function):
+    """out (b, t, h, dv) times sigmoid(lse - sink), as a function of out, lse (b, h, t) and sink (h,)."""
+
+    @staticmethod
+    def forward(ctx, out, lse, sink):
+        ctx.save_for_backward(out, lse, sink)
+        result = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        replayed(apply_sink, (out, lse, sink, result))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor):
+        out, lse, sink = ctx.saved_tensors
+        dlse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+        dout_keys = torch.empty(out.shape, dtype=out.dtype, device=out.device) if ctx.needs_input_grad[0] else None
+        replayed(differentiate_sink, (dout, out, lse, sink, dout_keys, dlse))
+        dsink = -dlse.sum((0, 2)).to(sink.dtype) if ctx.needs_input_grad[2] else None
+        return dout_keys, dlse if ctx.needs_input_grad[1] else None, dsink

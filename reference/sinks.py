@@ -1,0 +1,69 @@
+"""Attention sinks: a learned logit for each query head joins the denominator of the softmax, without a key or a value.
+
+Let out_keys and lse = log(sum_j exp(s_j)) be the results over the keys j that a query sees. A sink z enlarges the denominator:
+
+    out = sum_j exp(s_j) v_j / (exp(lse) + exp(z)) = a out_keys           a = sigmoid(lse - z)
+
+So the sink is applied once, after all keys: no merge and no message changes. The returned lse stays that of the keys alone,
+so that parts still merge. With da / dlse = a (1 - a) = -da / dz and r = rowsum(dout * out_keys), the gradients are
+
+    dout_keys = a dout         dlse gets a (1 - a) r more         dz = - sum over batch and tokens of a (1 - a) r
+
+    sink    lse     a     gradients through it
+    any     -inf    0     0: the query sees no key, and its dout may hold anything
+    -inf    > -inf  1     dout_keys = dout; dlse and dz get 0: attention without a sink
+    +inf    > -inf  0     0
+
+Cost: a few operations for each element of out; nothing is sent. Memory: a second (b, t, h, dv), because the backward pass
+reads out_keys. Rounding: out_keys, its product with a, and dout_keys are each rounded to the dtype of q. The rest is
+float32 (float64 for float64).
+
+On several ranks, each rank computes dz from its own queries. The gradients of all ranks must be added, as for every
+replicated parameter.
+
+Sources: Xiao et al., Efficient Streaming Language Models with Attention Sinks (2023); learned logits: OpenAI, gpt-oss-120b &
+gpt-oss-20b Model Card (2025).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def under_sink(out: Tensor, lse: Tensor, sink: Tensor | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Return out under ``sink`` (h,), or without one if it is None. With ``return_lse``, return (out, lse)."""
+    if sink is not None:
+        out = _Sink.apply(out, lse, sink)
+    return (out, lse) if return_lse else out
+
+
+class _Sink(torch.autograd.Function):
+    """out (*b, t, h, dv) times sigmoid(lse - sink), as a function of out, lse (*b, h, t) and sink (h,)."""
+
+    @staticmethod
+    def forward(ctx, out, lse, sink):
+        ctx.save_for_backward(out, lse, sink)
+        return (_over_width(_weight(lse, sink)) * out).to(out.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor):
+        out, lse, sink = ctx.saved_tensors
+        a, visible = _weight(lse, sink), lse > -torch.inf
+        dout = dout.to(lse.dtype).masked_fill(~_over_width(visible), 0)
+        r = (dout * out).sum(-1).transpose(-1, -2)
+        dlse = torch.where(visible, a * torch.sigmoid(sink[:, None] - lse) * r, 0)  # 1 - a would cancel
+        dsink = -dlse.transpose(-1, -2).reshape(-1, len(sink)).sum(0) if ctx.needs_input_grad[2] else None
+        return (_over_width(a) * dout).to(out.dtype), dlse, None if dsink is None else dsink.to(sink.dtype)
+
+
+def _weight(lse: Tensor, sink: Tensor) -> Tensor:
+    """Return a (*b, h, t), 0 for queries that see no key."""
+    return torch.sigmoid(lse - sink[:, None]).masked_fill(lse == -torch.inf, 0)
+
+
+def _over_width(x: Tensor) -> Tensor:
+    """Return a row statistic (*b, h, t) as (*b, t, h, 1)."""
+    return x.transpose(-1, -2)[..., None]

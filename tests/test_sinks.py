@@ -1,0 +1,269 @@
+"""A sink enlarges the softmax's denominator, in both halves, forward and backward, on one rank and on several."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon import Layout, Mask, fast, reference
+from canon.fast import prepared
+from canon.fast import sinks as fast_sinks
+from canon.reference.plan_cache import PLANS
+from canon.testing import process_groups
+
+HALVES = {"reference": reference, "fast": fast}
+both_halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+DISTRIBUTED = ("ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention")
+N = 19
+MASK = Mask.ranges([(0, 7), (9, N)], [(0, 7), (3, N)], ["causal", "full"], queries=N, keys=N)  # queries 7, 8 see no key
+
+
+def inputs(b=2, tokens=N, h=4, g=2, d=8, dv=5, dtype=torch.float64):
+    """Return q, k, v, the sink and dout."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = (b, tokens, h, d), (b, tokens, g, d), (b, tokens, g, dv), (h,), (b, tokens, h, dv)
+    return [torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def dense(q, k, v, sink, mask):
+    """Return out by a softmax over the keys and one more column, the sink, without a value."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~mask.dense(), -torch.inf)
+    column = sink[None, :, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    return torch.einsum("bhts,bshd->bthd", weights, v)
+
+
+def gradients(attend, leaves, dout):
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def close(mine, theirs, atol=1e-12):
+    for x, y in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=atol)
+
+
+@both_halves
+def test_a_sink_is_one_more_column_of_the_softmax_without_a_value(half):
+    *leaves, dout = inputs()
+    got = gradients(lambda q, k, v, sink: half.attention(q, k, v, MASK, sink=sink), leaves, dout)
+    close(got, gradients(lambda q, k, v, sink: dense(q, k, v, sink, MASK), leaves, dout))
+    assert not got[0][:, 7:9].any()
+
+
+@both_halves
+def test_packed_inputs_any_strides_and_masks_for_each_sequence_take_a_sink(half):
+    *leaves, dout = inputs()
+    attend = lambda q, k, v, sink: half.attention(q, k, v, MASK, sink=sink)
+    whole = gradients(attend, leaves, dout)
+    alone = gradients(attend, [*(x[0] for x in leaves[:3]), leaves[3]], dout[0])
+    close(alone[:4], [x[0] for x in whole[:4]])
+    other = Mask.causal(N)
+    got = gradients(lambda q, k, v, sink: half.attention(q, k, v, [MASK, other], sink=sink), leaves, dout)
+    causal = gradients(lambda q, k, v, sink: half.attention(q, k, v, sink=sink), leaves, dout)
+    close([x[0] for x in got[:4]], [x[0] for x in whole[:4]])
+    close([x[1] for x in got[:4]], [x[1] for x in causal[:4]])
+    gaps = torch.stack([leaves[3], leaves[3]], -1)[:, 0]  # a sink with a stride of 2
+    close(gradients(attend, [*leaves[:3], gaps], dout.transpose(1, 2).contiguous().transpose(1, 2)), whole)
+
+
+@both_halves
+def test_lse_stays_that_of_the_keys_and_both_results_are_differentiable(half):
+    q, k, v, sink, dout = inputs()
+    leaves = [x.requires_grad_() for x in (q, k, v, sink)]
+    out, lse = half.attention(q, k, v, sink=sink, return_lse=True)
+    plain, plain_lse = half.attention(q, k, v, return_lse=True)
+    assert torch.equal(lse, plain_lse)
+    dlse = torch.randn(lse.shape, dtype=lse.dtype, generator=torch.Generator().manual_seed(1))
+    mine = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    weight = torch.sigmoid(plain_lse - sink[:, None]).transpose(1, 2)[..., None]
+    close(mine, torch.autograd.grad((plain * weight, plain_lse), leaves, (dout, dlse)))
+    (only,) = torch.autograd.grad(half.attention(q, k, v, sink=sink, return_lse=True)[1], q, dlse)
+    close([only], torch.autograd.grad(half.attention(q, k, v, return_lse=True)[1], q, dlse))
+
+
+@both_halves
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_infinite_sinks_and_fully_masked_rows_give_no_nan(half, dtype):
+    q, k, v, _, dout = inputs(dtype=dtype)
+    dout[:, 7:9] = q[:, 7:9] = torch.nan  # these queries see no key
+    sink = torch.tensor([-torch.inf, torch.inf, 1e30, -1e30], dtype=dtype)
+    out, *grads = gradients(lambda q, k, v, sink: half.attention(q, k, v, MASK, sink=sink), (q, k, v, sink), dout)
+    plain, *plain_grads = gradients(lambda q, k, v: half.attention(q, k, v, MASK), (q, k, v), dout)
+    assert torch.equal(out[:, :, [0, 3]], plain[:, :, [0, 3]])
+    assert not out[:, :, 1:3].any()
+    assert all(x.isfinite().all() for x in grads)
+    assert torch.equal(grads[0][:, :, [0, 3]], plain_grads[0][:, :, [0, 3]])
+    assert not grads[0][:, :, 1:3].any()
+    assert not grads[3].any()
+
+
+@both_halves
+@pytest.mark.parametrize("sink", [-20.0, 20.0])
+def test_the_gradient_of_a_sink_far_from_lse_keeps_its_relative_accuracy(half, sink):
+    *leaves, _, dout = inputs(dtype=torch.float32)
+    leaves.append(torch.full((4,), sink))
+    attend = lambda q, k, v, sink: half.attention(q, k, v, sink=sink)
+    dsink = gradients(attend, leaves, dout)[4]
+    exact = gradients(lambda *x: dense(*x, Mask.causal(N)), [x.double() for x in leaves], dout.double())[4]
+    assert exact.abs().max() < 1e-6
+    torch.testing.assert_close(dsink.double(), exact, rtol=1e-4, atol=0)
+
+
+@both_halves
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_rounds_out_twice_and_takes_a_sink_in_either_dtype(half, dtype):
+    q, k, v, sink, dout = inputs(dtype=dtype)
+    for one in (sink, sink.float()):
+        attend = lambda q, k, v, sink: half.attention(q, k, v, MASK, sink=sink)
+        got = gradients(attend, (q, k, v, one), dout)
+        assert [x.dtype for x in got] == [*[dtype] * 4, one.dtype]
+        exact = gradients(lambda *x: dense(*x, MASK), [x.double() for x in (q, k, v, one)], dout.double())
+        error, peak = (got[0].double() - exact[0]).abs(), exact[0].abs().amax()
+        assert (
+            error.max() <= 3 * torch.finfo(dtype).eps * peak
+        )  # two roundings of half an eps, and those of the weights
+        torch.testing.assert_close(got[4].double(), exact[4], rtol=0.05, atol=0.05)
+
+
+@both_halves
+def test_autocast_leaves_a_float32_sink_alone(half):
+    *leaves, dout = inputs(dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in leaves]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = half.attention(*leaves[:3], MASK, sink=leaves[3])
+        grads = torch.autograd.grad(out, leaves, dout.bfloat16())
+    cast = [*(x.detach().bfloat16().requires_grad_() for x in leaves[:3]), leaves[3]]
+    expected = half.attention(*cast[:3], MASK, sink=cast[3])
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+    for mine, theirs in zip(grads, torch.autograd.grad(expected, cast, dout.bfloat16()), strict=True):
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine, theirs.float())
+
+
+@both_halves
+@pytest.mark.parametrize("needed", ["sink", "q", "qkv"])
+def test_only_the_needed_gradients_are_computed(half, needed, monkeypatch):
+    q, k, v, sink, dout = inputs()
+    whole = dict(
+        zip(
+            ("q", "k", "v", "sink"),
+            gradients(lambda q, k, v, s: half.attention(q, k, v, sink=s), (q, k, v, sink), dout)[1:],
+            strict=True,
+        )
+    )
+    leaves = dict(q=q, k=k, v=v, sink=sink)
+    names = ["sink"] if needed == "sink" else list(needed)
+    for name in names:
+        leaves[name].requires_grad_()
+    given = []
+    monkeypatch.setattr(
+        fast_sinks, "differentiate_sink", lambda *x, f=fast_sinks.differentiate_sink: (given.append(x[4]), f(*x))
+    )
+    half.attention(**leaves).backward(dout)
+    for name, x in leaves.items():
+        assert x.grad is None if name not in names else torch.equal(x.grad, whole[name]), name
+    if half is fast:
+        assert [x is None for x in given] == [needed == "sink"]
+
+
+@both_halves
+def test_second_derivatives_raise(half):
+    q, k, v, sink, _ = inputs()
+    sink.requires_grad_()
+    (dsink,) = torch.autograd.grad(half.attention(q, k, v, sink=sink).square().sum(), sink, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dsink.sum().backward()
+
+
+@both_halves
+@pytest.mark.parametrize("function", ["attention", *DISTRIBUTED])
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda sink: sink[:3], ValueError, r"sink must be \(4,\), a logit for each query head, got \(3,\)"),
+        (lambda sink: sink[None], ValueError, r"sink must be \(4,\)"),
+        (
+            lambda sink: sink.half(),
+            ValueError,
+            "sink must be float32 or torch.float64, as q is, got torch.float16: cast",
+        ),
+        (lambda sink: sink.tolist(), TypeError, "sink must be a torch.Tensor, got list"),
+        (lambda sink: sink.to("meta"), ValueError, "sink is on the meta device"),
+    ],
+)
+def test_a_sink_that_does_not_fit_is_named(half, function, make, error, message, own_errors):
+    q, k, v, sink, _ = inputs()
+    with pytest.raises(error, match=message):
+        getattr(half, function)(q, k, v, sink=make(sink))
+
+
+@both_halves
+@pytest.mark.parametrize("function", DISTRIBUTED)
+def test_ranks_agree_on_the_sink(half, function, own_errors):
+    def program():
+        q, k, v, sink, _ = inputs()
+        attend = functools.partial(getattr(half, function), q, k, v)
+        for other in (None, sink[:3], sink.tolist(), sink.half()):  # rank 1 differs from the others
+            with pytest.raises(ValueError, match="sink"):
+                attend(sink=other if dist.get_rank() == 1 else sink)
+        with pytest.raises(ValueError, match="a logit for each query head"):
+            attend(sink=sink[:3])  # equally wrong on all ranks
+
+    process_groups.threads(program, 3)
+
+
+def sharded(half, function):
+    """Return out and the gradients of this rank; the gradient of the sink is added over the ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own_layouts = {"zigzag_attention": Layout.zigzag, "striped_attention": Layout.striped}
+    layout = own_layouts.get(function, Layout.contiguous)(N, ranks)
+    *leaves, sink, dout = inputs()
+    shards = [layout.shard(x, rank) for x in leaves]
+    given = () if function in own_layouts else (layout,)
+    attend = lambda q, k, v, sink: getattr(half, function)(q, k, v, MASK, *given, sink=sink)
+    out, dq, dk, dv, dsink = gradients(attend, (*shards, sink), layout.shard(dout, rank))
+    dist.all_reduce(dsink)
+    return [layout.unshard(x) for x in (out, dq, dk, dv)] + [dsink]
+
+
+@both_halves
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("function", DISTRIBUTED)
+def test_ranks_compute_what_one_rank_computes(half, function, ranks):
+    *leaves, dout = inputs()
+    expected = gradients(lambda *x: dense(*x, MASK), leaves, dout)
+    for got in process_groups.threads(lambda: sharded(half, function), ranks):
+        close(got, expected)
+
+
+@both_halves
+def test_a_rank_without_tokens_has_a_zero_gradient_of_the_sink(half):
+    def program():
+        *leaves, sink, dout = inputs(tokens=2)
+        layout, rank = Layout.contiguous(2, 3), dist.get_rank()
+        attend = lambda *x: half.ring_attention(*x[:3], None, layout, sink=x[3])
+        got = gradients(attend, (*(layout.shard(x, rank) for x in leaves), sink), layout.shard(dout, rank))
+        return layout.size(rank), bool(got[4].any())
+
+    assert sorted(process_groups.threads(program, 3)) == [(0, False), (1, True), (1, True)]
+
+
+def test_both_passes_are_replayed_with_equal_bits(monkeypatch):
+    PLANS.clear()
+    monkeypatch.setattr(prepared, "REPLAYED", {"cuda", "cpu"})
+    runs = []
+    for shift in (0, 0, 1):
+        *leaves, dout = (x + shift for x in inputs(dtype=torch.float32))
+        runs.append(gradients(lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout))
+    assert all(torch.equal(x, y) for x, y in zip(*runs[:2], strict=True))
+    assert not [x.reason for x, _ in PLANS.plans.values() if isinstance(x, prepared.PreparedPass) and x.reason]
+    monkeypatch.setattr(prepared, "REPLAYED", ())
+    expected = gradients(lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout)
+    assert all(torch.equal(x, y) for x, y in zip(runs[2], expected, strict=True))
+    PLANS.clear()
