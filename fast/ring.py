@@ -59,7 +59,6 @@ from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan_cache import cached_plan
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
@@ -166,7 +165,6 @@ def _ring(
     return differentiable(q, k, v, forward, backward, call=call, return_lse=return_lse)
 
 
-@cached_plan
 def _active_part(mask: Mask) -> tuple[ActiveQueries, slice]:
     """Return the queries that see a key, and the keys from the first to the last that a query sees."""
     keys, visible = visible_keys(mask)

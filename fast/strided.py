@@ -45,7 +45,6 @@ from canon.reference.call import Call, agreed_call
 from canon.reference.checks import under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.plan_cache import cached_plan
 from canon.reference.strides import Steps, strided_steps, suggest_strides
 
 __all__ = ["strided_attention", "suggest_strides"]
@@ -158,7 +157,6 @@ def _backward(
     return dq, dk, dv
 
 
-@cached_plan
 def _visible_keys(layout: Layout, mask: Mask, rank: int) -> tuple[slice, Mask]:
     """Return the keys of a gathered buffer from the first to the last that ``rank`` sees, and the mask over them."""
     return visible_keys(gathered_mask(layout, mask, rank))

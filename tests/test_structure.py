@@ -29,6 +29,7 @@ VOCABULARY = {
     "liveness",
     "plan",
     "plan_cache",
+    "prepared_plans",
     "report",
     "strides",
 }
