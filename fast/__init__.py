@@ -8,6 +8,7 @@ from canon.fast.device import backend
 from canon.fast.kernel_variants import warm_up
 from canon.fast.local import attention, attention_backward, attention_forward, decode_attention, merge
 from canon.fast.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
+from canon.fast.preparation import prepare
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
 from canon.fast.strided import strided_attention, suggest_strides
 from canon.reference.band import Band
@@ -30,6 +31,7 @@ __all__ = [
     "magi_attention",
     "merge",
     "plan_report",
+    "prepare",
     "ring_attention",
     "strided_attention",
     "striped_attention",

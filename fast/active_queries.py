@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from canon.fast.backward import QueryInputs
-from canon.fast.device_plans import device_plan, upload
+from canon.fast.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.triton.rows import add_to_rows, copy_rows, pick_rows
 from canon.fast.local import merge_into
 from canon.reference.band import Band
@@ -75,8 +75,12 @@ def _as_rows(x: Tensor) -> Tensor:
 @device_plan
 def query_indices(queries: ActiveQueries, device: torch.device) -> Tensor:
     """Return the indices of these queries on the device, int64."""
-    indices = np.concatenate([np.arange(rows.start, rows.stop) for rows in queries.ranges] or [np.arange(0)])
-    return torch.from_numpy(indices).to(device)
+    return upload(_host_indices(queries), device)
+
+
+@host_part
+def _host_indices(queries: ActiveQueries) -> np.ndarray:
+    return np.concatenate([np.arange(rows.start, rows.stop) for rows in queries.ranges] or [np.arange(0)])
 
 
 @device_plan
@@ -103,6 +107,7 @@ def active_queries_of(mask: Mask, all_queries: bool = False) -> ActiveQueries:
     return ActiveQueries(Mask.of_disjoint(bands, sum(map(len, ranges)), mask.keys), tuple(ranges))
 
 
+@cached_plan
 def visible_keys(mask: Mask) -> tuple[slice, Mask]:
     """Return the keys from the first to the last that a query sees, and the mask over these keys."""
     first = min((band.k_start for band in mask.bands), default=0)

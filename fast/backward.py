@@ -41,7 +41,7 @@ from torch import Tensor
 
 from canon import reference
 from canon.fast.device import check_device, kernels_for
-from canon.fast.kernels.launcher import multiprocessor_count
+from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.prepared import replayed
 from canon.fast.twins import twin_of
@@ -156,6 +156,12 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_
     return [new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True)]
 
 
+def plan_gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, method: str) -> None:
+    """Look up the plans of a backward pass: `gradients` on the meta device, where nothing is launched."""
+    grads = _empty_gradients(q, k, v, q.dtype, (True, True, True))
+    _gradients(out, q, k, v, out, lse, None, *grads, mask, 1.0, method)
+
+
 def begin_backward(
     inputs: QueryInputs,
     k: Tensor,
@@ -231,7 +237,7 @@ def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> T
 def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int | None = None) -> str:
     """Return the method for "auto", as the kernel backend chooses it. ``multiprocessors``: by default those of q's device."""
     if multiprocessors is None:
-        multiprocessors = 1 if q.device.type == "cpu" else multiprocessor_count(q.device)
+        multiprocessors = 1 if is_cpu(q.device) else multiprocessor_count(q.device)
     if multiprocessors == 1 or not q.shape[0]:
         return "split"
     return kernels_for(q, v).choose_method(q, k, v, mask, multiprocessors)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from canon.fast.kernels.gluon import config
 from canon.fast.kernels.interpreter import is_requested
-from canon.fast.kernels.launcher import capability
+from canon.fast.kernels.launcher import capability, is_cpu
 from canon.fast.kernels.triton import launch
 from canon.fast.recomputation import note_choice
+from canon.reference.plan_cache import are_noted
 
 __all__ = ["backend"]
 
@@ -72,14 +73,20 @@ def kernels_for(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
 
 
 def _gluon_supports(q: Tensor, v: Tensor, method: str) -> bool:
-    if q.device.type != "cuda" or launch.INTERPRETED or capability(q.device) != config.CAPABILITY:
+    if (
+        is_cpu(q.device)
+        or (launch.INTERPRETED and q.device.type == "cuda")
+        or capability(q.device) != config.CAPABILITY
+    ):
         return False
     kernel = "fused" if method == "fused" else "forward"  # all other kernels support the widths of "forward"
     return q.dtype in config.DTYPES and bool(config.padded_to(kernel, q.shape[-1], v.shape[-1]))
 
 
 def check_device(x: Tensor) -> None:
-    """Raise RuntimeError if no kernel can run on the device of x."""
+    """Raise RuntimeError if no kernel can run on the device of x. Nothing runs while plans are made ahead."""
+    if x.device.type == "meta" and are_noted():
+        return
     if x.device.type not in ("cpu", "cuda"):
         raise RuntimeError(f"canon.fast runs on CUDA devices, got a tensor on {x.device}: use canon.reference")
     if x.device.type == "cpu" and not launch.INTERPRETED:

@@ -7,6 +7,9 @@
 
 `upload` copies a plan without blocking the host. Other streams than that of the copy wait for it (`Upload`).
 A new plan during the capture of a graph raises RuntimeError: the graph would replay its upload, or CUDA refuses it.
+
+A plan has a `host_part`, which needs no device: another process can make it ahead (`canon.fast.preparation`). Then only its
+upload is left. Tensors on the meta device stand for those of a GPU there: nothing is uploaded.
 """
 
 import threading
@@ -19,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canon.reference.plan_cache import cached_plan, keep_for_stream
+from canon.reference import plan_cache
+from canon.reference.plan_cache import are_noted, cached_plan, keep_for_stream
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,6 +31,8 @@ R = TypeVar("R")
 NEW_WHILE_CAPTURING = (
     "a CUDA graph is being captured, and this mask, layout or shape is new: make the call once before the capture"
 )
+
+META = torch.device("meta")
 
 _observers = threading.local()
 
@@ -53,6 +59,8 @@ def device_plan(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+        if META in args:
+            return function(*args, **kwargs)
         plan, uploaded = cached(*args, **kwargs)
         if uploaded is not None:
             uploaded.wait()
@@ -62,6 +70,22 @@ def device_plan(function: Callable[P, R]) -> Callable[P, R]:
         return plan
 
     return kept
+
+
+def host_part(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a pure function that makes the host part of device plans from positional arguments.
+
+    A result is cached only if it is made ahead: otherwise one call uploads it, and later calls find the uploaded plan.
+    """
+
+    @wraps(function)
+    def part(*args: P.args, **kwargs: P.kwargs) -> R:
+        key = part, args
+        if are_noted():
+            return plan_cache.PLANS.find(key, lambda: function(*args))
+        return function(*args) if (known := plan_cache.PLANS.get(key)) is None else known
+
+    return part
 
 
 @contextmanager

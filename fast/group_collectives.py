@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon import reference
-from canon.fast.device_plans import device_plan
+from canon.fast.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import areas_and_needs, union_of_intervals
 from canon.fast.prepared import replayed
@@ -208,17 +208,26 @@ def _add(into: Tensor, received: Tensor, plan: CastPlan, cast: int, rank: int) -
 @device_plan
 def rows_sent(plan: CastPlan, cast: int, rank: int, device: torch.device) -> Tensor:
     """Return the rows that a rank sends in a cast, on the device, int64."""
-    return plan.send_rows(cast, rank).to(device)
+    return upload(_rows_sent(plan, cast, rank), device)
+
+
+@host_part
+def _rows_sent(plan: CastPlan, cast: int, rank: int) -> np.ndarray:
+    return plan.send_rows(cast, rank).numpy()
 
 
 @device_plan
 def rows_returned(plan: CastPlan, cast: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the tables of `add_rows`: for each own row, the range of its entries; then the received rows, by sender."""
-    rows = plan.send_rows(cast, rank)
-    received = torch.argsort(rows, stable=True)
-    counts = torch.bincount(rows, minlength=plan.layout.size(rank))
-    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return first.to(device), received.to(device)
+    first, received = _rows_returned(plan, cast, rank)
+    return upload(first, device), upload(received, device)
+
+
+@host_part
+def _rows_returned(plan: CastPlan, cast: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    rows = _rows_sent(plan, cast, rank)
+    counts = np.bincount(rows, minlength=plan.layout.size(rank))
+    return np.append(0, np.cumsum(counts)), np.argsort(rows, kind="stable")
 
 
 def as_heads(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from canon.fast.tiles import work_table
+from canon.fast.tiles import host_table
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
 
@@ -34,8 +34,7 @@ class TileCosts(NamedTuple):
 @cached_plan
 def tile_costs(mask: Mask, rows: int, columns: int, transposed: bool, repeat: int, boxes: int) -> TileCosts:
     """Return the tables of `work_table` with costs. The spans of a tile are visited ``repeat`` times."""
-    table = work_table(mask, rows, columns, None, transposed, "cpu", boxes)
-    tiles, spans = table.tiles.numpy().astype(np.int64), table.spans.numpy()
+    tiles, spans, _ = host_table(mask, rows, columns, columns, transposed, boxes)
     before = np.concatenate([[0], np.cumsum(spans[:, 1], dtype=np.float64)])  # visited tiles before each span
     _, _, begin, full, end = tiles.T
     cost = repeat * ((before[full] - before[begin]) * PARTIAL + (before[end] - before[full])) + FIXED

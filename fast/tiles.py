@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canon.fast.device_plans import device_plan, upload
+from canon.fast.device_plans import device_plan, host_part, upload
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
 
@@ -79,15 +79,34 @@ def work_table(
 
     Raises ValueError if the mask is too large for 32-bit coordinates.
     """
-    partial_columns = partial_columns or columns
-    cut = _best_cut(mask, rows, columns, partial_columns, transposed, boxes)
-    tiles, spans = _table(cut, rows, columns, partial_columns, boxes)
-    size = TILE_FIELDS * len(tiles)
-    first_span = -(-size // ALIGNMENT) * ALIGNMENT
-    both = np.zeros(first_span + spans.size, np.int32)  # one upload for both
-    both[:size], both[first_span:] = tiles.ravel(), spans.ravel()
-    table = upload(both, device)
-    return WorkTable(table[:size].view(-1, TILE_FIELDS), table[first_span:].view(-1, SPAN_FIELDS), cut.visits)
+    both, tiles, visited = _packed_table(mask, rows, columns, partial_columns or columns, transposed, boxes)
+    table, size = upload(both, device), TILE_FIELDS * tiles
+    spans = table[_aligned(size) :].view(-1, SPAN_FIELDS)
+    return WorkTable(table[:size].view(-1, TILE_FIELDS), spans, visited)
+
+
+@host_part
+def _packed_table(
+    mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int
+) -> tuple[np.ndarray, int, float]:
+    """Return the numbers of a `WorkTable` in one array (one upload), the number of tiles, and the visits."""
+    tiles, spans, visited = host_table(mask, rows, columns, small, transposed, boxes)
+    first_span = _aligned(tiles.size)
+    both = np.zeros(first_span + spans.size, np.int32)
+    both[: tiles.size], both[first_span:] = tiles.ravel(), spans.ravel()
+    return both, len(tiles), visited
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def host_table(
+    mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return tiles (n, 5), int64, spans (m, 8), int32, and visits of `work_table`, with ``small`` partial columns."""
+    cut = _best_cut(mask, rows, columns, small, transposed, boxes)
+    return *_table(cut, rows, columns, small, boxes), cut.visits
 
 
 @cached_plan

@@ -5,6 +5,7 @@ from canon.reference.layout import Layout
 from canon.reference.local import attention, attention_backward, attention_forward, decode_attention, merge
 from canon.reference.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
 from canon.reference.mask import Mask
+from canon.reference.preparation import prepare
 from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
 from canon.reference.strided import strided_attention, suggest_strides
 
@@ -23,6 +24,7 @@ __all__ = [
     "magi_attention",
     "merge",
     "plan_report",
+    "prepare",
     "ring_attention",
     "strided_attention",
     "striped_attention",

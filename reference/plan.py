@@ -11,6 +11,7 @@ The keys of a step lie in one buffer: first the rank's own keys, if the step use
 `cast_plan` (`group_collectives.py`) finds these keys: those that a rank's queries see and another rank holds.
 """
 
+from array import array
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,6 +52,14 @@ class CastPlan:
     @cached_property
     def _hash(self) -> int:
         return hash((self.mask, self.layout, self.stages))
+
+    def __reduce__(self):
+        numbers = array("q")  # much faster to pickle than objects
+        for cast, received in enumerate(self.received):
+            for rank, pieces in enumerate(received):
+                for p in pieces:
+                    numbers.extend((cast, rank, p.source, p.tokens.start, p.tokens.stop, p.tokens.step, p.row))
+        return _unpickled, (self.mask, self.layout, self.stages, self.casts, numbers)
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +135,14 @@ class CastPlan:
                 for piece in pieces:
                     sent[cast][piece.source].append(piece)
         return sent
+
+
+def _unpickled(mask: Mask, layout: Layout, stages: int, casts: int, numbers: array) -> CastPlan:
+    """Return the plan of a pickle: ``numbers`` has seven for each piece."""
+    received: list[list[list[Piece]]] = [[[] for _ in range(layout.ranks)] for _ in range(casts)]
+    for cast, rank, source, start, stop, step, row in zip(*[iter(numbers)] * 7, strict=True):
+        received[cast][rank].append(Piece(source, range(start, stop, step), row))
+    return CastPlan(mask, layout, stages, tuple(tuple(map(tuple, each)) for each in received))
 
 
 @cached_plan

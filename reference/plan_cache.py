@@ -6,11 +6,15 @@ and one for each device. So memory does not grow with the number of masks in a p
 
 A dropped plan stays valid while a caller, an autograd context or a stream uses it. `keep_for_stream` keeps its
 tensors for streams and captured graphs.
+
+`noted_plans` lists the plans that a thread looks up. So `prepare` finds all plans of a call, and another process can load them.
 """
 
+import inspect
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,12 +43,14 @@ class PlanCache:
 
     def find(self, key: Hashable, make: Callable[[], R]) -> R:
         """Return the plan of ``key``. Make it if it is not in the cache."""
-        if (known := self.get(key)) is not None:
-            return known
-        # Training may use the plan later, so it is made outside inference mode, of real tensors in every dispatch mode.
-        with torch.inference_mode(False), _disable_current_modes():
-            plan = make()
-        return self.put(key, plan)
+        if (plan := self.get(key)) is None:
+            # Training may use the plan later, so it is made outside inference mode, of real tensors in every dispatch mode.
+            with _unnoted(), torch.inference_mode(False), _disable_current_modes():
+                plan = make()
+            plan = self.put(key, plan)
+        if (noted := getattr(_notes, "plans", None)) is not None:
+            noted[key] = plan
+        return plan
 
     def get(self, key: Hashable) -> Any:
         """Return the plan of ``key``, or None."""
@@ -84,15 +90,54 @@ class PlanCache:
 
 PLANS = PlanCache()
 _captured: dict[int, Tensor] = {}  # tensors that captured graphs read, by address
+_notes = threading.local()
+
+
+@contextmanager
+def noted_plans() -> Iterator[dict[Hashable, Any]]:
+    """Note the plans that this thread finds in a cache or makes inside the block, by key.
+
+    The plans that another plan was made of are left out: a call that has the result does not look them up.
+    """
+    before, _notes.plans = getattr(_notes, "plans", None), {}
+    try:
+        yield _notes.plans
+    finally:
+        _notes.plans = before
+
+
+@contextmanager
+def _unnoted() -> Iterator[None]:
+    before, _notes.plans = getattr(_notes, "plans", None), None
+    try:
+        yield
+    finally:
+        _notes.plans = before
+
+
+def are_noted() -> bool:
+    """Return whether this thread is inside `noted_plans`."""
+    return getattr(_notes, "plans", None) is not None
 
 
 def cached_plan(function: Callable[P, R]) -> Callable[P, R]:
-    """Cache the results of a pure function of hashable arguments in `PLANS`."""
+    """Cache the results of a pure function of hashable arguments in `PLANS`.
+
+    A key has the decorated function and all arguments in order, with their defaults. So a call has one key however it passes
+    its arguments, and another process can find the function by its name.
+    """
+    signature, required = inspect.signature(function), inspect.Parameter.empty
+    named = [(x.name, x.default) for x in signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
 
     @wraps(function)
     def _cached(*args: P.args, **kwargs: P.kwargs) -> R:
-        key = (function, args, tuple(kwargs.items())) if kwargs else (function, args)
-        return PLANS.find(key, lambda: function(*args, **kwargs))
+        given = args
+        if kwargs or len(args) < len(named):
+            rest = dict(named[len(args) :])
+            given += tuple((rest | kwargs).values())
+            if required in given or len(given) > len(named):
+                signature.bind(*args, **kwargs)  # raises TypeError: an argument is missing or unknown
+        return PLANS.find((_cached, given), lambda: function(*given))
 
     return _cached
 

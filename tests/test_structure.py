@@ -32,6 +32,7 @@ VOCABULARY = {
     "packing",
     "plan",
     "plan_cache",
+    "prepared_plans",
     "report",
     "strides",
 }

@@ -4,13 +4,16 @@ At each launch, Triton inspects all arguments to find the compiled kernel, a lar
 lets Triton do this once for each specialization key and then calls the compiled kernel directly. The key distinguishes at
 least as much as Triton does: dtypes and 16-byte alignment of tensors, values of integers, block shapes of descriptors, and all
 constants.
+
+Plans are also made without a device (`canon.fast.preparation`): tensors on the meta device stand for those of a `Gpu`, or
+of a CPU. Their launches do nothing.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +40,8 @@ def launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, **con
 
 def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, constants: dict) -> CompiledKernel | None:
     """Launch a kernel. Return the compiled kernel, or None on a CPU."""
+    if device.type == "meta":
+        return None
     if device.type == "cpu":  # interpreted or simulated
         kernel[(ctas,)](*arguments, **constants)
         return None
@@ -81,13 +86,61 @@ def specialization(argument: Any) -> Any:
     return argument.base.dtype, *argument.block_shape  # a tensor descriptor
 
 
-@lru_cache
+class Gpu(NamedTuple):
+    """The properties of a GPU that plans depend on. ``shared_memory``: the most bytes that a CTA may use."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory: int
+
+
+_gpus: dict[torch.device, Gpu] = {}
+_meta_stands_for: ContextVar[Gpu | None] = ContextVar("canon_meta_stands_for", default=None)
+
+
+@contextmanager
+def meta_stands_for(gpu: Gpu | None) -> Iterator[None]:
+    """Inside the block, tensors on the meta device stand for tensors of this GPU; None is a CPU."""
+    token = _meta_stands_for.set(gpu)
+    try:
+        yield
+    finally:
+        _meta_stands_for.reset(token)
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Return whether kernels on this device are interpreted or simulated."""
+    return device.type == "cpu" or (device.type == "meta" and _meta_stands_for.get() is None)
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the properties of a CUDA device, or of the one that the meta device stands for.
+
+    Raises RuntimeError in a worker of a data loader, unless this process or its parent has found them before: a worker should
+    not start CUDA.
+    """
+    if device.type == "meta" and (gpu := _meta_stands_for.get()) is not None:
+        return gpu
+    if (known := _gpus.get(device)) is not None:
+        return known
+    if torch.utils.data.get_worker_info() is not None:
+        if device.index is None and len(found := set(_gpus.values())) == 1:
+            return found.pop()
+        raise RuntimeError(
+            f"the properties of {device} are unknown in this worker: call canon.fast.device.gpu_of in the training process "
+            "and pass its result as device"
+        )
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    gpu = Gpu(capability, properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    return _gpus.setdefault(device, gpu)
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
+    return gpu_of(device).capability
 
 
-@lru_cache
 def multiprocessor_count(device: torch.device) -> int:
     """Return the number of multiprocessors (SMs) of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return gpu_of(device).multiprocessors

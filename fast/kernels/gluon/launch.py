@@ -18,7 +18,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
-from canon.fast.device_plans import device_plan, upload
+from canon.fast.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose, padded_to
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
@@ -29,7 +29,7 @@ from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_sta
 from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
 from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, Traversal, tile_schedule, untouched
-from canon.fast.kernels.launcher import capability, launch, multiprocessor_count
+from canon.fast.kernels.launcher import capability, is_cpu, launch, multiprocessor_count
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.tiles import visits
 from canon.reference.mask import Mask
@@ -200,10 +200,15 @@ def zero_masked(x: Tensor, mask: Mask, plan: TileSchedule, keys: bool) -> Tensor
 @device_plan
 def unseen_tokens(mask: Mask, keys: bool, device: torch.device) -> Tensor:
     """Return which keys, or queries, no band touches (bool)."""
+    return upload(_unseen_tokens(mask, keys), device)
+
+
+@host_part
+def _unseen_tokens(mask: Mask, keys: bool) -> np.ndarray:
     unseen = np.zeros(mask.keys if keys else mask.queries, bool)
     for start, stop in zip(*untouched(mask, keys), strict=True):
         unseen[start:stop] = True
-    return upload(unseen, device)
+    return unseen
 
 
 def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
@@ -324,7 +329,7 @@ def head_bytes(*tensors: Tensor) -> int:
 
 def resident_ctas(x: Tensor) -> int:
     """Return how many CTAs run at a time: one on each SM of x's device."""
-    return SIMULATED_SMS if x.device.type == "cpu" else multiprocessor_count(x.device)
+    return SIMULATED_SMS if is_cpu(x.device) else multiprocessor_count(x.device)
 
 
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canon.fast.device_plans import device_plan, upload
+from canon.fast.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.gluon.dq_order import (
     L2_BYTES,
     alternate,
@@ -102,7 +102,13 @@ class TileSchedule(NamedTuple):
 @device_plan
 def tile_schedule(mask: Mask, traversal: Traversal, device: torch.device) -> TileSchedule:
     """Return the tile schedule of a mask, on the device."""
-    t = traversal
+    work, *others = _host_schedule(mask, traversal)
+    return TileSchedule(upload(work, device), *others)
+
+
+@host_part
+def _host_schedule(mask: Mask, t: Traversal) -> tuple[np.ndarray, int, tuple[slice, ...], MaskedTokens]:
+    """Return the parts of a `TileSchedule`, with ``work`` on the host."""
     costs = tile_costs(mask, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
     tiles, spans, _ = costs
     first, begin, end, active = tiles[:, 0], tiles[:, 2], tiles[:, 4], costs.active
@@ -130,7 +136,7 @@ def tile_schedule(mask: Mask, traversal: Traversal, device: torch.device) -> Til
     work, number = _serialised(
         tiles[:, :2], spans, begin, end, order if heads.size else order[:0], heads, t.heads, tickets
     )
-    return TileSchedule(upload(work, device), number, _row_ranges(tiles[~active]), masked)
+    return work, number, _row_ranges(tiles[~active]), masked
 
 
 # ------------------------------------------------------------------ the order

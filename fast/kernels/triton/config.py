@@ -20,7 +20,7 @@ from functools import lru_cache
 
 import torch
 
-from canon.fast.kernels.launcher import capability
+from canon.fast.kernels.launcher import capability, gpu_of, is_cpu
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, de
     """
     if kernel in FORCED:
         return FORCED[kernel]
-    if device.type == "cpu":
+    if is_cpu(device):
         return INTERPRETED
     return fitting(kernel, d, dv, itemsize, shared_limit(device), describable, is_hopper(device))
 
@@ -126,16 +126,14 @@ def fitting(kernel: str, d: int, dv: int, itemsize: int, limit: int, describable
     )
 
 
-@lru_cache
 def is_hopper(device: torch.device) -> bool:
     """Return whether the device is Hopper (sm_90) or later, and so has TMA."""
-    return device.type == "cuda" and capability(device) >= (9, 0)
+    return not is_cpu(device) and capability(device) >= (9, 0)
 
 
-@lru_cache
 def shared_limit(device: torch.device) -> int:
     """Return the bytes of shared memory that a CTA may use: 163 KB on sm_80, 99 KB on sm_86 and sm_89, 227 KB on sm_90."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return gpu_of(device).shared_memory
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from canon.fast.kernels.launcher import launch
+from canon.fast.kernels.launcher import is_cpu, launch
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
 from canon.fast.kernels.triton.dq import dq_kernel
@@ -378,7 +378,7 @@ def has_descriptor(x: Tensor) -> bool:
     """Return whether TMA can load tiles of x: its sizes, strides and alignment fit a descriptor."""
     strides = [stride * x.element_size() for stride in x.stride()[:-1]]
     return (
-        (x.device.type == "cpu" or is_hopper(x.device))
+        (is_cpu(x.device) or is_hopper(x.device))
         and x.numel() > 0
         and x.stride(-1) == 1
         and x.data_ptr() % 16 == 0

@@ -1,0 +1,227 @@
+"""Plans that are made ahead, perhaps in another process: a call that finds them plans nothing and has the same bits."""
+
+import functools
+import pickle
+import threading
+
+import pytest
+import torch
+from sharded import on_this_rank, whole
+from torch.utils.data import DataLoader, Dataset
+
+import canon
+from canon import Layout, Mask, fast, reference
+from canon.fast import active_queries, backward, device, group_collectives, tiles
+from canon.fast.kernels import launcher
+from canon.fast.kernels.gluon import launch as gluon_launch
+from canon.fast.kernels.launcher import Gpu
+from canon.reference import plan_cache
+from canon.reference.plan_cache import PLANS, PlanCache
+from canon.testing import process_groups
+
+MASK = Mask.documents([0, 1, 9, 20, 33, 40], window=(20, 0))
+UNEVEN = Layout([[range(0, 17)], [range(30, 40), range(17, 20)], [range(20, 30)]], 40)
+SHAPES = {"heads": (4, 2), "widths": (8, 6), "dtype": torch.float32}
+H200 = Gpu((9, 0), 132, 232448)
+CASES = {
+    "attention": ("attention", None, {}),
+    "ring": ("ring_attention", UNEVEN, {"backward": "head_parallel"}),
+    "zigzag": ("zigzag_attention", Layout.zigzag(40, 2), {}),
+    "striped": ("striped_attention", Layout.striped(40, 3), {}),
+    "strided": ("strided_attention", UNEVEN, {"head_stride": 2, "forward_first_stride": 1}),
+    "strided, ring": ("strided_attention", UNEVEN, {"backward_schedule": "ring"}),
+    "magi, one step": ("magi_attention", UNEVEN, {"stages": 0}),
+    "magi": ("magi_attention", UNEVEN, {"stages": 2, "keep_kv": True}),
+    "one rank": ("magi_attention", Layout.contiguous(40, 1), {}),
+}
+# Functions that put a plan on a device. They may run after `load`: the plan's host part is what `prepare` makes.
+UPLOADS = {"work_table", "tile_schedule", "unseen_tokens", "query_indices", "rows_sent", "rows_returned"}
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache():
+    PLANS.clear()
+    yield
+    PLANS.clear()
+
+
+def computed(half, function, layout, options, mask=MASK, dtype=torch.float32):
+    """Return the results of both passes on all ranks."""
+    given = {"layout": layout} if function in ("ring_attention", "strided_attention", "magi_attention") else {}
+    attend = functools.partial(getattr(half, function), mask=mask, return_lse=True, **given, **options)
+    layout, tensors = layout or Layout.contiguous(40, 1), whole(MASK, dtype=dtype)
+    return process_groups.threads(lambda: on_this_rank(attend, layout, tensors), layout.ranks)
+
+
+def prepared(half, function, layout, options, **more):
+    """Return the plans of all ranks, as another process would send them."""
+    given = {"device": "cpu", **SHAPES, **options, **more}
+    ranks = [None] if layout is None else range(layout.ranks)
+    plans = [half.prepare(function, MASK, layout, rank=rank, **given) for rank in ranks]
+    PLANS.clear()
+    return pickle.loads(pickle.dumps(plans))
+
+
+def planned_since(known):
+    """Return the names of the functions that have made a plan since the keys ``known``, uploads left out."""
+    return {
+        key[0].__name__ for key in PLANS.plans.keys() - known if callable(key[0]) and "Call" not in str(key[0])
+    } - UPLOADS
+
+
+def same_bits(got, expected):
+    return all(torch.equal(x, y) for a, b in zip(got, expected, strict=True) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("half", [reference, fast], ids=["reference", "fast"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_first_call_after_load_plans_nothing_and_has_the_same_bits(half, case, monkeypatch):
+    expected = computed(half, *CASES[case])
+    for plans in prepared(half, *CASES[case]):
+        plans.load()
+    known, refuse = set(PLANS.plans), lambda *_: pytest.fail("a plan is made")
+    for module, name in (
+        (tiles, "_best_cut"),
+        (canon.reference.layout, "mask_between"),
+        (canon.reference.plan, "mask_between"),
+        (group_collectives, "_transfers"),
+        (active_queries, "ActiveQueries"),
+    ):
+        monkeypatch.setattr(module, name, refuse)
+    assert same_bits(computed(half, *CASES[case]), expected)
+    assert not planned_since(known)
+
+
+def test_plans_of_another_device_dtype_or_option_are_not_used():
+    """They are pure functions of their arguments, and a call looks its own arguments up."""
+    case = CASES["magi"]
+    expected = computed(fast, *case)
+    others = [{"device": H200, "dtype": torch.bfloat16}, {"stages": 0}, {"widths": (128, 128), "heads": (16, 2)}]
+    for other in others:
+        for plans in prepared(fast, *case, **other):
+            plans.load()
+    assert same_bits(computed(fast, *case), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plans_for_a_hopper_gpu_are_those_of_its_launches(case, monkeypatch):
+    """Launches are dropped here. The CPU stands for the GPU in the call, and the meta device in `prepare`."""
+    monkeypatch.setattr(launcher, "_launch", lambda *_: None)
+    monkeypatch.setattr(gluon_launch, "check", lambda _: None)
+    monkeypatch.setattr(gluon_launch, "SIMULATED_SMS", H200.multiprocessors)
+    automatic = backward.automatic
+    monkeypatch.setattr(backward, "automatic", lambda q, k, v, mask: automatic(q, k, v, mask, H200.multiprocessors))
+    for plans in prepared(fast, *CASES[case], device=H200, dtype=torch.bfloat16):
+        plans.load()
+    known = set(PLANS.plans)
+    assert planned_since(set()) >= {"_host_schedule", "packing"}
+    monkeypatch.setattr(tiles, "_best_cut", lambda *_: pytest.fail("a plan is made"))
+    with device.backend("gluon"):
+        computed(fast, *CASES[case], dtype=torch.bfloat16)
+    assert not planned_since(known)
+
+
+class Packs(Dataset):
+    """Masks of packed documents with their plans."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, number):
+        return fast.prepare("attention", Mask.documents([0, 5 + number, 40]), device="cpu", **SHAPES)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_data_loader_worker_prepares(context):
+    for plans in DataLoader(Packs(), batch_size=None, num_workers=1, multiprocessing_context=context):
+        expected = computed(fast, "attention", None, {}, plans.mask)
+        PLANS.clear()
+        plans.load()
+        known = set(PLANS.plans)
+        assert same_bits(computed(fast, "attention", None, {}, plans.mask), expected)
+        assert known
+        assert not planned_since(known)
+
+
+def test_a_worker_does_not_start_cuda(monkeypatch):
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", object)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: pytest.fail("CUDA starts"))
+    monkeypatch.setattr(launcher, "_gpus", {})
+    with pytest.raises(RuntimeError, match=r"gpu_of in the training process"):
+        fast.prepare("attention", MASK, **SHAPES)
+    launcher._gpus[torch.device("cuda", 3)] = H200  # found by the training process before it forked
+    expected = fast.prepare("attention", MASK, device=H200, **SHAPES)
+    assert [key for key, _ in fast.prepare("attention", MASK, **SHAPES).plans] == [key for key, _ in expected.plans]
+
+
+def test_a_thread_of_the_training_process_needs_no_load():
+    make = lambda: fast.prepare("attention", MASK, device="cpu", **SHAPES)
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    known = set(PLANS.plans)
+    computed(fast, "attention", None, {})
+    assert known
+    assert not planned_since(known)
+
+
+def test_threads_prepare_at_the_same_time():
+    """Each thread notes its own plans alone."""
+    expected = {}
+
+    def make(number):
+        plans = fast.prepare("attention", Mask.documents([0, number, 40]), device="cpu", **SHAPES)
+        expected[number] = {x for key, _ in plans.plans for x in key[1] if isinstance(x, Mask)}
+
+    threads = [threading.Thread(target=make, args=[number]) for number in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert expected == {number: {Mask.documents([0, number, 40])} for number in range(1, 9)}
+
+
+def test_loaded_plans_stay_within_the_limit_of_the_cache(monkeypatch):
+    masks = [Mask.documents([0, number, 4000, 5000]) for number in range(1, 100)]
+    plans = [fast.prepare("attention", mask, device=H200, **SHAPES) for mask in masks]
+    monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache(host_limit=1 << 18))
+    for each in plans:
+        each.load()
+        assert cache.held["cpu"] <= max(1 << 18, each.nbytes)
+    assert sum(each.nbytes for each in plans) > 1 << 20, "otherwise nothing is dropped"
+
+
+def test_pickles_keep_masks_layouts_plans_and_digests():
+    layout = fast.dispatch(MASK, 3, chunk=4)
+    plan = reference.cast_plan(MASK, layout, stages=2)
+    digest = MASK.digest
+    copies = pickle.loads(pickle.dumps((MASK, layout, plan)))
+    assert copies == (MASK, layout, plan)
+    assert copies[2].mask is copies[0]
+    assert copies[0]._digest == digest
+    assert list(map(type, copies[0].bands)) == [canon.Band] * len(MASK.bands)
+
+
+@pytest.mark.usefixtures("own_errors")
+@pytest.mark.parametrize("half", [reference, fast], ids=["reference", "fast"])
+@pytest.mark.parametrize(
+    ("function", "layout", "change", "message"),
+    [
+        ("merge", None, {}, "function='merge'.* expected one of 'attention'"),
+        ("attention", UNEVEN, {}, "runs on one rank"),
+        ("ring_attention", None, {}, "layout must be a canon.Layout"),
+        ("ring_attention", UNEVEN, {}, "rank=None needs a process group of 3 ranks"),
+        ("ring_attention", UNEVEN, {"rank": 3}, "rank 3 is not one of the layout's 3"),
+        ("ring_attention", Layout.zigzag(41, 2), {"rank": 0}, "the layout has 41 tokens"),
+        ("magi_attention", UNEVEN, {"rank": 0, "stage": 0}, "no option stage: expected stages"),
+        ("magi_attention", UNEVEN, {"rank": 0, "stages": -1}, "stages"),
+        ("attention", None, {"heads": 4}, "heads must be two whole numbers"),
+        ("attention", None, {"heads": (4, 3)}, "not a multiple"),
+        ("attention", None, {"dtype": "bfloat16"}, "dtype must be"),
+        ("attention", None, {"backward": "magic"}, "backward='magic'"),
+        ("attention", None, {"requires_grad": None}, "requires_grad must be True or False"),
+    ],
+)
+def test_bad_arguments_are_named(half, function, layout, change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        half.prepare(function, MASK, layout, **{**SHAPES, "device": "cpu", **change})
