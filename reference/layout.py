@@ -47,19 +47,24 @@ class Layout(HeldTokens):
 
     # ------------------------------------------------------------------ constructors
     @classmethod
-    def contiguous(cls, n: int, ranks: int) -> "Layout":
-        """Return one piece of n tokens for each rank. Sizes differ by at most 1; larger ones come first."""
-        n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
-        return cls([[piece] for piece in _pieces(n, ranks)], n)
+    def contiguous(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
+        """Return one piece of n tokens for each rank; larger ones come first.
+
+        Pieces begin at multiples of ``multiple_of`` tokens; rank-invariant attention needs 128. Their sizes differ by at
+        most 2 ``multiple_of`` - 1, and by at most 1 by default. ``contiguous(300, 2, 128)`` has the pieces 0:256, 256:300.
+        """
+        n, ranks, multiple_of = whole("n", n, 0), whole("ranks", ranks, 1), whole("multiple_of", multiple_of, 1)
+        return cls([[piece] for piece in _pieces(n, ranks, multiple_of)], n)
 
     @classmethod
-    def zigzag(cls, n: int, ranks: int) -> "Layout":
+    def zigzag(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
         """Return a layout of 2 ``ranks`` pieces of n tokens: rank r holds the pieces r and 2 ``ranks`` - 1 - r.
 
         Under a causal mask an early piece sees few keys and a late one many, so all ranks compute nearly the same area.
+        Pieces begin at multiples of ``multiple_of`` tokens, as in `contiguous`.
         """
-        n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
-        pieces = _pieces(n, 2 * ranks)
+        n, ranks, multiple_of = whole("n", n, 0), whole("ranks", ranks, 1), whole("multiple_of", multiple_of, 1)
+        pieces = _pieces(n, 2 * ranks, multiple_of)
         return cls([[pieces[r], pieces[2 * ranks - 1 - r]] for r in range(ranks)], n)
 
     @classmethod
@@ -155,8 +160,8 @@ def _local_mask(layout: Layout, mask: Mask, q_rank: int, k_ranks: tuple[int, ...
     return mask_between(mask, layout._held(q_rank), keys)
 
 
-def _pieces(n: int, count: int) -> list[range]:
-    """Return n tokens as ``count`` ranges. Sizes differ by at most 1; larger ones come first."""
-    small, larger = divmod(n, count)
-    starts = [i * small + min(i, larger) for i in range(count + 1)]
+def _pieces(n: int, count: int, multiple_of: int) -> list[range]:
+    """Return n tokens as ``count`` ranges that begin at multiples of ``multiple_of``. Larger ones come first."""
+    small, larger = divmod(-(-n // multiple_of), count)
+    starts = [min(n, (i * small + min(i, larger)) * multiple_of) for i in range(count + 1)]
     return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]

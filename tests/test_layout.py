@@ -86,6 +86,20 @@ def test_contiguous_zigzag_and_striped_follow_their_definitions(kind, n, ranks):
             assert tokens == [*ends.positions(rank).tolist(), *ends.positions(2 * ranks - 1 - rank).tolist()]
 
 
+@given(st.sampled_from(["contiguous", "zigzag"]), st.integers(0, 60), st.integers(1, 5), st.integers(1, 9))
+def test_pieces_begin_at_multiples_of_a_number_of_tokens(kind, n, ranks, multiple_of):
+    layout = KINDS[kind](n, ranks, multiple_of)
+    pieces = [piece for held in layout.ranges_per_rank for piece in held]
+    assert all(piece.start % multiple_of == 0 for piece in pieces)
+    count = ranks if kind == "contiguous" else 2 * ranks
+    sizes = [len(piece) for piece in pieces] + [0] * (count - len(pieces))  # a layout drops empty pieces
+    assert max(sizes) - min(sizes) < 2 * multiple_of
+    blocks = KINDS[kind](-(-n // multiple_of), ranks)  # the same layout of blocks of ``multiple_of`` tokens
+    for rank in range(ranks):
+        tokens = [b * multiple_of + i for b in blocks.positions(rank).tolist() for i in range(multiple_of)]
+        assert layout.positions(rank).tolist() == [token for token in tokens if token < n]
+
+
 @given(layouts())
 def test_equality_and_hash_are_by_content(layout):
     pieces = [[range(piece.start, piece[-1] + 1, piece.step) for piece in held] for held in layout.ranges_per_rank]
@@ -204,6 +218,8 @@ def test_shard_returns_the_tokens_of_a_rank_and_its_gradient_writes_them_back(da
         (lambda: Layout.contiguous(-1, 2), ["-1"]),
         (lambda: Layout.zigzag(8, 0), ["ranks", "0"]),
         (lambda: Layout.striped(8, -2), ["-2"]),
+        (lambda: Layout.contiguous(8, 2, 0), ["multiple_of", "0"]),
+        (lambda: Layout.zigzag(8, 2, multiple_of=-128), ["multiple_of", "-128"]),
         (lambda: Layout([], 0), ["ranges_per_rank", "[]"]),
         (lambda: Layout([[range(4)]], -4), ["-4"]),
         (lambda: Layout([[range(4)], [range(5, 8)]], 8), ["range(5, 8)", "rank 1", "token 4"]),
