@@ -8,6 +8,7 @@ For each tile of queries, over the tiles of keys that it sees (the online softma
 
 A mask becomes a work table (`tiles.py`): tiles that are visible from end to end need no mask comparisons.
 `device.py` selects the kernel backend. `merge` combines two whole results in one kernel. `backward.py` has the backward pass.
+In `decode_attention` kernels write this rank's part into the buffer of the one message, and merge the others in place.
 
 Cost: 2 b h area (d + dv) FLOPs, where area is the number of visible cells. Memory beyond inputs and outputs: the work table.
 It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile and a band that overlap. A band is a rectangle of

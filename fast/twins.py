@@ -12,7 +12,7 @@ def twin_of(original: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, 
     """Decorate a function of this half with the docstring of ``original``, its twin in `canon.reference`.
 
     The function's own docstring, if it has one, states what is true of this half only. It is appended. The function itself is
-    returned, so a call costs nothing more. pyright compares the signatures here, and a test compares them with the defaults.
+    returned, so a call costs nothing more. Its signature must be that of its twin, defaults included: a test compares them.
     """
 
     def _documented(function: Callable[P, R]) -> Callable[P, R]:

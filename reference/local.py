@@ -10,9 +10,11 @@ sum of the values. For each tile of queries, it loops over the tiles of keys wit
 Subtracting m' keeps exp from overflowing. The factor exp(m - m') rescales the old sums when m rises.
 
 `merge` joins two finished results over disjoint keys in the same way. Ring steps and magi stages are joined by `merge`.
-The gradients are in `backward.py`. With a mask for each sequence, the batch becomes one packed sequence (`packing.py`).
+The gradients are in `backward.py`. With a mask for each sequence, the batch becomes one packed sequence (`packing.py`). A
+sink is applied to a whole result (`sinks.py`). `decode_attention` merges the results of several ranks, each over its own keys.
 
-Cost: 2 b h area (d + dv) FLOPs and b h area exponentials. area counts the visible cells of the mask. Nothing is sent.
+Cost: 2 b h area (d + dv) FLOPs and b h area exponentials. area counts the visible cells of the mask. Only
+`decode_attention` sends: one message.
 Memory beyond inputs and outputs: float32 out, b h tiles of scores, and the boolean tiles of one row of tiles.
 Limits: no dropout, bias or soft-cap.
 

@@ -7,8 +7,8 @@
                         . . x x
                         . . x x
 
-q (b, t, h, d) is read as (1, b t, h, d), and k, v, out and their gradients likewise: views, if the strides of batch and
-tokens allow it, else copies. lse (1, h, b t) is returned as (b, h, t), a view in which tokens lie side by side.
+q (b, t, h, d) is read as (1, b t, h, d), and k, v, out and their gradients in the same way. These are views if the strides
+of batch and tokens allow it, else copies. The lse (1, h, b t) of the packed sequence is returned as (b, h, t), a view.
 
 One call serves all masks, and computes their visible cells only. Equal masks are one mask: nothing is packed. The
 block-diagonal mask and its plans are cached by content.
@@ -63,9 +63,9 @@ def differentiate_each(
         return differentiate(dout, q, k, v, out, lse, mask, dlse=dlse, delta=delta, **options)
     check_gradients(dout, q, v, out, lse, dlse, delta)
     tokens_first = map(_packed, (dout, q, k, v, out))
-    rows = lambda x: None if x is None else x.transpose(0, 1).flatten(1).unsqueeze(0)
+    dlse, delta = (None if x is None else _packed_statistic(x) for x in (dlse, delta))
     mask = _block_diagonal(tuple(masks))
-    grads = differentiate(*tokens_first, rows(lse), mask, dlse=rows(dlse), delta=rows(delta), **options)
+    grads = differentiate(*tokens_first, _packed_statistic(lse), mask, dlse=dlse, delta=delta, **options)
     b, sizes = q.shape[0], (q.shape[1], k.shape[1], k.shape[1])
     return tuple(None if x is None else _unpacked(x, b, size) for x, size in zip(grads, sizes, strict=True))
 
@@ -99,6 +99,11 @@ def _block_diagonal(masks: tuple[Mask, ...]) -> Mask:
 def _packed(x: Tensor) -> Tensor:
     """Return x (b, t, heads, width) as one sequence (1, b t, heads, width)."""
     return x.flatten(0, 1).unsqueeze(0)
+
+
+def _packed_statistic(x: Tensor) -> Tensor:
+    """Return x (b, h, t) as (1, h, b t)."""
+    return x.transpose(0, 1).flatten(1).unsqueeze(0)
 
 
 def _unpacked(x: Tensor, b: int, t: int) -> Tensor:

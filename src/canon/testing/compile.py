@@ -28,14 +28,14 @@ from triton.runtime import driver
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.gluon import softmax_stats as hopper_stats
-from canon.fast.kernels.triton import config, launch, rows, sum_ranks
+from canon.fast.kernels.triton import config, launch, rows, sink, sum_ranks
 from canon.fast.kernels.triton.config import Config
 from canon.reference.mask import Mask
 from canon.testing import record
 from canon.testing.sass import overwritten, waits
 
 ROWS = "merge_rows", "pick_rows", "add_to_rows", "take_rows", "add_rows"  # these read a table of row indices
-NO_MMA = "delta", "sum_heads", "sum_ranks", "softmax_stats", "delta_stats", "merge", *ROWS
+NO_MMA = "delta", "sum_heads", "sum_ranks", "softmax_stats", "delta_stats", "merge", "sink", "sink_backward", *ROWS
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes of a CTA: CUDA Programming Guide, 16.2
 
 
@@ -192,6 +192,8 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
         "take_rows": lambda: rows.take_rows(k, v, indices, torch.cat([k, v], -1)),
         "add_rows": lambda: rows.add_rows(k, k, indices, indices, k),
         "sum_ranks": lambda: sum_ranks.sum_ranks(torch.stack([wide, wide], 1), wide),
+        "sink": lambda: sink.apply_sink(dout, lse, lse[0, :, 0], dout),
+        "sink_backward": lambda: sink.differentiate_sink(dout, dout, lse, lse[0, :, 0], dout, lse),
         "softmax_stats": lambda: hopper_stats.row_statistics(lse, lse),
         "delta_stats": lambda: hopper_stats.make_row_statistics(dout, dout, lse, lse),
     }
