@@ -249,8 +249,8 @@ class Mask:
     def digest(self) -> str:
         """SHA-256 of the content, as hexadecimal digits. Equal masks have equal digests in every process."""
         if self._digest is None:
-            content = repr((self.bands, self.queries, self.keys))
-            object.__setattr__(self, "_digest", hashlib.sha256(content.encode()).hexdigest())
+            content = array("q", chain((self.queries, self.keys), *self.bands))
+            object.__setattr__(self, "_digest", hashlib.sha256(content).hexdigest())
         return self._digest
 
     @property
