@@ -20,7 +20,6 @@ Source: FlexAttention (Dong et al., 2024) introduced block masks with full and p
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -160,7 +159,7 @@ class _Cut(NamedTuple):
     visits: float
 
 
-@lru_cache(maxsize=8)  # `visits` and the table of one mask have the same cut
+@cached_plan  # `visits` and the table of one mask have the same cut
 def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
     """Return the cheaper of two cuts: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
