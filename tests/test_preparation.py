@@ -36,6 +36,7 @@ CASES = {
 }
 # Functions that put a plan on a device. They may run after `load`: the plan's host part is what `prepare` makes.
 UPLOADS = {"work_table", "tile_schedule", "unseen_tokens", "query_indices", "rows_sent", "rows_returned"}
+UPLOADS |= {"row_indices", "_positions_on"}  # the host part is a range, or the layout itself
 
 
 @pytest.fixture(autouse=True)
