@@ -23,6 +23,7 @@ from fractions import Fraction
 import numpy as np
 
 from canon import reference
+from canon.fast.tiles import band_array
 from canon.fast.twins import twin_of
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -139,8 +140,7 @@ def areas_and_needs(
     The pieces are ascending and disjoint. Each pair of a band and a piece that overlap gives one interval, by a closed
     form; intervals may overlap.
     """
-    bands = np.array([(b.q_start, b.q_stop, b.k_start, b.k_stop, b.lo, b.hi) for b in mask.bands], np.int64)
-    bands = bands.reshape(-1, 6)
+    bands = band_array(mask)
     first = np.searchsorted(stop, bands[:, 0], "right")
     count = np.maximum(np.searchsorted(start, bands[:, 1], "left") - first, 0)
     band = np.repeat(np.arange(len(bands)), count)

@@ -14,6 +14,7 @@ each span of a Triton kernel.
 Source: as `canon.reference.preparation`.
 """
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -150,10 +151,11 @@ def _ring_parts(given: Preparation, layout: Layout, forward: bool = True) -> Ite
 
 
 def _strided_parts(given: Preparation, layout: Layout) -> Iterator[_Part]:
-    options = {name: x for name, x in given.options.items() if name not in ("scale", "reduce_dtype", "return_lse")}
-    steps = strided_steps(given.heads[1], **options)
+    names = list(inspect.signature(strided_steps).parameters)[1:]
+    steps = strided_steps(given.heads[1], **{name: given.options[name] for name in names})
     padded_tokens(layout)
     _, mask = visible_keys(gathered_mask(layout, given.mask, given.rank))
+    active_queries_of(mask, all_queries=True)
     for heads in set(map(len, steps.forward)):
         yield _Part(mask, heads, backward=False)
     if given.requires_grad and steps.backward is None:
@@ -176,6 +178,6 @@ def _magi_parts(given: Preparation, layout: Layout) -> Iterator[_Part]:
 def _active_parts(active: ActiveQueries, given: Preparation, forward: bool, initial: bool) -> Iterator[_Part]:
     """Yield the part of a step, unless no query sees a key and the step does not initialise the results (``initial``)."""
     if active.mask.bands or initial:
-        if len(active.ranges) != 1:
+        if not initial:
             query_indices(active, META)
         yield _Part(active.mask, given.heads[1], forward)

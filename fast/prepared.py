@@ -11,6 +11,9 @@ kind runs as written while a `canon.fast.recorder.Recorder` notes
                    is one memset, at its place among the launches
     plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
 
+A pass is recorded in its first call, not in its second. With L layers, the first costs R + (L - 1) P, where R is a recorded
+call and P a replay. The second would cost S + R + (L - 2) P, where S is a call as written: more for L > 1, because S > P.
+
 A replay costs one allocation and one call of `kernels/replay.c`. It works on any stream and inside a captured CUDA graph,
 and threads may replay one pass at the same time.
 

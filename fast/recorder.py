@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):
     plans: list[Tensor] = field(default_factory=list)
     uploads: list[Upload] = field(default_factory=list)
     reason: str = ""
+    places: dict[int, Place] = field(default_factory=dict)  # by address; the recorder keeps all tensors alive
 
     def __post_init__(self):
         super().__init__()
@@ -141,6 +142,13 @@ class Recorder(TorchDispatchMode):
     def _place(self, x: Tensor) -> Place:
         """Return where ``x`` begins. Raises NotReplayable if that is not known for sure."""
         address = x.data_ptr()
+        if (place := self.places.get(address)) is None:
+            place = self._searched(x, address)
+            if x.numel():  # all empty tensors may have one address
+                self.places[address] = place
+        return place
+
+    def _searched(self, x: Tensor, address: int) -> Place:
         for number, made in enumerate(self.temporaries):
             if _inside(address, made):
                 return Place(-2 - number, address - made.untyped_storage().data_ptr())
@@ -165,6 +173,8 @@ def _inside(address: int, x: Tensor) -> bool:
 def tensors_of(arguments: Any) -> Iterator[Tensor]:
     """Yield the tensors among a launch's arguments, those of descriptors and tuples included."""
     for x in arguments:
+        if type(x) is int or type(x) is float:
+            continue
         if isinstance(x, Tensor):
             yield x
         elif isinstance(x, tuple):

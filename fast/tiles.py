@@ -20,6 +20,7 @@ Source: FlexAttention (Dong et al., 2024) introduced block masks with full and p
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -119,7 +120,25 @@ def visits(mask: Mask, rows: int, columns: int, transposed: bool = False, boxes:
 @cached_plan
 def band_array(mask: Mask) -> np.ndarray:
     """Return the bands as an array (n, 6), int64: query start and stop, key start and stop, lo, hi."""
-    return np.array(mask.bands, np.int64).reshape(-1, 6)
+    return np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands)).reshape(-1, 6)
+
+
+@cached_plan
+def area(mask: Mask) -> int:
+    """Return ``mask.area``, the number of visible cells, without a loop over the bands."""
+    q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
+    queries, keys = q_stop - q_start, k_stop - k_start
+    below, above = lo - (k_start - q_stop + 1), (k_stop - 1 - q_start) - hi  # diagonals outside the band
+    return int((queries * keys - _corners(queries, keys, below) - _corners(queries, keys, above)).sum())
+
+
+def _corners(queries: np.ndarray, keys: np.ndarray, diagonals: np.ndarray) -> np.ndarray:
+    """Return the cells on the first ``diagonals`` diagonals of each rectangle, counted from one corner."""
+    triangles = lambda n: np.maximum(n, 0) * (n + 1) // 2
+    return triangles(diagonals) - triangles(diagonals - queries) - triangles(diagonals - keys)
+
+
+_TRANSPOSED = np.array([1, 1, 1, 1, -1, -1])
 
 
 class _Cut(NamedTuple):
@@ -140,13 +159,14 @@ class _Cut(NamedTuple):
     visits: float
 
 
+@cached_plan  # `visits` and the table of one mask have the same cut
 def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
     """Return the cheaper of two cuts: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
     bands, size = band_array(mask), mask.queries
     if transposed:
-        bands, size = bands[:, [2, 3, 0, 1, 5, 4]] * [1, 1, 1, 1, -1, -1], mask.keys
+        bands, size = bands[:, [2, 3, 0, 1, 5, 4]] * _TRANSPOSED, mask.keys
     even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
     candidates = [even] if np.array_equal(even, at_ends) else [even, at_ends]
     cuts = [_cut(bands, size, starts, columns // small, small, boxes) for starts in candidates]

@@ -154,6 +154,7 @@ def host() -> dict[str, str]:
     new_masks = [
         [row["shape"], f"{median(row['documents']):.0f}", *(f"{median(row[name]):.1f}" for name in NEW_MASK)]
         for row in load("masks_h200")["results"]
+        if "first_ms" in row
     ]
     names = (
         "ring zigzag",

@@ -10,8 +10,10 @@ Every operation turns bands into bands, which are disjoint by construction. Only
 """
 
 import hashlib
+from array import array
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -72,12 +74,15 @@ class MaskCells:
         return self._hash
 
     def __reduce__(self):
-        return self._of_numbers, (list(map(tuple, self.bands)), self.queries, self.keys)
+        numbers = array("q", chain.from_iterable(self.bands))  # much faster to pickle than objects
+        return self._of_numbers, (numbers, self.queries, self.keys, self._digest)
 
     @classmethod
-    def _of_numbers(cls: type[M], bands: list[tuple[int, ...]], queries: int, keys: int) -> M:
-        """Return a pickled mask again. Its bands were disjoint and tight, so nothing is checked."""
-        return cls.of_disjoint(tight_bands(bands), queries, keys)
+    def _of_numbers(cls: type[M], numbers: array, queries: int, keys: int, digest: str | None) -> M:
+        """Return a pickled mask again: six numbers for each band. They were disjoint and tight, so nothing is checked."""
+        mask = cls.of_disjoint(tight_bands(zip(*[iter(numbers)] * 6, strict=True)), queries, keys)
+        object.__setattr__(mask, "_digest", digest)
+        return mask
 
     def __repr__(self) -> str:
         first = ", ".join(map(repr, self.bands[:4])) + (", ..." if len(self.bands) > 4 else "")
@@ -87,8 +92,8 @@ class MaskCells:
     def digest(self) -> str:
         """SHA-256 of the content, as hexadecimal digits. Equal masks have equal digests in every process."""
         if self._digest is None:
-            content = repr((self.bands, self.queries, self.keys))
-            object.__setattr__(self, "_digest", hashlib.sha256(content.encode()).hexdigest())
+            content = array("q", chain((self.queries, self.keys), *self.bands))
+            object.__setattr__(self, "_digest", hashlib.sha256(content).hexdigest())
         return self._digest
 
     @property

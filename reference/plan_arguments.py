@@ -92,7 +92,8 @@ def checked_dispatch(
     if not 1 <= imbalance < float("inf"):
         raise ValueError(f"imbalance is the largest work divided by its lower bound, so at least 1; got {imbalance}")
     allowed = Fraction(imbalance) if isinstance(imbalance, Rational) else Fraction(float(imbalance))
-    if max(mask.area * allowed * tokens_per_us, mask.keys * cells_per_us) >= 2**62:
+    fits = lambda area: max(area * allowed * tokens_per_us, mask.keys * cells_per_us) < 2**62
+    if not fits(mask.queries * mask.keys) and not fits(mask.area):
         raise ValueError(
             f"cells_per_us={cells_per_us}, tokens_per_us={tokens_per_us} and imbalance={imbalance} are too large for "
             f"{mask.area} cells in 64 bits: only the ratio of the two rates matters, so divide both"

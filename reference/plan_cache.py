@@ -44,8 +44,7 @@ class PlanCache:
     def find(self, key: Hashable, make: Callable[[], R]) -> R:
         """Return the plan of ``key``. Make it if it is not in the cache."""
         if (plan := self.get(key)) is None:
-            # Training may use the plan later, so it is made outside inference mode, of real tensors in every dispatch mode.
-            with _unnoted(), torch.inference_mode(False), _disable_current_modes():
+            with _making():
                 plan = make()
             plan = self.put(key, plan)
         if (noted := getattr(_notes, "plans", None)) is not None:
@@ -62,13 +61,15 @@ class PlanCache:
 
     def put(self, key: Hashable, plan: R) -> R:
         """Keep the plan of ``key``, unless the cache has one already. Return the plan that the cache keeps."""
-        size = sizes(plan) + Counter(cpu=ENTRY)
+        size = sizes(plan)
+        size["cpu"] += ENTRY
         with self.lock:
             if key in self.plans:  # another thread has made it meanwhile
                 return self.plans[key][0]
             self.made += 1
             self.plans[key] = plan, size
-            self.held += size
+            for device, number in size.items():
+                self.held[device] += number
             self._shrink(key)
         return plan
 
@@ -107,12 +108,20 @@ def noted_plans() -> Iterator[dict[Hashable, Any]]:
 
 
 @contextmanager
-def _unnoted() -> Iterator[None]:
-    before, _notes.plans = getattr(_notes, "plans", None), None
-    try:
+def _making() -> Iterator[None]:
+    """Make a plan inside the block: nothing is noted.
+
+    Training may use the plan later, so it is made outside inference mode, of real tensors in every dispatch mode.
+    """
+    if getattr(_notes, "making", False):  # a part of another plan
         yield
+        return
+    plans, _notes.plans, _notes.making = getattr(_notes, "plans", None), None, True
+    try:
+        with torch.inference_mode(False), _disable_current_modes():
+            yield
     finally:
-        _notes.plans = before
+        _notes.plans, _notes.making = plans, False
 
 
 def are_noted() -> bool:
@@ -159,10 +168,20 @@ def sizes(plan: Any) -> Counter:
     The bytes of tensors, tuples and lists are counted. Another object has a tuple ``held`` of its parts, its own
     ``nbytes`` on the host, or both.
     """
+    total: Counter = Counter()
+    _add_sizes(plan, total)
+    return total
+
+
+def _add_sizes(plan: Any, total: Counter) -> None:
     if isinstance(plan, Tensor):
-        return Counter({str(plan.device): plan.untyped_storage().nbytes()})
-    if isinstance(plan, (tuple, list)):
-        return sum(map(sizes, plan), Counter(cpu=56 + 8 * len(plan)))
-    if isinstance(held := getattr(plan, "held", None), tuple):
-        return sizes(held) + Counter(cpu=int(getattr(plan, "nbytes", 0)))
-    return Counter(cpu=int(getattr(plan, "nbytes", 64)))
+        total[str(plan.device)] += plan.untyped_storage().nbytes()
+    elif isinstance(plan, (tuple, list)):
+        total["cpu"] += 56 + 8 * len(plan)
+        for part in plan:
+            _add_sizes(part, total)
+    elif isinstance(held := getattr(plan, "held", None), tuple):
+        _add_sizes(held, total)
+        total["cpu"] += int(getattr(plan, "nbytes", 0))
+    else:
+        total["cpu"] += int(getattr(plan, "nbytes", 64))

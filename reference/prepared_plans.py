@@ -93,8 +93,8 @@ class Preparation:
 
     def prepared(self, plans: dict[Hashable, Any]) -> PreparedPlans:
         """Return these plans. The digests, by which the ranks compare a call, are made ahead too."""
-        for x in (self.mask, self.layout):
-            _ = None if x is None else x.digest
+        if self.layout is not None:
+            _ = self.mask.digest, self.layout.digest
         return PreparedPlans(self.mask, self.layout, tuple(plans.items()))
 
 

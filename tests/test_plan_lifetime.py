@@ -43,6 +43,23 @@ def test_the_number_of_plans_has_no_limit():
     assert [cache.find(number, lambda: pytest.fail("it is in the cache")) for number in range(5000)] == plans
 
 
+def test_a_call_has_one_key_however_it_passes_its_arguments(monkeypatch):
+    monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache())
+
+    @plan_cache.cached_plan
+    def made(a, b=2, c=3):
+        return [a, b, c]
+
+    first = made(1)
+    for same in (made(1, 2), made(1, c=3), made(c=3, b=2, a=1), made(1, 2, 3)):
+        assert same is first
+    assert made(1, c=4) == [1, 2, 4]
+    assert len(cache.plans) == 2
+    for args, kwargs in (((), {}), ((1,), {"d": 4}), ((1,), {"a": 1}), ((1, 2, 3, 4), {})):
+        with pytest.raises(TypeError):
+            made(*args, **kwargs)
+
+
 def test_masks_and_tables_state_their_size():
     mask = Mask.documents(list(range(0, 3001, 3)))
     assert 100 * len(mask.bands) < sizes(mask)["cpu"] < 1000 * len(mask.bands)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import canon
 from canon import Layout, Mask, fast, reference
-from canon.fast import active_queries, backward, device, group_collectives, tiles
+from canon.fast import backward, device
 from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import launch as gluon_launch
 from canon.fast.kernels.launcher import Gpu
@@ -36,6 +36,7 @@ CASES = {
 }
 # Functions that put a plan on a device. They may run after `load`: the plan's host part is what `prepare` makes.
 UPLOADS = {"work_table", "tile_schedule", "unseen_tokens", "query_indices", "rows_sent", "rows_returned"}
+UPLOADS |= {"row_indices", "_positions_on"}  # the host part is a range, or the layout itself
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +63,18 @@ def prepared(half, function, layout, options, **more):
     return pickle.loads(pickle.dumps(plans))
 
 
-def planned_since(known):
-    """Return the names of the functions that have made a plan since the keys ``known``, uploads left out."""
-    return {
-        key[0].__name__ for key in PLANS.plans.keys() - known if callable(key[0]) and "Call" not in str(key[0])
-    } - UPLOADS
+@pytest.fixture
+def planned(monkeypatch):
+    """Return a set that collects the names of the plans that a lookup does not find. Uploads are left out."""
+    names, get = set(), PlanCache.get
+
+    def noting(cache, key):
+        if (found := get(cache, key)) is None and hasattr(key[0], "__wrapped__") and key[0].__name__ not in UPLOADS:
+            names.add(key[0].__name__)
+        return found
+
+    monkeypatch.setattr(PlanCache, "get", noting)
+    return names
 
 
 def same_bits(got, expected):
@@ -75,21 +83,14 @@ def same_bits(got, expected):
 
 @pytest.mark.parametrize("half", [reference, fast], ids=["reference", "fast"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_first_call_after_load_plans_nothing_and_has_the_same_bits(half, case, monkeypatch):
+def test_a_first_call_after_load_plans_nothing_and_has_the_same_bits(half, case, planned):
     expected = computed(half, *CASES[case])
+    assert planned or (half is reference and case == "attention")
     for plans in prepared(half, *CASES[case]):
         plans.load()
-    known, refuse = set(PLANS.plans), lambda *_: pytest.fail("a plan is made")
-    for module, name in (
-        (tiles, "_best_cut"),
-        (canon.reference.layout, "mask_between"),
-        (canon.reference.plan, "mask_between"),
-        (group_collectives, "_transfers"),
-        (active_queries, "ActiveQueries"),
-    ):
-        monkeypatch.setattr(module, name, refuse)
+    planned.clear()
     assert same_bits(computed(half, *CASES[case]), expected)
-    assert not planned_since(known)
+    assert not planned
 
 
 def test_plans_of_another_device_dtype_or_option_are_not_used():
@@ -104,7 +105,7 @@ def test_plans_of_another_device_dtype_or_option_are_not_used():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_plans_for_a_hopper_gpu_are_those_of_its_launches(case, monkeypatch):
+def test_plans_for_a_hopper_gpu_are_those_of_its_launches(case, monkeypatch, planned):
     """Launches are dropped here. The CPU stands for the GPU in the call, and the meta device in `prepare`."""
     monkeypatch.setattr(launcher, "_launch", lambda *_: None)
     monkeypatch.setattr(gluon_launch, "check", lambda _: None)
@@ -113,12 +114,11 @@ def test_plans_for_a_hopper_gpu_are_those_of_its_launches(case, monkeypatch):
     monkeypatch.setattr(backward, "automatic", lambda q, k, v, mask: automatic(q, k, v, mask, H200.multiprocessors))
     for plans in prepared(fast, *CASES[case], device=H200, dtype=torch.bfloat16):
         plans.load()
-    known = set(PLANS.plans)
-    assert planned_since(set()) >= {"_host_schedule", "packing"}
-    monkeypatch.setattr(tiles, "_best_cut", lambda *_: pytest.fail("a plan is made"))
+    assert planned >= {"_host_schedule", "packing"}
+    planned.clear()
     with device.backend("gluon"):
         computed(fast, *CASES[case], dtype=torch.bfloat16)
-    assert not planned_since(known)
+    assert not planned
 
 
 class Packs(Dataset):
@@ -132,15 +132,14 @@ class Packs(Dataset):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_a_data_loader_worker_prepares(context):
+def test_a_data_loader_worker_prepares(context, planned):
     for plans in DataLoader(Packs(), batch_size=None, num_workers=1, multiprocessing_context=context):
         expected = computed(fast, "attention", None, {}, plans.mask)
         PLANS.clear()
         plans.load()
-        known = set(PLANS.plans)
+        planned.clear()
         assert same_bits(computed(fast, "attention", None, {}, plans.mask), expected)
-        assert known
-        assert not planned_since(known)
+        assert not planned
 
 
 def test_a_worker_does_not_start_cuda(monkeypatch):
@@ -154,15 +153,15 @@ def test_a_worker_does_not_start_cuda(monkeypatch):
     assert [key for key, _ in fast.prepare("attention", MASK, **SHAPES).plans] == [key for key, _ in expected.plans]
 
 
-def test_a_thread_of_the_training_process_needs_no_load():
+def test_a_thread_of_the_training_process_needs_no_load(planned):
     make = lambda: fast.prepare("attention", MASK, device="cpu", **SHAPES)
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    known = set(PLANS.plans)
+    assert planned
+    planned.clear()
     computed(fast, "attention", None, {})
-    assert known
-    assert not planned_since(known)
+    assert not planned
 
 
 def test_threads_prepare_at_the_same_time():

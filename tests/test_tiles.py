@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Band, Mask
-from canon.fast.tiles import work_table
+from canon.fast.tiles import area, work_table
 
 SIZES = st.sampled_from([1, 2, 4, 8, 16])
 
@@ -151,3 +151,16 @@ def test_a_million_tokens_in_a_thousand_documents_are_planned_in_closed_form():
 def test_more_tokens_than_32_bits_count_raise():
     with pytest.raises(ValueError, match="32 bits"):
         work_table(Mask([], 1 << 30, 1), 128, 128)
+
+
+def test_the_area_of_many_bands_is_that_of_the_mask():
+    large = 2**29
+    for mask in (
+        Mask.documents([0, 0, 1, 40, 97], window=(7, 3)),
+        Mask.block_causal([0, 2, 1, 1, 0, 3, 3]),
+        Mask.causal(40).crop(range(3, 31, 3), range(0, 30, 3)),
+        Mask.window(50, 4, 2).crop(range(30, 50), range(10, 45)),
+        Mask.causal(large),
+        Mask([], 3, 4),
+    ):
+        assert area(mask) == mask.area

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import data
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.compiler import CompiledKernel
 
@@ -123,7 +124,7 @@ def gpu_of(device: torch.device) -> Gpu:
         return gpu
     if (known := _gpus.get(device)) is not None:
         return known
-    if torch.utils.data.get_worker_info() is not None:
+    if data.get_worker_info() is not None:
         if device.index is None and len(found := set(_gpus.values())) == 1:
             return found.pop()
         raise RuntimeError(

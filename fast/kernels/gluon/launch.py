@@ -31,7 +31,7 @@ from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statist
 from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, Traversal, tile_schedule, untouched
 from canon.fast.kernels.launcher import capability, is_cpu, launch, multiprocessor_count
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.tiles import visits
+from canon.fast.tiles import area, visits
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
 
@@ -275,7 +275,7 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
     """
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
     alone, _ = visits(mask, rows, columns)
-    if len(candidates) == 1 or mask.area / (rows * columns) >= 0.9 * alone:  # no packing has fewer visits than that
+    if len(candidates) == 1 or area(mask) / (rows * columns) >= 0.9 * alone:  # no packing has fewer visits than that
         return 1
     packed = {pack: visits(mask, rows // pack, columns)[0] / pack for pack in candidates}
     best = min(candidates, key=packed.__getitem__)
@@ -289,7 +289,7 @@ def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
     If no SM has two tiles of queries (of 128, a head each), return a quarter of it.
     """
     tiles = -(-mask.queries // 128)
-    return mask.area / max(1, mask.queries) / 128 / (1 if tiles * heads > sms else 4)
+    return area(mask) / max(1, mask.queries) / 128 / (1 if tiles * heads > sms else 4)
 
 
 # ------------------------------------------------------------------ outputs

@@ -2,7 +2,7 @@
 
     canon bench kernels                        one GPU: forward, every backward, peers: `canon.testing.kernels`
     canon bench host                           one GPU: wall and host time of eager calls: `canon.testing.host_time`
-    canon bench masks                          one GPU: the first call with a new packed mask: `canon.testing.host_time`
+    canon bench masks                          one GPU, or none: plans of a new mask: `canon.testing.mask_time`
     canon bench figure RECORD --out FILE       their speeds against the length of the sequence: `canon.testing.figure`
     canon bench tune                           one GPU: tile sizes: `canon.testing.tune`
     canon bench schedules                      several GPUs: `canon.testing.schedules`
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "kernels: forward and every backward and peers, on one GPU; figure: draw their records; tune: each kernel in "
     )
     what += "many tile sizes; schedules: ring, strided and Magi on several GPUs; plans: dispatch plans on a CPU; "
-    what += "host: time of eager calls; masks: time of a new mask"
+    what += "host: time of eager calls; masks: time of a new mask, with or without a GPU"
     add("what", choices=["kernels", "figure", "tune", "schedules", "plans", "host", "masks"], help=what)
     add("--shape", action="append", help="b,n,h,g,d or b,n,h,g,d,mask (repeatable)", metavar="SHAPE")
     add("--mask", action="append", help=MASKS, metavar="MASK")
@@ -101,6 +101,8 @@ def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
         return lambda: console.print(f"figure: {path}", markup=False) or 0
     if options.what == "plans":
         return lambda: _plans(options, console)
+    if options.what == "masks" and not torch.cuda.is_available():
+        return partial(_masks, options, _mask_shapes(options), None, console)
     if not torch.cuda.is_available():
         raise ValueError("it measures GPUs, and there is none here")
     if not process_groups.kernel_gpus():
@@ -118,8 +120,13 @@ def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
             [tune.config_of(text, options.backend) for text in options.config],
             console,
         )
-    if options.what in ("host", "masks"):
-        return partial(_host, options, _host_shapes(options), console)
+    if options.what == "masks":
+        return partial(_masks, options, _mask_shapes(options), _device(), console)
+    if options.what == "host":
+        from canon.testing import host_time
+
+        found = shapes_of(options.shape or [], options.mask or [], host_time.HOST_SHAPES)
+        return partial(_host, options, found, console)
     from canon.testing import schedules
 
     return partial(_schedules, options, schedules.program(options), console)
@@ -157,31 +164,40 @@ def _tune(options: argparse.Namespace, shapes: list, candidates: list, console) 
     return _told(console, options, False)
 
 
-def _host_shapes(options: argparse.Namespace) -> list[Shape]:
-    from canon.testing import host_time
-
-    defaults = host_time.HOST_SHAPES if options.what == "host" else host_time.MASK_SHAPES
-    found = shapes_of(options.shape or [], options.mask or [], defaults)
-    if options.what == "masks" and any(not shape.mask_name.startswith("documents:") for shape in found):
-        raise ValueError("masks needs packed documents: documents:MEAN")
-    return found
-
-
 def _host(options: argparse.Namespace, found: list[Shape], console) -> int:
     from canon.testing import host_time
 
     rows, dtype = [], getattr(torch, options.dtype)
     for shape in found:
-        if options.what == "host":
-            some = host_time.host(shape, dtype, _device(), options.rounds, options.only)
-            console.print(host_time.host_table(some))
-        else:
-            some = host_time.masks(shape, dtype, _device(), options.rounds)
-            console.print(host_time.mask_table(some))
+        some = host_time.host(shape, dtype, _device(), options.rounds, options.only)
+        console.print(host_time.host_table(some))
         rows += some
         _keep(options, rows)
         torch.cuda.empty_cache()
     return _told(console, options, any("failed" in row and row["contender"].startswith("canon") for row in rows))
+
+
+def _mask_shapes(options: argparse.Namespace) -> list[Shape]:
+    from canon.testing import mask_time
+
+    found = shapes_of(options.shape or [], options.mask or [], mask_time.SHAPES)
+    if any(not shape.mask_name.startswith("documents:") for shape in found):
+        raise ValueError("masks needs packed documents: documents:MEAN")
+    return found
+
+
+def _masks(options: argparse.Namespace, found: list[Shape], device: torch.device | None, console) -> int:
+    from canon.testing import mask_time
+
+    rows = []
+    for shape in found:
+        some = mask_time.masks(shape, getattr(torch, options.dtype), device, options.rounds)
+        console.print(mask_time.mask_table(some))
+        rows += some
+        _keep(options, rows)
+        if device is not None:
+            torch.cuda.empty_cache()
+    return _told(console, options, False)
 
 
 def _schedules(options: argparse.Namespace, program, console) -> int:
