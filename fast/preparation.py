@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from canon import reference
 from canon.fast.active_queries import ActiveQueries, active_queries_of, query_indices, visible_keys
 from canon.fast.backward import plan_gradients
 from canon.fast.device import kernels_for
@@ -31,6 +32,7 @@ from canon.fast.local import attention, empty_result
 from canon.fast.magi import magi_attention
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
 from canon.fast.strided import strided_attention
+from canon.fast.twins import twin_of
 from canon.reference.checks import cached
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -41,6 +43,7 @@ from canon.reference.strides import strided_steps
 __all__ = ["prepare"]
 
 
+@twin_of(reference.prepare)
 def prepare(
     function: str,
     mask: Mask,
@@ -56,24 +59,10 @@ def prepare(
     requires_grad: bool = True,
     **options: Any,
 ) -> PreparedPlans:
-    """Return the plans of a call of ``function``. Its method ``load`` puts them into the cache of the training process.
+    """Accept as ``device`` also the result of `canon.fast.device.gpu_of`: a data-loader worker does not start CUDA.
 
-    Args:
-        function: "attention", "ring_attention", "zigzag_attention", "striped_attention", "strided_attention" or
-            "magi_attention".
-        mask, layout: those of the call; no layout for "attention", `Layout.zigzag` for "zigzag_attention".
-        rank: the rank that will make the call; None is the rank of this process.
-        batch, heads, widths, dtype: b, (h, g), (d, dv) and the dtype of q, k and v.
-        device: the device of the call, or the result of `canon.fast.device.gpu_of`. A data-loader worker does not start CUDA.
-            If it is forked after a call of `canon.fast` or of `gpu_of`, "cuda" suffices. Else pass the result of `gpu_of`.
-        backward: the ``backward`` of the call.
-        requires_grad: also make the plans of the backward pass.
-        options: other options of the function that the call passes, such as ``stages``.
-
-    Inside `canon.fast.backend` the plans are those of that kernel backend.
-
-    Raises ValueError or TypeError if the arguments do not fit together, RuntimeError in a worker if the GPU is unknown.
-    Source: the module's docstring.
+    If the worker is forked after a call of `canon.fast` or of `gpu_of`, "cuda" suffices. Else RuntimeError is raised, because
+    the GPU is unknown. Inside `canon.fast.backend` the plans are those of that kernel backend.
     """
     given = Preparation(
         function, mask, layout, rank, batch, heads, widths, dtype, backward, requires_grad, options
@@ -172,6 +161,8 @@ def _magi_parts(given: Preparation, layout: Layout) -> Iterator[_Part]:
             rows_returned(plan, cast, rank, META)
     for step in range(plan.steps):
         active = active_queries_of(plan.local_mask(step, rank), plan.holds_own(step))
+        if plan.holds_own(step) and plan.casts and given.options["keep_kv"]:
+            query_indices(active, META)  # its part of dq is added last
         yield from _active_parts(active, given, True, plan.holds_own(step))
 
 
