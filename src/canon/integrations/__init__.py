@@ -1,0 +1,1 @@
+"""Canon as the attention of other frameworks: one module for each, imported by its name."""

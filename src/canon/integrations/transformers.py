@@ -1,0 +1,358 @@
+"""Canon as the attention of Hugging Face transformers: any model that takes its attention from `AttentionInterface`.
+
+    register("canon")
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
+    with sharded(mask, layout, function="magi", stages=0):
+        logits = model(**layout.shard_batch(batch, rank)).logits
+
+transformers builds the mask of each kind of layer once in a forward pass, and passes it to the attention of each layer:
+
+    inside `sharded`     the mask of `sharded`, narrowed by the layer's sliding window and by padding; one call of all ranks
+    elsewhere            the model's own mask: causal or not, sliding window, padding, packed `position_ids`; one process
+
+A padded key is hidden, as in transformers. On one process, a query that sees no key has out 0. On several ranks, a padding
+mask costs an all-gather of one byte for each token, for each kind of layer. A layer keeps its mask and its group, so that
+activation checkpointing may recompute it after `sharded` has ended.
+
+Limits: soft-cap, dropout, position bias, cross-attention, a KV cache with earlier tokens, 4-D masks, chunked and custom masks
+raise. Keys and values are never repeated for grouped queries. Sinks (gpt-oss) are supported.
+
+Packed `position_ids` need ``use_cache=False``: with a cache, transformers itself treats a pack as one document.
+
+Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from canon.reference.arguments import shown
+from canon.reference.band_lists import picked
+from canon.reference.group_arguments import Group
+from canon.reference.layout import Layout
+from canon.reference.mask import Mask
+
+__all__ = ["register", "sharded"]
+
+HALVES = ("fast", "reference")
+FUNCTIONS = ("ring", "strided", "magi")
+UNSUPPORTED = {  # keyword of an attention function: remedy
+    "dropout": "set attention_dropout=0 in the config",
+    "softcap": 'set attn_logit_softcapping=None in the config, or use attn_implementation="eager"',
+    "position_bias": 'use attn_implementation="eager"',
+    "cache": "leave out continuous batching",
+    "output_attentions": "the weights are never stored; leave it out",
+    "cu_seq_lens_q": "pass position_ids and use_cache=False; they describe the same documents",
+}
+
+
+def register(name: str = "canon") -> None:
+    """Register Canon with transformers, as ``attn_implementation=name``. A second call changes nothing.
+
+    Outside `sharded`, CUDA tensors use `canon.fast`, others `canon.reference`.
+    Raises TypeError if ``name`` is not a string.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"register: name must be a string, got {shown(name)}")
+    AttentionInterface.register(name, attend_layer)
+    AttentionMaskInterface.register(name, build_mask)
+
+
+@contextmanager
+def sharded(
+    mask: Mask | None,
+    layout: Layout,
+    group: Group = None,
+    half: str = "fast",
+    function: str = "ring",
+    **options: Any,
+) -> Iterator[None]:
+    """Let the ranks of ``group`` hold one sequence together in the forward passes inside the block. All ranks must enter it.
+
+    Each rank passes its tokens, labels and positions: ``model(**layout.shard_batch(batch, rank))``. Its outputs are those of
+    its tokens. Gradients of parameters are sums over its tokens: `canon.training.sequence_loss` fits DDP and FSDP2.
+
+    Args:
+        mask: of the whole sequence, for all b sequences; None is causal. It replaces the model's own mask. Layers with a
+            sliding window narrow it.
+        layout: the tokens of each rank. transformers may fail on a rank without tokens.
+        group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks.
+        half: "fast", or "reference", which also runs on CPUs.
+        function: "ring", "strided" or "magi": `ring_attention`, `strided_attention` or `magi_attention`.
+        options: of that function, such as ``stages=0``; not ``scale`` or ``sink``, which the model sets.
+
+    Padding: ``attention_mask`` (b, t) is this rank's part of the padding mask. One mask serves the whole batch. So a key
+    that is padding in some sequences only must be invisible in these: padding on the right of causal sequences is.
+
+    Raises TypeError or ValueError for a wrong argument here, and for a padding mask that does not fit during the forward
+    pass, on every rank.
+    """
+    token = _current.set(Sharding(mask, _attention_of(half, function, options, layout, group), layout, group))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class Sharding:
+    """The mask of one kind of layer over the whole sequence, and the call of all ranks."""
+
+    __slots__ = ("attention", "group", "layout", "mask")
+
+    def __init__(self, mask: Mask | None, attention: Callable, layout: Layout, group: Group):
+        mask = Mask.causal(layout.tokens) if mask is None else mask
+        if not isinstance(mask, Mask):
+            raise TypeError(
+                f"sharded: mask must be one canon.Mask or None, got {shown(mask)}: one Mask serves the batch"
+            )
+        if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
+            raise ValueError(f"sharded: mask is {mask.queries} x {mask.keys}, layout has {layout.tokens} tokens")
+        self.mask, self.attention, self.layout, self.group = mask, attention, layout, group
+
+
+_current: ContextVar[Sharding | None] = ContextVar("canon_sharding", default=None)
+
+
+def _attention_of(half: str, function: str, options: dict[str, Any], layout: Layout, group: Group) -> Callable:
+    """Return the function of `sharded` with its layout, group and options. Raise unless all of them exist."""
+    if half not in HALVES:
+        raise ValueError(f"sharded: half must be one of {HALVES}, got {shown(half)}")
+    if function not in FUNCTIONS:
+        raise ValueError(f"sharded: function must be one of {FUNCTIONS}, got {shown(function)}")
+    if not isinstance(layout, Layout):
+        raise TypeError(f"sharded: layout must be a canon.Layout, got {shown(layout)}")
+    attention = getattr(import_module(f"canon.{half}"), f"{function}_attention")
+    parameters = inspect.signature(attention).parameters.values()
+    allowed = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY} - {"group", "scale", "sink", "return_lse"}
+    if unknown := sorted(options.keys() - allowed):
+        raise TypeError(
+            f"sharded: {function}_attention has no option {unknown[0]!r}, expected one of {sorted(allowed)}"
+        )
+    return partial(attention, layout=layout, group=group, **options)
+
+
+# --- masks
+
+
+class Pattern(NamedTuple):
+    """A mask function of transformers: causal or not, window bounds (None is no bound), documents (b, n) or None."""
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    documents: Tensor | None = None
+
+
+def build_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    **_: Any,
+) -> Mask | tuple[Mask, ...] | Sharding:
+    """Return the mask of one kind of layer: a Mask, a tuple of one for each sequence, or inside `sharded` a `Sharding`.
+
+    Arguments are those of the mask functions of transformers. ``attention_mask`` is bool (b, n), False for padding.
+    Raises ValueError for cross-attention, earlier tokens in a KV cache, and patterns without bands.
+    """
+    if q_length != kv_length or int(q_offset) or int(kv_offset):
+        raise ValueError(
+            f"canon: {q_length} queries from token {int(q_offset)} on see {kv_length} keys from token {int(kv_offset)} on. "
+            "Cross-attention, a KV cache with earlier tokens, and an attention_mask of another length than the tokens are "
+            'not supported: use attn_implementation="sdpa" there'
+        )
+    pattern, sharding = pattern_of(mask_function), _current.get()
+    if sharding is not None:
+        _check_decoder(pattern, config)
+        return _narrowed(sharding, pattern, attention_mask)
+    base = Mask.causal(q_length) if pattern.causal else Mask.full(q_length)
+    rows = [base] * batch_size
+    if pattern.documents is not None:
+        rows = [
+            Mask.documents(_ends(row), causal=pattern.causal) for row in pattern.documents.cpu().expand(batch_size, -1)
+        ]
+    if attention_mask is not None and not attention_mask.all():
+        rows = [_seen(mask, _runs(row)) for mask, row in zip(rows, attention_mask.cpu(), strict=True)]
+    masks = tuple(_windowed(mask, pattern) for mask in rows)
+    return masks[0] if len(set(masks)) == 1 else masks
+
+
+def pattern_of(function: Callable) -> Pattern:
+    """Return the pattern of a mask function of transformers. Raises ValueError for one that bands cannot describe."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if getattr(function, "__module__", None) != causal_mask_function.__module__:
+        name = f"{getattr(function, '__module__', None)}.{name}"
+    held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    match name.removesuffix(".<locals>.inner_mask"):
+        case "causal_mask_function":
+            return Pattern(causal=True)
+        case "bidirectional_mask_function":
+            return Pattern()
+        case "sliding_window_overlay":
+            return Pattern(left=held["sliding_window"] - 1)
+        case "sliding_window_bidirectional_overlay":
+            return Pattern(left=held["sliding_window"], right=held["sliding_window"])
+        case "packed_sequence_mask_function":
+            return Pattern(documents=held["packed_sequence_mask"])
+        case "remap_positions_for_packed_sequence":  # positions ascend by 1 in a document, so distances are the same
+            return pattern_of(held["mask_function"])
+        case "and_masks.<locals>.and_mask":
+            return _both([pattern_of(part) for part in held["mask_functions"]])
+    raise ValueError(
+        f"canon: the mask function {name} is not supported, only causal, bidirectional, sliding window, padding and packed "
+        'position_ids are: use attn_implementation="flex_attention", or canon.sharded with a Mask that holds these cells'
+    )
+
+
+def _both(patterns: list[Pattern]) -> Pattern:
+    """Return the intersection of patterns."""
+    lefts, rights = ([x for x in side if x is not None] for side in list(zip(*patterns, strict=True))[1:3])
+    documents = [pattern.documents for pattern in patterns if pattern.documents is not None]
+    return Pattern(
+        any(pattern.causal for pattern in patterns),
+        min(lefts, default=None),
+        min(rights, default=None),
+        documents[0] if documents else None,
+    )
+
+
+def _check_decoder(pattern: Pattern, config: Any) -> None:
+    """Raise ValueError for the encoder or the cross-attention of a model with both: `sharded` has one mask for all layers."""
+    several = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+    if several and not pattern.causal:
+        raise ValueError(
+            "canon: sharded does not support encoders of encoder-decoder models and cross-attention: call the encoder "
+            "outside sharded, and use another attn_implementation for the decoder"
+        )
+
+
+def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | None) -> Sharding:
+    """Return the sharding of a layer with this window and this rank's padding (b, t). A collective if there is padding."""
+    mask, layout, group = sharding.mask, sharding.layout, sharding.group
+    if attention_mask is not None:
+        mask = _padded(mask, layout.unshard(attention_mask.to(torch.uint8), group).bool().cpu())
+    return Sharding(_windowed(mask, pattern), sharding.attention, layout, group)
+
+
+def _padded(mask: Mask, valid: Tensor) -> Mask:
+    """Return the mask without the keys that are padding in all sequences. Raise ValueError if a query sees other padding.
+
+    ``valid`` is bool (b, n), equal on all ranks, so that all of them raise.
+    """
+    some = valid.any(0)
+    mask = _seen(mask, _runs(some))
+    for place, row in enumerate(valid):
+        hidden = _runs(some & ~row)
+        if any(picked(mask.bands, rows, columns) for rows in _runs(row) for columns in hidden):
+            raise ValueError(
+                f"canon: in sequence {place} of {len(valid)}, a token sees padding of an attention_mask that differs between "
+                "sequences. Several ranks take one mask for the batch: pad on the right of causal sequences, or pack them "
+                "into one, and pass Mask.documents"
+            )
+    return mask
+
+
+def _windowed(mask: Mask, pattern: Pattern) -> Mask:
+    return mask if pattern.left is pattern.right is None else mask.windowed(pattern.left, pattern.right)
+
+
+def _seen(mask: Mask, keys: list[range]) -> Mask:
+    """Return the mask without all other keys."""
+    if keys == [range(mask.keys)]:
+        return mask
+    rows = range(mask.queries)
+    bands = [band for columns in keys for band in picked(mask.bands, rows, columns, 0, columns.start)]
+    return Mask.of_disjoint(bands, mask.queries, mask.keys)
+
+
+def _runs(valid: Tensor) -> list[range]:
+    """Return the ranges of True in a bool tensor [n] on the CPU."""
+    edges = torch.diff(valid.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
+    starts, stops = ((edges == edge).nonzero().flatten().tolist() for edge in (1, -1))
+    return [range(*pair) for pair in zip(starts, stops, strict=True)]
+
+
+def _ends(documents: Tensor) -> list[int]:
+    """Return cu_seqlens of one sequence from the document [n] of each token, on the CPU."""
+    lengths = torch.unique_consecutive(documents, return_counts=True)[1]
+    return [0, *lengths.cumsum(0).tolist()]
+
+
+# --- attention
+
+
+def attend_layer(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return attention (b, t, h, dv) of one layer, and None for the weights.
+
+    Args:
+        query, key, value: (b, h, t, d), (b, g, t, d), (b, g, t, dv), as in transformers.
+        attention_mask: the result of `build_mask`. None, outside `sharded`: causal if ``is_causal``, else the module, says so.
+        s_aux: sinks (h,).
+        options: all other keywords of transformers. Those without an effect on attention, such as ``position_ids``, are
+            not read.
+
+    Raises ValueError or TypeError for an unsupported option or mask.
+    """
+    for name, remedy in UNSUPPORTED.items():
+        if (
+            (option := options.get(name)) is not None
+            and option is not False
+            and not (name == "dropout" and option == 0)
+        ):
+            raise ValueError(f"canon: {name}={shown(option)} is not supported: {remedy}")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"canon: {q.shape[1]} queries and {k.shape[1]} keys: cross-attention and a KV cache with earlier tokens are not "
+            'supported: use attn_implementation="sdpa" there'
+        )
+    if isinstance(attention_mask, Sharding):
+        out = attention_mask.attention(q, k, v, attention_mask.mask, scale=scaling, sink=s_aux)
+        return out.contiguous(), None
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        attention_mask = _default_mask(q.shape[1], causal, sliding_window)
+    if not isinstance(attention_mask, Mask | tuple):
+        raise TypeError(
+            f"canon: attention_mask must be a padding mask (b, n) or None, the layer got {shown(attention_mask)}: for other "
+            "cells use canon.sharded with a Mask"
+        )
+    half = import_module("canon.fast" if q.is_cuda else "canon.reference")
+    return half.attention(q, k, v, attention_mask, scale=scaling, sink=s_aux).contiguous(), None
+
+
+def _default_mask(tokens: int, causal: bool, sliding_window: int | None) -> Mask:
+    """Return the mask of a layer whose model builds none, such as an image encoder. Raise ValueError inside `sharded`."""
+    if _current.get() is not None:
+        raise ValueError(
+            "canon: this layer has no mask from transformers.masking_utils, so sharded cannot serve it: choose another "
+            'attn_implementation for this part of the model, as {"vision_config": "sdpa", "text_config": "canon"}'
+        )
+    if sliding_window is None:
+        return Mask.causal(tokens) if causal else Mask.full(tokens)
+    return Mask.window(tokens, sliding_window - 1, 0 if causal else sliding_window - 1)

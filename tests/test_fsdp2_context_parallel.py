@@ -1,0 +1,57 @@
+"""The script `notebooks/fsdp2_context_parallel.py`: FSDP2 and Canon on a mesh give the losses of one process."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra transformers is not installed")
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "notebooks" / "fsdp2_context_parallel.py"
+
+
+def under_torchrun(ranks, *options):
+    """Run the script and return the losses that it prints."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*torchrun, SCRIPT, *options], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+
+
+def losses_of_one_process(script, steps, rows):
+    """Train on the packs of all rows with eager attention, without Canon and FSDP2."""
+    model, losses = script.llama("eager"), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        total, valid = 0.0, 0
+        for ids, ends in (script.pack(step, row) for row in range(rows)):
+            positions = torch.cat([torch.arange(length) for length in ends.diff()])[None]
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            last = torch.zeros(ids.shape[1], dtype=torch.bool)
+            last[ends[1:] - 1] = True  # of a document: it predicts nothing
+            labels = ids[0].roll(-1).masked_fill(last, -100)
+            total = total + torch.nn.functional.cross_entropy(logits[0], labels, reduction="sum")
+            valid += int((~last).sum())
+        optimizer.zero_grad()
+        (total / valid).backward()
+        optimizer.step()
+        losses.append((total / valid).item())
+    return losses
+
+
+def test_a_mesh_of_data_and_context_ranks_gives_the_losses_of_one_process(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import fsdp2_context_parallel as script
+
+    expected = losses_of_one_process(script, steps=4, rows=2)
+    found = under_torchrun(4, "--context", "2", "--steps", "4")
+    assert found[0] == pytest.approx(expected[0], abs=1e-4)  # printed with 4 decimals
+    assert found == pytest.approx(expected, abs=2e-3)  # Adam may turn a rounding into a step of the learning rate
+    assert expected[3] < expected[0] - 0.2

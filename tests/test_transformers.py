@@ -1,0 +1,146 @@
+"""Claims about `canon.integrations.transformers`: models compute as with eager attention, on one process and on several."""
+
+import functools
+
+import pytest
+import torch
+
+from canon import Layout, Mask
+from canon.testing import process_groups
+
+pytest.importorskip("transformers", reason="the extra transformers is not installed")
+from tiny_models import MODELS, assert_close, sharded_step, tiny, tokens, whole_step
+
+N = 49
+ENDS = [0, 19, 30, N]
+POSITIONS = torch.cat([torch.arange(b - a) for a, b in zip(ENDS, ENDS[1:], strict=False)])[None]
+
+
+def batch_of(n=N, sequences=1):
+    ids = tokens(n, sequences)
+    return {"input_ids": ids, "labels": ids}
+
+
+@functools.cache
+def eager(name):
+    return whole_step(tiny(name), batch_of())
+
+
+def padded(valid):
+    """Return a batch in which only the valid tokens have a loss. The one before the first of them predicts nothing, too."""
+    batch = batch_of(valid.shape[1], len(valid))
+    predicted = valid & torch.nn.functional.pad(valid, (1, -1))
+    return batch | {"labels": batch["labels"].masked_fill(~predicted, -100), "attention_mask": valid.long()}
+
+
+# --- one process
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_as_with_eager_attention(name):
+    assert_close(whole_step(tiny(name, "canon"), batch_of()), eager(name))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_on_any_side_is_honoured(name):
+    valid = torch.ones(4, N, dtype=torch.bool)
+    valid[0, 31:] = valid[1, :12] = valid[2, 20:25] = False
+    batch = padded(valid)
+    assert_close(whole_step(tiny(name, "canon"), batch), whole_step(tiny(name), batch), valid)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3"])  # GptOss does not find packs in position_ids
+def test_packed_positions_divide_documents(name):
+    batch = batch_of() | {"position_ids": POSITIONS}
+    found, expected = (whole_step(tiny(name, attention), batch) for attention in ("canon", "eager"))
+    assert_close(found, expected)
+    assert (found[0] - eager(name)[0]).norm() > 0.1 * found[0].norm()
+
+
+# --- several ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_compute_as_one_process_with_eager_attention(name, ranks):
+    layout, model = Layout.zigzag(N, ranks), tiny(name, "canon")
+    for found in process_groups.threads(lambda: sharded_step(model, batch_of(), None, layout, half="reference"), ranks):
+        assert_close(found, eager(name))
+
+
+@pytest.mark.parametrize(("function", "options"), [("strided", {"head_stride": 2}), ("magi", {"stages": 0})])
+@pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
+def test_every_function_of_several_ranks_computes_the_same(name, function, options):
+    layout, model = Layout([[range(5), range(20, N)], [range(5, 20)]], N), tiny(name, "canon")
+    step = functools.partial(sharded_step, model, batch_of(), Mask.causal(N), layout, half="reference")
+    for found in process_groups.threads(lambda: step(function=function, **options), 2):
+        assert_close(found, eager(name))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_ranks_share_packed_documents(name):
+    batch = batch_of() | {"position_ids": POSITIONS}
+    expected = whole_step(tiny(name), batch)
+    layout, model = Layout.zigzag(N, 2), tiny(name, "canon")
+    step = functools.partial(sharded_step, model, batch, Mask.documents(ENDS), layout, half="reference")
+    for found in process_groups.threads(step, 2):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["Gemma3"])
+def test_the_kernels_of_fast_compute_the_same(name):
+    layout, model, batch = Layout.zigzag(21, 2), tiny(name, "canon"), batch_of(21)
+    expected = whole_step(tiny(name), batch)
+    for found in process_groups.threads(lambda: sharded_step(model, batch, None, layout, function="magi"), 2):
+        assert_close(found, expected)
+
+
+def four_processes():
+    """Compare all models on 4 ranks. Each process computes the eager step itself, on its own copy of the weights."""
+    for name in MODELS:
+        found = sharded_step(tiny(name, "canon"), batch_of(), None, Layout.zigzag(N, 4), half="reference")
+        assert_close(found, whole_step(tiny(name), batch_of()))
+
+
+def test_four_processes_compute_as_one():
+    process_groups.processes(four_processes, 4, timeout=300)
+
+
+def test_a_checkpointed_layer_is_recomputed_after_the_block():
+    model = tiny("Gemma3", "canon")
+    model.activation_checkpointing_enable()
+    step = functools.partial(sharded_step, model, batch_of(), None, Layout.zigzag(N, 2), half="reference")
+    for inside in (True, False):
+        for found in process_groups.threads(lambda inside=inside: step(backward_inside=inside), 2):
+            assert_close(found, eager("Gemma3"))
+
+
+# --- padding on several ranks
+
+
+@pytest.mark.parametrize("hidden", [(slice(40, N), slice(25, N)), (slice(0, 12), slice(0, 12))])
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_ranks_honour_padding(name, hidden):
+    valid = torch.ones(2, N, dtype=torch.bool)
+    for row, padding in zip(valid, hidden, strict=True):
+        row[padding] = False
+    batch = padded(valid)
+    expected = whole_step(tiny(name), batch)
+    step = functools.partial(sharded_step, tiny(name, "canon"), batch, None, Layout.zigzag(N, 2), half="reference")
+    for found in process_groups.threads(step, 2):
+        assert_close(found, expected, valid)
+
+
+def test_padding_that_one_mask_cannot_hold_raises_on_every_rank():
+    valid = torch.ones(2, N, dtype=torch.bool)
+    valid[1, :3] = False  # on the left, in one sequence only; all these tokens are on rank 0
+    batch, model = padded(valid), tiny("Llama", "canon")
+
+    def program():
+        with pytest.raises(
+            ValueError, match="in sequence 0 of 2, a token sees padding.*pad on the right|in sequence 1"
+        ):
+            sharded_step(model, batch, None, Layout.zigzag(N, 2), half="reference")
+        return True
+
+    assert process_groups.threads(program, 2) == [True, True]

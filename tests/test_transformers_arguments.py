@@ -1,0 +1,258 @@
+"""Claims about `canon.integrations.transformers`: unsupported models, masks and arguments raise, and nothing else changes."""
+
+import functools
+
+import pytest
+import torch
+
+import canon
+from canon import Layout, Mask
+from canon.testing import process_groups
+
+transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
+from tiny_models import SIZES, sharded_step, tiny, tokens  # noqa: E402
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils  # noqa: E402
+
+from canon.integrations.transformers import attend_layer, build_mask, register, sharded  # noqa: E402
+
+LAYOUT = Layout.zigzag(16, 1)
+LLAMA4 = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
+
+
+def attend(queries=16, keys=16, mask=None, module=None, **options):
+    q, k, v = (torch.randn(1, heads, n, 8) for heads, n in ((4, queries), (2, keys), (2, keys)))
+    return attend_layer(module or torch.nn.Module(), q, k, v, mask, **options)[0]
+
+
+# --- masks
+
+
+def cells(function, n=16, b=1, padding=None):
+    return masking_utils.sdpa_mask(b, n, n, mask_function=function, attention_mask=padding, allow_is_causal_skip=False)
+
+
+def packed(function, documents):
+    positions = torch.cat([torch.arange(n) for n in documents])[None] + 5  # transformers looks at differences only
+    indices = masking_utils.find_packed_sequence_indices(positions)
+    return masking_utils.packed_sequence_compatibility_function(function, positions, indices)
+
+
+PATTERNS = [
+    masking_utils.causal_mask_function,
+    masking_utils.bidirectional_mask_function,
+    masking_utils.sliding_window_causal_mask_function(1),
+    masking_utils.sliding_window_causal_mask_function(5),
+    masking_utils.sliding_window_causal_mask_function(50),
+    masking_utils.sliding_window_bidirectional_mask_function(3),
+]
+
+
+@pytest.mark.parametrize("function", PATTERNS)
+def test_masks_have_the_cells_of_transformers(function):
+    assert torch.equal(build_mask(1, 16, 16, mask_function=function).dense(), cells(function)[0, 0])
+    padding = torch.rand(3, 16, generator=torch.Generator().manual_seed(0)) < 0.7
+    padding[2] = False  # every key is padding
+    masks = build_mask(3, 16, 16, mask_function=function, attention_mask=padding)
+    for mask, dense in zip(masks, cells(function, b=3, padding=padding)[:, 0], strict=True):
+        assert torch.equal(mask.dense(), dense)
+
+
+@pytest.mark.parametrize("function", PATTERNS)
+def test_masks_of_packs_have_the_cells_of_transformers(function):
+    function = packed(function, [9, 1, 6])
+    assert torch.equal(build_mask(1, 16, 16, mask_function=function).dense(), cells(function)[0, 0])
+
+
+def test_equal_sequences_have_one_mask():
+    assert build_mask(3, 16, 16, attention_mask=torch.ones(3, 16, dtype=torch.bool)) == Mask.causal(16)
+    assert build_mask(2, 16, 16, attention_mask=(torch.arange(16) < 9).repeat(2, 1)).keys == 16
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        LLAMA4,
+        masking_utils.or_masks(masking_utils.causal_mask_function, LLAMA4),
+        masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k % 2 == 0),
+        lambda b, h, q, k: k < q,
+        max,
+    ],
+)
+def test_other_patterns_raise(function):
+    with pytest.raises(ValueError, match=r"mask function .* is not supported.*flex_attention"):
+        build_mask(1, 16, 16, mask_function=function)
+
+
+def test_a_function_with_a_known_name_of_another_module_raises():
+    def causal_mask_function(batch, head, query, key):
+        return key < query
+
+    causal_mask_function.__qualname__ = "causal_mask_function"
+    with pytest.raises(ValueError, match="test_transformers_arguments.causal_mask_function is not supported"):
+        build_mask(1, 16, 16, mask_function=causal_mask_function)
+
+
+def test_a_layer_without_a_mask_is_full_causal_or_windowed():
+    module = torch.nn.Module()
+    for causal, window, mask in [
+        (True, None, Mask.causal(16)),
+        (False, None, Mask.full(16)),
+        (True, 4, Mask.window(16, 3, 0)),
+        (False, 4, Mask.window(16, 3, 3)),
+    ]:
+        torch.manual_seed(0)
+        expected = attend(mask=mask)
+        module.is_causal = not causal  # the keyword overrides the module
+        torch.manual_seed(0)
+        assert torch.equal(attend(module=module, is_causal=causal, sliding_window=window), expected)
+
+
+# --- unsupported
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": 30.0}, "softcap=30.0 .*is not supported: set attn_logit_softcapping=None"),
+        ({"dropout": 0.1}, "dropout=0.1 .*is not supported: set attention_dropout=0"),
+        ({"position_bias": torch.zeros(1)}, "position_bias=.* is not supported"),
+        ({"cache": object()}, "cache=.* is not supported"),
+        ({"output_attentions": True}, "output_attentions=True .*is not supported"),
+        ({"cu_seq_lens_q": torch.tensor([0, 16])}, "cu_seq_lens_q=.* pass position_ids"),
+        ({"keys": 20}, "16 queries and 20 keys: cross-attention and a KV cache"),
+    ],
+)
+def test_unsupported_options_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        attend(**options)
+    attend(softcap=None, dropout=0.0, cache=None, output_attentions=False, position_ids=torch.arange(16)[None])
+
+
+def test_a_4d_mask_raises():
+    ids = tokens(8)
+    with pytest.raises(TypeError, match="attention_mask must be a padding mask"):
+        tiny("Llama", "canon")(input_ids=ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool))
+
+
+def test_a_cache_with_earlier_tokens_raises():
+    model = tiny("Gemma3", "canon").eval()
+    with torch.no_grad():
+        first = model(input_ids=tokens(8), use_cache=True)
+        with pytest.raises(ValueError, match="1 queries from token 8 on see 9 keys.*sdpa"):
+            model(input_ids=tokens(1), past_key_values=first.past_key_values)
+        with pytest.raises(ValueError, match="KV cache with earlier tokens"):
+            model.generate(tokens(8), max_new_tokens=2)
+
+
+def test_models_with_dropout_raise_in_training_only():
+    model = tiny("Llama", "canon", attention_dropout=0.1)
+    with pytest.raises(ValueError, match="dropout=0.1 .*is not supported"):
+        model(input_ids=tokens(8))
+    model.eval()(input_ids=tokens(8))
+
+
+def test_models_with_soft_cap_raise():
+    small = SIZES | {"num_hidden_layers": 1}
+    config = transformers.Gemma2Config(**small, attn_logit_softcapping=50.0, attn_implementation="canon")
+    register()
+    with pytest.raises(ValueError, match="softcap=50.0 .*is not supported"):
+        transformers.AutoModelForCausalLM.from_config(config)(input_ids=tokens(8))
+
+
+def encoder_and_decoder():
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64, attn_implementation="canon",
+    )  # fmt: skip
+    register()
+    return transformers.BartModel(config).eval()
+
+
+def test_cross_attention_raises():
+    model = encoder_and_decoder()
+    with pytest.raises(ValueError, match="Cross-attention"):
+        model(input_ids=tokens(8), decoder_input_ids=tokens(5), use_cache=False)
+    with pytest.raises(ValueError, match="encoders of encoder-decoder models"), sharded(None, LAYOUT, half="reference"):
+        model(input_ids=tokens(16), decoder_input_ids=tokens(16), use_cache=False)
+
+
+def test_a_layer_without_a_mask_raises_inside_sharded():
+    with pytest.raises(ValueError, match="no mask from transformers.masking_utils"), sharded(None, LAYOUT):
+        attend()
+
+
+# --- register and sharded
+
+
+def test_registering_adds_one_name_and_changes_nothing_else():
+    mappings = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    before = [dict(mapping) for mapping in mappings]
+    try:
+        register("canon-again")
+        assert [set(new) - set(old) for new, old in zip(mappings, before, strict=True)] == [{"canon-again"}] * 2
+        assert all(new[name] is old[name] for new, old in zip(mappings, before, strict=True) for name in old)
+    finally:
+        for mapping in mappings:
+            del mapping["canon-again"]
+    with pytest.raises(TypeError, match="register: name must be a string, got 3"):
+        register(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((Mask.causal(8), LAYOUT), ValueError, "mask is 8 x 8, layout has 16 tokens"),
+        (((Mask.causal(16),), LAYOUT), TypeError, "mask must be one canon.Mask or None"),
+        ((None, 16), TypeError, "layout must be a canon.Layout, got 16"),
+        ((None, LAYOUT, None, "slow"), ValueError, "half must be one of .*'slow'"),
+        ((None, LAYOUT, None, "reference", "zigzag"), ValueError, "function must be one of .*'zigzag'"),
+    ],
+)
+def test_wrong_arguments_of_sharded_raise(arguments, error, message):
+    with pytest.raises(error, match=message), sharded(*arguments):
+        pass
+
+
+@pytest.mark.parametrize("option", ["stages", "scale", "sink", "group_", "return_lse"])
+def test_unknown_options_of_sharded_raise(option):
+    with (
+        pytest.raises(TypeError, match=f"ring_attention has no option '{option}'"),
+        sharded(None, LAYOUT, **{option: 1}),
+    ):
+        pass
+
+
+def test_sharded_ends_with_its_block_and_can_be_nested():
+    model, ids = tiny("Llama", "canon").eval(), tokens(16)
+    with torch.no_grad():
+        alone = model(input_ids=ids).logits
+        with sharded(Mask.full(16), LAYOUT, half="reference"):
+            with sharded(None, LAYOUT, half="reference"):
+                torch.testing.assert_close(model(input_ids=ids).logits, alone)
+            assert (model(input_ids=ids).logits - alone).norm() > 0.01 * alone.norm()
+        assert torch.equal(model(input_ids=ids).logits, alone)
+
+
+def test_keys_and_values_are_not_repeated(monkeypatch):
+    shapes, attention = [], canon.reference.attention
+
+    def recorded(q, k, v, *rest, **options):
+        shapes.append((q.shape[2], k.shape[2], v.shape[2]))
+        return attention(q, k, v, *rest, **options)
+
+    monkeypatch.setattr(canon.reference, "attention", recorded)
+    tiny("Qwen3", "canon")(input_ids=tokens(8))
+    assert shapes == [(4, 2, 2)] * 2
+
+
+def test_ranks_with_wrong_numbers_of_tokens_raise_together():
+    model = tiny("Llama", "canon")
+    batch = {"input_ids": tokens(16), "labels": tokens(16)}
+
+    def program():
+        step = functools.partial(sharded_step, model, batch, None, Layout.zigzag(16, 3), half="reference")
+        with pytest.raises(ValueError, match="3"):
+            step()
+        return True
+
+    assert process_groups.threads(program, 2) == [True, True]

@@ -1,0 +1,88 @@
+"""Tiny random models of transformers, with large weights, so that attention matters; and one training step of them."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from canon import Layout
+from canon.integrations.transformers import register, sharded
+from canon.training import sequence_loss
+
+MODELS = ("Llama", "Qwen3", "Gemma3", "GptOss")
+WINDOW = 7  # keys that a query of a sliding layer sees, itself included
+SIZES = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+)
+WINDOWED = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+CONFIGS = {
+    "Llama": (transformers.LlamaConfig, SIZES),
+    "Qwen3": (transformers.Qwen3Config, SIZES),
+    "Gemma3": (transformers.Gemma3TextConfig, SIZES | WINDOWED),
+    "GptOss": (transformers.GptOssConfig, SIZES | WINDOWED | EXPERTS),
+}
+
+
+def tiny(name, attention="eager", **changes):
+    """Return a model in training mode. Equal arguments give equal weights."""
+    kind, options = CONFIGS[name]
+    register()
+    model = transformers.AutoModelForCausalLM.from_config(kind(**options | changes), attn_implementation=attention)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw) + (parameter.ndim == 1))
+    return model.train()
+
+
+def tokens(n, batch=1):
+    return torch.randint(64, (batch, n), generator=torch.Generator().manual_seed(n))
+
+
+def whole_step(model, batch, **options):
+    """Return logits, loss and gradients by name of one process. ``batch`` has input_ids and labels."""
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    everything = Layout.contiguous(batch["labels"].shape[1], 1).shard_batch(batch, 0)
+    logits = model(**inputs, use_cache=False, **options).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), everything["shift_labels"].flatten())
+    loss.backward()
+    return logits.detach(), loss.detach(), {name: x.grad for name, x in model.named_parameters()}
+
+
+def sharded_step(model, batch, mask, layout, cu_seqlens=None, backward_inside=False, **options):
+    """Return logits of the whole sequence, loss, and the gradients of all ranks, added. Runs on every rank."""
+    rank = dist.get_rank()
+    model = copy.deepcopy(model)
+    part = layout.shard_batch(batch, rank, cu_seqlens)
+    with sharded(mask, layout, **options):
+        logits = model(**part, use_cache=False).logits
+        loss = sequence_loss(logits, part["shift_labels"])
+        if backward_inside:
+            loss.backward()
+    if not backward_inside:
+        loss.backward()
+    gradients = {name: x.grad / dist.get_world_size() for name, x in model.named_parameters()}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return layout.unshard(logits.detach()), loss.detach(), gradients
+
+
+def assert_close(found, expected, valid=None, tolerance=1e-5):
+    """Compare the results of two steps: relative L2 error of logits, loss and each gradient."""
+    (logits, loss, gradients), (true_logits, true_loss, true_gradients) = found, expected
+    if valid is not None:
+        logits, true_logits = logits[valid], true_logits[valid]
+    pairs = {"logits": (logits, true_logits), "loss": (loss, true_loss)}
+    pairs |= {name: (x, true_gradients[name]) for name, x in gradients.items()}
+    assert set(gradients) == set(true_gradients)
+    errors = {name: ((x - y).norm() / y.norm()).item() for name, (x, y) in pairs.items()}
+    assert max(errors.values()) < tolerance, errors
