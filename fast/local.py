@@ -25,7 +25,7 @@ from torch import Tensor
 
 from canon.fast.backward import attention_backward, gradients
 from canon.fast.device import check_device, kernels_for
-from canon.fast.differentiable import differentiable
+from canon.fast.differentiable import call_operator, differentiable, makes_passes
 from canon.fast.kernels.triton import launch
 from canon.fast.prepared import replayed
 from canon.reference import plan_cache
@@ -40,11 +40,12 @@ from canon.reference.checks import (
     under_autocast,
 )
 from canon.reference.mask import Mask
+from canon.reference.operators import is_traced
+from canon.reference.passes import Passes
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
 
-@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def attention(
     q: Float[Tensor, "*b t h d"],
@@ -81,6 +82,8 @@ def attention(
 
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
+    if is_traced():
+        return call_operator("attention", q, k, v, mask, None, return_lse, scale=scale, backward=backward)
     call = _checked_call(q, k, v, mask, scale, backward)
     return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
 
@@ -146,6 +149,12 @@ def _checked_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: flo
     check_method("backward", method)
     call = _LocalCall(default_mask(q, k, mask), default_scale(q, scale), method)
     return call if key is None else plan_cache.PLANS.put(key, call)
+
+
+@makes_passes("attention")
+def _passes(_: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, __: None, *, scale, backward) -> Passes:
+    call = _checked_call(q, k, v, mask, scale, backward)
+    return Passes(call.forward, call.backward)
 
 
 @under_autocast("q", "k", "v")

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from canon.fast.active_queries import ActiveQueries, active_queries_of
 from canon.fast.backward import QueryInputs, begin_backward, gradients, make_delta
-from canon.fast.differentiable import differentiable
+from canon.fast.differentiable import call_operator, differentiable, makes_passes
 from canon.fast.exchange import PendingKeys
 from canon.fast.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
 from canon.fast.local import forward_part
@@ -51,12 +51,13 @@ from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.operators import is_traced
+from canon.reference.passes import Passes
 from canon.reference.plan import CastPlan
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
 
 
-@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def magi_attention(
     q: Float[Tensor, "*b t h d"],
@@ -95,17 +96,37 @@ def magi_attention(
 
     Source: Tao and Huang, MagiAttention (2025).
     """
-    call = agreed_call(
-        "magi_attention", q, k, v, mask, layout,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, stages=stages, keep_kv=keep_kv,
-    )  # fmt: skip
+    options = {
+        "scale": scale,
+        "group": group,
+        "reduce_dtype": reduce_dtype,
+        "backward": backward,
+        "stages": stages,
+        "keep_kv": keep_kv,
+    }
+    if is_traced():
+        return call_operator("magi_attention", q, k, v, mask, layout, return_lse, **options)
+    passes = _passes("magi_attention", q, k, v, mask, layout, **options)
+    return differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=return_lse)
+
+
+@makes_passes("magi_attention")
+def _passes(
+    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
+    *, stages: int, keep_kv: bool, **options,
+) -> Passes:  # fmt: skip
+    call = agreed_call(function, q, k, v, mask, layout, **options, stages=stages, keep_kv=keep_kv)
     plan = cast_plan(call.mask, call.layout, stages=stages)  # after the agreement, so that it raises on all ranks
 
     def forward(q, k, v):
         keys = _StepKeys(k, v, call, plan, keep=keep_kv)
         return *_forward(q, keys, call, plan), *keys.kept
 
-    return differentiable(q, k, v, forward, partial(_backward, call, plan), call=call, return_lse=return_lse)
+    def kept_rows():
+        steps = [step for step in range(plan.steps) if plan.cast_of(step) is not None]
+        return [plan.local_mask(step, call.rank).keys for step in steps]
+
+    return Passes(forward, partial(_backward, call, plan), call, kept_rows if keep_kv else None)
 
 
 class _StepKeys:

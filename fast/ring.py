@@ -51,7 +51,7 @@ from torch import Tensor
 
 from canon.fast.active_queries import ActiveQueries, active_queries_of, visible_keys
 from canon.fast.backward import QueryInputs, begin_backward, gradients, make_delta
-from canon.fast.differentiable import differentiable
+from canon.fast.differentiable import call_operator, differentiable, makes_passes
 from canon.fast.exchange import BlockRing, Hop, zero_outside
 from canon.fast.local import forward_part
 from canon.fast.pipeline import run_pipeline
@@ -59,6 +59,8 @@ from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.operators import is_traced
+from canon.reference.passes import Passes
 from canon.reference.plan_cache import cached_plan
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
@@ -149,7 +151,6 @@ def striped_attention(
     )  # fmt: skip
 
 
-@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def _ring(
     function: str,
@@ -161,9 +162,16 @@ def _ring(
     return_lse: bool,
     **options: Any,
 ):
+    if is_traced():
+        return call_operator(function, q, k, v, mask, layout, return_lse, **options)
+    passes = _passes(function, q, k, v, mask, layout, **options)
+    return differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=return_lse)
+
+
+@makes_passes("ring_attention", "zigzag_attention", "striped_attention")
+def _passes(function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Any, **options: Any) -> Passes:
     call = agreed_call(function, q, k, v, mask, layout, **options)
-    forward, backward = partial(_forward, call), partial(ring_backward, call)
-    return differentiable(q, k, v, forward, backward, call=call, return_lse=return_lse)
+    return Passes(partial(_forward, call), partial(ring_backward, call), call)
 
 
 @cached_plan

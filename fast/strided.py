@@ -36,7 +36,7 @@ from torch import Tensor
 
 from canon.fast.active_queries import visible_keys
 from canon.fast.backward import QueryInputs, begin_backward, make_delta
-from canon.fast.differentiable import differentiable
+from canon.fast.differentiable import call_operator, differentiable, makes_passes
 from canon.fast.exchange import AllGather, ReduceScatter, gathered_mask
 from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.pipeline import prefetched, run_pipeline
@@ -45,13 +45,14 @@ from canon.reference.call import Call, agreed_call
 from canon.reference.checks import under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.operators import is_traced
+from canon.reference.passes import Passes
 from canon.reference.plan_cache import cached_plan
 from canon.reference.strides import Steps, strided_steps, suggest_strides
 
 __all__ = ["strided_attention", "suggest_strides"]
 
 
-@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def strided_attention(
     q: Float[Tensor, "*b t h d"],
@@ -99,6 +100,10 @@ def strided_attention(
     Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; aqlaboratory/ring-flash-attention pull request 12.
     """
     options = {
+        "scale": scale,
+        "group": group,
+        "reduce_dtype": reduce_dtype,
+        "backward": backward,
         "head_stride": head_stride,
         "forward_first_stride": forward_first_stride,
         "backward_first_stride": backward_first_stride,
@@ -106,14 +111,23 @@ def strided_attention(
         "pack_first": pack_first,
         "backward_schedule": backward_schedule,
     }
-    call = agreed_call(
-        "strided_attention", q, k, v, mask, layout,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options,
-    )  # fmt: skip
-    steps = strided_steps(k.shape[-2], **options)  # after the agreement, so that a bad stride raises on all ranks
+    if is_traced():
+        return call_operator("strided_attention", q, k, v, mask, layout, return_lse, **options)
+    passes = _passes("strided_attention", q, k, v, mask, layout, **options)
+    return differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=return_lse)
+
+
+@makes_passes("strided_attention")
+def _passes(
+    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
+    *, scale, group, reduce_dtype, backward, moment="forward", **strides,
+) -> Passes:  # fmt: skip
+    options = {"scale": scale, "group": group, "reduce_dtype": reduce_dtype, "backward": backward, "moment": moment}
+    call = agreed_call(function, q, k, v, mask, layout, **options, **strides)
+    steps = strided_steps(k.shape[-2], **strides)  # after the agreement, so that a bad stride raises on all ranks
     ring = steps.backward is None or call.ranks == 1
     differentiate = partial(ring_backward, call) if ring else partial(_backward, call, steps)
-    return differentiable(q, k, v, partial(_forward, call, steps), differentiate, call=call, return_lse=return_lse)
+    return Passes(partial(_forward, call, steps), differentiate, call)
 
 
 def _forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,12 +73,13 @@ def agreed_call(
     group: dist.ProcessGroup | None,
     reduce_dtype: torch.dtype | None,
     backward: str,
+    moment: str = "forward",
     **options: Any,
 ) -> Call:
     """Return the call with its defaults filled in, after a comparison between all ranks. A collective.
 
-    Args: ``layout``, a Layout, a function (tokens, ranks) -> Layout, or None for contiguous; ``options``, other
-        arguments that must be equal on all ranks.
+    Args: ``layout``, a Layout, a function (tokens, ranks) -> Layout, or None for contiguous; ``moment``, the pass that
+        starts; ``options``, other arguments that must be equal on all ranks.
     Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together or differ from those
     of the others.
     """
@@ -102,7 +103,7 @@ def agreed_call(
         hash(fields)  # raises TypeError for an option that is a list
         call = Call(function, rank, ranks, group, mask, layout, scale, reduce_dtype, backward, fields)
     if ranks > 1:
-        call.agree("forward", q.device)
+        call.agree(moment, q.device)
     return call
 
 

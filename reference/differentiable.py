@@ -56,7 +56,7 @@ def differentiable(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, forward, backward, call):
-        with _surroundings(q, call, "forward"):
+        with surroundings(q, call, "forward"):
             out, lse, *others = forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, *others)
         ctx.backward, ctx.call = backward, call
@@ -71,7 +71,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 6
         q, out = saved[0], saved[3]
         create_graph = torch.is_grad_enabled()
-        with torch.no_grad() if create_graph else _NOTHING, _surroundings(q, ctx.call, "backward"):
+        with torch.no_grad() if create_graph else _NOTHING, surroundings(q, ctx.call, "backward"):
             if ctx.call is not None and ctx.call.ranks > 1:
                 ctx.call.agree("backward", q.device)
             dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
@@ -83,7 +83,7 @@ class _Attention(torch.autograd.Function):
 _NOTHING = nullcontext()
 
 
-def _surroundings(q: Tensor, call: Call | None, name: str) -> AbstractContextManager:
+def surroundings(q: Tensor, call: Call | None, name: str) -> AbstractContextManager:
     """Turn autocast off. If messages of the pass ``name`` fail, raise an error that names the missing ranks."""
     if (call is None or call.ranks == 1) and not torch.is_autocast_enabled(q.device.type):
         return _NOTHING

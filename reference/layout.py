@@ -28,11 +28,12 @@ from canon.reference.layout_arguments import RangesPerRank, checked_ranges
 from canon.reference.local_masks import mask_between
 from canon.reference.mask import Mask
 from canon.reference.mask_arguments import Ints, document_ends
+from canon.reference.opaque import OpaqueMeta
 from canon.reference.plan_cache import cached_plan
 from canon.reference.unshard import Unshard
 
 
-class Layout:
+class Layout(metaclass=OpaqueMeta):
     """The tokens 0 .. ``tokens`` - 1, each on exactly one rank.
 
         Layout([[range(0, 2), range(6, 8)], [range(2, 6)]], 8)      rank 0: 0 1 6 7      rank 1: 2 3 4 5
@@ -45,7 +46,7 @@ class Layout:
     Raises ValueError if a token is missing or held twice, or the steps differ; TypeError if a piece is not a range.
     """
 
-    __slots__ = ("_digest", "_hash", "ranges_per_rank", "tokens")
+    __slots__ = ("__weakref__", "_digest", "_hash", "ranges_per_rank", "tokens")
     ranges_per_rank: RangesPerRank
     tokens: int
 
@@ -71,6 +72,9 @@ class Layout:
 
     def __reduce__(self):
         return Layout, (self.ranges_per_rank, self.tokens)
+
+    def __deepcopy__(self, memo):
+        return self
 
     def __repr__(self) -> str:
         first = "; ".join(" ".join(f"{r.start}:{r.stop}:{r.step}" for r in held) for held in self.ranges_per_rank[:4])

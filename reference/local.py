@@ -35,6 +35,8 @@ from canon.reference.checks import (
 )
 from canon.reference.differentiable import differentiable
 from canon.reference.mask import Mask
+from canon.reference.operators import call_operator, is_traced
+from canon.reference.passes import Passes, makes_passes
 from canon.reference.tiles import read, read_keys, visible_tiles
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
@@ -70,6 +72,14 @@ def attention(
 
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
+    if is_traced():
+        return call_operator("reference", "attention", q, k, v, mask, None, return_lse, scale=scale, backward=backward)
+    passes = _passes("attention", q, k, v, mask, None, scale=scale, backward=backward)
+    return differentiable(q, k, v, passes.forward, passes.backward, return_lse=return_lse)
+
+
+@makes_passes("reference", "attention")
+def _passes(_: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, __: None, *, scale, backward) -> Passes:
     check_tensors(q, k, v)
     check_method("backward", backward)
     mask, scale = default_mask(q, k, mask), default_scale(q, scale)
@@ -82,7 +92,7 @@ def attention(
             dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=backward, needs_grad=needs_grad
         )
 
-    return differentiable(q, k, v, forward, differentiate, return_lse=return_lse)
+    return Passes(forward, differentiate)
 
 
 @under_autocast("q", "k", "v")

@@ -32,9 +32,10 @@ from canon.reference.mask_arguments import (
     slice_bands,
     window_bounds,
 )
+from canon.reference.opaque import OpaqueMeta
 
 
-class Mask:
+class Mask(metaclass=OpaqueMeta):
     """The visible cells of a matrix ``queries`` x ``keys``, as sorted disjoint bands. Empty bands are dropped.
 
         Mask([Band(0, 2, 0, 3), Band(2, 4, 1, 3)], 4, 3)      x x x
@@ -50,7 +51,7 @@ class Mask:
     Raises ValueError if a size is negative, a band leaves the matrix, or two bands share a cell; TypeError for wrong types.
     """
 
-    __slots__ = ("_digest", "_hash", "_rows", "bands", "keys", "queries")
+    __slots__ = ("__weakref__", "_digest", "_hash", "_rows", "bands", "keys", "queries")
     bands: tuple[Band, ...]
     queries: int
     keys: int
@@ -95,6 +96,9 @@ class Mask:
 
     def __reduce__(self):
         return Mask, (self.bands, self.queries, self.keys)
+
+    def __deepcopy__(self, memo):
+        return self
 
     def __repr__(self) -> str:
         first = ", ".join(map(repr, self.bands[:4])) + (", ..." if len(self.bands) > 4 else "")

@@ -86,6 +86,7 @@ mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,8 @@ from canon.reference.differentiable import differentiable
 from canon.reference.layout import Layout
 from canon.reference.local import merge, tiled_forward
 from canon.reference.mask import Mask
+from canon.reference.operators import call_operator, is_traced
+from canon.reference.passes import Passes, makes_passes
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
@@ -193,13 +196,21 @@ def _ring(
     function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None,
     layout: Layout | Callable[[int, int], Layout] | None, return_lse: bool, **options,
 ):  # fmt: skip
+    if is_traced():
+        return call_operator("reference", function, q, k, v, mask, layout, return_lse, **options)
+    passes = _passes(function, q, k, v, mask, layout, **options)
+    return differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=return_lse)
+
+
+@makes_passes("reference", "ring_attention", "zigzag_attention", "striped_attention")
+def _passes(function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Any, **options: Any) -> Passes:
     call = agreed_call(function, q, k, v, mask, layout, **options)
 
     def forward(q, k, v):
         out, lse = ring_forward(q, k, v, call)
         return out.to(q.dtype), lse
 
-    return differentiable(q, k, v, forward, partial(ring_backward, call), call=call, return_lse=return_lse)
+    return Passes(forward, partial(ring_backward, call), call)
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
