@@ -32,12 +32,13 @@ def differentiable(
 
 def call_operator(function: str, *args: Any, **options: Any) -> Any:
     """Return the result of `canon.reference.operators.call_operator`. The operator uses this call's backend."""
-    return operators.call_operator("fast", function, *args, **options, kernels=_choice_of_operator())
+    choice = _choice_at_compilation() if torch.compiler.is_compiling() else choice_of_call(chosen_backend())
+    return operators.call_operator("fast", function, *args, **options, kernels=choice)
 
 
 @torch.compiler.assume_constant_result
-def _choice_of_operator() -> str | None:
-    return choice_of_call(chosen_backend())
+def _choice_at_compilation() -> str | None:
+    return chosen_backend()
 
 
 def makes_passes(*functions: str) -> Callable[[Callable], Callable]:

@@ -44,13 +44,18 @@ def differentiable(
     Raises NotImplementedError under torch.func transforms and forward-mode differentiation. A second derivative raises
     RuntimeError when it is computed.
     """
+    check_differentiation(q, k, v)
+    out, lse = _Attention.apply(*batched(q, k, v), forward, backward, call)
+    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
+    return (out, lse) if return_lse else out
+
+
+def check_differentiation(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise NotImplementedError under torch.func transforms and forward-mode differentiation."""
     if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise NotImplementedError(NO_TRANSFORMS)
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
         raise NotImplementedError(NO_FORWARD_MODE)
-    out, lse = _Attention.apply(*batched(q, k, v), forward, backward, call)
-    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
-    return (out, lse) if return_lse else out
 
 
 class _Attention(torch.autograd.Function):

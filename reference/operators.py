@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from canon.reference.checks import accumulate_dtype, batched, check_mask_type
-from canon.reference.differentiable import NO_SECOND_DERIVATIVE, surroundings
+from canon.reference.differentiable import NO_SECOND_DERIVATIVE, check_differentiation, surroundings
 from canon.reference.group_backends import group_named, name_of
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
@@ -30,7 +30,7 @@ from canon.reference.opaque import registered
 from canon.reference.passes import MAKERS, Passes
 
 MASK, LAYOUT = registered(Mask), registered(Layout)
-NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # for None, because an operator takes no optional opaque object
+NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object
 LAYOUTS = {"zigzag_attention": Layout.zigzag, "striped_attention": Layout.striped}
 RANKS = "float? scale, str group, ScalarType? reduce_dtype, str backward, bool[] needs_grad"
 STRIDES = ", ".join(f"int? {name}_stride" for name in ("forward_first", "backward_first", "backward_last"))
@@ -60,21 +60,24 @@ def call_operator(
 
     ``kernels``: the kernel backend of `canon.fast.backend`. ``options``: the other arguments of the function.
     """
+    if not torch.compiler.is_compiling():
+        check_differentiation(q, k, v)
     if mask is not None:
         check_mask_type(mask)
     if function != "attention":
         options["needs_grad"] = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
         options["group"] = name_of(options["group"])
     operator = getattr(torch.ops.canon, function).default
-    given = NO_MASK if mask is None else mask, layout if isinstance(layout, Layout) else NO_LAYOUT
-    out, lse, *_ = operator(q, k, v, *given, half, kernels, **options)
+    mask, has_mask = (NO_MASK, False) if mask is None else (mask, True)
+    layout, has_layout = (layout, True) if isinstance(layout, Layout) else (NO_LAYOUT, False)
+    out, lse, *_ = operator(q, k, v, mask, has_mask, layout, has_layout, half, kernels, **options)
     return (out, lse) if return_lse else out
 
 
 def _passes(function: str, moment: str, tensors: Sequence[Tensor], options: Sequence[Any]) -> Passes:
     """Return the passes of a call. If it has several ranks, they agree on its pass ``moment``."""
-    mask, layout, half, kernels, *values = options
-    mask, layout = None if mask is NO_MASK else mask, LAYOUTS.get(function) if layout is NO_LAYOUT else layout
+    mask, has_mask, layout, has_layout, half, kernels, *values = options
+    mask, layout = mask if has_mask else None, layout if has_layout else LAYOUTS.get(function)
     named = dict(zip(_names(function), values, strict=True)) | ({} if kernels is None else {"kernels": kernels})
     make = MAKERS[half, function]
     if function == "attention":
@@ -171,7 +174,7 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 def _define(function: str, options: str) -> None:
     """Register the operators of a function, their fake implementations and their autograd formulas."""
-    options = f"{MASK} mask, {LAYOUT} layout, str half, str? kernels, {options}"
+    options = f"{MASK} mask, bool has_mask, {LAYOUT} layout, bool has_layout, str half, str? kernels, {options}"
     tensors, results = "Tensor q, Tensor k, Tensor v", ["Tensor out", "Tensor lse"]
     if function == "magi_attention":
         results.append("Tensor kept")
