@@ -12,6 +12,7 @@ compiled region. A group travels as its name. Results own their memory and are c
 
 Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs leave the operators out.
 ``keep_kv`` keeps as many rows as the mask needs: a compiled graph needs torch._dynamo.config.capture_dynamic_output_shape_ops.
+A compiled function cannot use attributes or methods of masks and layouts. FlopCounterMode counts no FLOPs of an operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -125,7 +126,7 @@ def _alone(x: Tensor) -> Tensor:
     return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
-def _rows(k: Tensor, v: Tensor, count: int) -> Tensor:
+def _rows(k: Tensor, v: Tensor, count: int | torch.SymInt) -> Tensor:
     """Allocate a row (b, g, d + dv) of K and V for each of ``count`` tokens."""
     b, _, g, d = batched(k)[0].shape
     return k.new_empty(count, b, g, d + v.shape[-1])
