@@ -60,7 +60,7 @@ from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.operators import is_traced
-from canon.reference.passes import Passes
+from canon.reference.passes import LAYOUTS, Passes
 from canon.reference.plan_cache import cached_plan
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
@@ -123,7 +123,7 @@ def zigzag_attention(
     Source: Zilin Zhu, ring-flash-attention issue 2 (2024); mlc-ai/Pith-Train pull request 39.
     """
     return _ring(
-        "zigzag_attention", q, k, v, mask, Layout.zigzag, return_lse,
+        "zigzag_attention", q, k, v, mask, None, return_lse,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def striped_attention(
     Source: Brandon et al., Striped Attention (2023).
     """
     return _ring(
-        "striped_attention", q, k, v, mask, Layout.striped, return_lse,
+        "striped_attention", q, k, v, mask, None, return_lse,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
     )  # fmt: skip
 
@@ -158,7 +158,7 @@ def _ring(
     k: Tensor,
     v: Tensor,
     mask: Mask | None,
-    layout: Layout | Callable[[int, int], Layout] | None,
+    layout: Layout | None,
     return_lse: bool,
     **options: Any,
 ):
@@ -169,8 +169,10 @@ def _ring(
 
 
 @makes_passes("ring_attention", "zigzag_attention", "striped_attention")
-def _passes(function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Any, **options: Any) -> Passes:
-    call = agreed_call(function, q, k, v, mask, layout, **options)
+def _passes(
+    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None, **options
+) -> Passes:
+    call = agreed_call(function, q, k, v, mask, LAYOUTS.get(function, layout), **options)
     return Passes(partial(_forward, call), partial(ring_backward, call), call)
 
 

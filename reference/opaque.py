@@ -6,7 +6,7 @@ torch 2.15 renames the function, the metaclass and the kind "reference". Both na
 from torch._library import opaque_object
 
 try:
-    from torch._custom_class_base import CustomClassBaseMeta as OpaqueMeta  # torch >= 2.15
+    from torch._custom_class_base import CustomClassBaseMeta as OpaqueMeta  # torch >= 2.15  # pyright: ignore
 except ImportError:
     from torch._opaque_base import OpaqueBaseMeta as OpaqueMeta
 
@@ -18,8 +18,9 @@ def registered(kind: type) -> str:
 
     Its objects become inputs of compiled graphs. A graph depends on the class of such an object, not on its content.
     """
-    if hasattr(opaque_object, "register_custom_class"):
-        opaque_object.register_custom_class(kind, typ="symbolic")
+    register = getattr(opaque_object, "register_custom_class", None)
+    if register is not None:
+        register(kind, typ="symbolic")
     else:
         opaque_object.register_opaque_type(kind, typ="reference")
     return opaque_object.get_opaque_type_name(kind)

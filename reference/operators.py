@@ -32,7 +32,6 @@ from canon.reference.passes import MAKERS, Passes
 
 MASK, LAYOUT = registered(Mask), registered(Layout)
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object
-LAYOUTS = {"zigzag_attention": Layout.zigzag, "striped_attention": Layout.striped}
 RANKS = "float? scale, str group, ScalarType? reduce_dtype, str backward, bool[] needs_grad"
 STRIDES = ", ".join(f"int? {name}_stride" for name in ("forward_first", "backward_first", "backward_last"))
 OPTIONS = {
@@ -78,7 +77,7 @@ def call_operator(
 def _passes(function: str, moment: str, tensors: Sequence[Tensor], options: Sequence[Any]) -> Passes:
     """Return the passes of a call. If it has several ranks, they agree on its pass ``moment``."""
     mask, has_mask, layout, has_layout, half, kernels, *values = options
-    mask, layout = mask if has_mask else None, layout if has_layout else LAYOUTS.get(function)
+    mask, layout = mask if has_mask else None, layout if has_layout else None
     named = dict(zip(_names(function), values, strict=True)) | ({} if kernels is None else {"kernels": kernels})
     make = MAKERS[half, function]
     if function == "attention":

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from canon.reference.call import Call
+from canon.reference.layout import Layout
+
+LAYOUTS = {"zigzag_attention": Layout.zigzag, "striped_attention": Layout.striped}  # of functions without ``layout``
 
 
 class Passes(NamedTuple):

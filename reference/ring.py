@@ -86,7 +86,6 @@ mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,7 +100,7 @@ from canon.reference.layout import Layout
 from canon.reference.local import merge, tiled_forward
 from canon.reference.mask import Mask
 from canon.reference.operators import call_operator, is_traced
-from canon.reference.passes import Passes, makes_passes
+from canon.reference.passes import LAYOUTS, Passes, makes_passes
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
@@ -167,7 +166,7 @@ def zigzag_attention(
     Source: Zilin Zhu, ring-flash-attention issue 2 (2024); mlc-ai/Pith-Train pull request 39.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
-    return _ring("zigzag_attention", q, k, v, mask, Layout.zigzag, return_lse, **options)
+    return _ring("zigzag_attention", q, k, v, mask, None, return_lse, **options)
 
 
 def striped_attention(
@@ -188,13 +187,13 @@ def striped_attention(
     Source: Brandon et al., Striped Attention (2023).
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
-    return _ring("striped_attention", q, k, v, mask, Layout.striped, return_lse, **options)
+    return _ring("striped_attention", q, k, v, mask, None, return_lse, **options)
 
 
 @under_autocast("q", "k", "v")
 def _ring(
     function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None,
-    layout: Layout | Callable[[int, int], Layout] | None, return_lse: bool, **options,
+    layout: Layout | None, return_lse: bool, **options,
 ):  # fmt: skip
     if is_traced():
         return call_operator("reference", function, q, k, v, mask, layout, return_lse, **options)
@@ -203,8 +202,10 @@ def _ring(
 
 
 @makes_passes("reference", "ring_attention", "zigzag_attention", "striped_attention")
-def _passes(function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Any, **options: Any) -> Passes:
-    call = agreed_call(function, q, k, v, mask, layout, **options)
+def _passes(
+    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None, **options
+) -> Passes:
+    call = agreed_call(function, q, k, v, mask, LAYOUTS.get(function, layout), **options)
 
     def forward(q, k, v):
         out, lse = ring_forward(q, k, v, call)
