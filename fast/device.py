@@ -36,7 +36,8 @@ def backend(name: str) -> Iterator[None]:
 
     A backward pass and a recomputation by `torch.utils.checkpoint` use the backend of the original call. Without `backend`,
     calls use "gluon" on Hopper where its kernels support the dtype and width, else "triton". A dtype, width or device that
-    the backend does not support raises ValueError when a call needs it.
+    the backend does not support raises ValueError when a call needs it. A compiled function keeps the backend of its
+    compilation, so `backend` surrounds its calls. A call with another choice raises RuntimeError.
     Raises ValueError for an unknown name and NotImplementedError for a backend that does not exist yet.
     """
     if name not in BACKENDS:

@@ -1,12 +1,16 @@
 """Make kernels differentiable by `canon.reference.differentiable`, and use one backend for both passes of a call."""
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from canon.fast.device import chosen_backend, computing_with
 from canon.fast.recomputation import choice_of_call
 from canon.reference import differentiable as plain
+from canon.reference import operators, passes
 from canon.reference.call import Call
 
 
@@ -24,6 +28,44 @@ def differentiable(
     choice = choice_of_call(chosen_backend())
     forward, backward = _WithChoice(forward, choice), _WithChoice(backward, choice)
     return plain.differentiable(q, k, v, forward, backward, call=call, return_lse=return_lse)
+
+
+def call_operator(function: str, *args: Any, **options: Any) -> Any:
+    """Return the result of `canon.reference.operators.call_operator`. The operator uses this call's backend."""
+    choice = _choice_at_compilation() if torch.compiler.is_compiling() else choice_of_call(chosen_backend())
+    return operators.call_operator("fast", function, *args, **options, kernels=choice)
+
+
+@torch.compiler.assume_constant_result
+def _choice_at_compilation() -> str | None:
+    return chosen_backend()
+
+
+def makes_passes(*functions: str) -> Callable[[Callable], Callable]:
+    """Decorate as `canon.reference.passes.makes_passes`. The passes of an operator use the backend of its call."""
+
+    def _decorate(make: Callable) -> Callable:
+        @wraps(make)
+        def with_choice(*args: Any, kernels: str | None = None, **options: Any) -> passes.Passes:
+            _check_choice(kernels)
+            made = make(*args, **options)
+            forward, backward = _WithChoice(made.forward, kernels), _WithChoice(made.backward, kernels)
+            return made._replace(forward=forward, backward=backward)
+
+        passes.makes_passes("fast", *functions)(with_choice)
+        return make
+
+    return _decorate
+
+
+def _check_choice(kernels: str | None) -> None:
+    """Raise RuntimeError if another backend was chosen around a compiled function than at its compilation."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    if not in_backward and (chosen := chosen_backend()) not in (None, kernels):
+        compiled = "outside of backend(...)" if kernels is None else f"inside backend({kernels!r})"
+        raise RuntimeError(
+            f"backend({chosen!r}) surrounds a function that was compiled {compiled}: compile another copy"
+        )
 
 
 class _WithChoice:

@@ -27,7 +27,7 @@ from torch import Tensor
 from canon import reference
 from canon.fast.backward import attention_backward, gradients
 from canon.fast.device import check_device, kernels_for
-from canon.fast.differentiable import differentiable
+from canon.fast.differentiable import call_operator, differentiable, makes_passes
 from canon.fast.kernels.triton import launch
 from canon.fast.prepared import replayed
 from canon.fast.sinks import under_sink
@@ -49,13 +49,14 @@ from canon.reference.checks import (
 from canon.reference.decode_call import agreed_decode
 from canon.reference.group_arguments import Group
 from canon.reference.mask import Mask
+from canon.reference.operators import is_traced
 from canon.reference.packing import attend_each
+from canon.reference.passes import Passes
 
 __all__ = ["attention", "attention_backward", "attention_forward", "decode_attention", "merge"]
 
 
 @twin_of(reference.attention)
-@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def attention(
     q: Float[Tensor, "*b t h d"],
@@ -80,6 +81,10 @@ def attention(
     """
     if isinstance(mask, (tuple, list)):
         return attend_each(attention, q, k, v, mask, scale=scale, sink=sink, backward=backward, return_lse=return_lse)
+    if is_traced():
+        check_sink(q, sink)
+        out, lse = call_operator("attention", q, k, v, mask, None, scale=scale, backward=backward)
+        return under_sink(out, lse, sink, return_lse)
     call = _checked_call(q, k, v, mask, scale, backward)
     if sink is None:
         return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
@@ -149,6 +154,12 @@ def _checked_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: flo
     check_method("backward", method)
     call = _LocalCall(default_mask(q, k, mask), default_scale(q, scale), method)
     return call if key is None else plan_cache.PLANS.put(key, call)
+
+
+@makes_passes("attention")
+def _passes(_: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, __: None, *, scale, backward) -> Passes:
+    call = _checked_call(q, k, v, mask, scale, backward)
+    return Passes(call.forward, call.backward)
 
 
 @twin_of(reference.attention_forward)

@@ -41,7 +41,7 @@ from canon import reference
 from canon.fast.active_queries import active_queries_of, row_indices
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.differentiable import differentiable
+from canon.fast.differentiable import call_operator, differentiable, makes_passes
 from canon.fast.exchange import PendingKeys
 from canon.fast.group_collectives import (
     GroupCast,
@@ -67,6 +67,8 @@ from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, u
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.operators import is_traced
+from canon.reference.passes import Passes
 from canon.reference.plan import CastPlan
 from canon.reference.plan_cache import PLANS
 
@@ -74,7 +76,6 @@ __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attentio
 
 
 @twin_of(reference.magi_attention)
-@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def magi_attention(
     q: Float[Tensor, "*b t h d"],
@@ -92,12 +93,31 @@ def magi_attention(
     backward: str = "auto",
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    call = agreed_call(
-        "magi_attention", q, k, v, mask, layout,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, stages=stages, keep_kv=keep_kv,
-        sink=kind_of_sink(sink),
-    )  # fmt: skip
-    check_sink(q, sink)  # after the agreement, so that it raises on all ranks, as bad stages do
+    options = {
+        "scale": scale,
+        "group": group,
+        "reduce_dtype": reduce_dtype,
+        "backward": backward,
+        "stages": stages,
+        "keep_kv": keep_kv,
+    }
+    if is_traced():
+        check_sink(q, sink)
+        out, lse = call_operator("magi_attention", q, k, v, mask, layout, **options)
+    else:
+        passes = _passes("magi_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
+        check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
+        out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
+
+
+@makes_passes("magi_attention")
+def _passes(
+    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
+    *, stages: int, keep_kv: bool, sink=None, **options,
+) -> Passes:  # fmt: skip
+    call = agreed_call(function, q, k, v, mask, layout, **options, stages=stages, keep_kv=keep_kv, sink=sink)
+    # after the agreement, so that bad stages raise on all ranks
     find = lambda: _Schedule(call, cast_plan(call.mask, call.layout, stages=stages), k)
     schedule = PLANS.find((_Schedule, call), find)
 
@@ -105,8 +125,10 @@ def magi_attention(
         keys = _StepKeys(schedule.steps, k, v, keep=keep_kv)
         return *_forward(schedule, q, keys), *keys.kept
 
-    out, lse = differentiable(q, k, v, forward, partial(_backward, schedule), call=call, return_lse=True)
-    return under_sink(out, lse, sink, return_lse)
+    def kept_rows():
+        return [step.keys for step in schedule.steps if step.transfer is not None]
+
+    return Passes(forward, partial(_backward, schedule), call, kept_rows if keep_kv else None)
 
 
 class _Schedule:

@@ -55,7 +55,7 @@ from canon import reference
 from canon.fast.active_queries import active_queries_of, row_indices, visible_keys
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.differentiable import differentiable
+from canon.fast.differentiable import call_operator, differentiable, makes_passes
 from canon.fast.exchange import BlockRing, Blocks, Hop
 from canon.fast.kernels.triton.rows import add_to_rows
 from canon.fast.local import empty_result, forward_into, forward_part
@@ -70,6 +70,8 @@ from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, u
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.operators import is_traced
+from canon.reference.passes import LAYOUTS, Passes
 from canon.reference.plan_cache import PLANS
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
@@ -111,7 +113,7 @@ def zigzag_attention(
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     return _ring(
-        "zigzag_attention", q, k, v, mask, Layout.zigzag, sink, return_lse,
+        "zigzag_attention", q, k, v, mask, None, sink, return_lse,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
     )  # fmt: skip
 
@@ -131,12 +133,11 @@ def striped_attention(
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     return _ring(
-        "striped_attention", q, k, v, mask, Layout.striped, sink, return_lse,
+        "striped_attention", q, k, v, mask, None, sink, return_lse,
         scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
     )  # fmt: skip
 
 
-@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def _ring(
     function: str,
@@ -144,16 +145,27 @@ def _ring(
     k: Tensor,
     v: Tensor,
     mask: Mask | None,
-    layout: Layout | Callable[[int, int], Layout] | None,
+    layout: Layout | None,
     sink: Tensor | None,
     return_lse: bool,
     **options: Any,
 ):
-    call = agreed_call(function, q, k, v, mask, layout, **options, sink=kind_of_sink(sink))
-    check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
-    forward, backward = partial(_forward, call), partial(ring_backward, call)
-    out, lse = differentiable(q, k, v, forward, backward, call=call, return_lse=True)
+    if is_traced():
+        check_sink(q, sink)
+        out, lse = call_operator(function, q, k, v, mask, layout, **options)
+    else:
+        passes = _passes(function, q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
+        check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
+        out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
+
+
+@makes_passes("ring_attention", "zigzag_attention", "striped_attention")
+def _passes(
+    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None, *, sink=None, **options
+) -> Passes:
+    call = agreed_call(function, q, k, v, mask, LAYOUTS.get(function, layout), **options, sink=sink)
+    return Passes(partial(_forward, call), partial(ring_backward, call), call)
 
 
 class _Ring:

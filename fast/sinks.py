@@ -15,11 +15,14 @@ from torch.autograd.function import once_differentiable
 from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
 from canon.fast.prepared import replayed
 from canon.reference.checks import batched
+from canon.reference.sink_weights import weighted
 
 
 def under_sink(out: Tensor, lse: Tensor, sink: Tensor | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """Return out under ``sink`` (h,), or without one if it is None. With ``return_lse``, return (out, lse)."""
-    if sink is not None:
+    if sink is not None and torch.compiler.is_compiling():
+        out = weighted(out, lse, sink)
+    elif sink is not None:
         (whole,) = batched(out)
         new = _Sink.apply(whole, lse if whole is out else lse.unsqueeze(0), sink)
         out = new if whole is out else new.squeeze(0)

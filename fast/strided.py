@@ -37,7 +37,7 @@ from canon import reference
 from canon.fast.active_queries import active_queries_of, visible_keys
 from canon.fast.backward import QueryInputs, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.differentiable import differentiable
+from canon.fast.differentiable import call_operator, differentiable, makes_passes
 from canon.fast.exchange import AllGather, HeadGroup, ReduceScatter, gathered_mask
 from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.partial_backward import PartialBackward
@@ -52,6 +52,8 @@ from canon.reference.checks import batched, check_sink, kind_of_sink, under_auto
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.operators import is_traced
+from canon.reference.passes import Passes
 from canon.reference.plan_cache import PLANS
 from canon.reference.strides import Steps, strided_steps, suggest_strides
 
@@ -59,7 +61,6 @@ __all__ = ["strided_attention", "suggest_strides"]
 
 
 @twin_of(reference.strided_attention)
-@torch.compiler.disable  # torch.compile breaks its graph here and does not trace plans
 @under_autocast("q", "k", "v")
 def strided_attention(
     q: Float[Tensor, "*b t h d"],
@@ -82,6 +83,10 @@ def strided_attention(
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     options = {
+        "scale": scale,
+        "group": group,
+        "reduce_dtype": reduce_dtype,
+        "backward": backward,
         "head_stride": head_stride,
         "forward_first_stride": forward_first_stride,
         "backward_first_stride": backward_first_stride,
@@ -89,15 +94,27 @@ def strided_attention(
         "pack_first": pack_first,
         "backward_schedule": backward_schedule,
     }
-    call = agreed_call(
-        "strided_attention", q, k, v, mask, layout,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options, sink=kind_of_sink(sink),
-    )  # fmt: skip
-    check_sink(q, sink)  # after the agreement, so that it raises on all ranks, as bad strides do
-    schedule = PLANS.find((_Schedule, call), lambda: _Schedule(call, strided_steps(k.shape[-2], **options), q, k, v))
-    differentiate = partial(ring_backward, call) if schedule.backward is None else partial(_backward, schedule)
-    out, lse = differentiable(q, k, v, partial(_forward, schedule), differentiate, call=call, return_lse=True)
+    if is_traced():
+        check_sink(q, sink)
+        out, lse = call_operator("strided_attention", q, k, v, mask, layout, **options)
+    else:
+        passes = _passes("strided_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
+        check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
+        out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
+
+
+@makes_passes("strided_attention")
+def _passes(
+    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
+    *, scale, group, reduce_dtype, backward, moment="forward", sink=None, **strides,
+) -> Passes:  # fmt: skip
+    options = {"scale": scale, "group": group, "reduce_dtype": reduce_dtype, "backward": backward, "moment": moment}
+    call = agreed_call(function, q, k, v, mask, layout, **options, **strides, sink=sink)
+    # after the agreement, so that a bad stride raises on all ranks
+    schedule = PLANS.find((_Schedule, call), lambda: _Schedule(call, strided_steps(k.shape[-2], **strides), q, k, v))
+    differentiate = partial(ring_backward, call) if schedule.backward is None else partial(_backward, schedule)
+    return Passes(partial(_forward, schedule), differentiate, call)
 
 
 class _Schedule:

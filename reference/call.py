@@ -98,12 +98,13 @@ def agreed_call(
     group: Group,
     reduce_dtype: torch.dtype | None,
     backward: str,
+    moment: str = "forward",
     **options: Any,
 ) -> Call:
     """Return the call with its defaults filled in, after a comparison between all ranks. A collective.
 
-    Args: ``layout``, a Layout, a function (tokens, ranks) -> Layout, or None for contiguous; ``options``, other
-        arguments that must be equal on all ranks.
+    Args: ``layout``, a Layout, a function (tokens, ranks) -> Layout, or None for contiguous; ``moment``, the pass that
+        starts; ``options``, other arguments that must be equal on all ranks.
     Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together or differ from those
     of the others.
     """
@@ -117,7 +118,7 @@ def agreed_call(
         if key is not None:
             PLANS.put((Call, key, rank, ranks), call)
     if ranks > 1:
-        call.agree("forward", q.device)
+        call.agree(moment, q.device)
     return call
 
 

@@ -170,26 +170,29 @@ def under_autocast(*names: str) -> Callable:
     """
 
     def _decorate(function: Callable) -> Callable:
-        signature = inspect.signature(function)
+        places = [place for place, name in enumerate(inspect.signature(function).parameters) if name in names]
 
         @wraps(function)
         def _called(*args, **kwargs):
             if not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu"):
                 return function(*args, **kwargs)
-            given = signature.bind(*args, **kwargs)
-            device = next((x.device.type for x in given.arguments.values() if isinstance(x, Tensor)), "meta")
+            device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "meta")
             if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
                 return function(*args, **kwargs)
-            for name in names:
-                x = given.arguments.get(name)
-                if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
-                    given.arguments[name] = x.to(torch.get_autocast_dtype(device))
+            dtype = torch.get_autocast_dtype(device)
+            args = [_cast(x, dtype) if place in places else x for place, x in enumerate(args)]
+            kwargs = {name: _cast(x, dtype) if name in names else x for name, x in kwargs.items()}
             with torch.autocast(device, enabled=False):
-                return function(*given.args, **given.kwargs)
+                return function(*args, **kwargs)
 
         return _called
 
     return _decorate
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    castable = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(dtype) if castable else x
 
 
 @cached_plan

@@ -44,19 +44,24 @@ def differentiable(
     Raises NotImplementedError under torch.func transforms and forward-mode differentiation. A second derivative raises
     RuntimeError when it is computed.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        raise NotImplementedError(NO_TRANSFORMS)
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
-        raise NotImplementedError(NO_FORWARD_MODE)
+    check_differentiation(q, k, v)
     out, lse = _Attention.apply(*batched(q, k, v), forward, backward, call)
     out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
     return (out, lse) if return_lse else out
 
 
+def check_differentiation(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise NotImplementedError under torch.func transforms and forward-mode differentiation."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        raise NotImplementedError(NO_TRANSFORMS)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError(NO_FORWARD_MODE)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, forward, backward, call):
-        with _surroundings(q, call, "forward"):
+        with surroundings(q, call, "forward"):
             out, lse, *others = forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, *others)
         ctx.backward, ctx.call = backward, call
@@ -71,7 +76,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 6
         q, out = saved[0], saved[3]
         create_graph = torch.is_grad_enabled()
-        with torch.no_grad() if create_graph else _NOTHING, _surroundings(q, ctx.call, "backward"):
+        with torch.no_grad() if create_graph else _NOTHING, surroundings(q, ctx.call, "backward"):
             if ctx.call is not None and ctx.call.ranks > 1:
                 ctx.call.agree("backward", q.device)
             dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
@@ -83,7 +88,7 @@ class _Attention(torch.autograd.Function):
 _NOTHING = nullcontext()
 
 
-def _surroundings(q: Tensor, call: Call | None, name: str) -> AbstractContextManager:
+def surroundings(q: Tensor, call: Call | None, name: str) -> AbstractContextManager:
     """Turn autocast off. If messages of the pass ``name`` fail, raise an error that names the missing ranks."""
     if (call is None or call.ranks == 1) and not torch.is_autocast_enabled(q.device.type):
         return _NOTHING

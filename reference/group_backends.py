@@ -1,4 +1,4 @@
-"""The backends of a process group: their names and errors, new groups of the same ranks, and the carrier of digests."""
+"""Process groups: names, backends and their errors, new groups of the same ranks, and the carrier of digests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +38,27 @@ def _unbound() -> Iterator[None]:
 def backend_of(group: Any, device: torch.device) -> str:
     """Return the name of the backend that moves tensors of the device in the group: "nccl", "gloo", "threads" or ""."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(device.type, "")
+
+
+def name_of(group: Any) -> str:
+    """Return the name by which `group_named` finds a ProcessGroup or a DeviceMesh of one dimension; "" for None."""
+    if group is None:
+        return ""
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if isinstance(group, dist.DeviceMesh):
+        return group.get_group().group_name
+    raise TypeError(f"group must be a ProcessGroup, a DeviceMesh of one dimension or None, got {type(group).__name__}")
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """Return the process group of a name from `name_of`. Raise RuntimeError if it has ended."""
+    if not name:
+        return None
+    for group, its_name in dist.distributed_c10d._world.pg_names.items():
+        if its_name == name:
+            return group
+    raise RuntimeError(f"the process group {name!r} of a compiled function has ended: compile the function again")
 
 
 def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:

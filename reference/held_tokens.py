@@ -41,6 +41,9 @@ class HeldTokens:
     def __hash__(self) -> int:
         return self._hash
 
+    def __deepcopy__(self, memo):
+        return self
+
     def __reduce__(self):
         return type(self), (self.ranges_per_rank, self.tokens)
 

@@ -27,10 +27,11 @@ from canon.reference.layout_collectives import redistributed, unsharded
 from canon.reference.local_masks import mask_between
 from canon.reference.mask import Mask
 from canon.reference.mask_arguments import Ints
+from canon.reference.opaque import OpaqueMeta
 from canon.reference.plan_cache import cached_plan
 
 
-class Layout(HeldTokens):
+class Layout(HeldTokens, metaclass=OpaqueMeta):
     """The tokens 0 .. ``tokens`` - 1, each on exactly one rank.
 
         Layout([[range(0, 2), range(6, 8)], [range(2, 6)]], 8)      rank 0: 0 1 6 7      rank 1: 2 3 4 5
@@ -43,7 +44,7 @@ class Layout(HeldTokens):
     Raises ValueError if a token is missing or held twice, or the steps differ; TypeError if a piece is not a range.
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
 
     # ------------------------------------------------------------------ constructors
     @classmethod

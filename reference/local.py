@@ -45,7 +45,9 @@ from canon.reference.decode_call import agreed_decode
 from canon.reference.differentiable import differentiable
 from canon.reference.group_arguments import Group
 from canon.reference.mask import Mask
+from canon.reference.operators import call_operator, is_traced
 from canon.reference.packing import attend_each
+from canon.reference.passes import Passes, makes_passes
 from canon.reference.sinks import under_sink
 from canon.reference.tiles import read, read_keys, visible_tiles
 
@@ -88,9 +90,21 @@ def attention(
     """
     if isinstance(mask, (tuple, list)):
         return attend_each(attention, q, k, v, mask, scale=scale, sink=sink, backward=backward, return_lse=return_lse)
+    if is_traced():
+        check_sink(q, sink)
+        options = dict(scale=scale, backward=backward)
+        out, lse = call_operator("reference", "attention", q, k, v, mask, None, **options)
+    else:
+        passes = _passes("attention", q, k, v, mask, None, scale=scale, backward=backward)
+        check_sink(q, sink)
+        out, lse = differentiable(q, k, v, passes.forward, passes.backward, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
+
+
+@makes_passes("reference", "attention")
+def _passes(_: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, __: None, *, scale, backward) -> Passes:
     check_tensors(q, k, v)
     check_method("backward", backward)
-    check_sink(q, sink)
     mask, scale = default_mask(q, k, mask), default_scale(q, scale)
 
     def forward(q, k, v):
@@ -101,8 +115,7 @@ def attention(
             dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=backward, needs_grad=needs_grad
         )
 
-    out, lse = differentiable(q, k, v, forward, differentiate, return_lse=True)
-    return under_sink(out, lse, sink, return_lse)
+    return Passes(forward, differentiate)
 
 
 @under_autocast("q", "k", "v")

@@ -83,6 +83,8 @@ from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan,
 from canon.reference.layout import Layout
 from canon.reference.local import merge, tiled_forward
 from canon.reference.mask import Mask
+from canon.reference.operators import call_operator, is_traced
+from canon.reference.passes import Passes, makes_passes
 from canon.reference.plan import CastPlan
 from canon.reference.planner import dispatch
 from canon.reference.sinks import under_sink
@@ -136,10 +138,23 @@ def magi_attention(
 
 
 @under_autocast("q", "k", "v")
-def _magi(q, k, v, mask, layout, sink, return_lse, *, stages, keep_kv, **options):
-    options |= dict(stages=stages, keep_kv=keep_kv, sink=kind_of_sink(sink))
-    call = agreed_call("magi_attention", q, k, v, mask, layout, **options)
-    check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
+def _magi(q, k, v, mask, layout, sink, return_lse, **options):
+    if is_traced():
+        check_sink(q, sink)
+        out, lse = call_operator("reference", "magi_attention", q, k, v, mask, layout, **options)
+    else:
+        passes = _passes("magi_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
+        check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
+        out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
+
+
+@makes_passes("reference", "magi_attention")
+def _passes(
+    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
+    *, stages: int, keep_kv: bool, sink=None, **options,
+) -> Passes:  # fmt: skip
+    call = agreed_call(function, q, k, v, mask, layout, **options, stages=stages, keep_kv=keep_kv, sink=sink)
     plan = cast_plan(call.mask, call.layout, stages=stages)  # raises on all ranks, as all agree on stages
 
     def forward(q, k, v):
@@ -153,8 +168,11 @@ def _magi(q, k, v, mask, layout, sink, return_lse, *, stages, keep_kv, **options
         steps = steps_of_kept if kept else fetch(own, plan, call)
         return magi_backward(needs_grad, dout, dlse, q, k, v, out, lse, steps, call, plan)
 
-    out, lse = differentiable(q, k, v, forward, differentiate, call=call, return_lse=True)
-    return under_sink(out, lse, sink, return_lse)
+    def kept_rows():
+        casts = map(plan.cast_of, range(plan.steps))
+        return [0 if cast is None else sum(plan.receive_sizes(cast, call.rank)) for cast in casts]
+
+    return Passes(forward, differentiate, call, kept_rows if keep_kv else None)
 
 
 def magi_forward(

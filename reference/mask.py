@@ -21,9 +21,10 @@ from canon.reference.band import Band
 from canon.reference.band_lists import picked
 from canon.reference.mask_arguments import Ints, Ranges, document_bands, slice_bands, window_bounds
 from canon.reference.mask_batches import MaskBatches
+from canon.reference.opaque import OpaqueMeta
 
 
-class Mask(MaskBatches):
+class Mask(MaskBatches, metaclass=OpaqueMeta):
     """The visible cells of a matrix ``queries`` x ``keys``, as sorted disjoint bands. Empty bands are dropped.
 
         Mask([Band(0, 2, 0, 3), Band(2, 4, 1, 3)], 4, 3)      x x x
@@ -39,7 +40,7 @@ class Mask(MaskBatches):
     Raises ValueError if a size is negative, a band leaves the matrix, or two bands share a cell; TypeError for wrong types.
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
 
     @classmethod
     def full(cls, queries: int, keys: int | None = None) -> "Mask":

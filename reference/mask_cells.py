@@ -73,6 +73,9 @@ class MaskCells:
     def __hash__(self) -> int:
         return self._hash
 
+    def __deepcopy__(self, memo):
+        return self
+
     def __reduce__(self):
         numbers = array("q", chain.from_iterable(self.bands))  # much faster to pickle than objects
         return self._of_numbers, (numbers, self.queries, self.keys, self._digest)

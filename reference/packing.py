@@ -17,6 +17,7 @@ block-diagonal mask and its plans are cached by content.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from canon.reference.checks import check_gradients, check_mask, check_tensors
@@ -29,6 +30,10 @@ def attend_each(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequen
 
     Raises TypeError or ValueError unless each of the b masks fits the tokens of q and k.
     """
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "a compiled call of attention takes one Mask: build Mask.concat(masks) outside, and flatten batch and tokens"
+        )
     mask = _one_mask(q, k, v, masks)
     if mask is not None:
         return attend(q, k, v, mask, **options)

@@ -109,6 +109,8 @@ from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.local import merge, tiled_forward
 from canon.reference.mask import Mask
+from canon.reference.operators import call_operator, is_traced
+from canon.reference.passes import LAYOUTS, Passes, makes_passes
 from canon.reference.sinks import under_sink
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
@@ -171,7 +173,7 @@ def zigzag_attention(
     The arguments (without ``layout``), results and ValueErrors are the same. Sources: see the module's docstring.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
-    return _ring("zigzag_attention", q, k, v, mask, Layout.zigzag, sink, return_lse, **options)
+    return _ring("zigzag_attention", q, k, v, mask, None, sink, return_lse, **options)
 
 
 def striped_attention(
@@ -192,24 +194,37 @@ def striped_attention(
     The arguments (without ``layout``), results and ValueErrors are the same. Source: see the module's docstring.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
-    return _ring("striped_attention", q, k, v, mask, Layout.striped, sink, return_lse, **options)
+    return _ring("striped_attention", q, k, v, mask, None, sink, return_lse, **options)
 
 
 @under_autocast("q", "k", "v")
 def _ring(
     function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None,
-    layout: Layout | Callable[[int, int], Layout] | None, sink: Tensor | None, return_lse: bool, **options,
+    layout: Layout | None, sink: Tensor | None, return_lse: bool, **options,
 ):  # fmt: skip
-    """Return out, or out and lse, after a comparison of the call between all ranks. Under autocast, cast q, k, v."""
-    call = agreed_call(function, q, k, v, mask, layout, **options, sink=kind_of_sink(sink))
-    check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
+    """Return out, or out and lse. Under autocast, cast q, k, v."""
+    if is_traced():
+        check_sink(q, sink)
+        out, lse = call_operator("reference", function, q, k, v, mask, layout, **options)
+    else:
+        passes = _passes(function, q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
+        check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
+        out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
+
+
+@makes_passes("reference", "ring_attention", "zigzag_attention", "striped_attention")
+def _passes(
+    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None, *, sink=None, **options
+) -> Passes:
+    """Return both passes, after a comparison of the call between all ranks."""
+    call = agreed_call(function, q, k, v, mask, LAYOUTS.get(function, layout), **options, sink=sink)
 
     def forward(q, k, v):
         out, lse = ring_forward(q, k, v, call)
         return out.to(q.dtype), lse
 
-    out, lse = differentiable(q, k, v, forward, partial(ring_backward, call), call=call, return_lse=True)
-    return under_sink(out, lse, sink, return_lse)
+    return Passes(forward, partial(ring_backward, call), call)
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

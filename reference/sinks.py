@@ -31,11 +31,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from canon.reference.sink_weights import over_width, sink_weight, weighted
+
 
 def under_sink(out: Tensor, lse: Tensor, sink: Tensor | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """Return out under ``sink`` (h,), or without one if it is None. With ``return_lse``, return (out, lse)."""
     if sink is not None:
-        out = _Sink.apply(out, lse, sink)
+        out = weighted(out, lse, sink) if torch.compiler.is_compiling() else _Sink.apply(out, lse, sink)
     return (out, lse) if return_lse else out
 
 
@@ -45,25 +47,15 @@ class _Sink(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out, lse, sink):
         ctx.save_for_backward(out, lse, sink)
-        return (_over_width(_weight(lse, sink)) * out).to(out.dtype)
+        return weighted(out, lse, sink)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):
         out, lse, sink = ctx.saved_tensors
-        a, visible = _weight(lse, sink), lse > -torch.inf
-        dout = dout.to(lse.dtype).masked_fill(~_over_width(visible), 0)
+        a, visible = sink_weight(lse, sink), lse > -torch.inf
+        dout = dout.to(lse.dtype).masked_fill(~over_width(visible), 0)
         r = (dout * out).sum(-1).transpose(-1, -2)
         dlse = torch.where(visible, a * torch.sigmoid(sink[:, None] - lse) * r, 0)  # 1 - a would cancel
         dsink = -dlse.transpose(-1, -2).reshape(-1, len(sink)).sum(0) if ctx.needs_input_grad[2] else None
-        return (_over_width(a) * dout).to(out.dtype), dlse, None if dsink is None else dsink.to(sink.dtype)
-
-
-def _weight(lse: Tensor, sink: Tensor) -> Tensor:
-    """Return a (*b, h, t), 0 for queries that see no key."""
-    return torch.sigmoid(lse - sink[:, None]).masked_fill(lse == -torch.inf, 0)
-
-
-def _over_width(x: Tensor) -> Tensor:
-    """Return a row statistic (*b, h, t) as (*b, t, h, 1)."""
-    return x.transpose(-1, -2)[..., None]
+        return (over_width(a) * dout).to(out.dtype), dlse, None if dsink is None else dsink.to(sink.dtype)

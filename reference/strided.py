@@ -72,6 +72,8 @@ from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.local import tiled_forward
 from canon.reference.mask import Mask
+from canon.reference.operators import call_operator, is_traced
+from canon.reference.passes import Passes, makes_passes
 from canon.reference.ring import ring_backward
 from canon.reference.sinks import under_sink
 from canon.reference.strides import Steps, strided_steps, suggest_strides
@@ -142,12 +144,26 @@ def strided_attention(
 
 @under_autocast("q", "k", "v")
 def _strided(q, k, v, mask, layout, sink, return_lse, strides, **options):
-    call = agreed_call("strided_attention", q, k, v, mask, layout, **options, **strides, sink=kind_of_sink(sink))
-    check_sink(q, sink)  # after the agreement, as the strides
+    if is_traced():
+        check_sink(q, sink)
+        out, lse = call_operator("reference", "strided_attention", q, k, v, mask, layout, **strides, **options)
+    else:
+        passes = _passes("strided_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **strides, **options)
+        check_sink(q, sink)  # after the agreement, as the strides
+        out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
+    return under_sink(out, lse, sink, return_lse)
+
+
+@makes_passes("reference", "strided_attention")
+def _passes(
+    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
+    *, scale, group, reduce_dtype, backward, moment="forward", sink=None, **strides,
+) -> Passes:  # fmt: skip
+    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, moment=moment)
+    call = agreed_call(function, q, k, v, mask, layout, **options, **strides, sink=sink)
     steps = strided_steps(k.shape[-2], **strides)  # all ranks agree on the strides: bad ones raise on all of them
     backward = partial(ring_backward, call) if steps.backward is None else partial(strided_backward, call, steps)
-    out, lse = differentiable(q, k, v, partial(strided_forward, call, steps), backward, call=call, return_lse=True)
-    return under_sink(out, lse, sink, return_lse)
+    return Passes(partial(strided_forward, call, steps), backward, call)
 
 
 def strided_forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,23 @@
+"""The weight a = sigmoid(lse - sink) of attention under a sink, in operations that torch.compile and autograd can follow.
+
+`canon.reference.sinks` explains a. Both halves use this file in compiled programs, where a compiler fuses the operations.
+"""
+
+import torch
+from torch import Tensor
+
+
+def weighted(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Return out (*b, t, h, dv) times a, in the dtype of out. ``lse`` (*b, h, t), ``sink`` (h,)."""
+    return (over_width(sink_weight(lse, sink)) * out).to(out.dtype)
+
+
+def sink_weight(lse: Tensor, sink: Tensor) -> Tensor:
+    """Return a (*b, h, t), 0 for queries that see no key."""
+    hidden = lse == -torch.inf  # -inf is replaced before the subtraction: -inf - -inf has the gradient NaN
+    return torch.sigmoid(lse.masked_fill(hidden, 0) - sink[:, None]).masked_fill(hidden, 0)
+
+
+def over_width(x: Tensor) -> Tensor:
+    """Return a row statistic (*b, h, t) as (*b, t, h, 1)."""
+    return x.transpose(-1, -2)[..., None]

@@ -1,0 +1,268 @@
+"""Claims about torch.compile: one graph without breaks serves all masks, and computes what eager calls compute.
+
+The programs run in processes of their own, because the type checker of the tests cannot be compiled.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from canon import Layout, Mask, fast, reference
+from canon.reference.passes import MAKERS
+from canon.testing import process_groups
+
+TOKENS = 24
+HALVES = {"reference": reference, "fast": fast}
+MASKS = [Mask.documents([0, *ends, TOKENS]) for ends in ([], [5], [7, 9], [1, 2, 20])]
+OWN_LAYOUTS = ("zigzag_attention", "striped_attention")
+CALLS = [
+    ("ring_attention", {}),
+    ("zigzag_attention", {"reduce_dtype": torch.bfloat16}),
+    ("striped_attention", {"backward": "head_parallel", "scale": 0.3}),
+    ("strided_attention", {"head_stride": 2, "backward_first_stride": 1}),
+    ("strided_attention", {"backward_schedule": "ring", "pack_first": False}),
+    ("magi_attention", {"stages": 2}),
+    ("magi_attention", {"stages": 0, "keep_kv": True}),
+    ("magi_attention", {"stages": 2, "keep_kv": True}),
+]
+
+
+def inputs(tokens, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    widths = ((4, 16), (2, 16), (2, 12))
+    return [torch.randn(2, tokens, heads, width, generator=draw).requires_grad_() for heads, width in widths]
+
+
+def results(function, leaves, *arguments):
+    """Return out, lse and the gradients of all leaves."""
+    out, lse = function(*leaves, *arguments)
+    return out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)
+
+
+def assert_same(found, expected, exact):
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, **(dict(rtol=0, atol=0) if exact else {}))
+
+
+def compiled_once(function, backend):
+    """Compile without graph breaks, and forget earlier graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+# --- several ranks
+
+
+def distributed(half, backend, subgroup, calls):
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True  # for keep_kv
+    group = dist.new_group(range(dist.get_world_size())) if subgroup else None
+    for name, options in calls:
+        options = options | {"return_lse": True, "group": group}
+
+        def model(q, k, v, mask, *layout, name=name, options=options):
+            out, lse = getattr(HALVES[half], name)(torch.sin(q), k, v, mask, *layout, **options)
+            return torch.cos(out), lse
+
+        compiled = compiled_once(model, backend)
+        for mask in MASKS:
+            layout = [] if name in OWN_LAYOUTS else [reference.dispatch(mask, 2, chunk=4)]
+            found, expected = (results(f, inputs(TOKENS // 2), mask, *layout) for f in (compiled, model))
+            assert_same(found, expected, exact=backend != "inductor")
+        assert counters["stats"]["unique_graphs"] == 1, "a new mask or a new layout compiles again"
+        layout = [] if name in OWN_LAYOUTS else [None]
+        found, expected = (results(f, inputs(TOKENS // 2), None, *layout) for f in (compiled, model))
+        assert_same(found, expected, exact=backend != "inductor")
+
+
+@pytest.mark.parametrize(
+    ("half", "backend", "subgroup", "calls"),
+    [
+        ("reference", "eager", False, CALLS),
+        ("reference", "inductor", True, CALLS),
+        ("fast", "aot_eager", True, CALLS[1::3]),  # Triton's interpreter is slow
+    ],
+)
+def test_one_graph_serves_all_masks_and_layouts_on_two_ranks(half, backend, subgroup, calls):
+    process_groups.processes(partial(distributed, half, backend, subgroup, calls), 2, timeout=300)
+
+
+def two_groups():
+    """Call two groups in one graph: all ranks, and a part of them."""
+    rank, pairs = dist.get_rank(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = pairs[rank // 2]
+
+    def model(q, k, v):
+        half, whole = reference.ring_attention(q, k, v, group=pair), reference.magi_attention(q, k, v)
+        return half + torch.sin(whole), torch.zeros(1)
+
+    leaves = inputs(6, seed=rank)
+    assert_same(results(compiled_once(model, "aot_eager"), leaves), results(model, leaves), exact=True)
+
+
+def test_two_groups_in_one_graph_and_one_backward_pass():
+    process_groups.processes(two_groups, 4, timeout=200)
+
+
+def disagreeing():
+    layout = Layout.contiguous(TOKENS, 2)
+    mask = MASKS[dist.get_rank()]
+    model = compiled_once(lambda q, k, v: reference.ring_attention(q, k, v, mask, layout), "aot_eager")
+    with pytest.raises(ValueError, match="the ranks disagree"):
+        model(*inputs(TOKENS // 2))
+    refused = compiled_once(lambda q, k, v: reference.ring_attention(q, k, v, None, layout, backward="x"), "aot_eager")
+    with pytest.raises(ValueError, match="backward='x'"):
+        refused(*inputs(TOKENS // 2))
+    frozen = inputs(TOKENS // 2)
+    frozen[1].requires_grad_(dist.get_rank() == 1)
+    with pytest.raises(ValueError, match="requires_grad"):
+        compiled_once(lambda q, k, v: reference.ring_attention(q, k, v, None, layout), "aot_eager")(*frozen)
+
+
+def test_ranks_that_disagree_in_a_compiled_call_raise_on_every_rank():
+    process_groups.processes(disagreeing, 2, timeout=200)
+
+
+# --- one rank
+
+
+def local():
+    for half in HALVES.values():
+        for backend in ("eager", "aot_eager"):
+
+            def model(q, k, v, mask, half=half):
+                out, lse = half.attention(torch.sin(q), k=k, v=v, mask=mask, return_lse=True)
+                return torch.cos(out), lse
+
+            compiled = compiled_once(model, backend)
+            for mask in MASKS:
+                assert_same(
+                    results(compiled, inputs(TOKENS), mask),
+                    results(model, inputs(TOKENS), mask),
+                    exact=half is reference,
+                )
+            assert counters["stats"]["unique_graphs"] == 1
+            packed = [x.detach()[0].requires_grad_() for x in inputs(TOKENS)]
+            assert_same(results(compiled, packed, None), results(model, packed, None), exact=half is reference)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert compiled(*inputs(TOKENS), MASKS[1])[0].dtype == torch.bfloat16
+                found, expected = (results(f, inputs(TOKENS), MASKS[1]) for f in (compiled, model))
+            assert_same(found, expected, exact=half is reference)
+            for without_gradients in (torch.no_grad, torch.inference_mode):
+                with without_gradients():
+                    assert_same(compiled(*inputs(TOKENS), MASKS[2]), model(*inputs(TOKENS), MASKS[2]), exact=True)
+
+
+def lengths():
+    """Compute with many lengths: the second one compiles for all."""
+    model = lambda q, k, v, mask: reference.attention(q * 2, k, v, mask, return_lse=True)
+    compiled = compiled_once(model, "aot_eager")
+    for tokens in (24, 32, 17, 40, 5, 51, 9, 11, 13, 15):
+        mask = Mask.documents([0, 3, tokens])
+        assert_same(results(compiled, inputs(tokens), mask), results(model, inputs(tokens), mask), exact=True)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def accumulation():
+    model = lambda q, k, v, mask: (reference.attention(q, k, v, mask).square(), torch.zeros(1))
+    compiled, sums = compiled_once(model, "aot_eager"), []
+    for f in (compiled, model):
+        leaves = inputs(TOKENS)
+        for mask in MASKS:
+            f(*leaves, mask)[0].sum().backward()
+        sums.append([x.grad for x in leaves])
+    assert_same(*sums, exact=True)
+
+
+@pytest.mark.parametrize("program", [local, lengths, accumulation])
+def test_a_compiled_call_of_one_rank_computes_what_an_eager_call_does(program):
+    process_groups.processes(program, 1, timeout=200)
+
+
+def refusals():
+    q, k, v = inputs(TOKENS)
+    attend = lambda **options: compiled_once(lambda q, k, v: reference.attention(q, k, v, **options), "aot_eager")
+    with pytest.raises(ValueError, match="backward='x': expected one of"):
+        attend(backward="x")(q, k, v)
+    with pytest.raises(ValueError, match="the mask is 5 queries x 5 keys, q holds 24 tokens"):
+        attend(mask=Mask.causal(5))(q, k, v)
+    with pytest.raises(Exception, match="mask must be a canon.Mask or None, got str"):
+        attend(mask="causal")(q, k, v)
+    with pytest.raises(Exception, match=r"all packed .*, got q \(24, 4, 16\)"):
+        attend()(q[0], k, v)
+    (dq,) = torch.autograd.grad(compiled_once(reference.attention, "eager")(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        (dq.sum() + q.sum()).backward()
+    compiled = compiled_once(lambda q, k, v: fast.attention(q, k, v), "aot_eager")
+    with fast.backend("triton"):
+        out = compiled(q, k, v)
+    with fast.backend("gluon"):
+        out.sum().backward()  # with the backend of the forward pass
+        with pytest.raises(RuntimeError, match=r"compiled inside backend\('triton'\)"):
+            compiled(q, k, v)
+    with pytest.raises(Exception, match="Member 'queries' is not registered"):
+        compiled_once(lambda q, mask: q * mask.queries, "eager")(q, MASKS[0])
+
+
+def test_wrong_arguments_of_a_compiled_call_are_named():
+    process_groups.processes(refusals, 1, timeout=200)
+
+
+# --- checkpoints and export
+
+
+def checkpoints():
+    def saves(_, operator, *args, **kwargs):
+        mine = operator is torch.ops.canon.attention.default
+        return CheckpointPolicy.MUST_SAVE if mine else CheckpointPolicy.PREFER_RECOMPUTE
+
+    layer = lambda q, k, v, mask: torch.sin(reference.attention(torch.sin(q), k, v, mask))
+    made, make = [], MAKERS["reference", "attention"]
+    MAKERS["reference", "attention"] = lambda *args, **kwargs: made.append(0) or make(*args, **kwargs)
+    leaves = inputs(TOKENS)
+    expected = torch.autograd.grad(layer(*leaves, MASKS[1]).sum(), leaves)
+    for options, passes in (({}, 3), ({"context_fn": partial(create_selective_checkpoint_contexts, saves)}, 2)):
+
+        def model(*tensors, options=options):
+            return checkpoint(layer, *tensors, MASKS[1], use_reentrant=False, **options)
+
+        made.clear()
+        leaves = inputs(TOKENS)
+        found = torch.autograd.grad(compiled_once(model, "aot_eager")(*leaves).sum(), leaves)
+        assert_same(found, expected, exact=True)
+        assert len(made) == passes, "forward, recomputed unless saved, backward"
+
+
+def test_a_checkpoint_inside_a_graph_recomputes_attention_unless_it_is_saved():
+    process_groups.processes(checkpoints, 1, timeout=200)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.queries, self.mask = torch.nn.Linear(16, 16), mask
+
+    def forward(self, q, k, v, *mask):
+        return reference.attention(self.queries(q), k, v, *(mask or (self.mask,)))
+
+
+def exported(folder):
+    tensors = [x.detach() for x in inputs(TOKENS)]
+    for strict in (True, False):
+        for mask in (None, MASKS[1]):
+            model = Model(mask)
+            program = torch.export.export(model, tuple(tensors), strict=strict)
+            torch.export.save(program, f"{folder}/model.pt2")
+            for found in (program, torch.export.load(f"{folder}/model.pt2")):
+                assert torch.equal(found.module()(*tensors), model(*tensors))
+        program = torch.export.export(model, (*tensors, MASKS[2]), strict=strict).module()
+        assert torch.equal(program(*tensors, MASKS[3]), model(*tensors, MASKS[3])), "the mask is an input"
+
+
+def test_a_model_of_one_rank_is_exported_saved_and_loaded(tmp_path):
+    process_groups.processes(partial(exported, str(tmp_path)), 1, timeout=200)

@@ -1,0 +1,81 @@
+"""Claims about compiled models under DDP and FSDP2: their gradients are the means of the ranks' eager gradients."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from canon import Mask, reference
+from canon.testing import process_groups
+
+TOKENS = 24
+STEPS = ([0, 7], [0, 5, 9], [0, 3, 12])
+
+
+class Block(nn.Module):
+    def __init__(self, function, **options):
+        super().__init__()
+        self.qkv, self.out, self.attend = nn.Linear(32, 8 * 16), nn.Linear(64, 32), partial(function, **options)
+
+    def forward(self, x, mask, layout):
+        q, k, v = self.qkv(x).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
+        return x + self.out(self.attend(q, k, v, mask, layout).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)  # equal parameters on all ranks
+        functions = reference.ring_attention, reference.strided_attention, partial(reference.magi_attention, stages=0)
+        self.blocks = nn.ModuleList(map(Block, functions))
+
+    def forward(self, x, mask, layout):
+        for block in self.blocks:
+            x = block(x, mask, layout)
+        return x
+
+
+def gradients(model):
+    """Return the gradients of every parameter for three packs with different documents."""
+    found = []
+    for ends in STEPS:
+        mask = Mask.documents([*ends, TOKENS])
+        layout = reference.dispatch(mask, dist.get_world_size(), chunk=4)
+        draw = torch.Generator().manual_seed(len(found))
+        x = layout.shard(torch.randn(2, TOKENS, 32, generator=draw), dist.get_rank())
+        model.zero_grad()
+        model(x, mask, layout).square().sum().backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        found.append([x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for x in grads])
+    return found
+
+
+def ddp():
+    return torch.compile(nn.parallel.DistributedDataParallel(Model()), backend="aot_eager")
+
+
+def fsdp():
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+        block.compile(backend="aot_eager", fullgraph=True)
+    fully_shard(model)
+    return model
+
+
+def program(wrap):
+    expected = gradients(Model())
+    for grads in expected:
+        for x in grads:
+            dist.all_reduce(x)
+            x /= dist.get_world_size()
+    for mine, theirs in zip(gradients(wrap()), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp])
+def test_compiled_models_train_with_a_new_mask_in_each_step(wrap):
+    process_groups.processes(partial(program, wrap), 2, timeout=200)

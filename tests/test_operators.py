@@ -1,0 +1,138 @@
+"""Claims about the operators canon::...: torch's own checks pass, and dispatch modes can save and trace a call."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from canon import Layout, Mask, fast, reference
+from canon.reference import operators
+from canon.testing import process_groups
+from canon.testing.thread_group import ThreadGroup
+
+HALVES = {"reference": reference, "fast": fast}
+MASK = Mask.documents([0, 5, 24])
+SUMS = (None, "", None, "auto", [True] * 3)  # scale, group, reduce_dtype, backward, needs_grad
+OPTIONS = {
+    "attention": [(0.3, "split")],
+    "ring_attention": [SUMS],
+    "zigzag_attention": [SUMS],
+    "striped_attention": [SUMS],
+    "strided_attention": [(*SUMS, 2, 1, None, None, True, "scatter")],
+    "magi_attention": [(*SUMS, 1, False), (*SUMS, 0, True)],
+}
+both_halves = pytest.mark.parametrize("half", HALVES)
+
+
+def inputs(tokens=24, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    widths = ((4, 16), (2, 16), (2, 12))
+    return [torch.randn(2, tokens, heads, width, generator=draw).requires_grad_() for heads, width in widths]
+
+
+@both_halves
+@pytest.mark.parametrize("function", OPTIONS)
+def test_opcheck_accepts_every_operator(half, function):
+    operator = getattr(torch.ops.canon, function).default
+    assert operators.OPTIONS.keys() == OPTIONS.keys()
+    for options in OPTIONS[function]:
+        layout, has_layout = Layout.contiguous(24, 1), function != "attention"
+        torch.library.opcheck(operator, (*inputs(), MASK, True, layout, has_layout, half, None, *options))
+        packed = [x.detach()[0].requires_grad_() for x in inputs()]
+        torch.library.opcheck(operator, (*packed, MASK, False, layout, False, half, None, *options))
+
+
+def test_cuda_graphs_of_inductor_leave_every_operator_out():
+    names = [name for function in OPTIONS for name in (function, f"{function}_backward")]
+    for name in names:
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.canon, name).default.tags
+
+
+# --- selective checkpoints
+
+SAVED = [getattr(torch.ops.canon, function).default for function in OPTIONS]
+
+
+def save_attention(_, operator, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+KINDS = {
+    "nothing": None,
+    "reentrant": {"use_reentrant": True},
+    "full": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, save_attention),
+    },
+}
+
+
+@both_halves
+@pytest.mark.parametrize("function", ["ring_attention", "strided_attention", "magi_attention"])
+def test_a_saved_operator_sends_no_messages_again(half, function, monkeypatch):
+    sent = []
+    for name in ("send", "all_to_all_single", "all_gather_single", "allgather"):
+        method = getattr(ThreadGroup, name)
+
+        def noted(self, *args, _method=method, **kwargs):
+            if self.group_rank == 0:
+                sent.append(0)
+            return _method(self, *args, **kwargs)
+
+        monkeypatch.setattr(ThreadGroup, name, noted)
+
+    def program(kind):
+        attend = getattr(HALVES[half], function)
+        layer = lambda q, k, v: torch.sin(attend(torch.sin(q), k, v, MASK, Layout.zigzag(24, 2)))
+        leaves = inputs(12, seed=dist.get_rank())
+        out = layer(*leaves) if KINDS[kind] is None else checkpoint(layer, *leaves, **KINDS[kind])
+        out.square().sum().backward()
+        return [x.grad for x in leaves]
+
+    def backward(kind):
+        """Return the gradients of both ranks, and the number of messages."""
+        sent.clear()
+        return process_groups.threads(partial(program, kind), 2), len(sent)
+
+    backward("nothing")  # the first call of a group exchanges more
+    expected, messages = backward("nothing")
+    counts = {}
+    for kind in KINDS:
+        found, counts[kind] = backward(kind)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert all(map(torch.equal, mine, theirs))
+    assert counts["selective"] == messages
+    assert counts["full"] == counts["reentrant"] > messages, "the forward pass runs again"
+
+
+# --- other modes
+
+
+@both_halves
+def test_a_mode_sees_one_operator_for_each_pass(half):
+    attend = HALVES[half].attention
+    leaves = inputs()
+    graph = make_fx(lambda *x: torch.autograd.grad(attend(*x, MASK).sum(), x), tracing_mode="fake")(*leaves)
+    names = [str(node.target) for node in graph.graph.nodes if "canon" in str(node.target)]
+    assert names == ["canon.attention.default", "canon.attention_backward.default"]
+    expected = torch.autograd.grad(attend(*leaves, MASK).sum(), leaves)
+    assert all(map(torch.equal, graph(*leaves), expected))
+
+
+@both_halves
+def test_operators_refuse_what_eager_calls_refuse(half):
+    attend = HALVES[half].attention
+    q, k, v = inputs()
+    with FlopCounterMode(display=False):
+        (dq,) = torch.autograd.grad(attend(q, k, v, MASK).sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivatives"):
+            (dq.sum() + q.sum()).backward()
+        with pytest.raises(NotImplementedError, match=r"torch\.func"):
+            torch.func.grad(lambda q: attend(q, k, v).sum())(q.detach())
+        with pytest.raises(ValueError, match="the mask is 5 queries x 5 keys"):
+            attend(q, k, v, Mask.causal(5))
