@@ -134,5 +134,5 @@ def test_operators_refuse_what_eager_calls_refuse(half):
             (dq.sum() + q.sum()).backward()
         with pytest.raises(NotImplementedError, match=r"torch\.func"):
             torch.func.grad(lambda q: attend(q, k, v).sum())(q.detach())
-        with pytest.raises(ValueError, match="the mask is 5 queries x 5 keys"):
+        with pytest.raises(ValueError, match="mask is 5 queries x 5 keys"):
             attend(q, k, v, Mask.causal(5))

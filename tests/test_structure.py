@@ -33,6 +33,7 @@ VOCABULARY = {
     "operators",
     "packing",
     "passes",
+    "sink_weights",
     "plan",
     "plan_cache",
     "prepared_plans",

@@ -24,17 +24,20 @@ from canon.fast.kernels.triton.blocks import (
 
 
 @triton.jit
-def sink_weights(lse, sink, batch, head, rows, valid, lse_strides, sink_strides, ACC: tl.constexpr):
+def sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC: tl.constexpr):
     """Return a, a (1 - a) and whether the query sees a key, for these rows of one head."""
-    lse_head = statistic_head_pointer(lse, batch, head, lse_strides)
-    lse_row = tl.load(lse_head + tl.cast(rows, tl.int64) * lse_strides[2], mask=valid, other=float("-inf")).to(ACC)
+    lse_rows = statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows
+    lse_row = tl.load(lse_rows, mask=valid, other=float("-inf")).to(ACC)
     active = valid & (lse_row != float("-inf"))
-    x = tl.where(active, lse_row - tl.load(sink + head * sink_strides[0]).to(ACC), float("-inf"))
+    x = tl.where(active, lse_row - tl.load(sink + head).to(ACC), float("-inf"))
     e = tl.exp(-tl.abs(x))
     return tl.where(x < 0, e, 1.0) / (1.0 + e), e / ((1.0 + e) * (1.0 + e)), active
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+@triton.jit(
+    do_not_specialize=["tokens", "heads", "batch_heads", "lse_stride_b", "lse_stride_h"],
+    do_not_specialize_on_alignment=["lse"],
+)
 def sink_kernel(
     out,
     lse,
@@ -44,8 +47,8 @@ def sink_kernel(
     heads,
     batch_heads,
     out_strides,
-    lse_strides,
-    sink_strides,
+    lse_stride_b,
+    lse_stride_h,
     result_strides,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -58,7 +61,7 @@ def sink_kernel(
     batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
-    a, _, _ = sink_weights(lse, sink, batch, head, rows, valid, lse_strides, sink_strides, ACC)
+    a, _, _ = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
     offset = tile_offsets(out_strides, BM, D_PAD, ALIGN)
     out_head = head_pointer(out, batch, head, out_strides, ALIGN)
     x = load_rows(out_head, offset, first, out_strides[1], valid, D, D_PAD, ALIGN).to(ACC)
@@ -67,7 +70,12 @@ def sink_kernel(
     store_rows(result_head, offset, first, result_strides[1], valid, x * a[:, None], D, D_PAD, ALIGN)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "heads", "batch_heads", "lse_stride_b", "lse_stride_h", "dlse_stride_b", "dlse_stride_h",
+    ],
+    do_not_specialize_on_alignment=["lse", "dlse"],
+)  # fmt: skip
 def sink_backward_kernel(
     dout,
     out,
@@ -80,10 +88,11 @@ def sink_backward_kernel(
     batch_heads,
     dout_strides,
     out_strides,
-    lse_strides,
-    sink_strides,
+    lse_stride_b,
+    lse_stride_h,
     dout_keys_strides,
-    dlse_strides,
+    dlse_stride_b,
+    dlse_stride_h,
     HAS_DOUT_KEYS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -96,15 +105,14 @@ def sink_backward_kernel(
     batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
-    a, slope, active = sink_weights(lse, sink, batch, head, rows, valid, lse_strides, sink_strides, ACC)
+    a, slope, active = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
     offset = tile_offsets(dout_strides, BM, D_PAD, ALIGN)
     dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
     dout_tile = load_rows(dout_head, offset, first, dout_strides[1], active, D, D_PAD, ALIGN).to(ACC)
     offset = tile_offsets(out_strides, BM, D_PAD, ALIGN)
     out_head = head_pointer(out, batch, head, out_strides, ALIGN)
     out_tile = load_rows(out_head, offset, first, out_strides[1], active, D, D_PAD, ALIGN).to(ACC)
-    dlse_head = statistic_head_pointer(dlse, batch, head, dlse_strides)
-    dlse_rows = dlse_head + tl.cast(rows, tl.int64) * dlse_strides[2]
+    dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
     tl.store(dlse_rows, slope * tl.sum(out_tile * dout_tile, 1), mask=valid)
     if HAS_DOUT_KEYS:
         offset = tile_offsets(dout_keys_strides, BM, D_PAD, ALIGN)
@@ -114,10 +122,10 @@ def sink_backward_kernel(
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
     """Write result (b, t, h, dv): out under the sink (h,), from lse (b, h, t) over all keys."""
-    out = launch.addressable(out)
-    tensors, options = (out, lse, sink, result), launch.row_options(lse.dtype, out, result)
-    arguments = (*tensors, out.shape[1], out.shape[2])
-    launch.run(sink_kernel, launch.row_grid(out), launch.ROWS, arguments, launch.batch_heads(out), tensors, options)
+    out, lse, sink = launch.addressable(out), launch.contiguous_rows(lse), sink.contiguous()
+    arguments, options = (out, lse, sink, result, *out.shape[1:3]), launch.row_options(lse.dtype, out, result)
+    strided = out, lse, result
+    launch.run(sink_kernel, launch.row_grid(out), launch.ROWS, arguments, launch.batch_heads(out), strided, options)
 
 
 def differentiate_sink(
@@ -125,8 +133,9 @@ def differentiate_sink(
 ) -> None:
     """Write dout_keys (b, t, h, dv), unless it is None, and dlse (b, h, t). ``out`` is that of the keys."""
     dout, out = map(launch.addressable, (dout, out))
-    tensors = (dout, out, lse, sink, out if dout_keys is None else dout_keys, dlse)
-    options = {"HAS_DOUT_KEYS": dout_keys is not None, **launch.row_options(lse.dtype, dout, out, tensors[4])}
-    arguments = (*tensors, out.shape[1], out.shape[2])
-    heads = launch.batch_heads(out)
-    launch.run(sink_backward_kernel, launch.row_grid(out), launch.ROWS, arguments, heads, tensors, options)
+    lse, sink = launch.contiguous_rows(lse), sink.contiguous()
+    written = out if dout_keys is None else dout_keys
+    options = {"HAS_DOUT_KEYS": dout_keys is not None, **launch.row_options(lse.dtype, dout, out, written)}
+    arguments, heads = (dout, out, lse, sink, written, dlse, *out.shape[1:3]), launch.batch_heads(out)
+    strided = dout, out, lse, written, dlse
+    launch.run(sink_backward_kernel, launch.row_grid(out), launch.ROWS, arguments, heads, strided, options)
