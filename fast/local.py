@@ -23,10 +23,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.fast.backward import attention_backward, gradients
+from canon.fast.backward import attention_backward, gradients, rank_invariant_method
 from canon.fast.device import check_device, kernels_for
 from canon.fast.differentiable import differentiable
 from canon.fast.kernels.triton import launch
+from canon.fast.placed_mask import PlacedMask, aligned, canonical, in_place
 from canon.fast.prepared import replayed
 from canon.reference import plan_cache
 from canon.reference.checks import (
@@ -40,6 +41,7 @@ from canon.reference.checks import (
     under_autocast,
 )
 from canon.reference.mask import Mask
+from canon.reference.rank_invariance import check_rank_invariant
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
@@ -54,6 +56,7 @@ def attention(
     *,
     scale: float | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return softmax(scale * q k^T) v over the visible cells, and on request lse, the log of the softmax's denominator.
@@ -72,16 +75,19 @@ def attention(
         mask: the visible cells; None is causal and needs as many queries as keys.
         scale: factor of the scores, finite; None is 1 / sqrt(d).
         backward: "fused", "split", "head_parallel", or "auto": see `attention_backward`.
+        rank_invariant: return the bits that `strided_attention` and `magi_attention` return with this option on any number
+            of ranks. They differ from the bits without the option.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes, dtypes, devices or the mask do not fit together, ``backward`` is unknown, or the widths need
+        ValueError: shapes, dtypes, devices or the mask do not fit together, ``backward`` is unknown or contradicts
+            ``rank_invariant``, or the widths need
             more shared memory than the device has.
         RuntimeError: CPU tensors without Triton's interpreter.
 
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
-    call = _checked_call(q, k, v, mask, scale, backward)
+    call = _checked_call(q, k, v, mask, scale, backward, rank_invariant)
     return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
 
 
@@ -92,13 +98,13 @@ class _LocalCall:
     One object serves all calls of its kind, so it can stand for the kind of their tensors.
     """
 
-    mask: Mask
+    mask: Mask | PlacedMask  # placed: rank_invariant
     scale: float
     method: str
     kind_of_saved: tuple = ()  # strides and alignment of q, k, v, out and lse in the forward pass
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = forward_part(q, k, v, self.mask, self.scale, q.dtype, kind=self)
+        out, lse = forward_part(*self._aligned(q, k, v), self.mask, self.scale, q.dtype, kind=self)
         if not self.kind_of_saved:
             self.kind_of_saved = _strides_and_alignment(q, k, v, out, lse)
         return out, lse
@@ -109,7 +115,14 @@ class _LocalCall:
             given = (dout,) if dlse is None else (dout, dlse)
             kind = (self, needs_grad, dout.dtype, _strides_and_alignment(*given))
         options = (self.mask, self.scale, self.method, needs_grad)
-        return gradients(dout.to(q.dtype), q, k, v, out, lse, dlse, *options, kind=kind)
+        dout = dout.to(q.dtype)
+        if isinstance(self.mask, PlacedMask):
+            dout = canonical(dout)
+        return gradients(dout, *self._aligned(q, k, v), out, lse, dlse, *options, kind=kind)
+
+    def _aligned(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors, for a placed mask as every number of ranks has them."""
+        return tuple(map(aligned, tensors)) if isinstance(self.mask, PlacedMask) else tensors
 
     @property
     def nbytes(self) -> int:
@@ -121,11 +134,15 @@ def _strides_and_alignment(*tensors: Tensor) -> tuple:
     return tuple([(x.stride(), x.data_ptr() & 15) for x in tensors])
 
 
-def _kind_of_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str) -> tuple | None:
+def _kind_of_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str, rank_invariant: bool
+) -> tuple | None:
     """Return a key for calls that need the same checks and the same kernels, None for arguments of unusual types."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(method, str)):
         return None
     if not (mask is None or type(mask) is Mask) or type(scale) not in (type(None), float, int):
+        return None
+    if type(rank_invariant) is not bool:
         return None
     if not (q.layout is k.layout is v.layout is torch.strided) or q.device.type not in ("cuda", "cpu"):
         return None
@@ -134,17 +151,24 @@ def _kind_of_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: flo
     except RuntimeError:  # a tensor without memory, for example inside torch.func
         return None
     kinds = [(type(x), x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)]
-    return (_LocalCall, *kinds, a & 15, b & 15, c & 15, mask, scale, method)
+    return (_LocalCall, *kinds, a & 15, b & 15, c & 15, mask, scale, method, rank_invariant)
 
 
-def _checked_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str) -> _LocalCall:
+def _checked_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str, rank_invariant: bool
+) -> _LocalCall:
     """Check the arguments of `attention`; those of a kind that was checked before are looked up."""
-    key = _kind_of_call(q, k, v, mask, scale, method)
+    key = _kind_of_call(q, k, v, mask, scale, method, rank_invariant)
     if key is not None and (found := plan_cache.PLANS.get(key)) is not None:
         return found
     check_tensors(q, k, v)
     check_method("backward", method)
-    call = _LocalCall(default_mask(q, k, mask), default_scale(q, scale), method)
+    check_rank_invariant("attention", rank_invariant, backward=method)
+    mask, scale = default_mask(q, k, mask), default_scale(q, scale)
+    if rank_invariant:
+        call = _LocalCall(in_place(mask), scale, rank_invariant_method(q, k, v, mask, method))
+    else:
+        call = _LocalCall(mask, scale, method)
     return call if key is None else plan_cache.PLANS.put(key, call)
 
 
@@ -173,7 +197,7 @@ def attention_forward(
 
 
 def forward_part(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dtype: torch.dtype, kind: Hashable = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | PlacedMask, scale: float, dtype: torch.dtype, kind: Hashable = None
 ) -> tuple[Tensor, Tensor]:
     """Return out in ``dtype`` and lse as `attention_forward` does, for a batch and without checks of the arguments.
 
@@ -192,8 +216,9 @@ def empty_result(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def forward_into(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor, kind: Hashable = None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | PlacedMask, scale: float, out: Tensor, lse: Tensor,
+    kind: Hashable = None,
+) -> None:  # fmt: skip
     """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise RuntimeError for unusable devices.
 
     ``kind``: as in `replayed`.

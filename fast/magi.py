@@ -46,6 +46,7 @@ from canon.fast.group_collectives import GroupCast, GroupReduce, cast_plan, grou
 from canon.fast.local import forward_part
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
+from canon.fast.tile_exchanges import cast_passes
 from canon.fast.transport import transport_for
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import accumulate_dtype, under_autocast
@@ -65,12 +66,13 @@ def magi_attention(
     mask: Mask | None = None,
     layout: Layout | None = None,
     *,
-    stages: int = 1,
+    stages: int | None = None,
     keep_kv: bool = False,
     scale: float | None = None,
     group: dist.ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
@@ -79,26 +81,34 @@ def magi_attention(
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or packed without b.
         mask: the visible cells of the whole sequence; None is causal.
         layout: the tokens that each rank holds, from `dispatch` or any other; None is contiguous.
-        stages: number of casts, each overlapping with the kernel before it; 0 waits for all keys and runs one kernel.
+        stages: number of casts, each overlapping with the kernel before it; 0 waits for all keys and runs one kernel. None
+            is 1, or 0 with rank_invariant.
         keep_kv: keep the received keys for the backward pass instead of fetching them again.
         scale: factor of the scores; None is 1 / sqrt(d).
         group: the ranks; None is all. Without an initialised process group: one rank.
         reduce_dtype: dtype in which dk and dv travel; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for each step's part.
+        rank_invariant: return the bits of one rank, on any number of ranks (`owner_computes.py`). Then the pieces of the
+            layout must begin at multiples of 128 tokens: pass ``dispatch(mask, ranks, rank_invariant=True)``.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
     All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The mask gives the number of
     tokens; without a mask the layout does; without either it is W t.
 
     Raises:
-        ValueError: on every rank, if the arguments of one rank do not fit or differ from the others'.
+        ValueError: on every rank, if the arguments of one rank do not fit or differ from the others', or an option or
+            the layout contradicts rank_invariant.
 
     Source: Tao and Huang, MagiAttention (2025).
     """
+    stages = (0 if rank_invariant is True else 1) if stages is None else stages
     call = agreed_call(
         "magi_attention", q, k, v, mask, layout,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, stages=stages, keep_kv=keep_kv,
+        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
+        rank_invariant=rank_invariant, stages=stages, keep_kv=keep_kv,
     )  # fmt: skip
+    if rank_invariant:
+        return differentiable(q, k, v, *cast_passes(call, keep_kv), call=call, return_lse=return_lse)
     plan = cast_plan(call.mask, call.layout, stages=stages)  # after the agreement, so that it raises on all ranks
 
     def forward(q, k, v):

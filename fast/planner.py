@@ -47,6 +47,7 @@ def dispatch(
     cells_per_us: int = 4400,
     tokens_per_us: int = 18,
     swaps_per_chunk: int = 1,
+    rank_invariant: bool = False,
 ) -> Layout:
     """Return a layout that assigns chunks of the sequence to ranks, so that ranks work equally and move few keys.
 
@@ -64,6 +65,8 @@ def dispatch(
         cells_per_us, tokens_per_us: assumed rates of a rank, forward and backward together: query-key pairs, of all heads,
             that it computes in a microsecond, and tokens of K and V that it receives.
         swaps_per_chunk: most swaps for each chunk, over all starts.
+        rank_invariant: make the layout fit ``magi_attention(..., rank_invariant=True)``: the chunk is a multiple of 128
+            tokens. None is then its default rounded up, and other chunks raise.
 
     Raises:
         ValueError: the mask is not square, or a number is out of its range.
@@ -74,7 +77,9 @@ def dispatch(
 
     Source: `canon.reference.planner`.
     """
-    checked = checked_dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk)
+    checked = checked_dispatch(
+        mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk, rank_invariant
+    )
     return _dispatch(mask, *checked)
 
 

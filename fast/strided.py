@@ -39,8 +39,10 @@ from canon.fast.backward import QueryInputs, begin_backward, make_delta
 from canon.fast.differentiable import differentiable
 from canon.fast.exchange import AllGather, ReduceScatter, gathered_mask
 from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.ring import ring_backward
+from canon.fast.tile_exchanges import OwnTokens, TileGather
 from canon.reference.call import Call, agreed_call
 from canon.reference.checks import under_autocast
 from canon.reference.layout import Layout
@@ -70,6 +72,7 @@ def strided_attention(
     group: dist.ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
@@ -87,6 +90,8 @@ def strided_attention(
         group: the ranks; None is all. Without an initialised process group: one rank.
         reduce_dtype: dtype in which dk and dv travel and are summed; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for each step's part.
+        rank_invariant: return the bits of one rank, on any number of ranks (`owner_computes.py`). Then layout=None has
+            pieces that begin at multiples of 128 tokens, and any other layout must have such pieces.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
     All ranks must pass equal masks, layouts, dtypes, heads, widths, scales and options. The mask gives the number of
@@ -94,7 +99,7 @@ def strided_attention(
 
     Raises:
         ValueError: on every rank, if the arguments of one rank do not fit or differ from the others', or a stride is out of
-            range or has no effect.
+            range or has no effect, or an option or the layout contradicts rank_invariant.
 
     Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; aqlaboratory/ring-flash-attention pull request 12.
     """
@@ -108,9 +113,18 @@ def strided_attention(
     }
     call = agreed_call(
         "strided_attention", q, k, v, mask, layout,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, **options,
+        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
+        rank_invariant=rank_invariant, **options,
     )  # fmt: skip
     steps = strided_steps(k.shape[-2], **options)  # after the agreement, so that a bad stride raises on all ranks
+    if rank_invariant:
+        exchange = TileGather(call) if call.ranks > 1 else OwnTokens(call)
+        options = pack_first, exchange
+        passes = (
+            partial(owner_forward, call, steps.forward, *options),
+            partial(owner_backward, call, steps.backward, *options),
+        )
+        return differentiable(q, k, v, *passes, call=call, return_lse=return_lse)
     ring = steps.backward is None or call.ranks == 1
     differentiate = partial(ring_backward, call) if ring else partial(_backward, call, steps)
     return differentiable(q, k, v, partial(_forward, call, steps), differentiate, call=call, return_lse=return_lse)

@@ -27,6 +27,7 @@ from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
 from canon.reference.plan_arguments import Sizes, check_into, check_rows
+from canon.reference.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,13 @@ def agreed_call(
     with refused_together(function, group, ranks):
         check_tensors(q, k, v)
         check_method("backward", backward)
+        if "rank_invariant" in options:
+            check_rank_invariant(function, backward=backward, reduce_dtype=reduce_dtype, **options)
+        if rank_invariant := options.get("rank_invariant", False):
+            layout = contiguous_tiles if layout is None else layout
         mask, layout = _mask_and_layout(q, k, mask, layout, rank, ranks)
+        if rank_invariant:
+            check_tiled(function, layout)
         reduce_dtype = _reduce_dtype(q, reduce_dtype)
         scale = default_scale(q, scale)
         fields = (

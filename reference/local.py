@@ -35,6 +35,7 @@ from canon.reference.checks import (
 )
 from canon.reference.differentiable import differentiable
 from canon.reference.mask import Mask
+from canon.reference.rank_invariance import check_rank_invariant
 from canon.reference.tiles import read, read_keys, visible_tiles
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
@@ -49,6 +50,7 @@ def attention(
     *,
     scale: float | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return softmax(scale * q k^T) v over the visible cells, differentiable in q, k and v.
@@ -62,16 +64,20 @@ def attention(
         mask: the visible cells of t queries x s keys; None is causal and needs t = s.
         scale: factor of the scores, finite; None is 1 / sqrt(d).
         backward: "fused", "split", "head_parallel", or "auto" (in this half: "split"). See `backward.py`.
+        rank_invariant: return the bits that `strided_attention` and `magi_attention` return with this option on any number
+            of ranks. In this half, they are always the bits of this function. "fused" contradicts the option.
         return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
             for float64). It is differentiable.
 
     Raises:
-        ValueError: shapes, dtypes, devices or the mask do not fit together, or ``backward`` is unknown.
+        ValueError: shapes, dtypes, devices or the mask do not fit together, or ``backward`` is unknown or
+            contradicts ``rank_invariant``.
 
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
     check_tensors(q, k, v)
     check_method("backward", backward)
+    check_rank_invariant("attention", rank_invariant, backward=backward)
     mask, scale = default_mask(q, k, mask), default_scale(q, scale)
 
     def forward(q, k, v):

@@ -85,6 +85,7 @@ from canon.reference.local import merge, tiled_forward
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
 from canon.reference.planner import dispatch
+from canon.reference.sequence_exchanges import cast_passes
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
 
@@ -96,12 +97,13 @@ def magi_attention(
     mask: Mask | None = None,
     layout: Layout | None = None,
     *,
-    stages: int = 1,
+    stages: int | None = None,
     keep_kv: bool = False,
     scale: float | None = None,
     group: dist.ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
@@ -110,23 +112,30 @@ def magi_attention(
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank, from `dispatch` or any other; None is contiguous.
-        stages: the maximal number of casts, each in flight during the previous step. 0 is one cast, then one step.
+        stages: the maximal number of casts, each in flight during the previous step. 0 is one cast, then one step. None is
+            1, or 0 with rank_invariant.
         keep_kv: keep the received keys for the backward pass instead of casting them again.
         scale: factor of the scores; None is 1 / sqrt(d).
         group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
         reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
+        rank_invariant: return the bits of one rank, on any number of ranks (`owner_computes.py`). Then the pieces of the
+            layout must begin at multiples of 128 tokens: pass ``dispatch(mask, ranks, rank_invariant=True)``.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
     All ranks must pass equal masks, layouts, dtypes, heads, widths, scales, options and requires_grad of q, k, v. t may
     differ, according to the layout. The sequence has the tokens of the mask, else of the layout, else W t.
 
     Raises:
-        ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
+        ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others, or
+            if an option or the layout contradicts rank_invariant.
 
     Source: Tao and Huang, MagiAttention (2025).
     """
-    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
+    stages = (0 if rank_invariant is True else 1) if stages is None else stages
+    options = dict(
+        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, rank_invariant=rank_invariant
+    )
     return _magi(q, k, v, mask, layout, return_lse, stages=stages, keep_kv=keep_kv, **options)
 
 
@@ -134,6 +143,8 @@ def magi_attention(
 def _magi(q, k, v, mask, layout, return_lse, *, stages, keep_kv, **options):
     call = agreed_call("magi_attention", q, k, v, mask, layout, **options, stages=stages, keep_kv=keep_kv)
     plan = cast_plan(call.mask, call.layout, stages=stages)  # raises on all ranks, as all agree on stages
+    if options["rank_invariant"]:
+        return differentiable(q, k, v, *cast_passes(call, plan, keep_kv), call=call, return_lse=return_lse)
 
     def forward(q, k, v):
         kept: list[Tensor] = []

@@ -71,7 +71,9 @@ from canon.reference.differentiable import differentiable
 from canon.reference.layout import Layout
 from canon.reference.local import tiled_forward
 from canon.reference.mask import Mask
+from canon.reference.owner_computes import owner_backward, owner_forward, query_heads
 from canon.reference.ring import ring_backward
+from canon.reference.sequence_exchanges import SequenceGather
 from canon.reference.strides import Steps, strided_steps, suggest_strides
 
 __all__ = ["strided_attention", "suggest_strides"]
@@ -94,6 +96,7 @@ def strided_attention(
     group: dist.ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return attention of this rank's queries over the keys of all ranks. All ranks must call it and its backward.
@@ -111,6 +114,8 @@ def strided_attention(
         group: the process group; None is all ranks. Without torch.distributed this process is the only rank.
         reduce_dtype: dtype in which dk and dv are sent. None: float32 (float64 for float64). "scatter" also adds in it.
         backward: "fused", "split", "head_parallel" or "auto", the method in each step: see `backward.py`.
+        rank_invariant: return the bits of one rank, on any number of ranks (`owner_computes.py`). Then layout=None has
+            pieces that begin at multiples of 128 tokens, and any other layout must have such pieces.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
     All ranks must pass equal masks, layouts, dtypes, heads, head widths, scales, options and requires_grad. The sequence
@@ -118,7 +123,8 @@ def strided_attention(
 
     Raises:
         ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
-            Also if strides do not fit the heads, or a backward stride is given with "ring".
+            Also if strides do not fit the heads, a backward stride is given with "ring", or an option or the layout
+            contradicts rank_invariant.
 
     For costs and sources, see the module's docstring.
     """
@@ -130,7 +136,9 @@ def strided_attention(
         pack_first=pack_first,
         backward_schedule=backward_schedule,
     )
-    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
+    options = dict(
+        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, rank_invariant=rank_invariant
+    )
     return _strided(q, k, v, mask, layout, return_lse, strides, **options)
 
 
@@ -138,8 +146,14 @@ def strided_attention(
 def _strided(q, k, v, mask, layout, return_lse, strides, **options):
     call = agreed_call("strided_attention", q, k, v, mask, layout, **options, **strides)
     steps = strided_steps(k.shape[-2], **strides)  # all ranks agree on the strides: bad ones raise on all of them
-    backward = partial(ring_backward, call) if steps.backward is None else partial(strided_backward, call, steps)
-    return differentiable(q, k, v, partial(strided_forward, call, steps), backward, call=call, return_lse=return_lse)
+    forward, backward = partial(strided_forward, call, steps), partial(strided_backward, call, steps)
+    if options["rank_invariant"]:
+        fetch = partial(SequenceGather, call, steps.pack_first)
+        forward = partial(owner_forward, call, steps.forward, fetch)
+        backward = partial(owner_backward, call, steps.backward, fetch, fetch)
+    elif steps.backward is None:
+        backward = partial(ring_backward, call)
+    return differentiable(q, k, v, forward, backward, call=call, return_lse=return_lse)
 
 
 def strided_forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,12 +199,6 @@ def strided_backward(
     sums += [reduction.wait()] if reduction else []
     dk, dv = (torch.cat(parts, dim=2).to(k.dtype) for parts in zip(*sums, strict=True)) if sums else (None, None)
     return torch.cat(dqs, dim=2).to(q.dtype) if needs_grad[0] else None, dk, dv
-
-
-def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
-    """Return the query heads that share the key heads ``heads``."""
-    share = q.shape[2] // k.shape[2]
-    return slice(share * heads.start, share * heads.stop)
 
 
 class AllGather:

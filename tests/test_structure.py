@@ -29,6 +29,7 @@ VOCABULARY = {
     "liveness",
     "plan",
     "plan_cache",
+    "rank_invariance",
     "report",
     "strides",
 }
