@@ -98,7 +98,7 @@ class _LocalCall:
     One object serves all calls of its kind, so it can stand for the kind of their tensors.
     """
 
-    mask: Mask | PlacedMask  # placed: rank_invariant
+    mask: Mask  # a PlacedMask with rank_invariant
     scale: float
     method: str
     kind_of_saved: tuple = ()  # strides and alignment of q, k, v, out and lse in the forward pass
@@ -197,7 +197,7 @@ def attention_forward(
 
 
 def forward_part(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | PlacedMask, scale: float, dtype: torch.dtype, kind: Hashable = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dtype: torch.dtype, kind: Hashable = None
 ) -> tuple[Tensor, Tensor]:
     """Return out in ``dtype`` and lse as `attention_forward` does, for a batch and without checks of the arguments.
 
@@ -216,9 +216,8 @@ def empty_result(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def forward_into(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | PlacedMask, scale: float, out: Tensor, lse: Tensor,
-    kind: Hashable = None,
-) -> None:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor, kind: Hashable = None
+) -> None:
     """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise RuntimeError for unusable devices.
 
     ``kind``: as in `replayed`.

@@ -23,7 +23,7 @@ Sources: as `canon.reference.owner_computes`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Leg(NamedTuple):
     messages: Messages
 
 
+@runtime_checkable
 class Pending(Protocol):
     """Messages in flight."""
 
@@ -53,6 +54,7 @@ class Pending(Protocol):
         ...
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """Bring the tokens of other ranks into buffers, for one kind of call."""
 

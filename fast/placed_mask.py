@@ -15,13 +15,13 @@ Cost of a table: the cut of the whole mask and the spans of the own tiles, in Nu
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from canon.reference.band import Band
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
 from canon.reference.rank_invariance import TILE, Piece
@@ -39,26 +39,45 @@ class Placement(NamedTuple):
     shift: np.ndarray
 
 
-@dataclass(frozen=True, eq=False)
-class PlacedMask:
+class PlacedMask(Mask):
     """The mask between a buffer of queries and a buffer of keys, which hold pieces of the sequence of ``whole``.
 
-    ``queries`` and ``keys`` are the rows of the buffers. A piece is (first row, tokens). Compared by content.
+    Args:
+        whole: over the whole sequence.
+        query_pieces, key_pieces: (first row, tokens) of each piece of a buffer.
+        queries, keys: the rows of the buffers.
+
     Raises ValueError if a piece does not begin at a multiple of 128, in the sequence and in the buffer.
     """
 
+    __slots__ = ("_bands", "key_pieces", "query_pieces", "whole")
     whole: Mask
     query_pieces: tuple[Piece, ...]
     key_pieces: tuple[Piece, ...]
-    queries: int
-    keys: int
-    _hash: int = field(init=False, repr=False)
 
-    def __post_init__(self):
-        for row, tokens in (*self.query_pieces, *self.key_pieces):
+    def __init__(
+        self, whole: Mask, query_pieces: tuple[Piece, ...], key_pieces: tuple[Piece, ...], queries: int, keys: int
+    ):
+        for row, tokens in (*query_pieces, *key_pieces):
             if row % TILE or tokens.start % TILE or tokens.step != 1:
                 raise ValueError(f"tokens {tokens} at row {row} do not begin at a multiple of {TILE}")
-        object.__setattr__(self, "_hash", hash(self._content))
+        content = dict(whole=whole, query_pieces=query_pieces, key_pieces=key_pieces, queries=queries, keys=keys)
+        unknown = dict(_bands=None, _rows=None, _digest=None)
+        for name, value in (content | unknown | {"_hash": hash(tuple(content.values()))}).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def bands(self) -> tuple[Band, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The bands between the buffers. Kernels do not need them, so they are made at the first use."""
+        if self._bands is None:
+            bands = [
+                band.pick(queries, keys).shift(q_row, k_row)
+                for q_row, queries in self.query_pieces
+                for k_row, keys in self.key_pieces
+                for band in self.whole.bands
+            ]
+            object.__setattr__(self, "_bands", tuple(sorted(band for band in bands if band.area)))
+        return self._bands
 
     @property
     def _content(self) -> tuple:
@@ -66,11 +85,14 @@ class PlacedMask:
 
     def __eq__(self, other) -> bool:
         if not isinstance(other, PlacedMask):
-            return NotImplemented
+            return False
         return self is other or (self._hash == other._hash and self._content == other._content)
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self):
+        return PlacedMask, self._content
 
     @property
     def nbytes(self) -> int:
@@ -83,15 +105,11 @@ class PlacedMask:
         row, start, stop = np.array([(r, x.start, x.stop) for r, x in pieces], np.int64).reshape(-1, 3).T
         return Placement(start, stop, -(-stop // TILE) * TILE, row - start)
 
-    def crop(self, keys: range) -> "PlacedMask":
-        """Return the mask over these rows of the buffer of keys. They begin and end at multiples of 128, or at its end."""
-        parts = [(max(row, keys.start), row, tokens) for row, tokens in self.key_pieces]
-        kept = [
-            (first - keys.start, tokens[first - row : keys.stop - row])
-            for first, row, tokens in parts
-            if first < keys.stop
-        ]
-        return PlacedMask(self.whole, self.query_pieces, tuple(x for x in kept if x[1]), self.queries, len(keys))
+    def crop(self, queries: range | None = None, keys: range | None = None) -> "PlacedMask":
+        """Return the mask over these rows of the buffers. They begin and end at multiples of 128, or at the end of a buffer."""
+        queries, keys = queries or range(self.queries), keys or range(self.keys)
+        pieces = _kept(self.query_pieces, queries), _kept(self.key_pieces, keys)
+        return PlacedMask(self.whole, *pieces, len(queries), len(keys))
 
     def owned(self, starts: np.ndarray, keys: bool) -> np.ndarray:
         """Return which tiles, given by their first tokens, are in the buffer of keys, or of queries (bool)."""
@@ -154,7 +172,7 @@ class PlacedMask:
         return begin[begin < end][order], end[begin < end][order]
 
 
-def whole_of(mask: Mask | PlacedMask) -> Mask:
+def whole_of(mask: Mask) -> Mask:
     """Return the mask of the whole sequence: choices that change bits depend on it alone."""
     return mask.whole if isinstance(mask, PlacedMask) else mask
 
@@ -189,6 +207,14 @@ def _expanded(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.nda
     counts = np.maximum(0, stops - starts)
     i = np.repeat(np.arange(len(counts)), counts)
     return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[i]
+
+
+def _kept(pieces: Iterable[Piece], rows: range) -> tuple[Piece, ...]:
+    """Return the parts of the pieces in these rows of a buffer, counted from the first of them."""
+    parts = [
+        (max(row, rows.start), tokens[max(0, rows.start - row) : max(0, rows.stop - row)]) for row, tokens in pieces
+    ]
+    return tuple((row - rows.start, tokens) for row, tokens in parts if tokens)
 
 
 def shifted(pieces: Iterable[Piece], rows: int) -> list[Piece]:

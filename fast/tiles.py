@@ -64,7 +64,7 @@ class WorkTable:
 
 @device_plan
 def work_table(
-    mask: Mask | PlacedMask,
+    mask: Mask,
     rows: int,
     columns: int,
     partial_columns: int | None = None,
@@ -100,9 +100,7 @@ def work_table(
 
 
 @cached_plan
-def visits(
-    mask: Mask | PlacedMask, rows: int, columns: int, transposed: bool = False, boxes: int = 0
-) -> tuple[float, int]:
+def visits(mask: Mask, rows: int, columns: int, transposed: bool = False, boxes: int = 0) -> tuple[float, int]:
     """Return the ``visits`` and the number of tiles of `work_table`, which is not built. A `PlacedMask` counts as a whole."""
     if isinstance(mask, PlacedMask):
         cut = _even_cut(mask.whole, rows, columns, columns, transposed)

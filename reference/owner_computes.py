@@ -26,7 +26,7 @@ ring-flash-attention issue 84.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from canon.reference.local import tiled_forward
 from canon.reference.rank_invariance import Piece, pieces_of
 
 
+@runtime_checkable
 class InFlight(Protocol):
     """Messages in flight that bring two tensors."""
 

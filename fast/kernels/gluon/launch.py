@@ -160,7 +160,7 @@ def dkdv(
 
 
 # ------------------------------------------------------------------ inputs
-def forward_config(q: Tensor, v: Tensor, mask: Mask | PlacedMask) -> tuple[Config, int, int]:
+def forward_config(q: Tensor, v: Tensor, mask: Mask) -> tuple[Config, int, int]:
     """Return the configuration of the forward kernel and the padded widths. A `PlacedMask`: by the whole mask alone."""
     widths = q.shape[-1], v.shape[-1]
     if isinstance(mask, PlacedMask):
@@ -270,7 +270,7 @@ def padded_width(dtype: torch.dtype, shape: torch.Size) -> int:
 
 
 @cached_plan
-def packing(mask: Mask | PlacedMask, rows: int, columns: int, group: int) -> int:
+def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
     """Return how many query heads of a group share a tile: more than one if that saves a tenth of the visits.
 
     A tile of 128 rows then holds 64 tokens of two heads, or 32 of four. Less of it is wasted at the ends of short documents.

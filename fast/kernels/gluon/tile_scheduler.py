@@ -199,7 +199,7 @@ def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) ->
 
 # ------------------------------------------------------------------ masked tokens
 @cached_plan
-def untouched(mask: Mask | PlacedMask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
+def untouched(mask: Mask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and stops of the ranges of keys, or of queries, that no band touches. All rows of a band see something."""
     if isinstance(mask, PlacedMask):
         return mask.untouched(keys, *untouched(mask.whole, keys))
