@@ -1,7 +1,7 @@
 """Owner computes, with overlap: the passes of ``rank_invariant=True`` on several ranks.
 
-Read `canon.reference.owner_computes` first. A work table of the whole mask (`placed_mask.py`) fixes tiles and order, so a rank
-needs no copy of the whole sequence: kernels read received tokens where they lie. Alternate steps compute dq and dk, dv:
+Read `canon.reference.owner_computes` first. A work table of the whole mask (`placed_mask.py`) fixes tiles and order. So a rank
+needs no copy of the whole sequence: kernels read received tokens where they lie. Alternate steps compute dq, then dk and dv:
 
     stream     step 2 i                     step 2 i + 1
     messages   q, dout, lse, delta of i     K, V of i + 1
@@ -38,7 +38,7 @@ Messages = Sequence[tuple[Tensor, ...]]  # the tensors (b, t, heads, width) of e
 
 
 class Leg(NamedTuple):
-    """A step of a pass: the key ``heads``, and what it brings, the tokens of queries or those of keys."""
+    """A step of a pass: the key ``heads``, and the messages that bring tokens of queries or of keys."""
 
     heads: range
     of_queries: bool

@@ -1,8 +1,8 @@
 """A mask between two buffers, with the work tiles of the whole sequence: for ``rank_invariant=True``.
 
-A work table of the whole mask fixes the bits of a result: the tiles, the order in which a tile visits others, and the places
-where full tiles begin. So the table of a `PlacedMask` is that of the whole mask. A rank takes the tiles of its own pieces and
-moves their coordinates to its buffers:
+The work table of the whole mask fixes the bits of a result. It holds the tiles, and the order in which a tile visits others.
+So the table of a `PlacedMask` is that of the whole mask. A rank takes the tiles of its own pieces and moves their
+coordinates to its buffers:
 
     whole sequence    tile of queries 256:384 visits keys 0:256 (full), 256:384 (partial)
     buffer of keys    rows 0:128 hold tokens 128:384, rows 128:256 of the next rank hold tokens 0:128
@@ -187,16 +187,19 @@ def in_place(mask: Mask) -> PlacedMask:
 def aligned(x: Tensor) -> Tensor:
     """Return x (b, t, h, d), or a contiguous copy if its address or a stride is not a multiple of 16 bytes.
 
-    Alignment decides how kernels load, and for some tensors how they add.
+    Tensors that TMA cannot load get another configuration of the Triton kernels. An axis of length 1 counts, too.
     """
-    steps = [stride * x.element_size() for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
+    steps = [stride * x.element_size() for stride in x.stride()[:3]]
     if x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(step > 0 and step % 16 == 0 for step in steps):
         return x
     return canonical(x)
 
 
 def canonical(x: Tensor) -> Tensor:
-    """Return x, or a copy, contiguous and at a multiple of 16 bytes, with the strides of a new tensor of its shape."""
+    """Return x, or a copy, contiguous and at a multiple of 16 bytes, with the strides of a new tensor of its shape.
+
+    Alignment decides how many elements a thread loads, and so the order in which the kernel of delta adds.
+    """
     if x.data_ptr() % 16 or not x.is_contiguous():
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
     return x.reshape(-1).view(x.shape)  # an axis of length 1 may have any stride

@@ -37,7 +37,8 @@ step gives dk and dv of its keys, and a part of dq that this rank adds:
 
 A received key is in exactly one cast, so its dk and dv are rounded to reduce_dtype once. The owner adds in float32: first
 its own part, then cast by cast, and within a cast by sending rank. The plan fixes this order, so equal calls give the same
-bits. Another ``stages`` may give other bits.
+bits. Another ``stages`` may give other bits. With ``rank_invariant=True``, any number of ranks gives the same bits
+(`owner_computes.py`).
 
 Cost: a rank receives R and sends S tokens in all casts; a token sent to two ranks counts twice. K and V of a token have
 N = b g (d + dv) elements of e bytes: batch b, g key heads, widths d and dv. An element in reduce_dtype has E bytes:

@@ -15,10 +15,14 @@ multiples of 128. A rank walks the tiles of its own pieces, and each piece begin
 Equal bits also need a matrix product that depends on its operands alone. The products of PyTorch on a CPU do, with one
 thread. On a GPU, cuBLAS may choose another kernel for another number of heads, so compare calls of one ``head_stride``.
 
-Cost, with the numbers of `strided.py` and h query heads: forward, (W - 1) N e bytes as without the option. Backward, the same
-for K and V; then (W - 1) b t h ((d + dv) e + 8) bytes for q, dout, lse and delta, in place of (W - 1) N E for dk and dv. With
-the casts of `magi.py`, only needed tokens travel. FLOPs: those of "split". Memory: the tokens of a step fill tensors of the
-whole sequence.
+Cost, with the symbols of `strided.py`, h query heads, and 4 bytes for lse and for delta:
+
+                                          bytes received
+    each pass     K, V                    (W - 1) N e, as without the option
+    backward      q, dout, lse, delta     (W - 1) b t h ((d + dv) e + 8); without the option (W - 1) N E for dk, dv
+
+With the casts of `magi.py`, only needed tokens travel. FLOPs: those of "split". Memory: the tokens of a step fill tensors of
+the whole sequence.
 Limits: no "fused" backward, which adds to dq key tile by key tile; no ring, where dk and dv travel; whole tiles on each rank.
 
 Sources: one owner for each gradient is "split" of `backward.py`, between ranks. The wish for equal bits: zhuzilin,

@@ -1,8 +1,7 @@
 """The rules of ``rank_invariant=True``: out, lse, dq, dk and dv have the same bits on any number of ranks.
 
-A sum of floating-point numbers depends on the order of its terms, and attention has three kinds of sums: over the keys of a
-query, over the queries of a key, and over the query heads of a key head. With the option, each has one order, which depends
-on the whole call only:
+A sum of floating-point numbers depends on the order of its terms. Attention adds over the keys of a query, the queries of a
+key, and the query heads of a key head. With the option, each sum has one order, which depends on the whole call only:
 
     tiles     128 x 128 tokens, cut at multiples of 128 in the whole sequence
     owner     each result has one owner, the rank that holds its token. It computes the whole sum

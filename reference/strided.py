@@ -16,7 +16,8 @@ denominator. A step gives the final dq of its query heads, and this rank's part 
 Three operations form a reduce-scatter. Each rank rounds its part to reduce_dtype. One all-to-all sends each owner the
 parts for its keys. The owner adds these W parts in rank order 0, 1, ..., W - 1, in reduce_dtype. At the end it rounds the
 sums to the dtype of the inputs. As the order is fixed, the same inputs, ranks, layout and options give the same bits,
-with every `backward` method of this half.
+with every `backward` method of this half. With ``rank_invariant=True``, any number of ranks gives the same bits: the owner
+of a key adds over all queries, and no partial sums travel (`owner_computes.py`).
 
 During a step's computation, the next gather and the previous reduce-scatter are in flight. Nothing hides the first gather
 and the last reduce-scatter. Split groups shorten both: see `strides.py`. Overlap depends on the backend. NCCL has its own

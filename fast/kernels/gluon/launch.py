@@ -278,9 +278,8 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
     """
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
     alone, _ = visits(mask, rows, columns)
-    if (
-        len(candidates) == 1 or whole_of(mask).area / (rows * columns) >= 0.9 * alone
-    ):  # no packing has fewer visits than that
+    least = whole_of(mask).area / (rows * columns)  # no packing has fewer visits
+    if len(candidates) == 1 or least >= 0.9 * alone:
         return 1
     packed = {pack: visits(mask, rows // pack, columns)[0] / pack for pack in candidates}
     best = min(candidates, key=packed.__getitem__)
