@@ -43,6 +43,7 @@ from canon import reference
 from canon.fast.device import check_device, kernels_for
 from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
 from canon.fast.kernels.triton import launch as portable
+from canon.fast.placed_mask import PlacedMask
 from canon.fast.prepared import replayed
 from canon.fast.twins import twin_of
 from canon.reference.checks import (
@@ -143,7 +144,12 @@ def gradients(
 
 def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: Mask, scale: float, method: str) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
-    statistics = kernels.make_row_statistics(dout, out, lse, dlse)
+    if isinstance(mask, PlacedMask):  # the kernels that several ranks launch
+        delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+        portable.delta(dout, out, lse, dlse, delta)
+        statistics = kernels.row_statistics(lse, delta)
+    else:
+        statistics = kernels.make_row_statistics(dout, out, lse, dlse)
     arguments = q, k, v, dout, statistics, mask, scale
     _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
     _launch_dq(kernels, chosen, arguments, dq)
@@ -234,6 +240,15 @@ def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> T
     return delta
 
 
+def rank_invariant_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, method: str) -> str:
+    """Return ``method``, for "auto" the choice of "split" or "head_parallel" by all heads and the mask of the sequence."""
+    if method != "auto":
+        return method
+    if q.device.type == "cpu" or not q.shape[-4:-3].numel():
+        return "split"
+    return portable.choose_method(*batched(q, k, v), mask, multiprocessor_count(q.device))
+
+
 def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int | None = None) -> str:
     """Return the method for "auto", as the kernel backend chooses it. ``multiprocessors``: by default those of q's device."""
     if multiprocessors is None:
@@ -260,7 +275,7 @@ def _key_chunks(mask: Mask, most: int) -> tuple[tuple[range, Mask], ...]:
     """Return ranges of at most ``most`` keys and the mask of each. Where possible they are multiples of 128, whole tiles."""
     if mask.keys <= most:
         return ((range(mask.keys), mask),)
-    step = most if most < 128 else most // 128 * 128
+    step = most if most < 128 and not isinstance(mask, PlacedMask) else max(128, most // 128 * 128)
     ranges = [range(start, min(start + step, mask.keys)) for start in range(0, mask.keys, step)]
     return tuple((keys, mask.crop(keys=keys)) for keys in ranges)
 

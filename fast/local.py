@@ -25,10 +25,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon import reference
-from canon.fast.backward import attention_backward, gradients
+from canon.fast.backward import attention_backward, gradients, rank_invariant_method
 from canon.fast.device import check_device, kernels_for
 from canon.fast.differentiable import call_operator, differentiable, makes_passes
 from canon.fast.kernels.triton import launch
+from canon.fast.placed_mask import PlacedMask, aligned, canonical, in_place
 from canon.fast.prepared import replayed
 from canon.fast.sinks import under_sink
 from canon.fast.transport import transport_for
@@ -52,6 +53,7 @@ from canon.reference.mask import Mask
 from canon.reference.operators import is_traced
 from canon.reference.packing import attend_each
 from canon.reference.passes import Passes
+from canon.reference.rank_invariance import check_rank_invariant
 
 __all__ = ["attention", "attention_backward", "attention_forward", "decode_attention", "merge"]
 
@@ -67,6 +69,7 @@ def attention(
     scale: float | None = None,
     sink: Float[Tensor, " h"] | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Limit scores, scale * q k, to 1e7 in magnitude (6e15 in float64), and values to 1e21.
@@ -80,12 +83,14 @@ def attention(
         RuntimeError: CPU tensors without Triton's interpreter.
     """
     if isinstance(mask, (tuple, list)):
-        return attend_each(attention, q, k, v, mask, scale=scale, sink=sink, backward=backward, return_lse=return_lse)
+        options = {"scale": scale, "sink": sink, "backward": backward, "rank_invariant": rank_invariant}
+        return attend_each(attention, q, k, v, mask, **options, return_lse=return_lse)
     if is_traced():
         check_sink(q, sink)
-        out, lse = call_operator("attention", q, k, v, mask, None, scale=scale, backward=backward)
+        options = {"scale": scale, "backward": backward, "rank_invariant": rank_invariant}
+        out, lse = call_operator("attention", q, k, v, mask, None, **options)
         return under_sink(out, lse, sink, return_lse)
-    call = _checked_call(q, k, v, mask, scale, backward)
+    call = _checked_call(q, k, v, mask, scale, backward, rank_invariant)
     if sink is None:
         return differentiable(q, k, v, call.forward, call.backward, return_lse=return_lse)
     check_sink(q, sink)
@@ -100,13 +105,13 @@ class _LocalCall:
     One object serves all calls of its kind, so it can stand for the kind of their tensors.
     """
 
-    mask: Mask
+    mask: Mask  # a PlacedMask with rank_invariant
     scale: float
     method: str
     kind_of_saved: tuple = ()  # strides and alignment of q, k, v, out and lse in the forward pass
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = forward_part(q, k, v, self.mask, self.scale, q.dtype, kind=self)
+        out, lse = forward_part(*self._aligned(q, k, v), self.mask, self.scale, q.dtype, kind=self)
         if not self.kind_of_saved:
             self.kind_of_saved = _strides_and_alignment(q, k, v, out, lse)
         return out, lse
@@ -117,7 +122,14 @@ class _LocalCall:
             given = (dout,) if dlse is None else (dout, dlse)
             kind = (self, needs_grad, dout.dtype, _strides_and_alignment(*given))
         options = (self.mask, self.scale, self.method, needs_grad)
-        return gradients(dout.to(q.dtype), q, k, v, out, lse, dlse, *options, kind=kind)
+        dout = dout.to(q.dtype)
+        if isinstance(self.mask, PlacedMask):
+            dout = canonical(dout)
+        return gradients(dout, *self._aligned(q, k, v), out, lse, dlse, *options, kind=kind)
+
+    def _aligned(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors, for a placed mask as every number of ranks has them."""
+        return tuple(map(aligned, tensors)) if isinstance(self.mask, PlacedMask) else tensors
 
     @property
     def nbytes(self) -> int:
@@ -129,11 +141,15 @@ def _strides_and_alignment(*tensors: Tensor) -> tuple:
     return tuple([(x.stride(), x.data_ptr() & 15) for x in tensors])
 
 
-def _kind_of_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str) -> tuple | None:
+def _kind_of_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str, rank_invariant: bool
+) -> tuple | None:
     """Return a key for calls that need the same checks and the same kernels, None for arguments of unusual types."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(method, str)):
         return None
     if not (mask is None or type(mask) is Mask) or type(scale) not in (type(None), float, int):
+        return None
+    if type(rank_invariant) is not bool:
         return None
     if not (q.layout is k.layout is v.layout is torch.strided) or q.device.type not in ("cuda", "cpu"):
         return None
@@ -142,23 +158,32 @@ def _kind_of_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: flo
     except RuntimeError:  # a tensor without memory, for example inside torch.func
         return None
     kinds = [(type(x), x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)]
-    return (_LocalCall, *kinds, a & 15, b & 15, c & 15, mask, scale, method)
+    return (_LocalCall, *kinds, a & 15, b & 15, c & 15, mask, scale, method, rank_invariant)
 
 
-def _checked_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str) -> _LocalCall:
+def _checked_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str, rank_invariant: bool
+) -> _LocalCall:
     """Check the arguments of `attention`; those of a kind that was checked before are looked up."""
-    key = _kind_of_call(q, k, v, mask, scale, method)
+    key = _kind_of_call(q, k, v, mask, scale, method, rank_invariant)
     if key is not None and (found := plan_cache.PLANS.get(key)) is not None:
         return found
     check_tensors(q, k, v)
     check_method("backward", method)
-    call = _LocalCall(default_mask(q, k, mask), default_scale(q, scale), method)
+    check_rank_invariant("attention", rank_invariant, backward=method)
+    mask, scale = default_mask(q, k, mask), default_scale(q, scale)
+    if rank_invariant:
+        call = _LocalCall(in_place(mask), scale, rank_invariant_method(q, k, v, mask, method))
+    else:
+        call = _LocalCall(mask, scale, method)
     return call if key is None else plan_cache.PLANS.put(key, call)
 
 
 @makes_passes("attention")
-def _passes(_: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, __: None, *, scale, backward) -> Passes:
-    call = _checked_call(q, k, v, mask, scale, backward)
+def _passes(
+    _: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, __: None, *, scale, backward, rank_invariant
+) -> Passes:
+    call = _checked_call(q, k, v, mask, scale, backward, rank_invariant)
     return Passes(call.forward, call.backward)
 
 

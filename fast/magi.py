@@ -59,6 +59,7 @@ from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
 from canon.fast.prepared import replayed
 from canon.fast.sinks import under_sink
+from canon.fast.tile_exchanges import cast_passes
 from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
@@ -84,13 +85,14 @@ def magi_attention(
     mask: Mask | None = None,
     layout: Layout | None = None,
     *,
-    stages: int = 1,
+    stages: int | None = None,
     keep_kv: bool = False,
     scale: float | None = None,
     sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     options = {
@@ -98,7 +100,8 @@ def magi_attention(
         "group": group,
         "reduce_dtype": reduce_dtype,
         "backward": backward,
-        "stages": stages,
+        "rank_invariant": rank_invariant,
+        "stages": (0 if rank_invariant is True else 1) if stages is None else stages,
         "keep_kv": keep_kv,
     }
     if is_traced():
@@ -114,9 +117,12 @@ def magi_attention(
 @makes_passes("magi_attention")
 def _passes(
     function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
-    *, stages: int, keep_kv: bool, sink=None, **options,
+    *, stages: int, keep_kv: bool, rank_invariant: bool, sink=None, **options,
 ) -> Passes:  # fmt: skip
-    call = agreed_call(function, q, k, v, mask, layout, **options, stages=stages, keep_kv=keep_kv, sink=sink)
+    options |= {"rank_invariant": rank_invariant, "stages": stages, "keep_kv": keep_kv, "sink": sink}
+    call = agreed_call(function, q, k, v, mask, layout, **options)
+    if rank_invariant:
+        return Passes(*cast_passes(call, keep_kv), call)
     # after the agreement, so that bad stages raise on all ranks
     find = lambda: _Schedule(call, cast_plan(call.mask, call.layout, stages=stages), k)
     schedule = PLANS.find((_Schedule, call), find)

@@ -51,8 +51,11 @@ def dispatch(
     cells_per_us: int = 4400,
     tokens_per_us: int = 18,
     swaps_per_chunk: int = 1,
+    rank_invariant: bool = False,
 ) -> Layout:
-    checked = checked_dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk)
+    checked = checked_dispatch(
+        mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk, rank_invariant
+    )
     return _dispatch(mask, *checked)
 
 

@@ -40,11 +40,13 @@ from canon.fast.device import chosen_backend
 from canon.fast.differentiable import call_operator, differentiable, makes_passes
 from canon.fast.exchange import AllGather, HeadGroup, ReduceScatter, gathered_mask
 from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.prepared import replayed
 from canon.fast.ring import ring_backward
 from canon.fast.sinks import under_sink
+from canon.fast.tile_exchanges import OwnTokens, TileGather
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
 from canon.reference.call_arguments import kinds_of
@@ -80,6 +82,7 @@ def strided_attention(
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     options = {
@@ -87,6 +90,7 @@ def strided_attention(
         "group": group,
         "reduce_dtype": reduce_dtype,
         "backward": backward,
+        "rank_invariant": rank_invariant,
         "head_stride": head_stride,
         "forward_first_stride": forward_first_stride,
         "backward_first_stride": backward_first_stride,
@@ -107,11 +111,17 @@ def strided_attention(
 @makes_passes("strided_attention")
 def _passes(
     function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
-    *, scale, group, reduce_dtype, backward, moment="forward", sink=None, **strides,
+    *, scale, group, reduce_dtype, backward, rank_invariant, moment="forward", sink=None, **strides,
 ) -> Passes:  # fmt: skip
     options = {"scale": scale, "group": group, "reduce_dtype": reduce_dtype, "backward": backward, "moment": moment}
+    options |= {"rank_invariant": rank_invariant}
     call = agreed_call(function, q, k, v, mask, layout, **options, **strides, sink=sink)
     # after the agreement, so that a bad stride raises on all ranks
+    if rank_invariant:
+        steps, pack_first = strided_steps(k.shape[-2], **strides), strides["pack_first"]
+        exchange = TileGather(call) if call.ranks > 1 else OwnTokens(call)
+        forward = partial(owner_forward, call, steps.forward, pack_first, exchange)
+        return Passes(forward, partial(owner_backward, call, steps.backward, pack_first, exchange), call)
     schedule = PLANS.find((_Schedule, call), lambda: _Schedule(call, strided_steps(k.shape[-2], **strides), q, k, v))
     differentiate = partial(ring_backward, call) if schedule.backward is None else partial(_backward, schedule)
     return Passes(partial(_forward, schedule), differentiate, call)

@@ -28,8 +28,10 @@ import torch
 from torch import Tensor
 
 from canon.fast.device_plans import device_plan, host_part, upload
+from canon.fast.placed_mask import PlacedMask
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
+from canon.reference.rank_invariance import TILE
 
 TILE_FIELDS = 5  # row start, row stop, first partial span, first full span, end of the spans
 ALIGNMENT = 4  # numbers: spans begin at a multiple of 16 bytes, so that kernels are compiled for aligned loads
@@ -45,7 +47,7 @@ class WorkTable:
     spans: (m, 8) int32: first column, number of tiles (``columns`` wide if full, else ``partial_columns``), and
         the band in the table's orientation (zeros if full).
     visits: the number of pairs (tile of rows, tile of columns) that a kernel computes. A partial tile counts by its share of
-        ``columns``.
+        ``columns``. Of a `PlacedMask`: those of all ranks.
     """
 
     tiles: Tensor
@@ -72,6 +74,8 @@ def work_table(
     boxes: int = 0,
 ) -> WorkTable:
     """Return the table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x queries if ``transposed``.
+
+    A `PlacedMask` has the own tiles of the table of the whole mask, whose tiles and spans begin at multiples of their sizes.
 
     Args:
         partial_columns: columns of partial tiles, a divisor of ``columns``; None is ``columns``.
@@ -106,14 +110,21 @@ def host_table(
     mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Return tiles (n, 5), int64, spans (m, 8), int32, and visits of `work_table`, with ``small`` partial columns."""
+    if isinstance(mask, PlacedMask):
+        cut = _own_part(mask, _even_cut(mask.whole, rows, columns, small, transposed), transposed)
+        tiles, spans = _table(cut, rows, columns, small, boxes=columns)
+        return *mask.moved(tiles, spans, (small, columns), transposed), cut.visits
     cut = _best_cut(mask, rows, columns, small, transposed, boxes)
     return *_table(cut, rows, columns, small, boxes), cut.visits
 
 
 @cached_plan
 def visits(mask: Mask, rows: int, columns: int, transposed: bool = False, boxes: int = 0) -> tuple[float, int]:
-    """Return the ``visits`` and the number of tiles of `work_table`, which is not built."""
-    cut = _best_cut(mask, rows, columns, columns, transposed, boxes)
+    """Return the ``visits`` and the number of tiles of `work_table`, which is not built. A `PlacedMask` counts as a whole."""
+    if isinstance(mask, PlacedMask):
+        cut = _even_cut(mask.whole, rows, columns, columns, transposed)
+    else:
+        cut = _best_cut(mask, rows, columns, columns, transposed, boxes)
     return cut.visits, len(cut.starts)
 
 
@@ -162,15 +173,38 @@ class _Cut(NamedTuple):
 @cached_plan  # `visits` and the table of one mask have the same cut
 def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
     """Return the cheaper of two cuts: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
-    if max(mask.queries, mask.keys) + rows + columns >= 2**30:
-        raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
-    bands, size = band_array(mask), mask.queries
-    if transposed:
-        bands, size = bands[:, [2, 3, 0, 1, 5, 4]] * _TRANSPOSED, mask.keys
+    bands, size = _bands_and_size(mask, rows, columns, transposed)
     even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
     candidates = [even] if np.array_equal(even, at_ends) else [even, at_ends]
     cuts = [_cut(bands, size, starts, columns // small, small, boxes) for starts in candidates]
     return min(cuts, key=lambda cut: len(cut.starts) + cut.visits)
+
+
+def _even_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool) -> _Cut:
+    """Return the cut at multiples of ``rows``, with spans that begin at multiples of ``columns``.
+
+    Raises ValueError if pieces of whole tiles of 128 tokens cannot hold such tiles.
+    """
+    if TILE % rows or TILE % columns:
+        raise ValueError(f"rank_invariant=True needs tiles with sides that divide {TILE}, got {rows} x {columns}")
+    bands, size = _bands_and_size(mask, rows, columns, transposed)
+    return _cut(bands, size, np.arange(0, size, rows), columns // small, small, boxes=columns)
+
+
+def _own_part(mask: PlacedMask, cut: _Cut, transposed: bool) -> _Cut:
+    """Return the pieces of the cut that the own tiles hold."""
+    own = mask.owned(cut.starts, transposed)[cut.tile]
+    kept = {name: getattr(cut, name)[own] for name in ("band", "tile", "first", "last", "begin", "end")}
+    return cut._replace(**kept)
+
+
+def _bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
+    """Return the bands in the table's orientation, and the number of rows of the mask."""
+    if max(mask.queries, mask.keys) + rows + columns >= 2**30:
+        raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
+    if transposed:
+        return band_array(mask)[:, [2, 3, 0, 1, 5, 4]] * [1, 1, 1, 1, -1, -1], mask.keys
+    return band_array(mask), mask.queries
 
 
 def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
@@ -214,6 +248,8 @@ def _table(cut: _Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[
         whole &= last - first == rows
     ratio, count = columns // small, -((begin - end) // small)  # in small tiles from here on
     full_from = -((begin - all_begin) // small)
+    if boxes == columns:  # full tiles begin at multiples of ``columns``, too
+        full_from = -(-full_from // ratio) * ratio
     full = np.where(whole, np.maximum(0, (all_end - begin - full_from * small) // columns), 0)
     full_from = np.where(full > 0, full_from, count)
     full_to = full_from + full * ratio

@@ -26,6 +26,7 @@ from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
 from canon.reference.plan_arguments import Sizes, check_into, check_rows
 from canon.reference.plan_cache import PLANS
+from canon.reference.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +130,13 @@ def _checked_call(
     """Check the arguments of `agreed_call` and fill in their defaults. Equal calls return one object."""
     check_tensors(q, k, v)
     check_method("backward", backward)
+    if "rank_invariant" in options:
+        check_rank_invariant(function, backward=backward, reduce_dtype=reduce_dtype, **options)
+    rank_invariant = options.get("rank_invariant", False)
+    layout = contiguous_tiles if rank_invariant and layout is None else layout
     mask, layout = mask_and_layout(q, k, mask, layout, rank, ranks)
+    if rank_invariant:
+        check_tiled(function, layout)
     reduce_dtype = reduce_dtype_of(q, reduce_dtype)
     scale = default_scale(q, scale)
     fields = (

@@ -48,6 +48,7 @@ from canon.reference.mask import Mask
 from canon.reference.operators import call_operator, is_traced
 from canon.reference.packing import attend_each
 from canon.reference.passes import Passes, makes_passes
+from canon.reference.rank_invariance import check_rank_invariant
 from canon.reference.sinks import under_sink
 from canon.reference.tiles import read, read_keys, visible_tiles
 
@@ -64,6 +65,7 @@ def attention(
     scale: float | None = None,
     sink: Float[Tensor, " h"] | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return softmax(scale * q k^T) v over the visible cells, differentiable in q, k and v.
@@ -80,31 +82,38 @@ def attention(
         sink: a logit (h,) of each query head in the denominator, float32 or in the dtype of q; None is none. out becomes
             out * sigmoid(lse - sink), differentiable in sink, too. lse stays that of the keys alone: parts still merge.
         backward: "fused", "split", "head_parallel", or "auto": the methods of `attention_backward`.
+        rank_invariant: return the bits that `strided_attention` and `magi_attention` return with this option on any number
+            of ranks. In this half, they are always the bits of this function. "fused" contradicts the option.
         return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
             for float64). It is differentiable.
 
     Raises:
-        ValueError: shapes, dtypes, devices or the mask do not fit together, or ``backward`` is unknown.
+        ValueError: shapes, dtypes, devices or the mask do not fit together, or ``backward`` is unknown or
+            contradicts ``rank_invariant``.
 
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
     if isinstance(mask, (tuple, list)):
-        return attend_each(attention, q, k, v, mask, scale=scale, sink=sink, backward=backward, return_lse=return_lse)
+        options = dict(scale=scale, sink=sink, backward=backward, rank_invariant=rank_invariant)
+        return attend_each(attention, q, k, v, mask, **options, return_lse=return_lse)
+    options = dict(scale=scale, backward=backward, rank_invariant=rank_invariant)
     if is_traced():
         check_sink(q, sink)
-        options = dict(scale=scale, backward=backward)
         out, lse = call_operator("reference", "attention", q, k, v, mask, None, **options)
     else:
-        passes = _passes("attention", q, k, v, mask, None, scale=scale, backward=backward)
+        passes = _passes("attention", q, k, v, mask, None, **options)
         check_sink(q, sink)
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 
 
 @makes_passes("reference", "attention")
-def _passes(_: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, __: None, *, scale, backward) -> Passes:
+def _passes(
+    _: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, __: None, *, scale, backward, rank_invariant
+) -> Passes:
     check_tensors(q, k, v)
     check_method("backward", backward)
+    check_rank_invariant("attention", rank_invariant, backward=backward)
     mask, scale = default_mask(q, k, mask), default_scale(q, scale)
 
     def forward(q, k, v):

@@ -37,7 +37,8 @@ step gives dk and dv of its keys, and a part of dq that this rank adds:
 
 A received key is in exactly one cast, so its dk and dv are rounded to reduce_dtype once. The owner adds in float32: first
 its own part, then cast by cast, and within a cast by sending rank. The plan fixes this order, so equal calls give the same
-bits. Another ``stages`` may give other bits.
+bits. Another ``stages`` may give other bits. With ``rank_invariant=True``, any number of ranks gives the same bits
+(`owner_computes.py`).
 
 Cost: a rank receives R and sends S tokens in all casts; a token sent to two ranks counts twice. K and V of a token have
 N = b g (d + dv) elements of e bytes: batch b, g key heads, widths d and dv. An element in reduce_dtype has E bytes:
@@ -87,6 +88,7 @@ from canon.reference.operators import call_operator, is_traced
 from canon.reference.passes import Passes, makes_passes
 from canon.reference.plan import CastPlan
 from canon.reference.planner import dispatch
+from canon.reference.sequence_exchanges import cast_passes
 from canon.reference.sinks import under_sink
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
@@ -99,13 +101,14 @@ def magi_attention(
     mask: Mask | None = None,
     layout: Layout | None = None,
     *,
-    stages: int = 1,
+    stages: int | None = None,
     keep_kv: bool = False,
     scale: float | None = None,
     sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return attention of this rank's queries over the keys of all ranks. A collective, forward and backward.
@@ -114,7 +117,8 @@ def magi_attention(
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank, from `dispatch` or any other; None is contiguous.
-        stages: the maximal number of casts, each in flight during the previous step. 0 is one cast, then one step.
+        stages: the maximal number of casts, each in flight during the previous step. 0 is one cast, then one step. None is
+            1, or 0 with rank_invariant.
         keep_kv: keep the received keys for the backward pass instead of casting them again.
         scale: factor of the scores; None is 1 / sqrt(d).
         sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the sum
@@ -123,18 +127,23 @@ def magi_attention(
             is the only rank.
         reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
+        rank_invariant: return the bits of one rank, on any number of ranks (`owner_computes.py`). Then the pieces of the
+            layout must begin at multiples of 128 tokens: pass ``dispatch(mask, ranks, rank_invariant=True)``.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
     All ranks must pass equal masks, layouts, dtypes, heads, widths, scales, options and requires_grad of q, k, v. t may
     differ, according to the layout. The sequence has the tokens of the mask, else of the layout, else W t.
 
     Raises:
-        ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
+        ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others, or
+            if an option or the layout contradicts rank_invariant.
 
     Source: Tao and Huang, MagiAttention (2025).
     """
+    stages = (0 if rank_invariant is True else 1) if stages is None else stages
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
-    return _magi(q, k, v, mask, layout, sink, return_lse, stages=stages, keep_kv=keep_kv, **options)
+    options |= dict(stages=stages, keep_kv=keep_kv, rank_invariant=rank_invariant)
+    return _magi(q, k, v, mask, layout, sink, return_lse, **options)
 
 
 @under_autocast("q", "k", "v")
@@ -152,10 +161,13 @@ def _magi(q, k, v, mask, layout, sink, return_lse, **options):
 @makes_passes("reference", "magi_attention")
 def _passes(
     function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
-    *, stages: int, keep_kv: bool, sink=None, **options,
+    *, stages: int, keep_kv: bool, rank_invariant: bool, sink=None, **options,
 ) -> Passes:  # fmt: skip
-    call = agreed_call(function, q, k, v, mask, layout, **options, stages=stages, keep_kv=keep_kv, sink=sink)
+    options |= dict(rank_invariant=rank_invariant, stages=stages, keep_kv=keep_kv, sink=sink)
+    call = agreed_call(function, q, k, v, mask, layout, **options)
     plan = cast_plan(call.mask, call.layout, stages=stages)  # raises on all ranks, as all agree on stages
+    if rank_invariant:
+        return Passes(*cast_passes(call, plan, keep_kv), call)
 
     def forward(q, k, v):
         kept: list[Tensor] = []

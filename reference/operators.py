@@ -35,12 +35,12 @@ NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optio
 RANKS = "float? scale, str group, ScalarType? reduce_dtype, str backward, bool[] needs_grad"
 STRIDES = ", ".join(f"int? {name}_stride" for name in ("forward_first", "backward_first", "backward_last"))
 OPTIONS = {
-    "attention": "float? scale, str backward",
+    "attention": "float? scale, str backward, bool rank_invariant",
     "ring_attention": RANKS,
     "zigzag_attention": RANKS,
     "striped_attention": RANKS,
-    "strided_attention": f"{RANKS}, int head_stride, {STRIDES}, bool pack_first, str backward_schedule",
-    "magi_attention": f"{RANKS}, int stages, bool keep_kv",
+    "strided_attention": f"{RANKS}, bool rank_invariant, int head_stride, {STRIDES}, bool pack_first, str backward_schedule",
+    "magi_attention": f"{RANKS}, bool rank_invariant, int stages, bool keep_kv",
 }
 
 

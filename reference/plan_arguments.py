@@ -16,6 +16,7 @@ from canon.reference.group_arguments import place_in
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan
+from canon.reference.tiles import TILE
 
 LONGEST_CHUNK = 1024  # tokens
 CHUNKS_OF_A_RANK = 8
@@ -75,6 +76,7 @@ def checked_dispatch(
     cells_per_us: int,
     tokens_per_us: int,
     swaps_per_chunk: int,
+    rank_invariant: bool = False,
 ) -> tuple[int, int, Fraction, int, int, int]:
     """Return (ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) as ints and one fraction.
 
@@ -98,12 +100,25 @@ def checked_dispatch(
             f"cells_per_us={cells_per_us}, tokens_per_us={tokens_per_us} and imbalance={imbalance} are too large for "
             f"{mask.area} cells in 64 bits: only the ratio of the two rates matters, so divide both"
         )
-    tokens, together = mask.queries, checked_chunk(chunk, mask.queries, ranks)
+    if not isinstance(rank_invariant, bool):
+        raise TypeError(f"dispatch: rank_invariant must be True or False, got {shown(rank_invariant)}")
+    tokens, together, default = (
+        mask.queries,
+        checked_chunk(chunk, mask.queries, ranks),
+        default_chunk(mask.queries, ranks),
+    )
+    if rank_invariant:
+        if chunk is not None and chunk % TILE:
+            raise ValueError(
+                f"dispatch: rank_invariant=True needs a chunk that is a multiple of {TILE} tokens, got {chunk}: call "
+                f"dispatch(..., chunk={-(-chunk // TILE) * TILE}, rank_invariant=True), or leave chunk None"
+            )
+        together, default = (-(-tokens // TILE) * TILE for tokens in (together, default))
     chunks = -(-tokens // together)
-    if chunks < ranks <= tokens:
+    if chunk is not None and chunks < ranks <= tokens and together > default:
         warn(
             f"dispatch: chunk={chunk} leaves {ranks - chunks} of {ranks} ranks without a token, as {tokens} tokens make "
-            f"fewer chunks than ranks: pass chunk={default_chunk(tokens, ranks)}, the default",
+            f"fewer chunks than ranks: pass chunk={default}, the default",
             stacklevel=3,
         )
     return ranks, together, allowed, cells_per_us, tokens_per_us, swaps

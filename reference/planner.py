@@ -74,6 +74,7 @@ def dispatch(
     cells_per_us: int = 4400,
     tokens_per_us: int = 18,
     swaps_per_chunk: int = 1,
+    rank_invariant: bool = False,
 ) -> Layout:
     """Return a layout in which ranks compute equally and receive few keys. Deterministic, equal on all ranks; cached.
 
@@ -91,6 +92,8 @@ def dispatch(
             microsecond, forward and backward together. Defaults: 64 heads of width 128 at 500 TFLOP/s, 14 * 64 * 128
             FLOPs per cell (7 matrix products); 8 key heads at 300 GB/s, 16 KB per token (bf16 K, V twice; float32 dk, dv).
         swaps_per_chunk: the number of swaps allowed over all starts, divided by the number of non-empty chunks.
+        rank_invariant: make the layout fit ``magi_attention(..., rank_invariant=True)``: the chunk is a multiple of 128
+            tokens. None is then its default rounded up, and other chunks raise.
 
     Raises:
         ValueError: the mask is not square, or a number is out of range.
@@ -101,7 +104,9 @@ def dispatch(
 
     Source: the module's docstring.
     """
-    checked = checked_dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk)
+    checked = checked_dispatch(
+        mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk, rank_invariant
+    )
     return _dispatch(mask, *checked)
 
 

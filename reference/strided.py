@@ -16,7 +16,8 @@ denominator. A step gives the final dq of its query heads, and this rank's part 
 Three operations form a reduce-scatter. Each rank rounds its part to reduce_dtype. One all-to-all sends each owner the
 parts for its keys. The owner adds these W parts in rank order 0, 1, ..., W - 1, in reduce_dtype. At the end it rounds the
 sums to the dtype of the inputs. As the order is fixed, the same inputs, ranks, layout and options give the same bits,
-with every `backward` method of this half.
+with every `backward` method of this half. With ``rank_invariant=True``, any number of ranks gives the same bits: the owner
+of a key adds over all queries, and no partial sums travel (`owner_computes.py`).
 
 During a step's computation, the next gather and the previous reduce-scatter are in flight. Nothing hides the first gather
 and the last reduce-scatter. Split groups shorten both: see `strides.py`. Overlap depends on the backend. NCCL has its own
@@ -73,8 +74,10 @@ from canon.reference.layout import Layout
 from canon.reference.local import tiled_forward
 from canon.reference.mask import Mask
 from canon.reference.operators import call_operator, is_traced
+from canon.reference.owner_computes import owner_backward, owner_forward, query_heads
 from canon.reference.passes import Passes, makes_passes
 from canon.reference.ring import ring_backward
+from canon.reference.sequence_exchanges import SequenceGather
 from canon.reference.sinks import under_sink
 from canon.reference.strides import Steps, strided_steps, suggest_strides
 
@@ -99,6 +102,7 @@ def strided_attention(
     group: Group = None,
     reduce_dtype: torch.dtype | None = None,
     backward: str = "auto",
+    rank_invariant: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return attention of this rank's queries over the keys of all ranks. All ranks must call it and its backward.
@@ -119,6 +123,8 @@ def strided_attention(
             is the only rank.
         reduce_dtype: dtype in which dk and dv are sent. None: float32 (float64 for float64). "scatter" also adds in it.
         backward: "fused", "split", "head_parallel" or "auto", the method in each step: see `backward.py`.
+        rank_invariant: return the bits of one rank, on any number of ranks (`owner_computes.py`). Then layout=None has
+            pieces that begin at multiples of 128 tokens, and any other layout must have such pieces.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
     All ranks must pass equal masks, layouts, dtypes, heads, head widths, scales, options and requires_grad. The sequence
@@ -126,7 +132,8 @@ def strided_attention(
 
     Raises:
         ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
-            Also if strides do not fit the heads, or a backward stride is given with "ring".
+            Also if strides do not fit the heads, a backward stride is given with "ring", or an option or the layout
+            contradicts rank_invariant.
 
     For costs and sources, see the module's docstring.
     """
@@ -139,6 +146,7 @@ def strided_attention(
         backward_schedule=backward_schedule,
     )
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
+    options |= dict(rank_invariant=rank_invariant)
     return _strided(q, k, v, mask, layout, sink, return_lse, strides, **options)
 
 
@@ -157,13 +165,20 @@ def _strided(q, k, v, mask, layout, sink, return_lse, strides, **options):
 @makes_passes("reference", "strided_attention")
 def _passes(
     function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
-    *, scale, group, reduce_dtype, backward, moment="forward", sink=None, **strides,
+    *, scale, group, reduce_dtype, backward, rank_invariant, moment="forward", sink=None, **strides,
 ) -> Passes:  # fmt: skip
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, moment=moment)
+    options |= dict(rank_invariant=rank_invariant)
     call = agreed_call(function, q, k, v, mask, layout, **options, **strides, sink=sink)
     steps = strided_steps(k.shape[-2], **strides)  # all ranks agree on the strides: bad ones raise on all of them
-    backward = partial(ring_backward, call) if steps.backward is None else partial(strided_backward, call, steps)
-    return Passes(partial(strided_forward, call, steps), backward, call)
+    forward, backward = partial(strided_forward, call, steps), partial(strided_backward, call, steps)
+    if rank_invariant:
+        fetch = partial(SequenceGather, call, steps.pack_first)
+        forward = partial(owner_forward, call, steps.forward, fetch)
+        backward = partial(owner_backward, call, steps.backward, fetch, fetch)
+    elif steps.backward is None:
+        backward = partial(ring_backward, call)
+    return Passes(forward, backward, call)
 
 
 def strided_forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,12 +224,6 @@ def strided_backward(
     sums += [reduction.wait()] if reduction else []
     dk, dv = (torch.cat(parts, dim=2).to(k.dtype) for parts in zip(*sums, strict=True)) if sums else (None, None)
     return torch.cat(dqs, dim=2).to(q.dtype) if needs_grad[0] else None, dk, dv
-
-
-def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
-    """Return the query heads that share the key heads ``heads``."""
-    share = q.shape[2] // k.shape[2]
-    return slice(share * heads.start, share * heads.stop)
 
 
 class AllGather:

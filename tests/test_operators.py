@@ -18,12 +18,15 @@ HALVES = {"reference": reference, "fast": fast}
 MASK = Mask.documents([0, 5, 24])
 SUMS = (None, "", None, "auto", [True] * 3)  # scale, group, reduce_dtype, backward, needs_grad
 OPTIONS = {
-    "attention": [(0.3, "split")],
+    "attention": [(0.3, "split", False), (0.3, "split", True)],
     "ring_attention": [SUMS],
     "zigzag_attention": [SUMS],
     "striped_attention": [SUMS],
-    "strided_attention": [(*SUMS, 2, 1, None, None, True, "scatter")],
-    "magi_attention": [(*SUMS, 1, False), (*SUMS, 0, True)],
+    "strided_attention": [
+        (*SUMS, False, 2, 1, None, None, True, "scatter"),
+        (*SUMS, True, 1, None, None, None, True, "scatter"),
+    ],
+    "magi_attention": [(*SUMS, False, 1, False), (*SUMS, False, 0, True), (*SUMS, True, 0, False)],
 }
 both_halves = pytest.mark.parametrize("half", HALVES)
 

@@ -37,6 +37,7 @@ VOCABULARY = {
     "plan",
     "plan_cache",
     "prepared_plans",
+    "rank_invariance",
     "report",
     "strides",
 }

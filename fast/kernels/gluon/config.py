@@ -93,10 +93,11 @@ def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
     return [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
 
 
-def choose(kernel: str, d: int, dv: int, seen: float = 0.0) -> tuple[Config, int, int]:
+def choose(kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192) -> tuple[Config, int, int]:
     """Return the configuration of a kernel for heads d and dv wide, and the padded widths that it is compiled for.
 
-    ``seen``: the tiles that a query sees on average, for `LONG_TABLE`.
+    ``seen``: the tiles that a query sees on average, for `LONG_TABLE`. Its configurations with more than ``most_rows`` rows
+    are left out.
     Raises ValueError if there is no configuration, or if it needs too much shared memory.
     """
     fitting = padded_to(kernel, d, dv)
@@ -106,7 +107,8 @@ def choose(kernel: str, d: int, dv: int, seen: float = 0.0) -> tuple[Config, int
             f'the Hopper {kernel} kernel supports heads up to {widest} wide, not {(d, dv)}: use backend("triton")'
         )
     pads = min(fitting, key=sum)
-    suiting = [config for few, config in LONG_TABLE.get((kernel, pads), {}).items() if seen > few]
+    long_table = LONG_TABLE.get((kernel, pads), {})
+    suiting = [config for few, config in long_table.items() if seen > few and config.rows <= most_rows]
     config = FORCED.get(kernel) or [TABLE[kernel, pads], *suiting][-1]
     if config.rows not in ROWS[kernel] or config.stages < 1 + (kernel == "forward"):
         least = (

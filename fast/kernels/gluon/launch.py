@@ -31,9 +31,11 @@ from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statist
 from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, Traversal, tile_schedule, untouched
 from canon.fast.kernels.launcher import capability, is_cpu, launch, multiprocessor_count
 from canon.fast.kernels.triton import launch as portable
+from canon.fast.placed_mask import PlacedMask, whole_of
 from canon.fast.tiles import area, visits
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
+from canon.reference.rank_invariance import TILE
 
 LOG2E = 1.4426950408889634
 SIMULATED_SMS = 3
@@ -58,9 +60,7 @@ def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
-    config, d, dv = choose(
-        "forward", q.shape[-1], v.shape[-1], tiles_seen(mask, q.shape[0] * q.shape[2], resident_ctas(q))
-    )
+    config, d, dv = forward_config(q, v, mask)
     group, pack, plan = query_plan(q, k, v, mask, config)
     even_out, even_lse = (
         evenly_strided(out),
@@ -160,6 +160,14 @@ def dkdv(
 
 
 # ------------------------------------------------------------------ inputs
+def forward_config(q: Tensor, v: Tensor, mask: Mask) -> tuple[Config, int, int]:
+    """Return the configuration of the forward kernel and the padded widths. A `PlacedMask`: by the whole mask alone."""
+    widths = q.shape[-1], v.shape[-1]
+    if isinstance(mask, PlacedMask):
+        return choose("forward", *widths, tiles_seen(mask.whole, 1, 0), most_rows=TILE)
+    return choose("forward", *widths, tiles_seen(mask, q.shape[0] * q.shape[2], resident_ctas(q)))
+
+
 def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> tuple[int, int, TileSchedule]:
     """Return the query heads of a group, how many of them share a tile, and the schedule over tiles of queries."""
     group = q.shape[2] // k.shape[2]
@@ -275,7 +283,8 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
     """
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
     alone, _ = visits(mask, rows, columns)
-    if len(candidates) == 1 or area(mask) / (rows * columns) >= 0.9 * alone:  # no packing has fewer visits than that
+    least = area(whole_of(mask)) / (rows * columns)  # no packing has fewer visits
+    if len(candidates) == 1 or least >= 0.9 * alone:
         return 1
     packed = {pack: visits(mask, rows // pack, columns)[0] / pack for pack in candidates}
     best = min(candidates, key=packed.__getitem__)

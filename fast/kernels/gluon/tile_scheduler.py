@@ -29,6 +29,7 @@ from canon.fast.kernels.gluon.dq_order import (
     heads_in_flight,
     mean_additions,
 )
+from canon.fast.placed_mask import PlacedMask
 from canon.fast.tile_costs import BOX, TileCosts, tile_costs
 from canon.fast.tiles import band_array, counted
 from canon.reference.mask import Mask
@@ -206,6 +207,8 @@ def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) ->
 @cached_plan
 def untouched(mask: Mask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and stops of the ranges of keys, or of queries, that no band touches. All rows of a band see something."""
+    if isinstance(mask, PlacedMask):
+        return mask.untouched(keys, *untouched(mask.whole, keys))
     start, stop = band_array(mask)[:, 2:4].T if keys else band_array(mask)[:, :2].T
     order = np.argsort(start, kind="stable")
     starts = np.append(0, np.maximum.accumulate(stop[order]))

@@ -19,7 +19,16 @@ import torch
 from rich.console import Console
 
 from canon import reference
-from canon.testing import check_report, contract, process_groups, random_check, random_record, record, warming
+from canon.testing import (
+    check_report,
+    contract,
+    process_groups,
+    random_check,
+    random_record,
+    rank_digests,
+    record,
+    warming,
+)
 from canon.testing.case_runner import CaseRunner
 from canon.testing.cases import Case, all_cases, covered
 from canon.testing.documents import Documents
@@ -79,7 +88,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         if arguments.merge:
             return _merge(arguments, console)
         placement = _placement(arguments.world, arguments.ranks)
-        _interpret_if(placement.device == "cpu", console)
+        _interpret_if(placement.device == "cpu", None if arguments.digest else console)
         module = _module(arguments.module)
         if arguments.backend and arguments.module != "canon.fast":
             raise _Misuse(f"--backend chooses kernels of canon.fast; {arguments.module} has no backends")
@@ -100,9 +109,13 @@ def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placemen
     device, ranks = placement.device, placement.ranks
     budget = arguments.tokens or (None if arguments.documents else BUDGET[device])
     documents = Documents.of(arguments.documents, budget)
-    cases, absent, untried = _choose_cases(module, arguments, device, documents.tokens % ranks == 0)
+    digests = _digest_runner(arguments, module, documents, placement)
+    if arguments.digest:
+        return _digests_alone(digests, placement, console)
+    cases, absent, untried = _choose_cases(module, arguments, device, documents.tokens % ranks == 0, digests)
     if arguments.list:
-        console.print("\n".join(case.name for case in cases), highlight=False)
+        names = [case.name for case in cases] + list(dict.fromkeys(call.inputs for call in digests.calls))
+        console.print("\n".join(names), highlight=False)
         return AGREES
     where = placement.describe(arguments.backend)
     key = record.digest(record.source(arguments.module), where, arguments.runs, arguments.features, documents)
@@ -114,8 +127,30 @@ def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placemen
         console.print(
             f"[bold red]Interrupted: {len(results)} of {len(cases)} cases have run; --resume runs the others."
         )
-    status = _report(arguments, console, check, results)
+    invariance = [] if interrupted else rank_digests.compare(placement.kind, digests)
+    status = _report(arguments, console, check, results, invariance)
     return INTERRUPTED if interrupted else status
+
+
+def _digest_runner(
+    arguments: argparse.Namespace, module: Any, documents: Documents, placement: _Placement
+) -> rank_digests.DigestRunner:
+    """Return the program that compares the bits of calls with rank_invariant=True. Limited modules have no such calls."""
+    dtypes = arguments.dtype or _default_dtypes(placement.device, arguments.backend)
+    options = placement.ranks, dtypes, placement.device == "cuda", arguments.only
+    calls = [] if arguments.features else rank_digests.calls_of(module, *options)
+    given = arguments.module, (), FromDocuments(documents), placement.device, Path(), arguments.backend
+    return rank_digests.DigestRunner(*given, calls=tuple(calls))
+
+
+def _digests_alone(runner: rank_digests.DigestRunner, placement: _Placement, console: Console) -> int:
+    if not runner.calls:
+        raise _Misuse(
+            f"--digest: {runner.module} has no function with the option rank_invariant, or --only leaves none"
+        )
+    results = rank_digests.compare(placement.kind, runner)
+    rank_digests.show(results, console, alone=True)
+    return DISAGREES if any(result["faults"] for result in results) else AGREES
 
 
 def _run_cases(
@@ -153,7 +188,7 @@ def _known_results(arguments: argparse.Namespace, key: str) -> dict[str, dict[st
 def _random(arguments: argparse.Namespace, console: Console, placement: _Placement, module: Any) -> int:
     """Check random cases."""
     given = {"--documents": arguments.documents, "--tokens": arguments.tokens, "--dtype": arguments.dtype,
-             "--only": arguments.only, "--list": arguments.list, "--features": arguments.features,
+             "--only": arguments.only, "--list": arguments.list, "--digest": arguments.digest, "--features": arguments.features,
              "--picture": arguments.picture, "--resume": arguments.resume}  # fmt: skip
     if useless := [name for name, value in given.items() if value]:
         raise _Misuse(f"--random draws its own cases and always resumes: leave {', '.join(useless)} out")
@@ -194,7 +229,7 @@ def _placement(world: str, ranks: int | None) -> _Placement:
     return _Placement(kind, "cuda" if gpus and kind == "threads" else "cpu", ranks or 4)
 
 
-def _interpret_if(on_cpu: bool, console: Console) -> None:
+def _interpret_if(on_cpu: bool, console: Console | None) -> None:
     if not on_cpu:
         return
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable when a module defines its kernels
@@ -204,7 +239,8 @@ def _interpret_if(on_cpu: bool, console: Console) -> None:
         repair()
     except ModuleNotFoundError:
         return  # no Triton: the import of a module that needs it will fail
-    console.print("No GPU in use: Triton's interpreter runs the kernels on the CPU (TRITON_INTERPRET=1).")
+    if console:
+        console.print("No GPU in use: Triton's interpreter runs the kernels on the CPU (TRITON_INTERPRET=1).")
 
 
 def _module(name: str) -> Any:
@@ -216,7 +252,9 @@ def _module(name: str) -> Any:
         raise _Misuse(f"cannot import {name}: {error}") from error
 
 
-def _choose_cases(module: Any, arguments, device: str, even: bool) -> tuple[list[Case], list[str], list[str]]:
+def _choose_cases(
+    module: Any, arguments, device: str, even: bool, digests: rank_digests.DigestRunner
+) -> tuple[list[Case], list[str], list[str]]:
     """Return the cases, the functions that ``module`` lacks, and its public functions without a case."""
     dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
     functions, absent, untried = covered(module, reference)
@@ -229,7 +267,7 @@ def _choose_cases(module: Any, arguments, device: str, even: bool) -> tuple[list
             raise _Misuse(f"--features {arguments.features} leaves no case of {', '.join(functions)}")
     if arguments.only:
         cases = [case for case in cases if fnmatch(case.name, f"*{arguments.only}*")]
-        if not cases:
+        if not cases and not digests.calls:
             raise _Misuse(f"no case matches {arguments.only!r}; --list prints the names of the cases")
     return cases, absent, untried
 
@@ -241,15 +279,18 @@ def _default_dtypes(device: str, backend: str | None) -> list[str]:
 
 
 # ---------------------------------------------------------------------- report
-def _report(arguments, console: Console, check: _Check, results: list[dict[str, Any]]) -> int:
+def _report(
+    arguments, console: Console, check: _Check, results: list[dict[str, Any]], invariance: list[dict[str, Any]]
+) -> int:
     """Print the results, write the record and the picture, and return the exit status."""
     console.print(check_report.table(results, arguments.module))
     check_report.faults(results, console)
+    rank_digests.show(invariance, console)
     if check.absent:
         console.print(f"Skipped, because {arguments.module} does not have them: {', '.join(check.absent)}.")
     if check.untried:
         console.print(f"Public functions without a case: {', '.join(check.untried)}.")
-    kept = _write_record(arguments, check, results)
+    kept = _write_record(arguments, check, results, invariance)
     picture = arguments.picture or PICTURE
     if check_report.picture(results, picture, f"{arguments.module} on {check.where}"):
         console.print(f"Record: {kept}. Picture: {picture}.", highlight=False)
@@ -260,10 +301,15 @@ def _report(arguments, console: Console, check: _Check, results: list[dict[str, 
     wrong = len(results) - agree - declined
     summary = f"{agree} of {len(results)} cases agree" + (f", {declined} declined" if declined else "")
     console.print(f"[bold red]{summary}, {wrong} do not." if wrong else f"[bold green]{summary}.")
-    return DISAGREES if wrong or not agree else AGREES
+    if unequal := sum(bool(result["faults"]) for result in invariance):
+        console.print(
+            f"[bold red]The bits depend on the ranks or the layout for {unequal} of {len(invariance)} inputs."
+        )
+    none_agrees = not agree and (results or not invariance)
+    return DISAGREES if wrong or unequal or none_agrees else AGREES
 
 
-def _write_record(arguments, check: _Check, results: list[dict[str, Any]]) -> Path:
+def _write_record(arguments, check: _Check, results: list[dict[str, Any]], invariance: list[dict[str, Any]]) -> Path:
     documents = check.documents
     return record.write(
         arguments.record or RECORD,
@@ -276,6 +322,7 @@ def _write_record(arguments, check: _Check, results: list[dict[str, Any]]) -> Pa
         documents=dict(zip(map(_base, documents.names), documents.lengths, strict=True)),
         absent=check.absent,
         untried=check.untried,
+        rank_invariance=invariance,
     )
 
 

@@ -17,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_random(parser)
     add = parser.add_argument
     add("--list", action="store_true", help="print the names of the cases and stop")
+    add("--digest", action="store_true",
+        help="print the digests of the calls with rank_invariant=True alone, one line for each input, and stop: equal "
+             "code, documents, versions and GPU models give equal lines")  # fmt: skip
     add("--template", action="store_true", help="print a module to start from and stop")
     add("--resume", action="store_true",
         help="skip the cases that the record holds, if the code and the arguments are the same")  # fmt: skip

@@ -1,0 +1,131 @@
+"""Owner computes, with overlap: the passes of ``rank_invariant=True`` on several ranks.
+
+Read `canon.reference.owner_computes` first. A work table of the whole mask (`placed_mask.py`) fixes tiles and order. So a rank
+needs no copy of the whole sequence: kernels read received tokens where they lie. Alternate steps compute dq, then dk and dv:
+
+    stream     step 2 i                     step 2 i + 1
+    messages   q, dout, lse, delta of i     K, V of i + 1
+    compute    dq of i                      dk, dv of i
+
+With rank_invariant=True, `canon.fast` and the reference share the owners and the order of tiles. Sizes of tiles differ, so the
+bits of the two halves differ, as the bits of two kernel backends do. Within one backend and GPU model, all these depend on the
+whole call alone:
+
+    tiles             cut at multiples of their sizes in the sequence; no rows of 192 in Gluon's forward
+    configuration     by widths, dtype and the whole mask; inputs with odd strides or addresses are copied first
+    packing of heads  by the whole mask
+    backward="auto"   "split" or "head_parallel", by the whole mask and all heads
+
+Cost: bytes as in the reference. Memory: the gathered tokens of two steps, one of them with h / g times the heads. A message of
+whole tiles carries up to 127 rows without tokens.
+
+Sources: as `canon.reference.owner_computes`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from canon.fast.backward import QueryInputs, begin_backward, make_delta, rank_invariant_method
+from canon.fast.local import empty_result, forward_into
+from canon.fast.pipeline import prefetched, run_pipeline
+from canon.fast.placed_mask import PlacedMask, aligned, canonical
+from canon.reference.call import Call
+
+Messages = Sequence[tuple[Tensor, ...]]  # the tensors (b, t, heads, width) of each message
+
+
+class Leg(NamedTuple):
+    """A step of a pass: the key ``heads``, and the messages that bring tokens of queries or of keys."""
+
+    heads: range
+    of_queries: bool
+    messages: Messages
+
+
+@runtime_checkable
+class Pending(Protocol):
+    """Messages in flight."""
+
+    def wait(self) -> Any:
+        """Make later kernels wait for the messages, and return the tensors (b, rows of the buffer, heads, width)."""
+        ...
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """Bring the tokens of other ranks into buffers, for one kind of call."""
+
+    key_mask: PlacedMask  # own queries x the buffer of keys
+    query_mask: PlacedMask  # the buffer of queries x own keys
+
+    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
+        """Return the function that starts the messages of a leg, by its number."""
+        ...
+
+
+def owner_forward(
+    call: Call, steps: Sequence[range], pack_first: bool, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
+    q, k, v = map(aligned, (q, k, v))
+    out, lse = empty_result(q, v, q.dtype)
+    legs = [_key_leg(heads, k, v, pack_first and number == 0) for number, heads in enumerate(steps)]
+
+    def compute(number: int, keys: Sequence[Tensor]) -> None:
+        own = query_heads(legs[number].heads, q, k)
+        forward_into(q[:, :, own], *keys, exchange.key_mask, call.scale, out[:, :, own], lse[:, own])
+
+    run_pipeline(len(legs), exchange.fetches(legs), compute)
+    return out, lse
+
+
+def owner_backward(
+    call: Call, steps: Sequence[range], pack_first: bool, exchange: Exchange, needs_grad: tuple[bool, bool, bool],
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent for."""
+    q, k, v, dout = *map(aligned, (q, k, v)), canonical(dout.to(q.dtype))
+    inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
+    method = rank_invariant_method(q, k, v, call.mask, call.backward)
+    needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
+    new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
+    legs: list[Leg] = []
+    for number, heads in enumerate(steps):
+        legs += [_key_leg(heads, k, v, pack_first and number == 0)] if dq is not None else []
+        legs += [_query_leg(heads, inputs.heads(query_heads(heads, q, k)))] if dk is not None else []
+
+    def compute(number: int, brought: Sequence[Tensor]) -> None:
+        heads, of_queries, _ = legs[number]
+        here, own = slice(heads.start, heads.stop), query_heads(heads, q, k)
+        if of_queries and dk is not None and dv is not None:
+            q_full, dout_full, *statistics = brought
+            lse_full, delta_full = (x.squeeze(-1).transpose(1, 2) for x in statistics)
+            given = QueryInputs(dout_full, q_full, lse_full, delta_full), k[:, :, here], v[:, :, here]
+            begin_backward(*given, exchange.query_mask, call.scale, method, None, dk[:, :, here], dv[:, :, here])
+        elif dq is not None:
+            given = inputs.heads(own), *brought
+            begin_backward(*given, exchange.key_mask, call.scale, method, dq[:, :, own], None, None)()
+
+    run_pipeline(len(legs), prefetched(exchange.fetches(legs)), compute)
+    return dq, dk, dv
+
+
+def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
+    """Return the query heads that share these key heads."""
+    share = q.shape[2] // k.shape[2]
+    return slice(share * heads.start, share * heads.stop)
+
+
+def _key_leg(heads: range, k: Tensor, v: Tensor, packed: bool) -> Leg:
+    k, v = (x[:, :, heads.start : heads.stop] for x in (k, v))
+    return Leg(heads, False, [(k, v)] if packed else [(k,), (v,)])
+
+
+def _query_leg(heads: range, inputs: QueryInputs) -> Leg:
+    """Bring q and dout, then lse and delta as tensors (b, t, h, 1)."""
+    statistics = tuple(x.transpose(1, 2)[..., None] for x in (inputs.lse, inputs.delta))
+    return Leg(heads, True, [(inputs.q, inputs.dout), statistics])

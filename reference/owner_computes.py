@@ -1,0 +1,147 @@
+"""Owner computes: the rank that holds a token computes its whole sums, in an order that no rank count changes.
+
+`strided_attention` and `magi_attention` use these passes with ``rank_invariant=True``. The owner of a query computes out, lse
+and dq over all keys. The owner of a key computes dk and dv over all queries. Partial sums never travel:
+
+    pass       owner of     travels                     computed, tile by tile in sequence order
+    forward    queries      K, V                        out, lse
+    backward   queries      K, V                        dq
+               keys         q, dout, lse, delta         dk, dv
+
+A received token is written to its position in the sequence. So the tiles are those of one rank: 128 x 128 tokens, cut at
+multiples of 128. A rank walks the tiles of its own pieces, and each piece begins at a multiple of 128 tokens
+(`rank_invariance.py`). Hence every tile has the operands that it has on one rank, and tiles are added in the same order.
+
+Equal bits also need a matrix product that depends on its operands alone. The products of PyTorch on a CPU do, with one
+thread. On a GPU, cuBLAS may choose another kernel for another number of heads, so compare calls of one ``head_stride``.
+
+Cost, with the symbols of `strided.py`, h query heads, and 4 bytes for lse and for delta:
+
+                                          bytes received
+    each pass     K, V                    (W - 1) N e, as without the option
+    backward      q, dout, lse, delta     (W - 1) b t h ((d + dv) e + 8); without the option (W - 1) N E for dk, dv
+
+With the casts of `magi.py`, only needed tokens travel. FLOPs: those of "split". Memory: the tokens of a step fill tensors of
+the whole sequence.
+Limits: no "fused" backward, which adds to dq key tile by key tile; no ring, where dk and dv travel; whole tiles on each rank.
+
+Sources: one owner for each gradient is "split" of `backward.py`, between ranks. The wish for equal bits: zhuzilin,
+ring-flash-attention issue 84.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from canon.reference.backward import make_delta, tiled_backward
+from canon.reference.call import Call
+from canon.reference.local import tiled_forward
+from canon.reference.rank_invariance import Piece, pieces_of
+
+
+@runtime_checkable
+class InFlight(Protocol):
+    """Messages in flight that bring two tensors."""
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return both tensors (b, s, heads, width), each token at its position in the sequence."""
+        ...
+
+
+# (x, y, heads): start to bring these heads of x and y (b, t, all heads, width).
+Fetch = Callable[[Tensor, Tensor, range | slice], InFlight]
+
+
+def owner_forward(
+    call: Call, steps: Sequence[range], fetch: Fetch, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t). ``steps``: the key heads of each step."""
+    outs, lses = [], []
+    keys = fetch(k, v, steps[0])
+    for heads, next_heads in zip(steps, (*steps[1:], None), strict=True):
+        k_full, v_full = keys.wait()
+        if next_heads:
+            keys = fetch(k, v, next_heads)
+        own = query_heads(heads, q, k)
+        parts = [
+            tiled_forward(
+                q[:, rows, own], k_full, v_full, call.mask.crop(queries=tokens),
+                scale=call.scale, out_dtype=q.dtype,
+            )
+            for rows, tokens in _own_pieces(call)
+        ]  # fmt: skip
+        outs.append(torch.cat([out for out, _ in parts], dim=1))
+        lses.append(torch.cat([lse for _, lse in parts], dim=2))
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=1)
+
+
+def owner_backward(
+    call: Call, steps: Sequence[range], fetch_keys: Fetch, fetch_queries: Fetch, needs_grad: tuple[bool, bool, bool],
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k nor v needs one."""
+    delta = make_delta(dout, out, dlse)
+    statistics = [x.transpose(1, 2)[..., None] for x in (lse, delta)]  # (b, t, h, 1)
+
+    def fetch(heads: range) -> tuple[list[InFlight], InFlight | None]:
+        own = query_heads(heads, q, k)
+        queries = [fetch_queries(*pair, own) for pair in ((q, dout), statistics)] if any(needs_grad[1:]) else []
+        return queries, fetch_keys(k, v, heads) if needs_grad[0] else None
+
+    dqs, key_grads = [], []
+    queries, keys = fetch(steps[0])
+    for heads, next_heads in zip(steps, (*steps[1:], None), strict=True):
+        queries_full, keys_full = [each.wait() for each in queries], keys.wait() if keys else None
+        if next_heads:
+            queries, keys = fetch(next_heads)
+        own = query_heads(heads, q, k)
+        if queries_full:
+            own_keys = [x[:, :, heads.start : heads.stop] for x in (k, v)]
+            key_grads.append(_key_gradients(call, queries_full, *own_keys))
+        if keys_full:
+            own_queries = [x[:, :, own] for x in (dout, q)]
+            dqs.append(_query_gradient(call, *own_queries, *keys_full, *(x[:, own] for x in (lse, delta))))
+    dk, dv = (torch.cat(parts, dim=2) for parts in zip(*key_grads, strict=True)) if key_grads else (None, None)
+    return torch.cat(dqs, dim=2) if dqs else None, dk, dv
+
+
+def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
+    """Return the query heads that share the key heads ``heads``."""
+    share = q.shape[2] // k.shape[2]
+    return slice(share * heads.start, share * heads.stop)
+
+
+def _query_gradient(
+    call: Call, dout: Tensor, q: Tensor, k_full: Tensor, v_full: Tensor, lse: Tensor, delta: Tensor
+) -> Tensor:
+    """Return dq of this rank's queries, over all keys."""
+    parts = [
+        tiled_backward(
+            dout[:, rows], q[:, rows], k_full, v_full, lse[:, :, rows], delta[:, :, rows], call.mask.crop(queries=tokens),
+            scale=call.scale, method=call.backward, grad_dtype=q.dtype, needs_grad=(True, False, False),
+        )[0]
+        for rows, tokens in _own_pieces(call)
+    ]  # fmt: skip
+    return torch.cat(parts, dim=1)
+
+
+def _key_gradients(call: Call, queries_full: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> list[Tensor]:
+    """Return dk and dv of this rank's keys, over all queries: ``queries_full`` holds q and dout, then lse and delta."""
+    (q, dout), (lse, delta) = queries_full
+    statistics = [x.squeeze(-1).transpose(1, 2) for x in (lse, delta)]
+    parts = [
+        tiled_backward(
+            dout, q, k[:, rows], v[:, rows], *statistics, call.mask.crop(keys=tokens),
+            scale=call.scale, method=call.backward, grad_dtype=k.dtype, needs_grad=(False, True, True),
+        )[1:]
+        for rows, tokens in _own_pieces(call)
+    ]  # fmt: skip
+    return [torch.cat(grads, dim=1) for grads in zip(*parts, strict=True)]
+
+
+def _own_pieces(call: Call) -> list[tuple[slice, range]]:
+    """Return (rows, tokens) of each piece of this rank. A rank without tokens has one empty piece."""
+    pieces: Sequence[Piece] = pieces_of(call.layout, call.rank) or ((0, range(0)),)
+    return [(slice(row, row + len(tokens)), tokens) for row, tokens in pieces]

@@ -1,0 +1,253 @@
+"""The work tables of a placed mask are those of the whole mask, whatever the buffers, and planted faults change bits."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hopper import HOPPER_ONLY, hopper
+from hypothesis import given
+from hypothesis import strategies as st
+from invariant_worlds import LAYOUTS, MASKS, N, attended, different, inputs
+from sharded import DEVICE
+
+from canon import Layout, Mask, fast
+from canon.fast import backward, local, owner_computes, placed_mask, tiles
+from canon.fast.kernels.gluon import config as hopper_config
+from canon.fast.kernels.gluon import launch as hopper_launch
+from canon.fast.kernels.gluon.tile_scheduler import untouched
+from canon.fast.kernels.triton import launch
+from canon.fast.kernels.triton.config import Config, forced
+from canon.fast.placed_mask import PlacedMask, in_place
+from canon.fast.tile_exchanges import TileCast, TileGather
+from canon.reference.rank_invariance import pieces_of
+
+SIZES = [(128, 128, 128), (64, 64, 32), (128, 64, 16), (32, 128, 128)]  # rows, columns, columns of partial tiles
+
+
+@st.composite
+def placed(draw):
+    """Draw a mask, and a placed one with some of its tiles in any order, with gaps, on both sides or all keys on one."""
+    n = draw(st.integers(1, 700))
+    mask = draw(st.sampled_from([Mask.causal(n), Mask.window(n, 150, 30), Mask.documents([0, n // 3, n // 2, n])]))
+    numbers = list(range(-(-n // 128)))
+
+    def buffer(held):
+        gaps = draw(st.lists(st.booleans(), min_size=len(held), max_size=len(held)))
+        rows = [128 * (place + sum(gaps[: place + 1])) for place in range(len(held))]
+        pieces = [(row, range(128 * i, min(n, 128 * (i + 1)))) for row, i in zip(rows, held, strict=True)]
+        return tuple(pieces), max((row + len(tokens) for row, tokens in pieces), default=0)
+
+    everyone = buffer(draw(st.permutations(numbers)))
+    own = buffer(draw(st.permutations(numbers))[: draw(st.integers(0, len(numbers)))])
+    transposed = draw(st.booleans())
+    (queries, rows), (keys, columns) = (everyone, own) if transposed else (own, everyone)
+    return PlacedMask(mask, queries, keys, rows, columns), transposed
+
+
+def as_tokens(mask, table, widths, transposed):
+    """Return {first token: [(visited tokens, whether full, band in tokens)]} for the tiles of a table, in order."""
+
+    def token(row, keys):
+        for start, tokens in mask.key_pieces if keys else mask.query_pieces:
+            if start <= row < start + 128 * -(-len(tokens) // 128):
+                return tokens.start + row - start
+        raise AssertionError(f"row {row} holds no token")
+
+    found = {}
+    for start, stop, partial, full, end in table.tiles.tolist():
+        visits = []
+        for number, (column, count, *band) in enumerate(table.spans[partial:end].tolist(), partial):
+            width = widths[number >= full]
+            for row in range(column, column + count * width, width):
+                first = token(row, not transposed)
+                down, right = token(start, transposed) - start, first - row
+                moves = (down, down, right, right, right - down, right - down)
+                visits.append(
+                    (
+                        first,
+                        number >= full,
+                        [x + y for x, y in zip(band, moves, strict=True)] if number < full else None,
+                    )
+                )
+        found[token(start, transposed)] = (stop - start, visits)
+    return found
+
+
+@given(placed(), st.sampled_from(SIZES))
+def test_own_tiles_visit_what_they_visit_on_one_rank(case, sizes):
+    mask, transposed = case
+    rows, columns, small = sizes
+    whole, own = (tiles.work_table(x, rows, columns, small, transposed) for x in (in_place(mask.whole), mask))
+    expected = as_tokens(in_place(mask.whole), whole, (small, columns), transposed)
+    got = as_tokens(mask, own, (small, columns), transposed)
+    held = {token for _, tokens in (mask.key_pieces if transposed else mask.query_pieces) for token in tokens}
+    assert set(got) == set(expected) & held
+    for token, visited in got.items():
+        assert visited == expected[token]
+
+
+@given(placed())
+def test_bands_and_untouched_rows_are_those_of_the_tokens(case):
+    mask, _ = case
+    dense = mask.dense()
+    expected = torch.zeros_like(dense)
+    for q_row, queries in mask.query_pieces:
+        for k_row, keys in mask.key_pieces:
+            part = mask.whole.dense()[queries.start : queries.stop, keys.start : keys.stop]
+            expected[q_row : q_row + len(queries), k_row : k_row + len(keys)] = part
+    assert torch.equal(dense, expected)
+    for keys in (False, True):
+        touched = mask.whole.dense().any(0 if keys else 1)
+        rows = torch.ones(mask.keys if keys else mask.queries, dtype=torch.bool)
+        for row, tokens in mask.key_pieces if keys else mask.query_pieces:
+            rows[row : row + len(tokens)] = ~touched[tokens.start : tokens.stop]
+        got = torch.zeros_like(rows)
+        for start, stop in zip(*untouched(mask, keys), strict=True):
+            got[start:stop] = True
+        assert torch.equal(got, rows)
+
+
+def test_a_crop_keeps_the_tokens_of_its_rows():
+    mask = PlacedMask(Mask.causal(600), ((0, range(600)),), ((0, range(256, 512)), (384, range(128))), 600, 512)
+    cropped = mask.crop(keys=range(128, 512))
+    assert cropped.key_pieces == ((0, range(384, 512)), (256, range(128)))
+    assert torch.equal(cropped.dense(), mask.dense()[:, 128:])
+    assert cropped != mask
+    assert mask == PlacedMask(Mask.causal(600), *mask._content[1:]) != mask.whole
+
+
+def test_pieces_that_begin_inside_a_tile_raise():
+    for row, tokens in ((1, range(128)), (0, range(64, 128)), (0, range(0, 128, 2))):
+        with pytest.raises(ValueError, match="do not begin at a multiple of 128"):
+            PlacedMask(Mask.causal(256), ((row, tokens),), (), 256, 0)
+    with pytest.raises(ValueError, match="sides that divide 128, got 192 x 128"):
+        tiles.work_table(in_place(Mask.causal(256)), 192, 128)
+    with pytest.raises(RuntimeError, match="lacks tokens"):
+        tiles.work_table(PlacedMask(Mask.causal(256), ((0, range(256)),), ((0, range(128)),), 256, 128), 128, 128)
+
+
+# --- choices ---
+
+
+@pytest.mark.parametrize("exchange", [TileGather, TileCast])
+def test_every_rank_chooses_as_one_rank(exchange):
+    """The ranks have other shares of the mask: few keys on the first rank, many on the last one."""
+    mask, q = Mask.documents([0, 100, 160, 300, 4096]), torch.empty(1, 1, 8, 64)
+    layout = Layout.contiguous(4096, 4, 128)
+    whole = in_place(mask)
+    expected = hopper_launch.forward_config(q, q, whole), hopper_launch.packing(whole, 128, 128, 8)
+    assert (expected[0][0].rows, expected[0][0].optimistic) == (128, True), (
+        "with ranks alone: 192 rows, or no stale maximum"
+    )
+    for rank in range(4):
+        call = SimpleNamespace(layout=layout, mask=mask, rank=rank, ranks=4, group=None)
+        placed = exchange(call)
+        for own in (placed.key_mask, placed.query_mask):
+            assert (hopper_launch.forward_config(q, q, own), hopper_launch.packing(own, 128, 128, 8)) == expected
+
+
+def test_auto_is_chosen_by_all_heads_and_the_whole_mask(monkeypatch):
+    seen = []
+    monkeypatch.setattr(backward, "multiprocessor_count", lambda device: 132)
+    monkeypatch.setattr(launch, "choose_method", lambda q, k, v, mask, sms: seen.append((k.shape[2], mask)) or "split")
+    on_gpu = torch.empty(1, 64, 8, 16, device="meta")
+    mask = Mask.causal(4096)
+    assert backward.rank_invariant_method(on_gpu, on_gpu, on_gpu, mask, "auto") == "split"
+    assert seen == [(8, mask)]
+
+
+# --- planted faults ---
+
+
+def zigzag_bits(mask="window", dtype=torch.float32, n=N):
+    """Return the names of results that differ between one rank and a zigzag layout on two."""
+    mask = MASKS[mask] if isinstance(mask, str) else mask
+    tensors = inputs(mask, "multi-head", dtype)
+    layout = Layout.zigzag(mask.queries, 2, 128)
+    one = attended(fast, "attention", mask, Layout.contiguous(mask.queries, 1), tensors)
+    return different(one, attended(fast, "strided_attention", mask, layout, tensors))
+
+
+def test_keys_in_the_order_of_the_buffer_change_bits(monkeypatch):
+    moved = PlacedMask.moved
+
+    def by_row(self, *arguments):
+        table, spans = moved(self, *arguments)
+        for _, _, partial, full, end in table:
+            for part in (slice(partial, full), slice(full, end)):
+                spans[part] = spans[part][np.argsort(spans[part, 0])]
+        return table, spans
+
+    assert not zigzag_bits()
+    monkeypatch.setattr(PlacedMask, "moved", by_row)
+    assert {"out", "dq", "dk"} & set(zigzag_bits(Mask.window(N, 139, 20)))  # another mask: tables are cached
+
+
+NARROW = Config(64, 64, partial_columns=32)
+
+
+def test_full_tiles_that_straddle_pieces_change_results(monkeypatch):
+    """Queries 128 to 191 see keys 32 to 159, which two ranks hold: two tiles of 64, if tiles begin at multiples of 32."""
+    with forced(forward=NARROW, dq=NARROW, dkdv=NARROW):
+        assert not zigzag_bits(Mask.window(N, 169, 60))
+        table = tiles._table
+        monkeypatch.setattr(tiles, "_table", lambda *arguments, boxes: table(*arguments, boxes=arguments[3]))
+        assert zigzag_bits(Mask.window(N, 170, 60))
+
+
+@pytest.mark.parametrize("_", [pytest.param(None, marks=HOPPER_ONLY, id="hopper")])
+def test_a_configuration_by_rank_changes_bits(_, monkeypatch):
+    mask = Mask.full(N)
+    tensors = inputs(mask, "multi-head", torch.bfloat16)
+    layout = LAYOUTS["contiguous"](mask, 2)
+
+    def by_share(q, v, own):
+        config, *pads = hopper_config.choose("forward", q.shape[-1], v.shape[-1])
+        return replace(config, columns=64 if own.queries < N else 128), *pads
+
+    with hopper(order="early"):
+        one = attended(fast, "attention", mask, Layout.contiguous(N, 1), tensors)
+        monkeypatch.setattr(hopper_launch, "forward_config", by_share)
+        assert "out" in different(one, attended(fast, "strided_attention", mask, layout, tensors))
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_delta_is_added_from_aligned_tensors(planted, monkeypatch):
+    """An odd address or stride compiles another order of summation. The interpreter cannot show it: the tensors can."""
+    seen = []
+    delta = launch.delta
+    monkeypatch.setattr(launch, "delta", lambda *tensors: seen.append(tensors[:2]) or delta(*tensors))
+    if planted:
+        monkeypatch.setattr(owner_computes, "canonical", lambda x: x)
+        monkeypatch.setattr(local, "canonical", lambda x: x)
+    q, dout = torch.randn(1, 128, 2, 16, device=DEVICE), torch.randn(1 + 128 * 2 * 16, device=DEVICE)
+    dout = dout[1:].view(1, 128, 2, 16)
+    for attend in (fast.attention, fast.strided_attention):
+        x = q.clone().requires_grad_()
+        attend(x, x, x, rank_invariant=True).backward(dout)
+    aligned = [x.data_ptr() % 16 == 0 and x.is_contiguous() for tensors in seen for x in tensors]
+    assert len(aligned) == 4
+    assert all(aligned) == (not planted)
+
+
+def test_odd_strides_are_copied_and_even_ones_are_not():
+    x = torch.zeros(2, 128, 4, 16)
+    assert placed_mask.aligned(x) is x
+    assert placed_mask.aligned(x[:, :, 1:]).data_ptr() == x[:, :, 1:].data_ptr()
+    for odd in (
+        torch.zeros(2, 128, 4, 17)[..., :16],
+        torch.zeros(2 * 128 * 64 + 1)[1:].view(2, 128, 4, 16),
+        x.mT.contiguous().mT,
+    ):
+        copy = placed_mask.aligned(odd)
+        assert (copy.data_ptr() % 16, copy.is_contiguous()) == (0, True)
+        assert torch.equal(copy, odd)
+    assert placed_mask.canonical(x.expand(2, 128, 4, 16)[:1]).stride() == (8192, 64, 16, 1)
+
+
+def test_own_pieces_are_the_rows_of_the_shard():
+    layout = Layout.zigzag(700, 2, 128)
+    assert pieces_of(layout, 0) == ((0, range(256)), (256, range(640, 700)))
+    assert pieces_of(layout, 1) == ((0, range(256, 640)),)

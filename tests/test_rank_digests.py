@@ -1,0 +1,79 @@
+"""`canon check` compares the bits of calls with rank_invariant=True, and prints digests that two machines can compare."""
+
+import re
+
+import pytest
+
+from canon import fast, reference
+from canon.testing import rank_digests
+
+IGNORES_RANKS = """
+from canon import reference
+from canon.reference import attention, magi_attention
+
+def strided_attention(q, k, v, mask, layout, *, rank_invariant=False, **options):
+    return reference.strided_attention(q, k, v, mask, layout, rank_invariant={option}, **options)
+"""
+
+
+def test_digests_do_not_depend_on_ranks_or_runs(run):
+    lines = []
+    for ranks in (1, 2, 5):
+        status, printed, _ = run("canon.reference", "--tokens", 400, "--ranks", ranks, "--digest")
+        assert status == 0
+        lines.append(printed.out)
+    assert lines[0] == lines[1] == lines[2]
+    assert re.fullmatch(
+        r"rank_invariant/documents/bfloat16 [0-9a-f]{12}\nrank_invariant/causal/float32 [0-9a-f]{12}\n", lines[0]
+    )
+
+
+def test_other_inputs_have_other_digests(run):
+    words = ("canon.reference", "--ranks", 2, "--dtype", "float32", "--digest")
+    digests = [run(*words, "--tokens", tokens)[1].out.split()[1::2] for tokens in (300, 400)]
+    assert len({*digests[0], *digests[1]}) == 4
+
+
+def test_a_check_reports_the_digests(run):
+    status, printed, record = run("canon.reference", "--tokens", 300, "--only", "rank_invariant/causal")
+    assert status == 0, printed.out
+    (result,) = record["rank_invariance"]
+    assert result["faults"] == []
+    assert f"{result['inputs']} {result['digest']}: equal bits in 10 of 10 calls" in printed.out
+    assert result["calls"][0] == "attention (1 rank)"
+    assert "strided_attention (zigzag, 4 ranks)" in result["calls"]
+    assert "magi_attention (dispatch, 3 ranks)" in result["calls"]
+
+
+@pytest.mark.parametrize("words", [["--digest"], ["--only", "rank_invariant"]])
+def test_a_module_that_ignores_the_option_disagrees(run, write_module, words):
+    write_module("forgetful", IGNORES_RANKS.format(option="False"))
+    status, printed, _ = run("forgetful", "--tokens", 900, "--dtype", "float32", "--ranks", 3, *words)
+    assert status == 1
+    assert "strided_attention (zigzag, 3 ranks) and attention (1 rank) have other bits in" in printed.out
+    assert "magi_attention (" not in printed.out, "it agrees"
+
+
+def test_a_module_that_raises_fails(run, write_module):
+    write_module("raises", IGNORES_RANKS.format(option="1 / 0"))
+    status, printed, _ = run("raises", "--tokens", 300, "--dtype", "float32", "--ranks", 2, "--digest")
+    assert status == 1
+    assert "strided_attention (contiguous, 1 rank) failed: rank 0: ZeroDivisionError" in printed.out
+
+
+def test_functions_without_the_option_are_left_out(run, write_module):
+    assert [rank_digests.has_option(reference, name) for name in ("ring_attention", "merge", "nothing")] == [False] * 3
+    for half in (reference, fast):
+        assert all(rank_digests.has_option(half, name) for name in ("attention", "strided_attention", "magi_attention"))
+    write_module("old", "from canon.reference import ring_attention, zigzag_attention\n")
+    status, printed, _ = run("old", "--digest")
+    assert status == 2
+    assert "--digest: old has no function with the option rank_invariant" in printed.err
+    status, _, record = run("old", "--tokens", 200, "--only", "zigzag_attention/zigzag/causal")
+    assert (status, record["rank_invariance"]) == (0, [])
+
+
+def test_a_random_check_refuses_digests(run):
+    status, printed, _ = run("--random", 3, "--digest")
+    assert status == 2
+    assert "leave --digest out" in printed.err

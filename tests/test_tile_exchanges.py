@@ -1,0 +1,84 @@
+"""Owner computes in canon.fast: messages overlap with kernels, casts carry whole tiles, and kept keys are not sent again."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from invariant_worlds import MASKS, N, inputs
+
+from canon import Layout, Mask, fast
+from canon.fast import owner_computes, tile_exchanges
+from canon.fast.tile_exchanges import TileCast, TileGather
+from canon.testing import process_groups
+
+
+def backward_events(monkeypatch, function, **options):
+    """Return the messages and kernels of rank 0 in one backward pass, in order."""
+    events, mask, layout = [], MASKS["causal"], Layout.contiguous(N, 2, 128)
+
+    def noted(owner, name, event):
+        """Note ``event``, or the event that it computes from the arguments, at each call of a function on rank 0."""
+        plain = getattr(owner, name)
+
+        def call(*arguments):
+            if dist.get_rank() == 0:
+                events.append(event if isinstance(event, str) else event(arguments))
+            return plain(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(TileGather, "_fetch", "fetch")
+    noted(TileCast, "_fetch", "fetch")
+    noted(owner_computes, "begin_backward", lambda arguments: "dq" if arguments[-1] is None else "dk, dv")
+
+    def program():
+        rank = dist.get_rank()
+        q, k, v, dout = (layout.shard(x, rank) for x in inputs(mask, "multi-head", torch.float32)[:4])
+        q, k = q.requires_grad_(), k.requires_grad_()
+        out = getattr(fast, function)(q, k, v, mask, layout, rank_invariant=True, **options)
+        if rank == 0:
+            events.clear()
+        out.backward(dout)
+
+    process_groups.threads(program, 2)
+    return events
+
+
+def test_the_next_message_is_in_flight_during_each_kernel(monkeypatch):
+    """Two key heads, one a step: K, V and dq, then the queries and dk, dv, for each head."""
+    events = backward_events(monkeypatch, "strided_attention", head_stride=1)
+    assert events == ["fetch", "fetch", "dq", "fetch", "dk, dv", "fetch", "dq", "dk, dv"]
+
+
+def test_queries_travel_during_dq(monkeypatch):
+    assert backward_events(monkeypatch, "magi_attention") == ["fetch", "fetch", "dq", "dk, dv"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_kept_keys_are_not_sent_again(keep, monkeypatch):
+    sent = []
+    send = dist.all_to_all_single
+    monkeypatch.setattr(
+        tile_exchanges.dist, "all_to_all_single", lambda *a, **more: sent.append(a[1].shape[-1]) or send(*a, **more)
+    )
+    backward_events(monkeypatch, "magi_attention", keep_kv=keep)
+    keys, queries = 2 * [16 + 16], 2 * [16 + 16, 1 + 1]  # widths of the rows, on two ranks
+    assert sorted(sent) == sorted(keys + queries + ([] if keep else keys))
+
+
+def test_casts_carry_whole_tiles_that_are_needed():
+    mask = Mask.documents([0, 200, 700])
+    layout = Layout([[range(128), range(512, 700)], [range(128, 512)]], 700)
+    calls = [SimpleNamespace(layout=layout, mask=mask, rank=rank, ranks=2, group=None) for rank in (0, 1)]
+    first, second = (TileCast(call).plans[False] for call in calls)
+    assert first.received == [0, 384], "the second document sees tokens 200 to 699: tiles 1, 2 and 3 of the other rank"
+    assert second.sent == [384, 0]
+    assert first.pieces == ((0, range(128)), (128, range(512, 700)), (384, range(128, 512)))
+    assert second.received == [128, 0], "tokens 128 to 199 see tile 0"
+    assert second.pieces == ((0, range(128, 512)), (384, range(128)))
+    queries = TileCast(calls[1]).plans[True]
+    assert queries.received == [256, 0], "tokens 512 to 699 see its keys: a whole tile and a short one"
+    assert queries.pieces == ((0, range(128, 700)),), "own tokens 128 to 511, then the received ones"
+    sender = TileCast(calls[0]).plans[True]
+    assert sender.index.tolist() == [*range(128, 316), *[315] * 68], "copies of the last token follow it"
