@@ -42,7 +42,7 @@ def llama(attention: str) -> torch.nn.Module:
 def fully_sharded(model: torch.nn.Module, gpu: bool) -> torch.nn.Module:
     """Return the model with its parameters divided among all ranks. Each layer is a unit of FSDP2, the rest is another."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if gpu else MixedPrecisionPolicy()
-    for layer in model.model.layers:
+    for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mp_policy=precision)
     return fully_shard(model, mp_policy=precision)
 

@@ -87,7 +87,7 @@ def test_ranks_share_packed_documents(name):
         assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", ["Gemma3"])
+@pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
 def test_the_kernels_of_fast_compute_the_same(name):
     layout, model, batch = Layout.zigzag(21, 2), tiny(name, "canon"), batch_of(21)
     expected = whole_step(tiny(name), batch)

@@ -84,7 +84,7 @@ def sharded(
     Args:
         mask: of the whole sequence, for all b sequences; None is causal. It replaces the model's own mask. Layers with a
             sliding window narrow it.
-        layout: the tokens of each rank. transformers may fail on a rank without tokens.
+        layout: the tokens of each rank, at least one: models of transformers fail without tokens.
         group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks.
         half: "fast", or "reference", which also runs on CPUs.
         function: "ring", "strided" or "magi": `ring_attention`, `strided_attention` or `magi_attention`.
@@ -130,6 +130,11 @@ def _attention_of(half: str, function: str, options: dict[str, Any], layout: Lay
         raise ValueError(f"sharded: function must be one of {FUNCTIONS}, got {shown(function)}")
     if not isinstance(layout, Layout):
         raise TypeError(f"sharded: layout must be a canon.Layout, got {shown(layout)}")
+    if empty := [rank for rank in range(layout.ranks) if not layout.size(rank)]:
+        raise ValueError(
+            f"sharded: layout gives rank {empty[0]} no tokens, and models of transformers fail without tokens: use fewer "
+            "ranks or another layout"
+        )
     attention = getattr(import_module(f"canon.{half}"), f"{function}_attention")
     parameters = inspect.signature(attention).parameters.values()
     allowed = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY} - {"group", "scale", "sink", "return_lse"}
@@ -311,7 +316,8 @@ def attend_layer(
 
     Args:
         query, key, value: (b, h, t, d), (b, g, t, d), (b, g, t, dv), as in transformers.
-        attention_mask: the result of `build_mask`. None, outside `sharded`: causal if ``is_causal``, else the module, says so.
+        attention_mask: the result of `build_mask`. None, only outside `sharded`, is causal or full.
+        is_causal: of a layer without a mask; None is ``module.is_causal``, or else True.
         s_aux: sinks (h,).
         options: all other keywords of transformers. Those without an effect on attention, such as ``position_ids``, are
             not read.
