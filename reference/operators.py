@@ -32,6 +32,7 @@ from canon.reference.passes import MAKERS, Passes
 
 MASK, LAYOUT = registered(Mask), registered(Layout)
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object
+EXPORTS = torch.__version__ >= "2.13"
 RANKS = "float? scale, str group, ScalarType? reduce_dtype, str backward, bool[] needs_grad"
 STRIDES = ", ".join(f"int? {name}_stride" for name in ("forward_first", "backward_first", "backward_last"))
 OPTIONS = {
@@ -60,6 +61,8 @@ def call_operator(
 
     ``kernels``: the kernel backend of `canon.fast.backend`. ``options``: the other arguments of the function.
     """
+    if torch.compiler.is_exporting() and not EXPORTS:
+        raise RuntimeError("torch.export of canon needs torch >= 2.13: older versions do not take masks as constants")
     if not torch.compiler.is_compiling():
         check_differentiation(q, k, v)
     if mask is not None:

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from canon import Layout, Mask, fast, reference
+from canon.reference import operators
 from canon.reference.passes import MAKERS
 from canon.testing import process_groups
 
@@ -264,5 +265,17 @@ def exported(folder):
         assert torch.equal(program(*tensors, MASKS[3]), model(*tensors, MASKS[3])), "the mask is an input"
 
 
+@pytest.mark.skipif(not operators.EXPORTS, reason="needs torch >= 2.13")
 def test_a_model_of_one_rank_is_exported_saved_and_loaded(tmp_path):
     process_groups.processes(partial(exported, str(tmp_path)), 1, timeout=200)
+
+
+def refused_export():
+    operators.EXPORTS = False
+    for strict in (True, False):
+        with pytest.raises(Exception, match=r"torch\.export of canon needs torch >= 2\.13"):
+            torch.export.export(Model(None), tuple(x.detach() for x in inputs(TOKENS)), strict=strict)
+
+
+def test_an_export_with_an_older_torch_says_so():
+    process_groups.processes(refused_export, 1, timeout=200)
