@@ -10,7 +10,7 @@ while the other one receives. Group casts differ in size, so each one allocates 
 
 A message starts before the kernel that overlaps with it. With NCCL, `wait` blocks the compute stream and not the host; gloo
 blocks the host. Two buffers are enough: a message starts after the launch of every kernel that reads its receiving buffer,
-and the transport waits for these kernels.
+and after the end of the send from it. The communication stream waits for these kernels.
 """
 
 from collections.abc import Sequence

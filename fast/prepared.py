@@ -1,14 +1,15 @@
 """Prepared passes: the launches of a pass are recorded in its first call, and replayed by one call into C afterwards.
 
-A pass is a function of tensors that only launches kernels: the forward of one rank, or its backward. A ring step has several
-passes: the forward of a block and a merge, or dk and dv, then dq. The launches depend on the kinds of the tensors (shapes,
+A pass is a function of tensors that only launches kernels: the forward of one rank, or its backward. A step
+of a ring has one pass in the forward: a block, then a merge. In the backward it has three: dk and dv, their addition to the
+received sums, dq. The launches depend on the kinds of the tensors (shapes,
 strides, dtypes, alignment, device) and on the other arguments, never on the numbers in the tensors. So the first call of a
 kind runs as written while a `canon.fast.recorder.Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
-    zeros          zeroed temporaries lie at the start of the workspace, and one memset clears them; each zeroed result
-                   is one memset, at its place among the launches
+    zeros          zeroed temporaries lie at the start of the workspace, and one memset clears them; each zeroed range of
+                   a result is one memset, at its place among the launches
     plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
 
 A pass is recorded in its first call, not in its second. With L layers, the first costs R + (L - 1) P, where R is a recorded

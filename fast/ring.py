@@ -4,28 +4,29 @@ Read `canon.reference.ring` first. The algorithm and the order of sums are the s
 
     messages          K and V travel in one message, dk and dv in another; the reference sends each tensor alone
     overlap           a hop starts before the kernel that overlaps with it (`pipeline.run_pipeline`)
-    buffers           each ring has two: kernels read one while the other one receives (`exchange.BlockRing`)
+    buffers           each ring has two: kernels and the send use one while the other one receives (`exchange.BlockRing`)
     active queries    from step 1 on, only queries that see a key are computed (`active_queries.py`): in zigzag, half
-                      of the queries or of the keys. A fully masked step only passes its blocks on (first sums: zeros)
+                      of the queries or of the keys. A fully masked step only passes its blocks on; its sums of step 1 are 0
     in place          a kernel merges each part into the running float32 result; the first part is that result
     dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`PartialBackward`);
                       "fused" has one kernel for all three
 
-Order of step i; the forward pass has the first two lines:
+Order of step i; the forward pass has the first three lines. Steps without such a message skip its line:
 
-    start the hop of K, V for step i + 1
-    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; sums of dk, dv of step i - 1
-    receive these sums, add dk, dv of step i
-    start the hop of the new sums
+    wait for K, V of step i                    from step 1 on
+    start the hop of K, V for step i + 1       except in the last step
+    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; the sums that other ranks sent in step i - 1
+    receive these sums, add dk, dv of step i   from step 2 on; they belong to the keys of step i
+    start the hop of the new sums              from step 1 on
     launch the kernel of dq                    in flight: K, V of step i + 1; sums of dk, dv of step i
 
-With NCCL, hops run on a stream of the process group. `agreed_call` posts 8 bytes per rank to compare the arguments; for a
-known call on GPUs it does not wait (`canon.reference.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v,
-out and lse of the rank's own tokens.
+With NCCL, hops run on a stream of the process group. Before each pass, ranks compare 8 bytes each (a digest of the call).
+On GPUs, a repeated call does not wait for it: a difference raises at the next call at the latest
+(`canon.reference.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v, out and lse of the own tokens.
 
-Everything that is equal in all calls of one kind is in `_Ring` and its `_Step` objects, found by the call. The kernels of a
-step form one pass: `prepared.replayed` calls the functions behind it only once for each kind of call, then replays them.
-Functions down to the launch:
+Everything that is equal in all calls of one kind is in `_Ring` and its `_Step` objects, found by the call. A step is one
+recorded pass in the forward, and up to three in the backward (dk and dv; their addition; dq). `prepared.replayed` calls the
+functions after it in this list in the first call of a kind, and replays their launches in later calls:
 
     forward     `_forward`, `prepared.replayed`, `_forward_step`, `local.forward_into`, `device.kernels_for`, `forward` of
                 launch.py (in kernels/triton or kernels/gluon); `ActiveQueries.merge`
@@ -297,9 +298,10 @@ class _Backward:
 
 
 class _StepBackward:
-    """The backward pass of a step for one kind of call. ``dk`` and ``dv`` of step 0 belong to the own block.
+    """The backward pass of a step for one kind of call. In step 0 the kernel writes dk and dv into the own block.
 
-    In step 1 nothing is received, so the kernel writes the part into the sums, and others are 0. Later it writes into scratch.
+    In step 1 nothing is received, so the kernel writes into the sums, which are 0 for all other keys. Later it writes into
+    scratch, and `_add_part` adds that to the received sums.
     """
 
     def __init__(self, step: _Step, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None):
