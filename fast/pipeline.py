@@ -7,7 +7,8 @@
 
 A column shows the steps that are fetched, computed and reduced at the same time. While the kernels of step i run, the
 inputs of step i + 1 and the results of step i - 1 are in flight. While the kernel of dq runs, the results of step i are.
-The first fetch overlaps with nothing, unless the caller starts it earlier by `prefetched`. The last reduction overlaps with dq, if a separate kernel computes dq.
+The first fetch overlaps with nothing, unless the caller starts it earlier by `prefetched`. The last reduction overlaps with
+dq, if a separate kernel computes dq.
 
 A schedule defines `fetch`, `compute` and `reduce` of a step. Its messages use torch.distributed (the ring) or `transport.py`.
 
