@@ -3,12 +3,17 @@
 torch 2.15 renames the function, the metaclass and the kind "reference". Both names are private.
 """
 
+from typing import TYPE_CHECKING
+
 from torch._library import opaque_object
 
-try:
-    from torch._custom_class_base import CustomClassBaseMeta as OpaqueMeta  # torch >= 2.15  # pyright: ignore
-except ImportError:
-    from torch._opaque_base import OpaqueBaseMeta as OpaqueMeta
+if TYPE_CHECKING:
+    OpaqueMeta = type
+else:
+    try:
+        from torch._custom_class_base import CustomClassBaseMeta as OpaqueMeta  # torch >= 2.15
+    except ImportError:
+        from torch._opaque_base import OpaqueBaseMeta as OpaqueMeta
 
 __all__ = ["OpaqueMeta", "registered"]
 
