@@ -43,8 +43,6 @@ OPTIONS = {
     "strided_attention": f"{RANKS}, bool rank_invariant, int head_stride, {STRIDES}, bool pack_first, str backward_schedule",
     "magi_attention": f"{RANKS}, bool rank_invariant, int stages, bool keep_kv",
 }
-
-
 BODIES: dict[str, Callable] = {}  # by name of the operator; a dispatch mode can call them
 
 
