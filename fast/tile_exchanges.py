@@ -65,13 +65,11 @@ class TileGather:
         """Allocate the buffers, and return the function that starts to gather the tensors of a leg."""
         first = next(x for leg in legs for message in leg.messages for x in message)
         transport = transport_for(self.call.group, first.device)
-        bytes_of_slots = [
-            max((sum(map(self._bytes, leg.messages)) for leg in legs[slot::2]), default=0) for slot in (0, 1)
-        ]
+        sizes = [sum(map(self._bytes, leg.messages)) for leg in legs]
         buffers = [
-            transport.empty(f"gather {slot}", size, torch.uint8, first.device)
-            for slot, size in enumerate(bytes_of_slots) if size
-        ]  # fmt: skip
+            transport.empty(f"gather {slot}", max(sizes[slot::2]), torch.uint8, first.device)
+            for slot in range(min(2, len(legs)))
+        ]
         return partial(self._fetch, legs, transport, buffers)
 
     def _bytes(self, message: Sequence[Tensor]) -> int:

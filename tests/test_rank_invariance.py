@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hopper import HOPPER_ONLY, hopper
 from invariant_worlds import HALVES, HEADS, LAYOUTS, MASKS, N, attended, different, inputs, on_one_rank
 from sharded import assert_agrees
+from torch.utils.checkpoint import checkpoint
 
 from canon import Layout, Mask, fast, reference
 from canon.testing import process_groups
@@ -97,6 +98,36 @@ def test_head_strides_and_batches_change_no_bit(half):
     for options in strides[: 2 if half == "reference" else 1]:  # the interpreter is slow
         got = attended(HALVES[half], "strided_attention", mask, layout, inputs(mask, *case, 2), **options)
         assert not different(one, got)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
+@pytest.mark.parametrize(("tokens", "batch"), [(0, 1), (1, 1), (130, 0)])
+def test_sequences_and_batches_may_be_empty(half, function, tokens, batch):
+    mask = Mask.causal(tokens)
+    tensors = inputs(mask, "multi-head", torch.float32, batch)
+    one = attended(HALVES[half], "attention", mask, Layout.contiguous(tokens, 1), tensors)
+    assert not different(one, attended(HALVES[half], function, mask, Layout.zigzag(tokens, 3, 128), tensors))
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_packed_tensors_under_autocast_and_recomputation(half):
+    """A checkpoint runs the forward pass twice, the second time inside the backward pass."""
+    mask, layout = MASKS["documents"], Layout.zigzag(N, 2, 128)
+    q, k, v, dout, _ = (x[0] for x in inputs(mask, "multi-head", torch.float32))
+
+    def program(attend, held):
+        shards = [held.shard(x, dist.get_rank(), 0).requires_grad_() for x in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = checkpoint(functools.partial(attend, mask=mask, rank_invariant=True), *shards, use_reentrant=False)
+        assert out.dtype == torch.bfloat16
+        out.backward(held.shard(dout, dist.get_rank(), 0).to(out.dtype))
+        return [held.unshard(x, dim=0) for x in (out.detach(), *(x.grad for x in shards))]
+
+    one = process_groups.threads(functools.partial(program, HALVES[half].attention, Layout.contiguous(N, 1)), 1)[0]
+    attend = functools.partial(HALVES[half].strided_attention, layout=layout)
+    got = process_groups.threads(functools.partial(program, attend, layout), 2)[0]
+    assert all(torch.equal(x, y) for x, y in zip(one, got, strict=True))
 
 
 @pytest.mark.parametrize("half", HALVES)
