@@ -122,7 +122,7 @@ def _passes(
     options |= {"rank_invariant": rank_invariant, "stages": stages, "keep_kv": keep_kv, "sink": sink}
     call = agreed_call(function, q, k, v, mask, layout, **options)
     if rank_invariant:
-        return Passes(*cast_passes(call, keep_kv), call)
+        return cast_passes(call, keep_kv)
     # after the agreement, so that bad stages raise on all ranks
     find = lambda: _Schedule(call, cast_plan(call.mask, call.layout, stages=stages), k)
     schedule = PLANS.find((_Schedule, call), find)

@@ -31,6 +31,7 @@ from canon.fast.transport import transport_for
 from canon.reference.call import Call
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
+from canon.reference.passes import Passes
 from canon.reference.plan_cache import cached_plan
 from canon.reference.rank_invariance import TILE, Piece, pieces_of, transposed
 
@@ -155,7 +156,7 @@ def _columns(rows: Tensor, width: int) -> list[Tensor]:
     return list(rows.transpose(0, 1).split([width, rows.shape[-1] - width], -1))
 
 
-def cast_passes(call: Call, keep_kv: bool) -> tuple[Callable, Callable]:
+def cast_passes(call: Call, keep_kv: bool) -> Passes:
     """Return both passes of `magi_attention` with ``rank_invariant=True``. They have one step for all heads."""
 
     def forward(q, k, v):
@@ -169,7 +170,10 @@ def cast_passes(call: Call, keep_kv: bool) -> tuple[Callable, Callable]:
             call, [range(k.shape[2])], True, exchange, needs_grad, dout, dlse, q, k, v, out, lse
         )  # fmt: skip
 
-    return forward, differentiate
+    def kept_rows():
+        return [TileCast(call).plans[False].rows] if call.ranks > 1 else []
+
+    return Passes(forward, differentiate, call, kept_rows if keep_kv else None)
 
 
 class _PendingCast(PendingKeys):

@@ -167,7 +167,8 @@ def _passes(
     call = agreed_call(function, q, k, v, mask, layout, **options)
     plan = cast_plan(call.mask, call.layout, stages=stages)  # raises on all ranks, as all agree on stages
     if rank_invariant:
-        return Passes(*cast_passes(call, plan, keep_kv), call)
+        received = lambda: [sum(plan.receive_sizes(0, call.rank)) if plan.casts else 0]
+        return Passes(*cast_passes(call, plan, keep_kv), call, received if keep_kv else None)
 
     def forward(q, k, v):
         kept: list[Tensor] = []

@@ -26,7 +26,12 @@ OPTIONS = {
         (*SUMS, False, 2, 1, None, None, True, "scatter"),
         (*SUMS, True, 1, None, None, None, True, "scatter"),
     ],
-    "magi_attention": [(*SUMS, False, 1, False), (*SUMS, False, 0, True), (*SUMS, True, 0, False)],
+    "magi_attention": [
+        (*SUMS, False, 1, False),
+        (*SUMS, False, 0, True),
+        (*SUMS, True, 0, False),
+        (*SUMS, True, 0, True),
+    ],
 }
 both_halves = pytest.mark.parametrize("half", HALVES)
 
