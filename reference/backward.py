@@ -28,6 +28,8 @@ Memory beyond inputs and outputs: float32 dq, dk and dv; b h tiles of scores; th
 dk and dv have b g s (d + dv) elements together, and b h s (d + dv) more with head_parallel.
 Limits: those of `local.py`. Second derivatives are not supported.
 
+This file exceeds 200 lines, so that the three methods and their derivation stay on one page.
+
 Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; split: jax-ml/jax-triton pull request 177; head_parallel:
 TensorAuto/OpenTau pull request 376.
 """

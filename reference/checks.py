@@ -191,8 +191,7 @@ def under_autocast(*names: str) -> Callable:
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    castable = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(dtype) if castable else x
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 @cached_plan

@@ -14,6 +14,8 @@ nothing.
 
 If a rank has died or stopped, the other ranks name it in their errors, because each running rank answers through the
 group's store (`liveness`). Later calls of the group raise the same error.
+
+This file exceeds 200 lines, so that the agreement and its failures stay on one page.
 """
 
 import logging

@@ -54,6 +54,8 @@ the four take at most W N (3 e + 5 E) / n bytes.
 Limits: s must divide g, and g must divide h. A gather pads each shard to the size of the largest, so W - 1 of that size
 arrive. If only one of k and v needs a gradient, both dk and dv are computed and sent.
 
+This file exceeds 200 lines, so that the options, the costs and the code stay on one page.
+
 Sources: all-gather: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2. Some heads at a time: Zilin Zhu,
 ring-flash-attention. Split groups, float32 reduction: aqlaboratory/ring-flash-attention pull request 12.
 """
