@@ -1,0 +1,138 @@
+"""Claims about `paper/migration.md`: calls of Canon run as printed and equal dense attention; masks equal FlexAttention's."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.attention.flex_attention import create_mask
+from torch.nn.functional import scaled_dot_product_attention
+
+from canon import Layout, Mask, reference
+from canon.testing import process_groups
+
+PAGE = (Path(__file__).resolve().parents[1] / "paper" / "migration.md").read_text()
+BLOCKS = re.findall(r"^```python\n# ([^\n]*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+CANON = [code for system, code in BLOCKS if system == "Canon"]
+TOKENS, ENDS, KEY_ENDS, LEFT, PREFIX = 32, [0, 8, 32], [0, 12, 36], 5, 7
+SCALE = 0.3
+
+
+def whole(tokens: int) -> list[torch.Tensor]:
+    """Return q, k and v of all tokens: equal on all ranks, in float64, with 8 query heads, 4 key heads and narrower values."""
+    drawn = torch.Generator().manual_seed(tokens)  # ranks are threads: they share torch's own generator
+    sizes = ((1, tokens, 8, 16), (1, tokens, 4, 16), (1, tokens, 4, 8))
+    return [torch.randn(size, dtype=torch.float64, generator=drawn) for size in sizes]
+
+
+def documents(ends: list[int], key_ends: list[int]) -> torch.Tensor:
+    """Return the cells of packed documents, causal and aligned at the lower right corner, from their definition."""
+    cells = torch.zeros(ends[-1], key_ends[-1], dtype=torch.bool)
+    for (a, b), (c, d) in zip(pairwise(ends), pairwise(key_ends), strict=True):
+        cells[a:b, c:d] = torch.ones(b - a, d - c).tril(d - c - (b - a))
+    return cells
+
+
+CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+DOCUMENTS = documents(ENDS, ENDS)
+EXPECTED = [CAUSAL, DOCUMENTS, CAUSAL, CAUSAL, CAUSAL, CAUSAL, DOCUMENTS, DOCUMENTS, documents(ENDS, KEY_ENDS)]
+EXPECTED += [CAUSAL.triu(-LEFT)]  # of each block of Canon, in the order of the page
+SCALED = 3  # the block of Pith-Train has a scale
+
+
+def dense(cells: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out (1, n, h, dv) and lse (1, h, n) of dense attention."""
+    q, (k, v) = whole(cells.shape[0])[0], whole(cells.shape[1])[1:]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=cells, scale=scale, enable_gqa=True)
+    scores = q @ k.repeat_interleave(2, 1).mT * (scale or q.shape[-1] ** -0.5)
+    return out.transpose(1, 2), scores.masked_fill(~cells, -torch.inf).logsumexp(-1)
+
+
+def names_of_the_page(rank: int, ranks: int) -> dict:
+    """Return the names that a block of the page takes from its reader."""
+
+    def project(part):
+        assert part.keys() == {"input_ids", "labels", "position_ids", "shift_labels"}
+        return [x[:, part["input_ids"][0]] for x in whole(TOKENS)]
+
+    q, k, v = (whole(TOKENS)[0], *whole(KEY_ENDS[-1])[1:])
+    return {
+        **dict(attn=reference, Mask=Mask, Layout=Layout, pairwise=pairwise, project=project, group=None, rank=rank),
+        **dict(ranks=ranks, tokens=TOKENS, cu_seqlens=ENDS, cu_seqlens_q=ENDS, cu_seqlens_k=KEY_ENDS, sm_scale=SCALE),
+        **dict(zip(("whole_q", "whole_k", "whole_v"), whole(TOKENS), strict=True), batch=batch()),
+        **dict(packed_q=q[0], packed_k=k[0], packed_v=v[0], left=LEFT, prefix_length=PREFIX),
+        **dict(q_ranges=[(0, 8), (8, 32)], k_ranges=[(0, 8), (8, 32)], types=["causal", 1]),
+    }
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.arange(TOKENS)[None]
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place", range(len(EXPECTED)))
+def test_a_call_of_canon_runs_as_printed_and_equals_dense_attention(place, ranks):
+    code = CANON[place]
+    expected_out, expected_lse = dense(EXPECTED[place], SCALE if place == SCALED else None)
+
+    def program():
+        rank = dist.get_rank()
+        names = names_of_the_page(rank, ranks)
+        exec(code, names)
+        layout, rank = (names["layout"], rank) if "layout" in names else (Layout.contiguous(TOKENS, 1), 0)
+        out, lse = (layout.shard(x, rank, dim) for x, dim in ((expected_out, 1), (expected_lse, 2)))
+        packed = names["out"].ndim == 3
+        torch.testing.assert_close(names["out"], out[0] if packed else out, rtol=0, atol=1e-12)
+        if "lse" in names:
+            torch.testing.assert_close(names["lse"], lse[0] if packed else lse, rtol=0, atol=1e-12)
+        if "whole" in names:
+            torch.testing.assert_close(names["whole"], expected_out[0], rtol=0, atol=1e-12)
+
+    process_groups.threads(program, ranks)
+
+
+def test_every_system_has_its_call_and_one_of_canon():
+    assert len(CANON) == len(EXPECTED)
+    assert len(re.findall(r"^```", PAGE, re.MULTILINE)) == 2 * len(BLOCKS)
+    for section in PAGE.split("\n## ")[1:]:
+        systems = re.findall(r"^```python\n# (.*)$", section, re.MULTILINE)
+        assert "Canon" in systems, section
+        assert set(systems) != {"Canon"}, section
+
+
+def test_masks_of_flex_attention_equal_those_of_canon():
+    names = names_of_the_page(0, 1)
+    names["document"] = torch.tensor([0] * 8 + [1] * 24)
+    (flex,) = (code for system, code in BLOCKS if system == "FlexAttention")
+    exec(flex, names)
+    exec(CANON[-1], names)
+    assert len(names["masks"]) == 4
+    for name, mask in names["masks"].items():
+        cells = create_mask(names[name], None, None, TOKENS, TOKENS, device="cpu")[0, 0]
+        assert torch.equal(mask.dense(), cells), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_documents_in_zigzag_order_give_each_rank_two_pieces_of_each_document(ranks):
+    (code,) = (code for code in CANON if "pieces" in code)
+    ends = [0, 24, 72]  # each document has a multiple of 2, 4, 6 and 8 tokens
+    names = {"Layout": Layout, "pairwise": pairwise, "ranks": ranks, "tokens": 72, "cu_seqlens": ends}
+    exec("\n".join(code.splitlines()[:3]), names)
+    chunks = [torch.arange(a, b).chunk(2 * ranks) for a, b in pairwise(ends)]
+    for rank in range(ranks):
+        expected = torch.cat([piece for parts in chunks for piece in (parts[rank], parts[-1 - rank])])
+        assert torch.equal(names["layout"].positions(rank), expected)
+
+
+def test_a_sink_of_several_tokens_is_one_logit():
+    """The page: sink (n, h) of MagiAttention becomes sink.logsumexp(0)."""
+    q, k, v = whole(TOKENS)
+    sink = torch.randn(3, 8, dtype=torch.float64)
+    out, lse = dense(CAUSAL, None)
+    share = lse.exp() / (lse.exp() + sink.exp().sum(0)[:, None])
+    expected = out * share.transpose(1, 2)[..., None]
+    torch.testing.assert_close(reference.attention(q, k, v, sink=sink.logsumexp(0)), expected, rtol=0, atol=1e-12)
