@@ -82,7 +82,7 @@ def _make(given: Preparation) -> None:
     if own_layout:
         cached(own_layout, layout.tokens, layout.ranks)
     if given.function == "magi_attention":
-        plan = cast_plan(mask, layout, stages=given.options["stages"])
+        plan = cast_plan(mask, layout, stages=given.stages)
         for step in range(plan.steps):
             plan.local_mask(step, rank)
         return

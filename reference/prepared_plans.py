@@ -68,6 +68,12 @@ class Preparation:
     requires_grad: bool
     options: dict[str, Any]
 
+    @property
+    def stages(self) -> int:
+        """The stages of a call of `magi_attention`. None is 1, or 0 with ``rank_invariant``."""
+        given = self.options["stages"]
+        return given if given is not None else int(not self.options.get("rank_invariant"))
+
     def checked(self, functions: Sequence[Callable]) -> "Preparation":
         """Return the arguments with the defaults of ``rank`` and of the ``options`` of the function, one of ``functions``.
 

@@ -190,7 +190,7 @@ def refusals():
     attend = lambda **options: compiled_once(lambda q, k, v: reference.attention(q, k, v, **options), "aot_eager")
     with pytest.raises(ValueError, match="backward='x': expected one of"):
         attend(backward="x")(q, k, v)
-    with pytest.raises(ValueError, match="the mask is 5 queries x 5 keys, q holds 24 tokens"):
+    with pytest.raises(ValueError, match="mask is 5 queries x 5 keys, q holds 24 tokens"):
         attend(mask=Mask.causal(5))(q, k, v)
     with pytest.raises(Exception, match="mask must be a canon.Mask or None, got str"):
         attend(mask="causal")(q, k, v)
