@@ -14,7 +14,7 @@ from torch import Tensor
 
 from canon.fast.backward import QueryInputs
 from canon.fast.device_plans import device_plan, host_part, upload
-from canon.fast.kernels.triton.rows import add_to_rows, copy_rows, pick_rows
+from canon.fast.kernels.triton.rows import add_to_rows, copy_rows, copy_statistics, pick_rows
 from canon.fast.local import merge_into
 from canon.reference.band import Band
 from canon.reference.mask import Mask
@@ -48,8 +48,9 @@ class ActiveQueries:
     def copy_inputs(self, inputs: QueryInputs, copies: QueryInputs) -> None:
         """Write the inputs of a backward pass at these queries into ``copies``."""
         rows = query_indices(self, inputs.q.device)
-        for x, copy in zip(inputs, copies, strict=True):
-            copy_rows(*((x, copy) if x.ndim == 4 else (_as_rows(x), _as_rows(copy))), rows)
+        copy_rows(inputs.dout, copies.dout, rows)
+        copy_rows(inputs.q, copies.q, rows)
+        copy_statistics(inputs.lse, inputs.delta, (copies.lse, copies.delta), rows)
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of (b, t, h, d) or (b, h, t) at these queries."""
@@ -65,11 +66,6 @@ class ActiveQueries:
     def add(self, total: Tensor, part: Tensor) -> None:
         """Add dq (b, n, h, d) of these queries to ``total``, dq of all queries."""
         add_to_rows(total, query_indices(self, part.device), part)
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """Return (b, h, t) as (b, t, h, 1)."""
-    return x.transpose(1, 2).unsqueeze(-1)
 
 
 @device_plan

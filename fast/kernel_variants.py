@@ -22,6 +22,7 @@ Some calls need variants outside the set. They compile when they are first used:
     a scale of 0 or less on the Triton backend
     a reduce_dtype that is neither the dtype nor the accumulation dtype
     a batch of several sequences with 2^31 elements each
+    rank_invariant=True
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,8 @@ from canon.fast.device import AVAILABLE, chosen_backend, computing_with, kernels
 from canon.fast.group_collectives import as_heads
 from canon.fast.kernels.gluon import config as gluon_config
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.kernels.triton.rows import add_rows, add_to_rows, pick_rows, take_rows
+from canon.fast.kernels.triton.rows import add_rows, add_to_rows, copy_statistics, pick_rows, take_rows
+from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
 from canon.fast.kernels.triton.sum_ranks import sum_ranks
 from canon.fast.local import forward_into, merge, merge_into
 from canon.reference.band import Band
@@ -257,12 +259,25 @@ def whole_merges(model: Model, device: str) -> None:
 
 
 def active_rows(model: Model, device: str) -> None:
-    """Launch the kernels that take the active queries and add their dq."""
+    """Launch the kernels that take the active queries, add their dq, and add dk and dv to received sums."""
     x = Inputs(model, device)
     for y in (x.q, x.out):
         pick_rows(y, x.indices)
+    copy_statistics(x.statistic(), x.statistic(), (x.statistic(), x.statistic()), x.indices)
     dq = x.q.to(model.accumulate)
     add_to_rows(dq, x.indices, dq)
+    for y, dtype in product((x.k, x.v), model.result_dtypes):
+        add_to_rows(y.to(dtype), x.indices, y.to(model.accumulate))
+
+
+def sinks(model: Model, device: str) -> None:
+    """Launch the kernels of a sink, in the dtype of q or in the accumulation dtype."""
+    x, lse = Inputs(model, device), Inputs(model, device).statistic()
+    for dtype in model.result_dtypes:
+        sink = torch.zeros(model.heads[0], dtype=dtype, device=device)
+        apply_sink(x.out, lse, sink, torch.empty_like(x.out))
+        for dout_keys in (None, torch.empty_like(x.out)):
+            differentiate_sink(x.out, x.out, lse, sink, dout_keys, torch.empty_like(lse))
 
 
 def rank_sums(model: Model, device: str) -> None:
@@ -338,12 +353,13 @@ def _replaced(module: ModuleType, name: str, function: Callable) -> Iterator[Non
 
 
 PASSES = whole_passes, forward_parts, backward_parts
-RING = *PASSES, merges, active_rows
+RING = *PASSES, merges, active_rows, sinks
 FUNCTIONS = {
-    "attention": (whole_passes,),
+    "attention": (whole_passes, sinks),
     "attention_forward": (forward_parts,),
     "attention_backward": (whole_passes, backward_parts),
     "merge": (whole_merges,),
+    "decode_attention": (forward_parts, merges),
     "ring_attention": RING,
     "zigzag_attention": RING,
     "striped_attention": RING,

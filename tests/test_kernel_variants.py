@@ -115,7 +115,6 @@ def ran(program, *arguments, **environment):
         (80, "triton", "float32", (3, 1), (48, 32), "auto"),
     ],
 )
-@pytest.mark.xfail(strict=False, reason="steps of a ring copy rows by a variant that the set does not have yet")
 def test_200_random_calls_need_no_other_variant(arch, backend, dtype, heads, widths, method):
     found = ran(RANDOM_CALLS, arch, 200, backend, dtype, heads, widths, method, ALL)
     assert found["kinds"] == sorted(ALL), "the draws reach all functions"

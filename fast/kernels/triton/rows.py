@@ -2,7 +2,7 @@
 
 `take_rows` gathers the rows of K and V that a group cast sends. `add_rows` adds all received rows to their tokens for a group
 reduce. It reads each row once, adds in the order of the table and uses no atomics, so it repeats its bits. `pick_rows`,
-`copy_rows` and `add_to_rows` gather and update the rows of a table.
+`copy_rows`, `copy_statistics` and `add_to_rows` gather and update the rows of a table.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import row_pointers
+from canon.fast.kernels.triton.blocks import row_pointers, statistic_head_pointer
 from canon.reference.checks import accumulate_dtype
 
 
@@ -113,6 +113,46 @@ def add_rows_kernel(
     tl.store(target, acc.to(total.dtype.element_ty), mask=keep)
 
 
+@triton.jit(
+    do_not_specialize=[
+        "count", "heads", "batch_heads",
+        "lse_stride_b", "lse_stride_h", "delta_stride_b", "delta_stride_h",
+        "lse_part_stride_b", "lse_part_stride_h", "delta_part_stride_b", "delta_part_stride_h",
+    ],
+    do_not_specialize_on_alignment=["lse", "delta", "lse_part", "delta_part"],
+)  # fmt: skip
+def statistics_kernel(
+    lse,
+    delta,
+    lse_part,
+    delta_part,
+    rows,
+    count,
+    heads,
+    batch_heads,
+    lse_stride_b,
+    lse_stride_h,
+    delta_stride_b,
+    delta_stride_h,
+    lse_part_stride_b,
+    lse_part_stride_h,
+    delta_part_stride_b,
+    delta_part_stride_h,
+    BM: tl.constexpr,
+):
+    """Write lse_part[:, :, i] = lse[:, :, rows[i]] (b, h, n), and delta_part from delta in the same way."""
+    index = tl.program_id(0) // batch_heads * BM + tl.arange(0, BM)
+    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    valid = index < count
+    row = tl.load(rows + index, mask=valid, other=0)
+    values = tl.load(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + row, mask=valid)
+    target = statistic_head_pointer(lse_part, batch, head, lse_part_stride_b, lse_part_stride_h)
+    tl.store(target + index, values, mask=valid)
+    values = tl.load(statistic_head_pointer(delta, batch, head, delta_stride_b, delta_stride_h) + row, mask=valid)
+    target = statistic_head_pointer(delta_part, batch, head, delta_part_stride_b, delta_part_stride_h)
+    tl.store(target + index, values, mask=valid)
+
+
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
     """Write out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k (b, t, g, d) and v (b, t, g, dv)."""
     d, dv = k.shape[-1], v.shape[-1]
@@ -138,6 +178,15 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
 def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
     """Write part (b, n, h, d) = x[:, rows]. ``rows`` is int64."""
     _run_row_kernel(x, part, rows, add=False)
+
+
+def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], rows: Tensor) -> None:
+    """Write parts[0] (b, h, n) = lse[:, :, rows] and parts[1] = delta[:, :, rows]. ``rows`` is int64."""
+    lse, delta = map(launch.contiguous_rows, (lse, delta))
+    b, h, n = parts[0].shape
+    arguments, options = (lse, delta, *parts, rows, n, h), {"BM": launch.ROWS.rows}
+    ctas = -(-n // launch.ROWS.rows) * b * h
+    launch.run(statistics_kernel, ctas, launch.ROWS, arguments, b * h, (lse, delta, *parts), options)
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:

@@ -34,7 +34,8 @@ from canon.reference.mask import Mask
 from canon.testing import record
 from canon.testing.sass import overwritten, waits
 
-ROWS = "merge_rows", "pick_rows", "add_to_rows", "take_rows", "add_rows"  # these read a table of row indices
+# These read a table of row indices.
+ROWS = "merge_rows", "pick_rows", "copy_statistics", "add_to_rows", "take_rows", "add_rows"
 NO_MMA = "delta", "sum_heads", "sum_ranks", "softmax_stats", "delta_stats", "merge", "sink", "sink_backward", *ROWS
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes of a CTA: CUDA Programming Guide, 16.2
 
@@ -188,6 +189,7 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
         "merge": lambda: launch.merge(wide, lse, wide, lse, wide, lse),
         "merge_rows": lambda: launch.merge(wide, lse, wide, lse, wide, lse, indices),
         "pick_rows": lambda: rows.pick_rows(q, indices),
+        "copy_statistics": lambda: rows.copy_statistics(lse, lse, (lse, lse), indices),
         "add_to_rows": lambda: rows.add_to_rows(wide, indices, wide),
         "take_rows": lambda: rows.take_rows(k, v, indices, torch.cat([k, v], -1)),
         "add_rows": lambda: rows.add_rows(k, k, indices, indices, k),
