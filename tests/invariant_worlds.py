@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from sharded import on_this_rank, whole
+from sharded import DEVICE, on_this_rank, whole
 
 from canon import Layout, Mask, fast, reference
 from canon.testing import process_groups
@@ -38,7 +38,8 @@ def attended(half, function, mask, held, tensors, **options) -> Attended:
 @functools.cache
 def inputs(mask, heads, dtype, batch=1):
     """Return q, k, v, dout and dlse of the whole sequence."""
-    return whole(mask, b=batch, dtype=dtype, **(dict(d=16, dv=16) | HEADS[heads]))
+    tensors = whole(mask, b=batch, dtype=dtype, **(dict(d=16, dv=16) | HEADS[heads]))
+    return tuple(x.to(DEVICE) for x in tensors)
 
 
 @functools.cache

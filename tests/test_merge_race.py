@@ -26,7 +26,7 @@ def late(x):
     )
 
 
-@triton.jit(do_not_specialize='''
+@triton.jit('''
 
 
 def late_kernel(folder: Path, barrier: bool):
@@ -34,7 +34,8 @@ def late_kernel(folder: Path, barrier: bool):
     source = Path(merge.__file__).read_text()
     assert source.count(ROWS) == source.count(BARRIER) == 1
     source = source.replace(ROWS, ROWS.replace("tl.arange(0, BM)", "late(tl.arange(0, BM))"))
-    source = source.replace("\n@triton.jit(do_not_specialize=", LATE)
+    assert source.count("\n@triton.jit(") == 1
+    source = source.replace("\n@triton.jit(", LATE)
     if not barrier:
         source = source.replace(BARRIER, "    # tl.debug_barrier()")
     path = folder / f"merge_{'with' if barrier else 'without'}.py"
