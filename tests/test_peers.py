@@ -255,9 +255,10 @@ def test_a_family_that_declines_a_shape_is_noted_and_does_not_fail(monkeypatch):
     monkeypatch.setattr(fast, "backend", backend)
     shape = shapes.shape_of("1,40,2,2,16,causal")
     (rows,) = kernels.measure([shape], torch.float32, CPU, "canon", 1, CEILINGS)
-    assert [row["contender"] for row in rows] == ["canon other split", "canon other fused", "canon auto"]
+    auto = ["canon auto", "canon auto, rank invariant"]
+    assert [row["contender"] for row in rows] == ["canon other split", "canon other fused", *auto]
     assert all("width 16" in row["declined"] and "failed" not in row for row in rows[:2])
-    assert rows[2]["agrees"]
+    assert rows[2]["agrees"] and rows[3]["agrees"]
     monkeypatch.setattr(fast, "attention", lambda *_, **__: backend("any"))
     (rows,) = kernels.measure([shape], torch.float32, CPU, "canon auto", 1, CEILINGS)
     assert "failed" in rows[0]  # what a user asks for must work

@@ -2,7 +2,7 @@
 
     canon BACKEND METHOD             every backend that there is, every backward method: forced, or declined with a reason;
                                     "in order": under `torch.use_deterministic_algorithms(True)`
-    canon auto                      what a user gets who asks for nothing
+    canon auto                      what a user gets who asks for nothing; and with ``rank_invariant=True``
     SDPA cudnn, SDPA flash          torch's attention, causal or full; "flash" is FlashAttention-2
     torch varlen                    `torch.nn.attention.varlen`, FlashAttention-2 too: packed documents
     FlexAttention                   compiled, with the BlockMask of the same mask
@@ -83,12 +83,14 @@ def _canon(shape: Shape) -> Iterator[Contender]:
             make = partial(_attention, shape, "fused")
             yield Contender(f"{name} fused in order", make, name, declines=True, around=_in_order)
     yield Contender("canon auto", partial(_attention, shape, "auto"), "canon auto")
+    name = "canon auto, rank invariant"
+    yield Contender(name, partial(_attention, shape, "auto", rank_invariant=True), name)
 
 
-def _attention(shape: Shape, method: str) -> Attend:
+def _attention(shape: Shape, method: str, **options: bool) -> Attend:
     from canon import fast
 
-    return lambda q, k, v: fast.attention(q, k, v, shape.mask, backward=method)
+    return lambda q, k, v: fast.attention(q, k, v, shape.mask, backward=method, **options)
 
 
 @contextmanager

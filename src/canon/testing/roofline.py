@@ -57,7 +57,10 @@ def auto_verdicts(rows: list[dict]) -> list[dict]:
             times = {
                 row["contender"]: statistics.median(row[f"{name}_ms"])
                 for row in rows
-                if row["shape"] == shape and row["canon"] and row.get(f"{name}_ms")
+                if row["shape"] == shape
+                and row["canon"]
+                and row.get(f"{name}_ms")
+                and "invariant" not in row["contender"]
             }
             auto = times.pop("canon auto", None)
             if auto and times:

@@ -1,6 +1,7 @@
 """The contenders of `canon bench schedules`: Canon's schedules, torch's own context parallel, and ring-flash-attn.
 
-    ring, strided, magi                   every layout, stride and number of stages of `canon.fast`, keys kept or not
+    ring, strided, magi                   every layout, stride and number of stages of `canon.fast`, keys kept or not;
+                                          "rank invariant": with ``rank_invariant=True``
     torch BACKEND ROTATION                `torch.distributed.tensor.experimental.context_parallel` over SDPA: causal,
                                           load balanced (head and tail pieces: the zigzag layout), keys by one all-gather
                                           or round a ring of all-to-alls
@@ -63,7 +64,21 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
         for kept in (False, True):
             attend = partial(fast.magi_attention, mask=mask, layout=planned, stages=stages, keep_kv=kept)
             found.append(Schedule(f"magi, {stages} stages" + kept * ", keys kept", planned, attend))
+    found += _rank_invariant(shape, ranks)
     return [schedule for schedule in found if asked_for(schedule.name, only)]
+
+
+def _rank_invariant(shape: Shape, ranks: int) -> list[Schedule]:
+    """Return the schedules whose results have the bits of one rank."""
+    from canon import fast
+
+    mask, zigzag = shape.mask, Layout.zigzag(shape.n, ranks, multiple_of=128)
+    planned = fast.dispatch(mask, ranks, rank_invariant=True)
+    calls = {"strided zigzag": (fast.strided_attention, zigzag), "magi": (fast.magi_attention, planned)}
+    return [
+        Schedule(f"{name}, rank invariant", layout, partial(attend, mask=mask, layout=layout, rank_invariant=True))
+        for name, (attend, layout) in calls.items()
+    ]
 
 
 def peer_schedules(shape: Shape, ranks: int, only: str, device: str) -> list[Schedule]:
