@@ -32,25 +32,29 @@ def digest_of(fields: Fields) -> int:
 
 
 class SharedDigests:
-    """Words in memory that all ranks have mapped: SLOTS for each rank, then the process ID of each rank."""
+    """Words in memory that all ranks have mapped: SLOTS for each rank, then the PID namespace and PID of each rank."""
 
     def __init__(self, memory: mmap.mmap, rank: int, ranks: int, timeout: float):
         self.words, self.rank, self.ranks, self.timeout = memoryview(memory)[16:].cast("Q"), rank, ranks, timeout
-        self.words[SLOTS * ranks + rank] = os.getpid()
-        self.seen: set[int] = set()  # ranks with a process that was running at a check
+        self.namespace = pid_namespace()
+        self.words[self.place_of_process(rank)] = self.namespace
+        self.words[self.place_of_process(rank) + 1] = os.getpid()
 
     def post(self, number: int, digest: int) -> "SharedPost":
         """Write this rank's digest of call ``number`` (from 1). Return the post, to read the other digests from."""
         self.words[SLOTS * self.rank + number % SLOTS] = (number & 255) << 56 | digest
         return SharedPost(self, number)
 
+    def place_of_process(self, rank: int) -> int:
+        """Return the place of the PID namespace of a rank; its PID follows."""
+        return SLOTS * self.ranks + 2 * rank
+
     def check_processes(self) -> None:
-        """Raise RuntimeError if the process of a rank ran at an earlier check and has ended."""
+        """Raise RuntimeError if the process of a rank has ended. Processes of other containers are invisible."""
         for rank in range(self.ranks):
-            if runs(self.words[SLOTS * self.ranks + rank]):
-                self.seen.add(rank)
-            elif rank in self.seen:  # a container with its own process IDs never sees those of other containers
-                raise RuntimeError(f"connection lost: the process of rank {rank} has ended")
+            namespace, process = self.words[(place := self.place_of_process(rank)) : place + 2]
+            if process and namespace == self.namespace and not runs(process):
+                raise RuntimeError(f"connection lost: rank {rank} is missing: its process has ended")
 
 
 class SharedPost:
@@ -59,13 +63,15 @@ class SharedPost:
     def __init__(self, shared: SharedDigests, number: int):
         self.shared, self.places = shared, [SLOTS * rank + number % SLOTS for rank in range(shared.ranks)]
         self.number = number & 255
-        if number == 2:  # all ranks have made call 1, so they have written their process IDs
-            shared.check_processes()
 
     def digests(self) -> list[int] | None:
         """Return the digests of all ranks, or None if one is missing yet."""
         words = [self.shared.words[place] for place in self.places]
         return [word & DIGEST for word in words] if all(word >> 56 == self.number for word in words) else None
+
+    def check_ranks(self) -> None:
+        """Raise RuntimeError if the process of a rank has ended."""
+        self.shared.check_processes()
 
     def wait(self) -> list[int]:
         """Wait for the digests of all ranks. Raises RuntimeError if a rank's process ends, or after the group's timeout."""
@@ -106,13 +112,23 @@ class GatheredPost:
         self.work = channel.allgather([self.table], [self.sent])
 
     def digests(self) -> list[int] | None:
-        """Return the digests of all ranks, or None if one is missing yet."""
-        return [x.item() for x in self.table] if self.work.is_completed() else None
+        """Return the digests of all ranks, or None if one is missing yet. Raises RuntimeError if the all-gather fails."""
+        return self.wait() if self.work.is_completed() else None
+
+    def check_ranks(self) -> None:
+        """Do nothing: the all-gather fails if a rank is lost."""
 
     def wait(self) -> list[int]:
         """Wait for the digests of all ranks. Raises RuntimeError if the all-gather fails."""
         self.work.wait()
         return [x.item() for x in self.table]
+
+
+def pid_namespace() -> int:
+    """Return the number of this process's PID namespace. Only processes of one namespace have comparable PIDs."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
 
 
 def runs(process: int) -> bool:
@@ -134,7 +150,7 @@ def shared_memory(store: Any, rank: int, ranks: int) -> mmap.mmap | None:
     Rank 0 creates a file, all ranks map it, and rank 0 removes its name. A secret in the first 16 bytes proves that a rank
     has mapped this file.
     """
-    size, folder = 8 * (SLOTS + 1) * ranks, "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+    size, folder = 8 * (SLOTS + 2) * ranks, "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
     if rank == 0:
         path, secret = Path(folder) / f"canon-{uuid.uuid4().hex}", uuid.uuid4().bytes
         with suppress(OSError):

@@ -9,8 +9,8 @@ call posts a digest of its arguments, 8 bytes per rank (`digests`), separately f
 
 On CPUs, and if a call is new to a rank, the rank waits for all digests before it sends anything. On GPUs a known call
 continues at once, and its digests are read at the next call. A thread reads digests that are still unread after a second.
-If the ranks differ, it aborts the messages in flight, so no rank hangs. A replayed CUDA graph makes no call and checks
-nothing.
+If the ranks differ, or a rank's process has ended, it aborts the messages in flight, so no rank hangs. A replayed CUDA graph
+makes no call and checks nothing.
 
 If a rank has died or stopped, the other ranks name it in their errors, because each running rank answers through the
 group's store (`liveness`). Later calls of the group raise the same error.
@@ -155,19 +155,17 @@ class GroupState:
 
     # ------------------------------------------------------------------ the watching thread
     def look(self) -> None:
-        """Answer a liveness check. Abort the messages of a call if its digests differ and the rank has not read them."""
+        """Answer a liveness check. Abort the messages of an unread call if its digests differ or a rank's process has ended."""
         if self.broken is None:
             self.liveness.answer(self.calls)
         call = self.pending
         if call is None or time.monotonic() - call.started < POLL_SECONDS:
             return
-        if (digests := call.post.digests()) is None:
-            return
         if not self.lock.acquire(blocking=False):
-            return  # the rank reads them now
+            return  # the rank reads the digests now
         try:
             if self.pending is call:
-                self.settle(digests=digests)
+                self._read_late(call)
         except (ValueError, RuntimeError) as error:
             logging.getLogger(__name__).error("%s", error)
             for group in (self._group(), *self.aborted):
@@ -175,6 +173,21 @@ class GroupState:
                     group.abort()
         finally:
             self.lock.release()
+
+    def _read_late(self, call: PendingCall) -> None:
+        """Compare the digests of a call in flight if all have arrived. Raise and mark the group as broken if that cannot be."""
+        try:
+            if (digests := call.post.digests()) is None:
+                call.post.check_ranks()
+                return
+        except RuntimeError as error:
+            self.pending = None
+            self.broken = RuntimeError(
+                f"{call.name}, call {call.number} of rank {self.rank}: {error}. The messages of the call were in flight, "
+                "so make a new process group."
+            )
+            raise self.broken from error
+        self.settle(digests=digests)
 
 
 def group_state(group: Any) -> GroupState:

@@ -13,7 +13,7 @@ from canon.reference.digests import SLOTS, SharedDigests, runs, shared_memory
 
 
 def memory(ranks):
-    return mmap.mmap(-1, 16 + 8 * (SLOTS + 1) * ranks)
+    return mmap.mmap(-1, 16 + 8 * (SLOTS + 2) * ranks)
 
 
 def test_every_rank_reads_the_digests_of_all_ranks():
@@ -49,16 +49,19 @@ def test_an_ended_process_is_detected_before_its_parent_waits_for_it():
     try:
         shared = memory(2)
         mine, other = (SharedDigests(shared, rank, 2, timeout=60.0) for rank in range(2))
-        other.words[SLOTS * 2 + 1] = child.pid
+        process = other.place_of_process(1) + 1
+        other.words[process] = child.pid
         for number in (1, 2):
             other.post(number, 5)
             mine.post(number, 5).wait()
         assert runs(child.pid)
         child.kill()
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
+        with pytest.raises(RuntimeError, match="rank 1 is missing: its process has ended"):
             mine.post(3, 5).wait()
         assert time.monotonic() - start < 10
+        other.words[process - 1] += 1  # of another container
+        mine.check_processes()
     finally:
         child.kill()
         child.wait()

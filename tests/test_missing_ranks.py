@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from canon import Mask, fast, reference
+from canon.reference.group_state import group_state
 
 HALVES = {"reference": reference, "fast": fast}
 RANKS, LOST, TIMEOUT = 3, 1, 4.0  # LOST is the missing rank; TIMEOUT, in seconds, that of the process group
@@ -112,3 +113,37 @@ def test_a_missing_rank_is_named(how, half, function, where, tmp_path):
         assert "rank 1 is missing" in error
         assert again == error, "a later call of the group raises the same error"
     assert seconds < TIMEOUT + 30
+
+
+class Aborted:
+    """A group that is aborted together with the group of a test, and the error that later calls raise."""
+
+    def __init__(self):
+        self.times = []
+
+    def abort(self):
+        self.times.append(time.monotonic())
+
+
+def end_while_messages_are_in_flight():
+    """Make a call known, end one rank, and let the others make the call without waiting for digests, as on GPUs."""
+    state, fields = group_state(None), (("function", "ring_attention"),)
+    state.agree("ring_attention", fields, wait=True)
+    if dist.get_rank() == LOST:
+        os._exit(0)
+    state.aborted.append(aborted := Aborted())
+    state.agree("ring_attention", fields, wait=False)
+    start = time.monotonic()
+    while not aborted.times and time.monotonic() < start + 10:
+        time.sleep(0.1)  # a user's code waits for the GPU here, until the messages are aborted
+    assert aborted.times
+    state.agree("ring_attention", fields, wait=False)
+
+
+def test_messages_in_flight_are_aborted_if_a_rank_ends(tmp_path):
+    reports, _ = survivors(end_while_messages_are_in_flight, tmp_path)
+    for text in reports:
+        error, again = text.split("\n---\n")
+        assert "rank 1 is missing: its process has ended" in error
+        assert "make a new process group" in error
+        assert again == error

@@ -74,10 +74,11 @@ def _rank_invariant(shape: Shape, ranks: int) -> list[Schedule]:
 
     mask, zigzag = shape.mask, Layout.zigzag(shape.n, ranks, multiple_of=128)
     planned = fast.dispatch(mask, ranks, rank_invariant=True)
-    calls = {"strided zigzag": (fast.strided_attention, zigzag), "magi": (fast.magi_attention, planned)}
+    strided = partial(fast.strided_attention, mask=mask, layout=zigzag, head_stride=shape.g, rank_invariant=True)
+    magi = partial(fast.magi_attention, mask=mask, layout=planned, rank_invariant=True)
     return [
-        Schedule(f"{name}, rank invariant", layout, partial(attend, mask=mask, layout=layout, rank_invariant=True))
-        for name, (attend, layout) in calls.items()
+        Schedule(f"strided zigzag {shape.g}, rank invariant", zigzag, strided),
+        Schedule("magi, rank invariant", planned, magi),
     ]
 
 
