@@ -258,7 +258,7 @@ def test_a_family_that_declines_a_shape_is_noted_and_does_not_fail(monkeypatch):
     auto = ["canon auto", "canon auto, rank invariant"]
     assert [row["contender"] for row in rows] == ["canon other split", "canon other fused", *auto]
     assert all("width 16" in row["declined"] and "failed" not in row for row in rows[:2])
-    assert rows[2]["agrees"] and rows[3]["agrees"]
+    assert all(row["agrees"] for row in rows[2:])
     monkeypatch.setattr(fast, "attention", lambda *_, **__: backend("any"))
     (rows,) = kernels.measure([shape], torch.float32, CPU, "canon auto", 1, CEILINGS)
     assert "failed" in rows[0]  # what a user asks for must work
