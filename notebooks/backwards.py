@@ -1,4 +1,4 @@
-"""Figures of notebook 05: walks over tiles, the work of each SM, and overlap inside a kernel.
+"""Figures of notebooks 05 to 07: walks over tiles, the work of each SM, and overlap inside a kernel.
 
 The notebook computes the data with the package. These functions only draw it.
 """
@@ -28,8 +28,7 @@ def _text(ax, x, y, text, colour="white", size=9):
 def walks(panels, size):
     """Draw tiles of scores, numbered in the order of computation and coloured by owner, and the owners of each gradient.
 
-    panels[title] is (visits, adding). visits lists (row, column, owner). adding[name][tile] lists the owners that add to
-    this tile of the gradient.
+    panels[title] is (visits, adding): `order` and `owners` of a `canon.testing.tile_walks.TileWalk`.
     """
     figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 3.4), squeeze=False)
     for ax, (title, (visits, adding)) in zip(axes.flat, panels.items(), strict=True):
@@ -39,7 +38,7 @@ def walks(panels, size):
             _box(ax, column, row, 1, 1, RANKS[owner])
             _text(ax, column + 0.5, row + 0.5, number)
         for name, tiles in adding.items():
-            for tile, owners in enumerate(tiles):
+            for tile, owners in tiles.items():
                 for part, owner in enumerate(owners):
                     margin, width = size + 0.3 + 0.8 * part / len(owners), 0.8 / len(owners)
                     place = (margin, tile + 0.06, width, 0.88) if name == "dq" else (tile + 0.06, margin, 0.88, width)
@@ -53,10 +52,33 @@ def walks(panels, size):
     plt.show()
 
 
+def owners_by_head(query_heads, key_heads, tiles):
+    """Draw the owners of dk by query head (row) and tile of keys (column), for "split" and "head_parallel", and the sum."""
+    group = query_heads // key_heads
+    figure, axes = plt.subplots(1, 2, figsize=(8, 0.5 * query_heads + 1.6))
+    names = {"split: an owner per key head": group, "head_parallel: an owner per query head, then a sum": 1}
+    for ax, (title, rows) in zip(axes, names.items(), strict=True):
+        for tile in range(tiles):
+            for number, head in enumerate(range(0, query_heads, rows)):
+                owner = tile * (query_heads // rows) + number
+                _box(ax, tile + 0.04, head + 0.06, 0.92, rows - 0.12, RANKS[owner % len(RANKS)])
+                _text(ax, tile + 0.5, head + rows / 2, f"owner {owner}")
+            for head in range(0, query_heads, group):
+                _box(ax, tile + 0.04, query_heads + 0.6 + head / group, 0.92, 0.8, "white", edgecolor=INK)
+                _text(ax, tile + 0.5, query_heads + 1 + head / group, f"dk, tile {tile}", INK)
+                arrow = {"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0}
+                ax.annotate("", (tile + 0.5, query_heads + 0.6), (tile + 0.5, query_heads), arrowprops=arrow)
+        ax.set(xlim=(0, tiles), ylim=(query_heads + 0.5 + key_heads, 0), xticks=[], title=title)
+        ax.set_yticks([head + 0.5 for head in range(query_heads)], [f"query head {head}" for head in range(query_heads)])
+        _bare(ax)
+    figure.tight_layout()
+    plt.show()
+
+
 def schedules(panels):
     """Draw the work of every SM. panels[row][column] is (title, work tiles by SM); a work tile lists (head, visits)."""
     shape = len(panels), len(panels[0])
-    figure, axes = plt.subplots(*shape, figsize=(9, 1.8 * shape[0]), sharex="col", sharey=True, squeeze=False)
+    figure, axes = plt.subplots(*shape, figsize=(10, 1.9 * shape[0]), sharex="col", sharey=True, squeeze=False)
     for ax, (title, found) in zip(axes.flat, (panel for row in panels for panel in row), strict=True):
         end = max(sum(visits for tile in tiles for _, visits in tile) for tiles in found)
         for sm, tiles in enumerate(found):

@@ -4,6 +4,7 @@ The notebooks compute the data with the package. These functions only draw it. E
 """
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch, Rectangle
 
@@ -54,30 +55,100 @@ def _cells(band, mask):
     return type(mask)([band], mask.queries, mask.keys).dense()
 
 
+def weighted_means(weights, values, pieces):
+    """Draw keys as boxes of width weight and height value, one colour for each piece, and the mean height of each piece."""
+    figure, ax = plt.subplots(figsize=(6.4, 2.6))
+    left = [sum(weights[:key]) for key in range(len(weights) + 1)]
+    for number, piece in enumerate(pieces):
+        for key in piece:
+            box = {"facecolor": RANKS[number], "edgecolor": "white", "alpha": 0.75}
+            ax.add_patch(Rectangle((left[key], 0), weights[key], values[key], **box))
+            ax.text(left[key] + weights[key] / 2, 0.15, f"key {key}", ha="center", va="bottom", color="white")
+        start, stop = left[piece.start], left[piece.stop]
+        mean = sum(weights[key] * values[key] for key in piece) / (stop - start)
+        ax.plot([start, stop], [mean, mean], color=INK, linewidth=1.4, linestyle=(0, (4, 2)))
+        right_of = left[piece.stop - 1] + 0.08
+        ax.text(right_of, mean + 0.15, f"piece {number}: out {mean:g}, total {stop - start:g}", va="bottom")
+    mean = sum(w * x for w, x in zip(weights, values, strict=True)) / left[-1]
+    ax.axhline(mean, color=RANKS[4], linewidth=1.4)
+    ax.text(left[-1] + 0.1, mean, f"all keys:\nout {mean:g},\ntotal {left[-1]:g}", va="center", color=RANKS[4])
+    ax.set(xlim=(0, left[-1]), ylim=(0, 1.05 * max(values)), xlabel="weight", ylabel="value")
+    plt.show()
+
+
+def shares(weights, pieces, parts):
+    """Draw the softmax of one query over each piece of its keys, and below it the same times the share of the piece."""
+    figure, axes = plt.subplots(2, 1, figsize=(8, 3.8), sharex=True, sharey=True)
+    highest = max(weights[piece.start : piece.stop].max() / part for piece, part in zip(pieces, parts, strict=True))
+    for piece, part, colour in zip(pieces, parts, RANKS, strict=False):
+        scaled, middle = weights[piece.start : piece.stop], (piece.start + piece.stop - 1) / 2
+        axes[0].bar(piece, scaled / part, color=colour)
+        axes[1].bar(piece, scaled / part, color="none", edgecolor=colour, linewidth=0.6, linestyle=":")
+        axes[1].bar(piece, scaled, color=colour)
+        for ax, text in zip(axes, ("sums to 1", f"times {part:.2f}"), strict=True):
+            ax.text(middle, 1.06 * highest, text, ha="center", va="bottom", color=colour)
+        axes[0].axvline(piece.start - 0.5, color=PALE, zorder=0)
+        axes[1].axvline(piece.start - 0.5, color=PALE, zorder=0)
+    axes[0].set_title("the softmax of each piece, for one query", loc="left")
+    axes[1].set_title("the same times their shares: the softmax over all keys", loc="left")
+    axes[1].set(xlabel="key", xlim=(-0.6, len(weights) - 0.4), ylim=(0, 1.3 * highest))
+    figure.tight_layout()
+    plt.show()
+
+
 def gallery(masks, columns=4):
     """Draw masks by name, with one colour for each band."""
     rows = -(-len(masks) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(2.3 * columns, 2.6 * rows), squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(2.5 * columns, 3.1 * rows), squeeze=False, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.1)
     for ax, (name, mask) in zip(axes.flat, masks.items(), strict=False):
         count = len(mask.bands)
         bands(ax, mask, f"{name}\n{count} band{'s' * (count != 1)}, {mask.area} cells")
     for ax in axes.flat[len(masks) :]:
         ax.axis("off")
-    axes[-1, 0].set_ylabel("queries")
-    axes[-1, 0].set_xlabel("keys")
-    figure.tight_layout()
+    for ax in axes[:, 0]:
+        ax.set_ylabel("queries")
+    for ax in axes[-1]:
+        ax.set_xlabel("keys")
     plt.show()
 
 
 def crop(mask, rows, columns):
     """Draw a mask with a window, and the mask of this window in its own coordinates, in the same colours."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(6.4, 3.2), width_ratios=[mask.keys, len(columns)])
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.6), width_ratios=[mask.keys, len(columns)])
     values = bands(left, mask, f"mask, {mask.queries} x {mask.keys}")
     frame = (columns.start - 0.5, rows.start - 0.5), len(columns), len(rows)
     left.add_patch(Rectangle(*frame, fill=False, edgecolor=INK, linewidth=2, zorder=5))
     window = mask.crop(rows, columns)
     colours = [RANKS[values[list(rows)][:, list(columns)][_cells(band, window)][0] - 1] for band in window.bands]
     bands(right, window, f"crop({rows}, {columns})", colours)
+    for ax, height, width in ((left, mask.queries, mask.keys), (right, len(rows), len(columns))):
+        ax.set_xticks(range(0, width, -(-width // 10)))
+        ax.set_yticks(range(0, height, -(-height // 10)))
+        ax.tick_params(labelbottom=True, labelleft=True, labelsize=7)
+        ax.set(xlabel="keys", ylabel="queries")
+    figure.tight_layout()
+    plt.show()
+
+
+def pieces(mask, layout):
+    """Draw the rows of a mask in the colours of their ranks, and the cells of each piece, stacked by rank."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), width_ratios=[1, 1.15])
+    cells, bottoms = mask.dense(), [0] * layout.ranks
+    values = torch.zeros_like(cells, dtype=torch.long)
+    found = [(piece, rank) for rank, held in enumerate(layout.ranges_per_rank) for piece in held]
+    for number, (piece, rank) in enumerate(sorted(found, key=lambda pair: pair[0].start)):
+        rows, area = list(piece), int(cells[list(piece)].sum())
+        values[rows] = cells[rows] * (1 + rank)
+        right.bar(rank, area, 0.92, bottom=bottoms[rank], color=RANKS[rank], edgecolor="white")
+        right.text(rank, bottoms[rank] + area / 2, f"piece {number}: {area}", ha="center", va="center", color="white")
+        bottoms[rank] += area
+    matrix(left, values, RANKS[: layout.ranks], "rows in the colours of their ranks")
+    left.set(xlabel="keys", ylabel="queries")
+    right.set(title="cells of each rank", xticks=range(layout.ranks), ylim=(0, 1.1 * max(bottoms)))
+    right.set_xticklabels([f"rank {rank}" for rank in range(layout.ranks)])
+    for rank, total in enumerate(bottoms):
+        right.text(rank, total + 0.02 * max(bottoms), total, ha="center")
     figure.tight_layout()
     plt.show()
 
@@ -139,6 +210,7 @@ def work(shares):
         ax.set_xticks(range(len(by_layout)), list(by_layout))
         ax.set_title(name)
         ax.tick_params(axis="x", length=0)
+    axes[0, 0].set_ylim(0, 1.12 * axes[0, 0].get_ylim()[1])
     axes[0, 0].set_ylabel("visible cells / mean")
     figure.tight_layout()
     plt.show()
