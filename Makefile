@@ -4,6 +4,7 @@
 #   make test     ruff, pyright, the tests and the notebooks; the kernels' tests once more on a GPU, where there is one
 #   make newest   the check with the newest torch and Triton that PyPI has; warnings are errors
 #
+# `.venv/bin/pytest --nbval` runs the tests and the notebooks together. `.venv/bin/jupyter lab notebooks` opens the notebooks.
 # The first two make .venv with the versions of requirements.txt and install the package in place. The third makes
 # .venv-newest, of 6 GB.
 
@@ -38,7 +39,7 @@ test: $(STAMP)
 	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal --gpu tests; \
 	fi
-	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --nbval notebooks # a notebook's cells in one worker
+	$(BIN)/pytest --numprocesses=$(WORKERS) --nbval notebooks # notebooks/conftest.py keeps a notebook's cells in one worker
 
 newest:
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest

@@ -5,9 +5,7 @@ The notebook computes the data with the package. These functions only draw it.
 
 import matplotlib.pyplot as plt
 from drawing import INK, PALE, RANKS
-from matplotlib.patches import ConnectionPatch, Rectangle
-
-GREY = "#a9a9a2"
+from matplotlib.patches import Rectangle
 
 
 def _bare(ax):
@@ -69,7 +67,9 @@ def owners_by_head(query_heads, key_heads, tiles):
                 arrow = {"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0}
                 ax.annotate("", (tile + 0.5, query_heads + 0.6), (tile + 0.5, query_heads), arrowprops=arrow)
         ax.set(xlim=(0, tiles), ylim=(query_heads + 0.5 + key_heads, 0), xticks=[], title=title)
-        ax.set_yticks([head + 0.5 for head in range(query_heads)], [f"query head {head}" for head in range(query_heads)])
+        ax.set_yticks(
+            [head + 0.5 for head in range(query_heads)], [f"query head {head}" for head in range(query_heads)]
+        )
         _bare(ax)
     figure.tight_layout()
     plt.show()
@@ -102,45 +102,60 @@ def schedules(panels):
     plt.show()
 
 
-def overlap(lanes, waits, title):
-    """Draw the overlap inside a kernel. lanes[name] lists boxes (kind, begin, end, released, tile, text).
-
-    A box is grey if its tile is None. A "load" is pale from its end until its release (None: until the last event). An
-    "exp2" is hollow. waits lists ((lane, x), (lane, x)): an arrow from the awaited event to the end of the wait.
-    """
-    last = max(box[2] for boxes in lanes.values() for box in boxes)
-    packed = {name: _rows(boxes, last) for name, boxes in lanes.items()}
-    names, heights = list(lanes), [len(rows) for rows in packed.values()]
-    size, apart = (11, 0.24 * sum(heights) + 0.9), {"hspace": 0.35}
-    figure, axes = plt.subplots(len(lanes), 1, figsize=size, sharex=True, height_ratios=heights, gridspec_kw=apart)
-    for ax, (name, rows) in zip(axes, packed.items(), strict=True):
-        for y, (kind, begin, end, released, tile, text) in ((y, box) for y, row in enumerate(rows) for box in row):
-            colour = GREY if tile is None else RANKS[tile % len(RANKS)]
-            if kind == "load":
-                _box(ax, end, y - 0.42, (released or last) - end, 0.84, colour, alpha=0.25)
-            hollow = {"facecolor": "white", "edgecolor": colour} if kind == "exp2" else {}
-            _box(ax, begin + 0.04, y - 0.42, end - begin - 0.08, 0.84, colour, **hollow)
-            _text(ax, (begin + end) / 2, y, text, colour if hollow else "white", 7 if end - begin > 1 else 5.5)
-        ax.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, last), yticks=[(len(rows) - 1) / 2], xticks=[])
-        ax.set_yticklabels([name], color=INK)
+def clocks(panels):
+    """Draw the units of an SM over time, coloured by warpgroup. panels[title] lists (unit, start, stop, warpgroup, text)."""
+    longest = max(stop for bars in panels.values() for _, _, stop, *_ in bars)
+    figure, axes = plt.subplots(len(panels), 1, figsize=(10, 1.15 * len(panels)), sharex=True)
+    for ax, (title, bars) in zip(axes, panels.items(), strict=True):
+        units = sorted({unit for unit, *_ in bars}, reverse=True)
+        end = max(stop for _, _, stop, *_ in bars)
+        for y in range(len(units)):
+            _box(ax, 0, y - 0.4, end, 0.8, "white", edgecolor="#c9c9c4", hatch="////", linewidth=0)
+        for unit, start, stop, warpgroup, text in bars:
+            _box(ax, start, units.index(unit) - 0.4, stop - start, 0.8, RANKS[warpgroup])
+            _text(ax, (start + stop) / 2, units.index(unit), text, size=8 if stop - start > longest / 50 else 6)
+        ax.set(ylim=(len(units) - 0.5, -0.5), xlim=(0, longest), yticks=range(len(units)))
+        ax.set_yticklabels(units, color=INK)
+        ax.set_title(title, loc="left")
         _bare(ax)
-    for (lane, x), (other, y) in waits:
-        upper, lower = (axes[i] for i in sorted(map(names.index, (lane, other))))
-        edge = {upper: upper.get_ylim()[0], lower: lower.get_ylim()[1]}
-        one, two = axes[names.index(lane)], axes[names.index(other)]
-        arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 0.8, "mutation_scale": 7, "shrinkA": 0, "shrinkB": 0}
-        figure.add_artist(ConnectionPatch((x, edge[one]), (y, edge[two]), "data", axesA=one, axesB=two, **arrow))
-    axes[0].set_title(title, loc="left")
-    axes[-1].set_xlabel("events of one simulated run, in their order")
+    axes[-1].set_xlabel("time, in clocks of one SM (hatched: idle)")
+    figure.tight_layout()
     plt.show()
 
 
-def _rows(boxes, last):
-    """Distribute boxes over as few rows as possible, in their order, without overlap."""
-    rows, until = [], lambda box: (box[3] or last) if box[0] == "load" else box[2]
-    for box in boxes:
-        row = next((row for row in rows if until(row[-1]) <= box[1]), None)
-        if row is None:
-            rows.append(row := [])
-        row.append(box)
-    return rows
+def events(steps, waits, title):
+    """Draw the steps of a simulated run, each in one column: a filled box starts, an open box ends, a line is in flight.
+
+    Rows of a lane are operations. waits lists ((lane, number), (lane, number)): the awaited lane, and the waiting one.
+    """
+    lanes = sorted({step.lane for step in steps}, key=lambda lane: (lane == "loader", lane))
+    rows = {lane: list(dict.fromkeys(step.text for step in steps if step.lane == lane)) for lane in lanes}
+    heights, tops = {}, {}
+    for lane in lanes:
+        tops[lane] = sum(heights.values()) + 0.7 * len(heights)
+        heights[lane] = len(rows[lane])
+    bottom = tops[lanes[-1]] + heights[lanes[-1]]
+    _, ax = plt.subplots(figsize=(0.215 * len(steps) + 1, 0.21 * bottom + 0.8))
+    place = {step.number: tops[step.lane] + rows[step.lane].index(step.text) for step in steps}
+    for step in steps:
+        y, colour = place[step.number], RANKS[step.tile or 0]
+        if step.begun is not None:
+            ax.plot([step.begun + 1, step.number], [y + 0.5, y + 0.5], color=colour, linewidth=1.6, zorder=0)
+        ended = {"facecolor": "white", "edgecolor": colour, "linewidth": 1} if step.kind == "end" else {}
+        _box(ax, step.number + 0.04, y + 0.08, 0.92, 0.84, colour, **ended)
+        _text(ax, step.number + 0.5, y + 0.5, step.text, colour if ended else "white", 6)
+    for (source, begin), (lane, end) in waits:
+        upward = tops[source] > tops[lane]
+        y = tops[source] - 0.08 if upward else tops[source] + heights[source] + 0.08
+        to = tops[lane] + heights[lane] + 0.05 if upward else tops[lane] - 0.05
+        arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 0.8, "mutation_scale": 7, "shrinkA": 0, "shrinkB": 0}
+        ax.annotate("", (end, to), (begin, y), arrowprops=arrow)
+    for lane in lanes:
+        ax.axhspan(tops[lane], tops[lane] + heights[lane], color=PALE, alpha=0.45, zorder=-1, linewidth=0)
+    ax.set(xlim=(0, len(steps)), ylim=(bottom + 0.1, -0.1), xticks=[x + 0.5 for x in range(0, len(steps), 5)])
+    ax.set_xticklabels(range(0, len(steps), 5))
+    ax.set_yticks([tops[lane] + heights[lane] / 2 for lane in lanes], lanes, color=INK)
+    ax.set_title(title, loc="left")
+    ax.set_xlabel("number of the event in one simulated run: order, not time")
+    _bare(ax)
+    plt.show()

@@ -57,7 +57,7 @@ def _cells(band, mask):
 
 def weighted_means(weights, values, pieces):
     """Draw keys as boxes of width weight and height value, one colour for each piece, and the mean height of each piece."""
-    figure, ax = plt.subplots(figsize=(6.4, 2.6))
+    _, ax = plt.subplots(figsize=(6.4, 2.6))
     left = [sum(weights[:key]) for key in range(len(weights) + 1)]
     for number, piece in enumerate(pieces):
         for key in piece:

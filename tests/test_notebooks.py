@@ -1,12 +1,19 @@
-"""Claims about notebooks: each has the cells of its .md twin, and the outputs of one complete run."""
+"""Claims about notebooks: each has the cells of its .md twin, the outputs of one complete run, and the parts of a lesson."""
 
+import os
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import jupytext
 import nbformat
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "notebooks"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "notebooks"
+TAUGHT = ("00_", "01_", "05_", "06_", "07_")  # notebooks with a takeaway, exercises and their time
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 
 
@@ -30,3 +37,44 @@ def test_notebooks_hold_the_outputs_of_one_run_from_top_to_bottom(name):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     kinds = {output.get("name", output.output_type) for cell in cells for output in cell.outputs}
     assert not kinds & {"stderr", "error"}
+
+
+def test_pytest_collects_tests_and_cells_in_one_run_and_make_runs_each_once():
+    """`pytest --nbval` without arguments runs both folders; each command of `make test` names one of them."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert options["testpaths"] == ["tests", "notebooks"]
+    commands = re.findall(r"^\t+\$\(BIN\)/pytest (.*?)(?:;.*| #.*)?$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [("--gpu" in command, "--nbval" in command, command.split()[-1]) for command in commands] == [
+        (False, False, "tests"),
+        (True, False, "tests"),
+        (False, True, "notebooks"),
+    ]
+
+
+def test_every_code_cell_is_collected():
+    cells = sum(cell.cell_type == "code" for name in NAMES for cell in nbformat.read(FOLDER / f"{name}.ipynb", 4).cells)
+    command = [sys.executable, "-m", "pytest", "--nbval", "--collect-only", "-q", "--ignore-glob=*/tests/test_*"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("::Cell ") == cells > 100
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(TAUGHT)])
+def test_a_lesson_states_its_time_and_ends_with_a_takeaway_and_exercises(name):
+    text = (FOLDER / f"{name}.md").read_text()
+    assert re.search(r"\b\d+\s+seconds on two CPU\s+cores", text)
+    assert text.count("> **Takeaway.**") == 1
+    assert text.index("> **Takeaway.**") < text.index("## Exercises")
+    exercises = text[text.index("## Exercises") :]
+    questions = re.findall(r"^\*\*(\d)\.\*\*", exercises, re.MULTILINE)
+    assert 3 <= len(questions) <= 5
+    assert exercises.count("<details><summary>Answer</summary>") == exercises.count("</details>") == len(questions)
+
+
+def test_links_between_notebooks_lead_to_headings():
+    for name in NAMES:
+        for file, anchor in re.findall(r"\]\((\w+\.md)?#([\w-]+)\)", (FOLDER / f"{name}.md").read_text()):
+            titles = re.findall(r"^#+ (.*)$", (FOLDER / (file or f"{name}.md")).read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], (
+                f"{name}: {anchor}"
+            )

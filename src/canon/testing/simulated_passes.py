@@ -26,15 +26,11 @@ def simulated_passes(
     fixed = nullcontext() if name == method else peers.deterministic()
     with fast.backend("gluon"), simulator.simulated(order, seed, log), fixed:
         out, lse = fast.attention_forward(q, k, v, mask, out_dtype=torch.float32)
-        grads = fast.attention_backward(
-            dout, q, k, v, out, lse, mask, method=name, grad_dtype=torch.float32
-        )
+        grads = fast.attention_backward(dout, q, k, v, out, lse, mask, method=name, grad_dtype=torch.float32)
     return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True))
 
 
-def different_bits(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, method: str
-) -> dict[str, int]:
+def different_bits(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, method: str) -> dict[str, int]:
     """Return for each result how many different tensors four interleavings give: 1 means that all have the same bits."""
     runs = [simulated_passes(q, k, v, dout, mask, method, order=order, seed=seed) for order, seed in INTERLEAVINGS]
     return {name: len({run[name].numpy().tobytes() for run in runs}) for name in runs[0]}

@@ -99,4 +99,3 @@ def recorded_walk(method: str, mask: Mask, *, h: int = 4, g: int = 2, d: int = 8
         backward.attention_backward(dout, q, k, v, out, lse, mask, method=method)
     walk.operations = flops.get_total_flops()
     return walk
-
