@@ -4,9 +4,10 @@
 #   make test     ruff, pyright, the tests and the notebooks; the kernels' tests once more on a GPU, where there is one
 #   make newest   the check with the newest torch and Triton that PyPI has; warnings are errors
 #
-# `.venv/bin/pytest --nbval` runs the tests and the notebooks together. `.venv/bin/jupyter lab notebooks` opens the notebooks.
 # The first two make .venv with the versions of requirements.txt and install the package in place. The third makes
 # .venv-newest, of 6 GB.
+#
+# `.venv/bin/pytest --nbval` runs the tests and the notebooks together. `.venv/bin/jupyter lab notebooks` opens the notebooks.
 
 PYTHON  ?= python3
 WORKERS ?= 2
