@@ -53,8 +53,9 @@ def bands():
     figure, grid = new(4, width=WIDE, height=1.95, sharey=True)
     for axes, (title, one, queries, keys) in zip(grid[0], panels, strict=True):
         _cells(axes, Mask([one], queries, keys).dense(), 0, 0)
-        text = f"q [{one.q_start}, {one.q_stop})  k [{one.k_start}, {one.k_stop})\n{one.lo} ≤ j − i ≤ {one.hi}, {one.area} cells"
-        axes.text(0, n + 0.8, text, fontsize=SMALL, va="top")
+        rectangle = f"q [{one.q_start}, {one.q_stop})  k [{one.k_start}, {one.k_stop})"
+        diagonals = f"{one.lo} ≤ j − i ≤ {one.hi}, {one.area} cells"
+        axes.text(0, n + 0.8, f"{rectangle}\n{diagonals}", fontsize=SMALL, va="top")
         axes.set_title(title, fontsize=SMALL, loc="left")
         axes.set_xlim(-0.3, n + 0.3)
         axes.set_ylim(n + 4.2, -0.3)
@@ -83,8 +84,8 @@ def steps_of_schedules():
 
 def schedules():
     """Draw the masks of the steps of one rank in five schedules."""
-    size, gap, line = TOKENS // RANKS, 2, TOKENS // RANKS + 5.5
-    figure, grid = new(width=WIDE, height=2.1)
+    gap, line = 2, TOKENS // RANKS + 5.5
+    figure, grid = new(width=WIDE, height=2.45)
     axes = grid[0][0]
     for number, (name, messages, masks) in enumerate(steps_of_schedules()):
         left, top = (0, number * line) if number < 3 else (48, (number - 3) * line)
@@ -92,7 +93,13 @@ def schedules():
         for cells in masks:
             _cells(axes, cells, left, top, VERMILION if number == 4 else BLUE)
             left += cells.shape[1] + gap
-    axes.text(48, 2 * line - 2, f"Causal mask of {TOKENS} tokens. magi: documents end at {ENDS[1:]}.", fontsize=SMALL, va="top")
+    axes.text(
+        48,
+        2 * line - 2,
+        f"Causal mask of {TOKENS} tokens. magi: documents end at {ENDS[1:]}.",
+        fontsize=SMALL,
+        va="top",
+    )
     axes.text(48, 2 * line + 1, f"Rank {RANK} of {RANKS}: rows are its queries, columns", fontsize=SMALL, va="top")
     axes.text(48, 2 * line + 4, "are the keys that it holds in a step.", fontsize=SMALL, va="top")
     axes.set_xlim(-0.5, 48 + 2 * TOKENS + gap + 0.5)
@@ -135,14 +142,13 @@ def kernels():
 def several_gpus():
     """Draw the speeds of schedules on one long sequence and on packed documents, on eight GPUs."""
     figure, grid = new(2, width=WIDE, height=2.55)
-    chosen = [(name, label) for name, label in schedule_tables.SCHEDULES if name in CAUSAL]
     one, two = grid[0]
     n = 131072
-    for i, (name, label) in enumerate((name, CAUSAL[name]) for name, _ in chosen):
+    for i, name in enumerate(CAUSAL):
         speed = schedule_tables.schedule("schedules_eight_h200", name, n)["both_tflops"]
         one.barh(-i, speed, color=_colour(name), height=0.7)
         one.text(speed + 8, -i, f"{speed:.0f}", va="center", fontsize=SMALL)
-    one.set_yticks([-i for i in range(len(chosen))], [CAUSAL[name] for name, _ in chosen])
+    one.set_yticks([-i for i in range(len(CAUSAL))], list(CAUSAL.values()))
     one.set_xlim(0, 720)
     _small(one, f"one causal sequence of {tokens(n)} tokens", "TFLOP/s per GPU, both passes")
     found = schedule_tables.pack_speeds()
@@ -156,7 +162,7 @@ def several_gpus():
     two.barh([0], [0], color=ORANGE, label="backward")
     two.legend(fontsize=SMALL, loc="lower right", bbox_to_anchor=(1.0, 0.2), frameon=True)
     count = len(found["magi, 0 stages", 0])
-    _small(two, f"{count} packs of documents, 65,536 tokens each", "TFLOP/s per GPU; a tick is one pack")
+    _small(two, f"{count} packs of 65,536 tokens", "TFLOP/s per GPU; a tick is one pack")
     return figure
 
 
@@ -207,13 +213,69 @@ def dq_order():
     return figure
 
 
+def lengths():
+    """Draw Canon's speed over cuDNN's by the length of a causal sequence."""
+    figure, grid = new(width=NARROW, height=2.5)
+    axes, record = grid[0][0], load("kernels_sweep_widths_h200")["results"]
+    for d, colour, mark in ((64, SKY, "o"), (128, VERMILION, "s"), (256, GREEN, "^")):
+        for name, style, face in (("forward", "-", colour), ("backward", "--", "white")):
+            found = {(row["n"], row["contender"]): row.get(f"{name}_tflops") for row in record if row["d"] == d}
+            pairs = (
+                (n, found[n, "canon auto"], found.get((n, "SDPA cudnn"))) for n, who in found if who == "canon auto"
+            )
+            points = sorted((n, ours / theirs) for n, ours, theirs in pairs if ours and theirs)
+            axes.plot(*zip(*points, strict=True), style, marker=mark, color=colour, markerfacecolor=face, markersize=3.5,
+                      linewidth=1, label=f"{name}, width {d}")  # fmt: skip
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([512, 2048, 8192, 32768, 131072], ["512", "2K", "8K", "32K", "128K"])
+    _small(axes, "", "tokens in a sequence", "Canon over cuDNN", grid="both")
+    figure.legend(
+        fontsize=SMALL, loc="outside lower center", ncols=3, frameon=False, columnspacing=0.8, handlelength=1.6
+    )
+    return figure
+
+
+def judge():
+    """Draw the errors of all recorded cases as parts of their bounds, by tensor and dtype."""
+    figure, grid = new(width=NARROW, height=2.2)
+    axes = grid[0][0]
+    names, dtypes = ("out", "lse", "dq", "dk", "dv"), (("bfloat16", BLUE), ("float16", GREEN), ("float32", ORANGE))
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in (row for record, *_ in kernel_tables.CHECKS for row in load(record)["results"]):
+        dtype = next((dtype for dtype, _ in dtypes if dtype in row["case"].split("/")), "")
+        for measure in row["measures"]:
+            ratios.setdefault((measure["tensor"], dtype), []).append(measure["ratio"])
+    for i, name in enumerate(names):
+        for offset, (dtype, colour) in zip((0.25, 0, -0.25), dtypes, strict=True):
+            found = sorted(ratios[name, dtype])
+            low, middle, high = (found[int(share * (len(found) - 1))] for share in (0.05, 0.5, 0.95))
+            axes.plot([low, high], [-i + offset] * 2, color=colour, linewidth=3, alpha=0.6, solid_capstyle="butt")
+            axes.plot([middle], [-i + offset], "|", color="black", markersize=6)
+            axes.plot([found[-1]], [-i + offset], "o", color=colour, markersize=3.5, label=dtype if i == 0 else None)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.text(0.985, 0.45, "bound", fontsize=SMALL, ha="right", va="center")
+    axes.set_yticks([-i for i in range(len(names))], names)
+    axes.set_xlim(0, 1.05)
+    _small(axes, "", "error over its bound")
+    figure.legend(fontsize=SMALL, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
 FIGURES = {
     "paper_bands": Drawing(bands, ()),
     "paper_schedules": Drawing(schedules, ()),
     "paper_kernels": Drawing(kernels, ("kernels_h200.json", "kernels_ten_h200.json")),
     "paper_several_gpus": Drawing(
         several_gpus,
-        ("schedules_eight_h200.json", "packs_eight_h200.json", "packs_later_eight_h200.json", "packs_magi_eight_h200.json"),
+        (
+            "schedules_eight_h200.json",
+            "packs_eight_h200.json",
+            "packs_later_eight_h200.json",
+            "packs_magi_eight_h200.json",
+        ),
     ),
+    "paper_lengths": Drawing(lengths, ("kernels_sweep_widths_h200.json",)),
+    "paper_judge": Drawing(judge, tuple(f"{record}.json" for record, *_ in kernel_tables.CHECKS)),
     "paper_dq_order": Drawing(dq_order, ("pairs_h200.json",)),
 }

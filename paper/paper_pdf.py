@@ -25,13 +25,12 @@ def inputs(text: str) -> dict[str, str]:
     return {name: json.dumps(part, ensure_ascii=False) for name, part in parts.items()}
 
 
-def built(text: Path = TEXT, kind: str = "pdf") -> list[bytes]:
+def built(text: Path = TEXT, kind: str = "pdf", ppi: float = 110.0) -> list[bytes]:
     """Return the paper as one PDF, or with ``kind`` "png" as one image for each page. Raises ValueError or TypstError."""
     import typst
 
-    options = {"ppi": 110.0} if kind == "png" else {}
     found = typst.compile(
-        str(text), root=str(HERE), format=kind, ignore_system_fonts=True, sys_inputs=inputs(text.read_text()), **options
+        str(text), root=str(text.parent), format=kind, ppi=ppi, ignore_system_fonts=True, sys_inputs=inputs(text.read_text())
     )
     return found if isinstance(found, list) else [found]
 

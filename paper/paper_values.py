@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import kernel_tables
 import measured
 import schedule_tables
-from records import load, median, named, span, tokens
+from records import DATA, load, median, named, span, tokens
 
 Table = dict[str, list]
 FAULTS = "planted_faults"
@@ -46,13 +46,13 @@ def values() -> dict[str, str]:
     found = measured.measured()
     for name, article in measured.ARTICLES.items():
         found |= {f"{name.split('_')[0]}_{key}": value for key, value in article.values().items()}
-    found |= faults() | wall() | shared()
-    return {key: re.sub(r"(?<=\d)%", " %", value) for key, value in found.items() if "\n" not in value}
+    found |= faults() | wall() | checks_and_plans() | schedule_ratios()
+    return {key: re.sub(r"(?<=\d)%", " %", value) for key, value in found.items() if "|" not in value}
 
 
 def tables() -> dict[str, Table]:
     """Return every table by name."""
-    parts = (kernels, checks, schedules, packs, wall_times, order, plans, mutants, clocks, launches)
+    parts = (kernels, checks, schedules, packs, wall_times, plans, mutants, clocks, launches)
     return {part.__name__: part() for part in parts}
 
 
@@ -61,20 +61,19 @@ def faults() -> dict[str, str]:
     """Return the numbers of planted faults, of mutants and of worlds with equal bits."""
     rows = load(FAULTS)["results"]
     of = lambda what: [row for row in rows if row["what"] == what]
-    mutants, judge, worlds = of("mutants"), of("faults of the judge")[0], of("worlds with equal bits")
-    reasons = [reason for row in mutants for reason in row["reasons"]]
+    reasons = [reason for row in of("mutants") for reason in row["reasons"]]
+    worlds = {row["half"]: row["worlds"] for row in of("worlds with equal bits")}
+    example = of("example of a fault")[0]
     return {
-        "mutants": str(sum(row["mutants"] for row in mutants)),
-        "mutated_kernels": str(len(mutants)),
-        "survivors": str(len(reasons)),
+        "mutated_kernels": str(len(of("mutants"))),
         "survivors_fence": str(sum("mbarrier.init" in reason for reason in reasons)),
         "survivors_implied": str(sum("implies it" in reason for reason in reasons)),
         "survivors_assembler": str(sum("assembler" in reason for reason in reasons)),
-        "judge_faults": str(judge["planted"]),
-        "judge_runs": str(judge["planted"] * judge["dtypes"]),
-        "judge_caught": str(judge["caught"]),
-        "worlds_reference": str(sum(row["worlds"] for row in worlds if row["half"] == "reference")),
-        "worlds_fast": str(sum(row["worlds"] for row in worlds if row["half"] != "reference")),
+        "judge_faults": str(of("faults of the judge")[0]["planted"]),
+        "worlds_reference": str(worlds["reference"]),
+        "worlds_fast": str(sum(worlds.values()) - worlds["reference"]),
+        "example_mutant": example["mutant"],
+        "example_message": example["message"],
     }
 
 
@@ -90,24 +89,45 @@ def wall() -> dict[str, str]:
     return found
 
 
-def shared() -> dict[str, str]:
-    """Return numbers of the check, of the plans and of messages."""
-    checks = [load(record)["results"] for record, *_ in kernel_tables.CHECKS]
-    cases = [row for results in checks for row in results]
+def checks_and_plans() -> dict[str, str]:
+    """Return numbers of the check, of the plans and of compilation."""
+    cases = [row for record, *_ in kernel_tables.CHECKS for row in load(record)["results"]]
+    ratios = [measure["ratio"] for row in cases for measure in row["measures"]]
     plans = [row for row in load("plans")["results"] if row["kind"] == "packs"]
     mean = lambda numbers: sum(numbers) / len(numbers)
-    host = {row["schedule"]: row for row in load("schedules_eight_h200")["results"] if " S32768 " in row["shape"]}
-    ring = host["ring zigzag"]
+    releases = sorted(path.stem.removeprefix("compile_triton_") for path in DATA.glob("compile_triton_*.json"))
+    spilled = [row["spilled"] for release in releases for row in load(f"compile_triton_{release}")["results"]]
     return {
         "check_cases": str(len(cases)),
         "check_agree": str(sum(row["verdict"] == "agrees" for row in cases)),
-        "check_worst": f"{max(measure['ratio'] for row in cases for measure in row['measures']):.2f}",
+        "check_worst": f"{max(ratios):.2f}",
+        "check_median": f"{median(ratios):.2f}",
         "plan_balance": span([mean(row["balance"]) for row in plans], 3),
         "plan_volume": span([mean(row["volume"]) for row in plans], 3),
         "plan_ms": span([median(row["ms"]) for row in plans], 0),
         "plan_packs": str(len(plans[0]["balance"])),
-        "ring_launches": f"{median(ring['both_launches_ms']):.1f}",
-        "ring_gpu": f"{median(ring['both_ms']):.1f}",
+        "releases": f"{releases[0]} to {releases[-1]}",
+        "spilled": str(max(spilled)),
+    }
+
+
+def schedule_ratios() -> dict[str, str]:
+    """Return ratios of schedules, and the state of the kernels that were timed."""
+    host = schedule_tables.schedule("schedules_eight_h200", "ring zigzag", 32768)
+    speed = lambda record, name, n: schedule_tables.schedule(record, name, n)["both_tflops"]
+    timed = (("schedules_eight_h200", 32768), ("schedules_eight_h200", 131072))
+    timed += (("schedules_four_h200", 16384), ("schedules_four_h200", 65536))
+    ends = [speed(r, "strided zigzag 4, small ends", n) / speed(r, "strided zigzag 4", n) for r, n in timed]
+    packs = schedule_tables.pack_speeds()
+    mean = lambda name, i, j: sum(row[j] for row in packs[name, i]) / len(packs[name, i])
+    stages = [mean("magi, 1 stages", i, j) / mean("magi, 0 stages", i, j) for i in range(2) for j in range(2)]
+    older = load("kernels_h200")["date"] < load("kernels_semaphore_h200")["date"]
+    return {
+        "ring_launches": f"{median(host['both_launches_ms']):.1f}",
+        "ring_gpu": f"{median(host['both_ms']):.1f}",
+        "ends_ratio": span(ends),
+        "stages_ratio": span(stages),
+        "semaphore_state": "without" if older else "with",
     }
 
 
@@ -156,15 +176,11 @@ def packs() -> Table:
 def wall_times() -> Table:
     """Return wall and host times of eager calls, by shape and contender."""
     names = {"canon auto": "Canon", "SDPA cudnn": "cuDNN", "SDPA flash": "FA2"}
-    rows = [[_short(named(row[0])), names.get(row[1], row[1]), *row[2:]] for row in cells(schedule_tables.host()["host_calls"])]
+    rows = [
+        [_short(named(row[0])), names.get(row[1], row[1]), *row[2:]]
+        for row in cells(schedule_tables.host()["host_calls"])
+    ]
     return {"header": ["wall (host) ms", "", "forward", "both passes", "chain of 8, per layer"], "rows": rows}
-
-
-def order() -> Table:
-    """Return the times of backward passes by the order of the additions to dq."""
-    rows = cells(measured.ARTICLES["deterministic_dq"].ordered()["ordered"])
-    header = ["ms", "any order", "ordered, longest first", "ordered, alternating", "split"]
-    return {"header": header, "rows": [[_short(row[0]), *row[1:]] for row in rows]}
 
 
 def plans() -> Table:
@@ -174,10 +190,11 @@ def plans() -> Table:
 
 
 def mutants() -> Table:
-    """Return the number of mutants of each kernel and of those that survive."""
+    """Return the number of mutants of each kernel, by the end of the first interleaving, and of those that survive."""
+    ends = ("deadlock", "fault", "other bits", "survives")
     rows = [row for row in load(FAULTS)["results"] if row["what"] == "mutants"]
-    counted = [[MUTATED[row["kernel"]], str(row["mutants"]), str(row["survivors"])] for row in rows]
-    return {"header": ["kernel", "mutants", "survive"], "rows": counted}
+    counted = [[MUTATED[row["kernel"]], *(str(row["ends"].get(end, 0)) for end in ends)] for row in rows]
+    return {"header": ["kernel", "deadlock", "other fault", "other bits", "survive"], "rows": counted}
 
 
 def clocks() -> Table:

@@ -1,0 +1,135 @@
+"""Claims about `paper/canon.pdf`: it is the build of its text, its numbers follow from records, its figures are readable."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAPER = Path(__file__).resolve().parents[1] / "paper"
+TEXT, LAYOUT, SOURCES = ((PAPER / name).read_text() for name in ("canon.typ", "layout.typ", "references.bib"))
+LABELS = ("sec", "fig", "tab", "lst", "eq")
+UNITS = r"%|percent|ms\b|microseconds|TFLOP|times\b|GB|of its"
+
+
+@pytest.fixture(scope="module")
+def paper_pdf(scripts):
+    pytest.importorskip("typst", reason="the extra paper is not installed")
+    return scripts("paper_pdf")
+
+
+def changed(tmp_path, old: str, new: str) -> Path:
+    """Return a copy of the paper's text with one replacement. It finds layout, figures and references next to it."""
+    assert old in TEXT
+    for name in ("layout.typ", "references.bib", "figures"):
+        (tmp_path / name).symlink_to(PAPER / name)
+    (tmp_path / "canon.typ").write_text(TEXT.replace(old, new, 1))
+    return tmp_path / "canon.typ"
+
+
+# --- the build ---
+
+
+def test_the_pdf_is_the_build_of_its_text_and_its_records(paper_pdf):
+    assert (PAPER / "canon.pdf").read_bytes() == paper_pdf.built()[0], "paper/canon.pdf is old: run `make paper`"
+
+
+def test_another_record_gives_another_pdf(paper_pdf, monkeypatch):
+    values = paper_pdf.values()
+    monkeypatch.setattr(paper_pdf, "values", lambda: values | {"packs_over_ring": "1.8 to 3.2"})
+    assert (PAPER / "canon.pdf").read_bytes() != paper_pdf.built()[0]
+
+
+def test_the_paper_has_8_to_12_pages(paper_pdf):
+    assert 8 <= len(paper_pdf.built(kind="png", ppi=20.0)) <= 12
+
+
+def test_a_value_a_table_or_a_source_that_does_not_exist_ends_the_build(paper_pdf, tmp_path):
+    for number, (old, new) in enumerate(
+        {'v("plan_volume")': 'v("plan_size")', 'records("packs"': 'records("parcels"', "@liu2023ring": "@liu"}.items()
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(Exception, match=new.split('"')[1] if '"' in new else "liu"):
+            paper_pdf.built(changed(folder, old, new))
+
+
+# --- numbers ---
+
+
+def test_every_number_and_every_table_of_the_text_is_computed_from_records(scripts):
+    module = scripts("paper_values")
+    used = set(re.findall(r'\bv\("([^"]+)"\)', TEXT))
+    assert len(used) > 60
+    assert used <= module.values().keys()
+    assert set(re.findall(r'records\(\s*"([^"]+)"', TEXT)) == module.tables().keys()
+
+
+def test_no_measured_number_is_typed():
+    """Numbers with a unit are values. Settings (a factor of 2.5, a bound of 1.05, powers of ten) have other words behind them."""
+    plain = re.sub(r"//.*|\$[^$]*\$", "", TEXT)
+    typed = [match[0] for match in re.finditer(rf'[^\n"]*(?<![\w."])\d[\d.,]*(?=\s+({UNITS}))[^\n]*', plain)]
+    allowed = ("1.05 times the lower bound",)
+    assert [line for line in typed if not any(setting in line for setting in allowed)] == []
+
+
+def test_tables_are_rectangular(scripts):
+    for name, table in scripts("paper_values").tables().items():
+        assert {len(row) for row in table["rows"]} == {len(table["header"])}, name
+
+
+# --- listings and sources ---
+
+
+def test_every_listing_is_the_code_of_its_function(scripts):
+    module = scripts("listings")
+    found = module.listings(TEXT)
+    assert len(found) >= 3
+    for place, code in found.items():
+        file, name = place.split(":")
+        source = (PAPER.parent / file).read_text()
+        assert f"def {name.split('.')[-1]}(" in code
+        assert all(line.strip() in source for line in code.splitlines())
+        assert max(map(len, code.splitlines())) <= 117, f"{place} is wider than the page"
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("reference/ring.py", "ring_backwards"), ("reference/rings.py", "ring_forward")]
+)
+def test_a_listing_of_a_function_that_is_gone_raises(scripts, file, name):
+    with pytest.raises(ValueError, match=f"{name} in {file}|{file}, which is not"):
+        scripts("listings").code_of(file, name)
+
+
+def test_every_source_is_cited_and_has_authors_a_title_and_a_link():
+    entries = dict(re.findall(r"^@\w+\{(\w+),\n(.*?)^\}", SOURCES, re.MULTILINE | re.DOTALL))
+    cited = {key for key in re.findall(r"@([a-z][\w-]*)", TEXT) if key.split("-")[0] not in LABELS}
+    assert cited == entries.keys()
+    for key, entry in entries.items():
+        fields = dict(re.findall(r"^  (\w+) = \{(.+)\},$", entry, re.MULTILINE))
+        assert fields.keys() >= {"author", "title", "url"}, key
+        assert fields.keys() & {"booktitle", "journal", "organization"}, f"{key} has no venue"
+        assert fields["url"].startswith("https://"), key
+
+
+# --- figures ---
+
+
+def test_no_text_of_a_figure_is_small_or_outside_of_it(scripts):
+    from matplotlib.text import Text
+
+    figures = scripts("paper_figures")
+    assert set(re.findall(r'drawn\("([^"]+)"', TEXT)) == figures.FIGURES.keys()
+    for name, drawing in figures.FIGURES.items():
+        figure = drawing.make()
+        figure.canvas.draw()
+        box, width = figure.bbox, figure.get_size_inches()[0]
+        assert width in (figures.WIDE, figures.NARROW), name
+        for text in figure.findobj(Text):
+            if text.get_visible() and text.get_text().strip():
+                extent = text.get_window_extent()
+                where = f"{name}: {text.get_text()!r}"
+                assert text.get_fontsize() >= 7, where
+                assert box.x0 - 1 <= extent.x0, where
+                assert extent.x1 <= box.x1 + 1, where
+                assert box.y0 - 1 <= extent.y0, where
+                assert extent.y1 <= box.y1 + 1, where
