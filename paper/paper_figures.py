@@ -20,7 +20,7 @@ def _cells(axes, cells, left: float, top: float, colour: str = BLUE) -> None:
     rows, columns = cells.shape
     extent = (left, left + columns, top + rows, top)
     colours = ListedColormap(["#efefef", colour])
-    axes.imshow(cells, cmap=colours, extent=extent, interpolation="nearest", vmin=0, vmax=1)
+    axes.imshow(cells.numpy(), cmap=colours, extent=extent, interpolation="nearest", vmin=0, vmax=1)
     xs, ys = [left, left + columns, left + columns, left, left], [top, top, top + rows, top + rows, top]
     axes.plot(xs, ys, color=GREY, linewidth=0.6)
 
@@ -230,9 +230,7 @@ def lengths():
     axes.set_xscale("log", base=2)
     axes.set_xticks([512, 2048, 8192, 32768, 131072], ["512", "2K", "8K", "32K", "128K"])
     _small(axes, "", "tokens in a sequence", "Canon over cuDNN", grid="both")
-    figure.legend(
-        fontsize=SMALL, loc="outside lower center", ncols=3, frameon=False, columnspacing=0.8, handlelength=1.6
-    )
+    figure.legend(fontsize=SMALL, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 

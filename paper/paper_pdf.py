@@ -30,7 +30,12 @@ def built(text: Path = TEXT, kind: str = "pdf", ppi: float = 110.0) -> list[byte
     import typst
 
     found = typst.compile(
-        str(text), root=str(text.parent), format=kind, ppi=ppi, ignore_system_fonts=True, sys_inputs=inputs(text.read_text())
+        str(text),
+        root=str(text.parent),
+        format=kind,
+        ppi=ppi,
+        ignore_system_fonts=True,
+        sys_inputs=inputs(text.read_text()),
     )
     return found if isinstance(found, list) else [found]
 

@@ -47,7 +47,7 @@ def values() -> dict[str, str]:
     for name, article in measured.ARTICLES.items():
         found |= {f"{name.split('_')[0]}_{key}": value for key, value in article.values().items()}
     found |= faults() | wall() | checks_and_plans() | schedule_ratios()
-    return {key: re.sub(r"(?<=\d)%", " %", value) for key, value in found.items() if "|" not in value}
+    return {key: re.sub(r"(?<=\d)%", "\u00a0%", value) for key, value in found.items() if "|" not in value}
 
 
 def tables() -> dict[str, Table]:
@@ -141,7 +141,7 @@ def cells(markdown: str, columns: Sequence[int] | None = None) -> list[list[str]
 
 def kernels() -> Table:
     """Return the speeds of kernels and peers on each shape."""
-    header = ["batch x tokens, heads, width, mask", "Canon", "cuDNN", "FA4"]
+    header = ["batch × tokens, heads, width, mask", "Canon", "cuDNN", "FA4"]
     header += ["Canon, same bits", "Canon, any order", "cuDNN", "FA4", "FA4, same bits"]
     rows = [[_short(row[0]), *row[1:]] for row in cells(kernel_tables.kernels()["kernels"])]
     return {"header": header, "rows": [[re.sub(r" \((.*)\)", r" \1", cell) for cell in row] for row in rows]}
@@ -158,8 +158,8 @@ def schedules() -> Table:
     """Return the speeds of schedules on eight and on four GPUs."""
     columns = (("schedules_eight_h200", 32768), ("schedules_eight_h200", 131072))
     columns += (("schedules_four_h200", 16384), ("schedules_four_h200", 65536))
-    header = ["TFLOP/s per GPU, forward / both passes"]
-    header += [f"{record.split('_')[1]}, {tokens(n)}" for record, n in columns]
+    numbers = {"eight": 8, "four": 4}
+    header = ["schedule", *(f"{numbers[record.split('_')[1]]} GPUs, {tokens(n)}" for record, n in columns)]
     rows = []
     for name, label in SCHEDULES:
         found = [schedule_tables.schedule(record, name, n) for record, n in columns]
@@ -169,7 +169,7 @@ def schedules() -> Table:
 
 def packs() -> Table:
     """Return the mean speeds over packs of documents."""
-    header = ["TFLOP/s per GPU, forward / backward", "8 GPUs", "4 GPUs"]
+    header = ["schedule", "8 GPUs", "4 GPUs"]
     return {"header": header, "rows": cells(schedule_tables.packs()["packs"])}
 
 
