@@ -94,7 +94,7 @@ def write_module(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def scripts():
-    """Return a function that imports a script of `paper` by its name. The scripts are no package: they import from their folder."""
+    """Return a function that imports a script of `paper` by its name. The scripts import each other from their folder."""
     before, folder = set(sys.modules), str(Path(__file__).resolve().parents[1] / "paper")
     sys.path.insert(0, folder)
     yield importlib.import_module
