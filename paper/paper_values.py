@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import kernel_tables
 import measured
 import schedule_tables
-from records import DATA, load, median, named, span, tokens
+from paper_figures import FIGURES
+from records import DATA, load, median, named, provenance, span, tokens
 
 Table = dict[str, list]
 FAULTS = "planted_faults"
@@ -27,6 +28,10 @@ MUTATED = {  # kernel in the record: name in the paper
     "ordered by halves": "fused, ordered, half tiles",
     "dkdv_hdim256": "dk, dv, width 256",
 }
+TABLED = (  # records behind tables and numbers that no figure has
+    *("plans", "planted_faults", "random_cpu", "random_gpu_h200", "kernels_triton_h200", "kernels_semaphore_h200"),
+    *("schedules_four_h200", "packs_four_h200", "schedules_timeline_four_h200", "host_h200", "agreement_two_h200"),
+)
 SCHEDULES = (  # name in the record, name in the paper
     ("ring contiguous", "ring, contiguous"),
     ("ring striped", "ring, striped"),
@@ -35,8 +40,8 @@ SCHEDULES = (  # name in the record, name in the paper
     ("strided zigzag 4", "strided, 4 key heads"),
     ("strided zigzag 8", "strided, 8 key heads"),
     ("magi, 0 stages", "magi, one group cast"),
-    ("torch cudnn allgather", "torch, cuDNN, all-gather"),
-    ("torch cudnn alltoall", "torch, cuDNN, all-to-all"),
+    ("torch cudnn allgather", "torch, all-gather"),
+    ("torch cudnn alltoall", "torch, all-to-all"),
     ("one GPU", "one GPU alone"),
 )
 
@@ -52,7 +57,7 @@ def values() -> dict[str, str]:
 
 def tables() -> dict[str, Table]:
     """Return every table by name."""
-    parts = (kernels, checks, schedules, packs, wall_times, plans, mutants, clocks, launches)
+    parts = (kernels, checks, schedules, packs, wall_times, plans, mutants, clocks, launches, sources)
     return {part.__name__: part() for part in parts}
 
 
@@ -208,6 +213,17 @@ def launches() -> Table:
     """Return the host time and the GPU time of both passes on eight GPUs."""
     rows = cells(schedule_tables.host()["host_schedules"])
     return {"header": ["ms, both passes", "host", "GPU"], "rows": [[row[0].replace("`", ""), *row[1:]] for row in rows]}
+
+
+def sources() -> Table:
+    """Return the commit, the date and the GPUs of the records behind the figures and the tables."""
+    names = {record for drawing in FIGURES.values() for record in drawing.records}
+    rows = []
+    for name in sorted(names | {f"{record}.json" for record in TABLED}):
+        commit, date, gpus, *_ = provenance(name)
+        commit = commit.replace("`", "").replace(" with changes", ", changed")
+        rows.append([name.removesuffix(".json"), commit, date, gpus.replace("none", "CPU")])
+    return {"header": ["record", "commit", "date", "GPUs"], "rows": rows}
 
 
 def _short(shape: str) -> str:
