@@ -1,10 +1,11 @@
-# Three commands do everything on a machine with Python 3.11 and network access to PyPI:
+# Four commands do everything on a machine with Python 3.11 and network access to PyPI:
 #
 #   make check    every algorithm, on real documents, against the reference (4 CPU ranks, or all GPUs)
 #   make test     ruff, pyright, the tests and the notebooks; the kernels' tests once more on a GPU, where there is one
 #   make newest   the check with the newest torch and Triton that PyPI has; warnings are errors
+#   make paper    the pages, the figures and the PDF under paper, from the records
 #
-# The first two make .venv with the versions of requirements.txt and install the package in place. The third makes
+# The first two and the last make .venv with the versions of requirements.txt and install the package in place. The third makes
 # .venv-newest, of 6 GB.
 #
 # `.venv/bin/pytest --nbval` runs the tests and the notebooks together. `.venv/bin/jupyter lab notebooks` opens the notebooks.
@@ -18,7 +19,7 @@ STAMP := .venv/.installed
 # Ranks and test workers already fill the cores: one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install check test newest notebooks clean
+.PHONY: install check test newest notebooks paper clean
 .DEFAULT_GOAL := check
 
 install: $(STAMP)
@@ -51,6 +52,11 @@ newest:
 # Runs the .md twins and writes them, with their outputs, as .ipynb beside them.
 notebooks: $(STAMP)
 	cd notebooks && ../$(BIN)/jupytext --to ipynb --execute *.md
+
+# Writes the pages and the figures of `paper`, then the PDF.
+paper: $(STAMP)
+	$(BIN)/python paper/measured.py
+	$(BIN)/python paper/paper_pdf.py
 
 clean:
 	rm -rf .venv .venv-newest build dist canon-check .pytest_cache .ruff_cache .hypothesis

@@ -132,6 +132,19 @@ def agreement() -> dict[str, str]:
     }
 
 
+def planted() -> dict[str, str]:
+    """Return the numbers of planted faults and of mutants, and of those that were not found."""
+    rows = load("planted_faults")["results"]
+    judge = next(row for row in rows if row["what"] == "faults of the judge")
+    ends = [row["ends"] for row in rows if row["what"] == "mutants"]
+    return {
+        "judge_runs": str(judge["planted"] * judge["dtypes"]),
+        "judge_caught": str(judge["caught"]),
+        "mutants": str(sum(sum(each.values()) for each in ends)),
+        "survivors": str(sum(each.get("survives", 0) for each in ends)),
+    }
+
+
 def kernels() -> dict[str, str]:
     """Return the table of kernels and the ratios of their speeds."""
     rows, ratios = [], {"forward": [], "fastest": [], "repeatable": []}
@@ -271,4 +284,4 @@ def tiles() -> dict[str, str]:
     return {"tiles": table(("kernel", "packed documents of mean 1024", "16,384 tokens, causal"), rows, left=3)}
 
 
-PARTS = (agreement, kernels, portable, lengths, compilation, tiles)
+PARTS = (agreement, planted, kernels, portable, lengths, compilation, tiles)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import kernel_tables
 import measured_figures
+import paper_figures
 import readme_figures
 import schedule_tables
 from articles import copy_engines, deterministic_dq, hidden_wait, shared_memory_bound, stale_maximum
@@ -63,9 +64,10 @@ def pages() -> dict[str, str]:
 
 def drawings() -> dict[str, Drawing]:
     """Return every figure, by name."""
-    return (
-        measured_figures.FIGURES | readme_figures.FIGURES | {name: article.FIGURE for name, article in ARTICLES.items()}
-    )
+    parts = (measured_figures.FIGURES, readme_figures.FIGURES, paper_figures.FIGURES)
+    return {name: figure for part in parts for name, figure in part.items()} | {
+        name: article.FIGURE for name, article in ARTICLES.items()
+    }
 
 
 def unquoted(pages: dict[str, str], *more: str) -> list[str]:

@@ -1,8 +1,10 @@
 """Set up all tests. On the CPU, Triton's interpreter runs the kernels. With --gpu, only the tests marked gpu or gpus run."""
 
+import importlib
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,3 +90,15 @@ def write_module(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
     return write_module
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """Return a function that imports a script of `paper` by its name. The scripts import each other from their folder."""
+    before, folder = set(sys.modules), str(Path(__file__).resolve().parents[1] / "paper")
+    sys.path.insert(0, folder)
+    yield importlib.import_module
+    sys.path.remove(folder)
+    for name in set(sys.modules) - before:
+        if folder in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]

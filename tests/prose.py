@@ -1,6 +1,6 @@
-"""Find sentences in docstrings, comments and Markdown that break the mechanical rules of STYLE.md, parts 1 and 2.
+"""Find sentences in docstrings, comments, Markdown and Typst that break the mechanical rules of STYLE.md, parts 1 and 2.
 
-Code spans, code blocks, tables and headings are not read.
+Code spans, code blocks, formulas, tables and headings are not read.
 """
 
 import ast
@@ -17,7 +17,7 @@ PRIVATE = re.compile(
     r"|turn numbers?|optimistic maximum|small ends|way_of|let_begin)\b",
     re.IGNORECASE,
 )
-ENTRY = re.compile(r"([-*]|\d+\.|\w[\w, ]*:)\s")  # starts a list item, or an argument in a docstring
+ENTRY = re.compile(r"([-*+]|\d+\.|\w[\w, ]*:)\s")  # starts a list item, or an argument in a docstring
 SKIPPED = re.compile(r"[|#<!]|>>>|.*\S {3,}\S")  # tables, headings, HTML, doctests
 
 
@@ -30,12 +30,23 @@ def findings(paths: Iterable[Path]) -> tuple[list[str], list[str], int]:
 
 
 def sentences(path: Path) -> Iterator[str]:
-    """Yield the sentences of a Python or Markdown file. A code span becomes one word."""
+    """Yield the sentences of a Python, Markdown or Typst file. A code span becomes one word."""
     text = path.read_text()
-    for block in [text] if path.suffix == ".md" else docstrings_and_comments(text):
+    blocks = {".md": [text], ".typ": [without_markup(text)]}.get(path.suffix)
+    for block in blocks or docstrings_and_comments(text):
         for paragraph in paragraphs(re.sub(r"^```.*?^```", "", block, flags=re.DOTALL | re.MULTILINE)):
             plain = re.sub(r"(?<=\])\([^)]*\)", "", re.sub(r"`+[^`]*`+", "CODE", paragraph))
             yield from re.split(r"(?<=[.!?:;])\s+(?=[A-Z(\"*])", plain)
+
+
+def without_markup(source: str) -> str:
+    """Return the text of a Typst file. A measured number, a formula and a reference become one word each."""
+    text = re.sub(r"^(//|=).*|<[\w-]+>", "", source, flags=re.MULTILINE)
+    text = re.sub(r"\$[^$]*\$", "FORMULA", re.sub(r'#v\("[^"]*"\)', "1", text))
+    text = re.sub(r"(?<=\w)((,|\s)+@[a-z]+\d[\w-]*)+", "", text)  # citations
+    text = re.sub(r"@[a-z]+-\w+", "REFERENCE", text)
+    text = re.sub(r"^#(statement|proof)(\(\[[^]]*\], )?\[", "", text, flags=re.MULTILINE)
+    return re.sub(r"(?<!\w)[*_]+|[*_]+(?!\w)|\]\)?$", "", text, flags=re.MULTILINE)
 
 
 def docstrings_and_comments(source: str) -> Iterator[str]:

@@ -1,35 +1,14 @@
-"""Claims about `paper`: pages follow from records, each record is quoted, and no figure is older than its records.
+"""Claims about `paper`: pages follow from records, each record is quoted, and no figure is older than its records."""
 
-The scripts of `paper` are not a package. The tests import them from their folder.
-"""
-
-import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "paper"
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    """Return a function that imports a script of `paper` by its name."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(PAPER))
-
-    def script(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield script
-    sys.path.remove(str(PAPER))
-    for name in set(sys.modules) - before:
-        if str(PAPER) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

@@ -270,11 +270,11 @@ PROSE = ("README.md and STYLE.md", "reference", "fast", "src/canon", "notebooks"
 
 
 def prose_files(folder):
-    """Return the Markdown files of a folder and, in a package, its Python files."""
+    """Return the Markdown and Typst files of a folder and, in a package, its Python files."""
     if folder not in PACKAGES:
         return [ROOT / "README.md", ROOT / "STYLE.md"]
     python = [path for path, _ in python_files(folder)] if folder in ("reference", "fast", "src/canon") else []
-    return [*sorted((ROOT / folder).glob("*.md")), *python]
+    return [*sorted((ROOT / folder).glob("*.md")), *sorted((ROOT / folder).glob("canon.typ")), *python]
 
 
 @pytest.mark.parametrize("folder", PROSE)
