@@ -18,7 +18,7 @@ The error of a rank reaches the caller as RuntimeError, with the traceback of th
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +40,7 @@ from canon.testing.schedules import meet
 HALVES = ("reference", "fast")
 KINDS = {"nccl": "message", "memcpy": "message", "forward": "forward", "dkdv": "backward", "dq": "backward"}
 KINDS |= {"fused": "backward", "backward": "backward"}  # part of a kernel's name -> kind of its span
+STEPS = ("forward", "backward")
 PAUSES = ("spin_kernel", "Memset")  # not drawn
 
 
@@ -58,6 +59,7 @@ class Span:
     """A kernel, a step or a message of a rank: "message", "forward", "backward" or "other", from start to stop in ms."""
 
     kind: str
+    name: str
     start: float
     stop: float
 
@@ -81,6 +83,11 @@ class RankResult:
     @property
     def same_bits(self) -> bool:
         return all(self.equal_runs.values())
+
+    @property
+    def exposed(self) -> float:
+        """Return the milliseconds of messages during which no kernel of this rank runs."""
+        return _uncovered(*(_union(x for x in self.spans if (x.kind == "message") == sent) for sent in (True, False)))
 
 
 @dataclass(frozen=True)
@@ -140,26 +147,45 @@ def here() -> Place:
     gpus = process_groups.kernel_gpus()
     if gpus:
         return Place("cuda", gpus if gpus > 1 else 4, 16384, h=16, g=8, d=128)
-    return Place("cpu", 4, 256, h=8, g=4, d=16)
+    return Place("cpu", 4, 192, h=4, g=2, d=16)
 
 
 def table(results: Mapping[str, list[RankResult]]) -> str:
-    """Return one line for each call and rank: the worst error over its bound, the bits, and the times."""
-    lines = [f"{'':34} {'error / bound':>25}   bits of two runs    ms of both passes"]
-    lines += [f"{'':26} {'tokens':>7} {'reference':>12} {'fast':>12}   reference  fast   reference      fast"]
+    """Return one line for each call and rank: the worst error over its bound, the bits, and the times.
+
+    "exposed" is the time of messages without a kernel, in the timeline of fast.
+    """
+    lines = [f"{'':27} {'error / bound':^25}  {'two runs':^15}  {'ms of both passes':^21} {'exposed':>9}"]
+    lines.append(f"{'':27} {'reference':>12} {'fast':>12}  reference  fast   {'reference':>10} {'fast':>10} {'ms':>9}")
     for name, of_ranks in results.items():
         for one in of_ranks:
             worst = [_worst(one.verdicts[half]) for half in HALVES]
             bits = ["equal" if one.equal_runs[half] else "differ" for half in HALVES]
             times = [one.milliseconds[half] for half in HALVES]
-            first = f"{name:18} rank {one.rank:<2} {one.tokens:7} {worst[0]:>12} {worst[1]:>12}"
-            lines.append(f"{first}   {bits[0]:9}  {bits[1]:6} {times[0]:9.2f} {times[1]:9.2f}")
+            first = f"{name:20} rank {one.rank:<2}{worst[0]:>12} {worst[1]:>12}"
+            lines.append(f"{first}  {bits[0]:9}  {bits[1]:6} {times[0]:10.2f} {times[1]:10.2f} {one.exposed:9.2f}")
     return "\n".join(lines)
 
 
 def _worst(verdict: Agreement) -> str:
     worst = verdict.worst
     return f"{worst.ratio:.2f} ({worst.tensor})" if worst and verdict.agrees else "disagrees"
+
+
+def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Return the times of the spans as disjoint intervals, in order."""
+    union: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if union and span.start <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], span.stop)
+        else:
+            union.append((span.start, span.stop))
+    return union
+
+
+def _uncovered(intervals: list[tuple[float, float]], cover: list[tuple[float, float]]) -> float:
+    covered = sum(max(0.0, min(b, d) - max(a, c)) for a, b in intervals for c, d in cover)
+    return sum(b - a for a, b in intervals) - covered
 
 
 # ---------------------------------------------------------------------- on every rank
@@ -226,8 +252,14 @@ def _timeline(place: Place, call: FunctionCall, shards: list[Tensor]) -> list[Sp
     with recording(*modules) as log:
         start = time.perf_counter()
         _attended("fast", call, shards)
-    kinds = {"gather": "message", "reduce": "message", "hop": "message"}
-    return [Span(kinds.get(event.kind, event.kind), 1e3 * (a - start), 1e3 * (b - start)) for event, a, b in log.spans]
+    return [
+        Span(
+            event.kind if event.kind in STEPS else "message",
+            f"{event.kind} {event.number}",
+            *(1e3 * (x - start) for x in span),
+        )
+        for event, *span in log.spans
+    ]
 
 
 def _spans_of_threads(place: Place, call: FunctionCall) -> list[Span]:
@@ -260,7 +292,7 @@ def _profiled() -> Iterator[list[Span]]:
     for event in ran:
         name = event.name.lower()
         kind = next((kind for part, kind in KINDS.items() if part in name), "other")
-        spans.append(Span(kind, (event.time_range.start - zero) / 1e3, (event.time_range.end - zero) / 1e3))
+        spans.append(Span(kind, event.name, (event.time_range.start - zero) / 1e3, (event.time_range.end - zero) / 1e3))
 
 
 # ---------------------------------------------------------------------- in the caller's process

@@ -10,7 +10,8 @@ Those of a `PartialBackward` are recorded at `dkdv`, as "computed", and at `dq`,
 real. Ranks that are threads share one recording, made outside their process group. Ranks that are processes record for
 themselves.
 
-`Log.spans` has the times of the calls on the CPU. `timeline` lays a recording out in time, with given costs and the rules of streams.
+`Log.spans` has the times of the calls on the CPU. `timeline` lays a recording out in time, with given costs and the rules of
+streams. `recorded_hops` records the hops of a reference ring with their tensors.
 """
 
 import sys
@@ -134,6 +135,34 @@ def recording(*modules: ModuleType) -> Iterator[Log]:
     finally:
         for patch in reversed(patches):
             patch.stop()
+
+
+@dataclass(frozen=True)
+class SentHop:
+    """A message of a reference ring: sent by ``sender`` in ``step``, it holds the ``tensors`` of the keys of ``owner``."""
+
+    step: int
+    sender: int
+    owner: int
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors)
+
+
+@contextmanager
+def recorded_hops(ring: ModuleType) -> Iterator[list[SentHop]]:
+    """Yield a list that receives every hop which `canon.reference.ring` sends inside the block, of all ranks."""
+    hops: list[SentHop] = []
+
+    class RecordedHop(ring.Hop):
+        def __init__(self, tensors, step, call):
+            hops.append(SentHop(step - 1, call.rank, (call.rank - step + 1) % call.ranks, tuple(tensors)))
+            super().__init__(tensors, step, call)
+
+    with mock.patch.object(ring, "Hop", RecordedHop):
+        yield hops
 
 
 def _gather(log: Log, gather: Callable) -> Callable:
