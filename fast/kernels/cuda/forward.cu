@@ -14,8 +14,7 @@
 // is loaded next.
 //
 // Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691).
-#include "mma.cuh"
-#include "work_tile.cuh"
+#include "masking.cuh"
 
 static_assert(PARTS == 1, "a warp of the forward kernel owns whole rows");
 
@@ -64,17 +63,6 @@ DEVICE float row_softmax(float (&s)[COLUMNS / 8][4], int half, float& maximum, f
     maximum = after;
     sum = multiply_add(sum, shrink, total);
     return shrink;
-}
-
-// Set the scores of invisible keys to -inf.
-DEVICE void hide(Scores& s, const Visible& visible, int lane) {
-#pragma unroll
-    for (int i = 0; i < M; ++i)
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (!visible.sees(2 * i + e / 2, 8 * n + 2 * (lane % 4) + e % 2)) s.x[i][n][e] = -infinity();
 }
 
 // Add one tile of keys, whose scores are `s`, to the running softmax.
@@ -195,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_forward(
             multiply_transposed(s, q_registers, k_tile);
         else
             multiply_transposed(s, q_shared, k_tile);
-        if (!visits.is_full()) hide(s, Visible(p.spans, visits, row, lane), lane);
+        if (!visits.is_full()) hide(s, Visible(p.spans, visits, row, lane), 0, -infinity());
         softmax_step(s, rows, out, v_tile, p.scale_log2);
     }
     wait_for_copies<0>();

@@ -93,6 +93,20 @@ DEVICE void load_statistic(uint32 target, const float* head, int first, int begi
     }
 }
 
+// Round accumulators of a warp to 16 bits and write them to a tile: the rows from `row`, the chunks from `chunk` on.
+template <int WIDTH, int N>
+DEVICE void write_tile(uint32 tile, int row, int chunk, const float (&x)[M][N][4]) {
+    int lane = thread_index() % 32;
+#pragma unroll
+    for (int i = 0; i < M; ++i)
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            uint32 place = tile + Swizzle<WIDTH>::offset(row + 16 * i + lane / 4, chunk + n) + 4 * (lane % 4);
+            write_shared(place, pack(x[i][n][0], x[i][n][1]));
+            write_shared(place + 8 * ELEMENT_BYTES * WIDTH, pack(x[i][n][2], x[i][n][3]));
+        }
+}
+
 DEVICE void write_scalar(float* target, float x) { *target = x; }
 
 DEVICE void write_scalar(Element* target, float x) { *target = (Element)(pack(x, 0.0f) & 0xffff); }
@@ -133,14 +147,7 @@ DEVICE void write_rows(const float (&x)[M][2 * BLOCKS][4], uint32 staging, Resul
         return;
     }
     using Layout = Swizzle<16 * BLOCKS>;
-#pragma unroll
-    for (int i = 0; i < M; ++i)
-#pragma unroll
-        for (int n = 0; n < 2 * BLOCKS; ++n) {
-            uint32 place = staging + Layout::offset(16 * i + lane / 4, n) + 4 * (lane % 4);
-            write_shared(place, pack(x[i][n][0], x[i][n][1]));
-            write_shared(place + 8 * ELEMENT_BYTES * 16 * BLOCKS, pack(x[i][n][2], x[i][n][3]));
-        }
+    write_tile<16 * BLOCKS>(staging, 0, 0, x);
     warp_barrier();
     for (int index = lane; index < WARP_ROWS * 2 * BLOCKS; index += 32) {
         int row = index / (2 * BLOCKS), chunk = index % (2 * BLOCKS);
