@@ -290,7 +290,9 @@ def _spans_of_threads(place: Place, call: FunctionCall) -> list[Span]:
     """Run fast on all threads a third time, and return the kernels of the GPU that they share."""
 
     def program() -> None:
-        _attended("fast", call, _shards(place, call))
+        shards = _shards(place, call)
+        dist.barrier()
+        _attended("fast", call, shards)
         torch.cuda.synchronize()
 
     with _profiled() as spans:
