@@ -21,8 +21,8 @@ written (`write_result`). Sums follow the order of the spans, so the same inputs
     (PING_PONG)                            issued (not complete), and w
 
 w - 1 counts modulo the warpgroups; at the start the last warpgroup arrives once. There are at least two stages, because a step
-waits for its V before it releases the previous V. Partial spans come before full ones, and after them with STALE_MAXIMUM. All warpgroups make equally many steps, so the named barriers match. Results are
-written from registers, without a barrier.
+waits for its V before it releases the previous V. Partial spans come before full ones, and after them with STALE_MAXIMUM. All
+warpgroups make equally many steps, so the named barriers match. Results are written from registers, without a barrier.
 
 Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
 MMAs) and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after the first tile of each work tile.

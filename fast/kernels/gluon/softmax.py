@@ -90,7 +90,8 @@ def highest_kept(m, l, BN: gl.constexpr):
     The sum is rounded down to a power of 2.
     """
     total = gl.convert_layout(gl.sum(l, 1), per_row_layout(BN))
-    # floor(log2(total)): put its exponent bits into the mantissa of 2^23, then subtract 2^23 and the bias 127. A log2 would occupy the unit for exponentials.
+    # floor(log2(total)): put its exponent bits into the mantissa of 2^23, then subtract 2^23 and the bias 127.
+    # A log2 would occupy the unit for exponentials.
     power = (total.to(gl.int32, bitcast=True) >> 23 | 0x4B000000).to(gl.float32, bitcast=True) - (2.0**23 + 127.0)
     return gl.maximum(m, m + gl.minimum(power, 8.0))
 

@@ -50,7 +50,7 @@ def largest_sum(dtype):
 
 @gluon.jit
 def sum_so_far(l, like):
-    """Return the row's sum so far, repeated for its four lanes. Without the cap `largest_sum`, sums could double in each tile."""
+    """Return the row's sum so far for each of its four lanes. Without the cap `largest_sum`, it could double in each tile."""
     return gl.expand_dims(gl.minimum(gl.sum(l, 1), largest_sum(like.dtype)), 1) + gl.zeros_like(l)
 
 
@@ -77,9 +77,10 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too large.
 
     Return the state; ring position and column of the next tile; ``above``; and the sums of P of the last tile tried. If
-    ``above`` is not 0, the next tile was tried and must be repeated: its P is not in l, but o includes p V before it. The warpgroup
-    votes on whether a sum exceeds its row's sum so far. If so, it votes again on whether one is too large. A row without a
-    visible key so far has m = -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile is repeated.
+    ``above`` is not 0, the next tile was tried and must be repeated: its P is not in l, but o includes p V before it. The
+    warpgroup votes on whether a sum exceeds its row's sum so far. If so, it votes again on whether one is too large. A row
+    without a visible key so far has m = -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile is
+    repeated.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess
