@@ -132,21 +132,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
         if (!visits.is_full() && Visible(p.spans, visits, row, lane).none()) continue;
         const uint32 q_address = stages + stage * STAGE_BYTES, dout_address = q_address + Q_BYTES;
         const uint32 lse = dout_address + DOUT_BYTES + 4 * own_column, delta = lse + 4 * COLUMNS;
-        const SharedTile<D> q_tile(q_address, lane);
-        const SharedTile<DV> dout_tile(dout_address, lane);
+        const SharedTile<D> q_rows(q_address, lane), q_columns(q_address, by_columns(lane));
+        const SharedTile<DV> dout_rows(dout_address, lane), dout_columns(dout_address, by_columns(lane));
 
         Scores s;
         s.clear();
         if constexpr (OWNED_IN_REGISTERS)
-            multiply_transposed(s, k_registers, q_tile, own_column);
+            multiply_transposed(s, k_registers, q_columns, own_column);
         else
-            multiply_transposed(s, k_shared, q_tile, own_column);
+            multiply_transposed(s, k_shared, q_columns, own_column);
         exponentiate(s, lse, p.scale * LOG2_E);
         if (!visits.is_full()) hide(s, Visible(p.spans, visits, row, lane), own_column, 0.0f);
         if constexpr (PARTS == 1) {
             RegisterOperand<PART_COLUMNS / 16> probabilities;
             probabilities.round(s);
-            multiply<PART_COLUMNS>(dv, probabilities, dout_tile);
+            multiply<PART_COLUMNS>(dv, probabilities, dout_rows);
         } else {
             write_tile<COLUMNS>(exchange, own_row, own_column / 8, s.x);
         }
@@ -154,23 +154,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
         Scores ds;
         ds.clear();
         if constexpr (OWNED_IN_REGISTERS)
-            multiply_transposed(ds, v_registers, dout_tile, own_column);
+            multiply_transposed(ds, v_registers, dout_columns, own_column);
         else
-            multiply_transposed(ds, v_shared, dout_tile, own_column);
+            multiply_transposed(ds, v_shared, dout_columns, own_column);
         differentiate(ds, s, delta);
         if (!visits.is_full())  // dp of an invisible key may be NaN, and 0 * NaN is NaN
             hide(ds, Visible(p.spans, visits, row, lane), own_column, 0.0f);
         if constexpr (PARTS == 1) {
             RegisterOperand<PART_COLUMNS / 16> gradients;
             gradients.round(ds);
-            multiply<PART_COLUMNS>(dk, gradients, q_tile);
+            multiply<PART_COLUMNS>(dk, gradients, q_rows);
         } else {
             write_tile<COLUMNS>(exchange + EXCHANGE_BYTES, own_row, own_column / 8, ds.x);
             named_barrier(1 + warp / PARTS, 32 * PARTS);  // they are overwritten after the next `cta_barrier`
             const SharedOperand<COLUMNS> probabilities(exchange, own_row, lane);
             const SharedOperand<COLUMNS> gradients(exchange + EXCHANGE_BYTES, own_row, lane);
-            multiply<COLUMNS>(dv, probabilities, dout_tile, part * DV_BLOCKS);
-            multiply<COLUMNS>(dk, gradients, q_tile, part * DK_BLOCKS);
+            multiply<COLUMNS>(dv, probabilities, dout_rows, part * DV_BLOCKS);
+            multiply<COLUMNS>(dk, gradients, q_rows, part * DK_BLOCKS);
         }
     }
     wait_for_copies<0>();

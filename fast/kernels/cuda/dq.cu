@@ -103,29 +103,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
         cta_barrier();
         load_stage(stage == 0 ? STAGES - 1 : stage - 1, loads);
         if (!visits.is_full() && Visible(p.spans, visits, row, lane).none()) continue;
-        const SharedTile<D> k_tile(stages + stage * STAGE_BYTES, lane);
-        const SharedTile<DV> v_tile(stages + stage * STAGE_BYTES + K_BYTES, lane);
+        const uint32 k_address = stages + stage * STAGE_BYTES;
+        const SharedTile<D> k_rows(k_address, lane), k_columns(k_address, by_columns(lane));
+        const SharedTile<DV> v_columns(k_address + K_BYTES, by_columns(lane));
         Scores s, ds;
         s.clear();
         ds.clear();
         if constexpr (OWNED_IN_REGISTERS) {
-            multiply_transposed(s, q_registers, k_tile, own_column);
-            multiply_transposed(ds, dout_registers, v_tile, own_column);
+            multiply_transposed(s, q_registers, k_columns, own_column);
+            multiply_transposed(ds, dout_registers, v_columns, own_column);
         } else {
-            multiply_transposed(s, q_shared, k_tile, own_column);
-            multiply_transposed(ds, dout_shared, v_tile, own_column);
+            multiply_transposed(s, q_shared, k_columns, own_column);
+            multiply_transposed(ds, dout_shared, v_columns, own_column);
         }
         differentiate(ds, s, rows, p.scale * LOG2_E);
         if (!visits.is_full()) hide(ds, Visible(p.spans, visits, row, lane), own_column, 0.0f);
         if constexpr (PARTS == 1) {
             RegisterOperand<PART_COLUMNS / 16> gradients;
             gradients.round(ds);
-            multiply<PART_COLUMNS>(dq, gradients, k_tile);
+            multiply<PART_COLUMNS>(dq, gradients, k_rows);
         } else {
             write_tile<COLUMNS>(exchange, own_row, own_column / 8, ds.x);
             named_barrier(1 + warp / PARTS, 32 * PARTS);  // ds is overwritten after the next `cta_barrier`
             const SharedOperand<COLUMNS> gradients(exchange, own_row, lane);
-            multiply<COLUMNS>(dq, gradients, k_tile, part * DQ_BLOCKS);
+            multiply<COLUMNS>(dq, gradients, k_rows, part * DQ_BLOCKS);
         }
     }
     wait_for_copies<0>();

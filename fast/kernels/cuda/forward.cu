@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_forward(
         wait_for_copies<STAGES - 2>();
         cta_barrier();
         load_stage(stage == 0 ? STAGES - 1 : stage - 1, loads);
-        const SharedTile<D> k_tile(stages + stage * STAGE_BYTES, lane);
+        const SharedTile<D> k_tile(stages + stage * STAGE_BYTES, by_columns(lane));
         const SharedTile<DV> v_tile(stages + stage * STAGE_BYTES + K_BYTES, lane);
         const int row = tile.start + warp * WARP_ROWS;
         if (!visits.is_full() && Visible(p.spans, visits, row, lane).none()) continue;

@@ -35,6 +35,12 @@ struct Swizzle {
 //                 columns 0-7      columns 8-15
 //     rows 0-7    matrix 0         matrix 2          lane = 8 (matrix) + row of the matrix
 //     rows 8-15   matrix 1         matrix 3
+//
+// This is the order of the registers of a left operand, and of a right operand that is transposed while it is loaded. A right
+// operand whose rows are the columns of the product needs matrices 1 and 2 exchanged: the two registers of a fragment B must be
+// neighbours, or the compiler moves each of them. `by_columns` exchanges two bits of the lane for this.
+DEVICE int by_columns(int lane) { return lane % 8 + (lane / 8 % 2) * 16 + lane / 16 * 8; }
+
 template <int WIDTH>
 struct SharedTile {
     static constexpr int PITCH = ELEMENT_BYTES * WIDTH;
