@@ -82,6 +82,10 @@ DEVICE void read_shared(float (&x)[2], uint32 address) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
 }
 
+DEVICE void read_shared(int (&x)[2], uint32 address) {
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address) : "memory");
+}
+
 DEVICE void read_shared(uint32 (&x)[4], uint32 address) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

@@ -91,11 +91,13 @@ DEVICE void load_tile(uint32 tile, const Element* head, int64 stride, int first,
     }
 }
 
-// Begin to load COLUMNS numbers of a row statistic, from token `first` on. Numbers outside begin:end are 0.
-DEVICE void load_statistic(uint32 target, const float* head, int first, int begin, int end) {
-    for (int i = thread_index(); i < COLUMNS; i += THREADS) {
-        bool valid = first + i >= begin && first + i < end;
-        copy_4_bytes(target + 4 * i, head + first + i, valid);
+// Begin to load COLUMNS values of lse, then of delta, from token `first` on. Values outside begin:end are 0.
+DEVICE void load_statistics(uint32 target, const float* lse, const float* delta, int first, int begin, int end) {
+#pragma unroll
+    for (int i = 0; i < (2 * COLUMNS + THREADS - 1) / THREADS; ++i) {
+        int index = thread_index() + i * THREADS, token = first + index % COLUMNS;
+        const float* source = (index < COLUMNS ? lse : delta) + token;
+        if (index < 2 * COLUMNS) copy_4_bytes(target + 4 * index, source, token >= begin && token < end);
     }
 }
 
