@@ -176,10 +176,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
         }
     }
     wait_for_copies<0>();
+    const WorkTile own = cta_work_tile(p.tiles, p.tile_count, p.owners, p.l2_heads);
     dk.scale(p.scale);
-    Result* dk_head = p.dk + tile.batch * p.dk_strides.batch + tile.head * p.dk_strides.head;
-    Result* dv_head = p.dv + tile.batch * p.dv_strides.batch + tile.head * p.dv_strides.head;
-    const int first = tile.start + own_row;
-    write_part<DK_BLOCKS, D>(dk, dk_head, p.dk_strides.token, shared, first, tile.stop);
-    write_part<DV_BLOCKS, DV>(dv, dv_head, p.dv_strides.token, shared, first, tile.stop);
+    Result* dk_head = p.dk + own.batch * p.dk_strides.batch + own.head * p.dk_strides.head;
+    Result* dv_head = p.dv + own.batch * p.dv_strides.batch + own.head * p.dv_strides.head;
+    const int first = own.start + own_row;
+    write_part<DK_BLOCKS, D>(dk, dk_head, p.dk_strides.token, shared, first, own.stop);
+    write_part<DV_BLOCKS, DV>(dv, dv_head, p.dv_strides.token, shared, first, own.stop);
 }

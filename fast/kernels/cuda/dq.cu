@@ -134,10 +134,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
         }
     }
     wait_for_copies<0>();
+    const WorkTile own = cta_work_tile(p.tiles, p.tile_count, p.heads, p.l2_heads);
     dq.scale(p.scale);
-    const int column = part * 16 * DQ_BLOCKS;
-    Result* target = p.dq + tile.batch * p.dq_strides.batch + row * p.dq_strides.token + tile.head * p.dq_strides.head;
+    const int first = own.start + own_row, column = part * 16 * DQ_BLOCKS;
+    Result* target = p.dq + own.batch * p.dq_strides.batch + first * p.dq_strides.token + own.head * p.dq_strides.head;
     cta_barrier();  // all warps have read q and dout, whose memory is the staging area
     uint32 staging = shared + warp * WARP_ROWS * 16 * DQ_BLOCKS * ELEMENT_BYTES;
-    write_rows<DQ_BLOCKS>(dq.x, staging, target + column, p.dq_strides.token, tile.stop - row, D - column);
+    write_rows<DQ_BLOCKS>(dq.x, staging, target + column, p.dq_strides.token, own.stop - first, D - column);
 }

@@ -15,6 +15,7 @@ struct WorkTile {
 
 // Return the work tile of this CTA. Consecutive CTAs take the same tile of `l2_heads` heads, so that tensors which these
 // heads share stay in the L2 cache. Each head starts with its longest tile.
+// The gradient kernels call it before and after their loop: then the loop needs no registers for the fields that only the end uses.
 DEVICE WorkTile cta_work_tile(const int* tiles, int count, int heads, int l2_heads) {
     int cta = cta_index();
     int batch_head = cta / (count * l2_heads) * l2_heads + cta % l2_heads;
