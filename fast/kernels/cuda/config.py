@@ -1,0 +1,95 @@
+"""Tile sizes of the CUDA kernels: the first configuration of a table that fits, by kernel, widths and shared memory.
+
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv". ``parts`` warps share
+the same rows. Each of them computes a part of the columns of S and dP, and accumulates a part of the widths. They exchange
+P and dS through shared memory. So a warp owns rows * parts / warps rows: 16 or 32, one or two MMA tiles.
+Shared memory in bytes, with s stages, and e = 1 if parts > 1, else 0:
+
+    forward    2 (rows max(d, dv) + s columns (d + dv))
+    dq         2 (rows (d + dv) + s columns (d + dv) + e rows columns)
+    dkdv       2 (rows (d + dv) + s columns (d + dv) + 2 e rows columns) + 8 s columns
+
+The kernels have no register to spare: a CTA of 4 warps may use 255 a thread if an SM holds 2 of them. Tests compile all
+entries and assert that they spill nothing.
+"""
+
+from dataclasses import dataclass, replace
+
+from canon.fast.kernels.launcher import Gpu
+
+KERNELS = ("forward", "dq", "dkdv")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tile sizes and launch options of a kernel. See the module docstring."""
+
+    rows: int
+    columns: int
+    warps: int
+    parts: int = 1
+    stages: int = 2
+    ctas: int = 1  # that an SM holds, so the limit of registers is 65536 / (32 warps ctas), at most 255
+    shared_bytes: int = 0
+
+    @property
+    def partial_columns(self) -> int:
+        """Columns of partial tiles in the work table. A warp skips a tile that its rows do not see."""
+        return self.columns
+
+    def macros(self) -> dict[str, int]:
+        """Return the compile-time constants of this configuration."""
+        return {
+            "CANON_ROWS": self.rows,
+            "CANON_COLUMNS": self.columns,
+            "CANON_PARTIAL_COLUMNS": self.partial_columns,
+            "CANON_WARPS": self.warps,
+            "CANON_PARTS": self.parts,
+            "CANON_STAGES": self.stages,
+            "CANON_CTAS": self.ctas,
+        }
+
+
+# By kernel and the larger width, rounded up to 64, 128, 192 or 256; the fastest on an H200 first.
+TABLE: dict[tuple[str, int], tuple[Config, ...]] = {
+    ("forward", 64): (Config(128, 64, 4, ctas=2),),
+    ("forward", 128): (Config(128, 64, 4, ctas=2), Config(64, 32, 4)),
+    ("forward", 192): (Config(128, 64, 8), Config(64, 32, 4)),
+    ("forward", 256): (Config(128, 64, 8), Config(64, 32, 4)),
+}
+
+
+def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
+    """Return the dynamic shared memory of a CTA."""
+    rows, columns, stages = config.rows, config.columns, config.stages
+    visited = stages * columns * (d + dv)
+    exchanged = rows * columns if config.parts > 1 else 0
+    if kernel == "forward":
+        return 2 * (rows * max(d, dv) + visited)
+    if kernel == "dq":
+        return 2 * (rows * (d + dv) + visited + exchanged)
+    return 2 * (rows * (d + dv) + visited + 2 * exchanged) + 8 * stages * columns
+
+
+def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:
+    """Return the configuration of "forward", "dq" or "dkdv" for widths d and dv.
+
+    It depends on the widths and on the shared memory of the GPU only. Raises ValueError for widths that are no multiples of 16
+    from 16 to 256, and if the GPU has too little shared memory.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
+    if any(width % 16 or not 16 <= width <= 256 for width in (d, dv)):
+        raise ValueError(
+            f"the CUDA {kernel} kernel supports widths that are multiples of 16 from 16 to 256, got {d} and {dv}: "
+            'use backend("triton")'
+        )
+    need = 0
+    for config in TABLE[kernel, max(64, -(-max(d, dv) // 64) * 64)]:
+        need = shared_bytes(kernel, config, d, dv)
+        if need <= gpu.shared_memory:
+            return replace(config, shared_bytes=need)
+    raise ValueError(
+        f"the CUDA {kernel} kernel needs {need} bytes of shared memory for widths {d} and {dv}, but this GPU has "
+        f'{gpu.shared_memory}: use backend("triton")'
+    )

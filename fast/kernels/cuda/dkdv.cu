@@ -1,0 +1,183 @@
+// The dk and dv kernel: one CTA for each (tile of keys, owner). An owner is a key head, or a query head (head_parallel).
+//
+// With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of queries adds
+//
+//     s = scale q k^T      dv += p^T dout      dp = dout v^T      ds = p * (dp - delta)      dk += scale ds^T q
+//
+// The kernel computes the transposed matrices s^T = k q^T and dp^T = v dout^T: keys are the rows of their accumulators. So p^T
+// and ds^T are left operands of the next products without a transposition.
+//
+//     PARTS = 1   a warp owns WARP_ROWS keys. p^T and ds^T stay in its registers.
+//     PARTS > 1   so many warps own the same keys, because dk and dv of wide heads exceed the registers of one. A warp computes
+//                 s^T and dp^T for a part of the queries, and accumulates a part of the columns of dk and dv:
+//
+//                           queries of the tile                width of dk
+//                     keys  | warp 0 | warp 1 |          keys  | warp 0 | warp 1 |
+//
+//                 They exchange p^T and ds^T through shared memory, with one barrier for these warps.
+//
+// The table is transposed: a work tile has keys as rows and spans of queries. The query heads of an owner are visited one after
+// another for each tile of queries. So registers sum the heads of a group in a fixed order, without atomics.
+//
+// Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691); one owner for each query head:
+// TensorAuto/OpenTau, pull request 376.
+#include "masking.cuh"
+
+constexpr int K_BYTES = ROWS * D * ELEMENT_BYTES;
+constexpr int V_BYTES = ROWS * DV * ELEMENT_BYTES;
+constexpr int Q_BYTES = COLUMNS * D * ELEMENT_BYTES;
+constexpr int DOUT_BYTES = COLUMNS * DV * ELEMENT_BYTES;
+constexpr int STAGE_BYTES = Q_BYTES + DOUT_BYTES + 8 * COLUMNS;  // a tile of q, of dout, of lse and of delta
+constexpr int EXCHANGE_BYTES = ROWS * COLUMNS * ELEMENT_BYTES;   // p^T; then ds^T
+constexpr int PART_COLUMNS = COLUMNS / PARTS;
+constexpr int DK_BLOCKS = (D / 16 + PARTS - 1) / PARTS;  // of 16 columns: the part of a warp
+constexpr int DV_BLOCKS = (DV / 16 + PARTS - 1) / PARTS;
+constexpr bool OWNED_IN_REGISTERS = M * (D + DV) <= 128;  // the fragments of k and v
+
+static_assert(PART_COLUMNS % 16 == 0, "a warp loads 16 queries at a time");
+
+using Scores = Accumulator<PART_COLUMNS / 8>;
+
+// Replace scores by probabilities exp2(scale_log2 s - lse log2(e)). `lse` is the address of the first of the warp's queries.
+DEVICE void exponentiate(Scores& s, uint32 lse, float scale_log2) {
+#pragma unroll
+    for (int n = 0; n < PART_COLUMNS / 8; ++n) {
+        float pair[2];
+        read_shared(pair, lse + 32 * n + 8 * (thread_index() % 4));
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                s.x[i][n][e] = power_of_2(multiply_add(s.x[i][n][e], scale_log2, -LOG2_E * pair[e % 2]));
+    }
+}
+
+// Replace dp by ds = p * (dp - delta). `delta` is the address of the first of the warp's queries.
+DEVICE void differentiate(Scores& dp, const Scores& p, uint32 delta) {
+#pragma unroll
+    for (int n = 0; n < PART_COLUMNS / 8; ++n) {
+        float pair[2];
+        read_shared(pair, delta + 32 * n + 8 * (thread_index() % 4));
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) dp.x[i][n][e] = p.x[i][n][e] * (dp.x[i][n][e] - pair[e % 2]);
+    }
+}
+
+// Write a warp's part of dk or dv, BLOCKS blocks of 16 columns.
+template <int BLOCKS, int WIDTH>
+DEVICE void write_part(const Accumulator<2 * BLOCKS>& x, Result* head, int64 stride, uint32 shared, int first, int stop) {
+    int warp = thread_index() / 32, column = warp % PARTS * 16 * BLOCKS;
+    cta_barrier();  // all warps have finished with the staging area
+    uint32 staging = shared + warp * WARP_ROWS * 16 * BLOCKS * ELEMENT_BYTES;
+    write_rows<BLOCKS>(x.x, staging, head + first * stride + column, stride, stop - first, WIDTH - column);
+}
+
+// Write dk (b, s, o, d) and dv (b, s, o, dv). Keys that no query sees get 0.
+extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(const __grid_constant__ DkdvParams p) {
+    const int lane = thread_index() % 32, warp = thread_index() / 32;
+    const int own_row = warp / PARTS * WARP_ROWS, part = warp % PARTS, own_column = part * PART_COLUMNS;
+    const uint32 shared = shared_memory(), exchange = shared + K_BYTES + V_BYTES;
+    const uint32 stages = exchange + (PARTS > 1 ? 2 * EXCHANGE_BYTES : 0);
+    const WorkTile tile = cta_work_tile(p.tiles, p.tile_count, p.owners, p.l2_heads);
+    const int query_head = tile.head * p.heads_per_owner, key_head = query_head / p.group;
+    const Element* k = p.k + tile.batch * p.k_strides.batch + key_head * p.k_strides.head;
+    const Element* v = p.v + tile.batch * p.v_strides.batch + key_head * p.v_strides.head;
+
+    auto load_stage = [&](int stage, Walk& walk) {
+        if (walk.active()) {
+            const int64 batch = tile.batch, head = query_head + walk.head;
+            const Element* q = p.q + batch * p.q_strides.batch + head * p.q_strides.head;
+            const Element* dout = p.dout + batch * p.dout_strides.batch + head * p.dout_strides.head;
+            const int64 statistics = batch * p.statistic_strides.batch + head * p.statistic_strides.head;
+            const int first = walk.column, begin = walk.band_start, end = walk.band_stop;
+            uint32 target = stages + stage * STAGE_BYTES;
+            load_tile<COLUMNS, D>(target, q, p.q_strides.token, first, begin, end);
+            load_tile<COLUMNS, DV>(target + Q_BYTES, dout, p.dout_strides.token, first, begin, end);
+            load_statistic(target + Q_BYTES + DOUT_BYTES, p.lse + statistics, first, begin, end);
+            load_statistic(target + Q_BYTES + DOUT_BYTES + 4 * COLUMNS, p.delta + statistics, first, begin, end);
+            walk.next(p.spans, p.heads_per_owner);
+        }
+        close_copies();  // a group for each stage, also an empty one: `wait_for_copies` counts groups
+    };
+
+    load_tile<ROWS, D>(shared, k, p.k_strides.token, tile.start, tile.start, tile.stop);
+    load_tile<ROWS, DV>(shared + K_BYTES, v, p.v_strides.token, tile.start, tile.start, tile.stop);
+    close_copies();
+    Walk loads(p.spans, tile), visits(p.spans, tile);
+    for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage, loads);
+
+    const SharedOperand<D> k_shared(shared, own_row, lane);
+    const SharedOperand<DV> v_shared(shared + K_BYTES, own_row, lane);
+    RegisterOperand<OWNED_IN_REGISTERS ? D / 16 : 1> k_registers;
+    RegisterOperand<OWNED_IN_REGISTERS ? DV / 16 : 1> v_registers;
+    if constexpr (OWNED_IN_REGISTERS) {
+        wait_for_copies<STAGES - 1>();
+        cta_barrier();
+        k_registers.load(k_shared);
+        v_registers.load(v_shared);
+    }
+    Accumulator<2 * DK_BLOCKS> dk;
+    Accumulator<2 * DV_BLOCKS> dv;
+    dk.clear();
+    dv.clear();
+
+    for (int stage = 0; visits.active();
+         stage = stage + 1 == STAGES ? 0 : stage + 1, visits.next(p.spans, p.heads_per_owner)) {
+        wait_for_copies<STAGES - 2>();
+        cta_barrier();
+        load_stage(stage == 0 ? STAGES - 1 : stage - 1, loads);
+        const int row = tile.start + own_row;
+        if (!visits.is_full() && Visible(p.spans, visits, row, lane).none()) continue;
+        const uint32 q_address = stages + stage * STAGE_BYTES, dout_address = q_address + Q_BYTES;
+        const uint32 lse = dout_address + DOUT_BYTES + 4 * own_column, delta = lse + 4 * COLUMNS;
+        const SharedTile<D> q_tile(q_address, lane);
+        const SharedTile<DV> dout_tile(dout_address, lane);
+
+        Scores s;
+        s.clear();
+        if constexpr (OWNED_IN_REGISTERS)
+            multiply_transposed(s, k_registers, q_tile, own_column);
+        else
+            multiply_transposed(s, k_shared, q_tile, own_column);
+        exponentiate(s, lse, p.scale * LOG2_E);
+        if (!visits.is_full()) hide(s, Visible(p.spans, visits, row, lane), own_column, 0.0f);
+        if constexpr (PARTS == 1) {
+            RegisterOperand<PART_COLUMNS / 16> probabilities;
+            probabilities.round(s);
+            multiply<PART_COLUMNS>(dv, probabilities, dout_tile);
+        } else {
+            write_tile<COLUMNS>(exchange, own_row, own_column / 8, s.x);
+        }
+
+        Scores ds;
+        ds.clear();
+        if constexpr (OWNED_IN_REGISTERS)
+            multiply_transposed(ds, v_registers, dout_tile, own_column);
+        else
+            multiply_transposed(ds, v_shared, dout_tile, own_column);
+        differentiate(ds, s, delta);
+        if (!visits.is_full())  // dp of an invisible key may be NaN, and 0 * NaN is NaN
+            hide(ds, Visible(p.spans, visits, row, lane), own_column, 0.0f);
+        if constexpr (PARTS == 1) {
+            RegisterOperand<PART_COLUMNS / 16> gradients;
+            gradients.round(ds);
+            multiply<PART_COLUMNS>(dk, gradients, q_tile);
+        } else {
+            write_tile<COLUMNS>(exchange + EXCHANGE_BYTES, own_row, own_column / 8, ds.x);
+            named_barrier(1 + warp / PARTS, 32 * PARTS);  // they are overwritten after the next `cta_barrier`
+            const SharedOperand<COLUMNS> probabilities(exchange, own_row, lane);
+            const SharedOperand<COLUMNS> gradients(exchange + EXCHANGE_BYTES, own_row, lane);
+            multiply<COLUMNS>(dv, probabilities, dout_tile, part * DV_BLOCKS);
+            multiply<COLUMNS>(dk, gradients, q_tile, part * DK_BLOCKS);
+        }
+    }
+    wait_for_copies<0>();
+    dk.scale(p.scale);
+    Result* dk_head = p.dk + tile.batch * p.dk_strides.batch + tile.head * p.dk_strides.head;
+    Result* dv_head = p.dv + tile.batch * p.dv_strides.batch + tile.head * p.dv_strides.head;
+    const int first = tile.start + own_row;
+    write_part<DK_BLOCKS, D>(dk, dk_head, p.dk_strides.token, shared, first, tile.stop);
+    write_part<DV_BLOCKS, DV>(dv, dv_head, p.dv_strides.token, shared, first, tile.stop);
+}

@@ -1,0 +1,138 @@
+// The dq kernel: one CTA for each (tile of queries, head), three products for each tile of keys.
+//
+// With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of keys adds
+//
+//     s = scale q k^T      dp = dout v^T      ds = p * (dp - delta)      dq += scale ds k
+//
+// lse and delta of its rows stay in the registers of a lane. One tile of k serves both products: as columns in q k^T, and as
+// rows in ds k. With PARTS > 1, so many warps own the same queries, for wide heads: see dkdv.cu.
+//
+// Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). A kernel of its own instead of
+// atomic additions to dq: jax-ml/jax-triton, pull request 177.
+#include "masking.cuh"
+
+constexpr int Q_BYTES = ROWS * D * ELEMENT_BYTES;
+constexpr int DOUT_BYTES = ROWS * DV * ELEMENT_BYTES;
+constexpr int K_BYTES = COLUMNS * D * ELEMENT_BYTES;
+constexpr int STAGE_BYTES = K_BYTES + COLUMNS * DV * ELEMENT_BYTES;
+constexpr int EXCHANGE_BYTES = ROWS * COLUMNS * ELEMENT_BYTES;  // ds
+constexpr int PART_COLUMNS = COLUMNS / PARTS;
+constexpr int DQ_BLOCKS = (D / 16 + PARTS - 1) / PARTS;   // of 16 columns: the part of a warp
+constexpr bool OWNED_IN_REGISTERS = M * (D + DV) <= 128;  // the fragments of q and dout
+
+static_assert(PART_COLUMNS % 16 == 0, "a warp loads 16 keys at a time");
+
+using Scores = Accumulator<PART_COLUMNS / 8>;
+
+// lse log2(e) and delta of the rows of a lane. Rows from `stop` on have 0.
+struct RowStatistics {
+    float lse[M][2], delta[M][2];
+
+    DEVICE RowStatistics(const float* lse_head, const float* delta_head, int row, int stop) {
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                int at = row + 16 * i + 8 * half + thread_index() % 32 / 4;
+                lse[i][half] = at < stop ? read_constant(lse_head + at) * LOG2_E : 0.0f;
+                delta[i][half] = at < stop ? read_constant(delta_head + at) : 0.0f;
+            }
+    }
+};
+
+// Replace dp by ds = p * (dp - delta), with p = exp2(scale_log2 s - lse log2(e)).
+DEVICE void differentiate(Scores& dp, const Scores& s, const RowStatistics& rows, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < M; ++i)
+#pragma unroll
+        for (int n = 0; n < PART_COLUMNS / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float p = power_of_2(multiply_add(s.x[i][n][e], scale_log2, -rows.lse[i][e / 2]));
+                dp.x[i][n][e] = p * (dp.x[i][n][e] - rows.delta[i][e / 2]);
+            }
+}
+
+// Write dq (b, t, h, d). Fully masked rows get 0.
+extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const __grid_constant__ DqParams p) {
+    const int lane = thread_index() % 32, warp = thread_index() / 32;
+    const int own_row = warp / PARTS * WARP_ROWS, part = warp % PARTS, own_column = part * PART_COLUMNS;
+    const uint32 shared = shared_memory(), exchange = shared + Q_BYTES + DOUT_BYTES;
+    const uint32 stages = exchange + (PARTS > 1 ? EXCHANGE_BYTES : 0);
+    const WorkTile tile = cta_work_tile(p.tiles, p.tile_count, p.heads, p.l2_heads);
+    const int key_head = tile.head / p.group;
+    const Element* q = p.q + tile.batch * p.q_strides.batch + tile.head * p.q_strides.head;
+    const Element* dout = p.dout + tile.batch * p.dout_strides.batch + tile.head * p.dout_strides.head;
+    const Element* k = p.k + tile.batch * p.k_strides.batch + key_head * p.k_strides.head;
+    const Element* v = p.v + tile.batch * p.v_strides.batch + key_head * p.v_strides.head;
+    const int64 statistics = tile.batch * p.statistic_strides.batch + tile.head * p.statistic_strides.head;
+
+    auto load_stage = [&](int stage, Walk& walk) {
+        if (walk.active()) {
+            uint32 target = stages + stage * STAGE_BYTES;
+            load_tile<COLUMNS, D>(target, k, p.k_strides.token, walk.column, walk.band_start, walk.band_stop);
+            load_tile<COLUMNS, DV>(target + K_BYTES, v, p.v_strides.token, walk.column, walk.band_start, walk.band_stop);
+            walk.next(p.spans, 1);
+        }
+        close_copies();  // a group for each stage, also an empty one: `wait_for_copies` counts groups
+    };
+
+    load_tile<ROWS, D>(shared, q, p.q_strides.token, tile.start, tile.start, tile.stop);
+    load_tile<ROWS, DV>(shared + Q_BYTES, dout, p.dout_strides.token, tile.start, tile.start, tile.stop);
+    close_copies();
+    Walk loads(p.spans, tile), visits(p.spans, tile);
+    for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage, loads);
+    const int row = tile.start + own_row;
+    const RowStatistics rows(p.lse + statistics, p.delta + statistics, row, tile.stop);
+
+    const SharedOperand<D> q_shared(shared, own_row, lane);
+    const SharedOperand<DV> dout_shared(shared + Q_BYTES, own_row, lane);
+    RegisterOperand<OWNED_IN_REGISTERS ? D / 16 : 1> q_registers;
+    RegisterOperand<OWNED_IN_REGISTERS ? DV / 16 : 1> dout_registers;
+    if constexpr (OWNED_IN_REGISTERS) {
+        wait_for_copies<STAGES - 1>();
+        cta_barrier();
+        q_registers.load(q_shared);
+        dout_registers.load(dout_shared);
+    }
+    Accumulator<2 * DQ_BLOCKS> dq;
+    dq.clear();
+
+    for (int stage = 0; visits.active(); stage = stage + 1 == STAGES ? 0 : stage + 1, visits.next(p.spans, 1)) {
+        wait_for_copies<STAGES - 2>();
+        cta_barrier();
+        load_stage(stage == 0 ? STAGES - 1 : stage - 1, loads);
+        if (!visits.is_full() && Visible(p.spans, visits, row, lane).none()) continue;
+        const SharedTile<D> k_tile(stages + stage * STAGE_BYTES, lane);
+        const SharedTile<DV> v_tile(stages + stage * STAGE_BYTES + K_BYTES, lane);
+        Scores s, ds;
+        s.clear();
+        ds.clear();
+        if constexpr (OWNED_IN_REGISTERS) {
+            multiply_transposed(s, q_registers, k_tile, own_column);
+            multiply_transposed(ds, dout_registers, v_tile, own_column);
+        } else {
+            multiply_transposed(s, q_shared, k_tile, own_column);
+            multiply_transposed(ds, dout_shared, v_tile, own_column);
+        }
+        differentiate(ds, s, rows, p.scale * LOG2_E);
+        if (!visits.is_full()) hide(ds, Visible(p.spans, visits, row, lane), own_column, 0.0f);
+        if constexpr (PARTS == 1) {
+            RegisterOperand<PART_COLUMNS / 16> gradients;
+            gradients.round(ds);
+            multiply<PART_COLUMNS>(dq, gradients, k_tile);
+        } else {
+            write_tile<COLUMNS>(exchange, own_row, own_column / 8, ds.x);
+            named_barrier(1 + warp / PARTS, 32 * PARTS);  // ds is overwritten after the next `cta_barrier`
+            const SharedOperand<COLUMNS> gradients(exchange, own_row, lane);
+            multiply<COLUMNS>(dq, gradients, k_tile, part * DQ_BLOCKS);
+        }
+    }
+    wait_for_copies<0>();
+    dq.scale(p.scale);
+    const int column = part * 16 * DQ_BLOCKS;
+    Result* target = p.dq + tile.batch * p.dq_strides.batch + row * p.dq_strides.token + tile.head * p.dq_strides.head;
+    cta_barrier();  // all warps have read q and dout, whose memory is the staging area
+    uint32 staging = shared + warp * WARP_ROWS * 16 * DQ_BLOCKS * ELEMENT_BYTES;
+    write_rows<DQ_BLOCKS>(dq.x, staging, target + column, p.dq_strides.token, tile.stop - row, D - column);
+}

@@ -1,0 +1,55 @@
+// Comparisons with the band of a partial tile.
+#pragma once
+
+#include "mma.cuh"
+#include "work_tile.cuh"
+
+// The columns that the rows of one lane see in a tile: left <= column < right, counted from the tile's first column.
+// A lane has the rows lane / 4 + 8 r of its warp, as the accumulators of an MMA do.
+struct Visible {
+    int left[2 * M], right[2 * M];
+
+    // `row` is the first row of the warp. A span is two aligned reads of 16 bytes.
+    DEVICE Visible(const int* spans, const Walk& walk, int row, int lane) {
+        int ends[4], band[4];
+        read_constants(ends, spans + (int64)walk.span * SPAN_FIELDS);
+        read_constants(band, spans + (int64)walk.span * SPAN_FIELDS + 4);
+        for (int r = 0; r < 2 * M; ++r) {
+            int i = row + lane / 4 + 8 * r;
+            bool in_band = i >= ends[2] && i < ends[3];
+            int first = i + band[2], last = i + band[3] + 1;
+            left[r] = (first > band[0] ? first : band[0]) - walk.column;
+            right[r] = (last < band[1] ? last : band[1]) - walk.column;
+            if (!in_band) right[r] = left[r];
+        }
+    }
+
+    // Return whether no row of the warp sees a column of the tile.
+    DEVICE bool none() const {
+        bool outside = true;
+        for (int r = 0; r < 2 * M; ++r) outside &= right[r] <= left[r] || right[r] <= 0 || left[r] >= COLUMNS;
+        return all_lanes(outside);
+    }
+
+    // Return whether every row of the warp sees every column of the tile.
+    DEVICE bool all() const {
+        bool inside = true;
+        for (int r = 0; r < 2 * M; ++r) inside &= left[r] <= 0 && right[r] >= COLUMNS;
+        return all_lanes(inside);
+    }
+
+    DEVICE bool sees(int r, int column) const { return column >= left[r] && column < right[r]; }
+};
+
+// Replace the elements of invisible columns by `value`. The first accumulator belongs to column `first` of the tile.
+template <int N>
+DEVICE void hide(Accumulator<N>& x, const Visible& visible, int first, float value) {
+    int column = first + 2 * (thread_index() % 4);
+#pragma unroll
+    for (int i = 0; i < M; ++i)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (!visible.sees(2 * i + e / 2, column + 8 * n + e % 2)) x.x[i][n][e] = value;
+}

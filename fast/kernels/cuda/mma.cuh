@@ -1,0 +1,133 @@
+// Matrix products of a warp, from MMAs of 16 x 16 by 16 x 8. Each lane holds a few elements of each matrix: its fragment.
+//
+// With g = lane / 4 and t = lane % 4, the registers of a lane hold
+//
+//     A, 16 x 16, 16 bits                    B, 16 x 8, 16 bits           C, 16 x 8, float32
+//
+//              columns     columns                    column                      columns
+//              2t, 2t+1    2t+8, 2t+9                 g                           2t      2t+1
+//     row g    a[0]        a[2]              rows 2t, 2t+1    b0          row g   c[0]    c[1]
+//     row g+8  a[1]        a[3]              rows 2t+8, 2t+9  b1          row g+8 c[2]    c[3]
+//
+// Two facts make attention fit into registers:
+// - Two accumulators C of neighbouring columns, rounded to 16 bits, are the fragment A of the next product. So P = exp(S) and
+//   dS never leave the registers of their warp (if PARTS is 1).
+// - `load_matrices` gives the fragments A of rows and B of columns. `load_transposed_matrices` gives the fragments B of rows. So
+//   one tile in shared memory serves both q k^T and p v, without a transposed copy.
+#pragma once
+
+#include "tensor.cuh"
+
+// Accumulators of a warp: M x N tiles of 16 x 8.
+template <int N>
+struct Accumulator {
+    float x[M][N][4];
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[i][n][e] = 0.0f;
+    }
+
+    DEVICE void scale(float factor) {
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[i][n][e] *= factor;
+    }
+};
+
+// A left operand in shared memory: WARP_ROWS rows from `row` on. `fragment` returns the fragments A of 16 columns.
+template <int WIDTH>
+struct SharedOperand {
+    SharedTile<WIDTH> tile;
+    int row;
+
+    DEVICE SharedOperand(uint32 address, int row, int lane) : tile(address, lane), row(row) {}
+
+    DEVICE void fragment(uint32 (&a)[M][4], int block) const {
+#pragma unroll
+        for (int i = 0; i < M; ++i) load_matrices(a[i], tile.address(row + 16 * i, block));
+    }
+};
+
+// A left operand in registers, of 16 BLOCKS columns.
+template <int BLOCKS>
+struct RegisterOperand {
+    uint32 x[BLOCKS][M][4];
+
+    DEVICE void fragment(uint32 (&a)[M][4], int block) const {
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) a[i][e] = x[block][i][e];
+    }
+
+    // Round accumulators to 16 bits.
+    DEVICE void round(const Accumulator<2 * BLOCKS>& c) {
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+            for (int i = 0; i < M; ++i) {
+                const float(&left)[4] = c.x[i][2 * block], (&right)[4] = c.x[i][2 * block + 1];
+                x[block][i][0] = pack(left[0], left[1]);
+                x[block][i][1] = pack(left[2], left[3]);
+                x[block][i][2] = pack(right[0], right[1]);
+                x[block][i][3] = pack(right[2], right[3]);
+            }
+    }
+
+    template <class Operand>
+    DEVICE void load(const Operand& operand) {
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) operand.fragment(x[block], block);
+    }
+};
+
+// c += a b^T, over a depth of WIDTH. The 8 N rows of `b` from `row` on are the columns of the product.
+template <int N, int WIDTH, class Left>
+DEVICE void multiply_transposed(Accumulator<N>& c, const Left& a, const SharedTile<WIDTH>& b, int row = 0) {
+#pragma unroll
+    for (int block = 0; block < WIDTH / 16; ++block) {
+        uint32 left[M][4];
+        a.fragment(left, block);
+#pragma unroll
+        for (int n = 0; n < N / 2; ++n) {
+            uint32 right[4];
+            load_matrices(right, b.address(row + 16 * n, block));
+#pragma unroll
+            for (int i = 0; i < M; ++i) {
+                mma(c.x[i][2 * n], left[i], right[0], right[2]);
+                mma(c.x[i][2 * n + 1], left[i], right[1], right[3]);
+            }
+        }
+    }
+}
+
+// c += a b, over a depth of DEPTH, the rows of `b`. The product has the N / 2 blocks of 16 columns of `b` from `first` on;
+// blocks from the width of `b` on do not exist.
+template <int DEPTH, int N, int WIDTH, class Left>
+DEVICE void multiply(Accumulator<N>& c, const Left& a, const SharedTile<WIDTH>& b, int first = 0) {
+    constexpr bool ALL_EXIST = WIDTH == N * 8 * PARTS || PARTS == 1;
+#pragma unroll
+    for (int block = 0; block < DEPTH / 16; ++block) {
+        uint32 left[M][4];
+        a.fragment(left, block);
+#pragma unroll
+        for (int n = 0; n < N / 2; ++n) {
+            if (!ALL_EXIST && first + n >= WIDTH / 16) continue;
+            uint32 right[4];
+            load_transposed_matrices(right, b.address(16 * block, first + n));
+#pragma unroll
+            for (int i = 0; i < M; ++i) {
+                mma(c.x[i][2 * n], left[i], right[0], right[1]);
+                mma(c.x[i][2 * n + 1], left[i], right[2], right[3]);
+            }
+        }
+    }
+}

@@ -1,0 +1,160 @@
+// Tiles in shared memory: their layout, their loads from global memory, and the way of results back to global memory.
+//
+// A tile has rows of WIDTH elements, cut into chunks of 8 elements (16 bytes), the unit of every access. Shared memory has 32
+// banks of 4 bytes, so 8 chunks are read at once if they lie in different multiples of 16 bytes, modulo 128. ldmatrix reads
+// the same chunk of 8 consecutive rows. Without a swizzle these lie 2 WIDTH bytes apart, often in the same banks:
+//
+//     WIDTH = 64, one row is 128 bytes; chunk c of row r is stored at place c ^ (r % 8)
+//
+//     place    0  1  2  3  4  5  6  7
+//     row 0    0  1  2  3  4  5  6  7
+//     row 1    1  0  3  2  5  4  7  6        chunk 0 of rows 0, 1, 2, 3, ... is in places 0, 1, 2, 3, ...
+//     row 2    2  3  0  1  6  7  4  5
+//     row 3    3  2  1  0  7  6  5  4
+//
+// Narrower rows, and widths like 80, already lie in 2 or 4 different places: they need fewer bits of r.
+#pragma once
+
+#include "params.cuh"
+
+template <int WIDTH>
+struct Swizzle {
+    static constexpr int CHUNKS = WIDTH / 8;
+    static constexpr int BITS = CHUNKS % 8 == 0 ? 3 : CHUNKS % 4 == 0 ? 2 : 1;
+
+    // Return the bits that are exchanged in the chunk numbers of a row. Rows r and r + 8 have the same.
+    DEVICE static int key(int row) { return (row >> (3 - BITS)) & ((1 << BITS) - 1); }
+
+    DEVICE static uint32 offset(int row, int chunk) {
+        return row * (ELEMENT_BYTES * WIDTH) + ((chunk ^ key(row)) << 4);
+    }
+};
+
+// The addresses that one lane gives to ldmatrix: four 8 x 8 matrices, from 16 rows and 16 columns of a tile.
+//
+//                 columns 0-7      columns 8-15
+//     rows 0-7    matrix 0         matrix 2          lane = 8 (matrix) + row of the matrix
+//     rows 8-15   matrix 1         matrix 3
+template <int WIDTH>
+struct SharedTile {
+    static constexpr int PITCH = ELEMENT_BYTES * WIDTH;
+    static constexpr int LOW = (1 << Swizzle<WIDTH>::BITS) - 1;
+    static constexpr bool WHOLE = PITCH % 128 == 0;  // then the bits of the swizzle are those of the address
+    uint32 row_address;
+    uint32 place;  // of the left or right matrices, swizzled by the row of this lane
+
+    DEVICE SharedTile(uint32 tile, int lane)
+        : row_address(tile + (lane % 16) * PITCH), place(((lane / 16) ^ Swizzle<WIDTH>::key(lane % 16)) << 4) {
+        if constexpr (WHOLE) row_address += place;
+    }
+
+    // Return the address for the block of rows from `row`, a multiple of 8, and columns from 16 `block`.
+    DEVICE uint32 address(int row, int block) const {
+        int swizzled = (2 * block & LOW) << 4, rest = (2 * block & ~LOW) << 4;
+        if constexpr (WHOLE) return (row_address ^ swizzled) + (row * PITCH + rest);
+        return row_address + (place ^ swizzled) + (row * PITCH + rest);
+    }
+};
+
+// Begin to load TILE_ROWS tokens of one head, from `first` on. Tokens outside begin:end are written as 0 and not read.
+template <int TILE_ROWS, int WIDTH>
+DEVICE void load_tile(uint32 tile, const Element* head, int64 stride, int first, int begin, int end) {
+    constexpr int CHUNKS = WIDTH / 8;
+    constexpr int ALL = TILE_ROWS * CHUNKS;
+    constexpr int STEPS = (ALL + THREADS - 1) / THREADS;
+    if constexpr (THREADS % (8 * CHUNKS) == 0 && ALL % THREADS == 0) {  // a thread keeps its chunk and its swizzle
+        constexpr int ROW_STEP = THREADS / CHUNKS;
+        int row = thread_index() / CHUNKS, chunk = thread_index() % CHUNKS;
+        const Element* source = head + (first + row) * stride + chunk * 8;
+        uint32 target = tile + Swizzle<WIDTH>::offset(row, chunk);
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            uint32 place = first + row + i * ROW_STEP - begin;  // large if the token is before `begin`
+            copy_16_bytes(target + i * ROW_STEP * ELEMENT_BYTES * WIDTH, source, place < (uint32)(end - begin));
+            source += ROW_STEP * stride;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            int index = thread_index() + i * THREADS;
+            int row = index / CHUNKS, chunk = index % CHUNKS;
+            bool valid = first + row >= begin && first + row < end;
+            if (ALL % THREADS == 0 || index < ALL)
+                copy_16_bytes(tile + Swizzle<WIDTH>::offset(row, chunk), head + (first + row) * stride + chunk * 8, valid);
+        }
+    }
+}
+
+// Begin to load COLUMNS numbers of a row statistic, from token `first` on. Numbers outside begin:end are 0.
+DEVICE void load_statistic(uint32 target, const float* head, int first, int begin, int end) {
+    for (int i = thread_index(); i < COLUMNS; i += THREADS) {
+        bool valid = first + i >= begin && first + i < end;
+        copy_4_bytes(target + 4 * i, head + first + i, valid);
+    }
+}
+
+// Round accumulators of a warp to 16 bits and write them to a tile: the rows from `row`, the chunks from `chunk` on.
+template <int WIDTH, int N>
+DEVICE void write_tile(uint32 tile, int row, int chunk, const float (&x)[M][N][4]) {
+    int lane = thread_index() % 32;
+#pragma unroll
+    for (int i = 0; i < M; ++i)
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            uint32 place = tile + Swizzle<WIDTH>::offset(row + 16 * i + lane / 4, chunk + n) + 4 * (lane % 4);
+            write_shared(place, pack(x[i][n][0], x[i][n][1]));
+            write_shared(place + 8 * ELEMENT_BYTES * WIDTH, pack(x[i][n][2], x[i][n][3]));
+        }
+}
+
+DEVICE void write_scalar(float* target, float x) { *target = x; }
+
+DEVICE void write_scalar(Element* target, float x) { *target = (Element)(pack(x, 0.0f) & 0xffff); }
+
+// Return whether writes of 16 bytes are possible: rows begin at multiples of 16 bytes.
+template <class Number>
+DEVICE bool is_aligned(const Number* head, int64 stride) {
+    return ((unsigned long long)head | (unsigned long long)(stride * sizeof(Number))) % 16 == 0;
+}
+
+// Write the first `rows` rows of a warp's results, BLOCKS blocks of 16 columns, to `target` with this stride.
+//
+// float32 results leave from registers: 4 lanes write 32 consecutive bytes. Results of 16 bits pass through `staging`, shared
+// memory of WARP_ROWS x 16 BLOCKS elements that belongs to the warp: then 2 BLOCKS lanes write one row, 16 bytes each.
+template <int BLOCKS>
+DEVICE void write_rows(const float (&x)[M][2 * BLOCKS][4], uint32 staging, Result* target, int64 stride, int rows, int width) {
+    int lane = thread_index() % 32;
+    bool aligned = is_aligned(target, stride);
+    if (!aligned || sizeof(Result) == 4) {
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                int row = 16 * i + 8 * half + lane / 4;
+#pragma unroll
+                for (int n = 0; n < 2 * BLOCKS; ++n) {
+                    int column = 8 * n + 2 * (lane % 4);
+                    if (row >= rows || column >= width) continue;
+                    Result* place = target + row * stride + column;
+                    if (sizeof(Result) == 4 && aligned) {
+                        write_global(place, x[i][n][2 * half], x[i][n][2 * half + 1]);
+                    } else {
+                        write_scalar(place, x[i][n][2 * half]);
+                        write_scalar(place + 1, x[i][n][2 * half + 1]);
+                    }
+                }
+            }
+        return;
+    }
+    using Layout = Swizzle<16 * BLOCKS>;
+    write_tile<16 * BLOCKS>(staging, 0, 0, x);
+    warp_barrier();
+    for (int index = lane; index < WARP_ROWS * 2 * BLOCKS; index += 32) {
+        int row = index / (2 * BLOCKS), chunk = index % (2 * BLOCKS);
+        if (row >= rows || 8 * chunk >= width) continue;
+        uint32 pairs[4];
+        read_shared(pairs, staging + Layout::offset(row, chunk));
+        write_global(target + row * stride + 8 * chunk, pairs);
+    }
+    warp_barrier();
+}
