@@ -1,4 +1,4 @@
-"""Compile kernels before they run, in parallel processes, into Triton's disk cache.
+"""Compile kernels before they run, in parallel processes, into the disk caches of Triton and of the CUDA kernels.
 
     parent     `compile_ahead`: starts one process and reports its progress
     process    calls `collect`; each launch records the compilation that it needs, and launches nothing

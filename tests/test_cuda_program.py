@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from canon.fast import native_replay
 from canon.fast.kernels.cuda import kernel, program
@@ -172,9 +173,8 @@ def last():
 
 fill = kernel.Kernel("fill", 2, 1, "fi")
 loaded = object.__new__(kernel.LoadedKernel)
-loaded.kernel, loaded.variant, loaded.function = fill, kernel.Variant((), 4, 512), 4096
+loaded.kernel, loaded.variant, loaded.device, loaded.function = fill, kernel.Variant((), 4, 512), 0, 4096
 x, y = torch.zeros(3), torch.zeros(2)
-torch.cuda.current_device = lambda: 0
 torch._C._cuda_getCurrentRawStream = lambda device: 0
 arguments = x, y, 7, 0.5, 3
 loaded[5, 1, 1](*arguments)
@@ -206,10 +206,9 @@ def test_a_structure_is_padded_to_eight_bytes_and_checked():
 
 
 def test_a_variant_is_collected_once_instead_of_compiled(monkeypatch):
-    monkeypatch.setattr(kernel.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernel, "capability", lambda device: (8, 6))
     jobs: dict = {}
     with kernel.collecting(jobs):
         for macros in ((("D", 64),), (("D", 64),), (("D", 128),)):
-            assert FILL[5,](None, None, 1, 0.5, 2, variant=kernel.Variant(macros, 4, 0)) is None
+            assert FILL[5,](torch.zeros(1), None, 1, 0.5, 2, variant=kernel.Variant(macros, 4, 0)) is None
     assert [(made.macros, made.architecture) for made in jobs] == [((("D", 64),), 86), ((("D", 128),), 86)]

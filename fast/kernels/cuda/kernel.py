@@ -47,15 +47,14 @@ class Kernel:
         return partial(self._first_launch, grid[0])
 
     def _first_launch(self, ctas: int, *arguments: Any, variant: Variant) -> "LoadedKernel | None":
-        device = torch.cuda.current_device()
+        device = arguments[0].device
         key = self, device, variant
         if (loaded := _loaded.get(key)) is None:
-            major, minor = capability(torch.device("cuda", device))
-            program = Program(self.name, variant.macros, 10 * major + minor)
+            program = Program(self.name, variant.macros, architecture(device))
             if _collected:
                 _collected[-1].setdefault(program, program.compiled)
                 return None
-            loaded = _loaded[key] = LoadedKernel(self, variant, program.compiled(), device)
+            loaded = _loaded[key] = LoadedKernel(self, variant, program.compiled(), device.index)
         loaded.launch(ctas, *arguments)
         return loaded
 
@@ -63,14 +62,15 @@ class Kernel:
         """Return the structure's bytes. ``arguments``: tensors, strides and numbers, in order. All addresses are 0."""
         fields = f"<{self.pointers}Q{self.strides}q{self.numbers}"
         size = struct.calcsize(fields)
-        return struct.pack(f"{fields}{-size % 8}x", *[0] * self.pointers, *arguments[self.pointers :])
+        numbers = (ctypes.c_float(x).value if isinstance(x, float) else x for x in arguments[self.pointers :])  # or inf
+        return struct.pack(f"{fields}{-size % 8}x", *[0] * self.pointers, *numbers)
 
 
 class LoadedKernel:
-    """A variant of a kernel on one device."""
+    """A variant of a kernel, on the device of this index."""
 
     def __init__(self, kernel: Kernel, variant: Variant, cubin: bytes, device: int):
-        self.kernel, self.variant = kernel, variant
+        self.kernel, self.variant, self.device = kernel, variant, device
         name = f"canon_{kernel.name}"
         loaded = driver.active.utils.load_binary(name, cubin, variant.shared_bytes, device)
         self._module, self.function, self.registers, self.spills, _ = loaded  # Triton never unloads a module
@@ -87,7 +87,7 @@ class LoadedKernel:
         )
         parameter = (ctypes.c_char * len(image)).from_buffer(image)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(parameter))
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         threads, shared = 32 * self.variant.warps, self.variant.shared_bytes
         failed = _cuda().cuLaunchKernel(self.function, ctas, 1, 1, threads, 1, 1, shared, stream, parameters, None)
         if failed:
@@ -106,6 +106,12 @@ def _cuda() -> ctypes.CDLL:
     library, word, pointer = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
     return library
+
+
+def architecture(device: torch.device) -> int:
+    """Return the architecture of a device: 80 for sm_80."""
+    major, minor = capability(device)
+    return 10 * major + minor
 
 
 @contextmanager
