@@ -56,6 +56,14 @@ TABLE: dict[tuple[str, int], tuple[Config, ...]] = {
     ("forward", 128): (Config(128, 64, 4, ctas=2), Config(64, 32, 4)),
     ("forward", 192): (Config(128, 64, 8), Config(64, 32, 4)),
     ("forward", 256): (Config(128, 64, 8), Config(64, 32, 4)),
+    ("dq", 64): (Config(64, 64, 4, ctas=2),),
+    ("dq", 128): (Config(128, 64, 8), Config(64, 32, 4)),
+    ("dq", 192): (Config(128, 32, 8), Config(64, 32, 4), Config(32, 16, 2)),
+    ("dq", 256): (Config(128, 32, 8), Config(64, 32, 4), Config(32, 16, 2)),
+    ("dkdv", 64): (Config(128, 32, 4, ctas=2),),
+    ("dkdv", 128): (Config(128, 64, 8), Config(64, 64, 4), Config(64, 16, 4)),
+    ("dkdv", 192): (Config(64, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 4, 2)),
+    ("dkdv", 256): (Config(64, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 4, 2)),
 }
 
 
