@@ -84,20 +84,21 @@ class Run:
 
 
 @cache
+def texts() -> tuple[bytes, ...]:
+    """Return the text files of this repository, and docstrings of some modules of the standard library."""
+    trees = [ast.parse((Path(os.__file__).parent / f"{name}.py").read_bytes()) for name in MODULES]  # not imported
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    docstrings = [text.encode() for node in nodes if (text := ast.get_docstring(node))]
+    return (*Documents.of().texts, *docstrings)
+
+
+@cache
 def corpus(longest: int) -> tuple[Tensor, Tensor]:
     """Return shuffled documents of up to ``longest`` bytes as one sequence of bytes, and the end of each document."""
-    texts = [*Documents.of().texts, *docstrings()]
-    pieces = [text[start : start + longest] for text in texts for start in range(0, len(text), longest)]
+    pieces = [text[start : start + longest] for text in texts() for start in range(0, len(text), longest)]
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist()
     text = torch.frombuffer(bytearray(b"".join(pieces[i] for i in order)), dtype=torch.uint8)
     return text, torch.tensor([len(pieces[i]) for i in order]).cumsum(0)
-
-
-def docstrings() -> list[bytes]:
-    """Return the docstrings of some modules of the standard library. The modules are read, not imported."""
-    trees = [ast.parse((Path(os.__file__).parent / f"{name}.py").read_bytes()) for name in MODULES]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    return [text.encode() for node in nodes if (text := ast.get_docstring(node))]
 
 
 def pack(step: int, tokens: int, causal: bool) -> tuple[Tensor, Tensor]:

@@ -28,9 +28,9 @@ def train(runs: Sequence[Run], ranks: int = 1) -> list[dict[str, Any]]:
     return _on(ranks, [partial(swap_it_in.train, run) for run in runs])
 
 
-def train_with(faults: Sequence[str], run: Run, ranks: int) -> list[dict[str, Any]]:
-    """Return the results of the run with each of the faults (names in `FAULTS`)."""
-    return _on(ranks, [partial(_train_with, fault, run) for fault in faults])
+def train_with_faults(run: Run, ranks: int) -> dict[str, dict[str, Any]]:
+    """Return the results of the run with each of the `FAULTS`, by name."""
+    return dict(zip(FAULTS, _on(ranks, [partial(_train_with, fault, run) for fault in FAULTS]), strict=True))
 
 
 def first_steps(runs: Sequence[Run], ranks: int = 1) -> list[dict[str, Tensor]]:
@@ -39,14 +39,15 @@ def first_steps(runs: Sequence[Run], ranks: int = 1) -> list[dict[str, Tensor]]:
 
 
 def _on(ranks: int, programs: list[Callable[[], Any]]) -> list[Any]:
-    """Return the results of rank 0. Each rank has one thread, because the number of threads can change bits, too."""
-    program = partial(_one_thread, programs)
+    """Return the results of rank 0. Each rank has the text of this process, although a file may have changed."""
+    program = partial(_results, programs, swap_it_in.texts())
     return program() if ranks == 1 else process_groups.processes(program, ranks, timeout=600)[0]
 
 
-def _one_thread(programs: list[Callable[[], Any]]) -> list[Any]:
-    torch.set_num_threads(1)
-    return [program() for program in programs]
+def _results(programs: list[Callable[[], Any]], texts: tuple[bytes, ...]) -> list[Any]:
+    torch.set_num_threads(1)  # the number of threads can change bits, too
+    with mock.patch.object(swap_it_in, "texts", return_value=texts):
+        return [program() for program in programs]
 
 
 def _train_with(fault: str, run: Run) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_all_kinds_are_drawn():
                for layout in shared), "a step that is neither contiguous nor striped"  # fmt: skip
 
 
-@pytest.mark.parametrize("table", ["cuda", "cuda gluon"])
+@pytest.mark.parametrize("table", ["cuda", "cuda gluon", "cuda cuda"])
 def test_a_gpu_compiles_few_configurations(table):
     cases = [draws.drawn(0, i, table) for i in range(500)]
     rows = {(case.shape.heads, case.shape.widths, case.dtype) for case in cases if case.dtype}

@@ -26,7 +26,7 @@ from torch import Tensor
 from canon import reference
 from canon.reference import Layout
 from canon.testing.case_calls import call, on_one_rank
-from canon.testing.cases import DTYPES, EXCHANGES, REPLICATED, Case, Masks
+from canon.testing.cases import DTYPES, EXCHANGES, REPLICATED, Case, Masks, declined_by
 from canon.testing.exchanges import answers, compared, rows_that_differ, tables
 from canon.testing.inputs import Expected, Inputs
 from canon.testing.judge import Attended, Measure, Results, agreement, relative
@@ -92,7 +92,7 @@ class CaseRunner:
         module, rank, ranks = import_module(self.module), dist.get_rank(), dist.get_world_size()
         with self._kernels():
             for case in self.cases:
-                if rank and not case.distributed:
+                if (rank and not case.distributed) or declined_by(self.backend, case):
                     continue
                 mask, x = self.source.mask(case), None
                 layout = case.layout_of(mask, ranks)

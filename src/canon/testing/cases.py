@@ -176,6 +176,18 @@ class Case:
         return LAYOUTS[self.layout or "contiguous"](one, ranks if self.distributed else 1)
 
 
+def declined_by(backend: str | None, case: Case) -> str:
+    """Return why a kernel backend of `canon.fast` does not support a case, "" if it does.
+
+    Only the CUDA backend declines cases. Functions without its kernels are supported.
+    """
+    if backend != "cuda" or case.function in EXCHANGES | {"merge"}:
+        return ""
+    if case.dtype not in ("bfloat16", "float16"):
+        return f"the CUDA kernels do not support {case.dtype}"
+    return "the CUDA backend has no fused kernel" if case.method == "fused" else ""
+
+
 def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
     """Return all cases. They alternate between ``dtypes``. With other dtypes, float64 has only two cases."""
     alternating = [name for name in dtypes if name != "float64"] or ["float64"]

@@ -12,7 +12,8 @@ Case i of seed S is a pure function of S, i, the table and the largest number of
 
 A mask or layout is drawn as a Python expression, and the case evaluates it. A report shows the expression.
 A table bounds sizes, heads, widths and dtypes. "cpu" has many, because the interpreter compiles no kernel. "cuda" has
-few, because every combination must be compiled. "gluon" has widths and dtypes of the Hopper kernels.
+few, because every combination must be compiled. "gluon" has widths and dtypes of the Hopper kernels. "cuda gluon" and
+"cuda cuda" are those of a GPU with a chosen backend.
 """
 
 from collections.abc import Callable
@@ -73,6 +74,7 @@ TABLES = {
     "gluon": Table(150, 100, _HEADS, (16, 24, 50, 64, 96, 128), ("bfloat16", "float16")),
     "cuda": Table(1500, 1500, (), (), (), _ROWS, unusual=False),
     "cuda gluon": Table(1500, 1500, (), (), (), _ROWS[:3], unusual=False),
+    "cuda cuda": Table(1500, 1500, (), (), (), _ROWS[:3], unusual=False),
 }  # fmt: skip
 
 

@@ -34,8 +34,10 @@ RANKS = 8  # default for the largest number of ranks
 
 def table_of(device: str, backend: str | None) -> str:
     """Return the name of the table of `draws` for a device and a kernel backend."""
-    gluon = " gluon" if backend == "gluon" else ""
-    return "cuda" + gluon if device == "cuda" else gluon.strip() or "cpu"
+    limited = backend in ("gluon", "cuda")
+    if device == "cuda":
+        return f"cuda {backend}" if limited else "cuda"
+    return str(backend) if limited else "cpu"
 
 
 def run(arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any) -> int:
