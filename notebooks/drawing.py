@@ -8,7 +8,16 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch, Rectangle
 
-RANKS = ["#3b6fb6", "#e08a2e", "#4a9d5b", "#a35bb0", "#c94f4f", "#3aa6a6", "#8c7a5b", "#6b6b6b"]
+RANKS = [
+    "#3b6fb6",
+    "#e08a2e",
+    "#4a9d5b",
+    "#a35bb0",
+    "#c94f4f",
+    "#3aa6a6",
+    "#8c7a5b",
+    "#d9b52f",
+]  # no grey: it is no rank
 INK, PALE = "#2b2b2b", "#e9e9e6"
 
 plt.rcParams.update(
@@ -228,22 +237,27 @@ KIND_COLOURS = {"forward": RANKS[0], "backward": RANKS[3], "other": "#8f8f8a", "
 
 
 def measured(results):
-    """Draw the measured spans of ranks (`canon.testing.real_ranks`), one panel for each call: kernels above, messages below."""
-    figure, axes = plt.subplots(
-        1, len(results), figsize=(3.4 * len(results) + 1, 3), squeeze=False, layout="constrained"
-    )
-    for ax, (name, ranks) in zip(axes.flat, results.items(), strict=True):
+    """Draw the results of `canon.testing.real_ranks`, one panel for each call."""
+    panels = {}
+    for name, ranks in results.items():
         drawn = [one for one in ranks if one.spans]
-        for row, one in enumerate(drawn):
-            for span in one.spans:
+        shared = len(drawn) < len(ranks)  # one GPU runs the kernels of all ranks
+        panels[name] = {"all ranks" if shared else f"rank {one.rank}": one.spans for one in drawn}
+    measured_spans(panels)
+
+
+def measured_spans(panels):
+    """Draw measured spans. panels[title][rank] lists objects with kind, start and stop: kernels above, messages below."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels) + 1, 3), squeeze=False, layout="constrained")
+    for ax, (title, ranks) in zip(axes.flat, panels.items(), strict=True):
+        for row, spans in enumerate(ranks.values()):
+            for span in spans:
                 place, height = (row + 0.2, 0.16) if span.kind == "message" else (row - 0.4, 0.54)
                 box = {"facecolor": KIND_COLOURS[span.kind], "edgecolor": "white", "linewidth": 0.4}
                 ax.add_patch(Rectangle((span.start, place), span.stop - span.start, height, **box))
-        shared = len(drawn) < len(ranks)  # one GPU runs the kernels of all ranks
-        labels = ["all ranks"] if shared else [f"rank {one.rank}" for one in drawn]
-        ax.set(ylim=(len(drawn) - 0.5, -0.6), xlabel="milliseconds", title=name)
-        ax.set_xlim(0, 1.02 * max(span.stop for one in drawn for span in one.spans))
-        ax.set_yticks(range(len(drawn)), labels)
+        ax.set(ylim=(len(ranks) - 0.5, -0.6), xlabel="milliseconds", title=title)
+        ax.set_xlim(0, 1.02 * max(span.stop for spans in ranks.values() for span in spans))
+        ax.set_yticks(range(len(ranks)), ranks)
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
     handles = [Patch(color=colour, label=kind) for kind, colour in KIND_COLOURS.items()]

@@ -115,9 +115,9 @@ def suggest_strides(
         s m - (s - f) c      the third gather beyond the second step's computation, if positive and if there is a third
 
     A small f makes the first wait short; a very small f makes the second one long. A split also costs step_seconds + step_share
-    g c, for the messages and kernels of one more step. The result is the f with the least sum if it gains more than this cost
-    over the waits without a split, s m and s m - s c. Otherwise it is None. The end of the backward pass has the same
-    formulas, in reverse order. There l, the heads of the last step, replaces f, and m is the seconds to reduce a key head.
+    g c, for the messages and kernels of one more step. Without a split the waits are s m and s m - s c. The result is the f
+    with the least sum, if it gains more than the cost of a split. Otherwise it is None. The end of the backward pass has the
+    same formulas, in reverse order. There l, the heads of the last step, replaces f, and m is the seconds to reduce a key head.
 
     The model ignores that gathers and reductions share the link. It counts s heads for the third group, split or not. If the
     backward pass has only one group and both of its splits would help, only the split that gains more is returned.
@@ -130,8 +130,8 @@ def suggest_strides(
             counts as 3 times; it takes 3.0 to 3.3 times as long at d = 128 on an H200 (paper/data/kernels_ten_h200.json).
         link_bytes: bytes per second that each rank receives. The defaults are for an H200, bfloat16 and NVLink.
         step_seconds, step_share: the cost of an additional step, in seconds and as a share of the pass's computing time.
-            The defaults are medians of passes below 7 ms and of longer backward passes, with and without splits, on two, four
-            and eight H200s (tests/test_strides.py computes them from paper/data).
+            Defaults: the median seconds of passes below 7 ms, and the median share of longer backward passes, on two to
+            eight H200s. tests/test_strides.py computes them from paper/data.
 
     Returns:
         The options ``forward_first_stride``, ``backward_first_stride`` and ``backward_last_stride``; and a dict of

@@ -3,93 +3,125 @@
 import ctypes
 import struct
 import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 from pathlib import Path
 from tempfile import mkdtemp
 
 import torch
 from torch import Tensor
 
-from canon.fast.kernels.cuda.config import Config
+from canon.fast.kernels.cuda.config import Config, choose, shared_bytes
+from canon.fast.kernels.launcher import Gpu
 from canon.fast.tiles import work_table
 from canon.reference import Mask
+from canon.testing.judge import Attended
 
 KERNELS = Path(__file__).parents[1] / "fast" / "kernels" / "cuda"
 HEADER = Path(__file__).with_suffix(".h")
 LOG2_E = 1.4426950408889634
 PARAMS = {"forward": "ForwardParams", "dq": "DqParams", "dkdv": "DkdvParams"}
 LAUNCH = """
-extern "C" void run(const {params}* p, int ctas, int shared_bytes, int backwards) {{
-    launch([&] {{ canon_{kernel}(*p); }}, ctas, THREADS, shared_bytes, backwards);
+extern "C" const char* run(const {params}* p, int ctas, int shared_bytes, int backwards) {{
+    return launch([](const void* p) {{ canon_{kernel}(*(const {params}*)p); }}, p, ctas, THREADS, shared_bytes, backwards);
 }}
 extern "C" int params_bytes() {{ return sizeof({params}); }}
 """
+FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused"]
+
+
+def build(source: Path, *flags: str) -> Path:
+    """Compile a C++ file to a library in a new folder."""
+    library = Path(mkdtemp()) / f"{source.stem}.so"
+    done = subprocess.run(["g++", *FLAGS, *flags, str(source), "-o", str(library)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return library
 
 
 @cache
-def compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    """Return the library of one variant of a kernel."""
-    folder = Path(mkdtemp())
-    source = folder / f"{kernel}.cpp"
-    source.write_text(f'#include "{KERNELS / kernel}.cu"\n' + LAUNCH.format(kernel=kernel, params=PARAMS[kernel]))
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused"]
+def runtime() -> Path:
+    """Return the library that runs threads as fibers."""
+    return build(HEADER.with_suffix(".cpp"))
+
+
+@cache
+def compiled(kernel: str, macros: tuple[tuple[str, int], ...], sources: Path) -> ctypes.CDLL:
+    """Return the library of one variant of a kernel, compiled from the folder ``sources``."""
+    source = Path(mkdtemp()) / f"{kernel}.cpp"
+    source.write_text(f'#include "{sources / kernel}.cu"\n' + LAUNCH.format(kernel=kernel, params=PARAMS[kernel]))
     defined = [f"-D{name}={value}" for name, value in macros]
-    library = folder / f"{kernel}.so"
-    command = ["g++", *flags, *defined, "-include", str(HEADER), str(source), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    linked = ["-Wl,--no-as-needed", str(runtime())]
+    library = ctypes.CDLL(str(build(source, *defined, "-include", str(HEADER), *linked)))
+    library.run.restype = ctypes.c_char_p
+    return library
 
 
-def run(kernel: str, config: Config, tensors, macros: dict, numbers: tuple, ctas: int, backwards: bool) -> None:
-    """Pack the arguments as the contract of params.cuh says, and run the grid. ``numbers``: the 4-byte fields."""
-    library = compiled(kernel, tuple(sorted((config.macros() | macros).items())))
-    words = [x.data_ptr() for x in tensors]
-    strides = [stride for x in tensors if x.ndim == 4 for stride in x.stride()[:3]]
-    statistic = next(x for x in tensors if x.ndim == 3)
-    strides += statistic.stride()[:2]
-    code = "".join("f" if isinstance(number, float) else "i" for number in numbers)
-    packed = struct.pack(f"{len(words) + len(strides)}q{code}0q", *words, *strides, *numbers)
-    assert len(packed) == library.params_bytes()
-    library.run(packed, ctas, config.shared_bytes, backwards)
+@dataclass
+class Emulation:
+    """Attention by the CUDA kernels on a CPU. ``configs``: by kernel, without shared memory, which is computed.
+
+    backwards: the last warps of a CTA run ahead of the first ones.
+    empty: makes the tensors of results, from a shape and a dtype.
+    owners: number of owners of dk and dv; 0 is one for each key head.
+    """
+
+    configs: Mapping[str, Config]
+    backwards: bool = False
+    l2_heads: int = 1
+    result: torch.dtype | None = None
+    empty: Callable[..., Tensor] = torch.empty
+    owners: int = 0
+    sources: Path = KERNELS
+
+    def attend(self, q, k, v, dout, mask: Mask, scale: float, dlse: Tensor) -> Attended:
+        """Return the results of the three kernels. delta is computed with PyTorch."""
+        (b, t, h, d), (_, s, g, dv) = q.shape, v.shape
+        owners, seen = self.owners or g, mask.dense()
+        out, dq, dk, dv_ = map(self.new(q), ((b, t, h, dv), (b, t, h, d), (b, s, owners, d), (b, s, owners, dv)))
+        lse = torch.full((b, h, t), torch.nan)
+        sign = (scale > 0) - (scale < 0)
+        heads = h, h // g, self.l2_heads
+        self.run("forward", mask, (q, k, v, out, lse), (float(abs(scale or 1.0) * LOG2_E), sign), heads)
+        delta = (out.float() * dout.float()).sum(-1).transpose(1, 2) - dlse
+        delta = delta.masked_fill(~seen.any(1), 0.0).contiguous()
+        self.run("dq", mask, (q, k, v, dout, lse, delta, dq), (float(scale),), heads)
+        heads = owners, h // owners, h // g, gcd(b * owners, self.l2_heads)
+        self.run("dkdv", mask, (q, k, v, dout, lse, delta, dk, dv_), (float(scale),), heads)
+        if owners != g:
+            dk, dv_ = (x.unflatten(2, (g, owners // g)).sum(3) for x in (dk, dv_))
+        return Attended(out, lse, dq, dk, dv_)
+
+    def new(self, q: Tensor) -> Callable[[tuple[int, ...]], Tensor]:
+        """Return a function that makes a tensor of NaNs for a result."""
+        return lambda shape: self.empty(shape, dtype=self.result or q.dtype).fill_(torch.nan)
+
+    def run(self, kernel: str, mask: Mask, tensors: tuple[Tensor, ...], first: tuple, heads: tuple) -> None:
+        """Pack the arguments in the order of params.cuh, and run the grid. ``first``: the numbers before the tile count."""
+        q, v = tensors[0], tensors[2]
+        config = self.configs[kernel]
+        config = replace(config, shared_bytes=shared_bytes(kernel, config, q.shape[-1], v.shape[-1]))
+        table = work_table(mask, config.rows, config.columns, config.partial_columns, kernel == "dkdv")
+        macros = config.macros() | {
+            "CANON_D": q.shape[-1],
+            "CANON_DV": v.shape[-1],
+            "CANON_BF16": int(q.dtype == torch.bfloat16),
+            "CANON_OUT_FLOAT": int(tensors[-1 if kernel != "forward" else 3].dtype == torch.float32),
+        }
+        library = compiled(kernel, tuple(sorted(macros.items())), self.sources)
+        numbers = (*first, len(table), *heads)
+        strides = [stride for x in tensors if x.ndim == 4 for stride in x.stride()[:3]]
+        strides += next(x for x in tensors if x.ndim == 3).stride()[:2]
+        words = [*(x.data_ptr() for x in (*tensors, table.tiles, table.spans)), *strides]
+        packed = struct.pack(f"{len(words)}qf{len(numbers) - 1}i0q", *words, *numbers)
+        assert len(packed) == library.params_bytes()
+        fault = library.run(packed, len(table) * q.shape[0] * heads[0], config.shared_bytes, int(self.backwards))
+        if fault:
+            raise RuntimeError(f"{kernel}: {fault.decode()}")
 
 
-def constants(q: Tensor, v: Tensor, result: Tensor) -> dict:
-    """Return the macros that depend on the tensors."""
-    return {
-        "CANON_D": q.shape[-1],
-        "CANON_DV": v.shape[-1],
-        "CANON_BF16": int(q.dtype == torch.bfloat16),
-        "CANON_OUT_FLOAT": int(result.dtype == torch.float32),
-    }
-
-
-def table_of(mask: Mask, config: Config, transposed: bool = False):
-    """Return the work table of a mask for a configuration."""
-    return work_table(mask, config.rows, config.columns, config.partial_columns, transposed)
-
-
-def forward(q, k, v, mask, scale, config, out, lse, l2_heads=1, backwards=False) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t)."""
-    table, heads = table_of(mask, config), q.shape[2]
-    sign = (scale > 0) - (scale < 0)
-    numbers = (float(abs(scale) * LOG2_E), sign, len(table), heads, heads // k.shape[2], l2_heads)
-    tensors = (q, k, v, out, lse, table.tiles, table.spans)
-    run("forward", config, tensors, constants(q, v, out), numbers, len(table) * q.shape[0] * heads, backwards)
-
-
-def dq(q, k, v, dout, lse, delta, mask, scale, config, result, l2_heads=1, backwards=False) -> None:
-    """Write dq (b, t, h, d)."""
-    table, heads = table_of(mask, config), q.shape[2]
-    numbers = (float(scale), len(table), heads, heads // k.shape[2], l2_heads)
-    tensors = (q, k, v, dout, lse, delta, result, table.tiles, table.spans)
-    run("dq", config, tensors, constants(q, v, result), numbers, len(table) * q.shape[0] * heads, backwards)
-
-
-def dkdv(q, k, v, dout, lse, delta, mask, scale, config, dk, dv, l2_heads=1, backwards=False) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv) of o owners."""
-    table, owners = table_of(mask, config, transposed=True), dk.shape[2]
-    heads = q.shape[2]
-    numbers = (float(scale), len(table), owners, heads // owners, heads // k.shape[2], l2_heads)
-    tensors = (q, k, v, dout, lse, delta, dk, dv, table.tiles, table.spans)
-    run("dkdv", config, tensors, constants(q, v, dk), numbers, len(table) * q.shape[0] * owners, backwards)
+def chosen(d: int, dv: int, shared_memory: int) -> dict[str, Config]:
+    """Return the configurations for these widths on a GPU with this shared memory."""
+    gpu = Gpu((8, 0), 108, shared_memory)
+    return {kernel: choose(kernel, d, dv, gpu) for kernel in PARAMS}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from canon.fast import backend, device
+from canon.fast.kernels.cuda import launch as cuda
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import launch as portable
 
@@ -53,9 +54,11 @@ def test_cpus_and_the_interpreter_use_triton(machine, monkeypatch):
     assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
 
 
-@pytest.mark.parametrize(("chosen", "expected"), [("gluon", hopper), ("triton", portable), (None, hopper)])
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [("gluon", hopper), ("triton", portable), ("cuda", cuda), (None, hopper)]
+)
 def test_a_chosen_backend_is_never_replaced(machine, chosen, expected):
     with backend(chosen) if chosen else nullcontext():
         assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is expected
-        if chosen == "gluon":  # its launches raise for inputs that it does not support
-            assert device.kernels_for(heads(512, F32), heads(512, F32)) is hopper
+        if chosen in ("gluon", "cuda"):  # its launches raise for inputs that it does not support
+            assert device.kernels_for(heads(512, F32), heads(512, F32)) is expected

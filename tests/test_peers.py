@@ -239,7 +239,6 @@ def test_both_passes_are_computed_by_the_family_that_is_asked_for(monkeypatch):
             asked.append(("backward", fast_device._chosen.get()))
             return dx
 
-    monkeypatch.setattr(fast_device, "BACKENDS", ("triton", "other"))
     monkeypatch.setattr(fast_device, "AVAILABLE", ("other",))
     monkeypatch.setattr(fast, "attention", lambda q, *_, **__: Asked.apply(attention(q, *_, **__)))
     shape = shapes.shape_of("1,40,2,2,16,causal")

@@ -49,7 +49,7 @@ struct ForwardParams {
     const int *tiles, *spans;
     Strides q_strides, k_strides, v_strides, out_strides;
     StatisticStrides lse_strides;
-    float scale_log2;  // |scale| log2(e), at least 0
+    float scale_log2;  // |scale| log2(e), or log2(e) if sign is 0
     int sign;          // of the scale: 1, -1 or 0. q is multiplied by it
     int tile_count, heads, group, l2_heads;
 };

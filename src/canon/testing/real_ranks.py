@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.reference import Layout, Mask
+from canon.reference.plan import CastPlan
 from canon.testing import process_groups
 from canon.testing.judge import Agreement, Attended, agreement, oracle, orders
 from canon.testing.recording import recording
@@ -66,7 +67,7 @@ class Span:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank found. Dicts are by half. ``milliseconds`` is the wall time of both passes in the second run."""
+    """The verdicts, bits and times of one rank. Dicts are by half. ``milliseconds``: wall time of both passes, second run."""
 
     rank: int
     device: str
@@ -133,6 +134,13 @@ class Place:
                 results[name][0].spans.extend(_spans_of_threads(self, call))
         return results
 
+    def exchange(self, plan: CastPlan) -> list[dict[str, Tensor]]:
+        """Run group_cast and group_reduce of both halves on all ranks. Return the tensors by "function half", of each rank.
+
+        A row of the first cast has the position of its token. The reduce returns it to the owner, who adds it to 1000.
+        """
+        return self._run(partial(_exchanged, self, plan))
+
     def _run(self, program: Callable[[], Any]) -> list[Any]:
         if self.shared:
             return process_groups.threads(program, self.ranks)
@@ -148,6 +156,11 @@ def here() -> Place:
     if gpus:
         return Place("cuda", gpus if gpus > 1 else 4, 16384, h=16, g=8, d=128)
     return Place("cpu", 4, 192, h=4, g=2, d=16)
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of a `Span` for the name of a kernel or a copy."""
+    return next((kind for part, kind in KINDS.items() if part in kernel.lower()), "other")
 
 
 def table(results: Mapping[str, list[RankResult]]) -> str:
@@ -234,13 +247,24 @@ def _timed(place: Place, half: str, call: FunctionCall, shards: list[Tensor]) ->
     return found, 1e3 * (time.perf_counter() - start)
 
 
+def _exchanged(place: Place, plan: CastPlan) -> dict[str, Tensor]:
+    positions = plan.layout.positions(dist.get_rank()).to(place.device, torch.float32)[:, None]
+    found = {}
+    for half in HALVES:
+        module = import_module(f"canon.{half}")
+        cast = module.group_cast(positions, plan, 0)
+        into = module.group_reduce(cast, plan, 0, torch.full_like(positions, 1000.0))
+        found |= {f"group_cast {half}": cast.cpu(), f"group_reduce {half}": into.cpu()}
+    return found
+
+
 def _synchronize(place: Place) -> None:
     if place.device == "cuda":
         torch.cuda.synchronize()
 
 
 def _timeline(place: Place, call: FunctionCall, shards: list[Tensor]) -> list[Span]:
-    """Run fast once more, and return its spans. Time 0 is the first one of this rank."""
+    """Run fast a third time, and return its spans. Time 0 is the first one of this rank."""
     if place.device == "cuda":
         with _profiled() as spans:
             meet(torch.device("cuda", torch.cuda.current_device()))
@@ -263,7 +287,7 @@ def _timeline(place: Place, call: FunctionCall, shards: list[Tensor]) -> list[Sp
 
 
 def _spans_of_threads(place: Place, call: FunctionCall) -> list[Span]:
-    """Run fast on all threads once more, and return the kernels of the GPU that they share."""
+    """Run fast on all threads a third time, and return the kernels of the GPU that they share."""
 
     def program() -> None:
         _attended("fast", call, _shards(place, call))
@@ -290,9 +314,14 @@ def _profiled() -> Iterator[list[Span]]:
     ran = [event for event in ran if not any(name in event.name for name in PAUSES)]
     zero = min((event.time_range.start for event in ran), default=0.0)
     for event in ran:
-        name = event.name.lower()
-        kind = next((kind for part, kind in KINDS.items() if part in name), "other")
-        spans.append(Span(kind, event.name, (event.time_range.start - zero) / 1e3, (event.time_range.end - zero) / 1e3))
+        spans.append(
+            Span(
+                kind_of(event.name),
+                event.name,
+                (event.time_range.start - zero) / 1e3,
+                (event.time_range.end - zero) / 1e3,
+            )
+        )
 
 
 # ---------------------------------------------------------------------- in the caller's process

@@ -1,0 +1,143 @@
+"""The CUDA kernels on a CPU: g++ compiles the .cu files, and fibers stand for threads. See cuda_emulation.h."""
+
+import shutil
+
+import pytest
+import torch
+from cuda_emulation import KERNELS, Emulation, chosen
+
+from canon import Mask
+from canon.fast.kernels.cuda.config import Config
+from canon.testing.judge import agreement, dense, oracle
+
+if shutil.which("g++") is None:
+    pytest.skip("the emulation needs g++", allow_module_level=True)
+
+N = 52
+SMALL = dict.fromkeys(("forward", "dq", "dkdv"), Config(32, 16, 2))  # 16 rows for each warp
+TALL = dict.fromkeys(("forward", "dq", "dkdv"), Config(64, 32, 2))  # 32 rows for each warp
+SHARED = SMALL | dict.fromkeys(("dq", "dkdv"), Config(32, 32, 4, parts=2))  # two warps share 16 rows
+MASKS = {
+    "causal": Mask.causal(N),
+    "window": Mask.window(N, 9, 4),
+    "documents": Mask.documents([0, 1, 1, 33, 34, N]),
+    "prefix": Mask.prefix(N, 19),
+    "blocks": Mask.block_causal([0, 5, 21, 40, N]) if hasattr(Mask, "block_causal") else Mask.prefix(N, 40),
+    "full, more keys than queries": Mask.full(35, N),
+    "queries without keys and keys without queries": Mask.causal(N - 12).shift(6, 3).shift(-1, 0),
+    "a late rectangle": Mask.causal(N).crop(range(29, N)),
+    "one token": Mask.causal(1),
+    "no bands": Mask([], 5, 7),
+}
+
+
+def inputs(mask, b=1, h=2, g=1, d=16, dv=16, dtype=torch.bfloat16):
+    """q, k, v, dout, dlse. Queries without keys and keys without queries hold NaN."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)]
+    q, k, v, dout = (torch.randn(b, *shape, generator=draw).to(dtype) for shape in shapes)
+    dlse = torch.randn(b, h, mask.queries, generator=draw)
+    seen = mask.dense()
+    for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
+        x[:, ~used] = torch.nan
+    return q, k, v, dout, dlse
+
+
+def verdict(configs, mask, scale=None, arguments=None, options=None, **sizes):
+    q, k, v, dout, dlse = arguments or inputs(mask, **sizes)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    got = Emulation(configs, **(options or {})).attend(q, k, v, dout, mask, scale, dlse)
+    exact, honest = (f(q, k, v, dout, mask, scale, dlse=dlse) for f in (oracle, dense))
+    return agreement(got, exact, honest)
+
+
+def assert_exact(configs, mask, scale=None, arguments=None, options=None, **sizes):
+    found = verdict(configs, mask, scale, arguments, options, **sizes)
+    assert found.agrees, str(found)
+
+
+@pytest.mark.parametrize("configs", [SMALL, TALL, SHARED], ids=["small", "tall", "shared"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_every_mask_equals_the_oracle(mask, configs):
+    assert_exact(configs, mask)
+
+
+@pytest.mark.parametrize(("h", "g", "owners", "l2_heads"), [(8, 1, 0, 1), (6, 2, 0, 6), (4, 2, 4, 2), (3, 3, 0, 3)])
+def test_heads_of_a_group_are_summed(h, g, owners, l2_heads):
+    options = {"owners": owners, "l2_heads": l2_heads, "result": torch.float32 if owners > g else None}
+    assert_exact(SMALL, Mask.causal(40), b=2, h=h, g=g, options=options)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-3, 2.5])
+def test_any_scale(scale):
+    assert_exact(SMALL, MASKS["window"], scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("d", "dv", "shared_memory"), [(48, 48, 99), (64, 80, 227), (128, 64, 163), (144, 256, 227)])
+def test_widths_with_the_configurations_of_a_gpu(d, dv, shared_memory, dtype):
+    options = {"result": torch.float32 if dtype == torch.float16 else None}
+    configs = chosen(d, dv, shared_memory << 10)
+    assert_exact(configs, Mask.causal(70), h=1, d=d, dv=dv, dtype=dtype, options=options)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_main_configurations_with_several_tiles(width):
+    """A full span, two partial spans and a short last tile."""
+    assert_exact(chosen(width, width, 227 << 10), Mask.window(290, 200, 0), h=1, d=width, dv=width)
+
+
+@pytest.mark.parametrize("configs", [SMALL, TALL, SHARED], ids=["small", "tall", "shared"])
+def test_the_order_of_warps_does_not_matter(configs):
+    assert_exact(configs, Mask.causal(150), h=1, options={"backwards": True})
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_any_number_of_stages(stages):
+    assert_exact(dict.fromkeys(SMALL, Config(32, 16, 2, stages=stages)), Mask.documents([0, 60, 61, 130]), h=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_may_have_any_alignment(dtype):
+    """Elements of 4 and 2 bytes, at multiples of 4 and 2 bytes."""
+    odd = lambda shape, dtype: torch.empty(*shape[:-1], shape[-1] + 1, dtype=dtype)[..., 1:]
+    assert_exact(SMALL, MASKS["prefix"], options={"empty": odd, "result": dtype})
+
+
+def test_inputs_may_have_any_strides_of_16_bytes():
+    mask = MASKS["causal"]
+    q, k, v, dout, dlse = inputs(mask, b=2, h=2, g=2)
+    transposed = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)
+    spread = lambda x: torch.cat([x, x], -1)[..., :16]
+    assert_exact(SMALL, mask, arguments=(transposed(q), spread(k), transposed(v), spread(dout), dlse))
+
+
+def test_large_scores_give_nan_and_not_a_wrong_number():
+    mask = Mask.full(16)
+    q, k, v, dout, dlse = inputs(mask, h=1)
+    q[0, 3] = 2.0**66
+    k.fill_(2.0**66)
+    lse = Emulation(SMALL).attend(q, k, v, dout, mask, 1.0, dlse).lse
+    assert lse[0, 0, 3].isnan()
+
+
+FAULTS = {  # a fault, and the kernels that it is planted in
+    "no barrier before a stage is used": ("wait_for_copies<STAGES - 2>();\n        cta_barrier();", "wait_for_copies<STAGES - 2>();"),
+    "a stage is used before it has arrived": ("wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();"),
+    "the next stage is loaded into the wrong buffer": ("stage == 0 ? STAGES - 1 : stage - 1", "stage"),
+    "invisible keys are not hidden": ("hide(", "(void)sizeof("),
+    "no barrier after the exchange": ("named_barrier(", "(void)sizeof("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault, tmp_path):
+    sources = tmp_path / "cuda"
+    shutil.copytree(KERNELS, sources)
+    for path in sources.glob("*.cu"):
+        path.write_text(path.read_text().replace(*FAULTS[fault]))
+    agrees = [
+        verdict(SHARED, Mask.causal(100), h=1, options={"sources": sources, "backwards": backwards}).agrees
+        for backwards in (False, True)
+    ]
+    assert not all(agrees)
