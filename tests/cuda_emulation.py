@@ -24,26 +24,38 @@ HEADER = Path(__file__).with_suffix(".h")
 LOG2_E = 1.4426950408889634
 PARAMS = {"forward": "ForwardParams", "dq": "DqParams", "dkdv": "DkdvParams"}
 LAUNCH = """
-extern "C" void run(const {params}* p, int ctas, int shared_bytes, int backwards) {{
-    launch([&] {{ canon_{kernel}(*p); }}, ctas, THREADS, shared_bytes, backwards);
+extern "C" const char* run(const {params}* p, int ctas, int shared_bytes, int backwards) {{
+    return launch([](const void* p) {{ canon_{kernel}(*(const {params}*)p); }}, p, ctas, THREADS, shared_bytes, backwards);
 }}
 extern "C" int params_bytes() {{ return sizeof({params}); }}
 """
+FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused"]
+
+
+def build(source: Path, *flags: str) -> Path:
+    """Compile a C++ file to a library in a new folder."""
+    library = Path(mkdtemp()) / f"{source.stem}.so"
+    done = subprocess.run(["g++", *FLAGS, *flags, str(source), "-o", str(library)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+@cache
+def runtime() -> Path:
+    """Return the library that runs threads as fibers."""
+    return build(HEADER.with_suffix(".cpp"))
 
 
 @cache
 def compiled(kernel: str, macros: tuple[tuple[str, int], ...], sources: Path) -> ctypes.CDLL:
     """Return the library of one variant of a kernel, compiled from the folder ``sources``."""
-    folder = Path(mkdtemp())
-    source = folder / f"{kernel}.cpp"
+    source = Path(mkdtemp()) / f"{kernel}.cpp"
     source.write_text(f'#include "{sources / kernel}.cu"\n' + LAUNCH.format(kernel=kernel, params=PARAMS[kernel]))
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused"]
     defined = [f"-D{name}={value}" for name, value in macros]
-    library = folder / f"{kernel}.so"
-    command = ["g++", *flags, *defined, "-include", str(HEADER), str(source), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    linked = ["-Wl,--no-as-needed", str(runtime())]
+    library = ctypes.CDLL(str(build(source, *defined, "-include", str(HEADER), *linked)))
+    library.run.restype = ctypes.c_char_p
+    return library
 
 
 @dataclass
@@ -104,7 +116,9 @@ class Emulation:
         words = [*(x.data_ptr() for x in (*tensors, table.tiles, table.spans)), *strides]
         packed = struct.pack(f"{len(words)}qf{len(numbers) - 1}i0q", *words, *numbers)
         assert len(packed) == library.params_bytes()
-        library.run(packed, len(table) * q.shape[0] * heads[0], config.shared_bytes, int(self.backwards))
+        fault = library.run(packed, len(table) * q.shape[0] * heads[0], config.shared_bytes, int(self.backwards))
+        if fault:
+            raise RuntimeError(f"{kernel}: {fault.decode()}")
 
 
 def chosen(d: int, dv: int, shared_memory: int) -> dict[str, Config]:

@@ -5,9 +5,9 @@ the same rows. Each of them computes a part of the columns of S and dP, and accu
 P and dS through shared memory. So a warp owns rows * parts / warps rows: 16 or 32, one or two MMA tiles.
 Shared memory in bytes, with s stages, and e = 1 if parts > 1, else 0:
 
-    forward    2 (rows max(d, dv) + s columns (d + dv))
-    dq         2 (rows (d + dv) + s columns (d + dv) + e rows columns)
-    dkdv       2 (rows (d + dv) + s columns (d + dv) + 2 e rows columns) + 8 s columns
+    forward    2 (rows max(d, dv) + s columns (d + dv)) + 8 s
+    dq         2 (rows (d + dv) + s columns (d + dv) + e rows columns) + 8 s
+    dkdv       2 (rows (d + dv) + s columns (d + dv) + 2 e rows columns) + 8 s + 8 s columns
 
 The kernels have no register to spare: a CTA of 4 warps may use 255 a thread if an SM holds 2 of them. Tests compile all
 entries and assert that they spill nothing.
@@ -73,10 +73,10 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     visited = stages * columns * (d + dv)
     exchanged = rows * columns if config.parts > 1 else 0
     if kernel == "forward":
-        return 2 * (rows * max(d, dv) + visited)
+        return 2 * (rows * max(d, dv) + visited) + 8 * stages
     if kernel == "dq":
-        return 2 * (rows * (d + dv) + visited + exchanged)
-    return 2 * (rows * (d + dv) + visited + 2 * exchanged) + 8 * stages * columns
+        return 2 * (rows * (d + dv) + visited + exchanged) + 8 * stages
+    return 2 * (rows * (d + dv) + visited + 2 * exchanged) + 8 * stages * (columns + 1)
 
 
 def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:

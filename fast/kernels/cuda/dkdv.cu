@@ -79,13 +79,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
     const int lane = thread_index() % 32, warp = thread_index() / 32;
     const int own_row = warp / PARTS * WARP_ROWS, part = warp % PARTS, own_column = part * PART_COLUMNS;
     const uint32 shared = shared_memory(), exchange = shared + K_BYTES + V_BYTES;
-    const uint32 stages = exchange + (PARTS > 1 ? 2 * EXCHANGE_BYTES : 0);
+    const uint32 stages = exchange + (PARTS > 1 ? 2 * EXCHANGE_BYTES : 0), visits = stages + STAGES * STAGE_BYTES;
     const WorkTile tile = cta_work_tile(p.tiles, p.tile_count, p.owners, p.l2_heads);
     const int query_head = tile.head * p.heads_per_owner, key_head = query_head / p.group;
     const Element* k = p.k + tile.batch * p.k_strides.batch + key_head * p.k_strides.head;
     const Element* v = p.v + tile.batch * p.v_strides.batch + key_head * p.v_strides.head;
 
     auto load_stage = [&](int stage, Walk& walk) {
+        walk.announce(visits + stage * VISIT_BYTES);
         if (walk.active()) {
             const int64 batch = tile.batch, head = query_head + walk.head;
             const Element* q = p.q + batch * p.q_strides.batch + head * p.q_strides.head;
@@ -95,8 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
             uint32 target = stages + stage * STAGE_BYTES;
             load_tile<COLUMNS, D>(target, q, p.q_strides.token, first, begin, end);
             load_tile<COLUMNS, DV>(target + Q_BYTES, dout, p.dout_strides.token, first, begin, end);
-            load_statistic(target + Q_BYTES + DOUT_BYTES, p.lse + statistics, first, begin, end);
-            load_statistic(target + Q_BYTES + DOUT_BYTES + 4 * COLUMNS, p.delta + statistics, first, begin, end);
+            load_statistics(target + Q_BYTES + DOUT_BYTES, p.lse + statistics, p.delta + statistics, first, begin, end);
             walk.next(p.spans, p.heads_per_owner);
         }
         close_copies();  // a group for each stage, also an empty one: `wait_for_copies` counts groups
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
     load_tile<ROWS, D>(shared, k, p.k_strides.token, tile.start, tile.start, tile.stop);
     load_tile<ROWS, DV>(shared + K_BYTES, v, p.v_strides.token, tile.start, tile.start, tile.stop);
     close_copies();
-    Walk loads(p.spans, tile), visits(p.spans, tile);
+    Walk loads(p.spans, tile);
     for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage, loads);
 
     const SharedOperand<D> k_shared(shared, own_row, lane);
@@ -123,30 +123,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
     dk.clear();
     dv.clear();
 
-    for (int stage = 0; visits.active();
-         stage = stage + 1 == STAGES ? 0 : stage + 1, visits.next(p.spans, p.heads_per_owner)) {
+    for (int stage = 0;; stage = stage + 1 == STAGES ? 0 : stage + 1) {
         wait_for_copies<STAGES - 2>();
         cta_barrier();
+        const Visit visit(visits + stage * VISIT_BYTES);
+        if (visit.span >= tile.end) break;
+        const bool is_partial = visit.span < tile.full;
         load_stage(stage == 0 ? STAGES - 1 : stage - 1, loads);
         const int row = tile.start + own_row;
-        if (!visits.is_full() && Visible(p.spans, visits, row, lane).none()) continue;
+        if (is_partial && Visible(p.spans, visit, row, lane).none()) continue;
         const uint32 q_address = stages + stage * STAGE_BYTES, dout_address = q_address + Q_BYTES;
         const uint32 lse = dout_address + DOUT_BYTES + 4 * own_column, delta = lse + 4 * COLUMNS;
-        const SharedTile<D> q_tile(q_address, lane);
-        const SharedTile<DV> dout_tile(dout_address, lane);
+        const SharedTile<D> q_rows(q_address, lane), q_columns(q_address, by_columns(lane));
+        const SharedTile<DV> dout_rows(dout_address, lane), dout_columns(dout_address, by_columns(lane));
 
         Scores s;
         s.clear();
         if constexpr (OWNED_IN_REGISTERS)
-            multiply_transposed(s, k_registers, q_tile, own_column);
+            multiply_transposed(s, k_registers, q_columns, own_column);
         else
-            multiply_transposed(s, k_shared, q_tile, own_column);
+            multiply_transposed(s, k_shared, q_columns, own_column);
         exponentiate(s, lse, p.scale * LOG2_E);
-        if (!visits.is_full()) hide(s, Visible(p.spans, visits, row, lane), own_column, 0.0f);
+        if (is_partial) hide(s, Visible(p.spans, visit, row, lane), own_column, 0.0f);
         if constexpr (PARTS == 1) {
             RegisterOperand<PART_COLUMNS / 16> probabilities;
             probabilities.round(s);
-            multiply<PART_COLUMNS>(dv, probabilities, dout_tile);
+            multiply<PART_COLUMNS>(dv, probabilities, dout_rows);
         } else {
             write_tile<COLUMNS>(exchange, own_row, own_column / 8, s.x);
         }
@@ -154,30 +156,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
         Scores ds;
         ds.clear();
         if constexpr (OWNED_IN_REGISTERS)
-            multiply_transposed(ds, v_registers, dout_tile, own_column);
+            multiply_transposed(ds, v_registers, dout_columns, own_column);
         else
-            multiply_transposed(ds, v_shared, dout_tile, own_column);
+            multiply_transposed(ds, v_shared, dout_columns, own_column);
         differentiate(ds, s, delta);
-        if (!visits.is_full())  // dp of an invisible key may be NaN, and 0 * NaN is NaN
-            hide(ds, Visible(p.spans, visits, row, lane), own_column, 0.0f);
+        if (is_partial)  // dp of an invisible key may be NaN, and 0 * NaN is NaN
+            hide(ds, Visible(p.spans, visit, row, lane), own_column, 0.0f);
         if constexpr (PARTS == 1) {
             RegisterOperand<PART_COLUMNS / 16> gradients;
             gradients.round(ds);
-            multiply<PART_COLUMNS>(dk, gradients, q_tile);
+            multiply<PART_COLUMNS>(dk, gradients, q_rows);
         } else {
             write_tile<COLUMNS>(exchange + EXCHANGE_BYTES, own_row, own_column / 8, ds.x);
             named_barrier(1 + warp / PARTS, 32 * PARTS);  // they are overwritten after the next `cta_barrier`
             const SharedOperand<COLUMNS> probabilities(exchange, own_row, lane);
             const SharedOperand<COLUMNS> gradients(exchange + EXCHANGE_BYTES, own_row, lane);
-            multiply<COLUMNS>(dv, probabilities, dout_tile, part * DV_BLOCKS);
-            multiply<COLUMNS>(dk, gradients, q_tile, part * DK_BLOCKS);
+            multiply<COLUMNS>(dv, probabilities, dout_rows, part * DV_BLOCKS);
+            multiply<COLUMNS>(dk, gradients, q_rows, part * DK_BLOCKS);
         }
     }
     wait_for_copies<0>();
+    const WorkTile own = cta_work_tile(p.tiles, p.tile_count, p.owners, p.l2_heads);
     dk.scale(p.scale);
-    Result* dk_head = p.dk + tile.batch * p.dk_strides.batch + tile.head * p.dk_strides.head;
-    Result* dv_head = p.dv + tile.batch * p.dv_strides.batch + tile.head * p.dv_strides.head;
-    const int first = tile.start + own_row;
-    write_part<DK_BLOCKS, D>(dk, dk_head, p.dk_strides.token, shared, first, tile.stop);
-    write_part<DV_BLOCKS, DV>(dv, dv_head, p.dv_strides.token, shared, first, tile.stop);
+    Result* dk_head = p.dk + own.batch * p.dk_strides.batch + own.head * p.dk_strides.head;
+    Result* dv_head = p.dv + own.batch * p.dv_strides.batch + own.head * p.dv_strides.head;
+    const int first = own.start + own_row;
+    write_part<DK_BLOCKS, D>(dk, dk_head, p.dk_strides.token, shared, first, own.stop);
+    write_part<DV_BLOCKS, DV>(dv, dv_head, p.dv_strides.token, shared, first, own.stop);
 }

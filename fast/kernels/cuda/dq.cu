@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
     const int lane = thread_index() % 32, warp = thread_index() / 32;
     const int own_row = warp / PARTS * WARP_ROWS, part = warp % PARTS, own_column = part * PART_COLUMNS;
     const uint32 shared = shared_memory(), exchange = shared + Q_BYTES + DOUT_BYTES;
-    const uint32 stages = exchange + (PARTS > 1 ? EXCHANGE_BYTES : 0);
+    const uint32 stages = exchange + (PARTS > 1 ? EXCHANGE_BYTES : 0), visits = stages + STAGES * STAGE_BYTES;
     const WorkTile tile = cta_work_tile(p.tiles, p.tile_count, p.heads, p.l2_heads);
     const int key_head = tile.head / p.group;
     const Element* q = p.q + tile.batch * p.q_strides.batch + tile.head * p.q_strides.head;
@@ -68,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
     const int64 statistics = tile.batch * p.statistic_strides.batch + tile.head * p.statistic_strides.head;
 
     auto load_stage = [&](int stage, Walk& walk) {
+        walk.announce(visits + stage * VISIT_BYTES);
         if (walk.active()) {
             uint32 target = stages + stage * STAGE_BYTES;
             load_tile<COLUMNS, D>(target, k, p.k_strides.token, walk.column, walk.band_start, walk.band_stop);
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
     load_tile<ROWS, D>(shared, q, p.q_strides.token, tile.start, tile.start, tile.stop);
     load_tile<ROWS, DV>(shared + Q_BYTES, dout, p.dout_strides.token, tile.start, tile.start, tile.stop);
     close_copies();
-    Walk loads(p.spans, tile), visits(p.spans, tile);
+    Walk loads(p.spans, tile);
     for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage, loads);
     const int row = tile.start + own_row;
     const RowStatistics rows(p.lse + statistics, p.delta + statistics, row, tile.stop);
@@ -98,41 +99,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
     Accumulator<2 * DQ_BLOCKS> dq;
     dq.clear();
 
-    for (int stage = 0; visits.active(); stage = stage + 1 == STAGES ? 0 : stage + 1, visits.next(p.spans, 1)) {
+    for (int stage = 0;; stage = stage + 1 == STAGES ? 0 : stage + 1) {
         wait_for_copies<STAGES - 2>();
         cta_barrier();
+        const Visit visit(visits + stage * VISIT_BYTES);
+        if (visit.span >= tile.end) break;
+        const bool is_partial = visit.span < tile.full;
         load_stage(stage == 0 ? STAGES - 1 : stage - 1, loads);
-        if (!visits.is_full() && Visible(p.spans, visits, row, lane).none()) continue;
-        const SharedTile<D> k_tile(stages + stage * STAGE_BYTES, lane);
-        const SharedTile<DV> v_tile(stages + stage * STAGE_BYTES + K_BYTES, lane);
+        if (is_partial && Visible(p.spans, visit, row, lane).none()) continue;
+        const uint32 k_address = stages + stage * STAGE_BYTES;
+        const SharedTile<D> k_rows(k_address, lane), k_columns(k_address, by_columns(lane));
+        const SharedTile<DV> v_columns(k_address + K_BYTES, by_columns(lane));
         Scores s, ds;
         s.clear();
         ds.clear();
         if constexpr (OWNED_IN_REGISTERS) {
-            multiply_transposed(s, q_registers, k_tile, own_column);
-            multiply_transposed(ds, dout_registers, v_tile, own_column);
+            multiply_transposed(s, q_registers, k_columns, own_column);
+            multiply_transposed(ds, dout_registers, v_columns, own_column);
         } else {
-            multiply_transposed(s, q_shared, k_tile, own_column);
-            multiply_transposed(ds, dout_shared, v_tile, own_column);
+            multiply_transposed(s, q_shared, k_columns, own_column);
+            multiply_transposed(ds, dout_shared, v_columns, own_column);
         }
         differentiate(ds, s, rows, p.scale * LOG2_E);
-        if (!visits.is_full()) hide(ds, Visible(p.spans, visits, row, lane), own_column, 0.0f);
+        if (is_partial) hide(ds, Visible(p.spans, visit, row, lane), own_column, 0.0f);
         if constexpr (PARTS == 1) {
             RegisterOperand<PART_COLUMNS / 16> gradients;
             gradients.round(ds);
-            multiply<PART_COLUMNS>(dq, gradients, k_tile);
+            multiply<PART_COLUMNS>(dq, gradients, k_rows);
         } else {
             write_tile<COLUMNS>(exchange, own_row, own_column / 8, ds.x);
             named_barrier(1 + warp / PARTS, 32 * PARTS);  // ds is overwritten after the next `cta_barrier`
             const SharedOperand<COLUMNS> gradients(exchange, own_row, lane);
-            multiply<COLUMNS>(dq, gradients, k_tile, part * DQ_BLOCKS);
+            multiply<COLUMNS>(dq, gradients, k_rows, part * DQ_BLOCKS);
         }
     }
     wait_for_copies<0>();
+    const WorkTile own = cta_work_tile(p.tiles, p.tile_count, p.heads, p.l2_heads);
     dq.scale(p.scale);
-    const int column = part * 16 * DQ_BLOCKS;
-    Result* target = p.dq + tile.batch * p.dq_strides.batch + row * p.dq_strides.token + tile.head * p.dq_strides.head;
+    const int first = own.start + own_row, column = part * 16 * DQ_BLOCKS;
+    Result* target = p.dq + own.batch * p.dq_strides.batch + first * p.dq_strides.token + own.head * p.dq_strides.head;
     cta_barrier();  // all warps have read q and dout, whose memory is the staging area
     uint32 staging = shared + warp * WARP_ROWS * 16 * DQ_BLOCKS * ELEMENT_BYTES;
-    write_rows<DQ_BLOCKS>(dq.x, staging, target + column, p.dq_strides.token, tile.stop - row, D - column);
+    write_rows<DQ_BLOCKS>(dq.x, staging, target + column, p.dq_strides.token, own.stop - first, D - column);
 }

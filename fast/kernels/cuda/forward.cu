@@ -131,7 +131,7 @@ DEVICE void finish(Output& out, RowState& rows, const ForwardParams& p, const Wo
 // Write out (b, t, h, dv) and natural lse (b, h, t).
 extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_forward(const __grid_constant__ ForwardParams p) {
     const int lane = thread_index() % 32, warp = thread_index() / 32;
-    const uint32 shared = shared_memory(), stages = shared + Q_BYTES;
+    const uint32 shared = shared_memory(), stages = shared + Q_BYTES, visits = stages + STAGES * STAGE_BYTES;
     const WorkTile tile = cta_work_tile(p.tiles, p.tile_count, p.heads, p.l2_heads);
     const int key_head = tile.head / p.group;
     const Element* q = p.q + tile.batch * p.q_strides.batch + tile.head * p.q_strides.head;
@@ -139,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_forward(
     const Element* v = p.v + tile.batch * p.v_strides.batch + key_head * p.v_strides.head;
 
     auto load_stage = [&](int stage, Walk& walk) {
+        walk.announce(visits + stage * VISIT_BYTES);
         if (walk.active()) {
             uint32 target = stages + stage * STAGE_BYTES;
             load_tile<COLUMNS, D>(target, k, p.k_strides.token, walk.column, walk.band_start, walk.band_stop);
@@ -150,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_forward(
 
     load_tile<ROWS, D>(shared, q, p.q_strides.token, tile.start, tile.start, tile.stop);
     close_copies();
-    Walk loads(p.spans, tile), visits(p.spans, tile);
+    Walk loads(p.spans, tile);
     for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage, loads);
     wait_for_copies<STAGES - 1>();
     if (p.sign != 1) apply_sign(shared, (float)p.sign);
@@ -169,21 +170,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_forward(
     Output out;
     out.clear();
 
-    for (int stage = 0; visits.active(); stage = stage + 1 == STAGES ? 0 : stage + 1, visits.next(p.spans, 1)) {
+    for (int stage = 0;; stage = stage + 1 == STAGES ? 0 : stage + 1) {
         wait_for_copies<STAGES - 2>();
         cta_barrier();
+        const Visit visit(visits + stage * VISIT_BYTES);
+        if (visit.span >= tile.end) break;
+        const bool is_partial = visit.span < tile.full;
         load_stage(stage == 0 ? STAGES - 1 : stage - 1, loads);
-        const SharedTile<D> k_tile(stages + stage * STAGE_BYTES, lane);
+        const SharedTile<D> k_tile(stages + stage * STAGE_BYTES, by_columns(lane));
         const SharedTile<DV> v_tile(stages + stage * STAGE_BYTES + K_BYTES, lane);
         const int row = tile.start + warp * WARP_ROWS;
-        if (!visits.is_full() && Visible(p.spans, visits, row, lane).none()) continue;
+        if (is_partial && Visible(p.spans, visit, row, lane).none()) continue;
         Scores s;
         s.clear();
         if constexpr (Q_IN_REGISTERS)
             multiply_transposed(s, q_registers, k_tile);
         else
             multiply_transposed(s, q_shared, k_tile);
-        if (!visits.is_full()) hide(s, Visible(p.spans, visits, row, lane), 0, -infinity());
+        if (is_partial) hide(s, Visible(p.spans, visit, row, lane), 0, -infinity());
         softmax_step(s, rows, out, v_tile, p.scale_log2);
     }
     wait_for_copies<0>();

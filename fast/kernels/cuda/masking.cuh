@@ -10,16 +10,16 @@ struct Visible {
     int left[2 * M], right[2 * M];
 
     // `row` is the first row of the warp. A span is two aligned reads of 16 bytes.
-    DEVICE Visible(const int* spans, const Walk& walk, int row, int lane) {
+    DEVICE Visible(const int* spans, const Visit& visit, int row, int lane) {
         int ends[4], band[4];
-        read_constants(ends, spans + (int64)walk.span * SPAN_FIELDS);
-        read_constants(band, spans + (int64)walk.span * SPAN_FIELDS + 4);
+        read_constants(ends, spans + (int64)visit.span * SPAN_FIELDS);
+        read_constants(band, spans + (int64)visit.span * SPAN_FIELDS + 4);
         for (int r = 0; r < 2 * M; ++r) {
             int i = row + lane / 4 + 8 * r;
             bool in_band = i >= ends[2] && i < ends[3];
             int first = i + band[2], last = i + band[3] + 1;
-            left[r] = (first > band[0] ? first : band[0]) - walk.column;
-            right[r] = (last < band[1] ? last : band[1]) - walk.column;
+            left[r] = (first > band[0] ? first : band[0]) - visit.column;
+            right[r] = (last < band[1] ? last : band[1]) - visit.column;
             if (!in_band) right[r] = left[r];
         }
     }

@@ -89,7 +89,8 @@ struct RegisterOperand {
     }
 };
 
-// c += a b^T, over a depth of WIDTH. The 8 N rows of `b` from `row` on are the columns of the product.
+// c += a b^T, over a depth of WIDTH. The 8 N rows of `b` from `row` on are the columns of the product. The lanes of `b` are those
+// of `by_columns`.
 template <int N, int WIDTH, class Left>
 DEVICE void multiply_transposed(Accumulator<N>& c, const Left& a, const SharedTile<WIDTH>& b, int row = 0) {
 #pragma unroll
@@ -102,8 +103,8 @@ DEVICE void multiply_transposed(Accumulator<N>& c, const Left& a, const SharedTi
             load_matrices(right, b.address(row + 16 * n, block));
 #pragma unroll
             for (int i = 0; i < M; ++i) {
-                mma(c.x[i][2 * n], left[i], right[0], right[2]);
-                mma(c.x[i][2 * n + 1], left[i], right[1], right[3]);
+                mma(c.x[i][2 * n], left[i], right[0], right[1]);
+                mma(c.x[i][2 * n + 1], left[i], right[2], right[3]);
             }
         }
     }

@@ -17,7 +17,11 @@ using uint32 = unsigned int;
 
 DEVICE int thread_index() { return threadIdx.x; }
 
-DEVICE int cta_index() { return blockIdx.x; }
+DEVICE int cta_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+    return index;
+}
 
 // Wait until all threads of the CTA are here. Their earlier writes to shared memory are visible afterwards.
 DEVICE void cta_barrier() { __syncthreads(); }
@@ -68,7 +72,11 @@ DEVICE void wait_for_copies() {
 }
 
 // Read one or four numbers that no kernel in flight writes.
-DEVICE int read_constant(const int* source) { return __ldg(source); }
+DEVICE int read_constant(const int* source) {
+    int x;
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(source));
+    return x;
+}
 
 DEVICE float read_constant(const float* source) { return __ldg(source); }
 
@@ -80,6 +88,10 @@ DEVICE void read_constants(int (&x)[4], const int* source) {
 
 DEVICE void read_shared(float (&x)[2], uint32 address) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+}
+
+DEVICE void read_shared(int (&x)[2], uint32 address) {
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address) : "memory");
 }
 
 DEVICE void read_shared(uint32 (&x)[4], uint32 address) {

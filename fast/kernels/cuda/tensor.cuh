@@ -35,6 +35,12 @@ struct Swizzle {
 //                 columns 0-7      columns 8-15
 //     rows 0-7    matrix 0         matrix 2          lane = 8 (matrix) + row of the matrix
 //     rows 8-15   matrix 1         matrix 3
+//
+// This is the order of the registers of a left operand, and of a right operand that is transposed while it is loaded. A right
+// operand whose rows are the columns of the product needs matrices 1 and 2 exchanged: the two registers of a fragment B must be
+// neighbours, or the compiler moves each of them. `by_columns` exchanges two bits of the lane for this.
+DEVICE int by_columns(int lane) { return lane % 8 + (lane / 8 % 2) * 16 + lane / 16 * 8; }
+
 template <int WIDTH>
 struct SharedTile {
     static constexpr int PITCH = ELEMENT_BYTES * WIDTH;
@@ -85,11 +91,13 @@ DEVICE void load_tile(uint32 tile, const Element* head, int64 stride, int first,
     }
 }
 
-// Begin to load COLUMNS numbers of a row statistic, from token `first` on. Numbers outside begin:end are 0.
-DEVICE void load_statistic(uint32 target, const float* head, int first, int begin, int end) {
-    for (int i = thread_index(); i < COLUMNS; i += THREADS) {
-        bool valid = first + i >= begin && first + i < end;
-        copy_4_bytes(target + 4 * i, head + first + i, valid);
+// Begin to load COLUMNS values of lse, then of delta, from token `first` on. Values outside begin:end are 0.
+DEVICE void load_statistics(uint32 target, const float* lse, const float* delta, int first, int begin, int end) {
+#pragma unroll
+    for (int i = 0; i < (2 * COLUMNS + THREADS - 1) / THREADS; ++i) {
+        int index = thread_index() + i * THREADS, token = first + index % COLUMNS;
+        const float* source = (index < COLUMNS ? lse : delta) + token;
+        if (index < 2 * COLUMNS) copy_4_bytes(target + 4 * index, source, token >= begin && token < end);
     }
 }
 

@@ -15,6 +15,7 @@ struct WorkTile {
 
 // Return the work tile of this CTA. Consecutive CTAs take the same tile of `l2_heads` heads, so that tensors which these
 // heads share stay in the L2 cache. Each head starts with its longest tile.
+// The gradient kernels call it before and after their loop: then the loop needs no registers for the fields that only the end uses.
 DEVICE WorkTile cta_work_tile(const int* tiles, int count, int heads, int l2_heads) {
     int cta = cta_index();
     int batch_head = cta / (count * l2_heads) * l2_heads + cta % l2_heads;
@@ -30,22 +31,38 @@ DEVICE WorkTile cta_work_tile(const int* tiles, int count, int heads, int l2_hea
     return tile;
 }
 
-// A walk over the visited tiles of a work tile, span after span. Each tile is visited once for each of `heads` heads.
-// A kernel has two walks: one for the loads, STAGES - 1 tiles ahead of the one for the MMAs.
+// A tile that a stage of shared memory holds. No span from `WorkTile::end` on exists: it is the end of the visits.
+struct Visit {
+    int span, column;  // the span, and the first column of the tile
+
+    DEVICE explicit Visit(uint32 place) {
+        int both[2];
+        read_shared(both, place);
+        span = both[0], column = both[1];
+    }
+};
+
+constexpr int VISIT_BYTES = 8;
+
+// A walk over the tiles that a work tile visits, span after span. Each tile is visited once for each of `heads` heads. Loads
+// follow the walk. It writes each `Visit` to shared memory, where the MMAs find it STAGES - 1 tiles later.
 struct Walk {
     int span, full, end;
     int column, stop;           // first column of the tile, end of the span
-    int band_start, band_stop;  // columns of the band: others may hold NaN and are loaded as 0
     int head;
+    int band_start, band_stop;  // columns of the band: others may hold NaN and are loaded as 0
 
-    DEVICE Walk(const int* spans, const WorkTile& tile)
-        : span(tile.partial), full(tile.full), end(tile.end), head(0) {
+    DEVICE Walk(const int* spans, const WorkTile& tile) : span(tile.partial), full(tile.full), end(tile.end), head(0) {
         enter(spans);
     }
 
     DEVICE bool active() const { return span < end; }
 
-    DEVICE bool is_full() const { return span >= full; }
+    DEVICE void announce(uint32 place) const {
+        if (thread_index() != 0) return;
+        write_shared(place, (uint32)span);
+        write_shared(place + 4, (uint32)column);
+    }
 
     DEVICE void next(const int* spans, int heads) {
         if (++head < heads) return;
@@ -59,9 +76,10 @@ struct Walk {
     DEVICE void enter(const int* spans) {
         if (!active()) return;
         const int* entry = spans + (int64)span * SPAN_FIELDS;
+        const bool is_full = span >= full;
         column = read_constant(entry);
         stop = column + COLUMNS * read_constant(entry + 1);
-        band_start = is_full() ? 0 : read_constant(entry + 4);
-        band_stop = is_full() ? EVERY_TOKEN : read_constant(entry + 5);
+        band_start = is_full ? 0 : read_constant(entry + 4);
+        band_stop = is_full ? EVERY_TOKEN : read_constant(entry + 5);
     }
 };
