@@ -63,7 +63,7 @@ def main_cases(arch: int) -> Iterator[tuple[str, int, torch.dtype, int, int]]:
 
 def compile_case(kernel: str, arch: int, dtype: torch.dtype, d: int, dv: int) -> Compiled:
     """Compile a kernel with its configuration for the architecture. Raises RuntimeError if it does not compile."""
-    chosen = config.choose(kernel, d, dv, Gpu(divmod(arch, 10), 1, SHARED_LIMIT[arch]))
+    chosen = config.choose(kernel, d, dv, gpu(arch))
     q, v = (torch.empty(1, 1, 1, width, dtype=dtype) for width in (d, dv))
     variant = launch.variant_of(chosen, q, v, dtype)
     found = resources(Program(kernel, variant.macros, arch).compile()[1])
@@ -80,9 +80,24 @@ def ctas(arch: int, warps: int, registers: int, shared: int) -> int:
 
 
 def compile_all(arch: int, threads: int = 2) -> list[Compiled]:
-    """Compile the main cases of an architecture."""
+    """Compile the main cases of an architecture that it has the shared memory for."""
+    cases = [case for case in main_cases(arch) if fits(*case)]
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(lambda case: compile_case(*case), main_cases(arch)))
+        return list(pool.map(lambda case: compile_case(*case), cases))
+
+
+def fits(kernel: str, arch: int, _: torch.dtype, d: int, dv: int) -> bool:
+    """Return whether there is a configuration for the shared memory of the architecture."""
+    try:
+        config.choose(kernel, d, dv, gpu(arch))
+    except ValueError:
+        return False
+    return True
+
+
+def gpu(arch: int) -> Gpu:
+    """Return a GPU of the architecture, for the choice of configurations."""
+    return Gpu(divmod(arch, 10), 1, SHARED_LIMIT[arch])
 
 
 def main() -> None:
