@@ -26,16 +26,16 @@ from canon.reference.plan_cache import are_noted
 __all__ = ["backend"]
 
 AVAILABLE = ("triton", "gluon", "cuda")
-# "auto" takes the CUDA kernels on sm_80 to sm_89 for widths up to 64. This follows from compiled resources, because no such GPU
-# was at hand (python -m canon.testing.cuda_resources and canon.testing.compile, --arch 80, bfloat16). At width 64 an SM holds 8
-# warps of either backend:
-#                    forward            dq               dk and dv
-#     CUDA           2 CTAs x 4 warps   2 x 4            2 x 4
-#                    32 rows a warp     16               32
-#     Triton         1 CTA x 8 warps    1 x 8            1 x 8
-#                    16 rows a warp     16               16, and P and dS pass through shared memory
-# A warp reads every visited tile from shared memory, so 32 rows a warp halve these reads. At width 128 an SM of sm_80 holds 4
-# warps of the CUDA forward and 8 of Triton's, and on sm_86 the same for dq and dkdv: there "auto" keeps Triton.
+# "auto" takes the CUDA kernels on sm_80 to sm_89 for widths up to 64. No such GPU was at hand, so this follows from compiled
+# resources (canon.testing.cuda_resources and canon.testing.compile with --arch 80, bfloat16). At width 64, on one SM:
+#
+#                    forward                        dq                             dk and dv
+#     CUDA           8 warps (2 CTAs), 32 rows      8 warps (2 CTAs), 16 rows      8 warps (2 CTAs), 32 rows
+#     Triton         8 warps (1 CTA), 16 rows       8 warps (1 CTA), 16 rows       8 warps (1 CTA), 16 rows
+#
+# A warp reads every visited tile from shared memory, so 32 rows of a warp halve these reads. Triton also passes P and dS through
+# shared memory. At width 128, an SM of sm_80 holds 4 warps of the CUDA forward, and 8 of Triton's. The same holds for dq, dk
+# and dv on sm_86. So "auto" keeps Triton there.
 CUDA_CAPABILITIES, CUDA_WIDTHS = ((8, 0), (8, 9)), (16, 32, 48, 64)
 
 _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
@@ -46,10 +46,10 @@ def backend(name: str) -> Iterator[None]:
     """Use this kernel backend inside the block: "triton", "gluon" or "cuda".
 
     A backward pass and a recomputation by `torch.utils.checkpoint` use the backend of the original call. Without `backend`,
-    calls use "gluon" on Hopper where its kernels support the dtype and width, "cuda" on sm_80 to sm_89 up to width 64 if it is
-    installed, else "triton". A dtype, width or device that the backend does not support raises ValueError when a call needs
-    it. A compiled function keeps the backend of its
-    compilation, so `backend` surrounds its calls. A call with another choice raises RuntimeError.
+    calls use "gluon" on Hopper where its kernels support the dtype and width. On sm_80 to sm_89 they use "cuda" up to width 64,
+    if it is installed. All others use "triton". A dtype, width or device that the backend does not support raises ValueError
+    when a call needs it. A compiled function keeps the backend of its compilation, so `backend` surrounds its calls. A call
+    with another choice raises RuntimeError.
     Raises ValueError for an unknown name. The first kernel of "cuda" raises ModuleNotFoundError without the extra cuda.
     """
     if name not in AVAILABLE:

@@ -30,7 +30,7 @@ from canon.testing import (
     warming,
 )
 from canon.testing.case_runner import CaseRunner
-from canon.testing.cases import Case, all_cases, covered, declined_by
+from canon.testing.cases import Case, accepts, all_cases, covered, declined_by
 from canon.testing.documents import Documents
 from canon.testing.inputs import FromDocuments
 from canon.testing.options import BUDGET, PICTURE, RECORD, add_arguments
@@ -200,7 +200,7 @@ def _random(arguments: argparse.Namespace, console: Console, placement: _Placeme
         raise _Misuse(f"--random needs N >= 1, --first I >= 0 and --ranks from 1 to {random_check.RANKS}")
     kind = "threads" if arguments.world == "auto" else placement.kind
     try:
-        wrong = random_check.run(arguments, console, kind, placement.device, covered(module, reference)[0])
+        wrong = random_check.run(arguments, console, kind, placement.device, module)
     except Interrupted:
         console.print("[bold red]Interrupted; the record holds the finished cases.")
         return INTERRUPTED
@@ -262,6 +262,7 @@ def _choose_cases(
     dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
     functions, absent, untried = covered(module, reference)
     cases = [case for case in all_cases(dtypes, device == "cuda") if case.function in functions]
+    cases = [case for case in cases if accepts(module, case)]
     if not cases:
         raise _Misuse(f"{module.__name__} has none of the functions {', '.join(absent)}")
     if arguments.features:

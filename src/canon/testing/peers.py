@@ -16,6 +16,7 @@ A contender is made only when its turn comes: a block mask takes memory, a first
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -182,10 +183,16 @@ def _varlen(shape: Shape, device: torch.device) -> Attend:
     from torch.nn.attention import varlen
 
     cu_seqlens, longest = _cu_seqlens(shape, device)
-    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": shape.h != shape.g}
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    repeated = 1  # torch 2.11 has no grouped heads here: it gets a copy of each key head for each query head
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+        options["enable_gqa"] = shape.h != shape.g
+    else:
+        repeated = shape.h // shape.g
 
     def attend(q, k, v):
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        k, v = (x.repeat_interleave(repeated, 1) if repeated > 1 else x for x in (k, v))
         out = varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
         return out.unflatten(0, (shape.b, shape.n))
 

@@ -228,7 +228,7 @@ def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devic
 def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Milliseconds between events, all ranks having started together and launches being ahead; and of the launches."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    _meet(device)
+    meet(device)
     first.record()
     start = time.perf_counter()
     run()
@@ -250,7 +250,7 @@ def _exposed(run: Callable[[], object], device: torch.device) -> float:
 
     run()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        _meet(device)
+        meet(device)
         run()
         torch.cuda.synchronize(device)
     ran = [
@@ -261,7 +261,7 @@ def _exposed(run: Callable[[], object], device: torch.device) -> float:
     return _slowest(uncovered(ran) / 1e3, device)
 
 
-def _meet(device: torch.device) -> None:
+def meet(device: torch.device) -> None:
     """All GPUs wait until launches are ahead, and then for one another: their clocks differ."""
     dist.barrier()
     torch.cuda.synchronize(device)
