@@ -33,9 +33,9 @@ AVAILABLE = ("triton", "gluon", "cuda")
 #     CUDA           8 warps (2 CTAs), 32 rows      8 warps (2 CTAs), 16 rows      8 warps (2 CTAs), 32 rows
 #     Triton         8 warps (1 CTA), 16 rows       8 warps (1 CTA), 16 rows       8 warps (1 CTA), 16 rows
 #
-# A warp reads every visited tile from shared memory, so 32 rows of a warp halve these reads. Triton also passes P and dS through
-# shared memory. At width 128, an SM of sm_80 holds 4 warps of the CUDA forward, and 8 of Triton's. The same holds for dq, dk
-# and dv on sm_86. So "auto" keeps Triton there.
+# A warp reads every visited tile from shared memory, so 32 rows of a warp halve these reads. Triton also passes P and dS
+# through shared memory. At width 128, an SM of sm_80 holds 4 warps of the CUDA forward, and 8 of Triton's. The same holds for
+# dq, dk and dv on sm_86. So "auto" keeps Triton there.
 CUDA_CAPABILITIES, CUDA_WIDTHS = ((8, 0), (8, 9)), (16, 32, 48, 64)
 
 _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
