@@ -198,7 +198,9 @@ def mutants() -> Table:
     """Return the number of mutants of each kernel, by the end of the first interleaving, and of those that survive."""
     ends = ("deadlock", "fault", "other bits", "survives")
     rows = [row for row in load(FAULTS)["results"] if row["what"] == "mutants"]
-    counted = [[MUTATED.get(row["kernel"], row["kernel"]), *(str(row["ends"].get(end, 0)) for end in ends)] for row in rows]
+    counted = [
+        [MUTATED.get(row["kernel"], row["kernel"]), *(str(row["ends"].get(end, 0)) for end in ends)] for row in rows
+    ]
     return {"header": ["kernel", "deadlock", "other fault", "other bits", "survive"], "rows": counted}
 
 
