@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,6 +81,12 @@ class Program(NamedTuple):
         _, version = compiler()
         total.update(repr((self.name, sorted(self.macros), self.architecture, STANDARD, version)).encode())
         return total.hexdigest()[:32]
+
+
+@lru_cache(maxsize=1)
+def is_installed() -> bool:
+    """Return whether `cuda-core` is installed. It is not imported."""
+    return find_spec("cuda") is not None and find_spec("cuda.core") is not None
 
 
 @lru_cache(maxsize=1)

@@ -39,7 +39,7 @@ from canon.testing.cuda_graph import captured
 from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing.schedule_peers import Schedule, peer_schedules, schedules
 from canon.testing.shapes import Shape, asked_for, shape_of, shapes_of
-from canon.testing.timing import eager
+from canon.testing.timing import eager, peak_mb, shown_mb
 
 SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
@@ -219,7 +219,10 @@ def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devic
     def both() -> None:
         torch.autograd.grad(each.attend(*leaves), leaves, dout)
 
-    return {"passes": {"forward": forward, "both": both}, "exposed_ms": _exposed(both, device)}
+    exposed = _exposed(both, device)
+    peak = peak_mb(both, device)
+    more = {} if peak is None else {"peak_mb": _slowest(peak, device)}  # of the rank with the most
+    return {"passes": {"forward": forward, "both": both}, "exposed_ms": exposed, **more}
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
@@ -322,14 +325,16 @@ def table(rows: list[dict]):
         "exposed ms",
         "forward",
         "both",
+        "peak MB",
     )
     shown = Table(
-        *columns, title="both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU time"
+        *columns,
+        title="both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU time; memory",
     )
     for row in rows:
         speeds = [f"{row[x]:.0f}" if x in row else "-" for x in ("forward_tflops", "both_tflops")]
         verdict = row.get("failed") or (f"{row['agrees']} ({row['worst']})" if "agrees" in row else "-")
         spent = [row.get(name) for name in ("both_wall_ms", "both_host_ms", "graph_wall_ms", "both_ms", "exposed_ms")]
         shown_ms = ["-" if x is None else f"{np.median(x):.2f}" for x in spent]
-        shown.add_row(row["shape"], row["schedule"], escape(verdict), *shown_ms, *speeds)
+        shown.add_row(row["shape"], row["schedule"], escape(verdict), *shown_ms, *speeds, shown_mb(row))
     return shown

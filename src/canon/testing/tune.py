@@ -25,7 +25,7 @@ from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
 from canon.testing.shapes import Shape, asked_for
-from canon.testing.timing import milliseconds
+from canon.testing.timing import milliseconds, peak_mb, shown_mb
 
 SHAPES = [
     "1,16384,32,8,128,causal",
@@ -151,7 +151,7 @@ def tune(
             try:
                 with kernels.config.forced(**{name: candidate}):
                     _agree(call, results, expected)
-                    rows[-1]["ms"] = milliseconds(call)
+                    rows[-1] |= {"peak_mb": peak_mb(call, device), "ms": milliseconds(call)}
             except (ValueError, RuntimeError) as error:
                 rows[-1]["failed"] = str(error)[:200]
                 continue
@@ -214,8 +214,8 @@ def table(rows: list[dict]):
     from rich.markup import escape
     from rich.table import Table
 
-    shown = Table("shape", "kernel", "configuration", "TFLOP/s", title="fastest first; * is the table's own")
+    shown = Table("shape", "kernel", "configuration", "TFLOP/s", "peak MB", title="fastest first; * is the table's own")
     for row in sorted(rows, key=lambda x: (x["shape"], x["kernel"], -x.get("tflops", 0.0))):
         speed = row.get("failed") or f"{row['tflops']:.0f}"
-        shown.add_row(row["shape"], row["kernel"], row["config"] + " *" * row["table"], escape(speed))
+        shown.add_row(row["shape"], row["kernel"], row["config"] + " *" * row["table"], escape(speed), shown_mb(row))
     return shown
