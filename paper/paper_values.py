@@ -15,7 +15,7 @@ from records import DATA, load, median, named, provenance, span, tokens
 
 Table = dict[str, list]
 FAULTS = "planted_faults"
-MUTATED = {  # kernel in the record: name in the paper
+MUTATED = {  # kernel in older records: name in the paper and in newer ones
     "forward": "forward",
     "forward in turns": "forward, ping-pong",
     "forward by three": "forward, 3 warpgroups",
@@ -198,7 +198,9 @@ def mutants() -> Table:
     """Return the number of mutants of each kernel, by the end of the first interleaving, and of those that survive."""
     ends = ("deadlock", "fault", "other bits", "survives")
     rows = [row for row in load(FAULTS)["results"] if row["what"] == "mutants"]
-    counted = [[MUTATED[row["kernel"]], *(str(row["ends"].get(end, 0)) for end in ends)] for row in rows]
+    counted = [
+        [MUTATED.get(row["kernel"], row["kernel"]), *(str(row["ends"].get(end, 0)) for end in ends)] for row in rows
+    ]
     return {"header": ["kernel", "deadlock", "other fault", "other bits", "survive"], "rows": counted}
 
 

@@ -210,9 +210,9 @@ def test_candidates_are_read():
     for text in ("64,32,4", "64,32,4,3,2", "64,32,4,3,fast", "64,32,4,3,tma=2", "64,32,4,3,apart,7", ""):
         with pytest.raises(ValueError, match="expected rows,columns,warps,stages"):
             tune.config_of(text)
-    assert tune.config_of("128,64,2,turns", "gluon") == hopper_config.Config(128, 64, 2, turns=True)
-    assert tune.config_of("192,128,4,2,turns", "gluon") == hopper_config.Config(192, 128, 4, 2, turns=True)
-    assert tune.config_of("128,64,2,optimistic", "gluon") == hopper_config.Config(128, 64, 2, optimistic=True)
+    assert tune.config_of("128,64,2,ping_pong", "gluon") == hopper_config.Config(128, 64, 2, ping_pong=True)
+    assert tune.config_of("192,128,4,2,ping_pong", "gluon") == hopper_config.Config(192, 128, 4, 2, ping_pong=True)
+    assert tune.config_of("128,64,2,stale_maximum", "gluon") == hopper_config.Config(128, 64, 2, stale_maximum=True)
     with pytest.raises(ValueError, match="expected rows,columns,stages,buffers"):
         tune.config_of("128,64,2,tma", "gluon")
 
@@ -222,7 +222,7 @@ def test_the_hopper_kernels_are_tuned_alike():
     candidates = [hopper_config.Config(128, 64, 2), hopper_config.Config(128, 128, 9)]
     with simulator.simulated():
         rows = tune.tune(shape, torch.bfloat16, CPU, "forward", candidates, "gluon")
-    assert [row["config"] for row in rows] == ["128,128,4,2,turns", "128,64,2,1", "128,128,9,1"]
+    assert [row["config"] for row in rows] == ["128,128,4,2,ping_pong", "128,64,2,1", "128,128,9,1"]
     assert rows[1]["tflops"] > 0
     assert "bytes of shared memory" in rows[2]["failed"]
 
@@ -239,4 +239,4 @@ def test_the_hopper_grid_goes_from_the_table_of_long_masks_to_that_of_short_ones
     backward = hopper_config.choose("dq", d, d)[0]
     assert backward == tune.BACKENDS["gluon"].table("dq", q, q, q, q, long)
     grid = tune.BACKENDS["gluon"].grid("dq", backward, long)
-    assert {(c.rows, c.turns, c.optimistic) for c in grid} == {(128, False, False)}
+    assert {(c.rows, c.ping_pong, c.stale_maximum) for c in grid} == {(128, False, False)}

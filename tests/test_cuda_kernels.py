@@ -8,7 +8,7 @@ from cuda_emulation import KERNELS, Emulation, chosen
 
 from canon import Mask
 from canon.fast.kernels.cuda.config import Config
-from canon.testing.judge import agreement, dense, oracle
+from canon.testing.judge import agreement, oracle, orders
 
 if shutil.which("g++") is None:
     pytest.skip("the emulation needs g++", allow_module_level=True)
@@ -47,7 +47,7 @@ def verdict(configs, mask, scale=None, arguments=None, options=None, **sizes):
     q, k, v, dout, dlse = arguments or inputs(mask, **sizes)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     got = Emulation(configs, **(options or {})).attend(q, k, v, dout, mask, scale, dlse)
-    exact, honest = (f(q, k, v, dout, mask, scale, dlse=dlse) for f in (oracle, dense))
+    exact, honest = (f(q, k, v, dout, mask, scale, dlse=dlse) for f in (oracle, orders))
     return agreement(got, exact, honest)
 
 

@@ -14,8 +14,9 @@
 //                           queries of the tile                width of dk
 //                     keys  | warp 0 | warp 1 |          keys  | warp 0 | warp 1 |
 //
-//                 They exchange p^T and ds^T through shared memory, with a barrier for these warps. With one buffer in place of
-//                 two (EXCHANGES = 1), ds^T follows p^T in it, after two more barriers.
+//                 The products of its own queries need only its registers. For those of the other queries, the warps exchange
+//                 p^T and ds^T through shared memory, with a barrier for these warps. With one buffer in place of two
+//                 (EXCHANGES = 1), ds^T follows p^T in it, after two more barriers.
 //
 // The table is transposed: a work tile has keys as rows and spans of queries. The query heads of an owner are visited one after
 // another for each tile of queries. So registers sum the heads of a group in a fixed order, without atomics.
@@ -66,6 +67,9 @@ DEVICE void differentiate(Scores& dp, const Scores& p, uint32 delta) {
             for (int e = 0; e < 4; ++e) dp.x[i][n][e] = p.x[i][n][e] * (dp.x[i][n][e] - pair[e % 2]);
     }
 }
+
+// Wait for the warps that share the rows of this one.
+DEVICE void group_barrier() { named_barrier(1 + thread_index() / (32 * PARTS), 32 * PARTS); }
 
 // Write a warp's part of dk or dv, BLOCKS blocks of 16 columns.
 template <int BLOCKS, int WIDTH>
@@ -147,19 +151,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
             multiply_transposed(s, k_shared, q_columns, own_column);
         exponentiate(s, lse, p.scale * LOG2_E);
         if (is_partial) hide(s, Visible(p.spans, visit, row, lane), own_column, 0.0f);
-        const auto shared_barrier = [&] { named_barrier(1 + warp / PARTS, 32 * PARTS); };
-        const SharedOperand<COLUMNS> shared_p(exchange, own_row, lane);
-        if constexpr (PARTS == 1) {
-            RegisterOperand<PART_COLUMNS / 16> own_p;
-            own_p.round(s);
-            multiply<PART_COLUMNS>(dv, own_p, dout_rows);
-        } else {
-            write_tile<COLUMNS>(exchange, own_row, own_column / 8, s.x);
-        }
+        RegisterOperand<PART_COLUMNS / 16> own;
+        own.round(s);
+        multiply<PART_COLUMNS>(dv, own, dout_rows, part * DV_BLOCKS, own_column);
+        if constexpr (PARTS > 1) own.write<COLUMNS>(exchange, own_row, own_column / 16);
         if constexpr (EXCHANGES == 1) {
-            shared_barrier();
-            multiply<COLUMNS>(dv, shared_p, dout_rows, part * DV_BLOCKS);
-            shared_barrier();
+            group_barrier();
+            multiply_parts_of_others(dv, exchange, own_row, part, dout_rows, part * DV_BLOCKS);
+            group_barrier();
         }
 
         Scores ds;
@@ -171,17 +170,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
         differentiate(ds, s, delta);
         if (is_partial)  // dp of an invisible key may be NaN, and 0 * NaN is NaN
             hide(ds, Visible(p.spans, visit, row, lane), own_column, 0.0f);
-        if constexpr (PARTS == 1) {
-            RegisterOperand<PART_COLUMNS / 16> own_ds;
-            own_ds.round(ds);
-            multiply<PART_COLUMNS>(dk, own_ds, q_rows);
-        } else {
+        own.round(ds);
+        multiply<PART_COLUMNS>(dk, own, q_rows, part * DK_BLOCKS, own_column);
+        if constexpr (PARTS > 1) {
             constexpr uint32 SECOND = EXCHANGES == 2 ? EXCHANGE_BYTES : 0;
-            write_tile<COLUMNS>(exchange + SECOND, own_row, own_column / 8, ds.x);
-            shared_barrier();  // after the next `cta_barrier`, the next tile overwrites the buffers
-            if constexpr (EXCHANGES == 2) multiply<COLUMNS>(dv, shared_p, dout_rows, part * DV_BLOCKS);
-            const SharedOperand<COLUMNS> shared_ds(exchange + SECOND, own_row, lane);
-            multiply<COLUMNS>(dk, shared_ds, q_rows, part * DK_BLOCKS);
+            own.write<COLUMNS>(exchange + SECOND, own_row, own_column / 16);
+            group_barrier();  // after the next `cta_barrier`, the next tile overwrites the buffers
+            if constexpr (EXCHANGES == 2) multiply_parts_of_others(dv, exchange, own_row, part, dout_rows, part * DV_BLOCKS);
+            multiply_parts_of_others(dk, exchange + SECOND, own_row, part, q_rows, part * DK_BLOCKS);
         }
     }
     wait_for_copies<0>();
