@@ -52,7 +52,7 @@ struct Cta {
     std::vector<unsigned char> shared;
 };
 
-constexpr int SWITCHES = 20000000;  // of the fibers of a CTA: more than any test needs
+constexpr int SWITCHES = 3000000;  // of the fibers of a CTA: more than any test needs
 
 static Cta* cta;
 static Fiber* fiber;

@@ -88,6 +88,33 @@ def test_threads_compile_a_program_once(folder, compilations):
     assert len(codes) == 4
 
 
+IN_ANOTHER_PROCESS = """
+import sys, threading
+from pathlib import Path
+from canon.fast.compilation import compile_all
+from canon.fast.kernels.cuda.program import Program
+
+jobs = [Program("fill", (("FACTOR", factor),), 80, Path(sys.argv[1])) for factor in range(1, 5)]
+if sys.argv[2] == "forks":
+    assert list(compile_all([job.compiled for job in jobs], 2)) == [None] * 4
+else:
+    start, failed = threading.Barrier(4), []
+    threading.excepthook = lambda arguments: failed.append(arguments.exc_value)
+    threads = [threading.Thread(target=lambda job=job: (start.wait(), job.compile())) for job in jobs]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not failed, failed
+"""
+
+
+@pytest.mark.parametrize(("how", "cached"), [("forks", 4), ("threads", 0)])
+def test_the_compiler_is_imported_by_forks_and_by_threads_that_start_together(folder, how, cached):
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(folder), how]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list((folder / "cache").glob("*.cubin"))) == cached
+
+
 def test_an_error_in_the_source_has_the_messages_of_the_compiler(folder):
     (folder / "value.cuh").write_text("#define VALUE unknown\n")
     with pytest.raises(RuntimeError, match=r'(?s)fill.cu does not compile for sm_80.*"unknown" is undefined'):

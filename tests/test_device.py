@@ -48,6 +48,19 @@ def test_other_gpus_use_triton(machine, capability):
     assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
+def test_auto_takes_cuda_on_ampere_and_ada_for_narrow_heads_if_it_is_installed(machine, monkeypatch, capability):
+    def kernels(d, dv, dtype=BF16, method="split"):
+        return device.kernels_for(heads(d, dtype), heads(dv, dtype), method)
+
+    machine["capability"] = capability
+    monkeypatch.setattr("canon.fast.kernels.cuda.program.is_installed", lambda: True)
+    assert kernels(64, 64) is kernels(32, 64, F16, "head_parallel") is cuda
+    assert {kernels(128, 64), kernels(40, 40), kernels(64, 64, F32), kernels(64, 64, BF16, "fused")} == {portable}
+    monkeypatch.setattr("canon.fast.kernels.cuda.program.is_installed", lambda: False)
+    assert kernels(64, 64) is portable
+
+
 def test_cpus_and_the_interpreter_use_triton(machine, monkeypatch):
     assert device.kernels_for(heads(128, BF16, "cpu"), heads(128, BF16, "cpu")) is portable
     monkeypatch.setattr(portable, "INTERPRETED", True)

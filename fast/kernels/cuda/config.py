@@ -1,16 +1,17 @@
 """Tile sizes of the CUDA kernels: the first configuration of a table that fits, by kernel, widths and shared memory.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv". ``parts`` warps share
-the same rows. Each of them computes a part of the columns of S and dP, and accumulates a part of the widths. They exchange
-P and dS through shared memory. So a warp owns rows * parts / warps rows: 16 or 32, one or two MMA tiles.
-Shared memory in bytes, with s stages, and e = 1 if parts > 1, else 0:
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv". ``parts`` warps
+share the same rows. Each of them computes a part of the columns of S and dP, and accumulates a part of the widths. They
+exchange P and dS through shared memory. So a warp owns rows * parts / warps rows: 16 or 32, one or two MMA tiles.
+Shared memory in bytes, with s stages:
 
     forward    2 (rows max(d, dv) + s columns (d + dv)) + 8 s
-    dq         2 (rows (d + dv) + s columns (d + dv) + e rows columns) + 8 s
-    dkdv       2 (rows (d + dv) + s columns (d + dv) + 2 e rows columns) + 8 s + 8 s columns
+    dq         2 (rows (d + dv) + s columns (d + dv) + x) + 8 s                   x = rows columns if parts > 1, else 0
+    dkdv       2 (rows (d + dv) + s columns (d + dv) + x) + 8 s + 8 s columns     x = exchanges rows columns, likewise
 
-The kernels have no register to spare: a CTA of 4 warps may use 255 a thread if an SM holds 2 of them. Tests compile all
-entries and assert that they spill nothing.
+A CTA reserves 1 KB more. An SM holds ``ctas`` CTAs: 8 warps, so that each thread may have 255 registers. Few warps with
+many registers are faster than many warps, because a row of a warp's accumulators uses each fragment once: larger tiles of
+a warp read shared memory less often. Tests compile all entries of the table and assert that the main widths spill nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +30,8 @@ class Config:
     warps: int
     parts: int = 1
     stages: int = 2
-    ctas: int = 1  # that an SM holds, so the limit of registers is 65536 / (32 warps ctas), at most 255
+    ctas: int = 1  # that an SM holds
+    exchanges: int = 2  # buffers for P and dS if parts > 1; with 1, they take turns
     shared_bytes: int = 0
 
     @property
@@ -47,23 +49,27 @@ class Config:
             "CANON_PARTS": self.parts,
             "CANON_STAGES": self.stages,
             "CANON_CTAS": self.ctas,
+            "CANON_EXCHANGES": self.exchanges,
         }
 
 
-# By kernel and the larger width, rounded up to 64, 128, 192 or 256; the fastest on an H200 first.
+RESERVED = 1024  # bytes of shared memory that the system uses for each CTA
+
+# By kernel and the larger width, rounded up to 64, 128, 192 or 256; the fastest on an H200 first. The others are for GPUs with
+# less shared memory, 163 KB or 99 KB.
 TABLE: dict[tuple[str, int], tuple[Config, ...]] = {
     ("forward", 64): (Config(128, 64, 4, ctas=2),),
-    ("forward", 128): (Config(128, 64, 4, ctas=2), Config(64, 32, 4)),
-    ("forward", 192): (Config(128, 64, 8), Config(64, 32, 4)),
-    ("forward", 256): (Config(128, 64, 8), Config(64, 32, 4)),
+    ("forward", 128): (Config(128, 64, 4, ctas=2), Config(128, 32, 4, ctas=2), Config(64, 32, 4, ctas=2)),
+    ("forward", 192): (Config(128, 64, 8), Config(128, 32, 8)),
+    ("forward", 256): (Config(128, 64, 8), Config(128, 32, 8), Config(64, 32, 4)),
     ("dq", 64): (Config(64, 64, 4, ctas=2),),
-    ("dq", 128): (Config(128, 64, 8), Config(64, 32, 4)),
-    ("dq", 192): (Config(128, 32, 8), Config(64, 32, 4), Config(32, 16, 2)),
-    ("dq", 256): (Config(128, 32, 8), Config(64, 32, 4), Config(32, 16, 2)),
+    ("dq", 128): (Config(128, 32, 4, ctas=2), Config(128, 64, 8), Config(128, 32, 8)),
+    ("dq", 192): (Config(128, 32, 8), Config(64, 32, 4)),
+    ("dq", 256): (Config(128, 32, 8, parts=2), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2)),
     ("dkdv", 64): (Config(128, 32, 4, ctas=2),),
-    ("dkdv", 128): (Config(128, 64, 8), Config(64, 64, 4), Config(64, 16, 4)),
-    ("dkdv", 192): (Config(64, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 4, 2)),
-    ("dkdv", 256): (Config(64, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 4, 2)),
+    ("dkdv", 128): (Config(128, 64, 8), Config(64, 64, 4)),
+    ("dkdv", 192): (Config(64, 64, 8, parts=4), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2)),
+    ("dkdv", 256): (Config(64, 64, 8, parts=4), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2, exchanges=1)),
 }
 
 
@@ -71,12 +77,12 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     """Return the dynamic shared memory of a CTA."""
     rows, columns, stages = config.rows, config.columns, config.stages
     visited = stages * columns * (d + dv)
-    exchanged = rows * columns if config.parts > 1 else 0
+    exchanged = rows * columns if config.parts > 1 else 0  # elements of a buffer
     if kernel == "forward":
         return 2 * (rows * max(d, dv) + visited) + 8 * stages
     if kernel == "dq":
         return 2 * (rows * (d + dv) + visited + exchanged) + 8 * stages
-    return 2 * (rows * (d + dv) + visited + 2 * exchanged) + 8 * stages * (columns + 1)
+    return 2 * (rows * (d + dv) + visited + config.exchanges * exchanged) + 8 * stages * (columns + 1)
 
 
 def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:
@@ -92,11 +98,12 @@ def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:
             f"the CUDA {kernel} kernel supports widths that are multiples of 16 from 16 to 256, got {d} and {dv}: "
             'use backend("triton")'
         )
-    need = 0
-    for config in TABLE[kernel, max(64, -(-max(d, dv) // 64) * 64)]:
+    candidates = TABLE[kernel, max(64, -(-max(d, dv) // 64) * 64)]
+    for config in candidates:
         need = shared_bytes(kernel, config, d, dv)
-        if need <= gpu.shared_memory:
+        if config.ctas * (need + RESERVED) <= gpu.shared_memory + RESERVED:
             return replace(config, shared_bytes=need)
+    need = min(config.ctas * (shared_bytes(kernel, config, d, dv) + RESERVED) for config in candidates) - RESERVED
     raise ValueError(
         f"the CUDA {kernel} kernel needs {need} bytes of shared memory for widths {d} and {dv}, but this GPU has "
         f'{gpu.shared_memory}: use backend("triton")'

@@ -14,7 +14,9 @@
 //                           queries of the tile                width of dk
 //                     keys  | warp 0 | warp 1 |          keys  | warp 0 | warp 1 |
 //
-//                 They exchange p^T and ds^T through shared memory, with one barrier for these warps.
+//                 The products of its own queries need only its registers. For those of the other queries, the warps exchange
+//                 p^T and ds^T through shared memory, with a barrier for these warps. With one buffer in place of two
+//                 (EXCHANGES = 1), ds^T follows p^T in it, after two more barriers.
 //
 // The table is transposed: a work tile has keys as rows and spans of queries. The query heads of an owner are visited one after
 // another for each tile of queries. So registers sum the heads of a group in a fixed order, without atomics.
@@ -28,7 +30,8 @@ constexpr int V_BYTES = ROWS * DV * ELEMENT_BYTES;
 constexpr int Q_BYTES = COLUMNS * D * ELEMENT_BYTES;
 constexpr int DOUT_BYTES = COLUMNS * DV * ELEMENT_BYTES;
 constexpr int STAGE_BYTES = Q_BYTES + DOUT_BYTES + 8 * COLUMNS;  // a tile of q, of dout, of lse and of delta
-constexpr int EXCHANGE_BYTES = ROWS * COLUMNS * ELEMENT_BYTES;   // p^T; then ds^T
+constexpr int EXCHANGES = PARTS == 1 ? 0 : CANON_EXCHANGES;
+constexpr int EXCHANGE_BYTES = ROWS * COLUMNS * ELEMENT_BYTES;
 constexpr int PART_COLUMNS = COLUMNS / PARTS;
 constexpr int DK_BLOCKS = (D / 16 + PARTS - 1) / PARTS;  // of 16 columns: the part of a warp
 constexpr int DV_BLOCKS = (DV / 16 + PARTS - 1) / PARTS;
@@ -65,6 +68,9 @@ DEVICE void differentiate(Scores& dp, const Scores& p, uint32 delta) {
     }
 }
 
+// Wait for the warps that share the rows of this one.
+DEVICE void group_barrier() { named_barrier(1 + thread_index() / (32 * PARTS), 32 * PARTS); }
+
 // Write a warp's part of dk or dv, BLOCKS blocks of 16 columns.
 template <int BLOCKS, int WIDTH>
 DEVICE void write_part(const Accumulator<2 * BLOCKS>& x, Result* head, int64 stride, uint32 shared, int first, int stop) {
@@ -79,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
     const int lane = thread_index() % 32, warp = thread_index() / 32;
     const int own_row = warp / PARTS * WARP_ROWS, part = warp % PARTS, own_column = part * PART_COLUMNS;
     const uint32 shared = shared_memory(), exchange = shared + K_BYTES + V_BYTES;
-    const uint32 stages = exchange + (PARTS > 1 ? 2 * EXCHANGE_BYTES : 0), visits = stages + STAGES * STAGE_BYTES;
+    const uint32 stages = exchange + EXCHANGES * EXCHANGE_BYTES, visits = stages + STAGES * STAGE_BYTES;
     const WorkTile tile = cta_work_tile(p.tiles, p.tile_count, p.owners, p.l2_heads);
     const int query_head = tile.head * p.heads_per_owner, key_head = query_head / p.group;
     const Element* k = p.k + tile.batch * p.k_strides.batch + key_head * p.k_strides.head;
@@ -145,12 +151,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
             multiply_transposed(s, k_shared, q_columns, own_column);
         exponentiate(s, lse, p.scale * LOG2_E);
         if (is_partial) hide(s, Visible(p.spans, visit, row, lane), own_column, 0.0f);
-        if constexpr (PARTS == 1) {
-            RegisterOperand<PART_COLUMNS / 16> probabilities;
-            probabilities.round(s);
-            multiply<PART_COLUMNS>(dv, probabilities, dout_rows);
-        } else {
-            write_tile<COLUMNS>(exchange, own_row, own_column / 8, s.x);
+        RegisterOperand<PART_COLUMNS / 16> own;
+        own.round(s);
+        multiply<PART_COLUMNS>(dv, own, dout_rows, part * DV_BLOCKS, own_column);
+        if constexpr (PARTS > 1) own.write<COLUMNS>(exchange, own_row, own_column / 16);
+        if constexpr (EXCHANGES == 1) {
+            group_barrier();
+            multiply_parts_of_others(dv, exchange, own_row, part, dout_rows, part * DV_BLOCKS);
+            group_barrier();
         }
 
         Scores ds;
@@ -162,17 +170,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
         differentiate(ds, s, delta);
         if (is_partial)  // dp of an invisible key may be NaN, and 0 * NaN is NaN
             hide(ds, Visible(p.spans, visit, row, lane), own_column, 0.0f);
-        if constexpr (PARTS == 1) {
-            RegisterOperand<PART_COLUMNS / 16> gradients;
-            gradients.round(ds);
-            multiply<PART_COLUMNS>(dk, gradients, q_rows);
-        } else {
-            write_tile<COLUMNS>(exchange + EXCHANGE_BYTES, own_row, own_column / 8, ds.x);
-            named_barrier(1 + warp / PARTS, 32 * PARTS);  // they are overwritten after the next `cta_barrier`
-            const SharedOperand<COLUMNS> probabilities(exchange, own_row, lane);
-            const SharedOperand<COLUMNS> gradients(exchange + EXCHANGE_BYTES, own_row, lane);
-            multiply<COLUMNS>(dv, probabilities, dout_rows, part * DV_BLOCKS);
-            multiply<COLUMNS>(dk, gradients, q_rows, part * DK_BLOCKS);
+        own.round(ds);
+        multiply<PART_COLUMNS>(dk, own, q_rows, part * DK_BLOCKS, own_column);
+        if constexpr (PARTS > 1) {
+            constexpr uint32 SECOND = EXCHANGES == 2 ? EXCHANGE_BYTES : 0;
+            own.write<COLUMNS>(exchange + SECOND, own_row, own_column / 16);
+            group_barrier();  // after the next `cta_barrier`, the next tile overwrites the buffers
+            if constexpr (EXCHANGES == 2) multiply_parts_of_others(dv, exchange, own_row, part, dout_rows, part * DV_BLOCKS);
+            multiply_parts_of_others(dk, exchange + SECOND, own_row, part, q_rows, part * DK_BLOCKS);
         }
     }
     wait_for_copies<0>();

@@ -122,15 +122,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
         }
         differentiate(ds, s, rows, p.scale * LOG2_E);
         if (is_partial) hide(ds, Visible(p.spans, visit, row, lane), own_column, 0.0f);
-        if constexpr (PARTS == 1) {
-            RegisterOperand<PART_COLUMNS / 16> gradients;
-            gradients.round(ds);
-            multiply<PART_COLUMNS>(dq, gradients, k_rows);
-        } else {
-            write_tile<COLUMNS>(exchange, own_row, own_column / 8, ds.x);
-            named_barrier(1 + warp / PARTS, 32 * PARTS);  // ds is overwritten after the next `cta_barrier`
-            const SharedOperand<COLUMNS> gradients(exchange, own_row, lane);
-            multiply<COLUMNS>(dq, gradients, k_rows, part * DQ_BLOCKS);
+        RegisterOperand<PART_COLUMNS / 16> own;
+        own.round(ds);
+        if constexpr (PARTS > 1) own.write<COLUMNS>(exchange, own_row, own_column / 16);
+        multiply<PART_COLUMNS>(dq, own, k_rows, part * DQ_BLOCKS, own_column);
+        if constexpr (PARTS > 1) {
+            named_barrier(1 + warp / PARTS, 32 * PARTS);  // after the next `cta_barrier`, the next tile overwrites ds
+            multiply_parts_of_others(dq, exchange, own_row, part, k_rows, part * DQ_BLOCKS);
         }
     }
     wait_for_copies<0>();

@@ -5,6 +5,9 @@
 //     s = q k^T       m = max(m, rowmax(scale s))       p = exp2(scale s - m)       l = shrink l + rowsum(p)
 //     out = shrink out + p v,       with shrink = exp2(old m - m)
 //
+// Any m gives the same out and lse, as long as p does not overflow. So m keeps its value while the maximum grows by 2^8 or less.
+// Then shrink is 1 for most tiles, and the warp skips the multiplication of out.
+//
 // The softmax has base 2: scale contains log2(e), and the exponent of p is one FMA. s, p and out stay in registers. Tiles of k
 // and v pass through STAGES buffers in shared memory:
 //
@@ -13,7 +16,8 @@
 // The barrier has two effects: all warps see the loads of all threads, and all warps have finished tile j - 1, the buffer that
 // is loaded next.
 //
-// Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691).
+// Sources: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691); the tolerated growth of the maximum
+// is that of FlashAttention-4's forward kernel (Dao-AILab/flash-attention, flash_attn/cute).
 #include "masking.cuh"
 
 static_assert(PARTS == 1, "a warp of the forward kernel owns whole rows");
@@ -22,6 +26,7 @@ constexpr int Q_BYTES = ROWS * (D > DV ? D : DV) * ELEMENT_BYTES;  // also the w
 constexpr int K_BYTES = COLUMNS * D * ELEMENT_BYTES;
 constexpr int STAGE_BYTES = K_BYTES + COLUMNS * DV * ELEMENT_BYTES;
 constexpr bool Q_IN_REGISTERS = M * D <= 128;
+constexpr float TOLERATED = 8.0f;  // growth of a maximum that is ignored: p stays below 2^8, also in float16
 constexpr float LARGEST_MAXIMUM = 16777216.0f;  // 2^24: the rounding error of a larger maximum exceeds 1/2
 
 using Scores = Accumulator<COLUMNS / 8>;
@@ -49,6 +54,7 @@ DEVICE float row_softmax(float (&s)[COLUMNS / 8][4], int half, float& maximum, f
 #pragma unroll
     for (int n = 0; n < COLUMNS / 8; ++n) largest = larger(largest, larger(s[n][2 * half], s[n][2 * half + 1]));
     float after = larger(maximum, row_maximum(largest) * scale);
+    if (after - maximum <= TOLERATED) after = maximum;  // false if both are -inf: their difference is NaN
     float used = after;
     if (after == -infinity()) used = 0.0f;  // no visible key so far: exp2(-inf - 0) = 0, -inf - -inf is NaN
     float shrink = power_of_2(maximum - used);
@@ -76,7 +82,7 @@ DEVICE void softmax_step(Scores& s, RowState& rows, Output& out, const SharedTil
             shrink[i][half] = row_softmax(s.x[i], half, rows.maximum[i][half], rows.sum[i][half], scale);
             unchanged &= shrink[i][half] == 1.0f;
         }
-    if (!all_lanes(unchanged)) {  // late tiles seldom have a new maximum
+    if (!all_lanes(unchanged)) {
 #pragma unroll
         for (int i = 0; i < M; ++i)
 #pragma unroll

@@ -42,17 +42,18 @@ struct Accumulator {
     }
 };
 
-// A left operand in shared memory: WARP_ROWS rows from `row` on. `fragment` returns the fragments A of 16 columns.
+// A left operand in shared memory: WARP_ROWS rows from `row` on, columns from 16 `first` on. `fragment` returns the fragments A
+// of 16 columns.
 template <int WIDTH>
 struct SharedOperand {
     SharedTile<WIDTH> tile;
-    int row;
+    int row, first;
 
-    DEVICE SharedOperand(uint32 address, int row, int lane) : tile(address, lane), row(row) {}
+    DEVICE SharedOperand(uint32 address, int row, int lane, int first = 0) : tile(address, lane), row(row), first(first) {}
 
     DEVICE void fragment(uint32 (&a)[M][4], int block) const {
 #pragma unroll
-        for (int i = 0; i < M; ++i) load_matrices(a[i], tile.address(row + 16 * i, block));
+        for (int i = 0; i < M; ++i) load_matrices(a[i], tile.address(row + 16 * i, first + block));
     }
 };
 
@@ -80,6 +81,21 @@ struct RegisterOperand {
                 x[block][i][2] = pack(right[0], right[1]);
                 x[block][i][3] = pack(right[2], right[3]);
             }
+    }
+
+    // Write it to a tile of WIDTH columns in shared memory: the rows from `row` on, the columns from 16 `first` on.
+    template <int WIDTH>
+    DEVICE void write(uint32 tile, int row, int first) const {
+        int lane = thread_index() % 32;
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+            for (int i = 0; i < M; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    int at = row + 16 * i + e % 2 * 8 + lane / 4, chunk = 2 * (first + block) + e / 2;
+                    write_shared(tile + Swizzle<WIDTH>::offset(at, chunk) + 4 * (lane % 4), x[block][i][e]);
+                }
     }
 
     template <class Operand>
@@ -110,10 +126,11 @@ DEVICE void multiply_transposed(Accumulator<N>& c, const Left& a, const SharedTi
     }
 }
 
-// c += a b, over a depth of DEPTH, the rows of `b`. The product has the N / 2 blocks of 16 columns of `b` from `first` on;
-// blocks from the width of `b` on do not exist.
+// c += a b, over a depth of DEPTH: the rows of `b` from `row` on. The product has the N / 2 blocks of 16 columns of `b` from
+// `first` on; blocks from the width of `b` on do not exist.
 template <int DEPTH, int N, int WIDTH, class Left>
-DEVICE void multiply(Accumulator<N>& c, const Left& a, const SharedTile<WIDTH>& b, int first = 0) {
+DEVICE void multiply(Accumulator<N>& c, const Left& a, const SharedTile<WIDTH>& b, int first = 0,
+                     int row = 0) {
     constexpr bool ALL_EXIST = WIDTH == N * 8 * PARTS || PARTS == 1;
 #pragma unroll
     for (int block = 0; block < DEPTH / 16; ++block) {
@@ -123,12 +140,25 @@ DEVICE void multiply(Accumulator<N>& c, const Left& a, const SharedTile<WIDTH>& 
         for (int n = 0; n < N / 2; ++n) {
             if (!ALL_EXIST && first + n >= WIDTH / 16) continue;
             uint32 right[4];
-            load_transposed_matrices(right, b.address(16 * block, first + n));
+            load_transposed_matrices(right, b.address(row + 16 * block, first + n));
 #pragma unroll
             for (int i = 0; i < M; ++i) {
                 mma(c.x[i][2 * n], left[i], right[0], right[1]);
                 mma(c.x[i][2 * n + 1], left[i], right[2], right[3]);
             }
         }
+    }
+}
+
+// c += a b for the depths that other warps own, if PARTS warps share the rows. Their parts of `a`, each of COLUMNS / PARTS columns,
+// are in shared memory.
+template <int N, int WIDTH>
+DEVICE void multiply_parts_of_others(Accumulator<N>& c, uint32 a, int own_row, int part, const SharedTile<WIDTH>& b, int first) {
+    constexpr int DEPTH = COLUMNS / PARTS;
+#pragma unroll
+    for (int other = 1; other < PARTS; ++other) {
+        const int column = (part + other) % PARTS * DEPTH;
+        const SharedOperand<COLUMNS> operand(a, own_row, thread_index() % 32, column / 16);
+        multiply<DEPTH>(c, operand, b, first, column);
     }
 }

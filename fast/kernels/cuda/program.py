@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ FOLDER = Path(__file__).resolve().parent
 STANDARD = "c++17"
 Macros = tuple[tuple[str, int], ...]
 
-_compiling = threading.Lock()
+_compiling, _importing = threading.Lock(), threading.Lock()
 
 
 class Program(NamedTuple):
@@ -83,11 +84,22 @@ class Program(NamedTuple):
 
 
 @lru_cache(maxsize=1)
+def is_installed() -> bool:
+    """Return whether `cuda-core` is installed. It is not imported."""
+    return find_spec("cuda") is not None and find_spec("cuda.core") is not None
+
+
 def compiler():
     """Return the module `cuda.core`, and the version of NVRTC.
 
     Raises ModuleNotFoundError with the command that installs them.
     """
+    with _importing:  # `cuda.core` replaces modules while it is imported: a second thread would find a part of it
+        return _imported()
+
+
+@lru_cache(maxsize=1)
+def _imported():
     try:
         import cuda.core as core  # pyright: ignore[reportMissingImports]  # it finds this folder instead
         from cuda.bindings import nvrtc  # pyright: ignore[reportMissingImports]
@@ -95,8 +107,7 @@ def compiler():
         status, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # RuntimeError: the library of NVRTC is missing
         raise ModuleNotFoundError(
-            f"the CUDA kernels are compiled by NVRTC through cuda-core: pip install 'canon[cuda]' ({error})",
-            name="cuda",
+            f"the CUDA kernels are compiled by NVRTC through cuda-core: pip install 'canon[cuda]' ({error})", name="cuda"
         ) from error
     if int(status):
         raise RuntimeError(f"NVRTC returns error {int(status)} for its version")

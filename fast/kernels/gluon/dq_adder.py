@@ -28,7 +28,7 @@ add first. A wrong order would change rounding only: TMA adds each element atomi
 
 Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. Second reason for an adder warp:
 step 6 compiles to a wait and to an instruction that empties the L1 cache. Warpgroups that executed them would stall in every
-tile. The adder's instruction also empties it, but warpgroups read little global memory (paper/deterministic_dq.md). """
+tile. The adder's instruction also empties it, but warpgroups read little global memory (paper/deterministic_dq.md)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

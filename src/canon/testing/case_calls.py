@@ -96,8 +96,10 @@ def _decode(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     if case.variant == "plain":  # every query sees every key: None means the same
         return Attended(module.decode_attention(q, k, v))
     mask = tuple(map(of_rank, x.mask)) if isinstance(x.mask, tuple) else of_rank(x.mask)
-    results = module.decode_attention(q, k, v, mask, scale=x.scale, return_lse=case.returns_lse)
-    return Attended(*results) if case.returns_lse else Attended(results)
+    sink = {"sink": x.sink} if case.has_sink else {}
+    results = module.decode_attention(q, k, v, mask, scale=x.scale, return_lse=case.returns_lse, **sink)
+    out, lse = results if case.returns_lse else (results, None)
+    return AttendedWithSink(out, lse) if case.has_sink else Attended(out, lse)
 
 
 def _of_rank(mask: Mask, layout: Layout, rank: int) -> Mask:

@@ -5,7 +5,7 @@
     attention_forward  documents, block_causal, sequences; part -                             -
     attention_backward documents, window, sequences; part       -                             split, fused, head_parallel
     merge              documents, block_causal                  -                             -
-    decode_attention   last, of sequences; plain last full      contiguous, zigzag            -
+    decode_attention   last, of sequences; plain last full; sink contiguous, zigzag           -
     ring_attention     all five; plain causal; sink             contiguous, zigzag, striped   auto; fused, head_parallel
     zigzag, striped    documents, causal, block_causal; sink    their own                     auto
     strided_attention  all five; sink                           contiguous, zigzag, striped   auto, several strides
@@ -251,6 +251,7 @@ def _add_rings(add: Callable[..., None]) -> None:
 def _add_decode(add: Callable[..., None]) -> None:
     for layout in ("contiguous", "zigzag"):
         add("decode_attention", "last", layout, used="forward")
+    add("decode_attention", "last", "contiguous", variant="sink", used="forward", sink=True)
     add("decode_attention", "last of sequences", "zigzag", used="forward")
     add("decode_attention", "last full", "contiguous", variant="plain", used="forward, no lse")
 

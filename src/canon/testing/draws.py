@@ -198,7 +198,9 @@ def _options(draw: Random, function: str, shape: Shape, dtype: str, invariant: b
         return "auto", "", "both", options
     if function in REPLICATED:
         used = draw.choice(["forward", "forward", "forward, no lse"])
-        return "auto", "plain" if used == "forward, no lse" and draw.random() < 0.5 else "", used, options
+        if used == "forward, no lse" and draw.random() < 0.5:
+            return "auto", "plain", used, options
+        return "auto", "", used, {"sink": True} if draw.random() < 0.3 else options
     used = draw.choice(["both", "both", "both", "out", "lse", "no lse", "sum"])
     variant = ""
     if function in {"attention_forward", "attention_backward"} and draw.random() < 0.4:

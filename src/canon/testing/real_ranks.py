@@ -42,7 +42,7 @@ HALVES = ("reference", "fast")
 KINDS = {"nccl": "message", "memcpy": "message", "forward": "forward", "dkdv": "backward", "dq": "backward"}
 KINDS |= {"fused": "backward", "backward": "backward"}  # part of a kernel's name -> kind of its span
 STEPS = ("forward", "backward")
-PAUSES = ("spin_kernel", "Memset")  # not drawn
+NOT_DRAWN = ("Memset", "HtoD", "DtoH")
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,10 @@ class Place:
     def compare(self, calls: Mapping[str, FunctionCall]) -> dict[str, list[RankResult]]:
         """Run all calls on all ranks, and return the judged results by name and rank. Raises the error of a rank."""
         by_rank = self._run(partial(_results, self, dict(calls)))
+        expected_of = {mask: _expected(self, mask) for mask in {call.mask for call in calls.values()}}
         results = {}
         for name, call in calls.items():
-            expected = _expected(self, call.mask)
+            expected = expected_of[call.mask]
             found = [results_of_rank[name] for results_of_rank in by_rank]
             results[name] = [_judged(rank, call.layout, *one, *expected) for rank, one in enumerate(found)]
             if self.shared:  # the kernels of all ranks are in one queue
@@ -290,7 +291,9 @@ def _spans_of_threads(place: Place, call: FunctionCall) -> list[Span]:
     """Run fast on all threads a third time, and return the kernels of the GPU that they share."""
 
     def program() -> None:
-        _attended("fast", call, _shards(place, call))
+        shards = _shards(place, call)
+        dist.barrier()
+        _attended("fast", call, shards)
         torch.cuda.synchronize()
 
     with _profiled() as spans:
@@ -300,28 +303,28 @@ def _spans_of_threads(place: Place, call: FunctionCall) -> list[Span]:
 
 @contextmanager
 def _profiled() -> Iterator[list[Span]]:
-    """Yield a list that receives the kernels and copies between devices of the block, those before `meet` left out."""
+    """Yield a list that receives the spans of the block's kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     spans: list[Span] = []
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         yield spans
-    ran = [event for event in profiled.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
-    ran = [event for event in ran if "HtoD" not in event.name and "DtoH" not in event.name]
-    paused = max((event.time_range.end for event in ran if PAUSES[0] in event.name), default=0.0)
-    met = min((e.time_range.end for e in ran if "nccl" in e.name.lower() and e.time_range.start >= paused), default=0.0)
-    ran = [event for event in ran if event.time_range.start >= (met if paused else 0.0)]
-    ran = [event for event in ran if not any(name in event.name for name in PAUSES)]
-    zero = min((event.time_range.start for event in ran), default=0.0)
-    for event in ran:
-        spans.append(
-            Span(
-                kind_of(event.name),
-                event.name,
-                (event.time_range.start - zero) / 1e3,
-                (event.time_range.end - zero) / 1e3,
-            )
-        )
+    on_gpu = [event for event in profiled.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans += spans_of([(event.name, event.time_range.start, event.time_range.end) for event in on_gpu])
+
+
+def spans_of(ran: list[tuple[str, float, float]]) -> list[Span]:
+    """Return the spans of (name, start, end) in microseconds: kernels, and copies between GPUs, after `meet` if it ran.
+
+    Time 0 is the start of the first one.
+    """
+    paused = max((end for name, _, end in ran if "spin_kernel" in name), default=None)
+    if paused is not None:
+        met = min((end for name, start, end in ran if "nccl" in name.lower() and start >= paused), default=paused)
+        ran = [one for one in ran if one[1] >= met]
+    ran = [one for one in ran if not any(name in one[0] for name in NOT_DRAWN)]
+    zero = min((start for _, start, _ in ran), default=0.0)
+    return [Span(kind_of(name), name, (start - zero) / 1e3, (end - zero) / 1e3) for name, start, end in ran]
 
 
 # ---------------------------------------------------------------------- in the caller's process
