@@ -36,7 +36,7 @@ def _small(axes, title: str = "", xlabel: str = "", ylabel: str = "", grid: str 
 
 # ------------------------------------------------------------------ bands and schedules
 def bands():
-    """Draw a band, and what crop, shift and stride make of it."""
+    """Draw a band, and the results of crop, shift and stride."""
     from canon import Band, Mask
 
     n, band = 16, Band(0, 16, 0, 16, -6, 0)

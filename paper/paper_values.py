@@ -83,7 +83,7 @@ def faults() -> dict[str, str]:
 
 
 def wall() -> dict[str, str]:
-    """Return Canon's wall time over that of the fastest peer, by what was timed, and the number of shapes."""
+    """Return the ratios of Canon's wall time to the fastest peer's, by measured call, and the number of shapes."""
     rows = load("host_h200")["results"]
     shapes = dict.fromkeys(row["shape"] for row in rows)
     found = {"wall_shapes": str(len(shapes))}

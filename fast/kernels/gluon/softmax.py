@@ -79,7 +79,7 @@ def row_maximum(x):
 
 @gluon.jit
 def finite_or_zero(m):
-    """Return m with 0 in place of -inf, the maximum of a row without a visible key so far: -inf - -inf is NaN."""
+    """Return m with -inf replaced by 0, because -inf - -inf is NaN. A row without a visible key has the maximum -inf."""
     return gl.where(m == float("-inf"), 0.0, m)
 
 

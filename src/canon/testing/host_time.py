@@ -1,4 +1,4 @@
-"""`canon bench host`: what eager calls cost before the GPU has anything to do, beside peers, on short sequences.
+"""`canon bench host`: measure the host time of eager calls on short sequences, for Canon and for peers.
 
     forward        calls without gradients, back to back
     both           forward and backward

@@ -16,7 +16,7 @@ Under a sink z, P has the factor a = sigmoid(lse - z), and with r = rowsum(dout 
     dsink    u sum_i a (1 - a) (sum_e |dout| W |v| + |r| (2 + |lse| + |z| + sum_j P_ij (1 + A_ij)))
              u (16 bits) rss_i a (1 - a) rss_e dout (|out| + rss_j P v)
 
-A kernel then rounds out and dout once more, so the distances of 16 bits are doubled.
+A kernel rounds both out and dout a second time, so the distances of 16 bits are doubled.
 
 To first order, a rounding changes a score by u A, and P by u P (A + |lse|). The measured errors of honest evaluations
 show the same if there are many elements. With few elements an honest evaluation may be exact by chance. If terms cancel,

@@ -48,7 +48,7 @@ LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context 
 AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms
 MEETING = (
     1 << 22
-)  # elements of the message by which ranks meet; the first message after a pause is 75 us slower on H200s
+)  # elements of the message that synchronises the ranks; the first message after a pause is 75 us slower on H200s
 EAGER_SPAN = 60.0  # milliseconds of eager calls in one measurement
 AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results of the others
 
