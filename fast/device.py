@@ -4,8 +4,8 @@
     "triton"    portable: any GPU that Triton supports, any dtype and width
     "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no "fused". Needs the extra cuda
 
-Without `backend`, "gluon" is used where it supports the inputs, "cuda" on sm_80 to sm_89 for narrow heads if its compiler is
-installed, and "triton" elsewhere. A chosen backend that does not
+Without `backend`, "gluon" is used where it supports the inputs. Otherwise "cuda" is used up to the widths of `CUDA_WIDTHS`,
+if its compiler is installed, and "triton" elsewhere. A chosen backend that does not
 support the inputs raises: it is never replaced.
 """
 
@@ -26,17 +26,19 @@ from canon.reference.plan_cache import are_noted
 __all__ = ["backend"]
 
 AVAILABLE = ("triton", "gluon", "cuda")
-# "auto" takes the CUDA kernels on sm_80 to sm_89 for widths up to 64. No such GPU was at hand, so this follows from compiled
-# resources (canon.testing.cuda_resources and canon.testing.compile with --arch 80, bfloat16). At width 64, on one SM:
+# The largest width at which "auto" takes the CUDA kernels, by capability. No such GPU was at hand, so this follows from
+# compiled resources in bfloat16 (canon.testing.cuda_resources, canon.testing.compile). "8 x 32": 8 warps of 32 rows on an SM.
 #
-#                    forward                        dq                             dk and dv
-#     CUDA           8 warps (2 CTAs), 32 rows      8 warps (2 CTAs), 16 rows      8 warps (2 CTAs), 32 rows
-#     Triton         8 warps (1 CTA), 16 rows       8 warps (1 CTA), 16 rows       8 warps (1 CTA), 16 rows
+#                     forward               dq                    dk and dv
+#     sm_80    64     8 x 32   8 x 16       8 x 16   8 x 16       8 x 32   8 x 16       first the CUDA kernel, then Triton's
+#             128     8 x 32   8 x 16       8 x 16   8 x 16       8 x 16   8 x 16
+#             256     8 x 16   8 x 16       8 x 16   8 x 16       4 MMAs a tile, and 5
+#     sm_86    64     as sm_80
+#             128     8 x 16   4 x 16       8 x 16   8 x 16       4 x 16   8 x 16
 #
 # A warp reads every visited tile from shared memory, so 32 rows of a warp halve these reads. Triton also passes P and dS
-# through shared memory. At width 128, an SM of sm_80 holds 4 warps of the CUDA forward, and 8 of Triton's. The same holds for
-# dq, dk and dv on sm_86. So "auto" keeps Triton there.
-CUDA_CAPABILITIES, CUDA_WIDTHS = ((8, 0), (8, 9)), (16, 32, 48, 64)
+# through shared memory. Where an SM holds fewer warps of a CUDA kernel, "auto" keeps Triton.
+CUDA_WIDTHS = {(8, 0): 256, (8, 6): 64, (8, 9): 64}
 
 _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
 
@@ -46,10 +48,10 @@ def backend(name: str) -> Iterator[None]:
     """Use this kernel backend inside the block: "triton", "gluon" or "cuda".
 
     A backward pass and a recomputation by `torch.utils.checkpoint` use the backend of the original call. Without `backend`,
-    calls use "gluon" on Hopper where its kernels support the dtype and width. On sm_80 to sm_89 they use "cuda" up to width 64,
-    if it is installed. All others use "triton". A dtype, width or device that the backend does not support raises ValueError
-    when a call needs it. A compiled function keeps the backend of its compilation, so `backend` surrounds its calls. A call
-    with another choice raises RuntimeError.
+    calls use "gluon" on Hopper where its kernels support the dtype and width. On sm_80, sm_86 and sm_89 they use "cuda" up to
+    the widths of `CUDA_WIDTHS`, if it is installed. All others use "triton". A dtype, width or device that the backend does
+    not support raises ValueError when a call needs it. A compiled function keeps the backend of its compilation, so `backend`
+    surrounds its calls. A call with another choice raises RuntimeError.
     Raises ValueError for an unknown name. The first kernel of "cuda" raises ModuleNotFoundError without the extra cuda.
     """
     if name not in AVAILABLE:
@@ -103,8 +105,8 @@ def _cuda_is_faster(q: Tensor, v: Tensor, method: str) -> bool:
     """Return whether "auto" takes the CUDA kernels, which must support the inputs and be installed."""
     if is_cpu(q.device) or launch.INTERPRETED or method == "fused" or q.dtype not in config.DTYPES:
         return False
-    least, most = CUDA_CAPABILITIES
-    if not least <= capability(q.device) <= most or not {q.shape[-1], v.shape[-1]} <= set(CUDA_WIDTHS):
+    most = CUDA_WIDTHS.get(capability(q.device), 0)
+    if any(width % 16 or not 16 <= width <= most for width in (q.shape[-1], v.shape[-1])):
         return False
     from canon.fast.kernels.cuda.program import is_installed
 

@@ -29,7 +29,7 @@ recorded pass in the forward, and up to three in the backward (dk and dv; their 
 functions after it in this list in the first call of a kind, and replays their launches in later calls:
 
     forward     `_forward`, `prepared.replayed`, `_forward_step`, `local.forward_into`, `device.kernels_for`, `forward` of
-                launch.py (in kernels/triton or kernels/gluon); `ActiveQueries.merge`
+                launch.py (in kernels/triton, gluon or cuda); `ActiveQueries.merge`
     backward    `_Backward`, `prepared.replayed`, `_launch_dkdv` and `_launch_dq`, `partial_backward.PartialBackward`,
                 `device.kernels_for`, `dkdv` and `dq` of launch.py
 

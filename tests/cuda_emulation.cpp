@@ -73,19 +73,24 @@ int thread_index() { return fiber->index; }
 int cta_index() { return cta->index; }
 static Warp& own_warp() { return cta->warps[fiber->index / 32]; }
 
+// Return whether this is the last one of `threads` threads.
+static bool arrive_at(Barrier& barrier, int threads) {
+    if (++barrier.arrived < threads) return false;
+    barrier.arrived = 0;
+    ++barrier.generation;
+    return true;
+}
+
 static void wait_at(Barrier& barrier, int threads) {
-    if (++barrier.arrived == threads) {
-        barrier.arrived = 0;
-        ++barrier.generation;
-        return;
-    }
+    if (arrive_at(barrier, threads)) return;
     fiber->waits_for = &barrier.generation;
     fiber->seen = barrier.generation;
     if (!_setjmp(fiber->place)) _longjmp(scheduler, 1);
 }
 
 void warp_barrier() { wait_at(own_warp().barrier, 32); }
-void named_barrier(int barrier, int threads) { wait_at(cta->barriers[barrier], threads); }
+void wait_at_barrier(int barrier, int threads) { wait_at(cta->barriers[barrier], threads); }
+void arrive_at_barrier(int barrier, int threads) { arrive_at(cta->barriers[barrier], threads); }
 void cta_barrier() { wait_at(cta->barriers[0], (int)cta->fibers.size()); }
 
 // Exchange `count` words with the other lanes. Return the words of all lanes.

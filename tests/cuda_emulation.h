@@ -17,7 +17,8 @@ using uint32 = unsigned int;
 int thread_index();
 int cta_index();
 void cta_barrier();
-void named_barrier(int barrier, int threads);
+void wait_at_barrier(int barrier, int threads);
+void arrive_at_barrier(int barrier, int threads);
 void warp_barrier();
 float shuffle_xor(float x, int bits);
 bool all_lanes(bool condition);
@@ -32,6 +33,8 @@ void load_four(uint32 (&x)[4], uint32 address, bool transposed);
 void mma_16(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, bool bf16);
 
 // --- the functions of ptx.cuh ---
+
+inline int thread_index_again() { return thread_index(); }
 
 inline uint32 shared_memory() { return 1024; }
 inline void copy_16_bytes(uint32 target, const void* source, bool valid) { begin_copy(target, source, valid, 16); }

@@ -132,7 +132,7 @@ FAULTS = {  # the lines of a fault: right, wrong
     "a stage is used before it has arrived": ("wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();"),
     "the next stage is loaded into the wrong buffer": ("stage == 0 ? STAGES - 1 : stage - 1", "stage"),
     "invisible keys are not hidden": ("hide(", "(void)sizeof("),
-    "no barrier after the exchange": ("named_barrier(", "(void)sizeof("),
+    "no barrier after the exchange": ("wait_for_parts(", "(void)sizeof("),
 }
 
 

@@ -42,21 +42,22 @@ def test_hopper_uses_gluon_where_it_supports_the_inputs(machine, d, dv, dtype, m
     assert device.kernels_for(heads(d, dtype), heads(dv, dtype), method) is expected
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 1), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 7), (9, 1), (10, 0), (12, 0)])
 def test_other_gpus_use_triton(machine, capability):
     machine["capability"] = capability
     assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
-def test_auto_takes_cuda_on_ampere_and_ada_for_narrow_heads_if_it_is_installed(machine, monkeypatch, capability):
+@pytest.mark.parametrize(("capability", "widest"), [((8, 0), 256), ((8, 6), 64), ((8, 9), 64)])
+def test_auto_takes_cuda_on_ampere_and_ada_if_it_is_installed(machine, monkeypatch, capability, widest):
     def kernels(d, dv, dtype=BF16, method="split"):
         return device.kernels_for(heads(d, dtype), heads(dv, dtype), method)
 
     machine["capability"] = capability
     monkeypatch.setattr("canon.fast.kernels.cuda.program.is_installed", lambda: True)
-    assert kernels(64, 64) is kernels(32, 64, F16, "head_parallel") is cuda
-    assert {kernels(128, 64), kernels(40, 40), kernels(64, 64, F32), kernels(64, 64, BF16, "fused")} == {portable}
+    assert kernels(widest, widest) is kernels(32, 64, F16, "head_parallel") is cuda
+    unsupported = kernels(40, 40), kernels(64, 64, F32), kernels(64, 64, BF16, "fused"), kernels(widest + 16, 64)
+    assert set(unsupported) == {portable}
     monkeypatch.setattr("canon.fast.kernels.cuda.program.is_installed", lambda: False)
     assert kernels(64, 64) is portable
 

@@ -1,6 +1,10 @@
-"""Kernel backends: ``triton`` runs on any CUDA GPU, and in Triton's interpreter on a CPU; ``gluon`` runs on Hopper.
+"""Kernel backends, with the same functions in their modules ``launch``.
 
-Both backends have the same functions in their module ``launch``. Importing this package repairs the interpreter if
+    triton      any CUDA GPU, and in Triton's interpreter on a CPU
+    gluon       Hopper
+    cuda        CUDA C++ for sm_80 and later, compiled at run time
+
+Importing this package repairs the interpreter if
 TRITON_INTERPRET=1 is set (`canon.fast.kernels.interpreter`).
 
 The words of this project, and the words of FlashAttention (FA), FlexAttention, MagiAttention or NCCL for the same thing:

@@ -5,9 +5,9 @@ share the same rows. Each of them computes a part of the columns of S and dP, an
 exchange P and dS through shared memory. So a warp owns rows * parts / warps rows: 16 or 32, one or two MMA tiles.
 Shared memory in bytes, with s stages:
 
-    forward    2 (rows max(d, dv) + s columns (d + dv)) + 8 s
-    dq         2 (rows (d + dv) + s columns (d + dv) + x) + 8 s                   x = rows columns if parts > 1, else 0
-    dkdv       2 (rows (d + dv) + s columns (d + dv) + x) + 8 s + 8 s columns     x = exchanges rows columns, likewise
+    forward    2 (rows max(d, dv) + s columns (d + dv)) + 32 (s + 1)
+    dq         2 (rows (d + dv) + s columns (d + dv) + x) + 32 (s + 1)                x = rows columns if parts > 1, else 0
+    dkdv       2 (rows (d + dv) + s columns (d + dv) + x) + 32 (s + 1) + 8 s columns    x = exchanges rows columns, likewise
 
 A CTA reserves 1 KB more. An SM holds ``ctas`` CTAs: 8 warps, so that each thread may have 255 registers. Few warps with
 many registers are faster than many warps, because a row of a warp's accumulators uses each fragment once: larger tiles of
@@ -62,12 +62,12 @@ TABLE: dict[tuple[str, int], tuple[Config, ...]] = {
     ("forward", 128): (Config(128, 64, 4, ctas=2), Config(128, 32, 4, ctas=2), Config(64, 32, 4, ctas=2)),
     ("forward", 192): (Config(128, 64, 8), Config(128, 32, 8)),
     ("forward", 256): (Config(128, 64, 8), Config(128, 32, 8), Config(64, 32, 4)),
-    ("dq", 64): (Config(64, 64, 4, ctas=2),),
+    ("dq", 64): (Config(128, 64, 4, ctas=2), Config(128, 32, 4, ctas=2)),
     ("dq", 128): (Config(128, 32, 4, ctas=2), Config(128, 64, 8), Config(128, 32, 8)),
     ("dq", 192): (Config(128, 32, 8), Config(64, 32, 4)),
     ("dq", 256): (Config(128, 32, 8, parts=2), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2)),
     ("dkdv", 64): (Config(128, 32, 4, ctas=2),),
-    ("dkdv", 128): (Config(128, 64, 8), Config(64, 64, 4)),
+    ("dkdv", 128): (Config(128, 64, 8, parts=2), Config(64, 64, 4)),
     ("dkdv", 192): (Config(64, 64, 8, parts=4), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2)),
     ("dkdv", 256): (Config(64, 64, 8, parts=4), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2, exchanges=1)),
 }
@@ -77,12 +77,13 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     """Return the dynamic shared memory of a CTA."""
     rows, columns, stages = config.rows, config.columns, config.stages
     visited = stages * columns * (d + dv)
+    visits = 32 * (stages + 1)
     exchanged = rows * columns if config.parts > 1 else 0  # elements of a buffer
     if kernel == "forward":
-        return 2 * (rows * max(d, dv) + visited) + 8 * stages
+        return 2 * (rows * max(d, dv) + visited) + visits
     if kernel == "dq":
-        return 2 * (rows * (d + dv) + visited + exchanged) + 8 * stages
-    return 2 * (rows * (d + dv) + visited + config.exchanges * exchanged) + 8 * stages * (columns + 1)
+        return 2 * (rows * (d + dv) + visited + exchanged) + visits
+    return 2 * (rows * (d + dv) + visited + config.exchanges * exchanged) + 8 * stages * columns + visits
 
 
 def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:

@@ -15,8 +15,7 @@
 //                     keys  | warp 0 | warp 1 |          keys  | warp 0 | warp 1 |
 //
 //                 The products of its own queries need only its registers. For those of the other queries, the warps exchange
-//                 p^T and ds^T through shared memory, with a barrier for these warps. With one buffer in place of two
-//                 (EXCHANGES = 1), ds^T follows p^T in it, after two more barriers.
+//                 p^T and ds^T through shared memory. With one buffer in place of two (EXCHANGES = 1), ds^T follows p^T.
 //
 // The table is transposed: a work tile has keys as rows and spans of queries. The query heads of an owner are visited one after
 // another for each tile of queries. So registers sum the heads of a group in a fixed order, without atomics.
@@ -68,9 +67,6 @@ DEVICE void differentiate(Scores& dp, const Scores& p, uint32 delta) {
     }
 }
 
-// Wait for the warps that share the rows of this one.
-DEVICE void group_barrier() { named_barrier(1 + thread_index() / (32 * PARTS), 32 * PARTS); }
-
 // Write a warp's part of dk or dv, BLOCKS blocks of 16 columns.
 template <int BLOCKS, int WIDTH>
 DEVICE void write_part(const Accumulator<2 * BLOCKS>& x, Result* head, int64 stride, uint32 shared, int first, int stop) {
@@ -85,25 +81,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
     const int lane = thread_index() % 32, warp = thread_index() / 32;
     const int own_row = warp / PARTS * WARP_ROWS, part = warp % PARTS, own_column = part * PART_COLUMNS;
     const uint32 shared = shared_memory(), exchange = shared + K_BYTES + V_BYTES;
-    const uint32 stages = exchange + EXCHANGES * EXCHANGE_BYTES, visits = stages + STAGES * STAGE_BYTES;
+    const uint32 exchange_ds = exchange + (EXCHANGES == 2 ? EXCHANGE_BYTES : 0);
+    const uint32 stages = exchange + EXCHANGES * EXCHANGE_BYTES;
+    const Visits visits = {stages + STAGES * STAGE_BYTES};
     const WorkTile tile = cta_work_tile(p.tiles, p.tile_count, p.owners, p.l2_heads);
     const int query_head = tile.head * p.heads_per_owner, key_head = query_head / p.group;
     const Element* k = p.k + tile.batch * p.k_strides.batch + key_head * p.k_strides.head;
     const Element* v = p.v + tile.batch * p.v_strides.batch + key_head * p.v_strides.head;
 
-    auto load_stage = [&](int stage, Walk& walk) {
-        walk.announce(visits + stage * VISIT_BYTES);
-        if (walk.active()) {
-            const int64 batch = tile.batch, head = query_head + walk.head;
+    auto load_stage = [&](int stage, int slot) {
+        const Visit visit = visits.read_all(slot);
+        if (visit.span < tile.end) {
+            const int64 batch = tile.batch, head = query_head + visit.head;
             const Element* q = p.q + batch * p.q_strides.batch + head * p.q_strides.head;
             const Element* dout = p.dout + batch * p.dout_strides.batch + head * p.dout_strides.head;
             const int64 statistics = batch * p.statistic_strides.batch + head * p.statistic_strides.head;
-            const int first = walk.column, begin = walk.band_start, end = walk.band_stop;
+            const int first = visit.column, begin = visit.band_start, end = visit.band_stop;
             uint32 target = stages + stage * STAGE_BYTES;
             load_tile<COLUMNS, D>(target, q, p.q_strides.token, first, begin, end);
             load_tile<COLUMNS, DV>(target + Q_BYTES, dout, p.dout_strides.token, first, begin, end);
             load_statistics(target + Q_BYTES + DOUT_BYTES, p.lse + statistics, p.delta + statistics, first, begin, end);
-            walk.next(p.spans, p.heads_per_owner);
         }
         close_copies();  // a group for each stage, also an empty one: `wait_for_copies` counts groups
     };
@@ -111,8 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
     load_tile<ROWS, D>(shared, k, p.k_strides.token, tile.start, tile.start, tile.stop);
     load_tile<ROWS, DV>(shared + K_BYTES, v, p.v_strides.token, tile.start, tile.start, tile.stop);
     close_copies();
-    Walk loads(p.spans, tile);
-    for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage, loads);
+    visits.begin(tile, p.spans, p.heads_per_owner);
+    cta_barrier();
+    for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage, stage);
 
     const SharedOperand<D> k_shared(shared, own_row, lane);
     const SharedOperand<DV> v_shared(shared + K_BYTES, own_row, lane);
@@ -129,13 +127,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
     dk.clear();
     dv.clear();
 
-    for (int stage = 0;; stage = stage + 1 == STAGES ? 0 : stage + 1) {
+    for (int stage = 0, slot = 0;; stage = stage + 1 == STAGES ? 0 : stage + 1, slot = Visits::following(slot)) {
         wait_for_copies<STAGES - 2>();
         cta_barrier();
-        const Visit visit(visits + stage * VISIT_BYTES);
+        const Visit visit = visits.read(slot);
         if (visit.span >= tile.end) break;
         const bool is_partial = visit.span < tile.full;
-        load_stage(stage == 0 ? STAGES - 1 : stage - 1, loads);
+        const int newest = slot < 2 ? slot + STAGES - 1 : slot - 2;  // of the visits: that of tile j + STAGES - 1
+        load_stage(stage == 0 ? STAGES - 1 : stage - 1, newest);
+        visits.proceed(newest, tile, p.spans, p.heads_per_owner);
         const int row = tile.start + own_row;
         if (is_partial && Visible(p.spans, visit, row, lane).none()) continue;
         const uint32 q_address = stages + stage * STAGE_BYTES, dout_address = q_address + Q_BYTES;
@@ -153,12 +153,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
         if (is_partial) hide(s, Visible(p.spans, visit, row, lane), own_column, 0.0f);
         RegisterOperand<PART_COLUMNS / 16> own;
         own.round(s);
-        multiply<PART_COLUMNS>(dv, own, dout_rows, part * DV_BLOCKS, own_column);
         if constexpr (PARTS > 1) own.write<COLUMNS>(exchange, own_row, own_column / 16);
+        if constexpr (EXCHANGES == 1) publish_part(warp);
+        multiply<PART_COLUMNS>(dv, own, dout_rows, part * DV_BLOCKS, own_column);
         if constexpr (EXCHANGES == 1) {
-            group_barrier();
-            multiply_parts_of_others(dv, exchange, own_row, part, dout_rows, part * DV_BLOCKS);
-            group_barrier();
+            wait_for_parts(warp);
+            multiply_other_parts(dv, exchange, own_row, part, dout_rows, part * DV_BLOCKS);
         }
 
         Scores ds;
@@ -171,21 +171,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
         if (is_partial)  // dp of an invisible key may be NaN, and 0 * NaN is NaN
             hide(ds, Visible(p.spans, visit, row, lane), own_column, 0.0f);
         own.round(ds);
+        if constexpr (PARTS > 1) {
+            if constexpr (EXCHANGES == 1) group_barrier(warp);  // all have read p^T
+            own.write<COLUMNS>(exchange_ds, own_row, own_column / 16);
+            publish_part(warp);
+        }
         multiply<PART_COLUMNS>(dk, own, q_rows, part * DK_BLOCKS, own_column);
         if constexpr (PARTS > 1) {
-            constexpr uint32 SECOND = EXCHANGES == 2 ? EXCHANGE_BYTES : 0;
-            own.write<COLUMNS>(exchange + SECOND, own_row, own_column / 16);
-            group_barrier();  // after the next `cta_barrier`, the next tile overwrites the buffers
-            if constexpr (EXCHANGES == 2) multiply_parts_of_others(dv, exchange, own_row, part, dout_rows, part * DV_BLOCKS);
-            multiply_parts_of_others(dk, exchange + SECOND, own_row, part, q_rows, part * DK_BLOCKS);
-        }
+            wait_for_parts(warp);
+            if constexpr (EXCHANGES == 2) multiply_other_parts(dv, exchange, own_row, part, dout_rows, part * DV_BLOCKS);
+            multiply_other_parts(dk, exchange_ds, own_row, part, q_rows, part * DK_BLOCKS);
+        }  // the next tile overwrites the buffers, after the next `cta_barrier`
     }
     wait_for_copies<0>();
     const WorkTile own = cta_work_tile(p.tiles, p.tile_count, p.owners, p.l2_heads);
     dk.scale(p.scale);
     Result* dk_head = p.dk + own.batch * p.dk_strides.batch + own.head * p.dk_strides.head;
     Result* dv_head = p.dv + own.batch * p.dv_strides.batch + own.head * p.dv_strides.head;
-    const int first = own.start + own_row;
+    const int first = own.start + thread_index_again() / (32 * PARTS) * WARP_ROWS;
     write_part<DK_BLOCKS, D>(dk, dk_head, p.dk_strides.token, shared, first, own.stop);
     write_part<DV_BLOCKS, DV>(dv, dv_head, p.dv_strides.token, shared, first, own.stop);
 }

@@ -58,22 +58,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
     const int lane = thread_index() % 32, warp = thread_index() / 32;
     const int own_row = warp / PARTS * WARP_ROWS, part = warp % PARTS, own_column = part * PART_COLUMNS;
     const uint32 shared = shared_memory(), exchange = shared + Q_BYTES + DOUT_BYTES;
-    const uint32 stages = exchange + (PARTS > 1 ? EXCHANGE_BYTES : 0), visits = stages + STAGES * STAGE_BYTES;
+    const uint32 stages = exchange + (PARTS > 1 ? EXCHANGE_BYTES : 0);
+    const Visits visits = {stages + STAGES * STAGE_BYTES};
     const WorkTile tile = cta_work_tile(p.tiles, p.tile_count, p.heads, p.l2_heads);
     const int key_head = tile.head / p.group;
     const Element* q = p.q + tile.batch * p.q_strides.batch + tile.head * p.q_strides.head;
     const Element* dout = p.dout + tile.batch * p.dout_strides.batch + tile.head * p.dout_strides.head;
-    const Element* k = p.k + tile.batch * p.k_strides.batch + key_head * p.k_strides.head;
-    const Element* v = p.v + tile.batch * p.v_strides.batch + key_head * p.v_strides.head;
     const int64 statistics = tile.batch * p.statistic_strides.batch + tile.head * p.statistic_strides.head;
 
-    auto load_stage = [&](int stage, Walk& walk) {
-        walk.announce(visits + stage * VISIT_BYTES);
-        if (walk.active()) {
+    auto load_stage = [&](int stage, int slot) {
+        const Visit visit = visits.read_all(slot);
+        if (visit.span < tile.end) {
+            const Element* k = p.k + tile.batch * p.k_strides.batch + key_head * p.k_strides.head;
+            const Element* v = p.v + tile.batch * p.v_strides.batch + key_head * p.v_strides.head;
             uint32 target = stages + stage * STAGE_BYTES;
-            load_tile<COLUMNS, D>(target, k, p.k_strides.token, walk.column, walk.band_start, walk.band_stop);
-            load_tile<COLUMNS, DV>(target + K_BYTES, v, p.v_strides.token, walk.column, walk.band_start, walk.band_stop);
-            walk.next(p.spans, 1);
+            load_tile<COLUMNS, D>(target, k, p.k_strides.token, visit.column, visit.band_start, visit.band_stop);
+            load_tile<COLUMNS, DV>(target + K_BYTES, v, p.v_strides.token, visit.column, visit.band_start, visit.band_stop);
         }
         close_copies();  // a group for each stage, also an empty one: `wait_for_copies` counts groups
     };
@@ -81,8 +81,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
     load_tile<ROWS, D>(shared, q, p.q_strides.token, tile.start, tile.start, tile.stop);
     load_tile<ROWS, DV>(shared + Q_BYTES, dout, p.dout_strides.token, tile.start, tile.start, tile.stop);
     close_copies();
-    Walk loads(p.spans, tile);
-    for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage, loads);
+    visits.begin(tile, p.spans, 1);
+    cta_barrier();
+    for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage, stage);
     const int row = tile.start + own_row;
     const RowStatistics rows(p.lse + statistics, p.delta + statistics, row, tile.stop);
 
@@ -99,13 +100,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
     Accumulator<2 * DQ_BLOCKS> dq;
     dq.clear();
 
-    for (int stage = 0;; stage = stage + 1 == STAGES ? 0 : stage + 1) {
+    for (int stage = 0, slot = 0;; stage = stage + 1 == STAGES ? 0 : stage + 1, slot = Visits::following(slot)) {
         wait_for_copies<STAGES - 2>();
         cta_barrier();
-        const Visit visit(visits + stage * VISIT_BYTES);
+        const Visit visit = visits.read(slot);
         if (visit.span >= tile.end) break;
         const bool is_partial = visit.span < tile.full;
-        load_stage(stage == 0 ? STAGES - 1 : stage - 1, loads);
+        const int newest = slot < 2 ? slot + STAGES - 1 : slot - 2;  // of the visits: that of tile j + STAGES - 1
+        load_stage(stage == 0 ? STAGES - 1 : stage - 1, newest);
+        visits.proceed(newest, tile, p.spans, 1);
         if (is_partial && Visible(p.spans, visit, row, lane).none()) continue;
         const uint32 k_address = stages + stage * STAGE_BYTES;
         const SharedTile<D> k_rows(k_address, lane), k_columns(k_address, by_columns(lane));
@@ -124,17 +127,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
         if (is_partial) hide(ds, Visible(p.spans, visit, row, lane), own_column, 0.0f);
         RegisterOperand<PART_COLUMNS / 16> own;
         own.round(ds);
-        if constexpr (PARTS > 1) own.write<COLUMNS>(exchange, own_row, own_column / 16);
+        if constexpr (PARTS > 1) {
+            own.write<COLUMNS>(exchange, own_row, own_column / 16);
+            publish_part(warp);
+        }
         multiply<PART_COLUMNS>(dq, own, k_rows, part * DQ_BLOCKS, own_column);
         if constexpr (PARTS > 1) {
-            named_barrier(1 + warp / PARTS, 32 * PARTS);  // after the next `cta_barrier`, the next tile overwrites ds
-            multiply_parts_of_others(dq, exchange, own_row, part, k_rows, part * DQ_BLOCKS);
-        }
+            wait_for_parts(warp);
+            multiply_other_parts(dq, exchange, own_row, part, k_rows, part * DQ_BLOCKS);
+        }  // the next tile overwrites the buffer, after the next `cta_barrier`
     }
     wait_for_copies<0>();
     const WorkTile own = cta_work_tile(p.tiles, p.tile_count, p.heads, p.l2_heads);
     dq.scale(p.scale);
-    const int first = own.start + own_row, column = part * 16 * DQ_BLOCKS;
+    const int first = own.start + thread_index_again() / (32 * PARTS) * WARP_ROWS, column = part * 16 * DQ_BLOCKS;
     Result* target = p.dq + own.batch * p.dq_strides.batch + first * p.dq_strides.token + own.head * p.dq_strides.head;
     cta_barrier();  // all warps have read q and dout, whose memory is the staging area
     uint32 staging = shared + warp * WARP_ROWS * 16 * DQ_BLOCKS * ELEMENT_BYTES;

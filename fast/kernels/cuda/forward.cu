@@ -5,9 +5,6 @@
 //     s = q k^T       m = max(m, rowmax(scale s))       p = exp2(scale s - m)       l = shrink l + rowsum(p)
 //     out = shrink out + p v,       with shrink = exp2(old m - m)
 //
-// Any m gives the same out and lse, as long as p does not overflow. So m keeps its value while the maximum grows by 2^8 or less.
-// Then shrink is 1 for most tiles, and the warp skips the multiplication of out.
-//
 // The softmax has base 2: scale contains log2(e), and the exponent of p is one FMA. s, p and out stay in registers. Tiles of k
 // and v pass through STAGES buffers in shared memory:
 //
@@ -16,8 +13,7 @@
 // The barrier has two effects: all warps see the loads of all threads, and all warps have finished tile j - 1, the buffer that
 // is loaded next.
 //
-// Sources: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691); the tolerated growth of the maximum
-// is that of FlashAttention-4's forward kernel (Dao-AILab/flash-attention, flash_attn/cute).
+// Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691).
 #include "masking.cuh"
 
 static_assert(PARTS == 1, "a warp of the forward kernel owns whole rows");
@@ -26,7 +22,6 @@ constexpr int Q_BYTES = ROWS * (D > DV ? D : DV) * ELEMENT_BYTES;  // also the w
 constexpr int K_BYTES = COLUMNS * D * ELEMENT_BYTES;
 constexpr int STAGE_BYTES = K_BYTES + COLUMNS * DV * ELEMENT_BYTES;
 constexpr bool Q_IN_REGISTERS = M * D <= 128;
-constexpr float TOLERATED = 8.0f;  // growth of a maximum that is ignored: p stays below 2^8, also in float16
 constexpr float LARGEST_MAXIMUM = 16777216.0f;  // 2^24: the rounding error of a larger maximum exceeds 1/2
 
 using Scores = Accumulator<COLUMNS / 8>;
@@ -54,7 +49,6 @@ DEVICE float row_softmax(float (&s)[COLUMNS / 8][4], int half, float& maximum, f
 #pragma unroll
     for (int n = 0; n < COLUMNS / 8; ++n) largest = larger(largest, larger(s[n][2 * half], s[n][2 * half + 1]));
     float after = larger(maximum, row_maximum(largest) * scale);
-    if (after - maximum <= TOLERATED) after = maximum;  // false if both are -inf: their difference is NaN
     float used = after;
     if (after == -infinity()) used = 0.0f;  // no visible key so far: exp2(-inf - 0) = 0, -inf - -inf is NaN
     float shrink = power_of_2(maximum - used);
@@ -82,7 +76,7 @@ DEVICE void softmax_step(Scores& s, RowState& rows, Output& out, const SharedTil
             shrink[i][half] = row_softmax(s.x[i], half, rows.maximum[i][half], rows.sum[i][half], scale);
             unchanged &= shrink[i][half] == 1.0f;
         }
-    if (!all_lanes(unchanged)) {
+    if (!all_lanes(unchanged)) {  // late tiles seldom have a new maximum
 #pragma unroll
         for (int i = 0; i < M; ++i)
 #pragma unroll
@@ -137,28 +131,29 @@ DEVICE void finish(Output& out, RowState& rows, const ForwardParams& p, const Wo
 // Write out (b, t, h, dv) and natural lse (b, h, t).
 extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_forward(const __grid_constant__ ForwardParams p) {
     const int lane = thread_index() % 32, warp = thread_index() / 32;
-    const uint32 shared = shared_memory(), stages = shared + Q_BYTES, visits = stages + STAGES * STAGE_BYTES;
+    const uint32 shared = shared_memory(), stages = shared + Q_BYTES;
+    const Visits visits = {stages + STAGES * STAGE_BYTES};
     const WorkTile tile = cta_work_tile(p.tiles, p.tile_count, p.heads, p.l2_heads);
     const int key_head = tile.head / p.group;
     const Element* q = p.q + tile.batch * p.q_strides.batch + tile.head * p.q_strides.head;
     const Element* k = p.k + tile.batch * p.k_strides.batch + key_head * p.k_strides.head;
     const Element* v = p.v + tile.batch * p.v_strides.batch + key_head * p.v_strides.head;
 
-    auto load_stage = [&](int stage, Walk& walk) {
-        walk.announce(visits + stage * VISIT_BYTES);
-        if (walk.active()) {
+    auto load_stage = [&](int stage, int slot) {
+        const Visit visit = visits.read_all(slot);
+        if (visit.span < tile.end) {
             uint32 target = stages + stage * STAGE_BYTES;
-            load_tile<COLUMNS, D>(target, k, p.k_strides.token, walk.column, walk.band_start, walk.band_stop);
-            load_tile<COLUMNS, DV>(target + K_BYTES, v, p.v_strides.token, walk.column, walk.band_start, walk.band_stop);
-            walk.next(p.spans, 1);
+            load_tile<COLUMNS, D>(target, k, p.k_strides.token, visit.column, visit.band_start, visit.band_stop);
+            load_tile<COLUMNS, DV>(target + K_BYTES, v, p.v_strides.token, visit.column, visit.band_start, visit.band_stop);
         }
         close_copies();  // a group for each stage, also an empty one: `wait_for_copies` counts groups
     };
 
     load_tile<ROWS, D>(shared, q, p.q_strides.token, tile.start, tile.start, tile.stop);
     close_copies();
-    Walk loads(p.spans, tile);
-    for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage, loads);
+    visits.begin(tile, p.spans, 1);
+    cta_barrier();
+    for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage, stage);
     wait_for_copies<STAGES - 1>();
     if (p.sign != 1) apply_sign(shared, (float)p.sign);
 
@@ -176,13 +171,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_forward(
     Output out;
     out.clear();
 
-    for (int stage = 0;; stage = stage + 1 == STAGES ? 0 : stage + 1) {
+    for (int stage = 0, slot = 0;; stage = stage + 1 == STAGES ? 0 : stage + 1, slot = Visits::following(slot)) {
         wait_for_copies<STAGES - 2>();
         cta_barrier();
-        const Visit visit(visits + stage * VISIT_BYTES);
+        const Visit visit = visits.read(slot);
         if (visit.span >= tile.end) break;
         const bool is_partial = visit.span < tile.full;
-        load_stage(stage == 0 ? STAGES - 1 : stage - 1, loads);
+        const int newest = slot < 2 ? slot + STAGES - 1 : slot - 2;  // of the visits: that of tile j + STAGES - 1
+        load_stage(stage == 0 ? STAGES - 1 : stage - 1, newest);
+        visits.proceed(newest, tile, p.spans, 1);
         const SharedTile<D> k_tile(stages + stage * STAGE_BYTES, by_columns(lane));
         const SharedTile<DV> v_tile(stages + stage * STAGE_BYTES + K_BYTES, lane);
         const int row = tile.start + warp * WARP_ROWS;

@@ -150,10 +150,28 @@ DEVICE void multiply(Accumulator<N>& c, const Left& a, const SharedTile<WIDTH>& 
     }
 }
 
-// c += a b for the depths that other warps own, if PARTS warps share the rows. Their parts of `a`, each of COLUMNS / PARTS columns,
-// are in shared memory.
+// --- PARTS warps that share rows ---
+
+// Each of them has a barrier of its own: the others arrive there, and it waits. Between its own arrivals and its wait, a warp
+// computes what needs no other one. Before the next arrivals, all of them pass another barrier.
+static_assert(PARTS == 1 || WARPS + WARPS / PARTS < 16, "barrier 0 is that of the CTA, and there are 16");
+
+// Publish to the others that this warp has written its part of shared memory.
+DEVICE void publish_part(int warp) {
+#pragma unroll
+    for (int other = 1; other < PARTS; ++other)
+        arrive_at_barrier(1 + warp / PARTS * PARTS + (warp + other) % PARTS, 32 * PARTS);
+}
+
+// Wait until all others have published.
+DEVICE void wait_for_parts(int warp) { wait_at_barrier(1 + warp, 32 * PARTS); }
+
+// Wait until all warps that share the rows are here.
+DEVICE void group_barrier(int warp) { wait_at_barrier(1 + WARPS + warp / PARTS, 32 * PARTS); }
+
+// c += a b for the depths that other warps own. Their parts of `a`, each of COLUMNS / PARTS columns, are in shared memory.
 template <int N, int WIDTH>
-DEVICE void multiply_parts_of_others(Accumulator<N>& c, uint32 a, int own_row, int part, const SharedTile<WIDTH>& b, int first) {
+DEVICE void multiply_other_parts(Accumulator<N>& c, uint32 a, int own_row, int part, const SharedTile<WIDTH>& b, int first) {
     constexpr int DEPTH = COLUMNS / PARTS;
 #pragma unroll
     for (int other = 1; other < PARTS; ++other) {

@@ -107,7 +107,8 @@ def _imported():
         status, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # RuntimeError: the library of NVRTC is missing
         raise ModuleNotFoundError(
-            f"the CUDA kernels are compiled by NVRTC through cuda-core: pip install 'canon[cuda]' ({error})", name="cuda"
+            f"the CUDA kernels are compiled by NVRTC through cuda-core: pip install 'canon[cuda]' ({error})",
+            name="cuda",
         ) from error
     if int(status):
         raise RuntimeError(f"NVRTC returns error {int(status)} for its version")

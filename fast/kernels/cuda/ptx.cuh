@@ -15,7 +15,15 @@ using uint32 = unsigned int;
 
 // --- threads ---
 
-DEVICE int thread_index() { return threadIdx.x; }
+// The mask changes no index. It proves to the compiler that none is negative, so that divisions become shifts.
+DEVICE int thread_index() { return threadIdx.x & 1023; }
+
+// The same, read again: the compiler does not keep the first one in a register for it.
+DEVICE int thread_index_again() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
 
 DEVICE int cta_index() {
     int index;
@@ -26,9 +34,14 @@ DEVICE int cta_index() {
 // Wait until all threads of the CTA are here. Their earlier writes to shared memory are visible afterwards.
 DEVICE void cta_barrier() { __syncthreads(); }
 
-// Wait until `threads` threads are here, in whole warps. Barrier 0 is that of `cta_barrier`.
-DEVICE void named_barrier(int barrier, int threads) {
+// Wait until `threads` threads have arrived at a barrier, in whole warps, this one included. Barrier 0 is that of `cta_barrier`.
+DEVICE void wait_at_barrier(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Arrive at a barrier without waiting. The threads that wait see the earlier writes of this one.
+DEVICE void arrive_at_barrier(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Wait until the 32 lanes of the warp are here.

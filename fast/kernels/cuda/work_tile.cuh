@@ -31,55 +31,78 @@ DEVICE WorkTile cta_work_tile(const int* tiles, int count, int heads, int l2_hea
     return tile;
 }
 
-// A tile that a stage of shared memory holds. No span from `WorkTile::end` on exists: it is the end of the visits.
+// A visited tile. Its work tile visits span after span, and each tile of a span once for each of `heads` heads.
 struct Visit {
-    int span, column;  // the span, and the first column of the tile
-
-    DEVICE explicit Visit(uint32 place) {
-        int both[2];
-        read_shared(both, place);
-        span = both[0], column = both[1];
-    }
-};
-
-constexpr int VISIT_BYTES = 8;
-
-// A walk over the tiles that a work tile visits, span after span. Each tile is visited once for each of `heads` heads. Loads
-// follow the walk. It writes each `Visit` to shared memory, where the MMAs find it STAGES - 1 tiles later.
-struct Walk {
-    int span, full, end;
-    int column, stop;           // first column of the tile, end of the span
-    int head;
+    int span, column, head;     // the span, the first column of the tile, and the head, counted from the first head of the owner
+    int stop;                   // end of the span
     int band_start, band_stop;  // columns of the band: others may hold NaN and are loaded as 0
 
-    DEVICE Walk(const int* spans, const WorkTile& tile) : span(tile.partial), full(tile.full), end(tile.end), head(0) {
-        enter(spans);
-    }
-
-    DEVICE bool active() const { return span < end; }
-
-    DEVICE void announce(uint32 place) const {
-        if (thread_index() != 0) return;
-        write_shared(place, (uint32)span);
-        write_shared(place + 4, (uint32)column);
-    }
-
-    DEVICE void next(const int* spans, int heads) {
-        if (++head < heads) return;
-        head = 0;
-        column += COLUMNS;
-        if (column < stop) return;
-        ++span;
-        enter(spans);
-    }
-
-    DEVICE void enter(const int* spans) {
-        if (!active()) return;
+    DEVICE void enter(const WorkTile& tile, const int* spans) {
+        if (span >= tile.end) return;  // the end of the visits
         const int* entry = spans + (int64)span * SPAN_FIELDS;
-        const bool is_full = span >= full;
+        const bool is_full = span >= tile.full;
         column = read_constant(entry);
         stop = column + COLUMNS * read_constant(entry + 1);
         band_start = is_full ? 0 : read_constant(entry + 4);
         band_stop = is_full ? EVERY_TOKEN : read_constant(entry + 5);
     }
+
+    DEVICE void next(const WorkTile& tile, const int* spans, int heads) {
+        if (++head < heads) return;
+        head = 0;
+        column += COLUMNS;
+        if (column < stop) return;
+        ++span;
+        enter(tile, spans);
+    }
 };
+
+// The visits of a CTA, in a ring in shared memory: they would need 8 registers of every thread. One thread writes visit j + STAGES
+// while tile j is computed and tile j + STAGES - 1 is loaded.
+struct Visits {
+    static constexpr int SLOTS = STAGES + 1, BYTES = 32;
+    uint32 ring;
+
+    DEVICE uint32 place(int slot) const { return ring + slot * BYTES; }
+
+    DEVICE static int following(int slot) { return slot + 1 == SLOTS ? 0 : slot + 1; }
+
+    // Write the first STAGES visits. All threads see them after a barrier.
+    DEVICE void begin(const WorkTile& tile, const int* spans, int heads) const {
+        if (thread_index() != 0) return;
+        Visit visit = {tile.partial, 0, 0, 0, 0, 0};
+        visit.enter(tile, spans);
+        for (int slot = 0; slot < STAGES; ++slot, visit.next(tile, spans, heads)) write(slot, visit);
+    }
+
+    // Write the visit that follows that of `slot`.
+    DEVICE void proceed(int slot, const WorkTile& tile, const int* spans, int heads) const {
+        if (thread_index() != 0) return;
+        Visit visit = read_all(slot);
+        visit.next(tile, spans, heads);
+        write(following(slot), visit);
+    }
+
+    DEVICE void write(int slot, const Visit& visit) const {
+        write_shared(place(slot), {(uint32)visit.span, (uint32)visit.column, (uint32)visit.head, (uint32)visit.stop});
+        write_shared(place(slot) + 16, (uint32)visit.band_start);
+        write_shared(place(slot) + 20, (uint32)visit.band_stop);
+    }
+
+    // Return a visit without the columns of its band.
+    DEVICE Visit read(int slot) const {
+        uint32 x[4];
+        read_shared(x, place(slot));
+        return {(int)x[0], (int)x[1], (int)x[2], (int)x[3], 0, 0};
+    }
+
+    DEVICE Visit read_all(int slot) const {
+        int band[2];
+        read_shared(band, place(slot) + 16);
+        Visit visit = read(slot);
+        visit.band_start = band[0], visit.band_stop = band[1];
+        return visit;
+    }
+};
+
+constexpr int VISIT_BYTES = Visits::SLOTS * Visits::BYTES;
