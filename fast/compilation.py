@@ -1,4 +1,4 @@
-"""Compile kernels before they run, in parallel processes, into Triton's disk cache.
+"""Compile kernels before they run, in parallel processes, into the disk caches of Triton and of the CUDA kernels.
 
     parent     `compile_ahead`: starts one process and reports its progress
     process    calls `collect`; each launch records the compilation that it needs, and launches nothing
@@ -40,6 +40,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from canon.fast import prepared
+from canon.fast.kernels.cuda.kernel import collecting
+from canon.fast.kernels.cuda.program import cache_folder
 from canon.fast.native_replay import native_module
 
 Job = Callable[[], Any]
@@ -116,7 +118,7 @@ def _in_process(collect: Collect, steps: int, processes: int, progress: bool) ->
 
 def _stamp(*identity: Any) -> Path:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    content = repr((_code(), gpu, triton.__version__, torch.__version__, identity))
+    content = repr((_code(), gpu, triton.__version__, torch.__version__, str(cache_folder()), identity))
     return Path(knobs.cache.dir) / f"canon-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
 
 
@@ -126,7 +128,7 @@ def _code() -> str:
     total = hashlib.sha256()
     here = Path(__file__).resolve().parent
     for file in sorted(x for half in (here, here.parent / "reference") for x in half.rglob("*.[pc]*") if x.is_file()):
-        if file.suffix in (".py", ".c"):
+        if file.suffix in (".py", ".c", ".cu", ".cuh"):
             total.update(file.name.encode() + b"\0" + file.read_bytes())
     return total.hexdigest()
 
@@ -134,7 +136,7 @@ def _code() -> str:
 # ---------------------------------------------------------------------- in the process
 @contextmanager
 def recorded_jobs() -> Iterator[dict[Any, Job]]:
-    """Within the block, collect Triton's distinct compilations in the dict. Nothing is compiled, launched or replayed."""
+    """Within the block, collect distinct compilations in the dict. Nothing is compiled, launched or replayed."""
     jobs: dict[Any, Job] = {}
     functions: Any = JITFunction
     do_compile, replayed = functions._do_compile, prepared.REPLAYED
@@ -148,7 +150,8 @@ def recorded_jobs() -> Iterator[dict[Any, Job]]:
     functions._do_compile = record_job
     prepared.REPLAYED = frozenset()  # a prepared pass needs compiled kernels
     try:
-        yield jobs
+        with collecting(jobs):
+            yield jobs
     finally:
         functions._do_compile, prepared.REPLAYED = do_compile, replayed
 

@@ -2,9 +2,10 @@
 
     "gluon"     Hopper (sm_90): bfloat16 and float16, heads up to 256 wide; "fused" up to 128
     "triton"    portable: any GPU that Triton supports, any dtype and width
-    "cuda"      not written
+    "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no "fused". Needs the extra cuda
 
-Without `backend`, "gluon" is used where it supports the inputs and "triton" elsewhere. A chosen backend that does not
+Without `backend`, "gluon" is used where it supports the inputs. Otherwise "cuda" is used up to the widths of `CUDA_WIDTHS`,
+if its compiler is installed, and "triton" elsewhere. A chosen backend that does not
 support the inputs raises: it is never replaced.
 """
 
@@ -24,8 +25,20 @@ from canon.reference.plan_cache import are_noted
 
 __all__ = ["backend"]
 
-BACKENDS = ("triton", "gluon", "cuda")
-AVAILABLE = ("triton", "gluon")
+AVAILABLE = ("triton", "gluon", "cuda")
+# The largest width at which "auto" takes the CUDA kernels, by capability. No such GPU was at hand, so this follows from
+# compiled resources in bfloat16 (canon.testing.cuda_resources, canon.testing.compile). "8 x 32": 8 warps of 32 rows on an SM.
+#
+#                     forward               dq                    dk and dv
+#     sm_80    64     8 x 32   8 x 16       8 x 16   8 x 16       8 x 32   8 x 16       first the CUDA kernel, then Triton's
+#             128     8 x 32   8 x 16       8 x 16   8 x 16       8 x 16   8 x 16
+#             256     8 x 16   8 x 16       8 x 16   8 x 16       4 MMAs a tile, and 5
+#     sm_86    64     as sm_80
+#             128     8 x 16   4 x 16       8 x 16   8 x 16       4 x 16   8 x 16
+#
+# A warp reads every visited tile from shared memory, so 32 rows of a warp halve these reads. Triton also passes P and dS
+# through shared memory. Where an SM holds fewer warps of a CUDA kernel, "auto" keeps Triton.
+CUDA_WIDTHS = {(8, 0): 256, (8, 6): 64, (8, 9): 64}
 
 _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
 
@@ -35,15 +48,14 @@ def backend(name: str) -> Iterator[None]:
     """Use this kernel backend inside the block: "triton", "gluon" or "cuda".
 
     A backward pass and a recomputation by `torch.utils.checkpoint` use the backend of the original call. Without `backend`,
-    calls use "gluon" on Hopper where its kernels support the dtype and width, else "triton". A dtype, width or device that
-    the backend does not support raises ValueError when a call needs it. A compiled function keeps the backend of its
-    compilation, so `backend` surrounds its calls. A call with another choice raises RuntimeError.
-    Raises ValueError for an unknown name and NotImplementedError for a backend that does not exist yet.
+    calls use "gluon" on Hopper where its kernels support the dtype and width. On sm_80, sm_86 and sm_89 they use "cuda" up to
+    the widths of `CUDA_WIDTHS`, if it is installed. All others use "triton". A dtype, width or device that the backend does
+    not support raises ValueError when a call needs it. A compiled function keeps the backend of its compilation, so `backend`
+    surrounds its calls. A call with another choice raises RuntimeError.
+    Raises ValueError for an unknown name. The first kernel of "cuda" raises ModuleNotFoundError without the extra cuda.
     """
-    if name not in BACKENDS:
-        raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, BACKENDS))}")
     if name not in AVAILABLE:
-        raise NotImplementedError(f"backend({name!r}) is not written yet; there is {', '.join(map(repr, AVAILABLE))}")
+        raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, AVAILABLE))}")
     note_choice()
     with computing_with(name):
         yield
@@ -66,10 +78,15 @@ def chosen_backend() -> str | None:
 
 def kernels_for(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
     """Return the launch module of the backend for q and v. ``method``: of the backward pass; "split" also for the forward."""
-    if _chosen.get() == "gluon" or (_chosen.get() is None and _gluon_supports(q, v, method)):
+    chosen = _chosen.get()
+    if chosen == "gluon" or (chosen is None and _gluon_supports(q, v, method)):
         from canon.fast.kernels.gluon import launch as hopper  # imported only here: other GPUs do not need it
 
         return hopper
+    if chosen == "cuda" or (chosen is None and _cuda_is_faster(q, v, method)):
+        from canon.fast.kernels.cuda import launch as cuda
+
+        return cuda
     return launch
 
 
@@ -82,6 +99,18 @@ def _gluon_supports(q: Tensor, v: Tensor, method: str) -> bool:
         return False
     kernel = "fused" if method == "fused" else "forward"  # all other kernels support the widths of "forward"
     return q.dtype in config.DTYPES and bool(config.padded_to(kernel, q.shape[-1], v.shape[-1]))
+
+
+def _cuda_is_faster(q: Tensor, v: Tensor, method: str) -> bool:
+    """Return whether "auto" takes the CUDA kernels, which must support the inputs and be installed."""
+    if is_cpu(q.device) or launch.INTERPRETED or method == "fused" or q.dtype not in config.DTYPES:
+        return False
+    most = CUDA_WIDTHS.get(capability(q.device), 0)
+    if any(width % 16 or not 16 <= width <= most for width in (q.shape[-1], v.shape[-1])):
+        return False
+    from canon.fast.kernels.cuda.program import is_installed
+
+    return is_installed()
 
 
 def check_device(x: Tensor) -> None:

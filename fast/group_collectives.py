@@ -31,6 +31,7 @@ from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
 from canon.reference.call import agreed_cast
 from canon.reference.group_arguments import Group
+from canon.reference.group_state import named_failures
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan, Piece, staged
@@ -126,7 +127,8 @@ def group_cast(
     group, rank, sizes = agreed_cast("group_cast", x, plan, stage, group)
     received = x.new_empty(sum(sizes.received), *x.shape[1:])
     sent = x.index_select(0, rows_sent(plan, stage, rank, x.device))
-    dist.all_to_all_single(received, sent, sizes.received, sizes.sent, group=transport_for(group, x.device).gathers)
+    with named_failures("group_cast", group, plan.layout.ranks):
+        dist.all_to_all_single(received, sent, sizes.received, sizes.sent, group=transport_for(group, x.device).gathers)
     return received
 
 
@@ -141,7 +143,8 @@ def group_reduce(
 ) -> Float[Tensor, "t ..."]:
     group, rank, _ = agreed_cast("group_reduce", y, plan, stage, group, into)
     total = into.contiguous()
-    GroupReduce(y.contiguous(), Transfer(plan, stage, rank), total, group).wait()
+    with named_failures("group_reduce", group, plan.layout.ranks):
+        GroupReduce(y.contiguous(), Transfer(plan, stage, rank), total, group).wait()
     return into if total is into else into.copy_(total)
 
 

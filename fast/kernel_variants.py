@@ -6,6 +6,7 @@ with every combination, on small tensors, while compilations are recorded instea
     property of a variant           fixed by the model             chosen by a mask, a size or a layout: every value
     constants of the source         D, DV, GROUP, ACC, PRECISION   HEADS, FUSED, ORDERED: the method; INDEXED, HAS_DLSE
     tiles, stages, warps            the table of the backend       Gluon forward: `TABLE` and each of `LONG_TABLE`
+    OUT_FLOAT (CUDA)                dtype                          results in float32: parts of a sum
     PACK (Gluon)                    -                              query heads of a tile: divisors of GROUP up to 16
     RANKS (`sum_ranks`)             ranks                          -
     dtypes of out, dq, dk and dv    dtype                          the accumulation dtype for parts of a sum
@@ -40,7 +41,6 @@ from canon.fast import backward
 from canon.fast.device import AVAILABLE, chosen_backend, computing_with, kernels_for
 from canon.fast.group_collectives import as_heads
 from canon.fast.kernels.gluon import config as gluon_config
-from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.rows import add_rows, add_to_rows, copy_statistics, pick_rows, take_rows
 from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
 from canon.fast.kernels.triton.sum_ranks import sum_ranks
@@ -93,7 +93,7 @@ def warm_up(
     processes: int | None = None,
     progress: bool = True,
 ) -> int:
-    """Compile every kernel variant that a model can need into Triton's disk cache. Return how many this call compiled.
+    """Compile every kernel variant that a model can need into the disk cache. Return how many this call compiled.
 
     Later calls of ``functions`` compile nothing, whatever their masks, sizes and layouts. It is no collective: processes of a
     host take turns, and the first compiles for all. Without a CUDA device it prints that there is nothing to compile.
@@ -305,7 +305,7 @@ Choice = Callable[[], AbstractContextManager]
 def forward_choices(x: Inputs) -> list[Choice]:
     """Return contexts that force each configuration of the forward, and each number of heads in a tile."""
     kernels = kernels_for(x.q, x.v)
-    if kernels is portable:
+    if not packs_heads(kernels):
         return [nullcontext]
     chosen, *pads = gluon_config.choose("forward", x.q.shape[3], x.v.shape[3])
     configs = [chosen, *gluon_config.LONG_TABLE.get(("forward", tuple(pads)), {}).values()]
@@ -315,7 +315,12 @@ def forward_choices(x: Inputs) -> list[Choice]:
 def dq_choices(x: Inputs) -> list[Choice]:
     """Return contexts that force each number of heads in a tile of dq."""
     kernels = kernels_for(x.q, x.v)
-    return [nullcontext] if kernels is portable else [partial(_gluon_choice, kernels, pack) for pack in packs(x)]
+    return [partial(_gluon_choice, kernels, pack) for pack in packs(x)] if packs_heads(kernels) else [nullcontext]
+
+
+def packs_heads(kernels: ModuleType) -> bool:
+    """Return whether query heads may share a tile: in the Gluon kernels."""
+    return hasattr(kernels, "packing")
 
 
 def packs(x: Inputs) -> list[int]:
@@ -337,7 +342,7 @@ def methods(x: Inputs) -> list[Choice]:
     if x.model.backward != "auto":
         return [nullcontext]
     names = ["split"] + ["head_parallel"] * (x.q.shape[2] > x.k.shape[2])
-    if kernels_for(x.q, x.v, "fused") is not portable and gluon_config.padded_to("fused", x.q.shape[3], x.v.shape[3]):
+    if packs_heads(kernels_for(x.q, x.v, "fused")) and gluon_config.padded_to("fused", x.q.shape[3], x.v.shape[3]):
         names.append("fused")
     return [partial(_replaced, backward, "automatic", lambda *_, name=name: name) for name in names]
 

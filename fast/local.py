@@ -49,11 +49,13 @@ from canon.reference.checks import (
 )
 from canon.reference.decode_call import agreed_decode
 from canon.reference.group_arguments import Group
+from canon.reference.group_state import named_failures
 from canon.reference.mask import Mask
 from canon.reference.operators import is_traced
 from canon.reference.packing import attend_each
 from canon.reference.passes import Passes
 from canon.reference.rank_invariance import check_rank_invariant
+from canon.reference.sink_weights import weighted
 
 __all__ = ["attention", "attention_backward", "attention_forward", "decode_attention", "merge"]
 
@@ -267,10 +269,11 @@ def decode_attention(
     mask: Mask | Sequence[Mask] | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    group, rank, ranks, mask, scale = agreed_decode(q, k, v, mask, scale, group)
+    group, rank, ranks, mask, scale = agreed_decode(q, k, v, mask, scale, sink, group)
     packed, (q, k, v) = q.ndim == 3, batched(q, k, v)
     buffer, parts = _empty_parts(q, v, ranks)
     if isinstance(mask, (tuple, list)):
@@ -281,10 +284,13 @@ def decode_attention(
         forward_into(q, k, v, mask, scale, *parts[rank])
     (out, lse), *others = parts
     if others and out.numel():
-        transport_for(group, q.device).all_gather(buffer).wait()
+        with named_failures("decode_attention", group, ranks):
+            transport_for(group, q.device).all_gather(buffer).wait()
         for other in others:
             merge_into(out, lse, *other)
-    out, lse = (x.squeeze(0) if packed else x for x in (out.to(q.dtype), lse))
+    with torch.no_grad():
+        out = (out if sink is None else weighted(out, lse, sink)).to(q.dtype)
+    out, lse = (x.squeeze(0) if packed else x for x in (out, lse))
     return (out, lse) if return_lse else out
 
 

@@ -41,7 +41,8 @@ from canon import reference
 from canon.fast.active_queries import active_queries_of, row_indices
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.differentiable import call_operator, differentiable, makes_passes
+from canon.fast.differentiable import makes_passes
+from canon.fast.distributed_call import attend_distributed
 from canon.fast.exchange import PendingKeys
 from canon.fast.group_collectives import (
     GroupCast,
@@ -58,17 +59,15 @@ from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
 from canon.fast.prepared import replayed
-from canon.fast.sinks import under_sink
 from canon.fast.tile_exchanges import cast_passes
 from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
 from canon.reference.call_arguments import kinds_of
-from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
+from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.operators import is_traced
 from canon.reference.passes import Passes
 from canon.reference.plan import CastPlan
 from canon.reference.plan_cache import PLANS
@@ -104,14 +103,7 @@ def magi_attention(
         "stages": (0 if rank_invariant is True else 1) if stages is None else stages,
         "keep_kv": keep_kv,
     }
-    if is_traced():
-        check_sink(q, sink)
-        out, lse = call_operator("magi_attention", q, k, v, mask, layout, **options)
-    else:
-        passes = _passes("magi_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
-        check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
-        out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
-    return under_sink(out, lse, sink, return_lse)
+    return attend_distributed("magi_attention", _passes, q, k, v, mask, layout, sink, return_lse, **options)
 
 
 @makes_passes("magi_attention")

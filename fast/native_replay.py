@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from canon.fast.kernels.cuda.kernel import LoadedKernel
 from canon.fast.recorder import Launch, NotReplayable, Place, Zero
 
 _NUMBERS = {"i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q"}
@@ -37,6 +38,10 @@ def packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:
         p = place(operation.place)
         return 0, p.slot, p.offset, operation.bytes
     compiled = operation.compiled
+    if isinstance(compiled, LoadedKernel):
+        tensors = operation.arguments[: compiled.kernel.pointers]
+        places = [place(operation.places[id(x)]) for x in tensors]
+        return compiled.packed(operation.blocks, operation.arguments, [(p.slot, p.offset) for p in places])
     metadata = compiled.metadata
     for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"):
         if getattr(metadata, name, 0):

@@ -29,7 +29,7 @@ recorded pass in the forward, and up to three in the backward (dk and dv; their 
 functions after it in this list in the first call of a kind, and replays their launches in later calls:
 
     forward     `_forward`, `prepared.replayed`, `_forward_step`, `local.forward_into`, `device.kernels_for`, `forward` of
-                launch.py (in kernels/triton or kernels/gluon); `ActiveQueries.merge`
+                launch.py (in kernels/triton, gluon or cuda); `ActiveQueries.merge`
     backward    `_Backward`, `prepared.replayed`, `_launch_dkdv` and `_launch_dq`, `partial_backward.PartialBackward`,
                 `device.kernels_for`, `dkdv` and `dq` of launch.py
 
@@ -56,22 +56,21 @@ from canon import reference
 from canon.fast.active_queries import active_queries_of, row_indices, visible_keys
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.differentiable import call_operator, differentiable, makes_passes
+from canon.fast.differentiable import makes_passes
+from canon.fast.distributed_call import attend_distributed
 from canon.fast.exchange import BlockRing, Blocks, Hop
 from canon.fast.kernels.triton.rows import add_to_rows
 from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import run_pipeline
 from canon.fast.prepared import replayed
-from canon.fast.sinks import under_sink
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
 from canon.reference.call_arguments import kinds_of
-from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
+from canon.reference.checks import accumulate_dtype, under_autocast
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.operators import is_traced
 from canon.reference.passes import LAYOUTS, Passes
 from canon.reference.plan_cache import PLANS
 
@@ -151,14 +150,7 @@ def _ring(
     return_lse: bool,
     **options: Any,
 ):
-    if is_traced():
-        check_sink(q, sink)
-        out, lse = call_operator(function, q, k, v, mask, layout, **options)
-    else:
-        passes = _passes(function, q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
-        check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
-        out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
-    return under_sink(out, lse, sink, return_lse)
+    return attend_distributed(function, _passes, q, k, v, mask, layout, sink, return_lse, **options)
 
 
 @makes_passes("ring_attention", "zigzag_attention", "striped_attention")

@@ -37,7 +37,8 @@ from canon import reference
 from canon.fast.active_queries import active_queries_of, visible_keys
 from canon.fast.backward import QueryInputs, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.differentiable import call_operator, differentiable, makes_passes
+from canon.fast.differentiable import makes_passes
+from canon.fast.distributed_call import attend_distributed
 from canon.fast.exchange import AllGather, HeadGroup, ReduceScatter, gathered_mask
 from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.owner_computes import owner_backward, owner_forward
@@ -45,16 +46,14 @@ from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.prepared import replayed
 from canon.fast.ring import ring_backward
-from canon.fast.sinks import under_sink
 from canon.fast.tile_exchanges import OwnTokens, TileGather
 from canon.fast.twins import twin_of
 from canon.reference.call import Call, agreed_call
 from canon.reference.call_arguments import kinds_of
-from canon.reference.checks import batched, check_sink, kind_of_sink, under_autocast
+from canon.reference.checks import batched, under_autocast
 from canon.reference.group_arguments import Group
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
-from canon.reference.operators import is_traced
 from canon.reference.passes import Passes
 from canon.reference.plan_cache import PLANS
 from canon.reference.strides import Steps, strided_steps, suggest_strides
@@ -98,14 +97,7 @@ def strided_attention(
         "pack_first": pack_first,
         "backward_schedule": backward_schedule,
     }
-    if is_traced():
-        check_sink(q, sink)
-        out, lse = call_operator("strided_attention", q, k, v, mask, layout, **options)
-    else:
-        passes = _passes("strided_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
-        check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
-        out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
-    return under_sink(out, lse, sink, return_lse)
+    return attend_distributed("strided_attention", _passes, q, k, v, mask, layout, sink, return_lse, **options)
 
 
 @makes_passes("strided_attention")

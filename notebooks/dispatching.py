@@ -4,13 +4,45 @@ The notebook computes the data with the package. These functions only draw it.
 """
 
 import matplotlib.pyplot as plt
-from drawing import INK, PALE, RANKS
-from matplotlib.patches import Rectangle
+import torch
+from drawing import INK, PALE, RANKS, matrix
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.patches import Patch, Rectangle
+
+GREYS = LinearSegmentedColormap.from_list("greys", ["white", "#4a4a4a"])
+
+
+def _legend(owner, ranks, **place):
+    handles = [Patch(color=RANKS[rank % len(RANKS)], label=f"rank {rank}") for rank in range(ranks)]
+    owner.legend(handles=handles, handlelength=1, **place)
+
+
+def plans_by_hand(mask, chunk, plans):
+    """Draw a small mask once for each plan, its rows in the colours of their ranks. plans[title] is a layout."""
+    figure, axes = plt.subplots(
+        1, len(plans), figsize=(3.3 * len(plans) + 0.8, 3.5), squeeze=False, layout="constrained"
+    )
+    for ax, (title, layout) in zip(axes.flat, plans.items(), strict=True):
+        values = torch.zeros(mask.queries, mask.keys, dtype=torch.long)
+        for rank in range(layout.ranks):
+            rows = layout.positions(rank)
+            values[rows] = mask.dense()[rows].long() * (1 + rank)
+        matrix(ax, values, RANKS[: layout.ranks], title)
+        for edge in range(chunk, mask.queries, chunk):
+            ax.axhline(edge - 0.5, color=INK, linewidth=0.8)
+        middles = range(0, mask.queries, chunk)
+        ax.set_yticks(
+            [start + chunk / 2 - 0.5 for start in middles], [f"chunk {number}" for number in range(len(middles))]
+        )
+        ax.tick_params(labelleft=True)
+        ax.set_xlabel("keys")
+    _legend(figure, layout.ranks, loc="outside right center")
+    plt.show()
 
 
 def chunks(cu_seqlens, layouts, chunk):
     """Draw the documents of a pack and, for each layout, its chunks in the colours of their ranks."""
-    _, ax = plt.subplots(figsize=(9, 0.5 + 0.42 * (1 + len(layouts))))
+    figure, ax = plt.subplots(figsize=(9.5, 0.5 + 0.42 * (1 + len(layouts))), layout="constrained")
     for number, (start, stop) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)):
         ax.add_patch(Rectangle((start, 0.1), stop - start, 0.8, facecolor=("#c9c9c4", PALE)[number % 2]))
     for row, layout in enumerate(layouts.values(), 1):
@@ -24,6 +56,7 @@ def chunks(cu_seqlens, layouts, chunk):
     ax.tick_params(length=0)
     for side in ax.spines.values():
         side.set_visible(False)
+    _legend(figure, max(layout.ranks for layout in layouts.values()), loc="outside right center")
     plt.show()
 
 
@@ -38,9 +71,12 @@ def work(reports):
         lower.bar([rank - 0.2 for rank in ranks], report.received, 0.36, color=INK, label="receives")
         lower.bar([rank + 0.2 for rank in ranks], report.sent, 0.36, color="#b5b5ae", label="sends")
         lower.set_xticks(ranks, [f"{rank}" for rank in ranks])
+        lower.set_xlabel("rank")
+        upper.set_xticks(ranks)
     axes[0, 0].set_ylabel("area / mean")
     axes[1, 0].set_ylabel("tokens")
-    axes[1, 0].legend()
+    axes[1, 0].set_ylim(0, 1.3 * max(max(*report.received, *report.sent) for report in reports.values()))
+    axes[1, 0].legend(loc="upper left", ncols=2)
     figure.tight_layout()
     plt.show()
 
@@ -48,15 +84,17 @@ def work(reports):
 def exchanges(tables):
     """Draw the tokens that each rank (row) receives from each rank (column), one table for each plan."""
     most = max(max(map(max, table)) for table in tables.values())
-    figure, axes = plt.subplots(1, len(tables), figsize=(3 * len(tables), 3), squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(tables), figsize=(2.9 * len(tables) + 0.6, 3), squeeze=False, layout="constrained"
+    )
     for ax, (name, table) in zip(axes.flat, tables.items(), strict=True):
-        ax.imshow(table, cmap="Greys", vmin=0, vmax=most)
+        image = ax.imshow(table, cmap=GREYS, vmin=0, vmax=most)
         for rank in range(len(table)):
             ax.add_patch(Rectangle((rank - 0.5, rank - 0.5), 1, 1, color=RANKS[rank % len(RANKS)]))
-        ax.set(title=name, xticks=range(len(table)), yticks=range(len(table)), xlabel="from")
+        ax.set(title=name, xticks=range(len(table)), yticks=range(len(table)), xlabel="from rank")
         ax.tick_params(length=0)
-    axes[0, 0].set_ylabel("to")
-    figure.tight_layout()
+    axes[0, 0].set_ylabel("to rank")
+    figure.colorbar(image, ax=axes, label="tokens", shrink=0.8)
     plt.show()
 
 
@@ -85,15 +123,17 @@ def trade(curves):
 
 def buffer(mask, local, own, keys, owner):
     """Draw the global mask with the cells of one rank in colour, and its local mask over its buffer of keys."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.4), width_ratios=[mask.keys, local.keys])
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(8.4, 3.6), width_ratios=[mask.keys, local.keys], layout="constrained"
+    )
     shown = mask.dense().float() * 0.25
     for row in own:
         for place, key in enumerate(keys):
             if mask.dense()[row, key]:
                 left.add_patch(Rectangle((key - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0))
-    left.imshow(shown, cmap="Greys", vmin=0, vmax=1)
+    left.imshow(shown, cmap=GREYS, vmin=0, vmax=1)
     left.set(
-        title="the mask; this rank computes the coloured cells", xlabel="keys", ylabel="queries", xticks=[], yticks=[]
+        title="the mask; rank 0 computes the coloured cells", xlabel="keys", ylabel="queries", xticks=[], yticks=[]
     )
     cells = local.dense()
     for row in range(local.queries):
@@ -101,10 +141,10 @@ def buffer(mask, local, own, keys, owner):
             if cells[row, place]:
                 right.add_patch(Rectangle((place - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0))
     right.set(
-        xlim=(-0.5, local.keys - 0.5), ylim=(local.queries - 0.5, -0.5), title="local mask: own queries, buffer of keys"
+        xlim=(-0.5, local.keys - 0.5), ylim=(local.queries - 0.5, -0.5), title="its local mask", xlabel="buffer of keys"
     )
     right.set_xticks(range(local.keys), keys, fontsize=7)
     right.set_yticks(range(local.queries), own, fontsize=7)
     right.set_aspect("equal")
-    figure.tight_layout()
+    _legend(figure, 1 + max(owner), loc="outside right center", title="keys of")
     plt.show()

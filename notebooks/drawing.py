@@ -8,7 +8,16 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch, Rectangle
 
-RANKS = ["#3b6fb6", "#e08a2e", "#4a9d5b", "#a35bb0", "#c94f4f", "#3aa6a6", "#8c7a5b", "#6b6b6b"]
+RANKS = [
+    "#3b6fb6",
+    "#e08a2e",
+    "#4a9d5b",
+    "#a35bb0",
+    "#c94f4f",
+    "#3aa6a6",
+    "#8c7a5b",
+    "#d9b52f",
+]  # no grey: it is no rank
 INK, PALE = "#2b2b2b", "#e9e9e6"
 
 plt.rcParams.update(
@@ -196,6 +205,66 @@ def local_masks(layouts, mask):
     plt.show()
 
 
+def zigzag_cases(layout, mask):
+    """Draw the local masks of a zigzag layout, queries by row and keys by column, and beside them their three cases."""
+    ranks = layout.ranks
+    figure = plt.figure(figsize=(9, 4.2))
+    grid, cases = figure.subfigures(1, 2, width_ratios=[1.5, 1])
+    grid.suptitle("all pairs of ranks", y=1.0, fontsize=10, va="bottom")
+    inside = {"hspace": 0.08, "wspace": 0.08, "left": 0.1, "right": 0.96, "bottom": 0.02, "top": 0.9}
+    axes = grid.subplots(ranks, ranks, gridspec_kw=inside)
+    for rank in range(ranks):
+        for owner in range(ranks):
+            matrix(axes[rank, owner], layout.local_mask(mask, rank, owner).dense().long(), [RANKS[owner]])
+        axes[rank, 0].set_ylabel(f"rank {rank}")
+        axes[0, rank].set_title(f"keys of {rank}", fontsize=8)
+    cases.suptitle("queries of rank 1", y=1.0, fontsize=10, va="bottom")
+    named = {
+        "own keys: causal": 1,
+        "keys of an earlier rank: the left half": 0,
+        "keys of a later rank: the lower half": 2,
+    }
+    axes = cases.subplots(3, 1, gridspec_kw={"hspace": 0.75, "left": 0.2, "right": 0.8, "bottom": 0.1, "top": 0.9})
+    for ax, (name, owner) in zip(axes, named.items(), strict=True):
+        matrix(ax, layout.local_mask(mask, 1, owner).dense().long(), [RANKS[owner]], name)
+        for axis, tokens in (("x", layout.positions(owner)), ("y", layout.positions(1))):
+            getattr(ax, f"set_{axis}ticks")(range(len(tokens)), tokens.tolist())
+        ax.tick_params(labelbottom=True, labelleft=True, labelsize=6)
+    plt.show()
+
+
+KIND_COLOURS = {"forward": RANKS[0], "backward": RANKS[3], "other": "#8f8f8a", "message": RANKS[1]}
+
+
+def measured(results):
+    """Draw the results of `canon.testing.real_ranks`, one panel for each call."""
+    panels = {}
+    for name, ranks in results.items():
+        drawn = [one for one in ranks if one.spans]
+        shared = len(drawn) < len(ranks)  # one GPU runs the kernels of all ranks
+        panels[name] = {"all ranks" if shared else f"rank {one.rank}": one.spans for one in drawn}
+    measured_spans(panels)
+
+
+def measured_spans(panels):
+    """Draw measured spans. panels[title][rank] lists objects with kind, start and stop: kernels above, messages below."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels) + 1, 3), squeeze=False, layout="constrained")
+    for ax, (title, ranks) in zip(axes.flat, panels.items(), strict=True):
+        for row, spans in enumerate(ranks.values()):
+            for span in spans:
+                place, height = (row + 0.2, 0.16) if span.kind == "message" else (row - 0.4, 0.54)
+                box = {"facecolor": KIND_COLOURS[span.kind], "edgecolor": "white", "linewidth": 0.4}
+                ax.add_patch(Rectangle((span.start, place), span.stop - span.start, height, **box))
+        ax.set(ylim=(len(ranks) - 0.5, -0.6), xlabel="milliseconds", title=title)
+        ax.set_xlim(0, 1.02 * max(span.stop for spans in ranks.values() for span in spans))
+        ax.set_yticks(range(len(ranks)), ranks)
+        ax.tick_params(axis="y", length=0)
+        ax.spines["left"].set_visible(False)
+    handles = [Patch(color=colour, label=kind) for kind, colour in KIND_COLOURS.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), handlelength=1)
+    plt.show()
+
+
 def work(shares):
     """Draw the work of each rank over the mean. shares[mask][layout] is a list by rank."""
     figure, axes = plt.subplots(1, len(shares), figsize=(3 * len(shares), 2.5), sharey=True, squeeze=False)
@@ -216,9 +285,12 @@ def work(shares):
     plt.show()
 
 
-def timelines(schedules):
-    """Draw rings over time. schedules[name][step][rank] is (owner of the keys, cells). The largest sets the step's length."""
-    figure, axes = plt.subplots(len(schedules), 1, figsize=(9, 1.7 * len(schedules)), sharex=True, squeeze=False)
+def timelines(schedules, hop):
+    """Draw rings over time. schedules[name][step][rank] is (owner of the keys, cells). The largest sets the step's length.
+
+    The thin bar below a rank's computation is the hop that it sends in this step. ``hop`` is its length in cells.
+    """
+    figure, axes = plt.subplots(len(schedules), 1, figsize=(9, 2.1 * len(schedules)), sharex=True, squeeze=False)
     for ax, (name, steps) in zip(axes.flat, schedules.items(), strict=True):
         ranks, now = len(steps[0]), 0
         perfect = sum(cells for step in steps for _, cells in step) / ranks
@@ -226,11 +298,15 @@ def timelines(schedules):
             length = max(cells for _, cells in step) / perfect
             for rank, (owner, cells) in enumerate(step):
                 waiting = {"facecolor": "white", "edgecolor": "#c9c9c4", "hatch": "////", "linewidth": 0}
-                ax.add_patch(Rectangle((now, rank - 0.36), length, 0.72, **waiting))
-                share = cells / perfect
-                ax.add_patch(Rectangle((now, rank - 0.36), share, 0.72, facecolor=RANKS[owner], edgecolor="white"))
+                ax.add_patch(Rectangle((now, rank - 0.4), length, 0.54, **waiting))
+                share, sent = cells / perfect, {"facecolor": RANKS[owner], "alpha": 0.6, "linewidth": 0}
+                ax.add_patch(Rectangle((now, rank - 0.4), share, 0.54, facecolor=RANKS[owner], edgecolor="white"))
                 if share > 0.03:
-                    ax.text(now + share / 2, rank, f"K{owner}", ha="center", va="center", color="white", fontsize=8)
+                    ax.text(
+                        now + share / 2, rank - 0.13, f"K{owner}", ha="center", va="center", color="white", fontsize=8
+                    )
+                if number + 1 < len(steps):
+                    ax.add_patch(Rectangle((now, rank + 0.2), hop / perfect, 0.16, **sent))
             ax.axvline(now, color="#9a9a9a", linewidth=0.6, linestyle=(0, (2, 2)), zorder=0)
             ax.text(now + length / 2, -0.72, f"step {number}", ha="center", va="center", fontsize=8, color="#6a6a6a")
             now += length
@@ -239,7 +315,9 @@ def timelines(schedules):
         ax.tick_params(length=0)
         ax.spines["left"].set_visible(False)
         ax.set_xlim(0, max(now, ax.get_xlim()[1] if ax is not axes[0, 0] else 0) * 1.005)
-    axes[-1, 0].set_xlabel("time; 1 is perfect balance (hatched: waiting for the slowest rank)")
+    axes[-1, 0].set_xlabel(
+        "time; 1 is perfect balance (hatched: waiting for the slowest rank; thin: the hop that the rank sends)"
+    )
     figure.tight_layout()
     plt.show()
 

@@ -1,4 +1,4 @@
-"""Figures of notebook 03: head groups, overlap of messages and kernels, and errors by the number of ranks.
+"""Figures of notebook 03: head groups, and errors by the number of ranks.
 
 The notebook computes the data with the package. These functions only draw it. Each colour is one step.
 """
@@ -6,8 +6,6 @@ The notebook computes the data with the package. These functions only draw it. E
 import matplotlib.pyplot as plt
 from drawing import INK, PALE, RANKS
 from matplotlib.patches import Rectangle
-
-LANES = ("gather", "compute", "reduce")
 
 
 def head_groups(patterns):
@@ -25,30 +23,6 @@ def head_groups(patterns):
         for side in ax.spines.values():
             side.set_visible(False)
     figure.tight_layout(h_pad=0.3)
-    plt.show()
-
-
-def pipelines(panels):
-    """Draw each stream over time. panels[title] lists (lane, start, stop, step, text). Hatched time has no computation."""
-    longest = max(stop for bars in panels.values() for _, _, stop, *_ in bars)
-    figure, axes = plt.subplots(len(panels), 1, figsize=(9.5, 1.35 * len(panels)), sharex=True, squeeze=False)
-    for ax, (title, bars) in zip(axes.flat, panels.items(), strict=True):
-        end = max(stop for _, _, stop, *_ in bars)
-        idle = {"facecolor": "white", "edgecolor": "#c9c9c4", "hatch": "////", "linewidth": 0}
-        ax.add_patch(Rectangle((0, LANES.index("compute") - 0.38), end, 0.76, **idle))
-        for lane, start, stop, step, text in bars:
-            place = (start, LANES.index(lane) - 0.38)
-            ax.add_patch(Rectangle(place, stop - start, 0.76, facecolor=RANKS[step % len(RANKS)], edgecolor="white"))
-            if stop - start > longest * 0.008 * len(text):
-                ax.text((start + stop) / 2, place[1] + 0.38, text, ha="center", va="center", color="white", fontsize=7)
-        ax.axvline(end, color=INK, linewidth=0.8, linestyle=(0, (3, 2)))
-        computing = sum(stop - start for lane, start, stop, *_ in bars if lane == "compute")
-        ax.set(ylim=(2.6, -0.6), yticks=range(3), yticklabels=LANES, xlim=(0, 1.01 * longest), xticks=[])
-        ax.set_title(f"{title}: {100 * computing / end:.0f} % of the time is computing", loc="left")
-        ax.tick_params(length=0)
-        ax.spines["left"].set_visible(False)
-    axes[-1, 0].set_xlabel("time")
-    figure.tight_layout()
     plt.show()
 
 

@@ -4,17 +4,17 @@ import re
 
 from records import cut_off_cases, lines, load, median, named, span, table, tokens
 
-SHAPES = (  # shape, record
-    ("B1 S16384 Hq32 Hk8 D128 causal", "kernels_h200"),
-    ("B1 S16384 Hq32 Hk8 D128 full", "kernels_h200"),
-    ("B8 S2048 Hq32 Hk8 D128 causal", "kernels_h200"),
-    ("B4 S8192 Hq16 Hk16 D128 causal", "kernels_h200"),
-    ("B1 S16384 Hq32 Hk32 D64 causal", "kernels_h200"),
-    ("B1 S16384 Hq16 Hk16 D256 causal", "kernels_h200"),
-    ("B2 S1024 Hq8 Hk1 D256 full", "kernels_h200"),
-    ("B1 S65536 Hq64 Hk8 D128 documents:4096", "kernels_h200"),
-    ("B1 S65536 Hq64 Hk8 D128 documents:1024", "kernels_ten_h200"),
-    ("B1 S65536 Hq32 Hk8 D128 causal", "kernels_ten_h200"),
+RECORD = "kernels_h200"
+SHAPES = (
+    "B1 S16384 Hq32 Hk8 D128 causal",
+    "B1 S16384 Hq32 Hk8 D128 full",
+    "B8 S2048 Hq32 Hk8 D128 causal",
+    "B4 S8192 Hq16 Hk16 D128 causal",
+    "B1 S16384 Hq32 Hk32 D64 causal",
+    "B1 S16384 Hq16 Hk16 D256 causal",
+    "B2 S1024 Hq8 Hk1 D256 full",
+    "B1 S65536 Hq64 Hk8 D128 documents:4096",
+    "B1 S65536 Hq64 Hk8 D128 documents:1024",
 )
 REPEATABLE = {"split": "split", "head_parallel": "head-parallel", "fused in order": "ordered fused"}
 PEERS = ("SDPA cudnn", "SDPA flash", "FlexAttention", "flash-attn-4")
@@ -44,6 +44,19 @@ def semaphore() -> list[float]:
 def rows_of(record: str, shape: str) -> list[dict]:
     """Return the rows of a record with this shape."""
     return [row for row in load(record)["results"] if row["shape"] == shape]
+
+
+def row_of(record: str, shape: str, contender: str) -> dict:
+    """Return the row of a contender, or {} where it has no figures."""
+    return next((row for row in rows_of(record, shape) if row["contender"] == contender and "failed" not in row), {})
+
+
+def clocks(record: str, shape: str, contender: str, name: str) -> tuple[float, float]:
+    """Return the medians of wall time and GPU time (ms) of the "forward" or of "both" passes; zeros without figures."""
+    if not (row := row_of(record, shape, contender)) or f"{name}_wall_ms" not in row:
+        return 0.0, 0.0
+    parts = ("forward_ms",) if name == "forward" else ("forward_ms", "backward_ms")
+    return median(row[f"{name}_wall_ms"]), sum(median(row[part]) for part in parts)
 
 
 def speed(record: str, shape: str, contender: str, name: str) -> float:
@@ -148,7 +161,8 @@ def planted() -> dict[str, str]:
 def kernels() -> dict[str, str]:
     """Return the table of kernels and the ratios of their speeds."""
     rows, ratios = [], {"forward": [], "fastest": [], "repeatable": []}
-    for shape, record in SHAPES:
+    for shape in SHAPES:
+        record = RECORD
         ours, (ordered, method) = forward(record, shape), repeatable(record, shape)
         fused = speed(record, shape, "canon gluon fused", "backward")
         strict = speed(record, shape, "flash-attn-4 deterministic", "backward")
@@ -170,17 +184,11 @@ def kernels() -> dict[str, str]:
         "flash-attn-4 deterministic",
     )
     causal = "B1 S16384 Hq32 Hk8 D128 causal"
-    cudnn = [
-        speed(record, causal, "SDPA cudnn", "forward")
-        for record in ("kernels_h200", "kernels_ten_h200", "kernels_triton_h200")
+    cudnn = [speed(record, causal, "SDPA cudnn", "forward") for record in (RECORD, "kernels_triton_h200")]
+    flex = [speed(RECORD, shape, "FlexAttention", "forward") / forward(RECORD, shape) for shape in SHAPES]
+    twice = [
+        speed(RECORD, s, "canon gluon split", "forward") / speed(RECORD, s, "canon auto", "forward") - 1 for s in SHAPES
     ]
-    flex = [
-        speed("kernels_h200", shape, "FlexAttention", "forward") / forward("kernels_h200", shape)
-        for shape, record in SHAPES
-        if record == "kernels_h200"
-    ]
-    both = [("canon gluon split", "canon auto", shape) for shape, record in SHAPES if record == "kernels_h200"]
-    twice = [speed("kernels_h200", s, a, "forward") / speed("kernels_h200", s, b, "forward") - 1 for a, b, s in both]
     return {
         "kernels": table(header, rows),
         "forward_over_peer": span(ratios["forward"]),
@@ -192,6 +200,41 @@ def kernels() -> dict[str, str]:
         "flex_over_canon": span(flex),
         "cudnn_runs": span(cudnn, 0),
         "timed_twice": f"{max(map(abs, twice)):.1%}",
+    }
+
+
+def wall() -> dict[str, str]:
+    """Return the table of wall times, Canon's over those of the fastest peer, and the cost of `rank_invariant`."""
+    rows, ratios, cost = [], {"forward": [], "both": []}, {"forward": [], "both": []}
+    costs = []
+    for shape in SHAPES:
+        cells = []
+        for name in ("forward", "both"):
+            times = {who: clocks(RECORD, shape, who, name) for who in ("canon auto", *PEERS)}
+            fastest = min(wall for who, (wall, _) in times.items() if wall and who != "canon auto")
+            ratios[name].append(fastest / times["canon auto"][0])
+            invariant = clocks(RECORD, shape, "canon auto, rank invariant", name)
+            cost[name].append(invariant[1] / times["canon auto"][1])
+            shown = (times[who] for who in ("canon auto", "SDPA cudnn", "flash-attn-4"))
+            cells += [f"{wall:.2f} [{gpu:.2f}]" if wall else "-" for wall, gpu in shown]
+        rows.append([named(shape), *cells])
+        costs.append([named(shape), *(f"{cost[name][-1]:.2f}" for name in ("forward", "both"))])
+    header = (
+        "wall ms [GPU ms]",
+        "forward: Canon",
+        "cuDNN",
+        "flash-attn-4",
+        "both passes: Canon",
+        "cuDNN",
+        "flash-attn-4",
+    )
+    return {
+        "wall": table(header, rows),
+        "wall_forward": span(ratios["forward"]),
+        "wall_both": span(ratios["both"]),
+        "invariant": table(("GPU time with the option over without", "forward", "both passes"), costs),
+        "invariant_forward": span(cost["forward"]),
+        "invariant_both": span(cost["both"]),
     }
 
 
@@ -284,4 +327,4 @@ def tiles() -> dict[str, str]:
     return {"tiles": table(("kernel", "packed documents of mean 1024", "16,384 tokens, causal"), rows, left=3)}
 
 
-PARTS = (agreement, planted, kernels, portable, lengths, compilation, tiles)
+PARTS = (agreement, planted, kernels, wall, portable, lengths, compilation, tiles)

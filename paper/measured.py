@@ -12,6 +12,7 @@ import argparse
 import re
 from pathlib import Path
 
+import cuda_tables
 import kernel_tables
 import measured_figures
 import paper_figures
@@ -50,7 +51,7 @@ def quoted(text: str) -> set[str]:
 
 def measured() -> dict[str, str]:
     """Return all tables and numbers of `measured.md` but its appendix."""
-    parts = (*kernel_tables.PARTS, *schedule_tables.PARTS)
+    parts = (*kernel_tables.PARTS, *cuda_tables.PARTS, *schedule_tables.PARTS)
     return {key: value for part in parts for key, value in part().items()}
 
 

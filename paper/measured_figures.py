@@ -3,7 +3,7 @@
 import kernel_tables
 import schedule_tables
 from plots import BLUE, GREEN, GREY, ONE, ORANGE, SKY, VERMILION, Drawing, finish, new
-from records import load, tokens
+from records import load, median, tokens
 
 
 def short(shape: str) -> str:
@@ -14,9 +14,9 @@ def short(shape: str) -> str:
 
 
 def kernels():
-    """Draw the speeds of kernels on ten shapes."""
+    """Draw the speeds of kernels on nine shapes."""
     figure, grid = new(2, width=10, height=5.2, sharey=True)
-    shapes = kernel_tables.SHAPES
+    record, shapes = kernel_tables.RECORD, kernel_tables.SHAPES
     peers = (("SDPA cudnn", "cuDNN", ORANGE, "^"), ("flash-attn-4", "flash-attn-4", BLUE, "s"))
     for axes, name in zip(grid[0], ("forward", "backward"), strict=True):
         series = [
@@ -25,16 +25,16 @@ def kernels():
                 colour,
                 mark,
                 "none" if name == "backward" else colour,
-                [kernel_tables.speed(r, s, peer, name) for s, r in shapes],
+                [kernel_tables.speed(record, s, peer, name) for s in shapes],
             )
             for peer, label, colour, mark in peers
         ]
         if name == "forward":
-            series.append(("Canon", VERMILION, "o", VERMILION, [kernel_tables.forward(r, s) for s, r in shapes]))
+            series.append(("Canon", VERMILION, "o", VERMILION, [kernel_tables.forward(record, s) for s in shapes]))
         else:
-            strict = [kernel_tables.speed(r, s, "flash-attn-4 deterministic", name) for s, r in shapes]
+            strict = [kernel_tables.speed(record, s, "flash-attn-4 deterministic", name) for s in shapes]
             series.append(("flash-attn-4, deterministic", BLUE, "s", BLUE, strict))
-            any_order = [kernel_tables.speed(r, s, "canon gluon fused", name) for s, r in shapes]
+            any_order = [kernel_tables.speed(record, s, "canon gluon fused", name) for s in shapes]
             series.append(("Canon, any order", VERMILION, "o", "none", any_order))
             series.append(
                 (
@@ -42,13 +42,13 @@ def kernels():
                     VERMILION,
                     "o",
                     VERMILION,
-                    [kernel_tables.repeatable(r, s)[0] for s, r in shapes],
+                    [kernel_tables.repeatable(record, s)[0] for s in shapes],
                 )
             )
         for label, colour, mark, face, values in series:
             points = [(value, -i) for i, value in enumerate(values) if value]
             axes.plot(*zip(*points, strict=True), mark, color=colour, markerfacecolor=face, markersize=7, label=label)
-        axes.set_yticks([-i for i in range(len(shapes))], [short(s) for s, _ in shapes])
+        axes.set_yticks([-i for i in range(len(shapes))], [short(s) for s in shapes])
         axes.set_xlim(left=0)
         finish(axes, name, "TFLOP/s of visible cells", grid="both")
         axes.legend(
@@ -59,6 +59,44 @@ def kernels():
             frameon=False,
         )
     figure.suptitle(f"Kernels on {ONE}: batch x tokens, query/key heads, width, mask", fontsize=10)
+    return figure
+
+
+def wall():
+    """Draw wall time and GPU time of Canon and its peers, as parts of cuDNN's or flash-attn-4's wall time."""
+    figure, grid = new(2, width=10, height=5.6, sharey=True)
+    record, host = kernel_tables.RECORD, load("host_h200")["results"]
+    short_shapes = list(dict.fromkeys(row["shape"] for row in host))
+    shapes = [*short_shapes, *kernel_tables.SHAPES]
+    series = (
+        ("canon auto", "Canon", VERMILION, "o"), ("SDPA cudnn", "cuDNN", ORANGE, "^"),
+        ("flash-attn-4", "flash-attn-4", BLUE, "s"),
+    )  # fmt: skip
+    for axes, name in zip(grid[0], ("forward", "both"), strict=True):
+        for i, shape in enumerate(shapes):
+            known = lambda who, shape=shape, name=name: kernel_tables.clocks(record, shape, who, name)
+            if shape in short_shapes:
+                times = {r["contender"]: (median(r[f"{name}_wall_ms"]), 0.0) for r in host if r["shape"] == shape}
+            else:
+                times = {who: known(who) for who, *_ in series}
+            unit = times.get("SDPA cudnn", (0.0, 0.0))[0] or times["flash-attn-4"][0]
+            for who, _, colour, mark in series:
+                wall, gpu = times.get(who, (0.0, 0.0))
+                if wall:
+                    axes.plot(wall / unit, -i, mark, color=colour, markersize=7)
+                if gpu:
+                    axes.plot(gpu / unit, -i, mark, color=colour, markerfacecolor="none", markersize=7)
+        axes.axvline(1.0, color=GREY, linewidth=0.8)
+        axes.set_yticks([-i for i in range(len(shapes))], [short(shape) for shape in shapes])
+        axes.set_xlim(0, 1.4)
+        finish(
+            axes, "forward" if name == "forward" else "forward and backward", "time, cuDNN's wall time = 1", grid="both"
+        )
+    handles = [grid[0][0].plot([], [], mark, color=colour, label=label)[0] for _, label, colour, mark in series]
+    figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(
+        f"Eager calls back to back on {ONE}. Filled: wall time. Hollow: GPU time. Less is better", fontsize=10
+    )
     return figure
 
 
@@ -151,7 +189,8 @@ def packs():
 
 
 FIGURES = {
-    "kernels": Drawing(kernels, ("kernels_h200.json", "kernels_ten_h200.json")),
+    "kernels": Drawing(kernels, ("kernels_h200.json",)),
+    "wall": Drawing(wall, ("kernels_h200.json", "host_h200.json")),
     "lengths": Drawing(lengths, ("kernels_sweep_widths_h200.json",)),
     "schedules": Drawing(
         schedules, ("schedules_two_h200.json", "schedules_four_h200.json", "schedules_eight_h200.json")

@@ -190,7 +190,17 @@ def plans() -> dict[str, str]:
     return {"plans": table(("ranks", "tokens", "balance", "volume", "worst receive", "planned in"), rows, left=0)}
 
 
-PARTS = (schedules, packs, host, plans)
+def training() -> dict[str, str]:
+    """Return the table of the training experiment: tokens per second and peak memory, by function."""
+    causal, packed = (
+        {row["function"]: row for row in load(f"swap_{mask}_h200")["results"]} for mask in ("causal", "packed")
+    )
+    speed = lambda row: f"{tokens(round(row['tokens_per_second']))} ({row['peak_bytes'] / 1e9:.1f} GB)" if row else "-"
+    rows = [[name, speed(causal.get(name)), speed(packed.get(name))] for name in causal]
+    return {"training": table(("tokens per second (peak memory)", "one causal sequence", "packed documents"), rows)}
+
+
+PARTS = (schedules, packs, host, plans, training)
 
 
 def _ring_wall(checked: bool) -> str:

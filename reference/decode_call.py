@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from canon.reference.checks import cached, check_mask, check_tensors, default_scale
+from canon.reference.checks import cached, check_mask, check_sink, check_tensors, default_scale, kind_of_sink
 from canon.reference.group_arguments import Group, place_in
 from canon.reference.group_state import group_state, refused_together
 from canon.reference.mask import Mask
@@ -15,7 +15,13 @@ NAME = "decode_attention"
 
 
 def agreed_decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask] | None, scale: float | None, group: Group
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Sequence[Mask] | None,
+    scale: float | None,
+    sink: Tensor | None,
+    group: Group,
 ) -> tuple[Any, int, int, Mask | Sequence[Mask], float]:
     """Return the group, this rank, the number of ranks, the mask and the scale, after a comparison between all ranks.
 
@@ -32,6 +38,7 @@ def agreed_decode(
         else:
             check_mask(q, k, mask)
         scale = default_scale(q, scale)
+        check_sink(q, sink)
     if ranks > 1:
         fields = (
             ("function", NAME),
@@ -41,6 +48,7 @@ def agreed_decode(
             ("batch, heads and width of k", (*k.shape[:-3], *k.shape[-2:])),
             ("batch, heads and width of v", (*v.shape[:-3], *v.shape[-2:])),
             ("scale", scale),
+            ("sink", kind_of_sink(sink)),
         )
         group_state(group).agree(NAME, fields, wait=q.device.type == "cpu")
     return group, rank, ranks, mask, scale

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from canon.reference.call import agreed_cast
 from canon.reference.group_arguments import Group
+from canon.reference.group_state import named_failures
 from canon.reference.layout import Layout
 from canon.reference.mask import Mask
 from canon.reference.plan import CastPlan, Piece, staged
@@ -115,7 +116,8 @@ def group_cast(
     not fit the plan. Source: the module's docstring.
     """
     group, *_ = agreed_cast("group_cast", x, plan, stage, group)
-    return GroupCast(x, plan, stage, group).wait()
+    with named_failures("group_cast", group, plan.layout.ranks):
+        return GroupCast(x, plan, stage, group).wait()
 
 
 def group_reduce(
@@ -134,7 +136,8 @@ def group_reduce(
     Raises ValueError if y, into, the group or the stage do not fit the plan. Source: the module's docstring.
     """
     group, *_ = agreed_cast("group_reduce", y, plan, stage, group, into)
-    return GroupReduce(y, plan, stage, group, into).wait()
+    with named_failures("group_reduce", group, plan.layout.ranks):
+        return GroupReduce(y, plan, stage, group, into).wait()
 
 
 class GroupCast:

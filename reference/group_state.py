@@ -22,7 +22,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
@@ -214,6 +214,11 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
         if ranks > 1:
             group_state(group).agree(name, (("function", name), ("arguments", str(error))), wait=True)
         raise
+
+
+def named_failures(name: str, group: Any, ranks: int) -> AbstractContextManager[None]:
+    """Return `GroupState.failures` of a group. A single rank sends no messages, so it needs none."""
+    return group_state(group).failures(name) if ranks > 1 else nullcontext()
 
 
 def _own_store(store: Any, ranks: int) -> Any:

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from canon.reference.arguments import flag, plain_tensor, shown
 from canon.reference.group_arguments import Group, place_in
-from canon.reference.group_state import group_state, refused_together
+from canon.reference.group_state import group_state, named_failures, refused_together
 from canon.reference.held_tokens import HeldTokens, positions_on
 from canon.reference.plan_cache import cached_plan, keep_for_stream
 
@@ -102,7 +102,8 @@ class Unshard(torch.autograd.Function):
             padded = x.new_zeros(max(sizes), *x.shape[1:])
             padded[: len(x)] = x
             shards = [torch.empty_like(padded) for _ in sizes]
-            dist.all_gather(shards, padded, group=group)
+            with named_failures("unshard", group, layout.ranks):
+                dist.all_gather(shards, padded, group=group)
         full = x.new_empty(layout.tokens, *x.shape[1:])
         for r, shard in enumerate(shards):
             full[positions_on(layout, r, x.device)] = shard[: sizes[r]]
@@ -118,7 +119,8 @@ class Unshard(torch.autograd.Function):
             sizes = [layout.size(r) for r in range(layout.ranks)]
             send = torch.cat([full.index_select(0, positions_on(layout, r, full.device)) for r in range(layout.ranks)])
             received = full.new_empty(layout.ranks * sizes[rank], *full.shape[1:])
-            dist.all_to_all_single(received, send, [sizes[rank]] * layout.ranks, sizes, group=group)
+            with named_failures("unshard (backward)", group, layout.ranks):
+                dist.all_to_all_single(received, send, [sizes[rank]] * layout.ranks, sizes, group=group)
             mine = _sum_in_order(received.unflatten(0, (layout.ranks, sizes[rank])))
         return mine, None, None, None, None
 
@@ -146,7 +148,7 @@ class Redistribute(torch.autograd.Function):
         if layout.ranks == 1:
             return rows
         arrived = x.new_empty(sum(received), *x.shape[1:])
-        with group_state(group).failures("redistribute"):
+        with named_failures("redistribute", group, layout.ranks):
             dist.all_to_all_single(arrived, rows, received, sent, group=group)
         return arrived.index_select(0, order)
 

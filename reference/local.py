@@ -46,11 +46,13 @@ from canon.reference.checks import (
 from canon.reference.decode_call import agreed_decode
 from canon.reference.differentiable import differentiable
 from canon.reference.group_arguments import Group
+from canon.reference.group_state import named_failures
 from canon.reference.mask import Mask
 from canon.reference.operators import call_operator, is_traced
 from canon.reference.packing import attend_each
 from canon.reference.passes import Passes, makes_passes
 from canon.reference.rank_invariance import check_rank_invariant
+from canon.reference.sink_weights import weighted
 from canon.reference.sinks import under_sink
 from canon.reference.tiles import read, read_keys, visible_tiles
 
@@ -223,6 +225,7 @@ def decode_attention(
     mask: Mask | Sequence[Mask] | None = None,
     *,
     scale: float | None = None,
+    sink: Float[Tensor, " h"] | None = None,
     group: Group = None,
     return_lse: bool = False,
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
@@ -237,6 +240,7 @@ def decode_attention(
         k, v: this rank's keys, (b, s, g, d), (b, s, g, dv), or packed. s may differ between ranks, and may be 0.
         mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each sequence. None: all are seen.
         scale: factor of the scores; None is 1 / sqrt(d).
+        sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. It is applied after the last merge.
         group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this process
             is the only rank.
         return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.
@@ -245,13 +249,13 @@ def decode_attention(
     together, or dtypes, scales or shapes except s differ between ranks.
     Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
     """
-    group, _, ranks, mask, scale = agreed_decode(q, k, v, mask, scale, group)
+    group, _, ranks, mask, scale = agreed_decode(q, k, v, mask, scale, sink, group)
     with torch.no_grad():
         part = attention_forward(q, k, v, mask, scale=scale, out_dtype=accumulate_dtype(q.dtype))
         (out, lse), *others = _parts_of_ranks(*part, ranks, group)
         for other in others:
             out, lse = merge(out, lse, *other)
-    out = out.to(q.dtype)
+        out = (out if sink is None else weighted(out, lse, sink)).to(q.dtype)
     return (out, lse) if return_lse else out
 
 
@@ -263,5 +267,6 @@ def _parts_of_ranks(
         return [(out, lse)]
     sent = torch.cat([out.flatten(), lse.flatten()])
     received = [torch.empty_like(sent) for _ in range(ranks)]
-    dist.all_gather(received, sent, group=group)
+    with named_failures("decode_attention", group, ranks):
+        dist.all_gather(received, sent, group=group)
     return [(x[: out.numel()].view(out.shape), x[out.numel() :].view(lse.shape)) for x in received]

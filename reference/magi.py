@@ -18,7 +18,7 @@ accumulation dtype (float64 for float64 inputs).
 All ranks derive the same `CastPlan` (`plan.py`) from mask, layout and ``stages``. So each rank can send without a request.
 
 Forward: a step is attention over one buffer of keys. The received keys are divided into up to ``stages`` casts (default 1).
-0 means one cast and one step:
+Step 0 uses own keys, and step i the keys of cast i - 1. ``stages=0`` means one cast and one step:
 
     stages=0    compute                             own keys and cast 0          no overlap
                 in flight    cast 0
@@ -36,9 +36,9 @@ step gives dk and dv of its keys, and a part of dq that this rank adds:
                 in flight    cast 0                 cast 1                       reduce of cast 0    reduce of cast 1
 
 A received key is in exactly one cast, so its dk and dv are rounded to reduce_dtype once. The owner adds in float32: first
-its own part, then cast by cast, and within a cast by sending rank. The plan fixes this order, so equal calls give the same
-bits. Another ``stages`` may give other bits. With ``rank_invariant=True``, any number of ranks gives the same bits
-(`owner_computes.py`).
+its own part, then cast by cast, and within a cast by the rank that sends the gradients. The plan fixes this order, so equal
+calls give the same bits. Another ``stages`` may give other bits. With ``rank_invariant=True``, any number of ranks gives the
+same bits (`owner_computes.py`).
 
 Cost: a rank receives R and sends S tokens in all casts; a token sent to two ranks counts twice. K and V of a token have
 N = b g (d + dv) elements of e bytes: batch b, g key heads, widths d and dv. An element in reduce_dtype has E bytes:
@@ -49,19 +49,20 @@ N = b g (d + dv) elements of e bytes: batch b, g key heads, widths d and dv. An 
               dk, dv     one all-to-all for each cast   S N E: gradients of the tokens sent
 
 In each pass a rank also posts a digest of 8 bytes, to compare the calls (`group_state.py`). `plan_report` gives R, S and
-`volume`. In an all-gather or a ring over n tokens, all ranks together receive (W - 1) n tokens; here volume (W - 1) n.
-FLOPs are those of `local.py` and `backward.py` for the visible cells (query-key pairs) of the rank's queries.
+`volume`. In an all-gather or a ring over n tokens, all ranks together receive (W - 1) n tokens; here they receive the fraction
+`volume` of that. FLOPs are those of `local.py` and `backward.py` for the visible cells (query-key pairs) of the rank's queries.
 Peak memory beyond inputs, outputs, tiles and row statistics, at most:
 
-    K, V       own tokens, three buffers (previous, current and next step), and the rows sent in two casts
+    K, V       own tokens, three buffers (the previous one is freed when the next step begins), and the rows sent in two casts
     keep_kv    until the backward pass: all received keys
     out        float32, three times in a step, or five times inside `merge`
     dq         float32, three times
     dk, dv     float32, own tokens and four buffers; for each of two reduces the rows sent and received (in reduce_dtype)
-               and its additions (`group_collectives.py`)
+               and the copies that its additions make (`group_collectives.py`)
 
 ``stages=1`` hides a cast that takes at most as long as step 0. More stages hide more of a longer cast, and shorten the last
-reduce, which no step hides. Each adds an all-to-all and a merge. ``stages=0`` overlaps nothing and saves one step.
+reduce, which no step hides. Each further stage adds an all-to-all and, forward, a merge. ``stages=0`` overlaps nothing and
+saves one step.
 
 Limits: every rank takes part in every cast. A cast that no rank needs is left out of the plan. Whether messages overlap
 with computation depends on the backend; gloo does not overlap.

@@ -17,7 +17,8 @@ results i and j in the accumulation dtype, float32 (float64 for float64). out is
 If lse_i and lse_j are -inf (no visible key), out is 0 and lse is -inf.
 
 Backward: K and V travel a second time, because a rank saves only its own. Each rank computes a part of dk and dv for
-every owner's keys. The sum of these parts follows the keys, one step later. The path of dK0:
+every owner's keys. The sum of these parts follows the keys over the same links. Keys are sent when a step starts, the sum
+when it ends: over each link the sum travels one step after the keys. The path of dK0:
 
     step 0    rank 0 computes its own part and keeps it
     step 1    rank 1 computes a part, then sends it to rank 2
@@ -27,11 +28,11 @@ every owner's keys. The sum of these parts follows the keys, one step later. The
 
 Float addition is not associative, so the order is fixed: o + 1, o + 2, ..., o for the keys of owner o.
 Rank r joins its forward results, and adds its parts of dq, in the order of the steps: owners r, r - 1, ..., r + 1.
-On one machine, each `backward` method gives equal bits for equal inputs, layouts, options and numbers of ranks.
+On one machine, a repeated call with the same inputs, layout, options and number of ranks gives the same bits.
 Additions use the accumulation dtype. dk and dv are rounded to reduce_dtype before each hop.
 
-Balance under a causal mask: when rank r - 1 starts step s, it sends the keys for step s + 1 of rank r. So rank r is at
-most one step ahead of rank r - 1, and one slow rank soon delays all. The ranks need equal work at *every* step.
+Balance under a causal mask: rank r can start step s + 1 only after rank r - 1 has started step s, which sends the keys.
+So a rank that starts a step late delays the next rank at the next step. The ranks need equal work at *every* step.
 Zigzag cuts n = 2Wc tokens into 2W chunks of c tokens. Rank r holds the early chunk r, stored first, and the late chunk
 2W - 1 - r. For other n, chunk sizes differ by at most one token, and the work is nearly equal. With 4 ranks:
 
@@ -55,7 +56,7 @@ Every early chunk precedes every late one, because r < W <= 2W - 1 - o.
 
 At step 0 every rank has o = r, at later steps none has. So at every step all ranks compute equally many cells. In all
 steps a rank computes (2 c^2 + c) + (W - 1) 2 c^2 = 2 W c^2 + c cells. W times that is n (n + 1) / 2, the whole causal
-mask. Other masks can be unbalanced. Other layouts under a causal mask, with t tokens on a rank:
+mask. Other masks can be unbalanced. Visible cells of a step in other layouts, under a causal mask, with t tokens on a rank:
 
                   o < r              o = r              o > r
     contiguous    t^2                t (t + 1) / 2      0
@@ -65,7 +66,7 @@ With contiguous shards the last rank always has o <= r: about (W - 1) t^2 + t^2 
 about W t^2 / 2 cells. So a pass takes about 2 - 1/W times as long as with zigzag, if time is proportional to cells.
 Striped: rank r holds the tokens r, r + W, r + 2W, and so on. Its query i is token i W + r; key j of rank o is token
 j W + o. The query sees the key if j < i, or if j = i and o <= r. So the local mask is causal, without its diagonal if
-o > r. `Layout.local_mask` finds all these masks, so the code treats all steps alike.
+o > r. `Call.local_mask` finds all these masks by `Layout.local_mask`, so the code treats all steps alike.
 
 Cost of a rank, for equal shards of t tokens. Its K and V have N = b t g (key_width + value_width) elements. b is the
 batch, g the number of key heads. The widths are the last axes of k and v. An element has e bytes in the dtype of q,
@@ -73,23 +74,26 @@ E in reduce_dtype and A in the accumulation dtype. A hop is one message for each
 
                            hops     bytes sent, and as many received
     each pass   K, V       W - 1    (W - 1) N e
-    backward    dk, dv     W - 1    (W - 1) N E; no hops if neither k nor v needs a gradient
+    backward    dk, dv     W - 1    (W - 1) N E
 
+If neither k nor v needs a gradient, dk and dv make no hops.
 In bfloat16 with reduce_dtype float32 that is 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward. If W > 1, each
 pass also exchanges 8 bytes per rank, to compare the calls (`group_state.py`). FLOPs are those of `local.py` and
 `backward.py` for the visible cells of this rank's queries. Peak memory beyond inputs, outputs, tiles, row statistics:
 
-    K, V      2 N e bytes; 3 N e while a `Hop` starts, because the previous one still keeps its sent tensors
-    out, dq   at most five tensors like out (in `merge`) or three like dq, in the accumulation dtype
+    K, V      2 N e bytes; 3 N e while a `Hop` starts: sent by the previous hop, held now, to be received
+    out, dq   forward: at most five like out (in `merge`); backward: three like dq; in the accumulation dtype
     dk, dv    at most (2 A + 4 E) N bytes: own part, sum, and the sent and received tensors of two hops;
-              if E < A, about (3.5 A + 2 E) N bytes, because an addition then takes more
+              if E < A, about (3.5 A + 2 E) N in an addition: own part, this part, new sum, a received tensor cast to A
 
-A hop of K and V is in flight during its step, a hop of dk and dv during the next step, if there is one. Whether hops
+A hop of K and V is in flight during the step that starts it. A hop of dk and dv starts at the end of a step and is in
+flight during the next step, if there is one. Whether hops
 overlap with the computation depends on the backend; gloo uses the same CPU cores.
 Limits: keys make all W - 1 hops, even to ranks without a query that sees them. Only empty shards are not sent.
-All ranks start hops in one order and messages between two ranks keep it, so keys and gradients are not mixed up.
+All ranks start hops in the same order, and messages between two ranks arrive in the order sent. So keys and gradients
+are not mixed up.
 
-This file exceeds 200 lines, so that the proof, the costs and the code stay on one page.
+This file exceeds the usual limit of 200 lines, so that the proof, the costs and the code stay on one page.
 
 Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-flash-attention issue 2 (2024), and
 mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).
@@ -207,10 +211,11 @@ def _ring(
     """Return out, or out and lse. Under autocast, cast q, k, v."""
     if is_traced():
         check_sink(q, sink)
+        # under torch.compile: an operator that finds `_passes` by the name of the function
         out, lse = call_operator("reference", function, q, k, v, mask, layout, **options)
     else:
         passes = _passes(function, q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
-        check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
+        check_sink(q, sink)  # `_passes` has compared its kind between ranks: a bad sink raises on all of them
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 
@@ -258,7 +263,7 @@ def ring_backward(
     delta = make_delta(dout, out, dlse)
     dq = torch.zeros_like(q, dtype=accumulate) if needs_grad[0] else None
     held, gradient_hop = [k.contiguous(), v.contiguous()], None
-    own_part: list = [None, None]  # dk and dv of this rank's keys from its own queries
+    own_part: list = [None, None]  # dk and dv of this rank's keys from its own queries: set at step 0
     for step in range(call.ranks):
         owner = (call.rank - step) % call.ranks
         hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
@@ -268,7 +273,7 @@ def ring_backward(
         )  # fmt: skip
         if dq is not None:
             dq += dq_part
-        if gradient_hop:  # the sum of these keys' parts from earlier steps, without step 0
+        if gradient_hop:  # the sum of the parts of ranks owner + 1, ..., rank - 1: the owner keeps its own
             part = _plus_received(part, gradient_hop)
         if step == 0:
             own_part = part
@@ -287,11 +292,11 @@ def _plus_received(part: list[Tensor], hop: "Hop") -> list[Tensor]:
 class Hop:
     """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the previous rank.
 
-    The received tensors belong to the keys of rank - step (mod W). They are used at ``step``, at the end if it is W.
+    The received tensors belong to owner (rank - use_step) mod W. This rank uses them at ``use_step``; W means after the loop.
     """
 
-    def __init__(self, tensors: list[Tensor], step: int, call: Call):
-        tokens = call.layout.size((call.rank - step) % call.ranks)
+    def __init__(self, tensors: list[Tensor], use_step: int, call: Call):
+        tokens = call.layout.size((call.rank - use_step) % call.ranks)
         self.received = [x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in tensors]
         self.sent = tensors  # keeps the memory while this Hop exists
         following, previous = ((call.rank + offset) % call.ranks for offset in (1, -1))

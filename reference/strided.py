@@ -3,9 +3,9 @@
 Each of W ranks holds q, k and v of its own tokens. A *head group* is s = `head_stride` neighbouring key heads and the query
 heads that share them. A step computes one group, or a part of a split one. With 8 query heads, 4 key heads and s = 2:
 
-    step    gathered from all ranks     computed on rank r                    backward: sent to the owners of the keys
-    0       K, V of key heads 0, 1      its query heads 0-3 with all keys     dk, dv of key heads 0, 1
-    1       K, V of key heads 2, 3      its query heads 4-7 with all keys     dk, dv of key heads 2, 3
+    step    gathered from all ranks     computed on rank r                      backward: sent to the owners of the keys
+    0       K, V of key heads 0, 1      heads 0-3 of its queries, all keys      dk, dv of key heads 0, 1
+    1       K, V of key heads 2, 3      heads 4-7 of its queries, all keys      dk, dv of key heads 2, 3
 
 A query sees all its keys in one step, so no results are merged and out is rounded once. The outputs of the steps are
 concatenated along the heads. Gathered keys lie in rank order, not in order of position. For every layout,
@@ -16,8 +16,8 @@ denominator. A step gives the final dq of its query heads, and this rank's part 
 Three operations form a reduce-scatter. Each rank rounds its part to reduce_dtype. One all-to-all sends each owner the
 parts for its keys. The owner adds these W parts in rank order 0, 1, ..., W - 1, in reduce_dtype. At the end it rounds the
 sums to the dtype of the inputs. As the order is fixed, the same inputs, ranks, layout and options give the same bits,
-with every `backward` method of this half. With ``rank_invariant=True``, any number of ranks gives the same bits: the owner
-of a key adds over all queries, and no partial sums travel (`owner_computes.py`).
+with every `backward` method of `canon.reference`. With ``rank_invariant=True``, any number of ranks gives the same bits:
+the owner of a key adds over all queries, and no partial sums travel (`owner_computes.py`).
 
 During a step's computation, the next gather and the previous reduce-scatter are in flight. Nothing hides the first gather
 and the last reduce-scatter. Split groups shorten both: see `strides.py`. Overlap depends on the backend. NCCL has its own
@@ -43,16 +43,18 @@ widths d and dv. An element of reduce_dtype has E bytes. A message is one collec
 FLOPs: 2 b h area (d + dv) forward, with h query heads and area visible cells of the rank's queries; backward as in
 `backward.py`. Peak memory beyond inputs and outputs, with n equal head groups and buffers of W N / n elements:
 
-    K, V        three buffers of the inputs' dtype: shards of two gathers, one concatenation; NCCL holds up to two more
-    dk, dv      five buffers: parts of this step (accumulation dtype), parts sent and received in this and the last step
+    K, V        three buffers of the inputs' dtype while the next gather starts (the last one's shards, their
+                concatenation, the next shards), else two; NCCL holds up to two more
+    dk, dv      five buffers: parts of this step (accumulation dtype), parts sent and received in this and the previous step
     sums        N elements of reduce_dtype, twice while they are concatenated at the end
     out, dq     the results of all steps and their concatenation; dq in the accumulation dtype
 
 The accumulation dtype is float32, or float64 for float64 inputs. K and V do not peak together with dk and dv: by default
 the four take at most W N (3 e + 5 E) / n bytes.
 
-Limits: s must divide g, and g must divide h. A gather pads each shard to the size of the largest, so W - 1 of that size
-arrive. If only one of k and v needs a gradient, both dk and dv are computed and sent.
+Limits: s must divide g, and g must divide h. A gather pads each shard to the size of the largest, so W - 1 shards of
+that size arrive. The reduce-scatter does not pad. If only one of k and v needs a gradient, both dk and dv are
+computed and sent.
 
 This file exceeds 200 lines, so that the options, the costs and the code stay on one page.
 
@@ -114,8 +116,10 @@ def strided_attention(
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank; None is contiguous.
         head_stride: number of key heads in a head group.
-        forward_first_stride, backward_first_stride: key heads of the first step, below head_stride. None: no split.
-        backward_last_stride: key heads of the last step, likewise. Two backward splits need two head groups.
+        forward_first_stride, backward_first_stride: number of key heads in the first step, less than head_stride. None: no
+            split.
+        backward_last_stride: number of key heads in the last step, likewise. Both backward strides need two head groups or
+            more: the first is split, and the last.
         pack_first: send K and V of the first step as one message. False: two messages, and one copy less.
         backward_schedule: "scatter" (module's docstring) or "ring" (`ring_attention`'s; less memory, no backward strides).
         scale: factor of the scores; None is 1 / sqrt(d).
@@ -125,8 +129,8 @@ def strided_attention(
             is the only rank.
         reduce_dtype: dtype in which dk and dv are sent. None: float32 (float64 for float64). "scatter" also adds in it.
         backward: "fused", "split", "head_parallel" or "auto", the method in each step: see `backward.py`.
-        rank_invariant: return the bits of one rank, on any number of ranks (`owner_computes.py`). Then layout=None has
-            pieces that begin at multiples of 128 tokens, and any other layout must have such pieces.
+        rank_invariant: return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). Each piece
+            of the layout must then begin at a multiple of 128 tokens. layout=None has such pieces.
         return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
 
     All ranks must pass equal masks, layouts, dtypes, heads, head widths, scales, options and requires_grad. The sequence
@@ -159,7 +163,7 @@ def _strided(q, k, v, mask, layout, sink, return_lse, strides, **options):
         out, lse = call_operator("reference", "strided_attention", q, k, v, mask, layout, **strides, **options)
     else:
         passes = _passes("strided_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **strides, **options)
-        check_sink(q, sink)  # after the agreement, as the strides
+        check_sink(q, sink)  # `_passes` has compared its kind between ranks: a bad sink raises on all of them
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 
@@ -178,7 +182,7 @@ def _passes(
         fetch = partial(SequenceGather, call, steps.pack_first)
         forward = partial(owner_forward, call, steps.forward, fetch)
         backward = partial(owner_backward, call, steps.backward, fetch, fetch)
-    elif steps.backward is None:
+    elif steps.backward is None:  # backward_schedule is "ring"
         backward = partial(ring_backward, call)
     return Passes(forward, backward, call)
 
@@ -192,8 +196,8 @@ def strided_forward(call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor) -
         k_full, v_full = gather.wait()
         if next_heads:
             gather = AllGather(k, v, next_heads, call)
-        own = query_heads(heads, q, k)
-        out, lse = tiled_forward(q[:, :, own], k_full, v_full, mask, scale=call.scale, out_dtype=q.dtype)
+        sharing = query_heads(heads, q, k)
+        out, lse = tiled_forward(q[:, :, sharing], k_full, v_full, mask, scale=call.scale, out_dtype=q.dtype)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=1)
@@ -214,9 +218,9 @@ def strided_backward(
         k_full, v_full = gather.wait()
         if next_heads:
             gather = AllGather(k, v, next_heads, call)
-        own = query_heads(heads, q, k)
+        sharing = query_heads(heads, q, k)
         dq, dk_full, dv_full = tiled_backward(
-            dout[:, :, own], q[:, :, own], k_full, v_full, lse[:, own], delta[:, own], mask,
+            dout[:, :, sharing], q[:, :, sharing], k_full, v_full, lse[:, sharing], delta[:, sharing], mask,
             scale=call.scale, method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
         )  # fmt: skip
         dqs.append(dq)
@@ -224,8 +228,11 @@ def strided_backward(
             sums.append(reduction.wait())
         reduction = ReduceScatter(dk_full, dv_full, call) if keys_need_grad else None
     sums += [reduction.wait()] if reduction else []
-    dk, dv = (torch.cat(parts, dim=2).to(k.dtype) for parts in zip(*sums, strict=True)) if sums else (None, None)
-    return torch.cat(dqs, dim=2).to(q.dtype) if needs_grad[0] else None, dk, dv
+    dq = torch.cat(dqs, dim=2).to(q.dtype) if needs_grad[0] else None
+    if not sums:
+        return dq, None, None
+    dk, dv = (torch.cat(parts, dim=2).to(k.dtype) for parts in zip(*sums, strict=True))
+    return dq, dk, dv
 
 
 class AllGather:
@@ -236,7 +243,8 @@ class AllGather:
         self.sizes, self.shards, self.requests = [call.layout.size(r) for r in range(call.ranks)], [], []
         if call.ranks == 1:
             return
-        for x in [torch.cat([self.k, self.v], dim=-1)] if packed else [self.k, self.v]:
+        tensors = [torch.cat([self.k, self.v], dim=-1)] if packed else [self.k, self.v]
+        for x in tensors:  # a request keeps its input until it is complete
             padded = x.new_zeros(x.shape[0], max(self.sizes), *x.shape[2:])
             padded[:, : x.shape[1]] = x
             shards = [torch.empty_like(padded) for _ in self.sizes]
@@ -261,16 +269,18 @@ class ReduceScatter:
 
     def __init__(self, dk_full: Tensor, dv_full: Tensor, call: Call):
         self.widths = [dk_full.shape[-1], dv_full.shape[-1]]
-        parts = torch.cat([dk_full, dv_full], dim=-1).to(call.reduce_dtype).transpose(0, 1).contiguous()
+        parts = torch.cat([dk_full, dv_full], dim=-1).to(call.reduce_dtype)
+        parts = parts.transpose(0, 1).contiguous()  # tokens first: the message is split along axis 0
         sizes = [call.layout.size(r) for r in range(call.ranks)]
         self.received = parts.new_empty(call.ranks, sizes[call.rank], *parts.shape[1:])  # a part from each rank
         self.request = None
         if call.ranks == 1:
             self.received[0] = parts
         else:
-            own = [sizes[call.rank]] * call.ranks
+            received = self.received.flatten(0, 1)  # a view
+            received_sizes = [sizes[call.rank]] * call.ranks
             self.request = dist.all_to_all_single(
-                self.received.flatten(0, 1), parts, own, sizes, group=call.group, async_op=True
+                received, parts, received_sizes, sizes, group=call.group, async_op=True
             )
 
     def wait(self) -> tuple[Tensor, ...]:

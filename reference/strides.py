@@ -6,7 +6,9 @@
     first = 1, last = 2               |0|1 2 3|4 5|6 7|
 
 During the computation of one group, the next one is gathered and the gradients of the previous one are reduced. The first
-gather and the last reduction have no computation to hide them. A smaller first and last group make them shorter.
+gather and the last reduction have no computation to hide them. A smaller first and last group make them shorter. But each split
+adds a step with its own messages and kernels, and smaller kernels are slower. On H200s with NVLink, the additional steps cost
+more than the splits save in nearly all measured cases (paper/data/schedules_four_h200.json and its neighbours).
 """
 
 from typing import NamedTuple
@@ -23,6 +25,7 @@ from canon.reference.mask import Mask
 __all__ = ["Steps", "head_groups", "strided_steps", "suggest_strides"]
 
 SCHEDULES = ("scatter", "ring")
+STEP_SECONDS, STEP_SHARE = 2e-4, 0.034  # the measured cost of an additional step on H200s: see `suggest_strides`
 # Matrix products of width d and of width dv in the backward pass; the forward pass has one of each. "auto": the mean.
 PRODUCTS = {"fused": (3, 2), "split": (4, 3), "head_parallel": (4, 3), "auto": (3.5, 2.5)}
 
@@ -98,20 +101,23 @@ def suggest_strides(
     backward: str = "auto",
     kernel_flops: float = 500e12,
     link_bytes: float = 300e9,
+    step_seconds: float = STEP_SECONDS,
+    step_share: float = STEP_SHARE,
 ) -> tuple[dict[str, int | None], dict[str, float]]:
-    """Return (strides, assumptions): the first and last strides for `strided_attention` with the least exposed time.
+    """Return (strides, assumptions): the first and last strides for `strided_attention` that save the most time, if any.
 
     Exposed time is the time in which a rank only waits for messages. All ranks get the same result; nothing is sent. Let s
     be head_stride, and f the key heads of the first step. A key head takes c seconds to compute and m seconds to gather.
-    A rank then waits for the sum of these seconds:
+    The exposed time is the sum of these seconds:
 
         f m                  the gather of the first step: no computation hides it
         (s - f) m - f c      the second gather beyond the first step's computation, if positive
         s m - (s - f) c      the third gather beyond the second step's computation, if positive and if there is a third
 
-    A small f makes the first wait short; a very small f makes the second one long. The result is the f with the least sum.
-    It is None if the waits without a split, s m and s m - s c, have the least sum. The end of the backward pass has the same
-    formulas, in reverse order. There l, the heads of the last step, replaces f, and m is the seconds to reduce a key head.
+    A small f makes the first wait short; a very small f makes the second one long. A split also costs step_seconds + step_share
+    g c, for the messages and kernels of one more step. Without a split the waits are s m and s m - s c. The result is the f
+    with the least sum, if it gains more than the cost of a split. Otherwise it is None. The end of the backward pass has the
+    same formulas, in reverse order. There l, the heads of the last step, replaces f, and m is the seconds to reduce a key head.
 
     The model ignores that gathers and reductions share the link. It counts s heads for the third group, split or not. If the
     backward pass has only one group and both of its splits would help, only the split that gains more is returned.
@@ -123,10 +129,14 @@ def suggest_strides(
             the forward FLOPs with "fused", and 3.5 times with "split" and "head_parallel". "auto" takes one of these, and
             counts as 3 times; it takes 3.0 to 3.3 times as long at d = 128 on an H200 (paper/data/kernels_ten_h200.json).
         link_bytes: bytes per second that each rank receives. The defaults are for an H200, bfloat16 and NVLink.
+        step_seconds, step_share: the cost of an additional step, in seconds and as a share of the pass's computing time.
+            Defaults: the median seconds of passes below 7 ms, and the median share of longer backward passes, on two to
+            eight H200s. tests/test_strides.py computes them from paper/data.
 
     Returns:
         The options ``forward_first_stride``, ``backward_first_stride`` and ``backward_last_stride``; and a dict of
-        kernel_flops, link_bytes, and the seconds for each key head: "fetch" (gather), "reduce", "forward", "backward".
+        kernel_flops, link_bytes, step_seconds, step_share, and the seconds for each key head: "fetch" (gather), "reduce",
+        "forward", "backward".
 
     Raises ValueError if head_stride does not divide the key heads, or if the method ``backward`` is unknown.
     Source: split groups are from aqlaboratory/ring-flash-attention pull request 12 (2025), where the user chooses the sizes.
@@ -154,11 +164,14 @@ def suggest_strides(
         ("backward_first_stride", "fetch", "backward"),
         ("backward_last_stride", "reduce", "backward"),
     ):
-        strides[name], gains[name] = _least_exposed(head_stride, several, seconds[moving], seconds[computing])
+        split_cost = step_seconds + step_share * k.shape[-2] * seconds[computing]
+        best, gain = _least_exposed(head_stride, several, seconds[moving], seconds[computing])
+        strides[name], gains[name] = (best, gain - split_cost) if best and gain > split_cost else (None, 0.0)
     ends = ("backward_first_stride", "backward_last_stride")
     if not several and None not in (strides[name] for name in ends):
         strides[min(ends, key=gains.__getitem__)] = None
-    return strides, {"kernel_flops": kernel_flops, "link_bytes": link_bytes, **seconds}
+    rates = {"kernel_flops": kernel_flops, "link_bytes": link_bytes}
+    return strides, {**rates, "step_seconds": step_seconds, "step_share": step_share, **seconds}
 
 
 def _least_exposed(stride: int, several: bool, moving: float, computing: float) -> tuple[int | None, float]:

@@ -40,19 +40,19 @@ KERNELS = {
         Config(128, 64, 4, 2),
         branches=(*PING_PONG[False], ("wg.STALE_MAXIMUM", False), *PROMPT),
     ),
-    "forward in turns": Kernel(
+    "forward, ping-pong": Kernel(
         forward.forward_kernel,
-        Config(128, 64, 2, turns=True),
+        Config(128, 64, 2, ping_pong=True),
         branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), *PROMPT),
     ),
     "forward by three": Kernel(
         forward.forward_kernel,
-        Config(192, 64, 3, turns=True),
+        Config(192, 64, 3, ping_pong=True),
         branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), ("LATE", True), ("not LATE", False)),
     ),
-    "forward, optimistic": Kernel(
+    "forward, stale maximum": Kernel(
         forward.forward_kernel,
-        Config(128, 64, 2, turns=True, optimistic=True),
+        Config(128, 64, 2, ping_pong=True, stale_maximum=True),
         branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", True), *PROMPT),
     ),
     "dq": Kernel(dq.dq_kernel, Config(128, 64, 2)),
@@ -107,7 +107,7 @@ SURVIVORS = {
         "load_tiles: mbarrier.wait(dout.free.index(slot), parity ^ 1) is left out": HELD_BACK,
     },
 }
-for forwards in ("forward in turns", "forward by three", "forward, optimistic"):
+for forwards in ("forward, ping-pong", "forward by three", "forward, stale maximum"):
     SURVIVORS[forwards] = SURVIVORS["forward"]
 for fused in ("fused", "fused by halves", "ordered", "ordered by halves"):
     SURVIVORS[fused] = SURVIVORS["dkdv"]

@@ -7,7 +7,7 @@ from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixtur
 from canon import Mask
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
-from canon.testing import bench, kernels, shapes, simulator, timing, tune
+from canon.testing import bench, kernels, layers, shapes, simulator, timing, tune
 from canon.testing.packs import sampled_packs
 
 
@@ -21,8 +21,10 @@ def test_shapes_and_masks_are_read():
     narrow = shapes.shape_of("1,64,4,2,16,full:24")
     assert (narrow.n, narrow.keys, narrow.mask.area) == (64, 24, 64 * 24)
     assert shapes.shape_of("1,4096,4,2,16,pack:2").mask == Mask.documents(sampled_packs(4096, 3)[2])
+    assert shapes.shape_of("1,40,4,2,16,prefix:9").mask == Mask.prefix(40, 9)
+    assert shapes.shape_of("1,6,4,2,16,blocks:3+1+2").mask == Mask.block_causal([0, 0, 0, 1, 2, 2])
     wrong = [("1,2,3", "causal"), ("1,64,4,2,16", "triangle"), ("1,64,4,2,16", "window"), ("x,1,1,1,1", "full")]
-    wrong += [("1,64,4,2,16", "pack")]
+    wrong += [("1,64,4,2,16", "pack"), ("1,64,4,2,16", "prefix:65"), ("1,64,4,2,16", "blocks:60+5")]
     wrong += [("1,64,4,3,16", "full"), ("1,64,4,2,16", None), ("1,64,4,2,16,full", "causal"), ("1,0,1,1,16", "full")]
     for text, mask in wrong:
         with pytest.raises(ValueError, match="expected"):
@@ -76,7 +78,7 @@ def test_an_option_of_another_command_is_refused():
         bench._check_owners(options_of(what))  # what is given by default belongs to all
     with pytest.raises(ValueError, match="belongs to tune"):
         bench._check_owners(options_of("kernels", "--config", "64,64,4,1"))
-    with pytest.raises(ValueError, match="belongs to kernels and schedules"):
+    with pytest.raises(ValueError, match="belongs to kernels and layers and schedules"):
         bench._check_owners(options_of("plans", "--rounds", "3"))
 
 
@@ -113,6 +115,43 @@ def test_long_runs_warm_themselves_and_short_ones_are_run_more_often(monkeypatch
     timing.take_turns([(lambda: 1.0, short), (lambda: 50.0, long)], 2)
     assert said == [(1.0, 1, 1), (50.0, 1, 1), *[(1.0, 3, 1), (50.0, 1, 0)] * 2]
     assert (short, long) == ([1.0] * 2, [50.0] * 2)
+
+
+def test_checkpointed_layers_are_judged_and_timed_for_every_kind_of_contender():
+    shape = shapes.shape_of("1,24,4,1,16", "prefix:9")
+    rows = layers.measure(shape, torch.float32, CPU, 2, "eager|SDPA|auto|triton|cuda")
+    names = ["canon auto", "SDPA mask", "eager", "eager float32", "canon triton", "canon cuda"]
+    assert [row["contender"] for row in rows] == names
+    assert all(row["agrees"] and row["both_ms"] == [1.0] * 6 and row["peak_mb"] is None for row in rows[:-1])
+    assert "supports bfloat16" in rows[-1]["declined"]
+    assert layers.table(rows).row_count == len(rows)
+
+
+def test_checkpointed_layers_compute_again_instead_of_keeping():
+    x = torch.randn(1, 8, 4, 16, requires_grad=True)
+    calls = []
+
+    def attend(q, k, v):
+        calls.append((q.shape[2], k.shape[2], v.shape[2]))
+        return 0.01 * (q + k + v)
+
+    got = layers.both(attend, 1, x, torch.ones_like(x))
+    assert calls == [(4, 1, 1)] * 2 * layers.LAYERS
+    y = x
+    for _ in range(layers.LAYERS):
+        y = layers.layer(attend, 1, y)
+    assert torch.equal(got, torch.autograd.grad(y, x, torch.ones_like(x))[0])
+
+
+def test_memory_at_the_peak_is_measured_beyond_what_was_held(monkeypatch):
+    held = iter([1_000_000, 5_000_000])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(held))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(held))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    ran = []
+    assert timing.peak_mb(lambda: ran.append(1), torch.device("cuda", 0)) == 4.0
+    assert ran == [1]
+    assert timing.peak_mb(lambda: ran.append(1), CPU) is None
 
 
 def test_ceilings_are_those_of_a_product_and_a_copy():
@@ -171,9 +210,9 @@ def test_candidates_are_read():
     for text in ("64,32,4", "64,32,4,3,2", "64,32,4,3,fast", "64,32,4,3,tma=2", "64,32,4,3,apart,7", ""):
         with pytest.raises(ValueError, match="expected rows,columns,warps,stages"):
             tune.config_of(text)
-    assert tune.config_of("128,64,2,turns", "gluon") == hopper_config.Config(128, 64, 2, turns=True)
-    assert tune.config_of("192,128,4,2,turns", "gluon") == hopper_config.Config(192, 128, 4, 2, turns=True)
-    assert tune.config_of("128,64,2,optimistic", "gluon") == hopper_config.Config(128, 64, 2, optimistic=True)
+    assert tune.config_of("128,64,2,ping_pong", "gluon") == hopper_config.Config(128, 64, 2, ping_pong=True)
+    assert tune.config_of("192,128,4,2,ping_pong", "gluon") == hopper_config.Config(192, 128, 4, 2, ping_pong=True)
+    assert tune.config_of("128,64,2,stale_maximum", "gluon") == hopper_config.Config(128, 64, 2, stale_maximum=True)
     with pytest.raises(ValueError, match="expected rows,columns,stages,buffers"):
         tune.config_of("128,64,2,tma", "gluon")
 
@@ -183,7 +222,7 @@ def test_the_hopper_kernels_are_tuned_alike():
     candidates = [hopper_config.Config(128, 64, 2), hopper_config.Config(128, 128, 9)]
     with simulator.simulated():
         rows = tune.tune(shape, torch.bfloat16, CPU, "forward", candidates, "gluon")
-    assert [row["config"] for row in rows] == ["128,128,4,2,turns", "128,64,2,1", "128,128,9,1"]
+    assert [row["config"] for row in rows] == ["128,128,4,2,ping_pong", "128,64,2,1", "128,128,9,1"]
     assert rows[1]["tflops"] > 0
     assert "bytes of shared memory" in rows[2]["failed"]
 
@@ -200,4 +239,4 @@ def test_the_hopper_grid_goes_from_the_table_of_long_masks_to_that_of_short_ones
     backward = hopper_config.choose("dq", d, d)[0]
     assert backward == tune.BACKENDS["gluon"].table("dq", q, q, q, q, long)
     grid = tune.BACKENDS["gluon"].grid("dq", backward, long)
-    assert {(c.rows, c.turns, c.optimistic) for c in grid} == {(128, False, False)}
+    assert {(c.rows, c.ping_pong, c.stale_maximum) for c in grid} == {(128, False, False)}

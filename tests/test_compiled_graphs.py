@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from compiled import assert_same, compiled_once, results
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -36,25 +37,6 @@ def inputs(tokens, seed=0):
     draw = torch.Generator().manual_seed(seed)
     widths = ((4, 16), (2, 16), (2, 12))
     return [torch.randn(2, tokens, heads, width, generator=draw).requires_grad_() for heads, width in widths]
-
-
-def results(function, leaves, *arguments):
-    """Return out, lse and the gradients of all leaves."""
-    out, lse = function(*leaves, *arguments)
-    return out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)
-
-
-def assert_same(found, expected, exact):
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.dtype == theirs.dtype
-        torch.testing.assert_close(mine, theirs, **(dict(rtol=0, atol=0) if exact else {}))
-
-
-def compiled_once(function, backend):
-    """Compile without graph breaks, and forget earlier graphs."""
-    torch._dynamo.reset()
-    counters.clear()
-    return torch.compile(function, fullgraph=True, backend=backend)
 
 
 # --- several ranks

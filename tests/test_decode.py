@@ -132,6 +132,8 @@ def test_the_result_is_not_differentiable(half):
         (lambda q, k, v: dict(v=v[..., :3]), "heads and width of v"),
         (lambda q, k, v: dict(q=q.float(), k=k.float(), v=v.float()), "dtype"),
         (lambda q, k, v: dict(mask=Mask.causal(5)), "mask is 5 queries x 5 keys, q holds 3 tokens and k 37"),
+        (lambda q, k, v: dict(sink=torch.zeros(4).double()), "sink"),
+        (lambda q, k, v: dict(sink=torch.zeros(3).double()), "a logit for each query head"),
         (lambda q, k, v: dict(mask=[LAST]), "mask holds 1 Masks for a batch of 2"),
         (lambda q, k, v: dict(mask="causal"), "mask must be a canon.Mask"),
     ],
@@ -144,6 +146,21 @@ def test_ranks_that_differ_raise_on_every_rank(half, change, message, own_errors
             half.decode_attention(**given)
 
     process_groups.threads(program, 3)
+
+
+@both_halves
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_sink_is_applied_once_after_the_keys_of_all_ranks(half, dtype):
+    sink = torch.tensor([0.5, -1.0, 3.0, -torch.inf], dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    tensors = inputs(dtype)
+    results = process_groups.threads(lambda: decode(half, tensors, SOME, sink=sink.requires_grad_()), 4)
+    out, lse = results[0]
+    assert not out.requires_grad
+    assert all(torch.equal(x, y) for result in results for x, y in zip(result, results[0], strict=True))
+    plain, plain_lse = (x.double() for x in half.attention_forward(*tensors, SOME))
+    weight = torch.sigmoid(plain_lse.masked_fill(plain_lse == -torch.inf, 0) - sink[:, None]).transpose(1, 2)[..., None]
+    torch.testing.assert_close(out.double(), weight * plain, rtol=0, atol=1e-13 if dtype == torch.float64 else 2**-7)
+    torch.testing.assert_close(lse.double(), plain_lse, rtol=0, atol=1e-13 if dtype == torch.float64 else 1e-5)
 
 
 @both_halves

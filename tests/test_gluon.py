@@ -146,9 +146,9 @@ def test_ping_pong_scheduling_changes_no_bit():
     "shared",
     [
         Config(192, 64, 3, 2),
-        Config(192, 64, 3, 2, turns=True),
-        Config(192, 128, 4, 2, turns=True),
-        Config(192, 128, 4, 2, turns=True, optimistic=True),
+        Config(192, 64, 3, 2, ping_pong=True),
+        Config(192, 128, 4, 2, ping_pong=True),
+        Config(192, 128, 4, 2, ping_pong=True, stale_maximum=True),
     ],
     ids=repr,
 )

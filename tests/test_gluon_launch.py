@@ -146,7 +146,7 @@ def test_long_rows_have_their_own_tiles():
     few_queries = Mask.full(8192).crop(range(128))
     assert [launch.tiles_seen(few_queries, heads, 132) for heads in (132, 133)] == [16, 64]
     chosen = [config.choose("forward", d, d, seen)[0] for d in (64, 128, 256) for seen in (1, 2, 4, 8)]
-    of_64, of_128, of_256 = ([(c.rows, c.optimistic) for c in chosen[i : i + 4]] for i in (0, 4, 8))
+    of_64, of_128, of_256 = ([(c.rows, c.stale_maximum) for c in chosen[i : i + 4]] for i in (0, 4, 8))
     assert of_64 == [(128, False), (128, False), (128, True), (192, True)]
     assert of_128 == [(128, False), (128, False), (128, False), (128, True)]
     assert of_256 == [(128, False), (128, False), (128, True), (128, True)]

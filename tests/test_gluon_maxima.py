@@ -19,10 +19,10 @@ LN2 = 0.6931471805599453
 
 TILES = {
     "dkdv_hdim256": (256, Config(128, 64, 2)),
-    "wide, optimistic": (256, Config(128, 64, 2, turns=True, optimistic=True)),
-    "in turns": (128, Config(128, 128, 3, turns=True)),
-    "optimistic": (128, Config(128, 128, 3, turns=True, optimistic=True)),
-    "three, optimistic": (64, Config(192, 128, 4, 2, turns=True, optimistic=True)),
+    "wide, stale maximum": (256, Config(128, 64, 2, ping_pong=True, stale_maximum=True)),
+    "ping-pong": (128, Config(128, 128, 3, ping_pong=True)),
+    "stale maximum": (128, Config(128, 128, 3, ping_pong=True, stale_maximum=True)),
+    "three, stale maximum": (64, Config(192, 128, 4, 2, ping_pong=True, stale_maximum=True)),
 }
 
 
@@ -88,7 +88,7 @@ def votes(monkeypatch):
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="simulated votes are counted")
-@pytest.mark.parametrize("tiles", ["optimistic", "three, optimistic"])
+@pytest.mark.parametrize("tiles", ["stale maximum", "three, stale maximum"])
 def test_under_a_causal_mask_sums_seldom_outweigh_their_rows(tiles, votes):
     """Full tiles come first, so each row has many keys before its partial tiles. One key of these does not outweigh them."""
     d, tiles = TILES[tiles]
@@ -101,7 +101,7 @@ def test_under_a_causal_mask_sums_seldom_outweigh_their_rows(tiles, votes):
     assert sum(again) == 0
 
 
-@pytest.mark.parametrize("tiles", ["optimistic", "three, optimistic", "wide, optimistic"])
+@pytest.mark.parametrize("tiles", ["stale maximum", "three, stale maximum", "wide, stale maximum"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("nats", [1, 3, 6])
 def test_scores_of_high_variance_repeat_no_tile(nats, dtype, tiles, votes):
@@ -123,7 +123,7 @@ def test_scores_of_high_variance_repeat_no_tile(nats, dtype, tiles, votes):
 @pytest.mark.parametrize(("dtype", "keys"), [(torch.float16, 1700), (torch.bfloat16, 10000)], ids=str)
 def test_sums_that_double_from_tile_to_tile_stay_finite(dtype, keys):
     """Scores rise by 15 or 90 nats, but no key outweighs its row. Only the range of P and its sums limits a stale maximum."""
-    d, tiles = TILES["optimistic"]
+    d, tiles = TILES["stale maximum"]
     mask = Mask([Band(0, 64, 0, keys)], 64, keys)
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d, dtype=dtype)
     q *= 0.01
@@ -137,7 +137,7 @@ def test_sums_that_double_from_tile_to_tile_stay_finite(dtype, keys):
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 32), (torch.float16, 16)], ids=str)
 def test_a_tile_is_repeated_if_its_p_exceeds_the_range_of_the_dtype(dtype, bits, votes):
     """P of the last key is just below, or just above, the largest sum of a lane."""
-    d, tiles = TILES["optimistic"]
+    d, tiles = TILES["stale maximum"]
     mask = Mask.full(192)
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d, dtype=dtype)
     q[:], k[:] = 0, 0
@@ -169,6 +169,6 @@ def test_the_rounding_of_a_key_that_outweighs_all_others_does_not_show(d, tiles)
         local.forward_into(q, k, v, mask, LN2, out, torch.empty(1, 1, mask.queries, device=DEVICE))
     share = torch.sigmoid(weight.double() * LN2)[None, :, None, None]
     off = (out - share).abs()
-    bound = 2**-8 * torch.where(share < 0.5, share, (1 - share) * tiles.optimistic)
+    bound = 2**-8 * torch.where(share < 0.5, share, (1 - share) * tiles.stale_maximum)
     assert (off <= bound + 1e-6).all()
     assert off.max() > 2**-12  # they do differ

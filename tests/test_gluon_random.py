@@ -90,7 +90,7 @@ def test_random_cases_agree_with_the_oracle(case):
     lse = somewhere(draw, (b, h, mask.queries), torch.float32)
 
     tiles = config.choose("forward", d, dv)[0]  # the configuration for short rows
-    tiles = replace(tiles, optimistic=case % 2 == 1)
+    tiles = replace(tiles, stale_maximum=case % 2 == 1)
     with config.forced(forward=tiles), hopper(order, case):
         local.forward_into(q, k, v, mask, scale, out, lse)
         delta = backward.make_delta(dout, out, lse, dlse)

@@ -17,6 +17,7 @@ from canon.testing.case_runner import CaseRunner
 from canon.testing.cases import all_cases
 from canon.testing.documents import Documents
 from canon.testing.inputs import FromDocuments
+from canon.testing.roundings import roundings
 
 DOCUMENTS = Documents(("a", "b", "c"), tuple(bytes(range(n)) * 4 for n in (30, 1, 250)))
 LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring_attention/contiguous/full"
@@ -171,6 +172,31 @@ def test_the_oracle_equals_autograd():
         for mine, theirs in zip(exact, by_autograd(q, k, v, dout, dlse, mask.dense(), 0.3), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
         assert agreement(exact, exact, dense(q, k, v, dout, mask, 0.3, dlse)).agrees
+
+
+def under_sink(q, k, v, sink, dout, dlse, mask, scale):
+    """Return the same by torch's softmax over the keys and one more column, the sink, and autograd in float64."""
+    q, k, v, sink = (x.double().requires_grad_() for x in (q, k, v, sink))
+    scores = scale * torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2))
+    scores = torch.stack([x.masked_fill(~one.dense(), -1e300) for x, one in zip(scores, mask, strict=True)])
+    weights = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:-1], 1)], -1).softmax(-1)
+    out, lse = torch.einsum("bhij,bjhd->bihd", weights[..., :-1], v.repeat_interleave(2, 2)), scores.logsumexp(-1)
+    return out, lse, *torch.autograd.grad((out, lse), (q, k, v, sink), (dout.double(), dlse.double()))
+
+
+def test_the_oracle_has_a_sink_and_a_mask_for_each_sequence():
+    q, k, v, dout, dlse = tensors(batch=(2,))
+    sink, masks = torch.tensor([0.5, -2, 30, -40]).double(), (Mask.causal(40), Mask.documents([0, 1, 17, 40]))
+    exact = oracle(q, k, v, dout, masks, 0.3, dlse, sink)
+    for mine, theirs in zip(exact, under_sink(q, k, v, sink, dout, dlse, masks, 0.3), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    narrow = [x.bfloat16() for x in (q, k, v, dout)]
+    exact, honest = (f(*narrow, masks, 0.3, dlse, sink) for f in (oracle, orders))
+    reach = roundings(*narrow, masks, 0.3, dlse, sink)
+    assert all(agreement(one, exact, honest, reach).agrees for one in honest)
+    assert (reach[5] < 0.05 * exact[5].abs()).all(), "a small part of dsink"
+    packed = oracle(q[0], k[0], v[0], dout[0], masks[0], 0.3, dlse[0], sink)
+    torch.testing.assert_close(packed.out, oracle(q, k, v, dout, masks, 0.3, dlse, sink).out[0], rtol=0, atol=1e-13)
 
 
 def test_each_sequence_of_a_batch_equals_the_packed_one():

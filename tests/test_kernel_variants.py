@@ -23,6 +23,8 @@ import torch
 from canon import fast
 from canon.fast import backward, kernel_variants, local
 from canon.fast.compilation import recorded_jobs
+from canon.fast.kernels.cuda import kernel, launch as cuda
+from canon.fast.kernels.launcher import Gpu
 from canon.fast.kernels.triton import config, launch
 from canon.testing import draws, process_groups
 from canon.testing.case_runner import CaseRunner
@@ -34,6 +36,8 @@ draw = Random(0)
 local.check_device = backward.check_device = lambda x: None
 launch.choose = lambda kernel, d, dv, itemsize, device, describable: config.fitting(
     kernel, d, dv, itemsize, SHARED_LIMIT[arch], describable and arch >= 90, arch >= 90)
+cuda.is_cpu, cuda.capability = lambda device: False, lambda device: divmod(arch, 10)
+cuda.gpu_of, kernel.architecture = lambda device: Gpu(divmod(arch, 10), 1, SHARED_LIMIT[arch]), lambda device: arch
 METHODS = ["split", "head_parallel"][: 1 + (heads[0] > heads[1])]
 METHODS += ["fused"] * (backend == "gluon" and max(widths) <= 128)
 draws.TABLES["model"] = draws.Table(900, 900, (), (), (), ((tuple(heads), tuple(widths), dtype),), unusual=False)
@@ -59,7 +63,7 @@ with _target(arch), fast.backend(backend), recorded_jobs() as jobs:
         seen |= set(jobs)
         kinds |= {case.function}
         if missing := set(jobs) - warmed:
-            sys.exit(f"{case.draws} needs {sorted(missing)[0]}")
+            sys.exit(f"{case.draws} needs {next(iter(missing))}")
 print(json.dumps(dict(warmed=len(warmed), seen=len(seen), kinds=sorted(kinds))))
 """
 # On a GPU: count the kernels that Triton compiles, before and after `warm_up`.
@@ -113,6 +117,7 @@ def ran(program, *arguments, **environment):
         (90, "gluon", "bfloat16", (2, 2), (128, 64), "fused"),
         (90, "triton", "bfloat16", (4, 2), (64, 64), "auto"),
         (80, "triton", "float32", (3, 1), (48, 32), "auto"),
+        (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto"),
     ],
 )
 def test_200_random_calls_need_no_other_variant(arch, backend, dtype, heads, widths, method):
@@ -155,7 +160,7 @@ def outcome(monkeypatch):
         ((), {"heads": 8}, "heads must be"),
         ((), {"functions": ("attention", "softmax")}, "functions must be some of attention"),
         ((), {"functions": ()}, "functions must be some of attention"),
-        ((), {"backend": "cuda"}, "backend must be one of 'triton', 'gluon' or None"),
+        ((), {"backend": "cpu"}, "backend must be one of 'triton', 'gluon', 'cuda' or None"),
         ((), {"backward": "none"}, "backward='none': expected one of"),
         ((), {"ranks": 0}, "ranks must be a positive number"),
         ((), {"processes": 0}, "processes must be at least 1"),

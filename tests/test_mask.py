@@ -275,3 +275,10 @@ def test_wrong_arguments_raise_an_error_with_their_numbers(make, numbers):
 def test_needed_keys_raises_for_descending_ranges():
     with pytest.raises(ValueError, match=r"ascending ranges, got range\(5, 0, -1\)"):
         Mask.causal(8).needed_keys([range(5, 0, -1)])
+
+
+def test_empty_documents_change_no_cell():
+    """A batch may have more documents than tokens, because some of them are empty."""
+    assert Mask.documents([0, 0, 3, 3, 3, 3, 8, 8]) == Mask.documents([0, 3, 8])
+    assert Mask.documents([0, 0, 0, 0, 1]) == Mask.causal(1)
+    assert Mask.documents([0, 0, 0]) == Mask.documents([0]) == Mask.full(0)

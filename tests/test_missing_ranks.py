@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+import canon
 from canon import Mask, fast, reference
 from canon.reference.group_state import group_state
 
@@ -110,6 +111,49 @@ def test_a_missing_rank_is_named(how, half, function, where, tmp_path):
     for text in reports:
         error, again = text.split("\n---\n")
         assert f"{function} ({where})" in error
+        assert "rank 1 is missing" in error
+        assert again == error, "a later call of the group raises the same error"
+    assert seconds < TIMEOUT + 30
+
+
+def collective(name, where, how):
+    """Call a collective of a layout or a plan, or decode; the missing rank fails before the pass ``where`` of the second."""
+    x, layout = torch.ones(1, 8, 2, 8).requires_grad_(), canon.Layout.contiguous(24, RANKS)
+    plan = reference.cast_plan(MASK, layout)
+    calls = {
+        "unshard": lambda: layout.unshard(x, partial_grad=True),
+        "redistribute": lambda: layout.redistribute(x, canon.Layout.zigzag(24, RANKS)),
+        "decode_attention": lambda: reference.decode_attention(x, x, x),
+        "group_cast": lambda: fast.group_cast(x[0], plan, 0),
+    }
+    for step in range(2):
+        lose = how if step and dist.get_rank() == LOST else lambda: None
+        if where == "forward":
+            lose()
+        out = calls[name]()
+        if where == "backward":
+            lose()
+            out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "how"),
+    [
+        ("unshard", "forward", killed),
+        ("unshard", "backward", killed),
+        ("unshard", "backward", stopped),
+        ("redistribute", "backward", killed),
+        ("decode_attention", "forward", stopped),
+        ("group_cast", "forward", killed),
+    ],
+)
+def test_a_missing_rank_is_named_by_other_collectives(name, where, how, tmp_path):
+    reports, seconds = survivors(functools.partial(collective, name, where, how), tmp_path)
+    for text in reports:
+        error, again = text.split("\n---\n")
+        assert error.startswith(
+            f"{name} (backward), call" if (name, where) == ("unshard", "backward") else f"{name}, call"
+        )
         assert "rank 1 is missing" in error
         assert again == error, "a later call of the group raises the same error"
     assert seconds < TIMEOUT + 30

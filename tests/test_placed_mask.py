@@ -138,7 +138,7 @@ def test_every_rank_chooses_as_one_rank(exchange):
     layout = Layout.contiguous(4096, 4, 128)
     whole = in_place(mask)
     expected = hopper_launch.forward_config(q, q, whole), hopper_launch.packing(whole, 128, 128, 8)
-    assert (expected[0][0].rows, expected[0][0].optimistic) == (128, True), (
+    assert (expected[0][0].rows, expected[0][0].stale_maximum) == (128, True), (
         "with ranks alone: 192 rows, or no stale maximum"
     )
     for rank in range(4):

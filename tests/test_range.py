@@ -18,12 +18,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:All-NaN slice"),  # from NumPy, if the interpreter takes a maximum
 ]
 LOG2E = 1.4426950408889634
-STALE = HopperConfig(128, 128, 3, turns=True, optimistic=True)  # computes P before its maximum
+STALE = HopperConfig(128, 128, 3, ping_pong=True, stale_maximum=True)  # computes P before its maximum
 BACKENDS = {
     "triton": ("triton", None),
-    "gluon": ("gluon", HopperConfig(128, 128, 3, turns=True)),
+    "gluon": ("gluon", HopperConfig(128, 128, 3, ping_pong=True)),
     "gluon, stale maximum": ("gluon", STALE),
-    "gluon, by three": ("gluon", HopperConfig(192, 128, 4, 2, turns=True, optimistic=True)),
+    "gluon, by three": ("gluon", HopperConfig(192, 128, 4, 2, ping_pong=True, stale_maximum=True)),
 }
 
 

@@ -1,6 +1,5 @@
 """Claims about `README.md`: its code runs as printed, its commands and links exist, its figures are on `paper/measured.md`."""
 
-import copy
 import os
 import re
 import shlex
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import canon
 from canon import Layout, Mask, __main__, fast, reference
 from canon.testing import check, process_groups
 
@@ -21,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 MEASURED = (ROOT / "paper" / "measured.md").read_text()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = BLOCK.findall(README)
-TRAIN, CHOOSE, TRANSFORMERS = (text for language, text in BLOCKS if language == "python")
+TRAIN, CHOOSE = (text for language, text in BLOCKS if language == "python")
 COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
 CALLS = [line for line in CHOOSE.splitlines() if line.startswith("out = ")]
 HALVES = {"reference": reference, "fast": fast}
@@ -97,26 +95,8 @@ def test_the_calls_of_choose_a_function_run_as_printed(half, ranks):
     process_groups.threads(program, ranks)
 
 
-def test_the_code_for_transformers_runs_as_printed():
-    pytest.importorskip("transformers", reason="the extra transformers is not installed")
-    from tiny_models import tiny, tokens, whole_step
-
-    ids, ends, model = tokens(20), [0, 8, 20], tiny("Llama")
-    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
-    _, expected, _ = whole_step(tiny("Llama"), {"input_ids": ids, "labels": ids, "position_ids": positions})
-
-    def program():
-        mask, rank = Mask.documents(ends), dist.get_rank()
-        names = dict(canon=canon, model=copy.deepcopy(model), ids=ids, ends=ends, mask=mask, rank=rank)
-        names["layout"] = fast.dispatch(mask, 2)
-        exec(TRANSFORMERS, names)
-        torch.testing.assert_close(names["loss"], expected, rtol=1e-5, atol=0)
-
-    process_groups.threads(program, 2)
-
-
 def test_all_code_of_the_readme_is_python_or_commands():
-    assert [language for language, _ in BLOCKS].count("python") == 3
+    assert [language for language, _ in BLOCKS].count("python") == 2
     assert {language for language, _ in BLOCKS} == {"python", "bash"}
     compile(CHOOSE, "README.md", "exec")
 

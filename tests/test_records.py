@@ -41,8 +41,9 @@ def test_the_command_writes_the_same_pages_to_another_folder(tmp_path, pages):
     assert {path.stem: path.read_text() for path in tmp_path.iterdir()} == pages
 
 
-def test_every_record_is_quoted_by_a_page_or_the_readme(scripts, pages):
-    assert scripts("measured").unquoted(pages, (ROOT / "README.md").read_text()) == []
+def test_every_record_is_quoted_by_a_page_a_notebook_or_the_readme(scripts, pages):
+    notebooks = [path.read_text().replace("](../paper/", "](paper/") for path in (ROOT / "notebooks").glob("*.md")]
+    assert scripts("measured").unquoted(pages, (ROOT / "README.md").read_text(), *notebooks) == []
 
 
 def test_every_link_to_a_record_or_a_figure_leads_to_a_file(pages):

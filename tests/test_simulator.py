@@ -93,7 +93,7 @@ def test_what_is_added_is_there_once_that_was_waited_for(waits):
 FAULTS_OF_TMA = {
     "misaligned": "coordinate 3 is no multiple of 16 bytes, at copy_kernel",
     "stored": "TMA store of .* but there is no fence_async_shared after the store",
-    "not waited for": "TMA load of .* overwrites .* but the TMA store .* is still under way",
+    "not waited for": "TMA load of .* overwrites .* but the TMA store .* is still in flight",
 }
 
 
@@ -174,7 +174,7 @@ FAULTS = [  # and the number of buffers
     ("no free wait", 2, TOO_EARLY),
     ("too few bytes", 2, TOO_EARLY),
     ("early arrival", 2, r"TMA load of load_tiles \[1\] .* overwrites .* the wgmma of multiply \[0\] at multiply"),
-    ("no product wait", 2, "overwrites .* the wgmma .* is still under way"),
+    ("no product wait", 2, "overwrites .* the wgmma .* is still in flight"),
     ("no product wait", 8, "used before warpgroup_mma_wait, at multiply .*: wgmma at multiply"),
     ("many arrivals", 2, r"too many arrivals: 2 more at barrier 3\[0\] of product_kernel"),
     ("wrong parity", 2, r"(?s)deadlock.*multiply \[0\] waits for parity 0 of barrier 2\[0\].*load_tiles \[1\] waits"),
@@ -222,5 +222,5 @@ def rash_kernel(out, rows):
 def test_what_is_read_too_early_may_be_dropped_but_not_stored():
     with simulator.simulated():
         rash_kernel[(1,)](torch.zeros(64), 0)
-        with pytest.raises(simulator.Fault, match="nobody has written there"):
+        with pytest.raises(simulator.Fault, match="no store has reached it"):
             rash_kernel[(1,)](torch.zeros(64), 2)

@@ -158,7 +158,7 @@ def relay_numbers_kernel(out, counter, FAULT: gl.constexpr):
     ("fault", "message"),
     [
         ("", None),
-        ("no full wait", "nobody has written there|no barrier says that the store of send_numbers"),
+        ("no full wait", "no store has reached it|no barrier says that the store of send_numbers"),
         ("early free", "overwrites|no barrier says"),
     ],
 )

@@ -1,16 +1,22 @@
 """Head groups: their pattern, the suggested first and last groups, and errors."""
 
+import json
+from pathlib import Path
+from statistics import median
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
-from canon.reference.strides import head_groups
+from canon.reference.strides import STEP_SECONDS, STEP_SHARE, head_groups
 from canon.testing import process_groups
 from canon.testing.judge import oracle
 from canon.testing.recording import Event, timeline
 
 HALVES = {"reference": reference, "fast": fast}
+FREE = {"step_seconds": 0.0, "step_share": 0.0}  # additional steps cost nothing
+RECORDS = Path(__file__).parents[1] / "paper" / "data"
 
 
 @pytest.fixture(params=HALVES)
@@ -53,7 +59,8 @@ def test_suggested_strides_leave_the_least_exposed(half, kernel_flops):
         q, k, v = (
             torch.empty(1, 4096 // ranks, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (2 * g, g, g)
         )
-        strides, assumed = half.suggest_strides(q, k, v, mask, layout, head_stride=s, kernel_flops=kernel_flops)
+        options = dict(head_stride=s, kernel_flops=kernel_flops, **FREE)
+        strides, assumed = half.suggest_strides(q, k, v, mask, layout, **options)
         assert assumed["kernel_flops"] == kernel_flops
         assert assumed["fetch"] == (ranks - 1) * 4096 / ranks * 128 * 2 / assumed["link_bytes"]
         assert assumed["reduce"] == 2 * assumed["fetch"]
@@ -71,7 +78,7 @@ def test_suggested_strides_leave_the_least_exposed(half, kernel_flops):
                 for first in (None, *range(1, s))
             }
             assert lasts[strides[name]] <= min(lasts.values()) * (1 + 1e-9)
-        assert strides == reference.suggest_strides(q, k, v, mask, layout, head_stride=s, kernel_flops=kernel_flops)[0]
+        assert strides == reference.suggest_strides(q, k, v, mask, layout, **options)[0]
 
 
 def test_no_stride_is_suggested_if_none_helps(half):
@@ -79,16 +86,73 @@ def test_no_stride_is_suggested_if_none_helps(half):
     layout = Layout.contiguous(256, 4)
 
     def suggest(**options):
-        return half.suggest_strides(q, k, v, None, layout, **options)[0]
+        return half.suggest_strides(q, k, v, None, layout, **FREE | options)[0]
 
     nothing = dict.fromkeys(["forward_first_stride", "backward_first_stride", "backward_last_stride"])
     assert suggest(head_stride=1) == nothing
     assert suggest(head_stride=4, link_bytes=1.0) == nothing  # transfers take nearly all the time
-    assert half.suggest_strides(q, k, v, head_stride=4)[0] == nothing  # one rank
+    assert half.suggest_strides(q, k, v, head_stride=4, **FREE)[0] == nothing  # one rank
     one_group = suggest(head_stride=4, kernel_flops=1e9)  # then the reduction, of float32, gains more
     assert one_group == {"forward_first_stride": 1, "backward_first_stride": None, "backward_last_stride": 1}
     with pytest.raises(ValueError, match="head_stride=3 does not divide the 4"):
         suggest(head_stride=3)
+
+
+def test_a_split_must_gain_more_than_its_step_costs(half):
+    q, k, v = torch.empty(3, 1, 64, 4, 16, device="meta").unbind()
+
+    def suggest(**options):
+        options = dict(head_stride=2, kernel_flops=1e9, link_bytes=1e8) | FREE | options
+        return half.suggest_strides(q, k, v, None, Layout.contiguous(256, 4), **options)
+
+    free, seconds = suggest()
+    gain = seconds["fetch"]  # with f = 1 of 2 key heads, the first gather is one head shorter
+    assert free["forward_first_stride"] == 1
+    for name, cost in (("step_seconds", gain), ("step_share", gain / (4 * seconds["forward"]))):
+        assert suggest(**{name: 0.99 * cost})[0]["forward_first_stride"] == 1
+        assert suggest(**{name: 1.01 * cost})[0]["forward_first_stride"] is None
+
+
+def measured_splits():
+    """Yield (pass, GPUs, tokens, head_stride, ms, ms with splits, additional steps, heads that the splits hide)."""
+    for name in ("two", "four", "eight", "long_eight"):
+        rows = json.loads((RECORDS / f"schedules_{name}_h200.json").read_text())["results"]
+        times = {(row["shape"], row["schedule"]): row for row in rows if "forward_ms" in row}
+        for (shape, schedule), split in times.items():
+            if schedule.startswith("strided zigzag") and schedule.endswith("small ends"):
+                whole, stride = times[shape, schedule.split(",")[0]], int(schedule.split()[2].strip(","))
+                place = split["ranks"], int(shape.split(" S")[1].split()[0]), stride
+                forward, both = ([median(row[f"{x}_ms"]) for row in (whole, split)] for x in ("forward", "both"))
+                backward = [b - a for a, b in zip(forward, both, strict=True)]
+                two = stride < 8  # of the 8 key heads: both ends are split; dk and dv have twice the bytes of K and V
+                yield "forward", *place, *forward, 1, stride - 1
+                yield "backward", *place, *backward, 1 + two, (1 + 2 * two) * (stride - 1)
+
+
+def test_the_default_cost_of_a_step_is_the_measured_one():
+    short, long = [], []
+    for name, ranks, tokens, _, whole, split, steps, hidden in measured_splits():
+        head = 1e3 * (ranks - 1) * tokens / ranks * 256 * 2 / 300e9  # milliseconds to gather a key head
+        cost = (split - whole + hidden * head) / steps
+        if whole < 7:
+            short.append(1e-3 * cost)
+        elif name == "backward":
+            long.append(cost / whole)
+    assert min(len(short), len(long)) > 10
+    assert median(short) == pytest.approx(STEP_SECONDS, rel=0.02)
+    assert median(long) == pytest.approx(STEP_SHARE, rel=0.02)
+
+
+def test_no_suggested_split_was_slower_on_h200s():
+    """By more than 1 %, in a pass of the records."""
+    passes = list(measured_splits())
+    assert sum(split > 1.01 * whole for _, _, _, _, whole, split, *_ in passes) > len(passes) / 2
+    for name, ranks, tokens, stride, whole, split, *_ in passes:
+        q, k, v = (torch.empty(1, tokens // ranks, h, 128, dtype=torch.bfloat16, device="meta") for h in (32, 8, 8))
+        mask, layout = Mask.causal(tokens), Layout.zigzag(tokens, ranks)
+        strides, _ = reference.suggest_strides(q, k, v, mask, layout, head_stride=stride)
+        if any(value for option, value in strides.items() if option.startswith(name)):
+            assert split < 1.01 * whole
 
 
 def test_the_method_sets_the_time_of_the_backward_pass(half):
@@ -114,7 +178,7 @@ def test_suggested_strides_are_taken(half):
 
     def program():
         mine = [layout.shard(x, dist.get_rank()) for x in (q, k, v)]
-        strides, _ = half.suggest_strides(*mine, mask, layout, head_stride=2, kernel_flops=1e6)
+        strides, _ = half.suggest_strides(*mine, mask, layout, head_stride=2, kernel_flops=1e6, **FREE)
         assert strides["forward_first_stride"] == 1
         return layout.unshard(half.strided_attention(*mine, mask, layout, head_stride=2, **strides))
 

@@ -147,3 +147,52 @@ def test_both_transports_give_the_same_bits_on_gpus():
         assert chosen.split(":")[0] in ("nccl copy engine", "nccl")
         assert plain == "nccl: CANON_COPY_ENGINE is not 1"
         assert same
+
+
+def test_a_call_on_another_stream_waits_for_the_last_call(monkeypatch):
+    """Streams are stand-ins: they note the streams that they wait for."""
+    waits = []
+    first, second = (SimpleNamespace(wait_stream=lambda other, name=name: waits.append((name, other))) for name in "ab")
+    windows = transport.CopyEngines.__new__(transport.CopyEngines)
+    windows.stream, windows.last_stream = SimpleNamespace(device=CPU), None
+    for current, expected in (
+        (first, []),
+        (first, []),
+        (second, [("b", first)]),
+        (second, []),
+        (first, [("a", second)]),
+    ):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
+        windows._wait_for_last_call()
+        assert waits == expected
+        waits.clear()
+
+
+def on_two_streams():
+    """Run two training steps on two streams at the same time, each with its own tensors; for processes."""
+    os.environ["CANON_COPY_ENGINE"] = "1"
+    layout, options = Layout.zigzag(8192, dist.get_world_size()), dict(head_stride=2, backward_first_stride=1)
+    both = [[(scale * x).cuda() for x in inputs(8192, torch.bfloat16)] for scale in (1, 2)]
+    alone = [train(layout, tensors, **options) for tensors in both]
+    torch.cuda.synchronize()
+    streams, unequal = [torch.cuda.Stream() for _ in both], 0
+    for step in range(20):
+        found = []
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if number == step % 2:
+                    torch.cuda._sleep(
+                        2_000_000
+                    )  # about a millisecond, so that the other stream could overtake this one
+                found.append(train(layout, both[number], **options))
+        torch.cuda.synchronize()
+        pairs = zip(found, alone, strict=True)
+        unequal += not all(torch.equal(x, y) for one, other in pairs for x, y in zip(one, other, strict=True))
+    return transport.transport_report(torch.device("cuda", torch.cuda.current_device())), unequal
+
+
+@pytest.mark.gpus(2)
+def test_calls_on_two_streams_do_not_overwrite_the_windows_of_each_other():
+    for chosen, unequal in process_groups.gpus(on_two_streams, 2):
+        assert chosen.split(":")[0] in ("nccl copy engine", "nccl")
+        assert unequal == 0

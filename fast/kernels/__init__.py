@@ -1,6 +1,10 @@
-"""Kernel backends: ``triton`` runs on any CUDA GPU, and in Triton's interpreter on a CPU; ``gluon`` runs on Hopper.
+"""Kernel backends, with the same functions in their modules ``launch``.
 
-Both backends have the same functions in their module ``launch``. Importing this package repairs the interpreter if
+    triton      any CUDA GPU, and in Triton's interpreter on a CPU
+    gluon       Hopper
+    cuda        CUDA C++ for sm_80 and later, compiled at run time
+
+Importing this package repairs the interpreter if
 TRITON_INTERPRET=1 is set (`canon.fast.kernels.interpreter`).
 
 The words of this project, and the words of FlashAttention (FA), FlexAttention, MagiAttention or NCCL for the same thing:
@@ -12,13 +16,15 @@ The words of this project, and the words of FlashAttention (FA), FlexAttention, 
     work table            BlockMask (FlexAttention)     for each tile of rows, the spans to visit (`canon.fast.tiles`)
     span                  full / partial blocks         adjacent tiles of columns; a partial span is masked by its band
     work tile             work tile (FA 3, CUTLASS)     a tile of rows of one head or of packed heads; CTAs claim them
-    tile schedule         tile scheduler (FA 3)         all work tiles of a launch, in order of claims: ``work`` (Gluon)
-    owner                 -                             the head that a sum of dk and dv belongs to
+    tile schedule         tile scheduler (FA 3)         all work tiles of a launch, in order of claims; tensor ``work``
+    owner                 -                             of a CTA's dk and dv: a key head, or a query head in head_parallel
     row statistics        softmax_lse, dPsum (FA 3)     lse and delta of each query
     delta                 dPsum (FA 3)                  rowsum(dout * out) - dlse
     stale maximum         -                             an old row maximum, used unchecked; the sums of P verify it afterwards
     ping-pong             ping-pong scheduling (FA 3)   one warpgroup computes exponentials during MMAs of another
-    loader, warpgroup     producer, consumer (FA 3)     warps that load by TMA: 4, or 1 if fused; four warps that issue MMAs
+    loader                producer (FA 3)               the warps that load by TMA: 4, or 1 if fused
+    warpgroup             consumer (FA 3)               four warps that issue MMAs together
+    stages                stages (CUTLASS)              in kernels: buffers of K and V; in `magi_attention`: group casts
     full, free            full, empty (CUTLASS)         the two mbarriers of a buffer in shared memory
     dq semaphore          dq_semaphore (FA 3)           an int32 for each tile of dq; it fixes the order of additions to it
     ticket                -                             number of a span; a dq semaphore holds that of the last span added
@@ -26,7 +32,7 @@ The words of this project, and the words of FlashAttention (FA), FlexAttention, 
     layout                dispatch meta (Magi)          which rank holds which tokens
     dispatch plan         dispatch solver (Magi)        a layout with balanced work and little communication
     group cast            group_cast (Magi)             send each key to the ranks that need it (NCCL: all-to-all)
-    group reduce          group_reduce (Magi)           sum partial dk and dv at their owners (NCCL: all-to-all, then a sum)
+    group reduce          group_reduce (Magi)           sum partial dk and dv on the rank that holds the token
     transport             backend (torch.distributed)   how messages travel: NCCL, copy engines, or gloo
     hop                   ncclSend and ncclRecv         one step of keys and values, or of dk and dv, around a ring
 """

@@ -11,6 +11,8 @@
  * and a parameter one of
  *
  *   ("b", bytes)                                           a number, as the kernel expects it
+ *   ("s", bytes)                                           a structure, aligned to 8 bytes
+ *   ("i", position, slot, offset)                          an address inside the last structure, no parameter of its own
  *   ("p", slot, offset)                                    an address inside a buffer; slot -1: an absolute address
  *   ("m", slot, offset, type, swizzle, box, shape, strides)    a TMA tensor map; outermost axis first, strides in
  *                                                          bytes and without the innermost
@@ -34,7 +36,7 @@ typedef struct {
 } Map;
 
 typedef struct {
-  int kind, slot, map;
+  int kind, slot, map, inside; /* inside: of a structure */
   size_t at; /* in the image */
   unsigned long long offset;
 } Parameter;
@@ -45,7 +47,7 @@ typedef struct {
   unsigned long long offset, bytes;
   unsigned blocks, threads, shared;
   int parameters;
-  size_t used; /* bytes of the image */
+  size_t used, structure; /* bytes of the image; where its last structure begins */
   Parameter parameter[MOST_PARAMETERS];
   Map map[MOST_MAPS];
   unsigned char image[MOST_BYTES]; /* the parameters' values; addresses and maps are filled in by `run` */
@@ -105,13 +107,22 @@ static int pack_parameter(Operation *op, Parameter *p, PyObject *given, int *map
   const char *kind = PyUnicode_AsUTF8(PyTuple_GET_ITEM(given, 0));
   long long at;
   if (!kind) return -1;
-  if (*kind == 'b') {
+  if (*kind == 'b' || *kind == 's') {
     PyObject *bytes = PyTuple_GET_ITEM(given, 1);
     Py_ssize_t size = PyBytes_Size(bytes);
     if (size < 1) return refuse("a number has at least one byte");
-    if ((at = reserve(op, size, size)) < 0) return -1;
+    if ((at = reserve(op, size, *kind == 's' ? 8 : size)) < 0) return -1;
     memcpy(op->image + at, PyBytes_AS_STRING(bytes), size);
     p->kind = VALUE;
+    if (*kind == 's') op->structure = (size_t)at;
+  } else if (*kind == 'i') {
+    at = (long long)op->structure + number(given, 1);
+    p->slot = (int)number(given, 2);
+    p->offset = (unsigned long long)number(given, 3);
+    p->kind = ADDRESS;
+    p->inside = 1;
+    if (p->slot >= MOST_BUFFERS) return refuse("no such buffer");
+    if (at < 0 || (size_t)at + 8 > op->used) return refuse("an address lies outside of its structure");
   } else {
     p->slot = (int)number(given, 1);
     p->offset = (unsigned long long)number(given, 2);
@@ -166,13 +177,14 @@ static CUresult enqueue(const Operation *op, const unsigned long long *address, 
   _Alignas(64) unsigned char image[MOST_BYTES];
   void *where[MOST_PARAMETERS];
   memcpy(image, op->image, op->used);
-  for (int i = 0; i < op->parameters; i++) {
+  for (int i = 0, parameter = 0; i < op->parameters; i++) {
     const Parameter *p = &op->parameter[i];
-    where[i] = image + p->at;
-    if (p->kind == ADDRESS) *(unsigned long long *)where[i] = p->slot < 0 ? p->offset : address[p->slot] + p->offset;
+    void *value = image + p->at;
+    if (!p->inside) where[parameter++] = value;
+    if (p->kind == ADDRESS) *(unsigned long long *)value = p->slot < 0 ? p->offset : address[p->slot] + p->offset;
     if (p->kind != MAP) continue;
     const Map *map = &op->map[p->map];
-    CUresult failed = encode_map(where[i], map->type, map->rank, (void *)(address[p->slot] + p->offset), map->shape, map->strides,
+    CUresult failed = encode_map(value, map->type, map->rank, (void *)(address[p->slot] + p->offset), map->shape, map->strides,
                                  map->box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, map->swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (failed) return failed;

@@ -2,7 +2,7 @@
 
 import re
 
-from kernel_tables import speed
+from kernel_tables import semaphore, speed
 from plots import ONE, SKY, VERMILION, Drawing, finish, new
 from records import case, load, median, named, only, span, table, tokens
 
@@ -60,7 +60,11 @@ def peers() -> dict[str, str]:
         rows.append([named(shape), *speeds, f"{in_order / fa_in_order:.2f}"])
     header = ("TFLOP/s", "Canon, any order", "Canon, ordered", "flash-attn-4, any order", "flash-attn-4, deterministic")
     header += ("Canon over flash-attn-4, both deterministic",)
-    return {"peers": table(header, rows), "ours_kept": span(ours), "theirs_kept": span(theirs)}
+    return {"peers": table(header, rows), "ours_kept": span(ours), "theirs_kept": span(theirs)} | {
+        "ours_faster": str(sum(float(row[-1]) > 1 for row in rows)),
+        "peer_rows": str(len(rows)),
+        "semaphore": span(semaphore()),
+    }
 
 
 def heads() -> str:

@@ -1,4 +1,4 @@
-"""`canon warm`: compile every kernel variant that a model can need, whatever its masks, into Triton's disk cache.
+"""`canon warm`: compile every kernel variant that a model can need, whatever its masks, into the disk cache.
 
     canon warm --dtype bfloat16 --widths 128 --heads 32/8
     canon warm --dtype float16 --widths 192/128 --heads 16/16 --functions attention strided_attention --ranks 8

@@ -31,8 +31,8 @@ class Config:
     columns: int
     stages: int  # buffers in the ring of visited tiles
     buffers: int = 1  # for the owned tiles: with 2, those of the next work tile are loaded during this one
-    turns: bool = False  # "forward", PING_PONG: one warpgroup computes exponentials during MMAs of another
-    optimistic: bool = False  # "forward", STALE_MAXIMUM: P is computed with a stale row maximum, verified afterwards
+    ping_pong: bool = False  # "forward", PING_PONG: one warpgroup computes exponentials during MMAs of another
+    stale_maximum: bool = False  # "forward", STALE_MAXIMUM: P is computed with a stale row maximum, verified afterwards
 
     @property
     def math_registers(self) -> int:
@@ -44,10 +44,10 @@ CAPABILITY = 9, 0  # compute capability of the devices that these kernels suppor
 DTYPES = torch.bfloat16, torch.float16
 Widths = tuple[int, int]
 TABLE: dict[tuple[str, Widths], Config] = {
-    ("forward", (64, 64)): Config(128, 128, 4, 2, turns=True),
-    ("forward", (128, 128)): Config(128, 128, 3, turns=True),
-    ("forward", (256, 128)): Config(128, 64, 3, turns=True),
-    ("forward", (256, 256)): Config(128, 64, 2, turns=True),
+    ("forward", (64, 64)): Config(128, 128, 4, 2, ping_pong=True),
+    ("forward", (128, 128)): Config(128, 128, 3, ping_pong=True),
+    ("forward", (256, 128)): Config(128, 64, 3, ping_pong=True),
+    ("forward", (256, 256)): Config(128, 64, 2, ping_pong=True),
     ("dq", (64, 64)): Config(128, 128, 4),
     ("dq", (128, 128)): Config(128, 128, 2),
     ("dq", (256, 128)): Config(128, 64, 2),
@@ -62,12 +62,12 @@ TABLE: dict[tuple[str, Widths], Config] = {
 # Configurations for queries that see more tiles of keys than the number: `canon.fast.kernels.gluon.launch.tiles_seen`.
 LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
     ("forward", (64, 64)): {
-        3: Config(128, 128, 4, 2, turns=True, optimistic=True),
-        6: Config(192, 128, 4, 2, turns=True, optimistic=True),
+        3: Config(128, 128, 4, 2, ping_pong=True, stale_maximum=True),
+        6: Config(192, 128, 4, 2, ping_pong=True, stale_maximum=True),
     },
-    ("forward", (128, 128)): {6: Config(128, 128, 3, turns=True, optimistic=True)},
-    ("forward", (256, 128)): {3: Config(128, 64, 3, turns=True, optimistic=True)},
-    ("forward", (256, 256)): {3: Config(128, 64, 2, turns=True, optimistic=True)},
+    ("forward", (128, 128)): {6: Config(128, 128, 3, ping_pong=True, stale_maximum=True)},
+    ("forward", (256, 128)): {3: Config(128, 64, 3, ping_pong=True, stale_maximum=True)},
+    ("forward", (256, 256)): {3: Config(128, 64, 2, ping_pong=True, stale_maximum=True)},
 }
 KERNELS = ("forward", "dq", "dkdv", "fused", "dkdv_hdim256")
 # Allowed rows: 64 for each warpgroup; in "dkdv_hdim256" both share them.

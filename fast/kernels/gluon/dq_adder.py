@@ -4,8 +4,9 @@
                   dQ^T = K^T dS to shared memory         -> dq_full
     adder         wait for dq_full, add to dq            -> dq_free
 
-Each is buffered twice. dS of both warpgroups is needed for dQ, because the sum is over all keys of the work tile. With D = 128
-each warpgroup computes 64 columns of dQ. With D = 64 they alternate: each computes all columns of every second tile.
+dS and dQ^T have two buffers each. dS of both warpgroups is needed for dQ, because the sum is over all keys of the work tile.
+With D = 128 each warpgroup computes 64 columns of dQ. With D = 64 they alternate: each computes all columns of every second
+tile.
 
 **The dq semaphore** (ORDERED). One int32 for each tile of dq makes the order of the additions fixed. The tile schedule gives
 each span of tiles its own ticket and that of its predecessor. `canon.fast.kernels.gluon.dq_order` proves that no CTA waits
@@ -14,7 +15,7 @@ forever. The adder of a CTA does this for each tile (steps 3 to 5 alone, if not 
     1. poll the semaphore with `load_acquire` until it holds the predecessor's ticket
     2. `fence_async_global`
     3. wait for dq_full
-    4. start the addition by TMA (`tma_reduce_add`), of each PART: 64 columns
+    4. start the addition of each part (64 columns) by TMA (`tma_reduce_add`)
     5. once TMA has read shared memory, arrive at dq_free
     6. `wait_for_reductions`: the sum is complete in global memory
     7. write its own ticket with `store_release`
@@ -25,10 +26,9 @@ generic proxy, and TMA uses the async proxy. An acquire orders only the generic 
 addition after the acquire. Without step 6, step 7 would publish an addition that is still in flight, and the successor could
 add first. A wrong order would change rounding only: TMA adds each element atomically, so no term is lost.
 
-Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. There is a second reason for
-an adder warp: step 6 compiles to a wait and to an instruction that empties the L1 cache. Warpgroups that executed both would
-stall in every tile. The empty cache alone hardly slows them: they read little global memory (paper/deterministic_dq.md).
-"""
+Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. Second reason for an adder warp:
+step 6 compiles to a wait and to an instruction that empties the L1 cache. Warpgroups that executed them would stall in every
+tile. The adder's instruction also empties it, but warpgroups read little global memory (paper/deterministic_dq.md)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -95,7 +95,7 @@ def share_ds(ds, exchange, t, W: gl.constexpr):
 
 @gluon.jit
 def issue_dq(k, column, exchange, t):
-    """Issue the MMA of 64 columns of dQ^T = K^T dS, from ``column`` on, with dS of both warpgroups."""
+    """Issue the MMA of 64 columns of dQ (rows of dQ^T = K^T dS), from ``column`` on, with dS of both warpgroups."""
     BN: gl.constexpr = exchange.ds.shape[2]
     mbarrier.wait(exchange.ds_full.index(t % 2), t // 2 & 1)
     zeros = gl.zeros([64, BN], gl.float32, mma_layout(BN))
@@ -107,7 +107,7 @@ def issue_dq(k, column, exchange, t):
 
 @gluon.jit
 def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Write 64 columns of dQ^T, one of PARTS, to shared memory for the adder. Transposed, 32 lanes write to 32 banks."""
+    """Write one of PARTS, 64 columns of dQ, to shared memory for the adder. In dQ^T, 32 lanes write to 32 different banks."""
     mbarrier.wait(exchange.dq_free.index(t % 2), (t // 2 & 1) ^ 1)
     exchange.dq.index(t % 2 * PARTS + PART).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
     fence_async_shared()

@@ -16,11 +16,12 @@ for this ticket. So the semaphore holds it until the successor has added, and th
 number of SMs. So each tile of dq is a sum in a fixed order. Only the choice by method="auto" (`canon.fast.backward`) depends
 on the number of SMs: another GPU may run "split" instead.
 
-**No deadlock.** CTAs claim work tiles from an atomic counter, in the order of the tile schedule, and process their own ones
-in that order. Take the first unfinished work tile. All earlier ones are finished, so a running CTA has claimed it or claims it
-next. Each predecessor of its spans is in an earlier work tile, or earlier in the same one. So the CTA gets every ticket, and
-the work tile finishes. By induction, all do. Other kernels give CTA i work tile i without a claim (`tile_queue`). Here a CTA
-could then wait for a CTA that the GPU has not started, so even the first work tiles are claimed.
+**No deadlock.** CTAs claim work tiles from an atomic counter, in the order of the tile schedule, and process their own ones in
+that order. Take the first unfinished work tile. All earlier ones are finished. Claims follow the schedule, so a running CTA has
+claimed it, or it is the next one to be claimed. Each predecessor of its spans is in an earlier work tile, or earlier in the
+same one. So the CTA gets every ticket, and the work tile finishes. By induction, all do. Other kernels give CTA i work tile i
+without a claim (`tile_queue`). Here a CTA could then wait for a CTA that the GPU has not started, so even the first work tiles
+are claimed.
 
 **Memory order** is explained in `canon.fast.kernels.gluon.dq_adder`.
 
@@ -46,22 +47,21 @@ from canon.reference.plan_cache import cached_plan
 SMS = 132  # of an H200. A constant, so that other GPUs get the same order and the same bits.
 L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache of an H200 holds 50 MB.
 
-# Number of heads in flight where work tiles come longest first (`heads_in_flight`). Many heads in flight shorten the waits:
-# at most about CTAS_PER_HEAD CTAs of one head are useful, because each must stay behind its predecessor. But the CTAs of a
-# head share reads of queries through L2 only while they stay close together. The model assumes that every addition to a tile
-# of dq lets them drift apart. So either the mean number of additions, times the heads in flight, is at most MAX_ADDITIONS, or
-# the heads read at most 4 L2_BYTES. Both constants are fitted to times of zigzag shards
-# (paper/data/lists_side_by_side_h200.json).
+# Number of heads in flight where work tiles come longest first (`heads_in_flight`). Each CTA must stay behind its predecessor,
+# so only about CTAS_PER_HEAD CTAs of one head are useful. More heads in flight shorten the waits. But the CTAs of a head share
+# reads of queries through L2 only while they stay close together. The model assumes that every addition to a tile of dq lets
+# them drift apart. So either the mean number of additions, times the heads in flight, is at most MAX_ADDITIONS, or the heads
+# read at most 4 L2_BYTES. Both constants are fitted to times of zigzag shards (paper/data/lists_side_by_side_h200.json).
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
 # Alternating order (`alternation`). An SM runs one CTA. With n key heads in flight, w = SMS / n CTAs work on one of them. The
-# unit of time is a visit: the computation of one tile. If each CTA starts 1.5 visits after the one before, all wait
-# 1.5 (0 + 1 + ... + w - 1) visits, about WAITING w^2. The tiles of a key head make repeat * visits visits, for its ``repeat``
-# query heads. So waits take the share WAITING w^2 / (repeat * visits) of the time. L2 misses take the share
-# DRIFTING (n bytes)^2 / queries: the query heads of a key head read ``bytes``. The form is a fit too. DRIFTING (in
-# queries / byte^2) has one value for key heads of one query head, and one for key heads of several. All three constants are
-# fitted to times with 1 to 32 heads in flight (paper/data/pairs_h200.json). The n with the smallest sum is taken.
+# unit of time is a visit: the computation of one tile. If each CTA starts 1.5 visits after the one before, all wait 1.5 (0 + 1
+# + ... + w - 1) visits, about WAITING w^2. A key head costs repeat * visits: ``visits`` for each of its ``repeat`` query heads.
+# So waits take the share WAITING w^2 / (repeat * visits) of the time. L2 misses take the share DRIFTING (n bytes)^2 / queries:
+# the query heads of a key head read ``bytes``. The formula is fitted too, not derived. DRIFTING (in queries / byte^2) has one
+# value for key heads of one query head, and one for key heads of several. All three constants are fitted to times with 1 to 32
+# heads in flight (paper/data/pairs_h200.json). The n with the smallest sum is taken.
 WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
@@ -82,8 +82,8 @@ LAG = 2.5
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
     """Return how many groups of heads are in flight together: as many as fit the L2 cache.
 
-    A group is a key head, or the query heads that share one. ``additions``: to one tile of dq, if they are ordered. CTAs then
-    wait less with more groups in flight: as many as give work to all SMs. Either of two limits suffices: the CTAs of a head
+    A group is a key head, or the query heads that share one. ``additions``: to one tile of dq, if they are ordered. More
+    groups in flight then shorten the waits, up to as many as occupy all SMs. Either of two limits suffices: the CTAs of a head
     stay together (`MAX_ADDITIONS`), or the groups read at most four times `L2_BYTES`.
     """
     choices = divisors(groups)
@@ -102,7 +102,7 @@ def alternation(
     """Return the groups of heads in flight and the cost of waits and misses (share of the time), or None.
 
     None means that short and long work tiles should not alternate. Few of them add to one tile of dq, or all are about equally
-    long. Or they do not stay apart: under a causal mask, adjacent tiles of keys differ by fewer than two visits.
+    long. Or starts are too close: under a causal mask, adjacent tiles of keys differ by fewer than two visits.
     ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout of a group, which have ``queries`` tokens.
     """
     cost = costs.cost[costs.active]
@@ -118,7 +118,7 @@ def alternation(
 def alternate(order: np.ndarray, groups: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of short and of long work tiles alternating.
 
-    Here a set is as many work tiles as CTAs work on one head, if ``groups`` are in flight. The first set has the shortest work
+    A set has SMS / groups work tiles: one for each CTA that works on the same group. The first set has the shortest work
     tiles, shortest first. The second has the longest ones, longest first. The sets continue so, with the tiles that are left.
 
     Under a causal mask, all work tiles end at the last query, and short ones start at later queries. A short one that starts
@@ -156,7 +156,7 @@ def ordered_dq_pays(
     each = query_heads // key_heads
     if (
         mask.keys <= mask.queries
-    ):  # with more keys, dk and dv of other ranks should travel during the dq kernel of "split"
+    ):  # else keys of other ranks are present: dk and dv travel during the dq kernel of "split"
         costs, bytes_per_head = tile_costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
         if found := alternation(costs, rows, columns, each, key_heads, bytes_per_head, mask.queries):
             return visited > MIN_VISITS_ALTERNATING[width] * tiles and found[1] < MAX_SHARE
@@ -173,8 +173,8 @@ def cut_by_tickets(
     ``spans[begin[i]:end[i]]`` are those of work tile i, and ``order`` is the tile schedule. Tickets are (predecessor's, own)
     for each cut span. Uncut spans have 1, 2, ... along the schedule, and predecessor 0 is none.
 
-    Consider the boundary of two tiles of dq. Where a span starts or ends there, the two tiles have different predecessors
-    from then on. The next span that covers both tiles must be cut there, and then both have the same predecessor again.
+    Consider the boundary of two tiles of dq. A span that starts or ends there visits only one of the two. So their
+    predecessors differ, until the next span that covers both. That span is cut there, and then they agree again.
     """
     number = (end - begin)[order]
     work_tile, place = counted(number)

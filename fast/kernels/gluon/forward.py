@@ -20,15 +20,15 @@ written (`write_result`). Sums follow the order of the spans, so the same inputs
     named 8 + w      256 threads           warpgroup w - 1, once its MMAs are       warpgroup w     order of MMAs
     (PING_PONG)                            issued (not complete), and w
 
-There are at least two stages, because a step waits for its V before it releases the previous V. The first step of all releases
-no V, so v.free alone would not protect K. All warpgroups make equally many steps, so the named barriers match. Results are
-written from registers, without a barrier.
+w - 1 counts modulo the warpgroups; at the start the last warpgroup arrives once. There are at least two stages, because a step
+waits for its V before it releases the previous V. Partial spans come before full ones, and after them with STALE_MAXIMUM. All
+warpgroups make equally many steps, so the named barriers match. Results are written from registers, without a barrier.
 
 Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
 MMAs) and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after the first tile of each work tile.
 
-Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. By a rule of
-thumb, it is divided by 4 if SMs are at least as many as tiles (128 queries of one head): `launch.tiles_seen`.
+Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. As a
+rule of thumb, it counts a quarter if no SM gets two tiles of 128 queries of one head: `launch.tiles_seen`.
 
     d, dv up to   ROWS                   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
     64, 64        128; 192 if seen > 6   128       4        2         yes         if seen > 3
@@ -43,7 +43,7 @@ rows without STALE_MAXIMUM. Two more switches depend on the inputs, and two foll
     PACK            query heads that share a tile: 1, 2, 4, 8 or 16, a divisor of GROUP; over 1 if the documents in a
                     sequence are short (`launch.packing`)
     LATE            if ROWS = 192: exponentials wait for the MMA with V
-    EARLY_RESCALE   if dv is up to 128: O is rescaled during the MMA of S, else at the end of the step before
+    EARLY_RESCALE   if dv is up to 128: O is rescaled in the next step, during its MMA of S; else at the end of a step
 
 Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries with |m| > 2^24 get NaN
 (`LARGEST_MAXIMUM`). A NaN of v also reaches queries that only share a tile with it (`canon.fast.kernels.triton.launch`).
@@ -124,7 +124,9 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, GROUP: gl.constex
             parity = t // STAGES & 1
             mbarrier.wait(k.free.index(slot), parity ^ 1)
             load_box(k_desc, batch, column, head // GROUP, k.full.index(slot), k.tiles.index(slot))
-            if fresh:  # after K: this waits until each warpgroup has the last S of the work tile that used the buffer
+            if (
+                fresh
+            ):  # after K, which need not wait until each warpgroup has the last S of the buffer's earlier work tile
                 for w in gl.static_range(WARPGROUPS):
                     b = w * BUFFERS + done % BUFFERS
                     mbarrier.wait(q.free.index(b), (done // BUFFERS & 1) ^ 1)
@@ -231,8 +233,8 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
     p, l = exponentials(s, m_finite, wg)
-    # V of this tile is needed only in the next step. `mbarrier.wait` compiles to a loop, and the compiler does not move the
-    # wait for o ahead of it, so o is not awaited before the exponentials.
+    # V of this tile is needed only in the next step. Its wait stands here to keep the wait for o behind the exponentials: it
+    # compiles to a loop, and the compiler does not move the wait for o ahead of a loop.
     mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
     if not LATE:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
@@ -320,7 +322,7 @@ def forward_kernel(
     v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
     fence_async_shared()  # TMA sees the initialised mbarriers
     buffers = Buffers(q, k, v, published)
-    output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton makes 1 a constant
+    output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
     wg0 = Warpgroup(buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
     wg1 = Warpgroup(buffers, output, work, scale_log2, 1, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
     if WARPGROUPS == 2:

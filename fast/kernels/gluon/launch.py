@@ -79,7 +79,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
         strides = even_out.stride(1), even_out.stride(2)
         arguments = (*tiles, even_out, even_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
         options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack}
-        options |= {"PING_PONG": config.turns, "STALE_MAXIMUM": config.optimistic}
+        options |= {"PING_PONG": config.ping_pong, "STALE_MAXIMUM": config.stale_maximum}
         run(forward_kernel, plan.work_tiles, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
     copy_back(out, even_out)
     copy_back(lse, even_lse)
@@ -174,7 +174,7 @@ def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> t
     pack = packing(mask, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
     # A stale maximum (see stale_maximum.py) is good once all rows have seen many keys. In a partial tile, some see only a few.
-    full_first = config.optimistic
+    full_first = config.stale_maximum
     traversal = Traversal(config.rows, config.columns, False, heads, pack, 1, read, full_first=full_first)
     return group, pack, tile_schedule(mask, traversal, q.device)
 

@@ -5,8 +5,8 @@ every tile. The state holds the sum l as four partial sums, one for each lane.
 
 m need not be the maximum. P and O are relative to m, so any m gives the same result up to rounding, unless P overflows or
 underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). The key with
-this P then has at most half the weight of the row, and P is rounded. Under the true maximum the largest P is 1, which is exact.
-But the second largest key may then have nearly half the weight, and its P is rounded. So the error is of the same size. After
+this P then has at most half the weight of the row, and P is rounded. With the true maximum the largest P is 1, which has no
+rounding error. But the second largest may have nearly half the weight, and is rounded. Both errors are equally large. After
 a few tiles nearly all rows keep m, so a warp seldom rescales O.
 flash-attn-4 for Blackwell allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives errors larger than
 those of the dtype.
@@ -28,7 +28,7 @@ class SoftmaxState:
     p (M, BN)       P of the last tile, as an MMA operand
     m (M)           row maximum of the scores in base 2, or the older one that the row keeps
     l (M, 4)        sums of P, by lane
-    excess (M, 4)   l minus the sums of P as rounded for the MMA, by lane, where `stale_maximum` counts it.
+    excess (M, 4)   l minus the sums of P as rounded for the MMA, by lane; only of tiles that `stale_maximum` counts.
                     A scalar 0 without STALE_MAXIMUM
     shrink (M)      factor that o still needs because m rose in the last tile
     """
@@ -79,7 +79,7 @@ def row_maximum(x):
 
 @gluon.jit
 def finite_or_zero(m):
-    """Return m with 0 in place of -inf, the maximum of a row without a visible key so far: -inf - -inf is NaN."""
+    """Return m with -inf replaced by 0, because -inf - -inf is NaN. A row without a visible key has the maximum -inf."""
     return gl.where(m == float("-inf"), 0.0, m)
 
 
@@ -90,7 +90,8 @@ def highest_kept(m, l, BN: gl.constexpr):
     The sum is rounded down to a power of 2.
     """
     total = gl.convert_layout(gl.sum(l, 1), per_row_layout(BN))
-    # The exponent, as the low bits of a float of 2^23. A log2 would occupy the unit for exponentials.
+    # floor(log2(total)): put its exponent bits into the mantissa of 2^23, then subtract 2^23 and the bias 127.
+    # A log2 would occupy the unit for exponentials.
     power = (total.to(gl.int32, bitcast=True) >> 23 | 0x4B000000).to(gl.float32, bitcast=True) - (2.0**23 + 127.0)
     return gl.maximum(m, m + gl.minimum(power, 8.0))
 

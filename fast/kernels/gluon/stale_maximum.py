@@ -10,8 +10,8 @@ lanes, and the exponentials start as soon as S is there. The sums of P by lane a
 
 In the second case a key may weigh more than half, and its rounding error would show. The divisor of O is therefore the sum
 of P as rounded, l - excess. The relative error by a key of weight w is then w (1 - w) times that of its rounded P. lse uses
-the exact sum l. The third case keeps P finite in its dtype, and the sums of many tiles finite in float32. It issues S again
-without waiting for its ping-pong turn.
+the exact sum l. The third case keeps P finite in its dtype, and the sums of many tiles finite in float32. The repetition
+issues S without waiting for a ping-pong turn.
 
 K and Q stay in their buffers until the sums are verified, so the next loads start later. In short rows this costs more
 than it saves. Short rows, and the first tile of each work tile, use `canon.fast.kernels.gluon.forward.step`. That function
@@ -50,7 +50,7 @@ def largest_sum(dtype):
 
 @gluon.jit
 def sum_so_far(l, like):
-    """Return the sum of each row so far for each of its lanes, at most `largest_sum`, or sums could double in every tile."""
+    """Return the row's sum so far for each of its four lanes. Without the cap `largest_sum`, it could double in each tile."""
     return gl.expand_dims(gl.minimum(gl.sum(l, 1), largest_sum(like.dtype)), 1) + gl.zeros_like(l)
 
 
@@ -76,10 +76,11 @@ def visit_span_stale(state, wg, ring, tile, partial):
 def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too large.
 
-    Return the state, the ring position and the column after the last tile added; ``above``, not 0 if the tile there must be
-    repeated; and the sums of its P. Of that tile nothing is added, but o includes the previous tile's p V. The warpgroup
-    votes on whether a sum exceeds its row's sum so far. If so, it votes again on whether one is too large. A row without a
-    visible key so far has m = -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile is repeated.
+    Return the state; ring position and column of the next tile; ``above``; and the sums of P of the last tile tried. If
+    ``above`` is not 0, the next tile was tried and must be repeated: its P is not in l, but o includes p V before it. The
+    warpgroup votes on whether a sum exceeds its row's sum so far. If so, it votes again on whether one is too large. A row
+    without a visible key so far has m = -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile is
+    repeated.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess

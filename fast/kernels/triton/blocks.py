@@ -24,6 +24,13 @@ def cta_work_tile(tiles, count, heads, l2_heads):
 
 
 @triton.jit
+def cta_rows(heads, batch_heads, ROWS: tl.constexpr):
+    """Return (first row, batch, head) of this CTA's block of ROWS rows. Consecutive CTAs take the same rows of all heads."""
+    pid = tl.program_id(0)
+    return pid // batch_heads * ROWS, pid % batch_heads // heads, pid % batch_heads % heads
+
+
+@triton.jit
 def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
     """Return acc + a b. For operands of more than two bytes, compute a b first: else acc is rounded after each term."""
     if a.dtype.primitive_bitwidth > 16:  # the compiler would turn acc + tl.dot(a, b) into tl.dot(a, b, acc)

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
     accumulate_mma,
+    cta_rows,
     cta_work_tile,
     full_tile_source,
     head_pointer,
@@ -275,8 +276,7 @@ def sum_heads_kernel(
 
     If DV is 0, only dk is summed.
     """
-    first = tl.program_id(0) // batch_heads * BM
-    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    first, batch, head = cta_rows(heads, batch_heads, BM)
     valid = first + tl.arange(0, BM) < tokens
     dk_offset = tile_offsets(dk_parts_strides, BM, D_PAD, ALIGN)
     dv_offset = tile_offsets(dv_parts_strides, BM, DV_PAD, ALIGN)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    cta_rows,
     head_pointer,
     load_rows,
     row_pointers,
@@ -59,8 +60,7 @@ def merge_kernel(
 
     INDEXED: row i of the other part belongs to token ``table[i]`` (int64), i < ``tokens``. Other tokens are left unchanged.
     """
-    first = tl.program_id(0) // batch_heads * BM
-    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    first, batch, head = cta_rows(heads, batch_heads, BM)
     rows = first + tl.arange(0, BM)
     valid, other_token = rows < tokens, tl.cast(rows, tl.int64)
     token = tl.load(table + rows, mask=valid, other=0) if INDEXED else other_token

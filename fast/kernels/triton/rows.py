@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import row_pointers, statistic_head_pointer
+from canon.fast.kernels.triton.blocks import cta_rows, row_pointers, statistic_head_pointer
 from canon.reference.checks import accumulate_dtype
 
 
@@ -34,8 +34,8 @@ def take_rows_kernel(
     BM: tl.constexpr,
 ):
     """Write out[:, i] (b, n, g, d + dv) = concat(k[:, rows[i]], v[:, rows[i]])."""
-    index = tl.program_id(0) // batch_heads * BM + tl.arange(0, BM)
-    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    start, batch, head = cta_rows(heads, batch_heads, BM)
+    index = start + tl.arange(0, BM)
     valid = index < count
     row, target = tl.load(rows + index, mask=valid, other=0), tl.cast(index, tl.int64)
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
@@ -63,8 +63,8 @@ def row_kernel(
     ADD: tl.constexpr,
 ):
     """Write part[:, i] (b, n, h, d) = x[:, rows[i]]. With ADD, update x[:, rows[i]] += part[:, i]."""
-    index = tl.program_id(0) // batch_heads * BM + tl.arange(0, BM)
-    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    start, batch, head = cta_rows(heads, batch_heads, BM)
+    index = start + tl.arange(0, BM)
     valid = index < count
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
     row = tl.load(rows + index, mask=valid, other=0)
@@ -97,8 +97,8 @@ def add_rows_kernel(
     BM: tl.constexpr,
 ):
     """Write total[:, i] (b, t, g, d): x[:, i] plus received[:, places[j]] for first[i] <= j < first[i + 1], in order."""
-    row = tl.program_id(0) // batch_heads * BM + tl.arange(0, BM)
-    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    start, batch, head = cta_rows(heads, batch_heads, BM)
+    row = start + tl.arange(0, BM)
     valid, token = row < count, tl.cast(row, tl.int64)
     begin = tl.load(first + row, mask=valid, other=0)
     number = tl.load(first + row + 1, mask=valid, other=0) - begin
@@ -141,8 +141,8 @@ def statistics_kernel(
     BM: tl.constexpr,
 ):
     """Write lse_part[:, :, i] = lse[:, :, rows[i]] (b, h, n), and delta_part from delta in the same way."""
-    index = tl.program_id(0) // batch_heads * BM + tl.arange(0, BM)
-    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    start, batch, head = cta_rows(heads, batch_heads, BM)
+    index = start + tl.arange(0, BM)
     valid = index < count
     row = tl.load(rows + index, mask=valid, other=0)
     values = tl.load(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + row, mask=valid)

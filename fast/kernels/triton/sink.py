@@ -15,6 +15,7 @@ from torch import Tensor
 
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.blocks import (
+    cta_rows,
     head_pointer,
     load_rows,
     statistic_head_pointer,
@@ -57,8 +58,7 @@ def sink_kernel(
     BM: tl.constexpr,
 ):
     """Write result (b, t, h, dv) = a out."""
-    first = tl.program_id(0) // batch_heads * BM
-    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    first, batch, head = cta_rows(heads, batch_heads, BM)
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
     a, _, _ = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
@@ -101,8 +101,7 @@ def sink_backward_kernel(
     BM: tl.constexpr,
 ):
     """Write dlse (b, h, t) and, with HAS_DOUT_KEYS, dout_keys (b, t, h, dv). dout is not read where lse is -inf."""
-    first = tl.program_id(0) // batch_heads * BM
-    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    first, batch, head = cta_rows(heads, batch_heads, BM)
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
     a, slope, active = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)

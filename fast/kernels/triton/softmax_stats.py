@@ -9,7 +9,7 @@ Source: Tri Dao, FlashAttention-2 (2023), algorithm 2, line 4 (https://arxiv.org
 import triton
 import triton.language as tl
 
-from canon.fast.kernels.triton.blocks import head_pointer, load_rows, statistic_head_pointer, tile_offsets
+from canon.fast.kernels.triton.blocks import cta_rows, head_pointer, load_rows, statistic_head_pointer, tile_offsets
 
 
 @triton.jit
@@ -65,8 +65,7 @@ def delta_kernel(
     BM: tl.constexpr,
 ):
     """Write delta (b, h, t) = rowsum(dout * out) - dlse, and 0 in fully masked rows (lse = -inf)."""
-    first = tl.program_id(0) // batch_heads * BM
-    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    first, batch, head = cta_rows(heads, batch_heads, BM)
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
     lse_row = tl.load(

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import head_pointer, load_rows, store_rows, tile_offsets
+from canon.fast.kernels.triton.blocks import cta_rows, head_pointer, load_rows, store_rows, tile_offsets
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
@@ -29,8 +29,7 @@ def sum_ranks_kernel(
     BM: tl.constexpr,
 ):
     """Write total (b, t, h, d): the sum of received (b, t, h, d) + r * rank_stride over r, in rank order."""
-    first = tl.program_id(0) // batch_heads * BM
-    batch, head = tl.program_id(0) % batch_heads // heads, tl.program_id(0) % batch_heads % heads
+    first, batch, head = cta_rows(heads, batch_heads, BM)
     valid = first + tl.arange(0, BM) < tokens
     offset = tile_offsets(received_strides, BM, D_PAD, ALIGN)
     pointer = head_pointer(received, batch, head, received_strides, ALIGN)

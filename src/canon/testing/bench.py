@@ -1,6 +1,7 @@
 """`canon bench`: measure speed against peers. A contender that disagrees gets no figure.
 
     canon bench kernels                        one GPU: forward, every backward, peers: `canon.testing.kernels`
+    canon bench layers                         one GPU: checkpointed layers, their time and memory: `canon.testing.layers`
     canon bench host                           one GPU: wall and host time of eager calls: `canon.testing.host_time`
     canon bench masks                          one GPU, or none: plans of a new mask: `canon.testing.mask_time`
     canon bench figure RECORD --out FILE       their speeds against the length of the sequence: `canon.testing.figure`
@@ -29,13 +30,13 @@ from canon.testing.shapes import MASKS, Shape, shapes_of
 
 # The commands of each option. An option of another command is an error.
 OWNERS = {
-    "shape": ("kernels", "tune", "schedules", "host", "masks"),
-    "mask": ("kernels", "tune", "schedules", "host", "masks"),
-    "only": ("kernels", "tune", "schedules", "host"),
-    "dtype": ("kernels", "tune", "schedules", "host", "masks"),
-    "rounds": ("kernels", "schedules", "host", "masks"),
+    "shape": ("kernels", "layers", "tune", "schedules", "host", "masks"),
+    "mask": ("kernels", "layers", "tune", "schedules", "host", "masks"),
+    "only": ("kernels", "layers", "tune", "schedules", "host"),
+    "dtype": ("kernels", "layers", "tune", "schedules", "host", "masks"),
+    "rounds": ("kernels", "layers", "schedules", "host", "masks"),
     "config": ("tune",),
-    "backend": ("tune",),
+    "backend": ("kernels", "tune"),
     "ranks": ("plans", "schedules"),
     "packs": ("plans",),
     "sweep": ("kernels",),
@@ -44,7 +45,7 @@ OWNERS = {
     "records": ("figure",),
     "out": ("figure",),
 }
-DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20, "backend": "triton"}  # given to every command
+DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20}  # given to every command
 DISAGREES, MISUSED = 1, 2
 
 
@@ -55,8 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "kernels: forward and every backward and peers, on one GPU; figure: draw their records; tune: each kernel in "
     )
     what += "many tile sizes; schedules: ring, strided and Magi on several GPUs; plans: dispatch plans on a CPU; "
-    what += "host: time of eager calls; masks: time of a new mask, with or without a GPU"
-    add("what", choices=["kernels", "figure", "tune", "schedules", "plans", "host", "masks"], help=what)
+    what += (
+        "host: time of eager calls; masks: time of a new mask, with or without a GPU; layers: 18 checkpointed layers"
+    )
+    add("what", choices=["kernels", "layers", "figure", "tune", "schedules", "plans", "host", "masks"], help=what)
     add("--shape", action="append", help="b,n,h,g,d or b,n,h,g,d,mask (repeatable)", metavar="SHAPE")
     add("--mask", action="append", help=MASKS, metavar="MASK")
     add("--dtype", default=DEFAULTS["dtype"], choices=["bfloat16", "float16", "float32"])
@@ -69,9 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--backend",
-        default=DEFAULTS["backend"],
-        choices=["triton", "gluon"],
-        help="tune: whose kernels (default triton)",
+        choices=["triton", "gluon", "cuda"],
+        help="kernels: the only backend that is forced (default all); tune: triton or gluon (default triton)",
     )
     add("--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG")
     kernels.add_arguments(parser)
@@ -109,17 +111,12 @@ def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
         raise ValueError("it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU")
     if options.what == "kernels":
         return partial(_kernels, options, kernels.jobs(options), console)
-    if options.what == "tune":
-        from canon.testing import tune
+    if options.what == "layers":
+        from canon.testing import layers
 
-        found = shapes_of(options.shape or [], options.mask or [], tune.SHAPES)
-        return partial(
-            _tune,
-            options,
-            found,
-            [tune.config_of(text, options.backend) for text in options.config],
-            console,
-        )
+        return partial(_layers, options, shapes_of(options.shape or [], options.mask or [], layers.SHAPES), console)
+    if options.what == "tune":
+        return _tuning(options, console)
     if options.what == "masks":
         return partial(_masks, options, _mask_shapes(options), _device(), console)
     if options.what == "host":
@@ -130,6 +127,16 @@ def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
     from canon.testing import schedules
 
     return partial(_schedules, options, schedules.program(options), console)
+
+
+def _tuning(options: argparse.Namespace, console) -> Callable[[], int]:
+    from canon.testing import tune
+
+    options.backend = options.backend or "triton"
+    if options.backend not in tune.BACKENDS:
+        raise ValueError(f"tune has the backends {' and '.join(tune.BACKENDS)}, not {options.backend}")
+    found = shapes_of(options.shape or [], options.mask or [], tune.SHAPES)
+    return partial(_tune, options, found, [tune.config_of(text, options.backend) for text in options.config], console)
 
 
 def _check_owners(options: argparse.Namespace) -> None:
@@ -162,6 +169,18 @@ def _tune(options: argparse.Namespace, shapes: list, candidates: list, console) 
         _keep(options, rows)
         torch.cuda.empty_cache()
     return _told(console, options, False)
+
+
+def _layers(options: argparse.Namespace, found: list[Shape], console) -> int:
+    from canon.testing import layers
+
+    rows, dtype = [], getattr(torch, options.dtype)
+    for shape in found:
+        rows += layers.measure(shape, dtype, _device(), options.rounds, options.only)
+        console.print(layers.table(rows))
+        _keep(options, rows)
+        torch.cuda.empty_cache()
+    return _told(console, options, any("failed" in row and row["contender"].startswith("canon") for row in rows))
 
 
 def _host(options: argparse.Namespace, found: list[Shape], console) -> int:

@@ -24,23 +24,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon import reference
-from canon.reference import Layout, Mask
-from canon.reference.checks import accumulate_dtype
-from canon.testing.cases import DTYPES, EXCHANGES, TAKE_A_LAYOUT, Case
+from canon.reference import Layout
+from canon.testing.case_calls import call, on_one_rank
+from canon.testing.cases import DTYPES, EXCHANGES, REPLICATED, Case, Masks, declined_by
 from canon.testing.exchanges import answers, compared, rows_that_differ, tables
-from canon.testing.inputs import Expected, Inputs, placed
-from canon.testing.judge import Attended, Measure, agreement, relative
+from canon.testing.inputs import Expected, Inputs
+from canon.testing.judge import Attended, Measure, Results, agreement, relative
 from canon.testing.places import worst_places
 
-DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}  # arguments with these values are not passed
 _inputs_lock = threading.Lock()  # ranks that are threads share one cached set of inputs
 
 
 class Source(Protocol):
     """Inputs and expected results of the cases."""
 
-    def mask(self, case: Case) -> Mask:
-        """Return the mask over the whole sequence."""
+    def mask(self, case: Case) -> Masks:
+        """Return the mask over the whole sequence, or one for each sequence."""
         ...
 
     def inputs(self, case: Case, device: str) -> Inputs:
@@ -93,7 +92,7 @@ class CaseRunner:
         module, rank, ranks = import_module(self.module), dist.get_rank(), dist.get_world_size()
         with self._kernels():
             for case in self.cases:
-                if rank and not case.distributed:
+                if (rank and not case.distributed) or declined_by(self.backend, case):
                     continue
                 mask, x = self.source.mask(case), None
                 layout = case.layout_of(mask, ranks)
@@ -143,10 +142,12 @@ def _run_attention(module, case: Case, source: Source, device, runs, mask, layou
     program = lambda half: call(half, case, x, layout, rank)
     first, unequal_runs, seconds = _repeated(program, module, case, device, runs, _different_rows)
     of_reference, reference_seconds = _timed(program, reference, case, device)
+    unequal_ranks = _unequal_ranks(first) if case.function in REPLICATED else []
     if case.distributed:
         by_rank = enumerate(_gather_objects(unequal_runs))
         unequal_runs = [f"rank {number}: {text}" for number, texts in by_rank for text in texts]
-        first, of_reference = (Attended(*map(_assembler(layout), range(5), part)) for part in (first, of_reference))
+    if case.distributed and case.function not in REPLICATED:
+        first, of_reference = (_assembled(part, layout) for part in (first, of_reference))
     if rank:
         return {}
     expected = source.expected(case, layout, device)
@@ -155,6 +156,7 @@ def _run_attention(module, case: Case, source: Source, device, runs, mask, layou
     faults = _wrong_dtypes(case, first, exact) + list(verdict.faults)
     faults += worst_places(list(verdict.faults), first, exact, layout if case.distributed else None)
     faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
+    faults += unequal_ranks + _unlike_one_rank(module, case, x, first)
     if not (case.method == "fused" and device == "cuda"):  # its atomics add dq in no fixed order
         faults += unequal_runs
     errors = {(m.tensor, m.norm): m.error for m in reference_verdict.measures}
@@ -209,19 +211,35 @@ def _repeated(
     return first, unequal_runs, [cold, warm]
 
 
-def _different_rows(a: Attended, b: Attended) -> str:
+def _different_rows(a: Results, b: Results) -> str:
     """Return the number of different rows of each tensor as text, "" for none. A row is one head of one token."""
     texts = []
-    for name, x, y in zip(Attended._fields, a, b, strict=True):
+    for name, x, y in zip(a._fields, a, b, strict=True):
         if x is not None and y is not None:
             differ = (x != y) & ~((x != x) & (y != y))  # a NaN equals a NaN
-            rows = differ if name == "lse" else differ.any(-1)
+            rows = differ if name in {"lse", "dsink"} else differ.any(-1)
             if not rows.any():
                 continue
             texts.append(f"{int(rows.sum())} of {rows.numel()} rows of {name}")
         elif (x is None) != (y is None):
             texts.append(f"{name}, which only one run returned")
     return ", ".join(texts)
+
+
+def _unequal_ranks(mine: Results) -> list[str]:
+    """Return a line for each rank with other bits than rank 0 in a result that all ranks return."""
+    by_rank = _gather_objects(type(mine)(*(None if x is None else x.cpu() for x in mine)))
+    differ = {number: _different_rows(by_rank[0], other) for number, other in enumerate(by_rank)}
+    return [f"rank {number} has other bits than rank 0, in {where}" for number, where in differ.items() if where]
+
+
+def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list[str]:
+    """Return a line if a call with rank_invariant=True has other bits than `attention` on one rank."""
+    if not (case.distributed and dict(case.options).get("rank_invariant") and hasattr(module, "attention")):
+        return []
+    one = call(module, on_one_rank(case), x, Layout.contiguous(x.mask.queries, 1), 0)
+    where = _different_rows(*(Attended(*part[:5]) for part in (one, first)))  # the check adds dsink over the ranks
+    return [f"other bits than attention(..., rank_invariant=True) on one rank, in {where}"] if where else []
 
 
 def _different_tables(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
@@ -238,7 +256,7 @@ def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) ->
     return result, time.perf_counter() - start
 
 
-def _wrong_dtypes(case: Case, got: Attended, exact: Attended) -> list[str]:
+def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
     """Return a fault for each result of the wrong dtype.
 
     Expected is the dtype of the inputs, and float32 (float64 for float64) for lse and for parts. A float32 result is a
@@ -247,10 +265,10 @@ def _wrong_dtypes(case: Case, got: Attended, exact: Attended) -> list[str]:
     """
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
-    for name, x, true in zip(Attended._fields, got, exact, strict=True):
+    for name, x, true in zip(got._fields, got, exact, strict=True):
         if x is None:
             continue
-        wide = name == "lse" or case.variant == "part" or case.function == "merge"
+        wide = name in {"lse", "dsink"} or case.variant == "part" or case.function == "merge"
         expected = torch.promote_types(narrow, torch.float32) if wide else narrow
         if x.dtype != expected:
             faults.append(f"{name} is {x.dtype}, expected {expected}")
@@ -261,7 +279,7 @@ def _wrong_dtypes(case: Case, got: Attended, exact: Attended) -> list[str]:
     return faults
 
 
-def _difference(m: Measure, first: Attended, of_reference: Attended, exact: Attended) -> float:
+def _difference(m: Measure, first: Results, of_reference: Results, exact: Results) -> float:
     """Return the distance from the module's result to the reference's. Each has a bound on its distance to the oracle."""
     a, b, true = (getattr(x, m.tensor).double() for x in (first, of_reference, exact))
     unseen = true == -torch.inf
@@ -283,13 +301,17 @@ def _gather_objects(mine: Any) -> list[Any]:
     return objects
 
 
-def _assembler(layout: Layout) -> Callable[[int, Tensor | None], Tensor | None]:
-    """Return a function that puts the shards of all ranks together. `Layout.unshard` is under test, so it is not used."""
+def _assembled(part: Results, layout: Layout) -> Results:
+    """Put the shards of all ranks together, and add their parts of dsink. `Layout.unshard` is under test, so not used."""
 
-    def assemble(field: int, local: Tensor | None) -> Tensor | None:
+    def assemble(name: str, local: Tensor | None) -> Tensor | None:
         if local is None:
             return None
-        dim = -1 if Attended._fields[field] == "lse" else -3
+        if name == "dsink":
+            parts = [torch.empty_like(local) for _ in range(layout.ranks)]
+            dist.all_gather(parts, local)
+            return torch.stack(parts).double().sum(0).to(local.dtype)
+        dim = -1 if name == "lse" else -3
         rows = local.movedim(dim, 0).contiguous()
         sizes = [len(layout.positions(rank)) for rank in range(layout.ranks)]
         padded = rows.new_zeros(max(sizes), *rows.shape[1:])
@@ -301,72 +323,4 @@ def _assembler(layout: Layout) -> Callable[[int, Tensor | None], Tensor | None]:
             full[layout.positions(rank).to(full.device)] = shard[:size]
         return full.movedim(0, dim)
 
-    return assemble
-
-
-# ---------------------------------------------------------------------- calls
-def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Attended:
-    """Return the results of ``module`` for this rank's shard of ``x``. Local functions get the whole sequence."""
-    shard = layout.shard if case.distributed else lambda full, rank, dim: full
-    q, k, v, dout = (placed(shard(t, rank, t.dim() - 3), case.shape, heads_first=True) for t in (x.q, x.k, x.v, x.dout))
-    if case.used == "sum":  # autograd passes the gradient of out.sum() as one number with strides of 0
-        dout = dout.new_ones(()).expand(dout.shape)
-    dlse = shard(x.dlse, rank, x.dlse.dim() - 1)
-    function: Callable = _CALLS.get(case.function, _attention)
-    return function(module, case, q, k, v, dout, dlse, x, layout)
-
-
-def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
-    """Call a differentiable function, forward and backward."""
-    leaves = [t.detach().requires_grad_(not case.used.startswith("forward")) for t in (q, k, v)]
-    if case.variant == "plain":  # the mask is causal: None means the same
-        out = getattr(module, case.function)(*leaves, *((None, layout) if case.function in TAKE_A_LAYOUT else ()))
-        if case.used.startswith("forward"):
-            return Attended(out)
-        return Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
-    arguments = (*leaves, x.mask, layout) if case.function in TAKE_A_LAYOUT else (*leaves, x.mask)
-    options = _options(case) | {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
-    options = {name: value for name, value in options.items() if value != DEFAULTS.get(name, ...)}
-    results = getattr(module, case.function)(*arguments, **options)
-    out, lse = results if case.returns_lse else (results, None)
-    if case.used.startswith("forward"):
-        return Attended(out, lse)
-    outputs, grads = {"both": ((out, lse), (dout, dlse)), "lse": (lse, dlse)}.get(case.used, (out, dout))
-    return Attended(out.detach(), None if lse is None else lse.detach(), *torch.autograd.grad(outputs, leaves, grads))
-
-
-def _options(case: Case) -> dict[str, Any]:
-    """Return the options of a case, with the dtype instead of its name."""
-    options = dict(case.options)
-    return options | {name: DTYPES[options[name]] for name in ("reduce_dtype",) if name in options}
-
-
-def _forward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
-    options = {"out_dtype": accumulate_dtype(q.dtype)} if case.variant == "part" else {}
-    return Attended(*module.attention_forward(q, k, v, x.mask, scale=x.scale, **options))
-
-
-def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
-    forward = module if hasattr(module, "attention_forward") else reference
-    out, lse = forward.attention_forward(q, k, v, x.mask, scale=x.scale)
-    options: dict[str, Any] = {"dlse": dlse if case.used in {"both", "lse"} else None}
-    if case.variant == "part":
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2) - dlse
-        options = {"delta": delta, "grad_dtype": accumulate_dtype(q.dtype)}
-    grads = module.attention_backward(dout, q, k, v, out, lse, x.mask, scale=x.scale, method=case.method, **options)
-    return Attended(None, None, *grads)
-
-
-def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Attended:
-    """Merge two parts of the keys, one third and two thirds, that the reference computed in float32 (or float64)."""
-    middle, n = x.mask.keys // 3, x.mask.keys
-    parts: list[Tensor] = []
-    for keys in (range(0, middle), range(middle, n)):
-        kv_part = (t[..., keys.start : keys.stop, :, :] for t in (k, v))
-        parts += reference.attention_forward(
-            q, *kv_part, x.mask.crop(keys=keys), scale=x.scale, out_dtype=accumulate_dtype(q.dtype)
-        )
-    return Attended(*module.merge(*parts))
-
-
-_CALLS = {"attention_forward": _forward, "attention_backward": _backward, "merge": _merge}
+    return type(part)(*map(assemble, part._fields, part))

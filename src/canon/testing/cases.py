@@ -1,28 +1,33 @@
 """List the cases of `canon check`: functions, masks, layouts, dtypes and shapes. `inputs` makes their tensors.
 
     function           masks                                    layouts                       methods
-    attention          all five; plain causal                   -                             auto
-    attention_forward  documents, block_causal; part, window    -                             -
-    attention_backward documents, window; part, causal          -                             split, fused, head_parallel
+    attention          all five; plain causal; sink, sequences  -                             auto
+    attention_forward  documents, block_causal, sequences; part -                             -
+    attention_backward documents, window, sequences; part       -                             split, fused, head_parallel
     merge              documents, block_causal                  -                             -
-    ring_attention     all five; plain causal                   contiguous, zigzag, striped   auto; fused, head_parallel
-    zigzag, striped    documents, causal, block_causal          their own                     auto
-    strided_attention  all five                                 contiguous, zigzag, striped   auto, several strides
-    magi_attention     all five                                 planned by dispatch, zigzag   auto, several stages
+    decode_attention   last, of sequences; plain last full; sink contiguous, zigzag           -
+    ring_attention     all five; plain causal; sink             contiguous, zigzag, striped   auto; fused, head_parallel
+    zigzag, striped    documents, causal, block_causal; sink    their own                     auto
+    strided_attention  all five; sink                           contiguous, zigzag, striped   auto, several strides
+    magi_attention     all five; sink                           planned by dispatch, zigzag   auto, several stages
+    prepare            documents: plans of four functions       planned, zigzag, contiguous   auto
     group_cast, reduce documents, window                        planned, zigzag, striped      one stage, two stages
     dispatch           all five                                 -                             -
     cast_plan, report  all five                                 all four                      stages 0 to 3
     Layout             all but full                             all four                      shard, unshard, their gradients
 
 A *plain* case passes no mask and returns no lse. A *part* is a partial result of a schedule: delta is given, and the
-results are float32. Results of attention and sums have an error bound. Plans and moved tokens must be equal
-(`exchanges`).
+results are float32. A *sink* case passes a sink, whose gradients are added over the ranks. The mask *sequences* is a tuple
+with a mask for each sequence, and *last* has the last queries only. `prepare` makes the plans of a call and loads them, and
+the results of this call are judged. Results of attention and sums have an error bound. Plans and moved tokens must be
+equal (`exchanges`). A function without a parameter ``sink`` has no sink case (`accepts`).
 
 Each mask has its own shape: grouped heads, dv != d, packed or batched, contiguous or not. The dtypes alternate over
 masks, layouts and methods. Keys that no query sees, and queries that see no key, hold NaN. `covered` names the public
 functions without a case.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +37,11 @@ import torch
 from canon import reference
 from canon.reference import Layout, Mask
 
+Masks = Mask | tuple[Mask, ...]  # a tuple has a mask for each sequence of the batch
 LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
-    "contiguous": lambda mask, ranks: Layout.contiguous(mask.queries, ranks),
-    "zigzag": lambda mask, ranks: Layout.zigzag(mask.queries, ranks),
-    "striped": lambda mask, ranks: Layout.striped(mask.queries, ranks),
+    "contiguous": lambda mask, ranks: Layout.contiguous(mask.keys, ranks),
+    "zigzag": lambda mask, ranks: Layout.zigzag(mask.keys, ranks),
+    "striped": lambda mask, ranks: Layout.striped(mask.keys, ranks),
     "planned": lambda mask, ranks: reference.dispatch(mask, ranks, **interleaving(mask, ranks)),
 }
 METHODS = ("split", "fused", "head_parallel")
@@ -43,7 +49,10 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.f
 TAKE_A_LAYOUT = {"ring_attention", "strided_attention", "magi_attention"}
 PLANS = {"dispatch", "cast_plan", "plan_report"}  # pure functions of masks: their cases have no dtype
 EXCHANGES = PLANS | {"group_cast", "group_reduce", "Layout"}  # cases without attention: `canon.testing.exchanges`
-DISTRIBUTED = TAKE_A_LAYOUT | {"zigzag_attention", "striped_attention"} | EXCHANGES
+FIXED_LAYOUTS = {"zigzag_attention": "zigzag", "striped_attention": "striped"}
+REPLICATED = {"decode_attention"}  # all ranks hold the queries, and return the same bits
+ATTEND = ("attention", "ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention")
+DISTRIBUTED = {*ATTEND[1:], "prepare"} | REPLICATED | EXCHANGES
 STRIDED = {  # variant: mask, layout, options
     "": ("documents", "contiguous", {}),
     "split_last": ("documents", "zigzag", {"head_stride": 2, "backward_last_stride": 1}),
@@ -51,6 +60,7 @@ STRIDED = {  # variant: mask, layout, options
     "split_first": ("window", "zigzag", {"head_stride": 2, "forward_first_stride": 1, "backward_first_stride": 1}),
     "unpacked": ("block_causal", "contiguous", {"pack_first": False}),
     "one_by_one": ("full", "striped", {}),
+    "sink": ("documents", "zigzag", {"sink": True, "head_stride": 2}),
 }
 MAGI = {
     "": ("documents", "planned", {}),
@@ -58,6 +68,13 @@ MAGI = {
     "two_stages": ("window", "planned", {"stages": 2}),
     "kept": ("block_causal", "planned", {"stages": 2, "keep_kv": True}),
     "three_stages": ("full", "zigzag", {"stages": 3}),
+    "sink": ("documents", "planned", {"sink": True, "stages": 2}),
+}
+PREPARED = {  # function: layout
+    "ring_attention": "zigzag",
+    "striped_attention": "striped",
+    "strided_attention": "contiguous",
+    "magi_attention": "planned",
 }
 CASTS = (  # variant, mask, layout
     ("one_stage", "documents", "planned"),
@@ -82,7 +99,8 @@ USES = (  # results that are differentiated
     "forward",  # none; out and lse are returned
     "forward, no lse",  # none; only out is returned
 )
-VOCABULARY = {"Band", "Mask", "Layout", "backend", "suggest_strides"}  # both halves share these: they need no case
+# Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`).
+VOCABULARY = {"Band", "Mask", "Layout", "backend", "suggest_strides", "warm_up"}
 
 
 def interleaving(mask: Mask, ranks: int) -> dict[str, Any]:
@@ -113,6 +131,12 @@ SHAPES = {  # by mask: (on the CPU, on GPUs)
     "full": (Shape((1, 1), (64, 64), batch=2), Shape((8, 1), (64, 64), batch=2)),
 }
 MASKS = tuple(SHAPES)
+SHAPES |= {  # masks of some functions only
+    "last": (Shape((4, 2), (32, 32), batch=1), Shape((8, 2), (128, 128), batch=1)),
+    "last full": (Shape((3, 1), (32, 32)), Shape((8, 1), (64, 64))),
+    "sequences": (Shape((2, 1), (32, 16), batch=2), Shape((4, 2), (128, 64), batch=2)),
+    "last of sequences": (Shape((2, 1), (32, 32), batch=2), Shape((4, 1), (128, 128), batch=2)),
+}
 
 
 @dataclass(frozen=True)
@@ -142,8 +166,26 @@ class Case:
     def returns_lse(self) -> bool:
         return self.used in {"both", "out", "lse", "forward"}
 
-    def layout_of(self, mask: Mask, ranks: int) -> Layout:
-        return LAYOUTS[self.layout or "contiguous"](mask, ranks if self.distributed else 1)
+    @property
+    def has_sink(self) -> bool:
+        return dict(self.options).get("sink", False)
+
+    def layout_of(self, mask: Masks, ranks: int) -> Layout:
+        """Return the layout of the keys, and of the queries of most functions."""
+        one = mask[0] if isinstance(mask, tuple) else mask
+        return LAYOUTS[self.layout or "contiguous"](one, ranks if self.distributed else 1)
+
+
+def declined_by(backend: str | None, case: Case) -> str:
+    """Return why a kernel backend of `canon.fast` does not support a case, "" if it does.
+
+    Only the CUDA backend declines cases. Functions without its kernels are supported.
+    """
+    if backend != "cuda" or case.function in EXCHANGES | {"merge"}:
+        return ""
+    if case.dtype not in ("bfloat16", "float16"):
+        return f"the CUDA kernels do not support {case.dtype}"
+    return "the CUDA backend has no fused kernel" if case.method == "fused" else ""
 
 
 def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
@@ -152,15 +194,18 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
     cases: list[Case] = []
 
     def add(
-        function: str, mask: str, layout: str | None = None, method="auto", dtype="", variant="", **options
+        function: str, mask: str, layout: str | None = None, method="auto", dtype="", variant="", used="both", **options
     ) -> None:
-        number = MASKS.index(mask) + (list(LAYOUTS).index(layout) if layout else 0) + METHODS.count(method)
+        number = list(SHAPES).index(mask) + (list(LAYOUTS).index(layout) if layout else 0) + METHODS.count(method)
         dtype = "" if function in PLANS else dtype or alternating[number % len(alternating)]
         shape = SHAPES[mask][gpu]
-        cases.append(Case(function, mask, dtype, shape, layout, method, variant, tuple(options.items())))
+        cases.append(Case(function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used))
 
     _add_local(add)
     _add_rings(add)
+    _add_decode(add)
+    for function, layout in PREPARED.items():
+        add("prepare", "documents", layout, variant=function)
     for function, variants in (("strided_attention", STRIDED), ("magi_attention", MAGI)):
         for variant, (mask, layout, options) in variants.items():
             add(function, mask, layout, variant=variant, **options)
@@ -175,12 +220,16 @@ def _add_local(add: Callable[..., None]) -> None:
     for mask in MASKS:
         add("attention", mask)
     add("attention", "causal", variant="plain")
+    add("attention", "documents", variant="sink", sink=True)
+    add("attention", "sequences", variant="sink", sink=True)
     for mask in ("documents", "block_causal"):
         add("attention_forward", mask)
         add("merge", mask)
     for mask, method in (("documents", "split"), ("documents", "fused"), ("documents", "head_parallel"),
-                         ("window", "split"), ("block_causal", "fused")):  # fmt: skip
+                         ("window", "split"), ("block_causal", "fused"), ("sequences", "split")):  # fmt: skip
         add("attention_backward", mask, method=method)
+    for function in ("attention", "attention_forward"):
+        add(function, "sequences")
     add("attention_forward", "window", variant="part")
     add("attention_backward", "causal", method="split", variant="part")
 
@@ -192,9 +241,19 @@ def _add_rings(add: Callable[..., None]) -> None:
     add("ring_attention", "documents", "zigzag", "fused")
     add("ring_attention", "documents", "contiguous", "head_parallel")
     add("ring_attention", "causal", "zigzag", variant="plain")
-    for function, layout in (("zigzag_attention", "zigzag"), ("striped_attention", "striped")):
+    for function, layout in FIXED_LAYOUTS.items():
         for mask in ("documents", "causal", "block_causal"):
             add(function, mask, layout)
+    for function, layout in (("ring_attention", "contiguous"), *FIXED_LAYOUTS.items()):
+        add(function, "documents", layout, variant="sink", sink=True)
+
+
+def _add_decode(add: Callable[..., None]) -> None:
+    for layout in ("contiguous", "zigzag"):
+        add("decode_attention", "last", layout, used="forward")
+    add("decode_attention", "last", "contiguous", variant="sink", used="forward", sink=True)
+    add("decode_attention", "last of sequences", "zigzag", used="forward")
+    add("decode_attention", "last full", "contiguous", variant="plain", used="forward, no lse")
 
 
 def _add_exchanges(add: Callable[..., None]) -> None:
@@ -207,6 +266,17 @@ def _add_exchanges(add: Callable[..., None]) -> None:
         add("plan_report", mask, layout)
     for layout, mask in zip(LAYOUTS, ("documents", "window", "block_causal", "causal"), strict=True):
         add("Layout", mask, layout)
+
+
+def accepts(module: Any, case: Case) -> bool:
+    """Return False if the signature of the case's function has no parameter ``sink``, and the case passes one."""
+    if not case.has_sink:
+        return True
+    try:
+        parameters = inspect.signature(getattr(module, case.function)).parameters
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return "sink" in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
 
 def covered(module: Any, reference: Any) -> tuple[list[str], list[str], list[str]]:

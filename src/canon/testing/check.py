@@ -30,7 +30,7 @@ from canon.testing import (
     warming,
 )
 from canon.testing.case_runner import CaseRunner
-from canon.testing.cases import Case, all_cases, covered
+from canon.testing.cases import Case, accepts, all_cases, covered, declined_by
 from canon.testing.documents import Documents
 from canon.testing.inputs import FromDocuments
 from canon.testing.options import BUDGET, PICTURE, RECORD, add_arguments
@@ -92,6 +92,8 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         module = _module(arguments.module)
         if arguments.backend and arguments.module != "canon.fast":
             raise _Misuse(f"--backend chooses kernels of canon.fast; {arguments.module} has no backends")
+        if arguments.backend == "cuda" and placement.device == "cpu":
+            raise _Misuse("--backend cuda needs a GPU: its kernels do not run on a CPU")
         if arguments.runs < 1:
             raise _Misuse(f"--runs must be at least 1, got {arguments.runs}")
         if arguments.random is not None:
@@ -139,6 +141,7 @@ def _digest_runner(
     dtypes = arguments.dtype or _default_dtypes(placement.device, arguments.backend)
     options = placement.ranks, dtypes, placement.device == "cuda", arguments.only
     calls = [] if arguments.features else rank_digests.calls_of(module, *options)
+    calls = [call for call in calls if not declined_by(arguments.backend, call.case)]
     given = arguments.module, (), FromDocuments(documents), placement.device, Path(), arguments.backend
     return rank_digests.DigestRunner(*given, calls=tuple(calls))
 
@@ -197,7 +200,7 @@ def _random(arguments: argparse.Namespace, console: Console, placement: _Placeme
         raise _Misuse(f"--random needs N >= 1, --first I >= 0 and --ranks from 1 to {random_check.RANKS}")
     kind = "threads" if arguments.world == "auto" else placement.kind
     try:
-        wrong = random_check.run(arguments, console, kind, placement.device, covered(module, reference)[0])
+        wrong = random_check.run(arguments, console, kind, placement.device, module)
     except Interrupted:
         console.print("[bold red]Interrupted; the record holds the finished cases.")
         return INTERRUPTED
@@ -259,6 +262,7 @@ def _choose_cases(
     dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
     functions, absent, untried = covered(module, reference)
     cases = [case for case in all_cases(dtypes, device == "cuda") if case.function in functions]
+    cases = [case for case in cases if accepts(module, case)]
     if not cases:
         raise _Misuse(f"{module.__name__} has none of the functions {', '.join(absent)}")
     if arguments.features:
@@ -273,8 +277,8 @@ def _choose_cases(
 
 
 def _default_dtypes(device: str, backend: str | None) -> list[str]:
-    if backend == "gluon":
-        return ["bfloat16", "float16"]  # the only dtypes of this backend
+    if backend in ("gluon", "cuda"):
+        return ["bfloat16", "float16"]  # the only dtypes of these backends
     return ["bfloat16", "float32", "float64"] if device == "cpu" else ["bfloat16", "float16", "float32"]
 
 

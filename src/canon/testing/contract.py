@@ -8,7 +8,7 @@ limited        the cases that a module with ``--features`` can run
 from collections.abc import Sequence
 from dataclasses import replace
 
-from canon.testing.cases import MASKS, Case
+from canon.testing.cases import ATTEND, MASKS, REPLICATED, Case
 
 CONVENTIONS = """\
 How to write MODULE. It is a Python module with one or more of the functions below. Functions that it lacks are
@@ -18,11 +18,13 @@ skipped. NotImplementedError declines a case.
   ring_attention(q, k, v, mask, layout)     on all ranks; also strided_attention and magi_attention
   zigzag_attention(q, k, v, mask)           on all ranks, with the layout canon.Layout.zigzag(mask.queries, ranks)
   striped_attention(q, k, v, mask)          on all ranks, with the layout canon.Layout.striped(mask.queries, ranks)
+  decode_attention(q, k, v, mask)           on all ranks: each has all queries and its own keys, and returns the same bits
 
   tensors   q (b, t, h, d), k (b, t, g, d) and v (b, t, g, dv), or packed, without b. A rank passes its own t tokens.
             h is a multiple of g. Some cases have dv != d, and tensors that are not contiguous.
   mask      a canon.Mask over the whole sequence. mask.dense() returns it as booleans [queries, keys]. Without a mask,
-            or with None, attention is causal.
+            or with None, attention is causal. attention and decode_attention also get a tuple of b Masks, one for each
+            sequence. decode_attention gets the columns of its own keys; None means that all of them are seen.
   layout    a canon.Layout. layout.positions(r) returns the tokens of rank r: row i of its q, k and v is token
             positions(r)[i] of the sequence.
   ranks     the default process group of torch.distributed. All ranks make the same call.
@@ -32,7 +34,8 @@ skipped. NotImplementedError declines a case.
             These NaN must not change other results. A query that sees no key gets out 0, lse -inf and zero gradients.
   keywords  return_lse; scale (default 1 / sqrt(d)); backward ("split", "fused" or "head_parallel", default "auto");
             reduce_dtype, the dtype in which dk and dv travel; and the options of strided_attention and magi_attention
-            in canon.reference. A keyword is passed only if a case does not use its default.
+            in canon.reference. A keyword is passed only if a case does not use its default. Functions with a parameter
+            sink also get a logit (h,) of each query head: out has the factor sigmoid(lse - sink), and lse stays the same.
 
 Parts of the algorithms are compared, too. Their arguments and results are those of canon.reference; for example,
 python -c "import canon; help(canon.reference.merge)" shows them:
@@ -42,12 +45,14 @@ python -c "import canon; help(canon.reference.merge)" shows them:
   merge(out, lse, other_out, other_lse)                                             returns out, lse
   dispatch(mask, ranks, ...), cast_plan(mask, layout, stages=), plan_report(mask, layout)
   group_cast(x, plan, stage), group_reduce(y, plan, stage, into), Layout(ranges_per_rank, tokens)
+  prepare(function, mask, layout, rank=, batch=, heads=, widths=, dtype=, device=)  returns plans with load()
 
 --features takes a list of words, separated by commas. Each word states a limit of MODULE. Cases beyond the limits are
 changed to fit them, or left out:
 
   full, causal, window, documents, block_causal    supports only the masks that are named; default: all
   no-mask            supports causal attention only; mask is None or not passed
+  one-mask           supports one mask for all sequences, and no tuple of masks
   no-lse             returns out only
   no-options         takes no options: default scale, default backward pass
   forward            is not differentiable: only out and lse are compared
@@ -66,8 +71,13 @@ import torch
 def attention(q, k, v, mask=None, *, scale=None, backward="auto", return_lse=False):
     """Return out (b, t, h, dv), or (out, lse) with lse (b, h, t), from q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv).
 
-    All tensors may be packed, without b. ``mask.dense()`` returns the booleans [queries, keys]. None is causal.
+    All tensors may be packed, without b. ``mask.dense()`` returns the booleans [queries, keys]. None is causal. A tuple
+    holds a mask for each sequence.
     """
+    if isinstance(mask, tuple):
+        parts = [attention(*one, scale=scale, return_lse=True) for one in zip(q, k, v, mask, strict=True)]
+        out, lse = (torch.stack(x) for x in zip(*parts, strict=True))
+        return (out, lse) if return_lse else out
     if q.ndim == 3:
         out, lse = attention(q[None], k[None], v[None], mask, scale=scale, return_lse=True)
         return (out[0], lse[0]) if return_lse else out[0]
@@ -97,15 +107,7 @@ def ring_attention(q, k, v, mask=None, layout=None, *, scale=None, backward="aut
 '''
 
 SHAPES = ("batched", "packed", "equal-heads", "equal-widths", "contiguous")
-WORDS = (*MASKS, "no-mask", "no-lse", "no-options", "forward", *SHAPES)
-_ATTEND = (
-    "attention",
-    "ring_attention",
-    "zigzag_attention",
-    "striped_attention",
-    "strided_attention",
-    "magi_attention",
-)
+WORDS = (*MASKS, "no-mask", "one-mask", "no-lse", "no-options", "forward", *SHAPES)
 
 
 def features(text: str) -> frozenset[str]:
@@ -134,8 +136,10 @@ def limited(cases: Sequence[Case], words: frozenset[str], even: bool) -> list[Ca
 
 def _adapted(case: Case, words: frozenset[str]) -> Case | None:
     masks = {"causal"} if "no-mask" in words else words & set(MASKS)
-    attends = case.function in _ATTEND
+    attends = case.function in {*ATTEND, "prepare"} | REPLICATED
     if (masks and case.mask not in masks) or ("forward" in words and case.function == "attention_backward"):
+        return None
+    if words & {"one-mask", "packed"} and "sequences" in case.mask:
         return None
     shape = case.shape
     shape = replace(shape, batch=max(1, shape.batch)) if "batched" in words else shape
@@ -153,6 +157,9 @@ def _adapted(case: Case, words: frozenset[str]) -> Case | None:
         if case.options or case.method != "auto":
             return None
         shape, case = replace(shape, scale=None), replace(case, variant="plain")
-    used = "no lse" if words & {"no-lse", "no-mask"} else case.used
-    used = {"both": "forward", "no lse": "forward, no lse"}[used] if "forward" in words else used
+    used = case.used
+    if words & {"no-lse", "no-mask"}:
+        used = "forward, no lse" if used.startswith("forward") else "no lse"
+    if "forward" in words:
+        used = {"both": "forward", "no lse": "forward, no lse"}.get(used, used)
     return replace(case, shape=shape, used=used)

@@ -3,33 +3,49 @@
 Case i of seed S is a pure function of S, i, the table and the largest number of ranks.
 
     mask      full, causal, window, documents, prefix, block_causal, ranges, concat; with other numbers of keys than
-              queries, where a function supports it; 0 and 1 tokens, empty documents, fully masked rows
-    layout    contiguous, zigzag, striped, planned, uneven, with empty ranks, any ranges, any steps
+              queries, where a function supports it; 0 and 1 tokens, empty documents, fully masked rows; one for each
+              sequence
+    layout    contiguous, zigzag, striped, planned, uneven, with empty ranks, any ranges, any steps; tiles of 128 tokens
     tensors   dtypes, grouped heads, unequal and odd widths, packed or batched, any strides, an expanded dout
-    options   scales of both signs and 0, methods, reduce_dtype, strides, stages, keep_kv, differentiated results
+    options   scales of both signs and 0, methods, reduce_dtype, strides, stages, keep_kv, sinks, differentiated results;
+              rank_invariant=True, whose results must also have the bits of `attention` on one rank
 
 A mask or layout is drawn as a Python expression, and the case evaluates it. A report shows the expression.
 A table bounds sizes, heads, widths and dtypes. "cpu" has many, because the interpreter compiles no kernel. "cuda" has
-few, because every combination must be compiled. "gluon" has widths and dtypes of the Hopper kernels.
+few, because every combination must be compiled. "gluon" has widths and dtypes of the Hopper kernels. "cuda gluon" and
+"cuda cuda" are those of a GPU with a chosen backend.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 
 from canon import reference
 from canon.reference import Band, Layout, Mask
-from canon.testing.cases import DISTRIBUTED, EXCHANGES, PLANS, TAKE_A_LAYOUT, Case, Shape
+from canon.testing.cases import (
+    ATTEND,
+    DISTRIBUTED,
+    EXCHANGES,
+    FIXED_LAYOUTS,
+    PLANS,
+    PREPARED,
+    REPLICATED,
+    Case,
+    Masks,
+    Shape,
+)
 
 WEIGHTS = {
     "attention": 4, "attention_forward": 2, "attention_backward": 3, "merge": 1, "ring_attention": 4,
     "zigzag_attention": 2, "striped_attention": 2, "strided_attention": 4, "magi_attention": 4, "dispatch": 1,
-    "cast_plan": 1, "plan_report": 1, "group_cast": 3, "group_reduce": 2, "Layout": 1,
+    "cast_plan": 1, "plan_report": 1, "group_cast": 3, "group_reduce": 2, "Layout": 1, "decode_attention": 2, "prepare": 1,
 }  # fmt: skip
 RANKS = (3, 6, 5, 4, 3, 2, 2, 3)  # weights of 1 to 8 ranks
+RANK_INVARIANT = {"attention", "strided_attention", "magi_attention"}
+FOR_EACH_SEQUENCE = {"attention", "attention_forward", "attention_backward", "decode_attention"}
+TILED_TOKENS = 420  # tokens of a draw with rank_invariant, or more on a GPU: four tiles of 128
 WORK = 48  # largest `_work` of an interpreted case: about half a second
-FIXED_LAYOUTS = {"zigzag_attention": "zigzag", "striped_attention": "striped"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,7 @@ TABLES = {
     "gluon": Table(150, 100, _HEADS, (16, 24, 50, 64, 96, 128), ("bfloat16", "float16")),
     "cuda": Table(1500, 1500, (), (), (), _ROWS, unusual=False),
     "cuda gluon": Table(1500, 1500, (), (), (), _ROWS[:3], unusual=False),
+    "cuda cuda": Table(1500, 1500, (), (), (), _ROWS[:3], unusual=False),
 }  # fmt: skip
 
 
@@ -73,8 +90,8 @@ class Drawn(Case):
     def name(self) -> str:
         return f"{self.seed}.{self.index} {self.function}"
 
-    def layout_of(self, mask: Mask, ranks: int) -> Layout:
-        return evaluated(self.layout) if self.layout else Layout.contiguous(mask.queries, 1)
+    def layout_of(self, mask: Masks, ranks: int) -> Layout:
+        return evaluated(self.layout) if self.layout else super().layout_of(mask, 1)
 
     @property
     def draws(self) -> dict[str, str]:
@@ -107,26 +124,42 @@ def drawn(seed: int, index: int, table: str = "cpu", most_ranks: int = 8) -> Dra
 
 def _work(case: Drawn) -> int:
     """Estimate the tiles of an interpreted kernel: bands of all ranks' masks and steps of a ring, for each head."""
-    if not case.distributed or not case.dtype:
+    if not case.distributed or not case.dtype or case.function in REPLICATED:
         return 0
     mask, layout = evaluated(case.mask), evaluated(case.layout)
     bands = sum(len(layout.local_mask(mask, rank, range(case.ranks)).bands) for rank in range(case.ranks))
-    return (bands // 2 + case.ranks**2) * case.shape.heads[0] * (case.shape.batch or 1)
+    return (bands // 2 + case.ranks**2 + mask.area // 8192) * case.shape.heads[0] * (case.shape.batch or 1)
 
 
 def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, most_ranks: int) -> Drawn:
     ranks = draw.choices(range(1, most_ranks + 1), RANKS[:most_ranks])[0] if function in DISTRIBUTED else 1
-    n = _size(draw, limits.shared_tokens if function in DISTRIBUTED else limits.tokens)
+    invariant = function in RANK_INVARIANT and draw.random() < 0.3
+    tokens = limits.shared_tokens if function in DISTRIBUTED else limits.tokens
+    n = _size(draw, tokens)
+    if invariant and draw.random() < 0.8:
+        n = draw.randint(100, max(tokens, TILED_TOKENS))
     layout, fixed = None, None
-    if function in DISTRIBUTED:
+    if function in DISTRIBUTED - REPLICATED:
         mask = _square(draw, n)
-        fixed = FIXED_LAYOUTS.get(function) or ("contiguous" if function == "dispatch" else None)
-        layout = _layout(draw, mask, evaluated(mask).queries, ranks, fixed)
+        prepared = draw.choice(list(PREPARED)) if function == "prepare" else ""
+        fixed = FIXED_LAYOUTS.get(prepared or function) or ("contiguous" if function == "dispatch" else None)
+        layout = (_tiled_layout if invariant else _layout)(draw, mask, evaluated(mask).queries, ranks, fixed)
     else:
-        mask = _any_mask(draw, n)
+        mask, prepared = _any_mask(draw, n), ""
+    if function in REPLICATED:
+        layout = _layout(
+            draw, mask, evaluated(mask).keys, ranks, draw.choice(["contiguous", "zigzag", "uneven", "empty"])
+        )
     dtype, shape = _shape(draw, limits, ranks) if function not in PLANS else ("", Shape((1, 1), (1, 1)))
-    method, variant, used, options = _options(draw, function, shape, dtype)
-    if variant == "plain":
+    method, variant, used, options = _options(draw, function, shape, dtype, invariant)
+    if prepared:
+        method, variant, options = "auto", prepared, {}
+    elif function in FOR_EACH_SEQUENCE and variant != "plain" and draw.random() < 0.15:
+        sizes = evaluated(mask).queries, evaluated(mask).keys
+        mask, shape = f"({mask}, {_ranges(draw, *sizes)})", replace(shape, batch=2)
+    elif variant == "plain" and function in REPLICATED:
+        mask, shape = f"Mask.full({evaluated(mask).queries}, {evaluated(mask).keys})", replace(shape, scale=None)
+    elif variant == "plain":
         n += -n % ranks  # without a mask, a function that makes its layout assumes shards of equal length
         mask, shape = f"Mask.causal({n})", Shape(shape.heads, shape.widths, shape.batch, True, None, shape.strides)
         layout = _layout(draw, mask, n, ranks, fixed) if layout else None
@@ -156,35 +189,46 @@ def _shape(draw: Random, limits: Table, ranks: int) -> tuple[str, Shape]:
     return dtype, Shape(heads, widths, batch, draw.random() < 0.6, scale, strides)
 
 
-def _options(draw: Random, function: str, shape: Shape, dtype: str) -> tuple[str, str, str, dict]:
+def _options(draw: Random, function: str, shape: Shape, dtype: str, invariant: bool) -> tuple[str, str, str, dict]:
     """Return method, variant, used and options of a `Case`."""
     options: dict = {}
     if function in EXCHANGES:
         if function in {"cast_plan", "group_cast", "group_reduce"}:
             options["stages"] = draw.choice([0, 1, 1, 2, 3])
         return "auto", "", "both", options
+    if function in REPLICATED:
+        used = draw.choice(["forward", "forward", "forward, no lse"])
+        if used == "forward, no lse" and draw.random() < 0.5:
+            return "auto", "plain", used, options
+        return "auto", "", used, {"sink": True} if draw.random() < 0.3 else options
     used = draw.choice(["both", "both", "both", "out", "lse", "no lse", "sum"])
     variant = ""
     if function in {"attention_forward", "attention_backward"} and draw.random() < 0.4:
         variant = "part"
-    elif function in TAKE_A_LAYOUT | set(FIXED_LAYOUTS) | {"attention"} and draw.random() < 0.05:
+    elif function in ATTEND and not invariant and draw.random() < 0.05:
         return "auto", "plain", "no lse", {}
-    if function in DISTRIBUTED and draw.random() < 0.35:
+    options |= {"rank_invariant": True} if invariant else {}
+    if function in ATTEND and draw.random() < 0.25:
+        options["sink"] = True
+    if function in DISTRIBUTED and not invariant and draw.random() < 0.35:
         wide = ["float64"] if dtype == "float64" else ["float32", "float64", "bfloat16", "float16"]
         options["reduce_dtype"] = draw.choice(wide)
     if function == "magi_attention":
-        options |= {"stages": draw.choice([0, 1, 1, 2, 3, 5]), "keep_kv": draw.random() < 0.3}
+        stages = draw.choice([0, None] if invariant else [0, 1, 1, 2, 3, 5])
+        options |= {"stages": stages, "keep_kv": draw.random() < 0.3}
     if function == "strided_attention":
-        options |= _strides(draw, shape.heads[1])
+        options |= _strides(draw, shape.heads[1], invariant)
+    if invariant:
+        return draw.choice(["auto", "split", "head_parallel"]), variant, used, options
     methods = ["split", "fused", "head_parallel"] if function == "attention_backward" else ["auto", "auto", "split",
                 "fused", "head_parallel"]  # fmt: skip
     return draw.choice(methods), variant, used, options
 
 
-def _strides(draw: Random, heads: int) -> dict:
+def _strides(draw: Random, heads: int, invariant: bool) -> dict:
     stride = draw.choice([part for part in range(1, heads + 1) if heads % part == 0])
     options: dict = {"head_stride": stride, "pack_first": draw.random() < 0.7}
-    ring = draw.random() < 0.2
+    ring = draw.random() < 0.2 and not invariant
     options |= {"backward_schedule": "ring"} if ring else {}
     if stride > 1:
         parts = ["forward_first_stride"] + ["backward_first_stride", "backward_last_stride"] * (not ring)
@@ -280,6 +324,23 @@ def _concat(draw: Random, n: int, part: Callable[[int], str]) -> str:
 
 
 # ---------------------------------------------------------------------- layouts
+def _tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> str:
+    """Return the expression of a layout whose pieces begin at multiples of 128 tokens, in the sequence and on their rank."""
+    kind = draw.choice(["contiguous", "zigzag", "planned", "tiles"])
+    if kind == "planned":
+        return f"dispatch({mask}, {ranks}, rank_invariant=True)"
+    if kind != "tiles":
+        return f"Layout.{kind}({n}, {ranks}, 128)"
+    held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for start in range(0, n, 128):
+        draw.choice(held).append((start, min(n, start + 128)))
+    for pieces in held:
+        draw.shuffle(pieces)
+        pieces.sort(key=lambda piece: piece[1] - piece[0] < 128)  # a short piece is the last one
+    texts = ["[" + ", ".join(f"range({start}, {stop})" for start, stop in pieces) + "]" for pieces in held]
+    return f"Layout([{', '.join(texts)}], {n})"
+
+
 def _layout(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) -> str:
     kind = fixed or draw.choice(["contiguous", "zigzag", "striped", "planned", "uneven", "empty", "ranges", "steps"])
     if kind in {"contiguous", "zigzag", "striped"}:

@@ -1,4 +1,4 @@
-"""`canon bench host`: what eager calls cost before the GPU has anything to do, beside peers, on short sequences.
+"""`canon bench host`: measure the host time of eager calls on short sequences, for Canon and for peers.
 
     forward        calls without gradients, back to back
     both           forward and backward
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.testing.judge import Attended, agreement, dense, oracle
+from canon.testing.judge import Attended, dense, oracle
 from canon.testing.peers import Contender, contenders
 from canon.testing.shapes import Shape
-from canon.testing.timing import Eager, clocks, eager_rounds
+from canon.testing.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb
 
 HOST_SHAPES = ["1,512,32,8,128,causal", "1,2048,32,8,128,causal", "2,1024,8,1,256,causal", "1,8192,32,8,128,causal"]
-CONTENDERS = "canon auto|SDPA|flash-attn-4"
+CONTENDERS = "canon auto|SDPA cudnn|SDPA flash|flash-attn-4"
 LAYERS = 8
 MEASURES = ("forward", "both", "chain")
 
@@ -41,10 +41,8 @@ def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, on
         except Exception as error:
             row["failed"] = f"{type(error).__name__}: {error}"[:300]
             continue
-        verdict = agreement(got, exact, honest)
-        row["agrees"] = verdict.agrees
-        if not verdict.agrees:
-            row["failed"] = f"disagrees: {verdict}"
+        row |= contender.judged(got, exact, honest)
+        if "failed" in row:
             continue
         runs += _measures(row, contender, attend, leaves, dout)
     eager_rounds(runs, rounds, device)
@@ -67,6 +65,7 @@ def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Te
             x = attend(x, k, v)
         torch.autograd.grad(x, leaves, dout)
 
+    row["peak_mb"] = peak_mb(contender.inside(chain), leaves[0].device)
     for name, run in zip(MEASURES, (partial(attend, *plain), both, chain), strict=True):
         yield Eager.listed(row, name, contender.inside(run))
 
@@ -77,8 +76,9 @@ def host_table(rows: Sequence[dict]):
     from rich.markup import escape
     from rich.table import Table
 
-    shown = Table("shape", "contender", *MEASURES, title=f"wall (host) ms of eager calls; chain: a layer of {LAYERS}")
+    title = f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; memory of the whole chain"
+    shown = Table("shape", "contender", *MEASURES, "peak MB", title=title)
     for row in rows:
         cells = [row["failed"][:60], "", ""] if "failed" in row else [clocks(row, name) for name in MEASURES]
-        shown.add_row(row["shape"], row["contender"], *map(escape, cells))
+        shown.add_row(row["shape"], row["contender"], *map(escape, cells), shown_mb(row))
     return shown

@@ -4,6 +4,8 @@ All layouts and functions of one mask and dtype share one input, so they share t
 more time than the case itself.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -13,9 +15,12 @@ import torch
 from torch import Tensor
 
 from canon.reference import Layout, Mask
-from canon.testing.cases import DTYPES, Case, Shape
+from canon.testing.cases import DTYPES, Case, Masks, Shape
 from canon.testing.documents import Documents, projected
-from canon.testing.judge import Attended, oracle, orders
+from canon.testing.judge import AttendedWithSink, Results, oracle, orders
+from canon.testing.roundings import sink_roundings
+
+LAST = 5  # queries of `decode_attention`
 
 
 def with_gaps(x: Tensor) -> Tensor:
@@ -45,15 +50,16 @@ def with_random_strides(x: Tensor, draw: Random) -> Tensor:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of the whole sequence, equal on every rank."""
+    """Tensors of the whole sequence, equal on every rank. ``sink`` is used by cases with a sink only."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
     dlse: Tensor
-    mask: Mask
+    mask: Masks
     scale: float | None
+    sink: Tensor
 
 
 def inputs(case: Case, documents: Documents, device: str) -> Inputs:
@@ -61,8 +67,8 @@ def inputs(case: Case, documents: Documents, device: str) -> Inputs:
     return _inputs(case.mask, case.dtype, case.shape, documents, device)
 
 
-def mask_of(case: Case, documents: Documents) -> Mask:
-    """Return the mask of ``case``."""
+def mask_of(case: Case, documents: Documents) -> Masks:
+    """Return the mask of ``case``, or its masks."""
     return _mask(case.mask, documents)
 
 
@@ -80,22 +86,37 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
         offset = _offset(documents)[:, None, None]
         v, dout = v + offset, dout + offset
     dlse = 4 * torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
+    sink = 2 * torch.randn(q.shape[2], generator=generator) + math.log(max(1, tokens) / 4)
     mask = _mask(mask_name, documents)
-    q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
-    for x, unseen in (
-        (q, unseen_tokens(mask, 0)),
-        (dout, unseen_tokens(mask, 0)),
-        (k, unseen_tokens(mask, 1)),
-        (v, unseen_tokens(mask, 1)),
-    ):
-        x[:, unseen] = torch.nan
-    dlse = dlse.double() if dtype == torch.float64 else dlse
+    masks = mask if isinstance(mask, tuple) else (mask,) * len(q)
+    q, dout, dlse = q[:, -masks[0].queries :], dout[:, -masks[0].queries :], dlse[..., -masks[0].queries :]
+    q, k, v, dout = (x.to(dtype).contiguous() for x in (q, k, v, dout))
+    hide(masks, q, k, v, dout)
+    dlse, sink = (x.double() if dtype == torch.float64 else x for x in (dlse, sink))
     tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
-    return Inputs(*(x.to(device) for x in tensors), mask, shape.scale)
+    return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
 
 
-def _mask(name: str, documents: Documents) -> Mask:
+def hide(masks: Sequence[Mask], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    """Write NaN to queries that see no key and to keys that no query sees. ``masks`` has one mask for each sequence."""
+    for row, mask in enumerate(masks):
+        for axis, both in enumerate(((q, dout), (k, v))):
+            unseen = unseen_tokens(mask, axis)
+            for x in both:
+                x[row, unseen] = torch.nan
+
+
+def _mask(name: str, documents: Documents) -> Masks:
     cu_seqlens, tokens = documents.cu_seqlens, documents.tokens
+    last = range(max(0, tokens - LAST), tokens)
+    if name == "sequences":
+        return Mask.documents(cu_seqlens), Mask.window(tokens, tokens // 3, 5)
+    if name == "last of sequences":
+        return tuple(mask.crop(queries=last) for mask in (Mask.causal(tokens), Mask.window(tokens, tokens // 2, 0)))
+    if name == "last":
+        return Mask.causal(tokens).crop(queries=last)
+    if name == "last full":
+        return Mask.full(len(last), tokens)
     if name == "block_causal":  # each document sees itself and all documents before it, except padding
         blocks = torch.repeat_interleave(torch.arange(len(documents.lengths)), torch.tensor(documents.lengths))
         position = torch.arange(tokens) / max(1, tokens)
@@ -130,28 +151,37 @@ def unseen_tokens(mask: Mask, axis: int) -> Tensor:
 
 @lru_cache(maxsize=12)
 def _expected(
-    mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str, wide: bool, with_lse: bool
-):
+    mask_name: str,
+    dtype_name: str,
+    shape: Shape,
+    documents: Documents,
+    device: str,
+    wide: bool,
+    with_lse: bool,
+    with_sink: bool,
+) -> "Expected":
     x = _inputs(mask_name, dtype_name, shape, documents, device)
     tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t for t in (x.q, x.k, x.v, x.dout)]
-    arguments = (*tensors, x.mask, x.scale, x.dlse if with_lse else None)
-    return oracle(*arguments), orders(*arguments)
+    sink = x.sink if with_sink else None
+    arguments = (*tensors, x.mask, x.scale, x.dlse if with_lse else None, sink)
+    few = None if sink is None else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scale, sink))
+    return Expected(oracle(*arguments), orders(*arguments), few)
 
 
-def expected(case: Case, documents: Documents, device: str) -> tuple[Attended, list[Attended]]:
+def expected(case: Case, documents: Documents, device: str) -> "Expected":
     """Return the oracle's result, and honest results in the dtype of the case (float32 for a 16-bit merge)."""
     wide = case.function == "merge"
     with_lse = case.variant != "plain" and case.used in {"both", "lse"}
-    return _expected(case.mask, case.dtype, case.shape, documents, device, wide, with_lse)
+    return _expected(case.mask, case.dtype, case.shape, documents, device, wide, with_lse, case.has_sink)
 
 
 @dataclass(frozen=True)
 class Expected:
     """The oracle's result, honest results in the dtype of the case, and optional distances from `roundings`."""
 
-    exact: Attended
-    honest: list[Attended]
-    roundings: Attended | None = None
+    exact: Results
+    honest: list[Results]
+    roundings: Results | None = None
 
 
 @dataclass(frozen=True)
@@ -160,8 +190,8 @@ class FromDocuments:
 
     documents: Documents
 
-    def mask(self, case: Case) -> Mask:
-        """Return the mask of ``case``."""
+    def mask(self, case: Case) -> Masks:
+        """Return the mask of ``case``, or its masks."""
         return mask_of(case, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
@@ -170,4 +200,4 @@ class FromDocuments:
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
         """Return the expected results. They do not depend on ``layout``."""
-        return Expected(*expected(case, self.documents, device))
+        return expected(case, self.documents, device)

@@ -30,11 +30,14 @@ few units of float32. An lse that was rounded to bfloat16 anywhere exceeds it by
 **Small sums.** `canon.testing.roundings` returns the distances by which one rounding of each intermediate result moves a
 result. For few numbers, and for sums whose terms cancel, they can be added to the bound.
 
+**Sinks.** A sink z of a query head joins the denominator: out has the factor a = sigmoid(lse - z), and lse stays that of the
+keys. dsink is -sum of sigmoid(z - lse) rowsum(dO * out) over batch and tokens, never rounded to 16 bits.
+
 For float64 the bound is 1e-12. ``mask=None`` is causal. Fully masked rows have out 0, lse -inf and zero gradients. Keys
 that no query sees, and queries that see no key, may hold NaN.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,6 +45,7 @@ import torch
 from torch import Tensor
 
 from canon.reference import Mask
+from canon.testing.cases import Masks
 
 EXACT = 1e-12
 UNIT = 2.0**-24  # one rounding of float32
@@ -60,35 +64,75 @@ class Attended(NamedTuple):
     dv: Tensor | None = None
 
 
-def oracle(q, k, v, dout, mask: Mask | None = None, scale: float | None = None, dlse=None) -> Attended:
+class AttendedWithSink(NamedTuple):
+    """The same with the gradient of a sink: dsink (h,). On several ranks it is the sum of their gradients."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dsink: Tensor | None = None
+
+
+Results = Attended | AttendedWithSink
+
+
+def results_of(five: Iterable[Tensor | None], dsink: Tensor | None) -> Results:
+    """Return out, lse, dq, dk and dv, with dsink unless it is None."""
+    return Attended(*five) if dsink is None else AttendedWithSink(*five, dsink)
+
+
+def oracle(q, k, v, dout, mask: Masks | None = None, scale: float | None = None, dlse=None, sink=None) -> Results:
     """Return dense attention and its gradients in float64, from the definition.
 
-    Shapes: q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h, t).
-    All may be without b. ``scale`` defaults to 1 / sqrt(d).
+    Shapes: q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h, t), sink (h,).
+    All may be without b. ``mask`` may be a tuple of b Masks. ``scale`` defaults to 1 / sqrt(d).
     """
-    return _attend(q, k, v, dout, mask, scale, dlse, torch.float64, None, 0)
+    return _attend(q, k, v, dout, mask, scale, dlse, sink, torch.float64, None, 0)
 
 
 def dense(
-    q, k, v, dout, mask: Mask | None = None, scale: float | None = None, dlse=None, *, order: int = 0
-) -> Attended:
+    q, k, v, dout, mask: Masks | None = None, scale: float | None = None, dlse=None, sink=None, *, order: int = 0
+) -> Results:
     """Return the same in the dtype of q, with the roundings in the module's docstring.
 
     ``order`` > 0 shuffles d and the keys, and merges 2 ** order parts of the keys.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _attend(q, k, v, dout, mask, scale, dlse, wide, q.dtype, order)
+    return _attend(q, k, v, dout, mask, scale, dlse, sink, wide, q.dtype, order)
 
 
-def orders(q, k, v, dout, mask: Mask | None = None, scale: float | None = None, dlse=None) -> list[Attended]:
+def orders(q, k, v, dout, mask: Masks | None = None, scale: float | None = None, dlse=None, sink=None) -> list[Results]:
     """Return four results of `dense`, with different orders of summation and 1, 2, 4 and 8 parts."""
-    return [dense(q, k, v, dout, mask, scale, dlse, order=order) for order in range(4)]
+    return [dense(q, k, v, dout, mask, scale, dlse, sink, order=order) for order in range(4)]
 
 
-def _attend(q, k, v, dout, mask, scale, dlse, wide: torch.dtype, narrow: torch.dtype | None, order: int) -> Attended:
+def per_sequence(function: Callable[..., Results], q, k, v, dout, masks: Sequence[Mask], dlse, sink) -> Results:
+    """Return ``function(q, k, v, dout, mask, dlse, sink)`` for each sequence with its own mask, as one result of all."""
+    parts = []
+    for i, mask in enumerate(masks):
+        own, own_dlse = (x[i : i + 1] for x in (q, k, v, dout)), None if dlse is None else dlse[i : i + 1]
+        parts.append(function(*own, mask, own_dlse, sink))
+    dsink = None if sink is None else torch.stack([part[5] for part in parts]).sum(0)
+    return results_of((torch.cat(x) for x in zip(*(part[:5] for part in parts), strict=True)), dsink)
+
+
+def unbatched(attended: Results) -> Results:
+    """Return the results of a batch of one without b."""
+    return results_of((x[0] for x in attended[:5]), *(attended[5:] or (None,)))
+
+
+def _attend(
+    q, k, v, dout, mask, scale, dlse, sink, wide: torch.dtype, narrow: torch.dtype | None, order: int
+) -> Results:
+    how = wide, narrow, order
     if q.dim() == 3:
         packed, dlse = (x[None] for x in (q, k, v, dout)), None if dlse is None else dlse[None]
-        return Attended(*(x[0] for x in _attend(*packed, mask, scale, dlse, wide, narrow, order)))
+        return unbatched(_attend(*packed, mask, scale, dlse, sink, *how))
+    if isinstance(mask, tuple):
+        each = lambda q, k, v, dout, mask, dlse, sink: _attend(q, k, v, dout, mask, scale, dlse, sink, *how)
+        return per_sequence(each, q, k, v, dout, mask, dlse, sink)
     mask = Mask.causal(q.shape[1]) if mask is None else mask
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
@@ -104,23 +148,29 @@ def _attend(q, k, v, dout, mask, scale, dlse, wide: torch.dtype, narrow: torch.d
 
     out, lse, dq = v.new_empty(dout.shape), q.new_empty(q.shape[:3]), torch.empty_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    sink = None if sink is None else sink.detach().to(wide)[:, None]
+    dsink = None if sink is None else torch.zeros_like(sink[:, 0])
     with torch.no_grad(), _no_tf32():
-        for rows, visible in _row_blocks(mask, q):
+        for rows, visible in row_blocks(mask, q):
             scores = scale * LOG2E * _products(q[:, :, rows], k, narrow)
             scores.masked_fill_(~visible[:, keys], -torch.inf)
             out[:, :, rows], lse[:, :, rows] = _softmax(scores, v, 1 << order, rounded)
-            out[:, :, rows] = rounded(out[:, :, rows])
-            p = torch.exp2(scores - LOG2E * _finite(lse[:, :, rows, None]))
-            delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1) - dlse[:, :, rows]
-            ds = rounded(p * (dout[:, :, rows] @ v.mT - delta[..., None]))
+            seen_lse = _finite(lse[:, :, rows])
+            a = q.new_ones(()) if sink is None else torch.sigmoid(seen_lse - sink)  # the share of the keys
+            out[:, :, rows] = rounded(a[..., None] * out[:, :, rows])
+            p = torch.exp2(scores - LOG2E * seen_lse[..., None])
+            delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1)
+            ds = rounded(p * (a[..., None] * (dout[:, :, rows] @ v.mT) - (a * delta - dlse[:, :, rows])[..., None]))
             dq[:, :, rows] = scale * (ds @ k)
             dk += scale * (ds.mT @ q[:, :, rows])
-            dv += rounded(p).mT @ dout[:, :, rows]
+            dv += rounded(a[..., None] * p).mT @ dout[:, :, rows]
+            if sink is not None and dsink is not None:
+                dsink -= (torch.sigmoid(sink - seen_lse) * delta).sum((0, 2))
     dq, dk, dv = dq[..., widths.argsort()], dk[:, :, keys.argsort()][..., widths.argsort()], dv[:, :, keys.argsort()]
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     narrow = wide if narrow is None else narrow
     out, dq, dk, dv = (x.transpose(1, 2).to(narrow) for x in (out, dq, dk, dv))
-    return Attended(out, lse, dq, dk, dv)
+    return results_of((out, lse, dq, dk, dv), dsink)
 
 
 def _softmax(scores: Tensor, v: Tensor, parts: int, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -155,7 +205,7 @@ def _shuffled(n: int, order: int, device) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(order)).to(device)
 
 
-def _row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield blocks (queries, bool [queries, keys]), so that the whole score matrix need not fit into memory."""
     step = max(1, _BLOCK[q.device.type] // max(1, q.shape[0] * q.shape[1] * mask.keys))
     for start in range(0, mask.queries, step):
@@ -260,7 +310,7 @@ class Agreement:
 
 
 def agreement(
-    got: Attended, exact: Attended, honest: Attended | list[Attended], roundings: Attended | None = None
+    got: Results, exact: Results, honest: Results | list[Results], roundings: Results | None = None
 ) -> Agreement:
     """Compare the error of ``got`` with the error of ``honest``, both against ``exact``.
 
@@ -270,9 +320,9 @@ def agreement(
     Raises ValueError if all tensors of ``got`` are None, or a shape is wrong.
     """
     measures, faults = [], []
-    honest = [honest] if isinstance(honest, Attended) else honest
+    honest = honest if isinstance(honest, list) else [honest]
     for name, mine, true, size, *theirs in zip(
-        Attended._fields, got, exact, roundings or Attended(), *honest, strict=True
+        exact._fields, got, exact, roundings or (None,) * len(exact), *honest, strict=True
     ):
         if mine is not None:
             if mine.shape != true.shape:
@@ -312,7 +362,10 @@ def judged(
 
 
 def relative(name: str, norm: str, error: Tensor, exact: Tensor) -> float:
-    """Return the size of ``error`` relative to ``exact`` in one norm. ``name`` is "lse" for tensors (..., h, t)."""
+    """Return the size of ``error`` relative to ``exact`` in one norm.
+
+    ``name`` is "lse" for tensors (..., h, t), and "dsink" for (h,). The worst token of dsink is its worst head.
+    """
     if not error.numel():
         return 0.0
     if norm == "max":
@@ -320,7 +373,8 @@ def relative(name: str, norm: str, error: Tensor, exact: Tensor) -> float:
     elif norm == "l2":
         error, size = error.norm(), exact.norm()
     else:
-        error, size = (x.norm(dim=-2) if name == "lse" else x.flatten(-2).norm(dim=-1) for x in (error, exact))
+        by_token = {"lse": lambda x: x.norm(dim=-2), "dsink": torch.abs}.get(name, lambda x: x.flatten(-2).norm(dim=-1))
+        error, size = by_token(error), by_token(exact)
         size = size.clamp(min=size[size > 0].median()) if bool(size.any()) else size
         error, size = (error / size.masked_fill(size == 0, 1)).amax(), error.new_ones(())
     return (error / size if size > 0 else error).item()

@@ -7,7 +7,8 @@
     canon bench kernels --partial              what do partial masks cost against an equal area of full tiles?
 
 Every contender gets the same inputs in the same process, and rounds alternate between them. A row has its speed, its share
-of the roofline and its ratio to the fastest peer (`canon.testing.roofline`). A contender that disagrees has no figure.
+of the roofline, its ratio to the fastest peer (`canon.testing.roofline`), and the peak memory of both passes beyond their
+inputs. A contender that disagrees has no figure. With --backend, Canon's other backends are left out.
 A captured CUDA graph of both passes is timed last, one contender after another. If the capture fails, the row has the reason.
 """
 
@@ -21,10 +22,10 @@ import torch
 
 from canon.testing import roofline, shapes
 from canon.testing.cuda_graph import captured
-from canon.testing.judge import Attended, agreement, dense, oracle
-from canon.testing.peers import Contender, contenders, installed
+from canon.testing.judge import Attended, dense, oracle
+from canon.testing.peers import DECLINED, Contender, contenders, installed
 from canon.testing.shapes import Shape
-from canon.testing.timing import Eager, Run, ceilings, clocks, eager_rounds, take_turns
+from canon.testing.timing import Eager, Run, ceilings, clocks, eager_rounds, peak_mb, shown_mb, take_turns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +66,8 @@ def measured(
     others = not (options.auto or options.partial)
     more: dict[str, Any] = {"ceilings": ceilings(dtype, device), "peers": installed()}
     for job in found:
-        parts = measure(job, dtype, device, options.only, options.rounds, more["ceilings"], others=others)
+        chosen: dict[str, Any] = {"others": others, "backend": options.backend}
+        parts = measure(job, dtype, device, options.only, options.rounds, more["ceilings"], **chosen)
         rows = [row for part in parts for row in part]
         if options.auto:
             more["auto"] = [*more.get("auto", []), *roofline.auto_verdicts(rows)]
@@ -84,10 +86,12 @@ def measure(
     ceilings: dict[str, float],
     *,
     others: bool = True,
+    backend: str | None = None,
 ) -> list[list[dict]]:
     """Return, for each shape, a row per contender: agreement, single times in milliseconds, and speeds."""
     timed = Timed()
-    rows = [_prepare(shape, dtype, device, contenders(shape, device, only, others=others), timed) for shape in job]
+    found = partial(contenders, device=device, only=only, others=others, backend=backend)
+    rows = [_prepare(shape, dtype, device, found(shape), timed) for shape in job]
     take_turns(timed.runs, rounds)
     eager_rounds(timed.eager, rounds, device)
     for row, contender, inputs in timed.graphs:
@@ -125,20 +129,18 @@ def _prepare(
             backward = contender.inside(partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True))
             dq, dk, dv = backward()
         except Exception as error:  # a peer may lack a width or a mask; its row has the reason
-            declined = contender.declines and isinstance(error, (ValueError, NotImplementedError))
+            declined = contender.declines and isinstance(error, DECLINED)
             row["declined" if declined else "failed"] = f"{type(error).__name__}: {error}"[:300]
             continue
         heads = out[-1:, :, -group:], None, dq[-1:, :, -group:], dk[-1:, :, -1:], dv[-1:, :, -1:]
-        verdict = agreement(Attended(*heads), exact, honest)
-        worst = verdict.worst
-        row |= {"agrees": verdict.agrees, "worst": f"{worst.tensor} {worst.norm} {worst.ratio:.2f}" if worst else ""}
-        if not verdict.agrees:
-            row["failed"] = f"disagrees: {verdict}"
+        row |= contender.judged(Attended(*heads), exact, honest)
+        if "failed" in row:
             continue
-        row["backward_ms"] = []
+        both = contender.inside(partial(_both, forward, q, k, v, dout))
+        row |= {"peak_mb": peak_mb(both, device), "backward_ms": []}
         timed.runs.append((backward, row["backward_ms"]))
         timed.graphs.append((row, contender, (forward, q, k, v, dout)))
-        timed.eager.append(Eager.listed(row, "both", contender.inside(partial(_both, forward, q, k, v, dout))))
+        timed.eager.append(Eager.listed(row, "both", both))
         if contender.forward not in forwards:
             forwards.add(contender.forward)
             row["forward_ms"] = []
@@ -188,8 +190,9 @@ def speeds(rows: list[dict]) -> Iterator[Any]:
     from rich.table import Table
 
     times, shares = ("forward ms", "both ms", "graph ms"), ("of roof", "to peer")
-    columns = ("contender", "agrees", *times, "forward", *shares, "backward", *shares)
+    columns = ("contender", "agrees", *times, "forward", *shares, "backward", *shares, "peak MB")
     text = "wall (host) ms: eager calls, replayed graph; TFLOP/s of GPU time, share of the roofline, ratio to the fastest peer"
+    text += "; memory of both passes"
     for shape in dict.fromkeys(row["shape"] for row in rows):
         shown = Table(*columns, title=f"{shape}: {text}")
         for row in (row for row in rows if row["shape"] == shape):
@@ -199,7 +202,7 @@ def speeds(rows: list[dict]) -> Iterator[Any]:
                     key = f"{name}_{kind}"
                     speeds.append(format(row[key], form) if key in row else "-")
             verdict = row.get("failed") or row.get("declined") or f"{row['agrees']} ({row['worst']})"
-            shown.add_row(row["contender"], escape(verdict), *speeds)
+            shown.add_row(row["contender"], escape(verdict), *speeds, shown_mb(row))
         yield shown
 
 

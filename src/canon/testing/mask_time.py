@@ -24,7 +24,7 @@ import torch
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import PLANS
 from canon.testing.shapes import Shape, documents
-from canon.testing.timing import eager
+from canon.testing.timing import eager, peak_mb
 
 SHAPES = ["1,65536,32,8,128,documents:131", "1,65536,32,8,128,documents:900", "1,1048576,8,1,128,documents:2048"]
 RANKS = 8
@@ -71,6 +71,7 @@ def _one_gpu(
     times["made_ms"], mask = _timed(partial(Mask.documents, lists[0]))
     if call and device:
         times["first_ms"], _ = eager(partial(call, mask), 1, device)
+        times["peak_mb"] = peak_mb(partial(call, mask), device)
         call(mask)
         times["repeated_ms"], _ = eager(partial(call, mask), 2, device)
         times["new_mask_ms"] = times["made_ms"] + times["first_ms"] - times["repeated_ms"]
@@ -132,8 +133,11 @@ def mask_table(rows: Sequence[dict]):
         "pickle",
         "load",
     )
-    shown = Table("shape", "case", "documents", *names, title="new packed masks: milliseconds")
+    shown = Table(
+        "shape", "case", "documents", *names, "peak MB", title="new packed masks: milliseconds; memory of a call"
+    )
     for row in rows:
         medians = [f"{median(row[f'{name}_ms']):.2f}" if f"{name}_ms" in row else "" for name in names]
-        shown.add_row(row["shape"], row["case"], f"{median(row['documents']):.0f}", *medians)
+        peak = f"{median(row['peak_mb']):.0f}" if "peak_mb" in row else ""
+        shown.add_row(row["shape"], row["case"], f"{median(row['documents']):.0f}", *medians, peak)
     return shown

@@ -4,6 +4,9 @@
                                     "in order": under `torch.use_deterministic_algorithms(True)`
     canon auto                      what a user gets who asks for nothing; and with ``rank_invariant=True``
     SDPA cudnn, SDPA flash          torch's attention, causal or full; "flash" is FlashAttention-2
+    SDPA mask                       torch's attention with a dense mask, small shapes
+    eager, eager float32            softmax(q k^T + mask) v as operators, with the scores in the dtype or in float32,
+                                    small shapes
     torch varlen                    `torch.nn.attention.varlen`, FlashAttention-2 too: packed documents
     FlexAttention                   compiled, with the BlockMask of the same mask
     flash-attn-4 (deterministic)    where it is installed: dense, windows, and packed documents by its varlen function
@@ -13,6 +16,7 @@ A contender is made only when its turn comes: a block mask takes memory, a first
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,11 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.testing.shapes import Shape, asked_for, packed
+from canon.testing import dense_peers
+from canon.testing.judge import Attended, agreement
+from canon.testing.shapes import Shape, asked_for, blocks, packed
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 FLASH4 = "flash-attn-4"
 LARGEST_DENSE = 1 << 32  # cells of a mask that may be written out to make a BlockMask
+DECLINED = ValueError, NotImplementedError, ModuleNotFoundError  # the last one: a backend is not installed
+LARGEST_EAGER = 1 << 28  # cells of the scores of all heads, for contenders with dense masks
 
 
 @dataclass(frozen=True)
@@ -37,13 +45,22 @@ class Contender:
     name: str
     make: Callable[[], Attend]
     forward: str  # contenders with equal names here share one forward pass, which is timed once
-    declines: bool = False  # ValueError and NotImplementedError are no failure: this shape is not supported
+    declines: bool = False  # errors of `DECLINED` are no failure: this shape is not supported
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # both passes run inside
+    bound: float = 1.0  # the largest ratio to the judge's bound
 
     @property
     def canon(self) -> bool:
         """Whether it is Canon's."""
         return self.name.startswith("canon")
+
+    def judged(self, got: Attended, exact: Attended, honest: Attended) -> dict[str, Any]:
+        """Return the fields of a row: whether the results agree, the worst measure, and the failure if they do not."""
+        verdict = agreement(got, exact, honest)
+        worst = verdict.worst
+        agrees = verdict.agrees or bool(worst and worst.ratio <= self.bound)
+        row = {"agrees": agrees, "worst": f"{worst.tensor} {worst.norm} {worst.ratio:.2f}" if worst else ""}
+        return row if agrees else row | {"failed": f"disagrees: {verdict}"}
 
     def inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs ``call`` inside ``around``."""
@@ -55,11 +72,16 @@ class Contender:
         return run
 
 
-def contenders(shape: Shape, device: torch.device, only: str, *, others: bool = True) -> list[Contender]:
-    """Canon and, with ``others``, every peer that has this kind of mask, filtered by a part of the name."""
-    found = [*_canon(shape)]
+def contenders(
+    shape: Shape, device: torch.device, only: str, *, others: bool = True, backend: str | None = None
+) -> list[Contender]:
+    """Canon and, with ``others``, every peer that has this kind of mask, filtered by a part of the name.
+
+    ``backend``: of Canon's contenders with a forced backend, keep these alone.
+    """
+    found = [*_canon(shape, backend)]
     if others:
-        found += [*_torch(shape, device), *_flash4(shape, device)]
+        found += [*_torch(shape, device), *_dense(shape, device), *_flash4(shape, device)]
     return [contender for contender in found if asked_for(contender.name, only)]
 
 
@@ -69,33 +91,36 @@ def installed() -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------- Canon
-def _canon(shape: Shape) -> Iterator[Contender]:
+def _canon(shape: Shape, chosen: str | None) -> Iterator[Contender]:
     from canon.fast import device
 
     methods = ["split", "fused", "head_parallel"]
     if shape.h == shape.g:
         methods.remove("head_parallel")  # is split where every head has keys of its own
-    for backend in device.AVAILABLE:
+    for backend in [chosen] if chosen else device.AVAILABLE:
         for method in methods:
-            name, make, around = f"canon {backend}", partial(_attention, shape, method), partial(_forced, backend)
+            if (backend, method) == ("cuda", "fused"):
+                continue  # this backend has no fused kernel
+            name, make, around = f"canon {backend}", partial(attention, shape, method), partial(forced, backend)
             yield Contender(f"{name} {method}", make, name, declines=True, around=around)
         if backend == "gluon":
-            make = partial(_attention, shape, "fused")
+            make = partial(attention, shape, "fused")
             yield Contender(f"{name} fused in order", make, name, declines=True, around=_in_order)
-    yield Contender("canon auto", partial(_attention, shape, "auto"), "canon auto")
+    yield Contender("canon auto", partial(attention, shape, "auto"), "canon auto")
     name = "canon auto, rank invariant"
-    yield Contender(name, partial(_attention, shape, "auto", rank_invariant=True), name)
+    yield Contender(name, partial(attention, shape, "auto", rank_invariant=True), name)
 
 
-def _attention(shape: Shape, method: str, **options: bool) -> Attend:
+def attention(shape: Shape, method: str, **options: bool) -> Attend:
+    """Return `canon.fast.attention` with this backward method."""
     from canon import fast
 
     return lambda q, k, v: fast.attention(q, k, v, shape.mask, backward=method, **options)
 
 
 @contextmanager
-def _forced(backend: str) -> Iterator[None]:
-    """The backend computes both passes: the backward in this thread, where the choice is known, not in one of autograd's."""
+def forced(backend: str) -> Iterator[None]:
+    """Use a backend for both passes: the backward in this thread, where the choice is known, not in one of autograd's."""
     from canon import fast
 
     with fast.backend(backend), torch.autograd.set_multithreading_enabled(False):
@@ -104,7 +129,7 @@ def _forced(backend: str) -> Iterator[None]:
 
 @contextmanager
 def _in_order() -> Iterator[None]:
-    with deterministic(), _forced("gluon"):
+    with deterministic(), forced("gluon"):
         yield
 
 
@@ -146,14 +171,28 @@ def _sdpa_by(backend: str, shape: Shape) -> Attend:
     return attend
 
 
+def _dense(shape: Shape, device: torch.device) -> Iterator[Contender]:
+    if shape.b * shape.h * shape.n * shape.keys > LARGEST_EAGER:
+        return
+    for name, make in dense_peers.MAKERS.items():
+        bound = dense_peers.EAGER_BOUND if name == "eager" else 1.0
+        yield Contender(name, partial(make, shape, device), name, bound=bound)
+
+
 def _varlen(shape: Shape, device: torch.device) -> Attend:
     from torch.nn.attention import varlen
 
     cu_seqlens, longest = _cu_seqlens(shape, device)
-    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": shape.h != shape.g}
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    repeated = 1  # torch 2.11 has no grouped heads here: it gets a copy of each key head for each query head
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+        options["enable_gqa"] = shape.h != shape.g
+    else:
+        repeated = shape.h // shape.g
 
     def attend(q, k, v):
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        k, v = (x.repeat_interleave(repeated, 1) if repeated > 1 else x for x in (k, v))
         out = varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
         return out.unflatten(0, (shape.b, shape.n))
 
@@ -201,6 +240,12 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
         return lambda b, h, i, j: (i >= j) & (j >= i - left)
     if kind == "full":
         return lambda b, h, i, j: i >= 0
+    if kind == "prefix":
+        end = int(number)
+        return lambda b, h, i, j: (i >= j) | (j < end)
+    if (of_blocks := blocks(shape.n, shape.mask_name)) is not None:
+        block = torch.tensor(of_blocks, device=device)
+        return lambda b, h, i, j: block[i] >= block[j]
     raise ValueError(f"mask {shape.mask_name!r} has no mask function for FlexAttention")
 
 
@@ -222,7 +267,7 @@ def _flash4_module() -> tuple[Any, str]:
 
 def _flash4(shape: Shape, device: torch.device) -> list[Contender]:
     module, _ = _flash4_module()
-    if module is None:
+    if module is None or shape.mask_name.partition(":")[0] in ("prefix", "blocks"):  # it has no such masks
         return []
     make = partial(_flash4_packed if packed(shape.n, shape.mask_name) else _flash4_dense, module, shape, device)
     names = {FLASH4: False, f"{FLASH4} deterministic": True}  # the same forward pass

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from canon.reference import Layout
-from canon.testing.judge import Attended
+from canon.testing.judge import Results
 
 
-def worst_places(faults: list[str], got: Attended, exact: Attended, layout: Layout | None) -> list[str]:
+def worst_places(faults: list[str], got: Results, exact: Results, layout: Layout | None) -> list[str]:
     """Return a line for each tensor that a fault names. ``layout`` is None for a function on one rank."""
-    named = [name for name in Attended._fields if any(fault.startswith(f"{name} ") for fault in faults)]
+    named = [name for name in got._fields if any(fault.startswith(f"{name} ") for fault in faults)]
     return [
         place(name, getattr(got, name), getattr(exact, name), layout)
         for name in named
@@ -18,8 +18,10 @@ def worst_places(faults: list[str], got: Attended, exact: Attended, layout: Layo
 
 
 def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
-    """Describe the worst token of a full tensor (b, t, h, width), or lse (b, h, t), or either without b."""
+    """Describe the worst token of a full tensor (b, t, h, width), or lse (b, h, t), or either without b; dsink (h,)."""
     got, exact = got.to(exact.device).double(), exact.double()
+    if name == "dsink":
+        return f"dsink is worst at head {int((got - exact).abs().nan_to_num(torch.inf).argmax())}"
     error = torch.where(got == exact, 0.0, (got - exact).abs()).nan_to_num(torch.inf, torch.inf)
     error = error.transpose(-1, -2) if name == "lse" else error.norm(dim=-1)  # (b, t, h)
     error = error if error.dim() == 3 else error[None]

@@ -19,8 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 import canon
+from canon import reference
 from canon.testing import random_record, record, warming
 from canon.testing.case_runner import CaseRunner
+from canon.testing.cases import accepts, covered
 from canon.testing.draws import Drawn, drawn
 from canon.testing.options import RANDOM_RECORD
 from canon.testing.random_source import RandomSource
@@ -32,16 +34,20 @@ RANKS = 8  # default for the largest number of ranks
 
 def table_of(device: str, backend: str | None) -> str:
     """Return the name of the table of `draws` for a device and a kernel backend."""
-    gluon = " gluon" if backend == "gluon" else ""
-    return "cuda" + gluon if device == "cuda" else gluon.strip() or "cpu"
+    limited = backend in ("gluon", "cuda")
+    if device == "cuda":
+        return f"cuda {backend}" if limited else "cuda"
+    return str(backend) if limited else "cpu"
 
 
-def run(arguments: argparse.Namespace, console: Console, kind: str, device: str, functions: Sequence[str]) -> int:
-    """Check the cases, print failures and write the record. Return the number of cases that do not agree.
+def run(arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any) -> int:
+    """Check the cases of the module's functions, print failures and write the record.
 
+    Return the number of cases that do not agree.
     Raises ValueError if the record is another file, and Interrupted at Ctrl-C. The record then holds the finished cases.
     """
     path, ranks = arguments.record or RANDOM_RECORD, arguments.ranks or RANKS
+    functions = covered(module, reference)[0]
     table = table_of(device, arguments.backend)
     kept = random_record.read(path, arguments.module)
     this_run = random_record.run_of(kept, _head(arguments, ranks, table))
@@ -53,7 +59,7 @@ def run(arguments: argparse.Namespace, console: Console, kind: str, device: str,
 
     def block(start: int) -> list[Drawn]:
         cases = [drawn(arguments.seed, index, table, ranks) for index in left[start : start + BLOCK]]
-        return [case for case in cases if case.function in functions]
+        return [case for case in cases if case.function in functions and accepts(module, case)]
 
     runner = CaseRunner(arguments.module, (), RandomSource(), device, Path(), arguments.backend, arguments.runs)
     if left and warming.worth_it(device):

@@ -10,11 +10,13 @@ Those of a `PartialBackward` are recorded at `dkdv`, as "computed", and at `dq`,
 real. Ranks that are threads share one recording, made outside their process group. Ranks that are processes record for
 themselves.
 
-CPU times mean nothing here. `timeline` lays a recording out in time, with given costs and the rules of streams.
+`Log.spans` has the times of the calls on the CPU. `timeline` lays a recording out in time, with given costs and the rules of
+streams. `recorded_hops` records the hops of a reference ring with their tensors.
 """
 
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,10 +61,14 @@ class Event:
 
 
 class Log:
-    """The events of all ranks; those of one rank in its own order."""
+    """The events of all ranks; those of one rank in its own order.
+
+    ``spans`` lists (event, start, stop) in seconds of `time.perf_counter`. A message ends with the wait for it.
+    """
 
     def __init__(self):
         self.events: list[Event] = []
+        self.spans: list[tuple[Event, float, float]] = []
         self._counts: Counter = Counter()
         self._lock = threading.Lock()
 
@@ -81,18 +87,27 @@ class Log:
             self.events.append(event)
         return event
 
+    @contextmanager
+    def timed(self, event: Event) -> Iterator[None]:
+        """Add the time of the block to ``spans``."""
+        start = time.perf_counter()
+        yield
+        self.spans.append((event, start, time.perf_counter()))
+
 
 class _Noted:
     """A request of torch.distributed whose first `wait` is noted."""
 
     def __init__(self, requests: Sequence[Any], log: Log, event: Event):
         self.requests, self.log, self.event = requests, log, event
+        self.start = time.perf_counter()
 
     def wait(self, *arguments: Any) -> None:
         for request in self.requests:
             request.wait(*arguments)
         if self.event is not None:
             self.log.add("waited", self.event.kind, self.event.number)
+            self.log.spans.append((self.event, self.start, time.perf_counter()))
             self.event = None
 
 
@@ -120,6 +135,34 @@ def recording(*modules: ModuleType) -> Iterator[Log]:
     finally:
         for patch in reversed(patches):
             patch.stop()
+
+
+@dataclass(frozen=True)
+class SentHop:
+    """A message of a reference ring: sent by ``sender`` in ``step``, it holds the ``tensors`` of the keys of ``owner``."""
+
+    step: int
+    sender: int
+    owner: int
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors)
+
+
+@contextmanager
+def recorded_hops(ring: ModuleType) -> Iterator[list[SentHop]]:
+    """Yield a list that receives every hop which `canon.reference.ring` sends inside the block, of all ranks."""
+    hops: list[SentHop] = []
+
+    class RecordedHop(ring.Hop):
+        def __init__(self, tensors, step, call):
+            hops.append(SentHop(step - 1, call.rank, (call.rank - step + 1) % call.ranks, tuple(tensors)))
+            super().__init__(tensors, step, call)
+
+    with mock.patch.object(ring, "Hop", RecordedHop):
+        yield hops
 
 
 def _gather(log: Log, gather: Callable) -> Callable:
@@ -162,19 +205,21 @@ def _computed(log: Log, kind: str, function: Callable) -> Callable:
     def noted(*arguments, **options):
         first, mask = arguments[0], next(x for x in arguments if isinstance(x, Mask))
         queries = first if isinstance(first, Tensor) else first.q  # or dout, which has the same heads
-        log.add("computed", kind, items=mask.area * queries.shape[-2])
-        return function(*arguments, **options)
+        with log.timed(log.add("computed", kind, items=mask.area * queries.shape[-2])):
+            return function(*arguments, **options)
 
     return noted
 
 
 def _partial(log: Log, what: str, method: Callable) -> Callable:
     def noted(part, inputs, *arguments):
+        start = time.perf_counter()
         if what == "computed":
-            log.add(what, "backward", items=part.active.mask.area * inputs.q.shape[-2])
+            event = log.add(what, "backward", items=part.active.mask.area * inputs.q.shape[-2])
         method(part, inputs, *arguments)
         if what == "finished":
-            log.add(what, "backward")
+            event = log.add(what, "backward")
+        log.spans.append((event, start, time.perf_counter()))
 
     return noted
 

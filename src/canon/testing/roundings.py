@@ -11,6 +11,13 @@
         dv    rss_i P dout                    dq   |scale| (rss_j dS k + delta |P k|)
                                               dk   |scale| rss_i (dS + P delta) q
 
+Under a sink z, P has the factor a = sigmoid(lse - z), and with r = rowsum(dout * out), out still without a,
+
+    dsink    u sum_i a (1 - a) (sum_e |dout| W |v| + |r| (2 + |lse| + |z| + sum_j P_ij (1 + A_ij)))
+             u (16 bits) rss_i a (1 - a) rss_e dout (|out| + rss_j P v)
+
+A kernel rounds both out and dout a second time, so the distances of 16 bits are doubled.
+
 To first order, a rounding changes a score by u A, and P by u P (A + |lse|). The measured errors of honest evaluations
 show the same if there are many elements. With few elements an honest evaluation may be exact by chance. If terms cancel,
 the size of a sum gives no scale for its error: dq of a query with one key is 0.
@@ -21,18 +28,22 @@ Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), 
 import torch
 from torch import Tensor
 
-from canon.reference import Mask
-from canon.testing.judge import EXACT, UNIT, Attended, visible_blocks
+from canon.testing.cases import Masks
+from canon.testing.judge import EXACT, UNIT, Results, per_sequence, results_of, row_blocks, unbatched, visible_blocks
 
 
-def roundings(q, k, v, dout, mask: Mask, scale: float | None = None, dlse=None) -> Attended:
+def roundings(q, k, v, dout, mask: Masks, scale: float | None = None, dlse=None, sink=None) -> Results:
     """Return the distances in float64, in the shapes of the results. Arguments are those of `judge.oracle`.
 
     The whole score matrix must fit into memory.
     """
     if q.dim() == 3:
         packed, dlse = (x[None] for x in (q, k, v, dout)), None if dlse is None else dlse[None]
-        return Attended(*(x[0] for x in roundings(*packed, mask, scale, dlse)))
+        return unbatched(roundings(*packed, mask, scale, dlse, sink))
+    if isinstance(mask, tuple):
+        each = lambda q, k, v, dout, mask, dlse, sink: roundings(q, k, v, dout, mask, scale, dlse, sink)
+        return per_sequence(each, q, k, v, dout, mask, dlse, sink)
+    dsink = None if sink is None else sink_roundings(q, k, v, dout, mask, scale, sink)
     scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[2] // k.shape[2]
     narrow_dtype, narrow = q.dtype, torch.finfo(q.dtype).eps / 2 if q.dtype.itemsize == 2 else 0.0
     blocks = [rows for _, rows in visible_blocks(mask, q.device)]
@@ -45,8 +56,14 @@ def roundings(q, k, v, dout, mask: Mask, scale: float | None = None, dlse=None) 
     lse = scores.logsumexp(-1) if mask.keys else scores.sum(-1)
     lse = lse.masked_fill(lse == -torch.inf, 0)
     p = torch.exp(scores - lse[..., None])
+    sizes_of_lse, share = lse.abs(), torch.ones_like(lse)
+    if sink is not None:
+        sink, narrow = sink.detach().double()[:, None], 2 * narrow
+        sizes_of_lse, share = lse.abs() + sink.abs(), torch.sigmoid(lse - sink)
+        dlse = dlse / share  # only P has the factor: dlse reaches the scores without it
+    p = share[..., None] * p
     scale = abs(scale)
-    in_float32 = _wide(q.abs(), k.abs(), v.abs(), dout.abs(), p, lse.abs(), dlse.abs(), scale)
+    in_float32 = _wide(q.abs(), k.abs(), v.abs(), dout.abs(), p, sizes_of_lse, dlse.abs(), share, scale)
     sizes = [wide * x for x in in_float32]
     if narrow:
         least = (
@@ -57,16 +74,45 @@ def roundings(q, k, v, dout, mask: Mask, scale: float | None = None, dlse=None) 
     out, lse, dq, dk, dv = sizes
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     out, dq, dk, dv = (x.transpose(1, 2) for x in (out, dq, dk, dv))
-    return Attended(out, lse, dq, dk, dv)
+    return results_of((out, lse, dq, dk, dv), dsink)
 
 
-def _wide(q, k, v, dout, p, lse, dlse, scale: float) -> tuple[Tensor, ...]:
-    """Return out, lse, dq, dk and dv by the first table. All arguments are absolute values."""
+def sink_roundings(q, k, v, dout, mask: Masks, scale: float | None, sink) -> Tensor:
+    """Return the distances of dsink (h,), in float64. They are computed for some rows of the mask at a time."""
+    if q.dim() == 3:
+        return sink_roundings(*(x[None] for x in (q, k, v, dout)), mask, scale, sink)
+    if isinstance(mask, tuple):
+        tensors = zip(*(x.split(1) for x in (q, k, v, dout)), mask, strict=True)
+        return sum(sink_roundings(*one, scale, sink) for one in tensors)
+    narrow = torch.finfo(q.dtype).eps / 2 if q.dtype.itemsize == 2 else 0.0
+    wide = EXACT if q.dtype == torch.float64 else UNIT
+    scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[2] // k.shape[2]
+    q, k, v, dout = (x.detach().double().nan_to_num().transpose(1, 2) for x in (q, k, v, dout))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    sink = sink.detach().double()[:, None]
+    sums, squares = torch.zeros_like(sink[:, 0]), torch.zeros_like(sink[:, 0])
+    for rows, visible in row_blocks(mask, q):
+        scores = (scale * q[:, :, rows] @ k.mT).masked_fill(~visible, -torch.inf)
+        lse = scores.logsumexp(-1) if mask.keys else scores.sum(-1)
+        seen = lse > -torch.inf
+        lse = lse.masked_fill(~seen, 0)
+        p, size = torch.exp(scores - lse[..., None]), abs(scale) * q[:, :, rows].abs() @ k.abs().mT
+        through = seen * torch.sigmoid(lse - sink) * torch.sigmoid(sink - lse)  # a (1 - a)
+        out, dy = p @ v, dout[:, :, rows]
+        weights = p * (1 + size + lse.abs()[..., None])
+        of_weight = (dy * out).sum(-1).abs() * (2 + lse.abs() + sink.abs() + (p * (1 + size)).sum(-1))
+        sums += (through * ((dy.abs() * (weights @ v.abs())).sum(-1) + of_weight)).sum((0, 2))
+        squares += (through * (dy * (out.abs() + _rss(p, v))).norm(dim=-1)).square().sum((0, 2))
+    return wide * sums + narrow * squares.sqrt()
+
+
+def _wide(q, k, v, dout, p, lse, dlse, share, scale: float) -> tuple[Tensor, ...]:
+    """Return out, lse, dq, dk and dv by the first table. All arguments are absolute values; ``share`` is the factor of P."""
     scores = scale * q @ k.mT
     weights = p * (1 + scores + lse[..., None])
     out = weights @ v
     ds = weights * (dout @ v.mT + (dout * out).sum(-1, keepdim=True) + dlse[..., None])
-    return out, lse + (p * (1 + scores)).sum(-1), scale * ds @ k, scale * ds.mT @ q, weights.mT @ dout
+    return out, lse + (p * (1 + scores)).sum(-1) / share, scale * ds @ k, scale * ds.mT @ q, weights.mT @ dout
 
 
 def _narrow(q, k, v, dout, p, dlse, scale: float, least: Tensor) -> tuple[Tensor | None, ...]:

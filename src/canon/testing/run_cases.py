@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from canon.testing import process_groups
 from canon.testing.case_runner import CaseFailed, CaseRunner
-from canon.testing.cases import Case
+from canon.testing.cases import Case, declined_by
 
 _RESTARTS = 5  # new process groups after failures; there is no limit for threads
 
@@ -40,7 +40,8 @@ def run_cases(
     ``kind`` names a function of `process_groups`. The progress starts at case ``before`` of ``total``. ``verbose``
     prints a line for each case if standard error is no terminal.
     """
-    results: dict[str, dict[str, Any]] = {}
+    reasons = {case.name: declined_by(runner.backend, case) for case in runner.cases}
+    results = {name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason}
     restarts, total = 0, total or len(runner.cases)
     while left := [case for case in runner.cases if case.name not in results]:
         with tempfile.TemporaryDirectory(prefix="canon-check-") as folder:
@@ -92,10 +93,15 @@ def _failure(case: Case, error: Exception | str) -> dict[str, Any]:
     cause = getattr(error, "__cause__", None)
     text = f"{str(error).split(':')[0]}: {cause}" if isinstance(cause, CaseFailed) else str(error)
     kinds = ("NotImplementedError", *(("ValueError", "TypeError") if case.dtype == "float64" else ()))
+    return _without_run(case.name, "declined" if str(cause).startswith(kinds) else "failed", text)
+
+
+def _without_run(name: str, verdict: str, reason: str) -> dict[str, Any]:
+    """Return the result of a case that has no results to judge."""
     return {
-        "case": case.name,
-        "verdict": "declined" if str(cause).startswith(kinds) else "failed",
-        "faults": [text],
+        "case": name,
+        "verdict": verdict,
+        "faults": [reason],
         "measures": [],
         "same_bits": None,
         "seconds": [],

@@ -39,7 +39,7 @@ from canon.testing.cuda_graph import captured
 from canon.testing.judge import Attended, agreement, dense, oracle
 from canon.testing.schedule_peers import Schedule, peer_schedules, schedules
 from canon.testing.shapes import Shape, asked_for, shape_of, shapes_of
-from canon.testing.timing import eager
+from canon.testing.timing import eager, peak_mb, shown_mb
 
 SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
@@ -48,7 +48,7 @@ LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context 
 AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms
 MEETING = (
     1 << 22
-)  # elements of the message by which ranks meet; the first message after a pause is 75 us slower on H200s
+)  # elements of the message that synchronises the ranks; the first message after a pause is 75 us slower on H200s
 EAGER_SPAN = 60.0  # milliseconds of eager calls in one measurement
 AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results of the others
 
@@ -219,13 +219,16 @@ def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devic
     def both() -> None:
         torch.autograd.grad(each.attend(*leaves), leaves, dout)
 
-    return {"passes": {"forward": forward, "both": both}, "exposed_ms": _exposed(both, device)}
+    exposed = _exposed(both, device)
+    peak = peak_mb(both, device)
+    more = {} if peak is None else {"peak_mb": _slowest(peak, device)}  # of the rank with the most
+    return {"passes": {"forward": forward, "both": both}, "exposed_ms": exposed, **more}
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Milliseconds between events, all ranks having started together and launches being ahead; and of the launches."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    _meet(device)
+    meet(device)
     first.record()
     start = time.perf_counter()
     run()
@@ -247,7 +250,7 @@ def _exposed(run: Callable[[], object], device: torch.device) -> float:
 
     run()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        _meet(device)
+        meet(device)
         run()
         torch.cuda.synchronize(device)
     ran = [
@@ -258,7 +261,7 @@ def _exposed(run: Callable[[], object], device: torch.device) -> float:
     return _slowest(uncovered(ran) / 1e3, device)
 
 
-def _meet(device: torch.device) -> None:
+def meet(device: torch.device) -> None:
     """All GPUs wait until launches are ahead, and then for one another: their clocks differ."""
     dist.barrier()
     torch.cuda.synchronize(device)
@@ -322,14 +325,16 @@ def table(rows: list[dict]):
         "exposed ms",
         "forward",
         "both",
+        "peak MB",
     )
     shown = Table(
-        *columns, title="both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU time"
+        *columns,
+        title="both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU time; memory",
     )
     for row in rows:
         speeds = [f"{row[x]:.0f}" if x in row else "-" for x in ("forward_tflops", "both_tflops")]
         verdict = row.get("failed") or (f"{row['agrees']} ({row['worst']})" if "agrees" in row else "-")
         spent = [row.get(name) for name in ("both_wall_ms", "both_host_ms", "graph_wall_ms", "both_ms", "exposed_ms")]
         shown_ms = ["-" if x is None else f"{np.median(x):.2f}" for x in spent]
-        shown.add_row(row["shape"], row["schedule"], escape(verdict), *shown_ms, *speeds)
+        shown.add_row(row["shape"], row["schedule"], escape(verdict), *shown_ms, *speeds, shown_mb(row))
     return shown

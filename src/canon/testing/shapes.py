@@ -2,6 +2,8 @@
 
 1,16384,32,8,128,causal             b sequences of n tokens, h query heads, g key heads, d wide; the mask
 1,65536,64,8,128,documents:4096     packed documents of 4096 tokens on average, causal inside
+2,1024,8,1,256,prefix:768           the first 768 tokens see each other, the rest is causal
+1,1000,8,1,256,blocks:600+300+100   blocks of 600, 300 and 100 tokens; a token sees its block and those before it
 1,32768,64,8,128,pack:0             packed documents of the lengths that MagiAttention publishes: the first of these packs
 1,16384,32,8,128                    its mask comes from elsewhere (``--mask``)
 """
@@ -36,7 +38,7 @@ AUTO = [
     (64, 8192), (8, 8192), (32, 16384), (16, 32768), (8, 65536), (8, 131072),
 ]  # fmt: skip
 PARTIAL = ["1,16384,32,8,128", "1,16384,32,32,64", "1,16384,16,16,256"]
-MASKS = "causal, full, full:KEYS, window:LEFT, documents:MEAN, pack:NUMBER"
+MASKS = "causal, full, full:KEYS, window:LEFT, prefix:TOKENS, blocks:A+B, documents:MEAN, pack:NUMBER"
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,15 @@ def packed(n: int, name: str) -> list[int] | None:
     return None
 
 
+def blocks(n: int, name: str) -> list[int] | None:
+    """Return the block of each of n tokens for ``blocks:A+B``, and None for another mask or another sum of lengths."""
+    kind, _, text = name.partition(":")
+    lengths = text.split("+")
+    if kind != "blocks" or not all(x.isdigit() for x in lengths) or sum(map(int, lengths)) != n:
+        return None
+    return [block for block, length in enumerate(lengths) for _ in range(int(length))]
+
+
 def mask_of(n: int, name: str) -> Mask:
     """The mask of n queries that ``name`` names: one of `MASKS`. Raises ValueError."""
     kind, _, number = name.partition(":")
@@ -99,9 +110,13 @@ def mask_of(n: int, name: str) -> Mask:
         return Mask([Band(0, n, 0, keys)], n, keys)
     if kind == "window" and number.isdigit():
         return Mask.window(n, int(number), 0)
+    if kind == "prefix" and number.isdigit() and int(number) <= n:
+        return Mask.prefix(n, int(number))
+    if (of_blocks := blocks(n, name)) is not None:
+        return Mask.block_causal(of_blocks)
     if cu_seqlens := packed(n, name):
         return Mask.documents(cu_seqlens)
-    raise ValueError(f"mask {name!r}: expected one of {MASKS}")
+    raise ValueError(f"mask {name!r}: expected one of {MASKS}; a prefix or blocks of {n} tokens")
 
 
 def shape_of(text: str, mask_name: str | None = None) -> Shape:

@@ -110,6 +110,21 @@ def eager_rounds(runs: Sequence[Eager], rounds: int, device: torch.device) -> No
             one.host_ms.append(host)
 
 
+def peak_mb(run: Run, device: torch.device) -> float | None:
+    """Return the most memory, in MB of 10^6 bytes, that a run holds beyond the memory held before it; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return (torch.cuda.max_memory_allocated(device) - before) / 1e6
+
+
+def shown_mb(row: dict) -> str:
+    """Return the column "peak MB" of a row."""
+    return "-" if row.get("peak_mb") is None else f"{row['peak_mb']:.0f}"
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

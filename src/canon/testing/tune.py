@@ -2,7 +2,7 @@
 
     canon bench tune --shape 1,16384,32,8,128,causal --shape 1,16384,32,8,128,documents:1024
     canon bench tune --only dkdv --config 128,64,8,2 --config 64,64,4,3,tma,partial_columns=32
-    canon bench tune --backend gluon --only forward --config 128,128,3,1,turns
+    canon bench tune --backend gluon --only forward --config 128,128,3,1,ping_pong
 
 A candidate is the first numbers of a configuration of the backend, then any of its other fields by name: rows, columns,
 warps, stages in `canon.fast.kernels.triton.config`; rows, columns, stages, buffers in `canon.fast.kernels.gluon.config`.
@@ -25,7 +25,7 @@ from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
 from canon.testing.shapes import Shape, asked_for
-from canon.testing.timing import milliseconds
+from canon.testing.timing import milliseconds, peak_mb, shown_mb
 
 SHAPES = [
     "1,16384,32,8,128,causal",
@@ -87,7 +87,7 @@ def _hopper_table(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sh
 
 
 def _hopper_grid(kernel: str, table: Config, shape: Shape) -> list[Config]:
-    """Columns and the depth of rings; in "forward" also turns, optimism, and a third warpgroup.
+    """Columns and the depth of rings; in "forward" also ping-pong scheduling, a stale maximum, and a third warpgroup.
 
     A thread has half a register for each column of scores, and of out; three warpgroups have 160 registers a thread.
     """
@@ -102,10 +102,10 @@ def _hopper_grid(kernel: str, table: Config, shape: Shape) -> list[Config]:
             columns=columns,
             stages=stages,
             buffers=buffers,
-            turns=turns,
-            optimistic=optimistic,
+            ping_pong=ping_pong,
+            stale_maximum=stale_maximum,
         )
-        for (columns, stages, buffers), turns, optimistic in product(sizes, flags, flags)
+        for (columns, stages, buffers), ping_pong, stale_maximum in product(sizes, flags, flags)
         if 32 <= columns <= 128 and (stages > 1 or not forward)
         for rows in ((table.rows,) if not forward else (128, 192) if columns + shape.d <= 192 else (128,))
     ]
@@ -151,7 +151,7 @@ def tune(
             try:
                 with kernels.config.forced(**{name: candidate}):
                     _agree(call, results, expected)
-                    rows[-1]["ms"] = milliseconds(call)
+                    rows[-1] |= {"peak_mb": peak_mb(call, device), "ms": milliseconds(call)}
             except (ValueError, RuntimeError) as error:
                 rows[-1]["failed"] = str(error)[:200]
                 continue
@@ -214,8 +214,8 @@ def table(rows: list[dict]):
     from rich.markup import escape
     from rich.table import Table
 
-    shown = Table("shape", "kernel", "configuration", "TFLOP/s", title="fastest first; * is the table's own")
+    shown = Table("shape", "kernel", "configuration", "TFLOP/s", "peak MB", title="fastest first; * is the table's own")
     for row in sorted(rows, key=lambda x: (x["shape"], x["kernel"], -x.get("tflops", 0.0))):
         speed = row.get("failed") or f"{row['tflops']:.0f}"
-        shown.add_row(row["shape"], row["kernel"], row["config"] + " *" * row["table"], escape(speed))
+        shown.add_row(row["shape"], row["kernel"], row["config"] + " *" * row["table"], escape(speed), shown_mb(row))
     return shown

@@ -87,7 +87,7 @@ class Access:
 
     def unfinished(self) -> str:
         """Return the message for an access that is not `before`."""
-        return f"the {self} is still under way" if self.epoch is None else f"no barrier says that the {self} is over"
+        return f"the {self} is still in flight" if self.epoch is None else f"no barrier says that the {self} is over"
 
     def visible(self, me: Partition) -> bool:
         """Return whether the async proxy sees this write."""
@@ -126,7 +126,7 @@ class Allocation:
             if asynchronous and not other.visible(me):
                 raise Fault(f"{access} reads {self.name}, but there is no fence_async_shared after the {other}")
         if not written:
-            return None, f"{access} reads {self.name}, but nobody has written there"
+            return None, f"{access} reads {self.name}, but no store has reached it"
         self._keep_latest(access)
         self.accesses.append(access)
         return access, None

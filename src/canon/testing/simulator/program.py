@@ -277,7 +277,7 @@ class Program:
         for _, write in self.late:
             write()
         if self.loads:
-            raise Fault(f"the program ends while {len(self.loads)} TMA loads are under way, the first {self.loads[0]}")
+            raise Fault(f"the program ends while {len(self.loads)} TMA loads are in flight, the first {self.loads[0]}")
         for barrier in self.barriers:
             if barrier.bytes:
                 raise Fault(f"the program ends with bytes that never came, or that nobody expected: {barrier}")

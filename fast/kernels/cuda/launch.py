@@ -1,0 +1,170 @@
+"""Launch the CUDA kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments.
+
+q, k, v and dout are bfloat16 or float16, and their widths are multiples of 16 from 16 to 256. The device is an sm_80 or later.
+Anything else raises ValueError. Kernels read 16 bytes at a time. So a tensor is copied first if its address or a stride is no
+multiple of 16 bytes, or if its last stride is not 1. Results are written in the dtype of q or in float32. A result of another
+dtype, or with another last stride, is written to a new tensor and copied.
+
+dk and dv have one owner each, and dq has its own kernel. So no kernel adds by atomics, and all bits repeat. There is no fused
+kernel. The range of scores and values, and the effects of a NaN, are those of `canon.fast.kernels.triton.launch`.
+"""
+
+import torch
+from torch import Tensor
+
+from canon.fast.kernels.cuda.config import Config, choose
+from canon.fast.kernels.cuda.kernel import Kernel, Variant
+from canon.fast.kernels.launcher import capability, gpu_of, is_cpu, launch
+from canon.fast.kernels.triton import launch as portable
+from canon.fast.kernels.triton.launch import LOG2E, RowStatistics, batch_heads, head_bytes, heads_in_l2, kernel_strides
+from canon.fast.tiles import WorkTable, work_table
+from canon.reference.mask import Mask
+
+DTYPES = torch.bfloat16, torch.float16
+CAPABILITY = 8, 0  # the least: `cp.async` and MMAs of bfloat16
+FORWARD = Kernel("forward", pointers=7, strides=14, numbers="fiiiii")
+DQ = Kernel("dq", pointers=9, strides=17, numbers="fiiii")
+DKDV = Kernel("dkdv", pointers=10, strides=20, numbers="fiiiii")
+
+# Kernels without MMAs are the portable ones.
+delta, merge, sum_heads, row_statistics = portable.delta, portable.merge, portable.sum_heads, portable.row_statistics
+make_row_statistics, empty_statistics = portable.make_row_statistics, portable.empty_statistics
+choose_method = portable.choose_method
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+    """Write out (b, t, h, dv) and lse (b, h, t)."""
+    check("forward", q)
+    q, k, v = map(loadable, (q, k, v))
+    (own_out,) = writable(q, out)
+    own_lse = (
+        lse if portable.contiguous_rows(lse) is lse else torch.empty_like(lse, memory_format=torch.contiguous_format)
+    )
+    config, table = plan("forward", q, v, mask)
+    group = q.shape[2] // k.shape[2]
+    sign = 0 if portable.vanishes(scale, q.dtype) else -1 if scale < 0 else 1  # the kernel applies it to q
+    l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
+    numbers = (abs(scale) if sign else 1.0) * LOG2E, sign, len(table), q.shape[2], group, l2_heads
+    tensors = (q, k, v, own_out, own_lse)
+    run(FORWARD, config, len(table) * batch_heads(q), (*tensors, table.tiles, table.spans), tensors, numbers, own_out)
+    copy_back(out, own_out)
+    copy_back(lse, own_lse)
+
+
+def dq(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: Mask, scale: float, dq: Tensor
+) -> None:
+    """Write dq (b, t, h, d)."""
+    check("dq", q)
+    q, k, v, dout = map(loadable, (q, k, v, dout))
+    (own_dq,), (lse, delta) = writable(q, dq), statistics
+    config, table = plan("dq", q, v, mask)
+    group = q.shape[2] // k.shape[2]
+    l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
+    numbers = scale, len(table), q.shape[2], group, l2_heads
+    pointers = (q, k, v, dout, lse, delta, own_dq, table.tiles, table.spans)
+    run(DQ, config, len(table) * batch_heads(q), pointers, (q, k, v, dout, own_dq, lse), numbers, own_dq)
+    copy_back(dq, own_dq)
+
+
+def dkdv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    statistics: RowStatistics,
+    mask: Mask,
+    scale: float,
+    dk: Tensor,
+    dv: Tensor,
+    dq: Tensor | None = None,
+    ordered: bool = False,
+) -> None:
+    """Write dk (b, s, o, d) and dv (b, s, o, dv). The o owners are the key heads or the query heads.
+
+    ``dq`` and ``ordered`` belong to the fused method. Raises ValueError if ``dq`` is given.
+    """
+    if dq is not None:
+        raise ValueError('the CUDA backend has no fused kernel: use backward="split", "head_parallel" or "auto"')
+    check("dkdv", q)
+    q, k, v, dout = map(loadable, (q, k, v, dout))
+    (own_dk, own_dv), (lse, delta) = writable(q, dk, dv), statistics
+    config, table = plan("dkdv", q, v, mask)
+    owners, heads = dk.shape[2], q.shape[2] // dk.shape[2]
+    l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
+    numbers = scale, len(table), owners, heads, q.shape[2] // k.shape[2], l2_heads
+    pointers = (q, k, v, dout, lse, delta, own_dk, own_dv, table.tiles, table.spans)
+    strided = (q, k, v, dout, own_dk, own_dv, lse)
+    run(DKDV, config, len(table) * batch_heads(dk), pointers, strided, numbers, own_dk)
+    copy_back(dk, own_dk)
+    copy_back(dv, own_dv)
+
+
+# ------------------------------------------------------------------ inputs and results
+def check(kernel: str, q: Tensor) -> None:
+    """Raise ValueError if the backend does not support the dtype or the device. `choose` checks the widths."""
+    remedy = 'use backend("triton")'
+    if q.dtype not in DTYPES:
+        raise ValueError(f"the CUDA {kernel} kernel supports bfloat16 and float16, not {q.dtype}: {remedy}")
+    if is_cpu(q.device):
+        raise ValueError(f"the CUDA {kernel} kernel needs tensors on a GPU, got {q.device}: {remedy}")
+    if (found := capability(q.device)) < CAPABILITY:
+        raise ValueError(f"the CUDA {kernel} kernel needs an sm_80 or later, this device is {found}: {remedy}")
+
+
+def loadable(x: Tensor) -> Tensor:
+    """Return x (b, t, h, d), or a contiguous copy if the kernels cannot read 16 bytes of a row at a time."""
+    steps = [stride * x.element_size() for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
+    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps):
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def writable(q: Tensor, *results: Tensor) -> list[Tensor]:
+    """Return each result if kernels can write it, else a new tensor. Results of one kernel have one dtype."""
+    dtypes = {x.dtype for x in results}
+    dtype = results[0].dtype if len(dtypes) == 1 and dtypes <= {q.dtype, torch.float32} else torch.float32
+    fits = lambda x: x.stride(3) == 1 and x.dtype == dtype
+    return [x if fits(x) else torch.empty(x.shape, dtype=dtype, device=x.device) for x in results]
+
+
+def copy_back(x: Tensor, written: Tensor) -> None:
+    """Copy the written tensor into x, unless it is x."""
+    if written is not x:
+        x.copy_(written)
+
+
+# ------------------------------------------------------------------ launches
+def plan(kernel: str, q: Tensor, v: Tensor, mask: Mask) -> tuple[Config, WorkTable]:
+    """Return the configuration and the work table of a kernel."""
+    config = choose(kernel, q.shape[-1], v.shape[-1], gpu_of(q.device))
+    transposed = kernel == "dkdv"
+    return config, work_table(mask, config.rows, config.columns, config.partial_columns, transposed, q.device)
+
+
+def run(
+    kernel: Kernel,
+    config: Config,
+    ctas: int,
+    pointers: tuple[Tensor, ...],
+    strided: tuple[Tensor, ...],
+    numbers: tuple,
+    result: Tensor,
+) -> None:
+    """Launch ``ctas`` CTAs with the addresses of the ``pointers``, the strides of the ``strided`` tensors and the numbers."""
+    if not ctas:
+        return
+    strides = (stride for x in strided for stride in kernel_strides(x)[:-1])
+    variant = variant_of(config, strided[0], strided[2], result.dtype)
+    launch(kernel, ctas, result.device, (*pointers, *strides, *numbers), variant=variant)
+
+
+def variant_of(config: Config, q: Tensor, v: Tensor, result: torch.dtype) -> Variant:
+    """Return the macros, the warps and the shared memory of a kernel for these tensors."""
+    macros = config.macros() | {
+        "CANON_D": q.shape[-1],
+        "CANON_DV": v.shape[-1],
+        "CANON_BF16": int(q.dtype == torch.bfloat16),
+        "CANON_OUT_FLOAT": int(result == torch.float32),
+    }
+    return Variant(tuple(sorted(macros.items())), config.warps, config.shared_bytes)

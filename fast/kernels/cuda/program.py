@@ -1,0 +1,151 @@
+"""Compile CUDA C++ at run time by NVRTC, and keep the results on disk.
+
+    source      NAME.cu and the headers of its folder, which are package data
+    compiler    NVRTC through `cuda-core`: neither nvcc nor a host compiler, and no GPU
+    cache       one file for each compilation, in CANON_CACHE_DIR or in a folder of Triton's cache
+
+The name of a file is a hash of all sources, the macros, the architecture, the options and the version of NVRTC. A file is
+written under another name and then renamed, so a reader never sees a part of it. Threads of one process compile one
+program at a time. Two processes may compile the same program, and write the same file twice.
+
+Importing this module does not import `cuda-core`. The first compilation does, and so does the first look into the cache.
+"""
+
+import hashlib
+import io
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from triton import knobs
+
+FOLDER = Path(__file__).resolve().parent
+STANDARD = "c++17"
+Macros = tuple[tuple[str, int], ...]
+
+_compiling, _importing = threading.Lock(), threading.Lock()
+
+
+class Program(NamedTuple):
+    """A file ``name``.cu of a folder with its macros, for one architecture: 80 is sm_80."""
+
+    name: str
+    macros: Macros
+    architecture: int
+    folder: Path = FOLDER
+
+    def compiled(self) -> bytes:
+        """Return the cubin: from the cache, or compiled now and written there.
+
+        Raises ModuleNotFoundError without `cuda-core`, and RuntimeError with the compiler's messages if the source is wrong.
+        """
+        with _compiling:
+            path = cache_folder() / f"{self.name}-{self.key()}.cubin"
+            if path.exists():
+                return path.read_bytes()
+            code, _ = self.compile()
+            _write(path, code)
+            return code
+
+    def compile(self) -> tuple[bytes, str]:
+        """Compile without the cache. Return the cubin and the messages of the assembler, for `resources`."""
+        core, _ = compiler()
+        options = core.ProgramOptions(
+            name=f"{self.name}.cu",
+            arch=f"sm_{self.architecture}",
+            std=STANDARD,
+            define_macro=[(name, str(value)) for name, value in self.macros],
+            include_path=[str(self.folder)],
+            ptxas_options=["-v"],
+        )
+        log = io.StringIO()
+        source = (self.folder / f"{self.name}.cu").read_text()
+        try:
+            code = core.Program(source, "c++", options).compile("cubin", logs=log).code
+        except Exception as error:  # `cuda-core` has no public class for it
+            raise RuntimeError(f"{self.name}.cu does not compile for sm_{self.architecture}: {error}") from error
+        return bytes(code), log.getvalue()
+
+    def key(self) -> str:
+        """Return a hash of everything that decides the cubin."""
+        total = hashlib.sha256()
+        for path in sorted(self.folder.glob("*.cu*")):
+            content = path.read_bytes()
+            total.update(f"{path.name} {len(content)}\n".encode() + content)
+        _, version = compiler()
+        total.update(repr((self.name, sorted(self.macros), self.architecture, STANDARD, version)).encode())
+        return total.hexdigest()[:32]
+
+
+@lru_cache(maxsize=1)
+def is_installed() -> bool:
+    """Return whether `cuda-core` is installed. It is not imported."""
+    return find_spec("cuda") is not None and find_spec("cuda.core") is not None
+
+
+def compiler():
+    """Return the module `cuda.core`, and the version of NVRTC.
+
+    Raises ModuleNotFoundError with the command that installs them.
+    """
+    with _importing:  # `cuda.core` replaces modules while it is imported: a second thread would find a part of it
+        return _imported()
+
+
+@lru_cache(maxsize=1)
+def _imported():
+    try:
+        import cuda.core as core  # pyright: ignore[reportMissingImports]  # it finds this folder instead
+        from cuda.bindings import nvrtc  # pyright: ignore[reportMissingImports]
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # RuntimeError: the library of NVRTC is missing
+        raise ModuleNotFoundError(
+            f"the CUDA kernels are compiled by NVRTC through cuda-core: pip install 'canon[cuda]' ({error})",
+            name="cuda",
+        ) from error
+    if int(status):
+        raise RuntimeError(f"NVRTC returns error {int(status)} for its version")
+    return core, (major, minor)
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cubins: CANON_CACHE_DIR, or a folder of Triton's cache."""
+    chosen = os.environ.get("CANON_CACHE_DIR")
+    return Path(chosen) if chosen else Path(knobs.cache.dir) / "canon-cuda"
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
+        try:
+            file.write(content)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+class Resources(NamedTuple):
+    """The registers of a thread, the bytes that a thread spills (stores and loads), and static shared memory in bytes."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def resources(messages: str) -> Resources:
+    """Return the resources of the one kernel of a program, from the messages of `Program.compile`."""
+    numbers: Callable[[str], list[int]] = lambda pattern: [int(found) for found in re.findall(pattern, messages)]
+    registers, spilled = numbers(r"Used (\d+) registers"), numbers(r"(\d+) bytes spill (?:stores|loads)")
+    if len(registers) != 1:
+        raise ValueError(f"expected the messages of one kernel, got {len(registers)}: {messages}")
+    return Resources(registers[0], sum(spilled), sum(numbers(r"(\d+) bytes smem")))

@@ -1,0 +1,97 @@
+"""`canon check` finds faults of sinks, of a mask for each sequence, of decoding and of prepared plans."""
+
+import pytest
+
+
+class Unchanged(dict):
+    """Replaces every other line by `pass`."""
+
+    def __missing__(self, line):
+        return "pass"
+
+
+SINKS = """
+import torch.distributed as dist
+from canon import reference
+
+def attention(q, k, v, mask=None, *, sink=None, **options):
+    if sink is not None:
+        {local}
+    return reference.attention(q, k, v, mask, sink=sink, **options)
+
+def ring_attention(q, k, v, mask=None, layout=None, *, sink=None, **options):
+    if sink is not None:
+        {ring}
+    return reference.ring_attention(q, k, v, mask, layout, sink=sink, **options)
+
+def zigzag_attention(q, k, v, mask=None, *, return_lse=False):
+    return reference.zigzag_attention(q, k, v, mask, return_lse=return_lse)
+"""
+WRONG_SINKS = {  # fault: (case, message, wrong line)
+    "a sink is ignored": ("attention", "dsink is zero everywhere", {"local": "sink = 0 * sink - 1e9"}),
+    "a sink is off": ("attention", "out is off by", {"local": "sink = sink + 0.05"}),
+    "the gradient of one head is off": (
+        "attention", "dsink is worst at head 1",
+        {"local": "sink.register_hook(lambda x: x * x.new_tensor([1, 1.1] * (len(x) // 2)))"}),
+    "one rank gives no gradient": (
+        "ring_attention", "dsink is off by",
+        {"ring": "sink = sink.detach() + 0 * sink if dist.get_rank() == 1 else sink"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG_SINKS)
+def test_wrong_sinks_disagree(fault, run, write_module):
+    function, message, change = WRONG_SINKS[fault]
+    write_module("sinking", SINKS.format_map(Unchanged(change)))
+    status, printed, record = run("sinking", "--tokens", 200, "--only", "attention*documents*sink")
+    assert status == 1
+    found = {result["case"].split("/")[0]: result["verdict"] for result in record["results"]}
+    assert found == {name: "disagrees" if name == function else "agrees" for name in ("attention", "ring_attention")}, (
+        "zigzag_attention has no parameter sink, so no case"
+    )
+    assert message in printed.out
+    assert "the reference itself" not in printed.out
+
+
+GENERATION = """
+import torch.distributed as dist
+from canon import reference
+
+def decode_attention(q, k, v, mask=None, **options):
+    {before}
+    out = reference.decode_attention(q, k, v, mask, **options)
+    {after}
+    return out
+
+def prepare(function, mask, layout, **options):
+    {plans}
+    return reference.prepare(function, mask, layout, **options)
+
+def attention(q, k, v, mask=None, **options):
+    {masks}
+    return reference.attention(q, k, v, mask, **options)
+
+from canon.reference import magi_attention, ring_attention, strided_attention, striped_attention
+"""
+WRONG_GENERATION = {  # fault: (case, message, wrong line)
+    "None is taken for causal": (
+        "decode_attention*plain", "out is off by",
+        {"before": "n = k.shape[-3]; m = q.shape[-3]; mask = mask or reference.Mask.causal(n).crop(queries=range(n - m, n))"}),
+    "one rank rounds otherwise": (
+        "decode_attention*last/float32", "rank 2 has other bits than rank 0, in",
+        {"after": "out = (out[0] * (1 + 2**-23 * (dist.get_rank() == 2)), out[1])"}),
+    "all sequences have the mask of the first": (
+        "attention/sequences/float32", "out is off by", {"masks": "mask = mask[0]"}),
+    "plans cannot be made": ("prepare*ring_attention", "KeyError: 'ring_attention'", {"plans": "{}[function]"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG_GENERATION)
+def test_wrong_decoding_masks_and_plans_disagree(fault, run, write_module):
+    only, message, change = WRONG_GENERATION[fault]
+    for name, lines, expected in (("right", {}, 0), ("wrong", change, 1)):
+        write_module(name, GENERATION.format_map(Unchanged(lines)))
+        status, printed, _ = run(name, "--tokens", 200, "--only", only)
+        assert status == expected, printed.out
+    assert message in printed.out
+    assert "the reference itself" not in printed.out

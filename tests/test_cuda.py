@@ -1,0 +1,164 @@
+"""The CUDA backend agrees with dense attention in every function, repeats its bits, and replays.
+
+On a CPU, the source of the kernels runs in an emulation (`cuda_emulation`), on short sequences.
+"""
+
+import pytest
+import torch
+from cuda_backend import cuda, inputs
+from sharded import DEVICE
+
+from canon import Layout, Mask, fast
+from canon.fast import backward, local, prepared
+from canon.reference.plan_cache import PLANS
+from canon.testing import process_groups
+from canon.testing.judge import Attended, agreement, dense, oracle
+
+pytestmark = pytest.mark.gpu
+BF16, F16 = torch.bfloat16, torch.float16
+LONG = 16 if DEVICE == "cuda" else 1  # the emulation computes about 10^6 cells a second
+VALID = [1] * 50 * LONG + [0] * 13 * LONG  # padding behind the keys
+BLOCKS = [0] * 31 * LONG + [1] * 7 * LONG + [2] * 32 * LONG
+
+MASKS = {
+    "causal": Mask.causal(70 * LONG + 1),
+    "prefix": Mask.prefix(75 * LONG, 33 * LONG),
+    "blocks": Mask.block_causal(BLOCKS),
+    "bidirectional": Mask.full(65 * LONG),
+    "cross with padding": Mask.block_causal([0] * 20 * LONG, [0] * 63 * LONG, k_valid=VALID),
+    "documents": Mask.documents([0, 7, 40 * LONG, 41 * LONG, 90 * LONG], window=(30 * LONG, 0)),
+    "one query": Mask.full(1, 77 * LONG),
+    "one key": Mask.full(77 * LONG, 1),
+}
+
+
+def attend(q, k, v, dout, dlse, mask, scale=None, method="split"):
+    """Return the results of both passes."""
+    with cuda():
+        out, lse = local.attention_forward(q, k, v, mask, scale=scale)
+        grads = backward.attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
+    return Attended(out, lse, *grads)
+
+
+def assert_exact(got, q, k, v, dout, dlse, mask, scale=None):
+    """Fail unless the judge accepts ``got``."""
+    exact, honest = (f(q, k, v, dout, mask, scale, dlse=dlse) for f in (oracle, dense))
+    verdict = agreement(got, exact, honest)
+    assert verdict.agrees, str(verdict)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_agrees(name):
+    tensors = inputs(MASKS[name], h=2, g=1)
+    assert_exact(attend(*tensors, MASKS[name]), *tensors, MASKS[name])
+
+
+@pytest.mark.parametrize("method", ["split", "head_parallel"])
+def test_a_group_of_8_agrees(method):
+    mask = Mask.prefix(37 * LONG, 5)
+    tensors = inputs(mask, b=2, h=8, g=1)
+    assert_exact(attend(*tensors, mask, method=method), *tensors, mask)
+
+
+@pytest.mark.parametrize(("d", "dv", "dtype"), [(64, 48, F16), (128, 128, BF16), (256, 256, BF16), (16, 240, F16)])
+def test_widths_and_dtypes_agree(d, dv, dtype):
+    mask = Mask.causal(35 * LONG)
+    tensors = inputs(mask, h=1, d=d, dv=dv, dtype=dtype)
+    assert_exact(attend(*tensors, mask), *tensors, mask)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_of_both_signs_agree(scale):
+    mask = Mask.causal(40)
+    tensors = inputs(mask)
+    assert_exact(attend(*tensors, mask, scale), *tensors, mask, scale)
+
+
+def test_strided_views_agree():
+    mask = Mask.causal(44)
+    q, k, v, dout, dlse = inputs(mask, h=2, g=2)
+    packed = torch.stack([q, k, v], 2)
+    views = *packed.unbind(2), dout.transpose(1, 2).contiguous().transpose(1, 2)
+    odd = [torch.cat([x, x[..., :1]], -1)[..., :-1] for x in (q, k, v, dout)]
+    for q, k, v, dout in (views, odd):
+        assert_exact(attend(q, k, v, dout, dlse, mask), q, k, v, dout, dlse, mask)
+
+
+def test_all_bits_repeat_over_8_runs_and_on_two_streams():
+    mask = MASKS["prefix"]
+    tensors = inputs(mask, h=4 if DEVICE == "cuda" else 1)
+    runs = [attend(*tensors, mask, method="head_parallel") for _ in range(8 if DEVICE == "cuda" else 2)]
+    if DEVICE == "cuda":
+        for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                runs.append(attend(*tensors, mask, method="head_parallel"))
+            torch.cuda.synchronize()
+    for other in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], other, strict=True))
+
+
+def test_a_repeated_call_is_replayed(monkeypatch):
+    monkeypatch.setattr(prepared, "REPLAYED", {"cuda", "cpu"})
+    PLANS.clear()
+    mask = Mask.causal(33)
+    for seed in range(3):
+        tensors = inputs(mask, seed=seed)
+        assert_exact(attend(*tensors, mask), *tensors, mask)
+    found = [plan for plan, _ in PLANS.plans.values() if isinstance(plan, prepared.PreparedPass)]
+    assert len(found) == 2, "one pass forward and one backward"
+    assert not [made.reason for made in found if made.reason]
+    PLANS.clear()
+
+
+@pytest.mark.parametrize("function", ["ring_attention", "strided_attention", "magi_attention"])
+def test_distributed_functions_agree_and_rank_invariant_calls_repeat_the_bits_of_one_rank(function):
+    mask = Mask.documents([0, 100, 256])
+    q, k, v, dout, _ = inputs(mask, h=2, g=2)
+    invariant = {} if function == "ring_attention" else {"rank_invariant": True}
+
+    def program():
+        import torch.distributed as dist
+
+        ranks = dist.get_world_size()
+        layout = Layout.contiguous(256, ranks, 128)
+        leaves = [layout.shard(x, dist.get_rank()).detach().requires_grad_() for x in (q, k, v)]
+        out = getattr(fast, function)(*leaves, mask, layout, **invariant)
+        grads = torch.autograd.grad(out, leaves, layout.shard(dout, dist.get_rank()))
+        return [layout.unshard(x.detach()) for x in (out, *grads)]
+
+    with cuda(), torch.autograd.set_multithreading_enabled(False):
+        alone, together = (process_groups.threads(program, ranks)[0] for ranks in (1, 2))
+    exact, honest = oracle(q, k, v, dout, mask), dense(q, k, v, dout, mask)
+    for results in (alone, together):
+        verdict = agreement(Attended(results[0], None, *results[1:]), exact, honest)
+        assert verdict.agrees, str(verdict)
+    if invariant:
+        assert all(torch.equal(x, y) for x, y in zip(alone, together, strict=True))
+
+
+@pytest.mark.gpus(1)
+def test_a_captured_graph_replays_both_passes():
+    from canon.testing.cuda_graph import captured
+
+    mask = Mask.prefix(700, 300)
+    q, k, v, dout, _ = inputs(mask, h=8, d=64, dv=64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with fast.backend("cuda"), torch.autograd.set_multithreading_enabled(False):
+        captured(lambda *x: fast.attention(*x, mask), *leaves, dout).check()
+
+
+@pytest.mark.gpus(1)
+def test_threads_launch_at_the_same_time():
+    mask = Mask.causal(512)
+    tensors = [inputs(mask, h=4, d=64, dv=64, seed=seed) for seed in range(4)]
+
+    def program():
+        import torch.distributed as dist
+
+        with torch.cuda.stream(torch.cuda.Stream()):
+            mine = tensors[dist.get_rank()]
+            for _ in range(5):
+                assert_exact(attend(*mine, mask), *mine, mask)
+
+    process_groups.threads(program, 4)

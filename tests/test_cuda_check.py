@@ -1,0 +1,46 @@
+"""`canon check --backend cuda`: cases that the backend does not support are declined, and the others run."""
+
+from pathlib import Path
+
+import pytest
+
+from canon.testing import cases, draws, random_check
+from canon.testing.case_runner import CaseRunner
+from canon.testing.cases import Case, all_cases, declined_by
+from canon.testing.documents import Documents
+from canon.testing.inputs import FromDocuments
+from canon.testing.run_cases import run_cases
+
+
+def test_other_dtypes_and_the_fused_method_are_declined():
+    found = all_cases(["bfloat16", "float16", "float32"], gpu=True)
+    declined = {case.name for case in found if declined_by("cuda", case)}
+    attention = [case for case in found if case.dtype and case.function not in cases.EXCHANGES | {"merge"}]
+    assert declined == {case.name for case in attention if case.dtype == "float32" or case.method == "fused"}
+    assert len(attention) - len(declined) > 20
+    assert all(width % 16 == 0 for case in attention for width in case.shape.widths)
+    assert not [case for case in found if declined_by("gluon", case) or declined_by(None, case)]
+
+
+def test_a_declined_case_does_not_run():
+    shape = cases.Shape((2, 1), (32, 32))
+    fused = Case("attention", "causal", "bfloat16", shape, method="fused")
+    source = FromDocuments(Documents.of([], 100))
+    runner = CaseRunner("no_such_module", (fused,), source, "cpu", Path(), "cuda")
+    (result,) = run_cases("threads", 1, runner)
+    assert (result["verdict"], result["faults"]) == ("declined", ["the CUDA backend has no fused kernel"])
+
+
+def test_random_cases_have_a_table_for_the_backend():
+    table = random_check.table_of("cuda", "cuda")
+    drawn = [draws.drawn(0, index, table) for index in range(300)]
+    attention = [case for case in drawn if case.dtype]
+    assert {case.dtype for case in attention} == {"bfloat16", "float16"}
+    assert any(case.method == "fused" and declined_by("cuda", case) for case in attention)
+
+
+@pytest.mark.parametrize("words", [(), ("--random", 5)])
+def test_a_cpu_is_no_place_for_the_check(run, words):
+    status, printed, _ = run("--backend", "cuda", *words)
+    assert status == 2
+    assert "--backend cuda needs a GPU" in printed.err

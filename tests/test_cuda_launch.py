@@ -1,0 +1,216 @@
+"""Launches of the CUDA kernels without a GPU: parameters, copies of views, results of any dtype, and errors with a remedy."""
+
+import struct
+
+import pytest
+import torch
+
+from canon import Mask, fast
+from canon.fast import backward, local
+from canon.fast.device import kernels_for
+from canon.fast.kernels.cuda import config, launch
+from canon.fast.kernels.cuda.kernel import Kernel
+from canon.fast.kernels.launcher import Gpu, meta_stands_for
+from canon.fast.kernels.triton import launch as portable
+
+A100, L4, H200 = Gpu((8, 0), 108, 166912), Gpu((8, 9), 58, 101376), Gpu((9, 0), 132, 232448)
+BF16 = torch.bfloat16
+MASK = Mask.prefix(40, 7)
+
+
+class Launched:
+    """A launch: the kernel, its CTAs, the tensors that its pointers stand for, the other fields and the macros."""
+
+    def __init__(self, kernel: Kernel, ctas: int, arguments: tuple, variant):
+        self.kernel, self.ctas, self.variant = kernel.name, ctas, variant
+        self.tensors = arguments[: kernel.pointers]
+        fields = struct.unpack_from(f"<{kernel.pointers}Q{kernel.strides}q{kernel.numbers}", kernel.image(arguments))
+        strides = fields[kernel.pointers : kernel.pointers + kernel.strides]
+        self.strides = [strides[i : i + 3] for i in range(0, kernel.strides - 2, 3)]
+        self.statistic_strides = strides[-2:]
+        self.numbers = fields[kernel.pointers + kernel.strides :]
+        self.macros = dict(variant.macros)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """An sm_80 for CPU tensors, on which nothing runs: the launches of the CUDA kernels."""
+    found: list[Launched] = []
+
+    def keep(kernel, ctas, device, arguments, *, variant):
+        found.append(Launched(kernel, ctas, arguments, variant))
+
+    monkeypatch.setattr(launch, "launch", keep)
+    monkeypatch.setattr(launch, "is_cpu", lambda device: False)
+    monkeypatch.setattr(launch, "capability", lambda device: A100.capability)
+    monkeypatch.setattr(launch, "gpu_of", lambda device: A100)
+    return found
+
+
+def inputs(t=40, s=40, h=4, g=2, d=64, dv=32, dtype=BF16, b=2, device=None):
+    sizes = [(t, h, d), (s, g, d), (s, g, dv), (t, h, dv)]
+    return [torch.zeros(b, *size, dtype=dtype, device=device) for size in sizes]
+
+
+def gradients(q, k, v, dout, dtype=BF16, owners=2, **options):
+    statistics = torch.zeros(2, 4, 40), torch.zeros(2, 4, 40)
+    dq = torch.empty(q.shape, dtype=dtype)
+    dk, dv = (torch.empty(*x.shape[:2], owners, x.shape[3], dtype=dtype) for x in (k, v))
+    launch.dkdv(q, k, v, dout, statistics, MASK, 0.5, dk, dv, **options)
+    launch.dq(q, k, v, dout, statistics, MASK, 0.5, dq)
+    return dq, dk, dv
+
+
+# ------------------------------------------------------------------ parameters
+def test_the_forward_has_the_strides_of_its_tensors(launched):
+    q, k, v, out = inputs()
+    lse = torch.empty(2, 4, 40)
+    launch.forward(q, k, v, MASK, 0.5, out, lse)
+    (made,) = launched
+    assert made.kernel == "forward"
+    assert all(x is y for x, y in zip(made.tensors[:5], (q, k, v, out, lse), strict=True))
+    tiles, spans = made.tensors[5:]
+    assert tiles.shape[1] == 5
+    assert spans.shape[1] == 8
+    assert spans.data_ptr() % 16 == 0
+    assert made.strides == [x.stride()[:3] for x in (q, k, v, out)]
+    assert made.statistic_strides == (160, 40)
+    scale, sign, count, heads, group, l2_heads = made.numbers
+    assert scale == pytest.approx(0.5 * 1.4426950408889634)
+    assert (sign, count, heads, group, l2_heads) == (1, len(tiles), 4, 2, 8)
+    assert made.ctas == count * 2 * 4
+    assert made.variant.shared_bytes == config.choose("forward", 64, 32, A100).shared_bytes
+    assert {"CANON_D": 64, "CANON_DV": 32, "CANON_BF16": 1, "CANON_OUT_FLOAT": 0}.items() <= made.macros.items()
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"), [(-2.0, (2.0, -1)), (0.0, (1.0, 0)), (1e-60, (1.0, 0)), (1e300, (torch.inf, 1))]
+)
+def test_the_forward_gets_a_positive_scale_and_its_sign(launched, scale, expected):
+    q, k, v, out = inputs()
+    launch.forward(q, k, v, MASK, scale, out, torch.empty(2, 4, 40))
+    number, sign = launched[0].numbers[:2]
+    assert (number, sign) == (pytest.approx(expected[0] * 1.4426950408889634), expected[1])
+
+
+@pytest.mark.parametrize("owners", [2, 4])
+def test_dk_and_dv_have_an_owner_for_each_key_head_or_query_head(launched, owners):
+    q, k, v, dout = inputs()
+    gradients(q, k, v, dout, torch.float32, owners)
+    of_keys, of_queries = launched
+    assert of_keys.numbers[:5] == (0.5, len(of_keys.tensors[8]), owners, 4 // owners, 2)
+    assert of_queries.numbers[:4] == (0.5, len(of_queries.tensors[7]), 4, 2)
+    assert of_keys.macros["CANON_OUT_FLOAT"] == of_queries.macros["CANON_OUT_FLOAT"] == 1
+    assert [len(made.strides) for made in launched] == [6, 5]
+
+
+def test_views_that_cannot_be_read_by_16_bytes_are_copied(launched):
+    q, k, v, out = inputs()
+    packed = torch.zeros(2, 40, 8, 96, dtype=BF16)
+    aligned = packed[:, :, :4, 8:72], packed[:, :, 4:6, :64], packed[:, ::2, 6:, 64:].expand(2, -1, -1, -1)
+    shifted = torch.zeros(2 * 40 * 4 * 64 + 1, dtype=BF16)[1:].view(q.shape)
+    odd = torch.zeros(2, 40, 2, 65, dtype=BF16)[..., :64]
+    turned = v.transpose(1, 3).contiguous().transpose(1, 3)
+    launch.forward(*aligned[:2], aligned[2].repeat_interleave(2, 1), MASK, 0.5, out, torch.empty(2, 4, 40))
+    launch.forward(shifted, odd, turned, MASK, 0.5, out, torch.empty(2, 4, 40))
+    in_place, copied = launched
+    assert in_place.tensors[0] is aligned[0]
+    assert in_place.tensors[1] is aligned[1]
+    for x, copy, shape in zip((shifted, odd, turned), copied.tensors, (q, k, v), strict=False):
+        assert copy is not x
+        assert copy.stride() == shape.stride()
+        assert copy.data_ptr() % 16 == 0
+
+
+def test_an_axis_of_length_1_may_have_any_stride(launched):
+    q, k, v, out = (x[:1] for x in inputs(b=1))
+    strange = q.as_strided(q.shape, (3, *q.stride()[1:]))
+    launch.forward(strange, k, v, MASK, 0.5, out, torch.empty(1, 4, 40))
+    assert launched[0].tensors[0] is strange
+    assert launched[0].strides[0][0] == 0
+
+
+def test_results_that_cannot_be_written_are_copied_back(launched, monkeypatch):
+    def write(kernel, ctas, device, arguments, *, variant):
+        for x in arguments[3:5]:
+            x.fill_(3.0)
+
+    q, k, v, out = inputs()
+    monkeypatch.setattr(launch, "launch", write)
+    half, turned = out.half(), out.transpose(1, 3).contiguous().transpose(1, 3)
+    lse = torch.zeros(2, 40, 4).transpose(1, 2)
+    for result in (half, turned):
+        launch.forward(q, k, v, MASK, 0.5, result, lse)
+        assert (result == 3).all()
+        assert (lse == 3).all()
+        lse.zero_()
+
+
+def test_results_of_one_kernel_have_one_dtype():
+    q, k, v, _ = inputs()
+    assert [x.dtype for x in launch.writable(q, k, v)] == [BF16, BF16]
+    assert [x.dtype for x in launch.writable(q, k.float(), v)] == [torch.float32, torch.float32]
+    assert [x.dtype for x in launch.writable(q, k.half(), v.half())] == [torch.float32, torch.float32]
+
+
+def test_without_work_nothing_is_launched(launched):
+    q, k, v, out = inputs(b=0)
+    launch.forward(q, k, v, MASK, 0.5, out, torch.empty(0, 4, 40))
+    q, k, v, out = inputs(t=0)
+    launch.forward(q, k, v, Mask.full(0, 40), 0.5, out, torch.empty(2, 4, 0))
+    assert not launched
+
+
+# ------------------------------------------------------------------ the choice of the backend
+@pytest.mark.parametrize("gpu", [A100, L4, H200])
+def test_a_chosen_backend_plans_for_every_gpu_and_never_falls_back(gpu):
+    q, k, v, out = inputs(device="meta")
+    with meta_stands_for(gpu), fast.backend("cuda"):
+        assert kernels_for(q, v) is kernels_for(q, v, "fused") is launch
+        out, lse = local.empty_result(q, v, BF16)
+        kernels_for(q, v).forward(q, k, v, MASK, 0.5, out, lse)
+        statistics = torch.empty(2, 4, 40, device="meta")
+        backward.plan_gradients(q, k, v, out, statistics, MASK, "split")
+        backward.plan_gradients(q, k, v, out, statistics, MASK, "head_parallel")
+
+
+def test_kernels_without_mmas_are_portable():
+    for name in ("delta", "merge", "sum_heads", "row_statistics", "make_row_statistics", "empty_statistics"):
+        assert getattr(launch, name) is getattr(portable, name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(dtype=torch.float32), "supports bfloat16 and float16, not torch.float32"),
+        (dict(d=72), "multiples of 16 from 16 to 256"),
+        (dict(dv=272), "multiples of 16 from 16 to 256"),
+    ],
+)
+def test_unsupported_inputs_name_the_remedy(launched, change, message):
+    q, k, v, out = inputs(**change)
+    with pytest.raises(ValueError, match=message) as raised:
+        launch.forward(q, k, v, MASK, 0.5, out, torch.empty(2, 4, 40))
+    assert 'backend("triton")' in str(raised.value)
+
+
+def test_the_fused_method_names_the_others(launched):
+    q, k, v, dout = inputs()
+    with pytest.raises(ValueError, match='no fused kernel: use backward="split", "head_parallel" or "auto"'):
+        gradients(q, k, v, dout, dq=torch.zeros(q.shape))
+
+
+def test_other_devices_name_the_remedy():
+    q, k, v, out = inputs(device="meta")
+    for gpu, message in ((A100._replace(capability=(7, 5)), r"needs an sm_80 or later.*\(7, 5\)"), (None, "on a GPU")):
+        with meta_stands_for(gpu), pytest.raises(ValueError, match=message):
+            launch.forward(q, k, v, MASK, 0.5, out, torch.empty(2, 4, 40, device="meta"))
+
+
+def test_tiles_divide_128_as_rank_invariance_needs():
+    for kernel in config.KERNELS:
+        for d in range(16, 257, 16):
+            for gpu in (A100, L4, H200):
+                chosen = config.choose(kernel, d, d, gpu)
+                assert 128 % chosen.rows == 128 % chosen.columns == chosen.columns % chosen.partial_columns == 0
+                assert chosen == config.choose(kernel, d, d, gpu._replace(multiprocessors=1))

@@ -1,0 +1,42 @@
+"""Every CUDA kernel compiles by NVRTC for sm_80 to sm_90, and its main configurations spill no register and fit the SM."""
+
+import pytest
+
+from canon.fast.kernels.cuda import config
+from canon.testing import cuda_resources
+from canon.testing.compile import SHARED_LIMIT
+from canon.testing.cuda_resources import compile_all, ctas, main_cases
+
+pytest.importorskip("cuda.core", reason="needs the extra cuda")
+ALLOWED = {
+    ("dkdv", 128, 80): 16,
+    ("dkdv", 128, 86): 16,
+    ("dkdv", 128, 89): 16,
+    ("dkdv", 256, 90): 36,
+}  # bytes that may spill
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90])
+def test_the_kernels_compile_without_spills_and_fit_the_device(arch):
+    found = compile_all(arch)
+    assert len(found) == len(list(main_cases(arch))), "every width has a configuration for this shared memory"
+    assert {(one.kernel, one.d, one.dv) for one in found if one.d == 128} == {(k, 128, 128) for k in config.KERNELS}
+    assert not [str(one) for one in found if one.spilled > ALLOWED.get((one.kernel, one.d, arch), 0)]
+    assert not [str(one) for one in found if one.shared > SHARED_LIMIT[arch] or one.ctas < 1]
+
+
+def test_an_sm_holds_as_many_ctas_as_registers_memory_and_threads_permit():
+    assert ctas(80, 4, 255, 50 << 10) == 2, "registers"
+    assert ctas(80, 8, 255, 50 << 10) == 1
+    assert ctas(80, 4, 64, 80 << 10) == 2, "shared memory"
+    assert ctas(86, 4, 64, 80 << 10) == 1
+    assert ctas(80, 8, 32, 0) == 8, "threads"
+    assert ctas(86, 8, 32, 0) == 6
+
+
+def test_the_main_cases_hold_both_dtypes_and_the_widths_of_the_policy_and_of_language_models():
+    cases = list(main_cases(80))
+    assert {case[0] for case in cases} == set(config.KERNELS)
+    assert {str(case[2]) for case in cases} == {"torch.bfloat16", "torch.float16"}
+    assert {(64, 64), (128, 128), (256, 256)} <= {case[3:] for case in cases}
+    assert cuda_resources.gpu(86).shared_memory == 101376

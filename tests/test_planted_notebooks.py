@@ -1,0 +1,167 @@
+"""The sections "On real ranks" of the notebooks find a fault in each fast function: a wrong result, and an exception."""
+
+from functools import partial
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+from canon import Layout, Mask
+from canon.testing import process_groups, real_ranks
+from canon.testing.real_ranks import FunctionCall, Place, Span
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+SMALL = Place("cpu", 2, 64, h=2, g=2, d=16)
+FUNCTIONS = {
+    "02_ring_and_zigzag": ("ring_attention", "zigzag_attention", "striped_attention"),
+    "03_strided": ("strided_attention",),
+    "04_magi": ("magi_attention", "group_cast", "group_reduce"),
+}
+CASES = [(name, function) for name, functions in FUNCTIONS.items() for function in functions]
+PLANTED = "this fault was planted"
+run_processes = process_groups.processes
+
+
+def section(name):
+    """Run the imports and the section "On real ranks" of a notebook, without the figures. Return its names."""
+    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    start, stop = (
+        next(place for place, cell in enumerate(cells) if f"## {title}" in cell.source.splitlines())
+        for title in ("On real ranks", "Exercises")
+    )
+    imports = next(cell for cell in cells if cell.cell_type == "code")
+    names = {}
+    for cell in [imports, *cells[start:stop]]:
+        if cell.cell_type == "code" and "drawing.measured" not in cell.source:
+            exec(compile(cell.source, f"{name}, On real ranks", "exec"), names)
+    return names
+
+
+def fail(*_, **__):
+    raise RuntimeError(PLANTED)
+
+
+def slightly_wrong(function, *given, **options):
+    """Return the results of a function with an error of some percent in one row."""
+
+    def changed(x):
+        factor = torch.ones_like(x)
+        factor[(0,) * (x.dim() - 2)] = 1.1
+        return x * factor
+
+    found = function(*given, **options)
+    return tuple(map(changed, found)) if isinstance(found, tuple) else changed(found)
+
+
+def with_a_fault(name, fault, program):
+    """Run ``program`` on a rank where ``canon.fast`` has the fault in the function ``name``."""
+    from canon import fast
+
+    setattr(fast, name, fail if fault == "raises" else partial(slightly_wrong, getattr(fast, name)))
+    return program()
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Return ``plant(function, fault)``. Ranks are two processes, with short inputs."""
+    monkeypatch.setattr(real_ranks, "here", lambda: SMALL)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+
+    def plant(*fault):
+        run = lambda program, ranks: run_processes(partial(with_a_fault, *fault, program), ranks)
+        monkeypatch.setattr(process_groups, "processes", run)
+
+    return plant
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_without_a_fault_the_section_passes(name, plant, capsys):
+    names = section(name)
+    assert {call.function for call in names["calls"].values()} <= set(FUNCTIONS[name])
+    assert str(SMALL) in capsys.readouterr().out
+    for ranks in names["results"].values():
+        assert [one.rank for one in ranks] == [0, 1]
+        assert all(
+            one.spans and {span.kind for span in one.spans} >= {"forward", "backward", "message"} for one in ranks
+        )
+
+
+@pytest.mark.parametrize(("name", "function"), CASES)
+def test_a_wrong_result_fails_an_assertion_of_the_section(name, function, plant):
+    plant(function, "wrong")
+    with pytest.raises(AssertionError):
+        section(name)
+
+
+@pytest.mark.parametrize(("name", "function"), CASES)
+def test_an_exception_of_a_rank_ends_the_section_with_its_traceback(name, function, plant):
+    plant(function, "raises")
+    with pytest.raises(RuntimeError, match=rf"(?s)rank \d: RuntimeError: {PLANTED}.*Traceback.*in fail"):
+        section(name)
+
+
+def test_every_distributed_function_of_fast_is_in_a_section():
+    from canon import fast
+
+    not_distributed = {"attention", "attention_forward", "attention_backward", "merge", "decode_attention"}
+    sends_nothing = {"dispatch", "cast_plan", "plan_report", "suggest_strides", "prepare", "backend", "warm_up"}
+    others = {name for name in fast.__all__ if name[0].islower()} - not_distributed - sends_nothing
+    assert others == {function for _, function in CASES}
+
+
+def test_exposed_time_is_that_of_messages_without_a_kernel():
+    spans = [
+        Span("message", "hop 0", 0, 4),
+        Span("message", "hop 1", 3, 10),
+        Span("forward", "a", 1, 2),
+        Span("other", "b", 6, 12),
+    ]
+    result = real_ranks.RankResult(0, "", 0, {}, {}, {}, spans)
+    assert result.exposed == 10 - 1 - 4
+
+
+def test_spans_of_a_profile_begin_after_the_ranks_have_met():
+    """The message by which they meet follows the pause. Copies to and from the host are no part of the timeline."""
+    before = [("forward_kernel", 0, 5), ("spin_kernel", 5, 35), ("ncclDevKernel_AllReduce", 36, 40)]
+    after = [
+        ("ncclDevKernel_SendRecv", 50, 60),
+        ("Memcpy HtoD", 41, 42),
+        ("dkdv_kernel", 52, 80),
+        ("delta_kernel", 80, 90),
+    ]
+    expected = [Span("message", after[0][0], 0.0, 0.01), Span("backward", "dkdv_kernel", 0.002, 0.03)]
+    expected += [Span("other", "delta_kernel", 0.03, 0.04)]
+    assert real_ranks.spans_of(before + after) == expected
+    assert real_ranks.spans_of(after) == expected  # threads on one GPU do not meet
+    assert real_ranks.spans_of([]) == []
+
+
+def test_unequal_bits_are_found(plant, monkeypatch):
+    mask, layout = Mask.causal(32), Layout.zigzag(32, 2)
+    call = FunctionCall("zigzag_attention", mask, layout)
+    monkeypatch.setattr(
+        process_groups, "processes", lambda program, ranks: run_processes(partial(drifting, program), ranks)
+    )
+    for result in SMALL.compare({"ring": call})["ring"]:
+        assert result.equal_runs == {"reference": True, "fast": False}
+        assert not result.same_bits
+        assert result.agrees
+
+
+def drifting(program):
+    """Run ``program`` where each call of the fast function changes the last bit of one number of lse."""
+    from canon import fast
+
+    attend, calls = fast.zigzag_attention, []
+
+    def other_bits(*given, **options):
+        out, lse = attend(*given, **options)
+        calls.append(None)
+        change = torch.zeros_like(lse)
+        change[0, 0, 0] = len(calls) * 2.0**-21 * lse[0, 0, 0].abs().detach()
+        return out, lse + change
+
+    fast.zigzag_attention = other_bits
+    return program()

@@ -1,0 +1,86 @@
+"""Claims about `rank_invariant=True` on GPUs: bits of one rank on long sequences, in every run, for both backends."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from invariant_worlds import different
+from sharded import on_this_rank
+
+from canon import Layout, Mask, fast
+from canon.testing import process_groups
+from canon.testing.judge import Attended
+
+RUNS = {4096: 20, 131072: 5}  # the runs of each call; the longer sequence takes most of the time
+DISPATCH = functools.partial(fast.dispatch, rank_invariant=True)
+PLACED = {
+    "strided_attention": lambda mask, ranks: Layout.zigzag(mask.queries, ranks, multiple_of=128),
+    "magi_attention": lambda mask, ranks: DISPATCH(mask, ranks),
+}
+
+
+def tensors(tokens: int) -> tuple[torch.Tensor, ...]:
+    """Return q, k, v, dout and dlse: 4 query heads, 2 key heads, D 128, bfloat16."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    sizes = [(tokens, 4, 128), (tokens, 2, 128), (tokens, 2, 128), (tokens, 4, 128)]
+    made = [torch.randn(1, *x, generator=draw, device="cuda", dtype=torch.bfloat16) for x in sizes]
+    return *made, torch.randn(1, 4, tokens, generator=draw, device="cuda")
+
+
+def masks(tokens: int) -> list[Mask]:
+    ends = [0, tokens // 3, tokens // 3 + 100, tokens // 2 + 1, tokens]
+    return [Mask.causal(tokens), Mask.documents(ends)]
+
+
+def program(function: str, mask: Mask, layout: Layout, inputs: tuple[torch.Tensor, ...], backend: str) -> Attended:
+    """Return the results of both passes for the whole sequence, on every rank."""
+    options = dict(mask=mask, return_lse=True, rank_invariant=True)
+    options |= {} if function == "attention" else dict(layout=layout)
+    with fast.backend(backend):
+        return on_this_rank(functools.partial(getattr(fast, function), **options), layout, inputs)
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("backend", ["gluon", "triton"])
+@pytest.mark.parametrize("tokens", RUNS)
+def test_ranks_as_threads_return_the_bits_of_one_rank(tokens, backend):
+    if backend == "gluon" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("gluon needs a Hopper GPU")
+    inputs = tensors(tokens)
+    for mask in masks(tokens):
+        expected = process_groups.threads(
+            functools.partial(program, "attention", mask, Layout.contiguous(tokens, 1), inputs, backend), 1
+        )[0]
+        for function, placed in PLACED.items():
+            for ranks in (2, 3, 8) if tokens == 4096 else (8,):
+                layout = placed(mask, ranks)
+                for run in range(RUNS[tokens] if ranks == 8 else 2):
+                    some = functools.partial(program, function, mask, layout, inputs, backend)
+                    found = process_groups.threads(some, ranks)[0]
+                    assert different(expected, found) == [], (function, mask.bands[:2], ranks, run)
+
+
+def of_two_gpus(tokens: int) -> list[tuple[list[str], str]]:
+    """Return the results with other bits than one GPU's, for each function, backend and run: none are expected."""
+    inputs, faults = tensors(tokens), []
+    for backend in ("gluon", "triton") if torch.cuda.get_device_capability() == (9, 0) else ("triton",):
+        for mask in masks(tokens):
+            with fast.backend(backend):
+                q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+                out, lse = fast.attention(q, k, v, mask, return_lse=True, rank_invariant=True)
+                torch.autograd.backward((out, lse), inputs[3:])
+            expected = Attended(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+            for function, placed in PLACED.items():
+                layout = placed(mask, dist.get_world_size())
+                for run in range(RUNS[tokens]):
+                    found = program(function, mask, layout, inputs, backend)
+                    if wrong := different(expected, found):
+                        faults.append((wrong, f"{function}, {backend}, run {run}"))
+    return faults
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("tokens", RUNS)
+def test_two_gpus_return_the_bits_of_one(tokens):
+    assert process_groups.gpus(functools.partial(of_two_gpus, tokens), 2) == [[], []]

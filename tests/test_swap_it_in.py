@@ -1,0 +1,126 @@
+"""The script `notebooks/swap_it_in.py`: on two ranks, every schedule trains as one rank does, and planted faults show."""
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from canon.testing import process_groups
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "notebooks"
+SMALL = dict(steps=4, tokens=256, width=64)
+SCHEDULES = ("zigzag", "strided", "magi")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def notebooks_folder():
+    """Import modules from the folder of the notebooks, also on the ranks."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def swapping():
+    return importlib.import_module("swapping")
+
+
+@pytest.fixture(scope="module")
+def one_rank(swapping):
+    return swapping.train([swapping.Run(**SMALL, dtype="float64")])[0]
+
+
+def distance(found, expected):
+    """Return the largest difference of the losses, and the largest relative difference of the gradient norms."""
+    numbers = [torch.tensor([x["loss"], x["gradient_norm"]], dtype=torch.float64) for x in (found, expected)]
+    (loss, norm), (loss_1, norm_1) = numbers
+    return (loss - loss_1).abs().max().item(), (norm / norm_1 - 1).abs().max().item()
+
+
+ROUNDING = 1e-9  # four steps of Adam enlarge float64 roundings of 1e-16 to 1e-13; a fault is above 1e-4
+
+
+def test_two_ranks_train_as_one_with_every_schedule(swapping, one_rank):
+    runs = [swapping.Run(function, **SMALL, dtype="float64") for function in SCHEDULES]
+    for found in swapping.train(runs, ranks=2):
+        assert max(distance(found, one_rank)) < ROUNDING
+    assert one_rank["loss"][-1] < one_rank["loss"][0] - 0.5
+
+
+def test_planted_faults_show_in_the_loss_or_in_the_norm_of_the_gradient(swapping, one_rank):
+    found = swapping.train_with_faults(swapping.Run("zigzag", **SMALL, dtype="float64"), ranks=2)
+    assert list(found) == ["wrong layout", "no gradient scale", "mean of own tokens"]
+    for result in found.values():
+        assert max(distance(result, one_rank)) > 1e-4
+    # DDP divides by 2. Adam ignores a common factor, so the norm shows it first.
+    norms = zip(found["no gradient scale"]["gradient_norm"], one_rank["gradient_norm"], strict=True)
+    assert next(found / expected for found, expected in norms) == pytest.approx(0.5, abs=1e-9)
+
+
+def test_a_step_in_fixed_order_has_the_bits_of_one_rank(swapping):
+    """Without the fixed order, only the forward pass of attention has them: the gradients differ."""
+    for function in ("strided", "magi"):
+        run = swapping.Run(function, steps=3, tokens=512, width=64, rank_invariant=True, fixed_order=True)
+        usual = dataclasses.replace(run, fixed_order=False)
+        (one, one_usual), (two, two_usual) = (swapping.train([run, usual], ranks) for ranks in (1, 2))
+        for name in ("loss", "gradient_norm", "weights"):
+            assert two[name] == one[name]
+        assert two_usual["weights"] != one_usual["weights"]
+        assert max(distance(one, one_usual)) < 1e-4  # float32
+
+
+def test_both_halves_train_alike(swapping, one_rank):
+    """Triton's interpreter takes a second for a step, so there are two."""
+    small = SMALL | dict(steps=2)
+    for found in swapping.train([swapping.Run(name, half="fast", **small) for name in ("zigzag", "magi")], ranks=2):
+        expected = {name: one_rank[name][:2] for name in ("loss", "gradient_norm")}
+        assert max(distance(found, expected)) < 1e-5  # float32 and float64
+
+
+def test_it_runs_alone_under_torchrun_and_writes_a_record(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--steps", "2", "--tokens", "128", "--width", "32", "--function", "zigzag", "magi"]
+    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    command = [*torchrun, FOLDER / "swap_it_in.py", *options, "--record", tmp_path / "run.json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^step \d: loss \d\.\d{6}, gradient \d\.\d{4}$", done.stdout, re.MULTILINE)) == 4
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record.keys() >= {"command", "commit", "date", "machine"}
+    assert record["command"].startswith("swap_it_in.py --steps 2")
+    for entry, function in zip(record["results"], ("zigzag", "magi"), strict=True):
+        assert (entry["function"], entry["ranks"], entry["tokens"], entry["peak_bytes"]) == (function, 2, 128, None)
+        assert len(entry["loss"]) == len(entry["seconds"]) == 2
+        assert entry["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(function="sdpa"), "add --causal"),
+        (dict(function="torch"), "add --causal"),
+        (dict(function="zigzag", rank_invariant=True), "has no rank_invariant"),
+        (dict(function="magi", fixed_order=True), "needs rank_invariant"),
+        (dict(function="magi", rank_invariant=True, fixed_order=True, tokens=200), "multiples of 128"),
+    ],
+)
+def test_options_that_contradict_each_other_raise(swapping, options, message):
+    with pytest.raises(ValueError, match=message):
+        swapping.Run(**options)
+
+
+def test_functions_of_one_rank_refuse_more(swapping):
+    def program():
+        with pytest.raises(ValueError, match="is for one rank"):
+            swapping.Trainer(swapping.Run("reordered"))
+
+    process_groups.threads(program, 2)
