@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -133,17 +134,24 @@ def losses(curves: dict[str, list[float]]) -> None:
 
 
 def differences(panels: dict[str, dict[str, list[float]]], floor: float) -> None:
-    """Draw differences by step on a logarithmic axis, one panel for each title. Smaller ones are drawn at the floor."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 3), sharey=True, squeeze=False)
-    for ax, (title, curves) in zip(axes.flat, panels.items(), strict=True):
+    """Draw the largest size of the differences up to each step, one panel for each title. The first curve is the control.
+
+    The axis is logarithmic. Values below the floor are drawn at the floor.
+    """
+    sizes = {
+        title: {name: list(accumulate(map(abs, values), max, initial=floor))[1:] for name, values in curves.items()}
+        for title, curves in panels.items()
+    }
+    top = max(values[-1] for curves in sizes.values() for values in curves.values())
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.6 * len(panels), 3), sharey=True, squeeze=False)
+    for ax, (title, curves) in zip(axes.flat, sizes.items(), strict=True):
         for number, (name, values) in enumerate(curves.items()):
-            control = {"color": INK, "linewidth": 2.2, "alpha": 0.45, "zorder": 0} if not number else {}
-            line = {"color": RANKS[(number - 1) % len(RANKS)], "linewidth": 1} | control
-            ax.plot([max(floor, abs(value)) for value in values], label=name, **line)
+            control = {"color": INK, "linewidth": 3, "alpha": 0.35, "zorder": 0} if not number else {}
+            ax.plot(values, label=name, **{"color": RANKS[(number - 1) % len(RANKS)], "linewidth": 1.2} | control)
         ax.set_yscale("log")
-        ax.set(title=title, xlabel="step", ylim=(floor / 2, None))
+        ax.set(title=title, xlabel="step", ylim=(floor / 2, 100 * top))
         ax.grid(color=PALE, linewidth=0.5)
-        ax.legend(fontsize=8)
-    axes[0, 0].set_ylabel("|loss - loss of one rank|")
+        ax.legend(fontsize=8, loc="upper left")
+    axes[0, 0].set_ylabel("largest difference so far")
     figure.tight_layout()
     plt.show()

@@ -19,7 +19,7 @@ def listings(text: str) -> dict[str, str]:
 
 
 def code_of(file: str, *names: str) -> str:
-    """Return the code of functions or of methods such as "Band.pick". Raises ValueError if the file or a name does not exist."""
+    """Return the code of functions or of methods such as "Band.pick". Raises ValueError if the file or a name is missing."""
     path = ROOT / file
     if not path.is_file():
         raise ValueError(f"a listing names {file}, which is not in the repository")

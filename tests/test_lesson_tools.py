@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from canon import Mask
+from canon import Layout, Mask, reference
 from canon.reference import backward
-from canon.testing import kernel_events
+from canon.testing import kernel_events, process_groups
 from canon.testing.excerpts import excerpt
+from canon.testing.recording import recorded_hops, recording
 from canon.testing.simulated_passes import allocated_bytes, different_bits, simulated_passes
 from canon.testing.tile_claims import claims_of
 from canon.testing.tile_walks import recorded_walk
@@ -83,3 +85,32 @@ def test_steps_of_a_simulated_kernel_start_before_they_end_and_overlap_with_expo
     assert (("warpgroup 0", "warpgroup 1") in between or ("warpgroup 1", "warpgroup 0") in between) == (
         method == "fused"
     )
+
+
+def ring_of_three():
+    q, k, v = (torch.ones(1, 2, 1, 4, dtype=torch.bfloat16) for _ in range(3))
+    reference.ring_attention(q, k, v, Mask.full(6), Layout.contiguous(6, 3))
+    return dist.get_rank()
+
+
+def test_recorded_hops_have_their_step_sender_owner_and_bytes():
+    before = reference.ring.Hop
+    with recorded_hops(reference.ring) as hops:
+        process_groups.threads(ring_of_three, 3)
+    found = {(hop.step, hop.sender, hop.owner) for hop in hops}
+    assert found == {(step, rank, (rank - step) % 3) for step in (0, 1) for rank in range(3)}
+    assert len(hops) == 6
+    assert {hop.nbytes for hop in hops} == {2 * 2 * 4 * 2}
+    assert reference.ring.Hop is before
+
+
+def test_a_recording_times_computations_and_messages_up_to_their_wait():
+    with recording(reference.ring) as log:
+        process_groups.threads(ring_of_three, 3)
+    spans = [(str(event), start, stop) for event, start, stop in log.spans if event.rank == 1]
+    assert [name for name, *_ in sorted(spans, key=lambda span: span[2])] == [
+        *("computed forward 0", "posted hop 0", "computed forward 1", "posted hop 1", "computed forward 2")
+    ]
+    times = {name: (start, stop) for name, start, stop in spans}
+    assert times["posted hop 0"][0] < times["computed forward 0"][0] < times["computed forward 0"][1]
+    assert times["computed forward 0"][1] < times["posted hop 0"][1] < times["computed forward 1"][0]

@@ -167,7 +167,7 @@ def kind_of(kernel: str) -> str:
 def table(results: Mapping[str, list[RankResult]]) -> str:
     """Return one line for each call and rank: the worst error over its bound, the bits, and the times.
 
-    "exposed" is the time of messages without a kernel, in the timeline of fast.
+    "exposed" is the time of messages without a kernel, in the timeline of fast. Ranks that share a GPU share one timeline.
     """
     lines = [f"{'':27} {'error / bound':^25}  {'two runs':^15}  {'ms of both passes':^21} {'exposed':>9}"]
     lines.append(f"{'':27} {'reference':>12} {'fast':>12}  reference  fast   {'reference':>10} {'fast':>10} {'ms':>9}")
@@ -177,7 +177,8 @@ def table(results: Mapping[str, list[RankResult]]) -> str:
             bits = ["equal" if one.equal_runs[half] else "differ" for half in HALVES]
             times = [one.milliseconds[half] for half in HALVES]
             first = f"{name:20} rank {one.rank:<2}{worst[0]:>12} {worst[1]:>12}"
-            lines.append(f"{first}  {bits[0]:9}  {bits[1]:6} {times[0]:10.2f} {times[1]:10.2f} {one.exposed:9.2f}")
+            exposed = f"{one.exposed:.2f}" if one.spans else "-"
+            lines.append(f"{first}  {bits[0]:9}  {bits[1]:6} {times[0]:10.2f} {times[1]:10.2f} {exposed:>9}")
     return "\n".join(lines)
 
 
