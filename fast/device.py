@@ -30,14 +30,14 @@ AVAILABLE = ("triton", "gluon", "cuda")
 # compiled resources in bfloat16 (canon.testing.cuda_resources, canon.testing.compile). "8 x 32": 8 warps of 32 rows on an SM.
 #
 #                     forward               dq                    dk and dv
-#     sm_80    64     8 x 32   8 x 16       8 x 16   8 x 16       8 x 32   8 x 16       first the CUDA kernel, then Triton's
-#             128     8 x 32   8 x 16       8 x 16   8 x 16       8 x 16   8 x 16
-#             256     8 x 16   8 x 16       8 x 16   8 x 16       4 MMAs a tile, and 5
+#     sm_80    64     8 x 32   8 x 16       8 x 32   8 x 16       8 x 32   8 x 16       first the CUDA kernel, then Triton's
+#             128     8 x 32   8 x 16       8 x 16   8 x 16       8 x 32   8 x 16
+#             256     8 x 16   8 x 16       8 x 16   8 x 16       8 x 16   8 x 16, with 5 MMAs a tile instead of 4
 #     sm_86    64     as sm_80
 #             128     8 x 16   4 x 16       8 x 16   8 x 16       4 x 16   8 x 16
 #
-# A warp reads every visited tile from shared memory, so 32 rows of a warp halve these reads. Triton also passes P and dS
-# through shared memory. Where an SM holds fewer warps of a CUDA kernel, "auto" keeps Triton.
+# A warp reads every visited tile from shared memory, so 32 rows of a warp halve these reads. Where an SM holds fewer warps of
+# a CUDA kernel, "auto" keeps Triton.
 CUDA_WIDTHS = {(8, 0): 256, (8, 6): 64, (8, 9): 64}
 
 _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)

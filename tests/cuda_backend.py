@@ -37,12 +37,13 @@ def cuda():
 
 def _emulate(kernel: Kernel, ctas: int, *arguments, variant) -> None:
     with _emulating:
-        library = cuda_emulation.compiled(kernel.name, variant.macros)
+        library = cuda_emulation.compiled(kernel.name, variant.macros, cuda_emulation.KERNELS)
     image = bytearray(kernel.image(arguments))
     struct.pack_into(f"<{kernel.pointers}Q", image, 0, *(x.data_ptr() for x in arguments[: kernel.pointers]))
     assert len(image) == library.params_bytes()
     with _emulating:
-        library.run(bytes(image), ctas, variant.shared_bytes, 0)
+        fault = library.run(bytes(image), ctas, variant.shared_bytes, 0)
+    assert not fault, fault.decode()
 
 
 def inputs(mask, b=1, h=2, g=1, d=32, dv=32, dtype=torch.bfloat16, seed=0):
