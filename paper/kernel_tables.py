@@ -94,6 +94,12 @@ def _random(record: str) -> str:
     return f"{tokens(verdicts.count('agrees'))} of {tokens(len(verdicts))}"
 
 
+def _cut_off_tests() -> dict[str, str]:
+    """Return how many tests had passed and failed when a time limit ended a run: pytest's line has a letter for each."""
+    ends = "".join(line.partition("[")[0].strip() for line in lines("tests_cut_off_h200.txt"))
+    return {"cut_passed": str(ends.count(".")), "cut_failed": str(ends.count("F"))}
+
+
 def agreement() -> dict[str, str]:
     """Return the table of checks, and the numbers of tests and sanitizers."""
     rows = []
@@ -135,6 +141,7 @@ def agreement() -> dict[str, str]:
         ),
         "again_runs": tokens(sum(row["processes"] * row["runs_each"] for row in again)),
         "again_wrong": str(sum(row["disagreements"] + row["other_bits"] for row in again)),
+        **_cut_off_tests(),
         "gpu_tests": count(passed[0], "passed"),
         "gpu_failed": count(passed[0], "failed"),
         "two_tests": count(passed[1], "passed"),
