@@ -103,7 +103,7 @@ def corpus(longest: int) -> tuple[Tensor, Tensor]:
 
 def pack(step: int, tokens: int, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the bytes (1, tokens) of a training step, and cu_seqlens of its documents, or of one document if causal."""
-    text, ends = corpus(max(1, tokens // 4))
+    text, ends = corpus(max(1, 3 * tokens // 8))
     start = step * tokens % (len(text) - tokens)
     inside = ends[(ends > start) & (ends < start + tokens)] - start
     ids = text[start : start + tokens].long()[None]

@@ -1,8 +1,8 @@
 // Threads of a CTA as fibers, for cuda_emulation.h.
 //
-// One CTA runs at a time. A fiber runs until it waits for its warp or for a barrier. The first warp, or the last one, runs ahead
-// of the others as far as barriers permit, so a missing barrier shows as a wrong result. Asynchronous copies arrive as late as
-// the program permits. Shared memory is NaN at first.
+// One CTA runs at a time. A fiber runs until it waits for its warp or for a barrier. The first warp, or the last one, runs
+// ahead of the others as far as barriers permit, so a missing barrier shows as a wrong result. Asynchronous copies arrive as
+// late as the program permits. Shared memory is NaN at first.
 #include <ucontext.h>
 
 #include <csetjmp>
@@ -206,7 +206,8 @@ void mma_16(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, bool bf16
                 for (int half = 0; half < 2; ++half)
                     for (int column = 0; column < 2; ++column) {
                         uint32 right = lanes[4 * (2 * t + column) + t2][4 + high];
-                        c[2 * half + column] += unpack_16(left[2 * high + half] >> 16 * e, bf16) * unpack_16(right >> 16 * e, bf16);
+                        float x = unpack_16(left[2 * high + half] >> 16 * e, bf16);
+                        c[2 * half + column] += x * unpack_16(right >> 16 * e, bf16);
                     }
         }
 }

@@ -60,11 +60,13 @@ def compiled(kernel: str, macros: tuple[tuple[str, int], ...], sources: Path) ->
 
 @dataclass
 class Emulation:
-    """Attention by the CUDA kernels on a CPU. ``configs``: by kernel, without shared memory, which is computed.
+    """Attention by the CUDA kernels on a CPU.
 
-    backwards: the last warps of a CTA run ahead of the first ones.
-    empty: makes the tensors of results, from a shape and a dtype.
-    owners: number of owners of dk and dv; 0 is one for each key head.
+    Args:
+        configs: by kernel. Their shared memory is computed.
+        backwards: the last warps of a CTA run ahead of the first ones.
+        empty: makes the tensors of results, from a shape and a dtype.
+        owners: number of owners of dk and dv; 0 is one for each key head.
     """
 
     configs: Mapping[str, Config]

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
-TAUGHT = ("00_", "01_", "02_", "03_", "04_", "05_", "06_", "07_", "08_")  # a takeaway, exercises and their time
+TAUGHT = ("00_", "01_", "02_", "03_", "04_", "05_", "06_", "07_", "08_", "09_")  # a takeaway, exercises and their time
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 
 

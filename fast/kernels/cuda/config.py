@@ -9,9 +9,9 @@ Shared memory in bytes, with s stages:
     dq         2 (rows (d + dv) + s columns (d + dv) + x) + 32 (s + 1)                x = rows columns if parts > 1, else 0
     dkdv       2 (rows (d + dv) + s columns (d + dv) + x) + 32 (s + 1) + 8 s columns    x = exchanges rows columns, likewise
 
-A CTA reserves 1 KB more. An SM holds ``ctas`` CTAs: 8 warps, so that each thread may have 255 registers. Few warps with
-many registers are faster than many warps, because a row of a warp's accumulators uses each fragment once: larger tiles of
-a warp read shared memory less often. Tests compile all entries of the table and assert that the main widths spill nothing.
+A CTA reserves 1 KB more. An SM holds ``ctas`` CTAs, of 8 warps together, so that each thread may have 255 registers. Reads
+of shared memory limit the speed. A warp with 32 rows uses each fragment of a visited tile twice, so few warps with many
+registers are faster than many warps.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class Config:
     parts: int = 1
     stages: int = 2
     ctas: int = 1  # that an SM holds
-    exchanges: int = 2  # buffers for P and dS if parts > 1; with 1, they take turns
+    exchanges: int = 2  # buffers of "dkdv" for P and dS if parts > 1; dS follows P if there is only one
     shared_bytes: int = 0
 
     @property
@@ -67,7 +67,7 @@ TABLE: dict[tuple[str, int], tuple[Config, ...]] = {
     ("dq", 192): (Config(128, 32, 8), Config(64, 32, 4)),
     ("dq", 256): (Config(128, 32, 8, parts=2), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2)),
     ("dkdv", 64): (Config(128, 32, 4, ctas=2),),
-    ("dkdv", 128): (Config(128, 64, 8, parts=2), Config(64, 64, 4)),
+    ("dkdv", 128): (Config(64, 64, 4, ctas=2), Config(128, 64, 8), Config(64, 64, 4)),
     ("dkdv", 192): (Config(64, 64, 8, parts=4), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2)),
     ("dkdv", 256): (Config(64, 64, 8, parts=4), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2, exchanges=1)),
 }

@@ -73,7 +73,8 @@ DEVICE void write_part(const Accumulator<2 * BLOCKS>& x, Result* head, int64 str
     int warp = thread_index() / 32, column = warp % PARTS * 16 * BLOCKS;
     cta_barrier();  // all warps have finished with the staging area
     uint32 staging = shared + warp * WARP_ROWS * 16 * BLOCKS * ELEMENT_BYTES;
-    write_rows<BLOCKS>(x.x, staging, head + first * stride + column, stride, stop - first, WIDTH - column);
+    write_rows<BLOCKS>(x.x, staging, head + first * stride + column, stride, stop - first, WIDTH - column,
+                       thread_index() % 32);
 }
 
 // Write dk (b, s, o, d) and dv (b, s, o, dv). Keys that no query sees get 0.

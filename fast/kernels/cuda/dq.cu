@@ -144,5 +144,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
     Result* target = p.dq + own.batch * p.dq_strides.batch + first * p.dq_strides.token + own.head * p.dq_strides.head;
     cta_barrier();  // all warps have read q and dout, whose memory is the staging area
     uint32 staging = shared + warp * WARP_ROWS * 16 * DQ_BLOCKS * ELEMENT_BYTES;
-    write_rows<DQ_BLOCKS>(dq.x, staging, target + column, p.dq_strides.token, own.stop - first, D - column);
+    write_rows<DQ_BLOCKS>(dq.x, staging, target + column, p.dq_strides.token, own.stop - first, D - column, lane);
 }

@@ -103,7 +103,7 @@ DEVICE void apply_sign(uint32 tile, float sign) {
 
 // Divide by the sums, and write out and lse. Fully masked rows get 0 and -inf. Rows with numbers out of range get NaN.
 DEVICE void finish(Output& out, RowState& rows, const ForwardParams& p, const WorkTile& tile, uint32 shared, int warp) {
-    int lane = thread_index() % 32, first = tile.start + warp * WARP_ROWS;
+    int lane = thread_index_again() % 32, first = tile.start + warp * WARP_ROWS;
     float* lse = p.lse + tile.batch * p.lse_strides.batch + tile.head * p.lse_strides.head;
 #pragma unroll
     for (int i = 0; i < M; ++i)
@@ -125,7 +125,7 @@ DEVICE void finish(Output& out, RowState& rows, const ForwardParams& p, const Wo
     Result* target = p.out + tile.batch * p.out_strides.batch + first * p.out_strides.token + tile.head * p.out_strides.head;
     cta_barrier();  // all warps have read q, whose memory is the staging area
     uint32 staging = shared + warp * WARP_ROWS * DV * ELEMENT_BYTES;
-    write_rows<DV / 16>(out.x, staging, target, p.out_strides.token, tile.stop - first, DV);
+    write_rows<DV / 16>(out.x, staging, target, p.out_strides.token, tile.stop - first, DV, lane);
 }
 
 // Write out (b, t, h, dv) and natural lse (b, h, t).

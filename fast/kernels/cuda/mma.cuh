@@ -12,8 +12,8 @@
 // Two facts make attention fit into registers:
 // - Two accumulators C of neighbouring columns, rounded to 16 bits, are the fragment A of the next product. So P = exp(S) and
 //   dS never leave the registers of their warp (if PARTS is 1).
-// - `load_matrices` gives the fragments A of rows and B of columns. `load_transposed_matrices` gives the fragments B of rows. So
-//   one tile in shared memory serves both q k^T and p v, without a transposed copy.
+// - `load_matrices` gives the fragments A of rows and B of columns. `load_transposed_matrices` gives the fragments B of rows.
+//   So one tile of k in shared memory serves both q k^T and ds k, without a transposed copy.
 #pragma once
 
 #include "tensor.cuh"
@@ -105,8 +105,8 @@ struct RegisterOperand {
     }
 };
 
-// c += a b^T, over a depth of WIDTH. The 8 N rows of `b` from `row` on are the columns of the product. The lanes of `b` are those
-// of `by_columns`.
+// c += a b^T, over a depth of WIDTH. The 8 N rows of `b` from `row` on are the columns of the product. The lanes of `b` are
+// those of `by_columns`.
 template <int N, int WIDTH, class Left>
 DEVICE void multiply_transposed(Accumulator<N>& c, const Left& a, const SharedTile<WIDTH>& b, int row = 0) {
 #pragma unroll

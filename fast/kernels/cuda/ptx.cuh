@@ -22,7 +22,7 @@ DEVICE int thread_index() { return threadIdx.x & 1023; }
 DEVICE int thread_index_again() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-    return index;
+    return index & 1023;
 }
 
 DEVICE int cta_index() {
@@ -34,7 +34,7 @@ DEVICE int cta_index() {
 // Wait until all threads of the CTA are here. Their earlier writes to shared memory are visible afterwards.
 DEVICE void cta_barrier() { __syncthreads(); }
 
-// Wait until `threads` threads have arrived at a barrier, in whole warps, this one included. Barrier 0 is that of `cta_barrier`.
+// Wait until `threads` threads, in whole warps, have arrived at a barrier, this one included. Barrier 0 is `cta_barrier`.
 DEVICE void wait_at_barrier(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

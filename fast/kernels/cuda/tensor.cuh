@@ -130,8 +130,8 @@ DEVICE bool is_aligned(const Number* head, int64 stride) {
 // float32 results leave from registers: 4 lanes write 32 consecutive bytes. Results of 16 bits pass through `staging`, shared
 // memory of WARP_ROWS x 16 BLOCKS elements that belongs to the warp: then 2 BLOCKS lanes write one row, 16 bytes each.
 template <int BLOCKS>
-DEVICE void write_rows(const float (&x)[M][2 * BLOCKS][4], uint32 staging, Result* target, int64 stride, int rows, int width) {
-    int lane = thread_index() % 32;
+DEVICE void write_rows(const float (&x)[M][2 * BLOCKS][4], uint32 staging, Result* target, int64 stride, int rows, int width,
+                       int lane) {
     bool aligned = is_aligned(target, stride);
     if (!aligned || sizeof(Result) == 4) {
 #pragma unroll

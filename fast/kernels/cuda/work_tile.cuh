@@ -15,7 +15,7 @@ struct WorkTile {
 
 // Return the work tile of this CTA. Consecutive CTAs take the same tile of `l2_heads` heads, so that tensors which these
 // heads share stay in the L2 cache. Each head starts with its longest tile.
-// The gradient kernels call it before and after their loop: then the loop needs no registers for the fields that only the end uses.
+// The gradient kernels call it before and after their loop: fields that only the end uses then need no registers in the loop.
 DEVICE WorkTile cta_work_tile(const int* tiles, int count, int heads, int l2_heads) {
     int cta = cta_index();
     int batch_head = cta / (count * l2_heads) * l2_heads + cta % l2_heads;
@@ -33,8 +33,8 @@ DEVICE WorkTile cta_work_tile(const int* tiles, int count, int heads, int l2_hea
 
 // A visited tile. Its work tile visits span after span, and each tile of a span once for each of `heads` heads.
 struct Visit {
-    int span, column, head;     // the span, the first column of the tile, and the head, counted from the first head of the owner
-    int stop;                   // end of the span
+    int span, column, stop;     // the span, the first column of the tile, and the end of the span
+    int head;                   // counted from the first head of the owner
     int band_start, band_stop;  // columns of the band: others may hold NaN and are loaded as 0
 
     DEVICE void enter(const WorkTile& tile, const int* spans) {
@@ -57,8 +57,8 @@ struct Visit {
     }
 };
 
-// The visits of a CTA, in a ring in shared memory: they would need 8 registers of every thread. One thread writes visit j + STAGES
-// while tile j is computed and tile j + STAGES - 1 is loaded.
+// The visits of a CTA, in a ring in shared memory: they would need 8 registers of every thread. One thread writes visit
+// j + STAGES while tile j is computed and tile j + STAGES - 1 is loaded.
 struct Visits {
     static constexpr int SLOTS = STAGES + 1, BYTES = 32;
     uint32 ring;
@@ -84,7 +84,7 @@ struct Visits {
     }
 
     DEVICE void write(int slot, const Visit& visit) const {
-        write_shared(place(slot), {(uint32)visit.span, (uint32)visit.column, (uint32)visit.head, (uint32)visit.stop});
+        write_shared(place(slot), {(uint32)visit.span, (uint32)visit.column, (uint32)visit.stop, (uint32)visit.head});
         write_shared(place(slot) + 16, (uint32)visit.band_start);
         write_shared(place(slot) + 20, (uint32)visit.band_stop);
     }
