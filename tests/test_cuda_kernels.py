@@ -22,7 +22,7 @@ MASKS = {
     "window": Mask.window(N, 9, 4),
     "documents": Mask.documents([0, 1, 1, 33, 34, N]),
     "prefix": Mask.prefix(N, 19),
-    "blocks": Mask.block_causal([0, 5, 21, 40, N]) if hasattr(Mask, "block_causal") else Mask.prefix(N, 40),
+    "blocks": Mask.block_causal([i // 13 for i in range(N)]),
     "full, more keys than queries": Mask.full(35, N),
     "queries without keys and keys without queries": Mask.causal(N - 12).shift(6, 3).shift(-1, 0),
     "a late rectangle": Mask.causal(N).crop(range(29, N)),
