@@ -36,7 +36,9 @@ def test_random_cases_have_a_table_for_the_backend():
     drawn = [draws.drawn(0, index, table) for index in range(300)]
     attention = [case for case in drawn if case.dtype]
     assert {case.dtype for case in attention} == {"bfloat16", "float16"}
-    assert any(case.method == "fused" and declined_by("cuda", case) for case in attention)
+    fused = {case.function for case in drawn if declined_by("cuda", case)}
+    assert {"attention", "ring_attention"} <= fused
+    assert "attention_forward" not in fused
 
 
 @pytest.mark.parametrize("words", [(), ("--random", 5)])

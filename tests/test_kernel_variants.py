@@ -48,6 +48,7 @@ def cases():
         case = draws.drawn(0, index := index + 1, "model", 4)
         reduced = dict(case.options).get("reduce_dtype", dtype)
         usual = case.used not in ("sum", "lse") and reduced in (dtype, "float32")
+        usual = usual and not dict(case.options).get("rank_invariant")
         if case.function in functions and usual and (case.variant != "plain" or method == "auto"):
             yield replace(case, method=method)
 
@@ -90,7 +91,8 @@ index = done = 0
 while done < count:
     case = draws.drawn(1, index := index + 1, "model", 4)
     reduced = dict(case.options).get("reduce_dtype", dtype)
-    if case.function in functions and case.used not in ("sum", "lse") and reduced in (dtype, "float32"):
+    invariant = dict(case.options).get("rank_invariant")
+    if case.function in functions and case.used not in ("sum", "lse") and reduced in (dtype, "float32") and not invariant:
         runner = CaseRunner("canon.fast", (replace(case, method="auto"),), RandomSource(), "cuda", Path())
         process_groups.threads(runner.rehearse, case.ranks)
         done += 1

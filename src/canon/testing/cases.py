@@ -181,11 +181,12 @@ def declined_by(backend: str | None, case: Case) -> str:
 
     Only the CUDA backend declines cases. Functions without its kernels are supported.
     """
-    if backend != "cuda" or case.function in EXCHANGES | {"merge"}:
+    if backend != "cuda" or not case.dtype or case.function in EXCHANGES | {"merge"}:
         return ""
     if case.dtype not in ("bfloat16", "float16"):
         return f"the CUDA kernels do not support {case.dtype}"
-    return "the CUDA backend has no fused kernel" if case.method == "fused" else ""
+    fused = case.method == "fused" and case.function != "attention_forward"
+    return "the CUDA backend has no fused kernel" if fused else ""
 
 
 def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
