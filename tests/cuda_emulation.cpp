@@ -2,7 +2,7 @@
 //
 // One CTA runs at a time. A fiber runs until it waits for its warp or for a barrier. The first warp, or the last one, runs
 // ahead of the others as far as barriers permit, so a missing barrier shows as a wrong result. Asynchronous copies arrive as
-// late as the program permits. Shared memory is NaN at first.
+// late as the program permits. Shared memory is NaN at first. A race in shared memory is a fault: cuda_races.h.
 #include <ucontext.h>
 
 #include <csetjmp>
@@ -13,6 +13,7 @@
 
 #define CANON_BF16 0  // of the inline functions of the header: not used here
 #include "cuda_emulation.h"
+#include "cuda_races.h"
 
 struct Copy {
     uint32 target;
@@ -36,10 +37,11 @@ struct Fiber {
 struct Barrier {
     int arrived = 0;
     unsigned generation = 0;
+    Clock arriving, arrived_before;  // of this generation so far, and of the last complete one
 };
 
 struct Warp {
-    Barrier barrier;
+    Barrier barrier, meeting;  // the second one exchanges registers and orders no memory
     uint32 words[2][32][8];  // operands of the lanes, in two buffers that alternate
     unsigned exchanges[32] = {};
 };
@@ -50,6 +52,7 @@ struct Cta {
     std::vector<Warp> warps;
     std::map<int, Barrier> barriers;
     std::vector<unsigned char> shared;
+    std::vector<Races> races;  // one
 };
 
 constexpr int SWITCHES = 3000000;  // of the fibers of a CTA: more than any test needs
@@ -73,19 +76,30 @@ int thread_index() { return fiber->index; }
 int cta_index() { return cta->index; }
 static Warp& own_warp() { return cta->warps[fiber->index / 32]; }
 
-// Return whether this is the last one of `threads` threads.
-static bool arrive_at(Barrier& barrier, int threads) {
+static Races& races() { return cta->races[0]; }
+static Clock& own_clock() { return races().clocks[fiber->index]; }
+
+// Return whether this is the last one of `threads` threads. A barrier that orders memory takes the clock of each.
+static bool arrive_at(Barrier& barrier, int threads, bool orders = true) {
+    if (orders) {
+        join(barrier.arriving, own_clock());
+        ++own_clock()[fiber->index];
+    }
     if (++barrier.arrived < threads) return false;
     barrier.arrived = 0;
+    barrier.arrived_before.swap(barrier.arriving);
+    barrier.arriving.clear();
     ++barrier.generation;
     return true;
 }
 
-static void wait_at(Barrier& barrier, int threads) {
-    if (arrive_at(barrier, threads)) return;
-    fiber->waits_for = &barrier.generation;
-    fiber->seen = barrier.generation;
-    if (!_setjmp(fiber->place)) _longjmp(scheduler, 1);
+static void wait_at(Barrier& barrier, int threads, bool orders = true) {
+    if (!arrive_at(barrier, threads, orders)) {
+        fiber->waits_for = &barrier.generation;
+        fiber->seen = barrier.generation;
+        if (!_setjmp(fiber->place)) _longjmp(scheduler, 1);
+    }
+    if (orders) join(own_clock(), barrier.arrived_before);
 }
 
 void warp_barrier() { wait_at(own_warp().barrier, 32); }
@@ -99,7 +113,7 @@ static const uint32 (*exchange(const uint32* words, int count))[8] {
     int lane = fiber->index % 32;
     auto& buffer = warp.words[warp.exchanges[lane]++ % 2];
     memcpy(buffer[lane], words, 4 * count);
-    warp_barrier();
+    wait_at(warp.meeting, 32, false);
     return buffer;
 }
 
@@ -130,10 +144,22 @@ bool all_lanes(bool condition) {
 
 // --- memory ---
 
-void* shared(uint32 address, int bytes) {
+static void* shared(uint32 address, int bytes) {
     if (address < 1024 || address - 1024 + bytes > cta->shared.size()) fail("address outside shared memory");
     if (address % bytes) fail("misaligned address in shared memory");
     return cta->shared.data() + address - 1024;
+}
+
+const void* shared_source(uint32 address, int bytes) {
+    void* memory = shared(address, bytes);
+    if (const char* fault = races().read(fiber->index, address - 1024, bytes)) fail(fault);
+    return memory;
+}
+
+void* shared_target(uint32 address, int bytes) {
+    void* memory = shared(address, bytes);
+    if (const char* fault = races().write(fiber->index, address - 1024, bytes)) fail(fault);
+    return memory;
 }
 
 const void* checked(const void* source, int size) {
@@ -143,6 +169,7 @@ const void* checked(const void* source, int size) {
 
 void begin_copy(uint32 target, const void* source, bool valid, int size) {
     shared(target, size);
+    if (const char* fault = races().begin_copy(fiber->index, target - 1024, size)) fail(fault);
     fiber->open.push_back({target, valid ? checked(source, size) : source, valid ? size : 0, size});
 }
 
@@ -156,6 +183,7 @@ void wait_for_groups(int newest) {
         for (const Copy& copy : fiber->groups.front()) {
             memset(shared(copy.target, copy.size), 0, copy.size);
             memcpy(shared(copy.target, copy.size), copy.source, copy.bytes);
+            races().end_copy(fiber->index, copy.target - 1024, copy.size);
         }
         fiber->groups.pop_front();
     }
@@ -189,7 +217,7 @@ void load_four(uint32 (&x)[4], uint32 address, bool transposed) {
         unsigned short pair[2];
         for (int e = 0; e < 2; ++e) {
             int row = transposed ? t + e : g, column = transposed ? g : t + e;
-            memcpy(pair + e, shared(words[8 * i + row][0] + 2 * column, 2), 2);
+            memcpy(pair + e, shared_source(words[8 * i + row][0] + 2 * column, 2), 2);
         }
         x[i] = pair[0] | (uint32)pair[1] << 16;
     }
@@ -256,6 +284,7 @@ static void run_cta(int threads, int shared_bytes, bool backwards) {
     cta->fibers.resize(threads);
     cta->warps.resize(threads / 32);
     cta->shared.assign(shared_bytes, 0xff);
+    cta->races.emplace_back(threads, shared_bytes);
     switches = 0;
     for (int i = 0; i < threads; ++i) cta->fibers[i].index = i;
     for (bool progress = true; progress;) {

@@ -22,7 +22,8 @@ void arrive_at_barrier(int barrier, int threads);
 void warp_barrier();
 float shuffle_xor(float x, int bits);
 bool all_lanes(bool condition);
-void* shared(uint32 address, int bytes);           // the memory of an address, checked
+const void* shared_source(uint32 address, int bytes);  // the memory of an address, checked
+void* shared_target(uint32 address, int bytes);
 const void* checked(const void* source, int size);  // the address, if it is a multiple of `size`
 void begin_copy(uint32 target, const void* source, bool valid, int size);
 void close_copies();
@@ -48,11 +49,11 @@ inline void wait_for_copies() {
 inline int read_constant(const int* source) { return *source; }
 inline float read_constant(const float* source) { return *source; }
 inline void read_constants(int (&x)[4], const int* source) { memcpy(x, checked(source, 16), 16); }
-inline void read_shared(float (&x)[2], uint32 address) { memcpy(x, shared(address, 8), 8); }
-inline void read_shared(int (&x)[2], uint32 address) { memcpy(x, shared(address, 8), 8); }
-inline void read_shared(uint32 (&x)[4], uint32 address) { memcpy(x, shared(address, 16), 16); }
-inline void write_shared(uint32 address, uint32 x) { memcpy(shared(address, 4), &x, 4); }
-inline void write_shared(uint32 address, const uint32 (&x)[4]) { memcpy(shared(address, 16), x, 16); }
+inline void read_shared(float (&x)[2], uint32 address) { memcpy(x, shared_source(address, 8), 8); }
+inline void read_shared(int (&x)[2], uint32 address) { memcpy(x, shared_source(address, 8), 8); }
+inline void read_shared(uint32 (&x)[4], uint32 address) { memcpy(x, shared_source(address, 16), 16); }
+inline void write_shared(uint32 address, uint32 x) { memcpy(shared_target(address, 4), &x, 4); }
+inline void write_shared(uint32 address, const uint32 (&x)[4]) { memcpy(shared_target(address, 16), x, 16); }
 inline void write_global(void* target, const uint32 (&x)[4]) { memcpy((void*)checked(target, 16), x, 16); }
 
 inline void write_global(void* target, float x, float y) {

@@ -136,6 +136,13 @@ FAULTS = {  # the lines of a fault: right, wrong
 }
 
 
+RACES = {  # faults that need not change a result: file, right, wrong
+    "the ring of visits is too short": ("work_tile.cuh", "SLOTS = STAGES + 1", "SLOTS = STAGES"),
+    "ds is written over p that others read": ("dkdv.cu", "if constexpr (EXCHANGES == 1) group_barrier(warp);", ""),
+    "lanes read what others stage without a barrier": ("tensor.cuh", "warp_barrier();", ""),
+}
+
+
 def is_found(sources, backwards):
     """Return whether the kernels in this folder give a wrong result, or a fault."""
     try:
@@ -151,3 +158,16 @@ def test_planted_faults_are_found(fault, tmp_path):
     for path in sources.glob("*.cu"):
         path.write_text(path.read_text().replace(*FAULTS[fault]))
     assert is_found(sources, False) or is_found(sources, True)
+
+
+@pytest.mark.parametrize("fault", RACES)
+def test_planted_races_are_found(fault, tmp_path):
+    sources = tmp_path / "cuda"
+    shutil.copytree(KERNELS, sources)
+    name, right, wrong = RACES[fault]
+    text = (sources / name).read_text()
+    assert right in text
+    (sources / name).write_text(text.replace(right, wrong))
+    configs = SHARED | {"dkdv": Config(32, 32, 4, parts=2, exchanges=1)}
+    with pytest.raises(RuntimeError, match="without a barrier between"):
+        verdict(configs, Mask.causal(100), h=1, options={"sources": sources})
