@@ -138,7 +138,7 @@ class Place:
     def exchange(self, plan: CastPlan) -> list[dict[str, Tensor]]:
         """Run group_cast and group_reduce of both halves on all ranks. Return the tensors by "function half", of each rank.
 
-        A row of the first cast has the position of its token. The reduce returns it to the owner, who adds it to 1000.
+        A row of the first cast has the position of its token. The reduce returns it, and the owner adds it to 1000.
         """
         return self._run(partial(_exchanged, self, plan))
 
