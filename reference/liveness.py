@@ -4,6 +4,7 @@ A thread of each process checks the groups of its rank once a second. If a rank 
 thread answers for its own rank, even while the rank waits for a message. A rank that has died or stopped does not answer.
 """
 
+import atexit
 import json
 import threading
 import time
@@ -17,6 +18,7 @@ POLL_SECONDS = 1.0
 _watched: WeakSet[Any] = WeakSet()
 _thread: list[threading.Thread] = []
 _lock = threading.Lock()
+_ending = threading.Event()
 
 
 class Liveness:
@@ -75,11 +77,20 @@ def watch(group_state: Any) -> None:
 
 
 def _look() -> None:
-    while True:
-        time.sleep(POLL_SECONDS)
+    while not _ending.wait(POLL_SECONDS):
         with _lock:
             states = list(_watched)
         for state in states:
+            if _ending.is_set():
+                return
             with suppress(Exception):  # a group may end meanwhile
                 state.look()
         states = state = None  # hold no reference while the thread sleeps
+
+
+@atexit.register
+def _end() -> None:
+    """Wait until the thread has left the store. Python ends daemon threads, and inside C++ code that aborts the process."""
+    _ending.set()
+    for thread in _thread:
+        thread.join(ANSWER_SECONDS)

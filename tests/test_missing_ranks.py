@@ -3,6 +3,8 @@
 import functools
 import os
 import signal
+import subprocess
+import sys
 import time
 import traceback
 from datetime import timedelta
@@ -191,3 +193,35 @@ def test_messages_in_flight_are_aborted_if_a_rank_ends(tmp_path):
         assert "rank 1 is missing: its process has ended" in error
         assert "make a new process group" in error
         assert again == error
+
+
+ENDS = """
+import time
+import torch.distributed as dist
+from canon.reference import liveness
+
+class State:
+    store = dist.TCPStore("localhost", 0, is_master=True)
+
+    def look(self):
+        for _ in range(20000):
+            self.store.check(["failure"])
+
+liveness.POLL_SECONDS = 0.01
+state = State()
+liveness.watch(state)
+time.sleep(0.2)
+"""
+
+
+def test_a_process_ends_while_its_watching_thread_uses_the_store():
+    """Without `atexit` in `canon.reference.liveness`, all of six such processes ended by SIGABRT."""
+    paths = os.pathsep.join([str(Path(canon.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
