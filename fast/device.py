@@ -5,8 +5,8 @@
     "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no "fused". Needs the extra cuda
 
 Without `backend`, "gluon" is used where it supports the inputs. Otherwise "cuda" is used up to the widths of `CUDA_WIDTHS`,
-if its compiler is installed, and "triton" elsewhere. A chosen backend that does not
-support the inputs raises: it is never replaced.
+if its compiler is installed, and "triton" elsewhere. A chosen backend that does not support the inputs raises: it is never
+replaced.
 """
 
 from collections.abc import Iterator

@@ -169,15 +169,14 @@ def kernels() -> dict[str, str]:
     """Return the table of kernels and the ratios of their speeds."""
     rows, ratios = [], {"forward": [], "fastest": [], "repeatable": []}
     for shape in SHAPES:
-        record = RECORD
-        ours, (ordered, method) = forward(record, shape), repeatable(record, shape)
-        fused = speed(record, shape, "canon gluon fused", "backward")
-        strict = speed(record, shape, "flash-attn-4 deterministic", "backward")
-        ratios["forward"].append(ours / best_peer(record, shape, "forward"))
-        ratios["fastest"].append(max(fused, ordered) / best_peer(record, shape, "backward"))
+        ours, (ordered, method) = forward(RECORD, shape), repeatable(RECORD, shape)
+        fused = speed(RECORD, shape, "canon gluon fused", "backward")
+        strict = speed(RECORD, shape, "flash-attn-4 deterministic", "backward")
+        ratios["forward"].append(ours / best_peer(RECORD, shape, "forward"))
+        ratios["fastest"].append(max(fused, ordered) / best_peer(RECORD, shape, "backward"))
         ratios["repeatable"].append(ordered / strict)
-        cells = [ours, *(speed(record, shape, peer, "forward") for peer in ("SDPA cudnn", "flash-attn-4"))]
-        back = [fused, *(speed(record, shape, peer, "backward") for peer in ("SDPA cudnn", "flash-attn-4")), strict]
+        cells = [ours, *(speed(RECORD, shape, peer, "forward") for peer in ("SDPA cudnn", "flash-attn-4"))]
+        back = [fused, *(speed(RECORD, shape, peer, "backward") for peer in ("SDPA cudnn", "flash-attn-4")), strict]
         rows.append(
             [named(shape), *(f"{c:.0f}" if c else "-" for c in cells), f"{ordered:.0f} ({method})"]
             + [f"{c:.0f}" if c else "-" for c in back]

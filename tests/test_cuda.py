@@ -6,6 +6,7 @@ On a CPU, the source of the kernels runs in an emulation (`cuda_emulation`), on 
 import pytest
 import torch
 from cuda_backend import cuda, inputs
+from hopper import assert_exact
 from sharded import DEVICE
 
 from canon import Layout, Mask, fast
@@ -38,13 +39,6 @@ def attend(q, k, v, dout, dlse, mask, scale=None, method="split"):
         out, lse = local.attention_forward(q, k, v, mask, scale=scale)
         grads = backward.attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
     return Attended(out, lse, *grads)
-
-
-def assert_exact(got, q, k, v, dout, dlse, mask, scale=None):
-    """Fail unless the judge accepts ``got``."""
-    exact, honest = (f(q, k, v, dout, mask, scale, dlse=dlse) for f in (oracle, dense))
-    verdict = agreement(got, exact, honest)
-    assert verdict.agrees, str(verdict)
 
 
 @pytest.mark.parametrize("name", MASKS)

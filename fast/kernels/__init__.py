@@ -4,8 +4,7 @@
     gluon       Hopper
     cuda        CUDA C++ for sm_80 and later, compiled at run time
 
-Importing this package repairs the interpreter if
-TRITON_INTERPRET=1 is set (`canon.fast.kernels.interpreter`).
+Importing this package repairs the interpreter if TRITON_INTERPRET=1 is set (`canon.fast.kernels.interpreter`).
 
 The words of this project, and the words of FlashAttention (FA), FlexAttention, MagiAttention or NCCL for the same thing:
 

@@ -59,6 +59,12 @@ def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, cons
     return compiled
 
 
+def copy_back(x: Tensor, written: Tensor) -> None:
+    """Copy a result into x, unless a kernel has written it in place."""
+    if written is not x:
+        x.copy_(written)
+
+
 def is_recording() -> bool:
     """Return whether this thread's launches are being recorded."""
     return getattr(_recorders, "current", None) is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from canon.fast.kernels.cuda.config import Config, choose
 from canon.fast.kernels.cuda.kernel import Kernel, Variant
-from canon.fast.kernels.launcher import capability, gpu_of, is_cpu, launch
+from canon.fast.kernels.launcher import capability, copy_back, gpu_of, is_cpu, launch
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.launch import LOG2E, RowStatistics, batch_heads, head_bytes, heads_in_l2, kernel_strides
 from canon.fast.tiles import WorkTable, work_table
@@ -126,12 +126,6 @@ def writable(q: Tensor, *results: Tensor) -> list[Tensor]:
     dtype = results[0].dtype if len(dtypes) == 1 and dtypes <= {q.dtype, torch.float32} else torch.float32
     fits = lambda x: x.stride(3) == 1 and x.dtype == dtype
     return [x if fits(x) else torch.empty(x.shape, dtype=dtype, device=x.device) for x in results]
-
-
-def copy_back(x: Tensor, written: Tensor) -> None:
-    """Copy the written tensor into x, unless it is x."""
-    if written is not x:
-        x.copy_(written)
 
 
 # ------------------------------------------------------------------ launches

@@ -29,7 +29,7 @@ from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_sta
 from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
 from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, Traversal, tile_schedule, untouched
-from canon.fast.kernels.launcher import capability, is_cpu, launch, multiprocessor_count
+from canon.fast.kernels.launcher import capability, copy_back, is_cpu, launch, multiprocessor_count
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.placed_mask import PlacedMask, whole_of
 from canon.fast.tiles import area, visits
@@ -322,12 +322,6 @@ def within_reach(x: Tensor) -> Tensor:
     """
     reach = 128 * x.stride(1)
     return x if x.stride(3) == 1 and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
-
-
-def copy_back(x: Tensor, written: Tensor) -> None:
-    """Copy the written tensor into x, unless it is x."""
-    if written is not x:
-        x.copy_(written)
 
 
 # ------------------------------------------------------------------ launches
