@@ -1,5 +1,7 @@
 """Claims about process groups: a program gives the same results on threads and on processes."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -197,3 +199,31 @@ def test_asynchronous_calls_wait_for_late_ranks():
         return None, total.item()
 
     assert process_groups.threads(program, 2) == [(False, 2.0), (None, 2.0)]
+
+
+def test_another_thread_of_a_waiting_rank_may_read_finished_work():
+    """The thread that watches for missing ranks does this."""
+    read = threading.Event()
+
+    def program():
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            read.wait(10)
+            dist.send(torch.ones(1), 0)
+            return None
+        waiting = dist.group.WORLD.rendezvous.waiting
+
+        def read_while_the_rank_waits():
+            while 0 not in waiting:
+                pass
+            work.wait()
+            read.set()
+
+        watcher = threading.Thread(target=read_while_the_rank_waits)
+        watcher.start()
+        dist.recv(received := torch.zeros(1), 1)
+        watcher.join()
+        return received.item()
+
+    assert process_groups.threads(program, 2) == [1.0, None]

@@ -26,9 +26,12 @@ class Rendezvous:
     def wait(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Wait until ``ready()``. ``describe()`` names the event, for an error message.
 
+        One thread of a rank waits at a time. Others may call this for events that have happened.
         Raises Ended if another rank has failed, or if no rank can continue.
         """
         with self.changed:
+            if ready():
+                return
             self.waiting[rank] = (ready, describe)
             try:
                 while not ready():
