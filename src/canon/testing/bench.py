@@ -190,6 +190,7 @@ def _host(options: argparse.Namespace, found: list[Shape], console) -> int:
     for shape in found:
         some = host_time.host(shape, dtype, _device(), options.rounds, options.only)
         console.print(host_time.host_table(some))
+        console.print(host_time.parts_table(some))
         rows += some
         _keep(options, rows)
         torch.cuda.empty_cache()

@@ -3,10 +3,12 @@
     forward        calls without gradients, back to back
     both           forward and backward
     chain          both passes of `LAYERS` layers, each with the output of the last as its queries; ms a layer
+    parts          the host time of both passes of a Canon call by part: `canon.testing.host_parts`
 
 Every row has single times in milliseconds, wall time and host time apart (`canon.testing.timing.Eager`).
 """
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canon.testing.host_parts import PARTS, host_parts
 from canon.testing.judge import Attended, dense, oracle
 from canon.testing.peers import Contender, contenders
 from canon.testing.shapes import Shape
-from canon.testing.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb
+from canon.testing.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, synchronize
 
 HOST_SHAPES = ["1,512,32,8,128,causal", "1,2048,32,8,128,causal", "2,1024,8,1,256,causal", "1,8192,32,8,128,causal"]
 CONTENDERS = "canon auto|SDPA cudnn|SDPA flash|flash-attn-4"
 LAYERS = 8
 MEASURES = ("forward", "both", "chain")
+PART_CALLS = 20  # calls in one measurement of the parts
 
 
 def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str) -> list[dict[str, Any]]:
@@ -30,7 +34,7 @@ def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, on
     q, k, v, dout = shape.inputs(dtype, device)
     exact, honest = oracle(q, k, v, dout, shape.mask), dense(q, k, v, dout, shape.mask)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    rows, runs = [], []
+    rows, runs, split = [], [], []
     for contender in contenders(shape, device, only or CONTENDERS):
         row: dict[str, Any] = {"contender": contender.name, "shape": str(shape)}
         rows.append(row)
@@ -44,8 +48,16 @@ def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, on
         row |= contender.judged(got, exact, honest)
         if "failed" in row:
             continue
-        runs += _measures(row, contender, attend, leaves, dout)
+        measured = [*_measures(row, contender, attend, leaves, dout)]
+        runs += measured
+        if contender.name.startswith("canon"):
+            split.append((row, measured[MEASURES.index("both")].run))
     eager_rounds(runs, rounds, device)
+    for _ in range(rounds):
+        for row, both in split:
+            for part, milliseconds in host_parts(both, PART_CALLS).items():
+                row.setdefault("part_ms", {}).setdefault(part, []).append(milliseconds)
+            synchronize(device)
     for row in rows:
         for name in ("chain_wall_ms", "chain_host_ms"):
             row[name] = [x / LAYERS for x in row.get(name, [])]
@@ -81,4 +93,17 @@ def host_table(rows: Sequence[dict]):
     for row in rows:
         cells = [row["failed"][:60], "", ""] if "failed" in row else [clocks(row, name) for name in MEASURES]
         shown.add_row(row["shape"], row["contender"], *map(escape, cells), shown_mb(row))
+    return shown
+
+
+def parts_table(rows: Sequence[dict]):
+    """Return a table of medians: the host time of both passes by part, in microseconds."""
+    from rich.table import Table
+
+    shown = Table("shape", "contender", *PARTS, title="host us of both passes, by part")
+    for row in rows:
+        if "part_ms" in row:
+            shown.add_row(
+                row["shape"], row["contender"], *(f"{1e3 * statistics.median(row['part_ms'][x]):.0f}" for x in PARTS)
+            )
     return shown

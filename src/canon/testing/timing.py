@@ -84,12 +84,12 @@ def eager(run: Run, calls: int, device: torch.device) -> tuple[float, float]:
     Wall time ends when the device has finished. Host time ends when the last call has returned; where the device is slower,
     its queue can fill up, and the host then waits for it.
     """
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
         run()
     returned = time.perf_counter()
-    _synchronize(device)
+    synchronize(device)
     finished = time.perf_counter()
     return 1e3 * (finished - start) / calls, 1e3 * (returned - start) / calls
 
@@ -125,7 +125,8 @@ def shown_mb(row: dict) -> str:
     return "-" if row.get("peak_mb") is None else f"{row['peak_mb']:.0f}"
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
