@@ -155,7 +155,7 @@ class _Step:
         self.keys, self.own = self.active.mask.keys, k.shape[-3] if self.holds_own else 0
         cast = plan.cast_of(number)
         self.transfer = None if cast is None else Transfer(plan, cast, call.rank)
-        self.computes = self.holds_own or bool(self.active.mask.bands)
+        self.has_work = self.holds_own or bool(self.active.mask.bands)
 
     def columns(self, k: Tensor | None, v: Tensor | None, rows: Tensor | None) -> tuple[Tensor, ...]:
         """Return K and V of the step: the own ones where there are no rows."""
@@ -225,7 +225,7 @@ def _forward(schedule: _Schedule, q: Tensor, keys: _StepKeys) -> tuple[Tensor, T
         step = steps[number]
         if not running:  # now, because the tokens that step 0 has sent need no memory any more
             running.extend(empty_result(q, keys.v, dtype))
-        if step.computes:
+        if step.has_work:
             replayed(_forward_step, (q, *held, *running), step, kind=step)
 
     run_pipeline(len(steps), keys.fetch, compute)
@@ -292,7 +292,7 @@ class _Backward:
         rows = self._gradient_rows(part.step) if self.keys_need_grad else None
         if self.dq is not None and place == 0 and part.kernels.adds_dq:
             self.dq.zero_()
-        if not part.step.computes:
+        if not part.step.has_work:
             return rows, lambda: None
         room = part.kernels.scratch.empty(self.k.device)
         tensors = (*self.inputs, *held, self.dq, rows, room)

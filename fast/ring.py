@@ -1,22 +1,24 @@
-"""Ring attention with overlap: the next block travels while the current one is computed.
+"""Ring attention with overlap: a block is K and V of one rank; the next one travels while kernels read the current one.
 
 Read `canon.reference.ring` first. The algorithm and the order of sums are the same here. The differences:
 
     messages          K and V travel in one message, dk and dv in another; the reference sends each tensor alone
-    overlap           a hop starts before the kernel that overlaps with it (`pipeline.run_pipeline`)
-    buffers           each ring has two: kernels and the send use one while the other one receives (`exchange.BlockRing`)
+    buffers           K and V travel through two buffers, dk and dv through two more: one is read and sent while the
+                      other receives (`exchange.BlockRing`)
     active queries    from step 1 on, only queries that see a key are computed (`active_queries.py`): in zigzag, half
-                      of the queries or of the keys. A fully masked step only passes its blocks on; its sums of step 1 are 0
-    in place          a kernel merges each part into the running float32 result; the first part is that result
+                      of the queries or of the keys. A fully masked step launches no kernel and only forwards its
+                      blocks. If it is step 1, it sends zeros as dk and dv
+    in place          a separate kernel merges each part into the running float32 result; step 0 writes it directly
     dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`PartialBackward`);
                       "fused" has one kernel for all three
 
-Order of step i; the forward pass has the first three lines. Steps without such a message skip its line:
+Order of step i; the forward pass has the first three lines. The right column has the steps that run a line, or the
+messages in flight:
 
     wait for K, V of step i                    from step 1 on
     start the hop of K, V for step i + 1       except in the last step
-    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; the sums that other ranks sent in step i - 1
-    receive these sums, add dk, dv of step i   from step 2 on; they belong to the keys of step i
+    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; the previous rank's sums of its step i - 1
+    wait for these sums, add dk, dv of step i  from step 2 on; they belong to the keys of step i
     start the hop of the new sums              from step 1 on
     launch the kernel of dq                    in flight: K, V of step i + 1; sums of dk, dv of step i
 
@@ -24,14 +26,16 @@ With NCCL, hops run on a stream of the process group. Before each pass, ranks co
 On GPUs, a repeated call does not wait for it: a difference raises at the next call at the latest
 (`canon.reference.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v, out and lse of the own tokens.
 
-Everything that is equal in all calls of one kind is in `_Ring` and its `_Step` objects, found by the call. A step is one
-recorded pass in the forward, and up to three in the backward (dk and dv; their addition; dq). `prepared.replayed` calls the
-functions after it in this list in the first call of a kind, and replays their launches in later calls:
+`PLANS` caches one `_Ring` for each `Call`: all that depends only on shapes, strides, dtypes, mask, layout and options. Each
+call still allocates its buffers and results, copies its own k and v into the ring, and casts the results. The launches of a
+step are recorded as one sequence in the forward pass, and as up to three in the backward pass: dk and dv; their addition;
+dq. The first call of a kind runs the functions after `prepared.replayed` in this list. Later calls replay their launches;
+but a step with more than 256 MiB of temporaries runs the functions in each call:
 
     forward     `_forward`, `prepared.replayed`, `_forward_step`, `local.forward_into`, `device.kernels_for`, `forward` of
                 launch.py (in kernels/triton, gluon or cuda); `ActiveQueries.merge`
     backward    `_Backward`, `prepared.replayed`, `_launch_dkdv` and `_launch_dq`, `partial_backward.PartialBackward`,
-                `device.kernels_for`, `dkdv` and `dq` of launch.py
+                `device.kernels_for`, `dkdv` and `dq` of launch.py; `_add_part`
 
 Cost, with N = b t g (d + dv) elements of K and V per rank. Forward: W - 1 messages, (W - 1) N elements of the inputs' dtype.
 Backward: the same again, and W - 1 messages, (W - 1) N elements of reduce_dtype.
@@ -162,7 +166,7 @@ def _passes(
 
 
 class _Ring:
-    """The steps of a ring for one kind of call: the blocks' places, and the visible part of each step."""
+    """The shared part of all calls of one kind: where the ranks' tensors lie in a buffer, and each step's visible cells."""
 
     def __init__(self, call: Call, k: Tensor, v: Tensor):
         self.call = call
@@ -180,9 +184,9 @@ class _Ring:
 
 
 class _Step:
-    """A step of one kind of call. ``active``: the queries that see a key; ``keys``: from the first to the last visible one.
+    """A step of one kind of call. ``active``: the queries that see a key; ``keys``: from the first visible key to the last.
 
-    In step 0 all queries are active, because that step initialises the results.
+    In step 0 both are complete, because that step initialises the results.
     """
 
     def __init__(self, ring: _Ring, number: int):
@@ -190,10 +194,10 @@ class _Step:
         mask = ring.call.local_mask(self.owner)
         self.keys, visible = visible_keys(mask) if number else (slice(0, mask.keys), mask)
         self.active = active_queries_of(visible, all_queries=number == 0)
-        self.computes = number == 0 or bool(visible.bands)
+        self.has_work = number == 0 or bool(visible.bands)
 
     def tensors(self, block: Tensor) -> list[Tensor]:
-        """Return views of K and V, or of dk and dv, in a block: the step's keys."""
+        """Return the two tensors of ``block`` at this step's keys, as views."""
         return [x[:, self.keys] for x in self.ring.blocks.views(block, self.owner)]
 
 
@@ -211,7 +215,7 @@ def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
     def compute(number: int, block: Tensor) -> None:
         step = ring.steps[number]
-        if step.computes:
+        if step.has_work:
             replayed(_forward_step, (q, block, out, lse), step, kind=step)
 
     run_pipeline(call.ranks, keys.fetch, compute)
@@ -247,10 +251,10 @@ def ring_backward(
 
 
 class _Backward:
-    """One backward pass: the running dq, dk and dv of the own tokens, and the rings of K, V and of their gradients.
+    """The state of one backward pass: running dq, this rank's own dk and dv, the ring of K, V and that of dk, dv.
 
     ``own`` is a block with dk and dv of this rank's part alone. The last hop brings the sum of the other ranks' parts.
-    In step i > 1, buffer i % 2 of ``sums`` receives the earlier ranks' sum for the step's block; this rank then adds its part.
+    In step i > 1, buffer i % 2 of ``sums`` receives the sum of ranks owner + 1, ..., rank - 1. This rank then adds its part.
     """
 
     def __init__(self, ring: _Ring, inputs: QueryInputs, k: Tensor, v: Tensor, needs_grad: tuple[bool, bool, bool]):
@@ -269,7 +273,7 @@ class _Backward:
     def compute(self, number: int, block: Tensor) -> tuple[Tensor | None, Callable[[], None]]:
         """Launch dk and dv. Return the scratch tensor of the step, and the function that launches dq."""
         part = self.parts[number]
-        if not part.step.computes:
+        if not part.step.has_work:
             if number == 1 and self.sums is not None:
                 self.sums.buffers[1].zero_()
             return None, lambda: None
@@ -284,7 +288,7 @@ class _Backward:
         if number == 0 or self.sums is None:
             return None
         part = self.parts[number]
-        if number > 1 and part.step.computes:
+        if number > 1 and part.step.has_work:
             replayed(_add_part, (self.sums.buffers[number % 2], room), part, kind=part)
         return self.sums.hop(number % 2, part.step.owner, self.ring.owner(number + 1))
 
@@ -292,8 +296,8 @@ class _Backward:
 class _StepBackward:
     """The backward pass of a step for one kind of call. In step 0 the kernel writes dk and dv into the own block.
 
-    In step 1 nothing is received, so the kernel writes into the sums, which are 0 for all other keys. Later it writes into
-    scratch, and `_add_part` adds that to the received sums.
+    In step 1 nothing is received: the kernel writes dk and dv straight into the buffer that is sent, where all other keys
+    get 0. Later it writes into scratch, and `_add_part` adds that to the received sums.
     """
 
     def __init__(self, step: _Step, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None):
@@ -304,7 +308,7 @@ class _StepBackward:
                 self.kernels.scratch.add(name, (b, step.keys.stop - step.keys.start, *width), own.dtype)
 
     def gradients(self, block: Tensor | None, room: Tensor | None) -> list[Tensor | None]:
-        """Return dk and dv, to be written: in the block, or in scratch."""
+        """Return the tensors that the kernel writes: views of ``block`` in steps 0 and 1, of scratch later."""
         if block is None:
             return [None, None]
         return self.parts(room) if self.has_part else self.step.tensors(block)

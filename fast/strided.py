@@ -103,9 +103,9 @@ def strided_attention(
 @makes_passes("strided_attention")
 def _passes(
     function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
-    *, scale, group, reduce_dtype, backward, rank_invariant, moment="forward", sink=None, **strides,
+    *, scale, group, reduce_dtype, backward, rank_invariant, pass_name="forward", sink=None, **strides,
 ) -> Passes:  # fmt: skip
-    options = {"scale": scale, "group": group, "reduce_dtype": reduce_dtype, "backward": backward, "moment": moment}
+    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, pass_name=pass_name)
     options |= {"rank_invariant": rank_invariant}
     call = agreed_call(function, q, k, v, mask, layout, **options, **strides, sink=sink)
     # after the agreement, so that a bad stride raises on all ranks

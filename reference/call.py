@@ -99,12 +99,12 @@ def agreed_call(
     group: Group,
     reduce_dtype: torch.dtype | None,
     backward: str,
-    moment: str = "forward",
+    pass_name: str = "forward",
     **options: Any,
 ) -> Call:
     """Return the call with its defaults filled in, after a comparison between all ranks. A collective.
 
-    Args: ``layout``, a Layout, a function (tokens, ranks) -> Layout, or None for contiguous; ``moment``, the pass that
+    Args: ``layout``, a Layout, a function (tokens, ranks) -> Layout, or None for contiguous; ``pass_name``, the pass that
         starts; ``options``, other arguments that must be equal on all ranks.
     Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together or differ from those
     of the others.
@@ -119,7 +119,7 @@ def agreed_call(
         if key is not None:
             PLANS.put((Call, key, rank, ranks), call)
     if ranks > 1:
-        call.agree(moment, q.device)
+        call.agree(pass_name, q.device)
     return call
 
 

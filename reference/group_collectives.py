@@ -49,10 +49,10 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 def cast_plan(mask: Mask, layout: Layout, *, stages: int = 1) -> CastPlan:
     """Return the tokens that each rank receives from each other rank. Pure and cached; nothing is sent.
 
-    Args: ``mask`` over the whole sequence; any ``layout``; ``stages``, the number of casts. There are fewer if
-        no rank sends so many tokens to another. 0 is one cast, used in one step together with the rank's own keys.
-    Raises ValueError if mask and layout differ in their number of tokens, or ``stages`` is not a whole number >= 0.
-    Source: the module's docstring.
+    Args: ``mask`` over the whole sequence; any ``layout``; ``stages``, the number of casts. There are fewer casts if
+    every rank sends fewer than ``stages`` tokens to each other rank. 0 is one cast, used in one step together with the
+    rank's own keys. Raises ValueError if mask and layout differ in their number of tokens, or ``stages`` is not a
+    whole number >= 0. Source: the module's docstring.
     """
     check_cast(mask, layout, stages)
     return _cast_plan(mask, layout, stages)

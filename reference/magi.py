@@ -1,4 +1,4 @@
-"""Magi attention: a plan places the tokens, and each rank receives only the keys that its queries see.
+"""Magi attention: a layout places the tokens, and each rank receives only the keys that its queries see.
 
 A ring or a gather sends every key to every rank. In a pack (several documents in one sequence) most of them are not needed,
 because a query sees only its own document. Below, keys are K and V, W is the number of ranks, and float32 means the
@@ -29,16 +29,18 @@ Step 0 uses own keys, and step i the keys of cast i - 1. ``stages=0`` means one 
 A buffer holds own keys first (if the step has them), then received keys by source rank. `CastPlan.local_mask` is its mask.
 `merge` (formula in `local.py`) joins the steps in float32, starting from out = 0 and lse = -inf. out is rounded once.
 
-Backward: the same steps, from the saved q, k, v, out and lse. The keys travel again, or were kept with ``keep_kv``. Each
-step gives dk and dv of its keys, and a part of dq that this rank adds:
+Backward: the same steps, from the saved q, k, v, out and lse. The keys travel again, or were kept with ``keep_kv``.
+Each step gives dk and dv of its keys and a part of dq. This rank sums the parts of dq; dk and dv of received keys
+travel back:
 
     stages=2    compute      own keys               keys of cast 0               keys of cast 1      -
                 in flight    cast 0                 cast 1                       reduce of cast 0    reduce of cast 1
 
-A received key is in exactly one cast, so its dk and dv are rounded to reduce_dtype once. The owner adds in float32: first
-its own part, then cast by cast, and within a cast by the rank that sends the gradients. The plan fixes this order, so equal
-calls give the same bits. Another ``stages`` may give other bits. With ``rank_invariant=True``, any number of ranks gives the
-same bits (`owner_computes.py`).
+A rank receives a key in exactly one cast, so it rounds its dk and dv of this key to reduce_dtype once. The owner adds
+in float32: first its own part, then cast by cast, and within a cast by the rank that sends the gradients. The plan
+fixes this order, so equal calls give the same bits. Another ``stages`` may give other bits. With
+``rank_invariant=True``, dk and dv do not travel: q, dout, lse and delta travel to the owners of the keys, and any
+number of ranks gives the same bits (costs: `owner_computes.py`).
 
 Cost: a rank receives R and sends S tokens in all casts; a token sent to two ranks counts twice. K and V of a token have
 N = b g (d + dv) elements of e bytes: batch b, g key heads, widths d and dv. An element in reduce_dtype has E bytes:
@@ -53,19 +55,19 @@ In each pass a rank also posts a digest of 8 bytes, to compare the calls (`group
 `volume` of that. FLOPs are those of `local.py` and `backward.py` for the visible cells (query-key pairs) of the rank's queries.
 Peak memory beyond inputs, outputs, tiles and row statistics, at most:
 
-    K, V       own tokens, three buffers (the previous one is freed when the next step begins), and the rows sent in two casts
+    K, V       own tokens; three buffers (last, current and next step); the rows sent in two casts
     keep_kv    until the backward pass: all received keys
-    out        float32, three times in a step, or five times inside `merge`
-    dq         float32, three times
+    out        three float32 tensors of its size in a step, five inside `merge`
+    dq         three float32 tensors of its size
     dk, dv     float32, own tokens and four buffers; for each of two reduces the rows sent and received (in reduce_dtype)
                and the copies that its additions make (`group_collectives.py`)
 
-``stages=1`` hides a cast that takes at most as long as step 0. More stages hide more of a longer cast, and shorten the last
-reduce, which no step hides. Each further stage adds an all-to-all and, forward, a merge. ``stages=0`` overlaps nothing and
-saves one step.
+``stages=1`` hides a cast that takes at most as long as step 0. More stages hide more of a longer cast, and shorten the
+last reduce, which no step hides. Each further stage adds an all-to-all and a merge forward, and two all-to-alls
+backward (one with keep_kv). ``stages=0`` overlaps nothing, but has one step less than ``stages=1``.
 
-Limits: every rank takes part in every cast. A cast that no rank needs is left out of the plan. Whether messages overlap
-with computation depends on the backend; gloo does not overlap.
+Limits: every rank takes part in every cast. A cast that no rank needs is left out of the plan. Whether messages
+overlap with computation depends on the backend; gloo needs free CPU cores for it.
 
 This file exceeds 200 lines, so that the example, the costs and the code stay on one page.
 
@@ -120,9 +122,9 @@ def magi_attention(
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank, from `dispatch` or any other; None is contiguous.
-        stages: the maximal number of casts, each in flight during the previous step. 0 is one cast, then one step. None is
-            1, or 0 with rank_invariant.
-        keep_kv: keep the received keys for the backward pass instead of casting them again.
+        stages: the largest number of casts. A cast is in flight during the step before the one that uses it. 0 is one
+            cast, then one step. None is 1, or 0 with rank_invariant.
+        keep_kv: keep the received keys for the backward pass instead of receiving them again.
         scale: factor of the scores; None is 1 / sqrt(d).
         sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the sum
             over its own tokens: add the gradients of all ranks, as for every replicated parameter.
@@ -130,16 +132,19 @@ def magi_attention(
             is the only rank.
         reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
-        rank_invariant: return the bits of one rank, on any number of ranks (`owner_computes.py`). Then the pieces of the
-            layout must begin at multiples of 128 tokens: pass ``dispatch(mask, ranks, rank_invariant=True)``.
-        return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
+        rank_invariant: return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). Then
+            the pieces of the layout must begin at multiples of 128 tokens: pass ``dispatch(mask, ranks,
+            rank_invariant=True)``.
+        return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
+            for float64). It is differentiable.
 
     All ranks must pass equal masks, layouts, dtypes, heads, widths, scales, options and requires_grad of q, k, v. t may
-    differ, according to the layout. The sequence has the tokens of the mask, else of the layout, else W t.
+    differ, according to the layout. The sequence is as long as the mask; without a mask, as the layout; without both,
+    W t tokens.
 
     Raises:
-        ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others, or
-            if an option or the layout contradicts rank_invariant.
+        ValueError or TypeError: on every rank, if the arguments of one rank do not fit together or differ from those
+            of the others, or if an option or the layout contradicts rank_invariant.
 
     Source: Tao and Huang, MagiAttention (2025).
     """
@@ -156,7 +161,7 @@ def _magi(q, k, v, mask, layout, sink, return_lse, **options):
         out, lse = call_operator("reference", "magi_attention", q, k, v, mask, layout, **options)
     else:
         passes = _passes("magi_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
-        check_sink(q, sink)  # all ranks agree on its kind: a bad one raises on all of them
+        check_sink(q, sink)  # `_passes` has compared its shape and dtype between ranks, so this raises on all or none
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 
@@ -211,7 +216,10 @@ def magi_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     steps: Iterable[tuple[int, Tensor]], call: Call, plan: CastPlan,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens in the dtype of q. dq is None if not needed, dk and dv if neither is."""
+    """Return dq, dk, dv of this rank's tokens in the dtype of q.
+
+    dq is None if q needs no gradient. dk and dv are None if neither k nor v needs one.
+    """
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     t, d = q.shape[1], q.shape[-1]
@@ -257,7 +265,7 @@ def fetch(own: Tensor, plan: CastPlan, call: Call, kept: list[Tensor] | None = N
 
 
 def key_buffer(own: Tensor, received: Tensor, plan: CastPlan, step: int) -> Tensor:
-    """Return the keys of a step: its own ones first, if it has them, then the received ones."""
+    """Return the keys of a step: this rank's own keys, if the step uses them, then the received keys."""
     return torch.cat([own, received]) if plan.holds_own(step) else received
 
 

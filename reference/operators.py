@@ -75,8 +75,8 @@ def call_operator(
     return out, lse
 
 
-def _passes(function: str, moment: str, tensors: Sequence[Tensor], options: Sequence[Any]) -> Passes:
-    """Return the passes of a call. If it has several ranks, they agree on its pass ``moment``."""
+def _passes(function: str, pass_name: str, tensors: Sequence[Tensor], options: Sequence[Any]) -> Passes:
+    """Return the passes of a call. If it has several ranks, they agree on its pass ``pass_name``."""
     mask, has_mask, layout, has_layout, half, kernels, *values = options
     mask, layout = mask if has_mask else None, layout if has_layout else None
     named = dict(zip(_names(function), values, strict=True)) | ({} if kernels is None else {"kernels": kernels})
@@ -87,7 +87,7 @@ def _passes(function: str, moment: str, tensors: Sequence[Tensor], options: Sequ
     # Below autograd no tensor needs a gradient. The ranks compare whether it is needed, as in eager calls.
     tensors = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs_grad, strict=True)]
     with torch.set_grad_enabled(any(needs_grad)):
-        return make(function, *tensors, mask, layout, moment=moment, **named)
+        return make(function, *tensors, mask, layout, pass_name=pass_name, **named)
 
 
 def _names(function: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Ring attention: queries stay on their rank, keys and values travel round all ranks.
 
 Each of W ranks holds q, k and v of its own tokens. At step s rank r uses K and V of rank r - s, their owner. In every
-step except the last, it sends them to rank r + 1 and receives the next ones from rank r - 1. Ranks count modulo W:
+step except the last, it sends them to rank r + 1 and receives the next ones from rank r - 1. Rank numbers are taken
+modulo W:
 
     4 ranks      step 0    step 1    step 2    step 3
     rank 0       K0 V0     K3 V3     K2 V2     K1 V1
@@ -17,8 +18,8 @@ results i and j in the accumulation dtype, float32 (float64 for float64). out is
 If lse_i and lse_j are -inf (no visible key), out is 0 and lse is -inf.
 
 Backward: K and V travel a second time, because a rank saves only its own. Each rank computes a part of dk and dv for
-every owner's keys. The sum of these parts follows the keys over the same links. Keys are sent when a step starts, the sum
-when it ends: over each link the sum travels one step after the keys. The path of dK0:
+every owner's keys. The sum of these parts follows the keys over the same links. A step sends its keys at its start and
+its sum at its end, so the sum crosses the link during the next step. The path of dK0:
 
     step 0    rank 0 computes its own part and keeps it
     step 1    rank 1 computes a part, then sends it to rank 2
@@ -47,8 +48,8 @@ A query chunk sees all keys of an earlier chunk, its own keys causally, and no k
     queries of chunk 6    full      causal    full      -         full      full
 
 A cell is a pair of a query and a key. A block is a chunk of queries x a chunk of keys, c x c cells. The work of a step,
-forward or backward, is its number of visible cells. Proof that this is equal, for rank r and owner o of the keys.
-Every early chunk precedes every late one, because r < W <= 2W - 1 - o.
+forward or backward, is its number of visible cells. Proof that all ranks have equal work at every step: let r be the
+rank, and o the owner of its keys. Every early chunk precedes every late one, because r < W <= 2W - 1 - o.
 
     o = r    one full block and two causal ones: c^2 + 2 c (c + 1) / 2 = 2 c^2 + c cells
     o < r    o < r < 2W-1-r < 2W-1-o: both query chunks follow chunk o, neither follows 2W-1-o: two full blocks, 2 c^2
@@ -70,7 +71,7 @@ o > r. `Call.local_mask` finds all these masks by `Layout.local_mask`, so the co
 
 Cost of a rank, for equal shards of t tokens. Its K and V have N = b t g (key_width + value_width) elements. b is the
 batch, g the number of key heads. The widths are the last axes of k and v. An element has e bytes in the dtype of q,
-E in reduce_dtype and A in the accumulation dtype. A hop is one message for each of its two tensors:
+E in reduce_dtype and A in the accumulation dtype. A hop sends two messages, one for each tensor:
 
                            hops     bytes sent, and as many received
     each pass   K, V       W - 1    (W - 1) N e
@@ -81,14 +82,14 @@ In bfloat16 with reduce_dtype float32 that is 2 (W - 1) N bytes forward and 6 (W
 pass also exchanges 8 bytes per rank, to compare the calls (`group_state.py`). FLOPs are those of `local.py` and
 `backward.py` for the visible cells of this rank's queries. Peak memory beyond inputs, outputs, tiles, row statistics:
 
-    K, V      2 N e bytes; 3 N e while a `Hop` starts: sent by the previous hop, held now, to be received
-    out, dq   forward: at most five like out (in `merge`); backward: three like dq; in the accumulation dtype
-    dk, dv    at most (2 A + 4 E) N bytes: own part, sum, and the sent and received tensors of two hops;
+    K, V      2 N e bytes; 3 N e while a `Hop` starts: the block that the last hop sent, the one in use, the next one
+    out, dq   forward: up to five tensors of out's shape (in `merge`); backward: three of dq's; accumulation dtype
+    dk, dv    (2 A + 4 E) N bytes while a hop starts: own part, sum, and the sent and received tensors of two hops;
               if E < A, about (3.5 A + 2 E) N in an addition: own part, this part, new sum, a received tensor cast to A
 
 A hop of K and V is in flight during the step that starts it. A hop of dk and dv starts at the end of a step and is in
 flight during the next step, if there is one. Whether hops
-overlap with the computation depends on the backend; gloo uses the same CPU cores.
+overlap with the computation depends on the backend; gloo needs CPU cores of its own for this.
 Limits: keys make all W - 1 hops, even to ranks without a query that sees them. Only empty shards are not sent.
 All ranks start hops in the same order, and messages between two ranks arrive in the order sent. So keys and gradients
 are not mixed up.
@@ -139,7 +140,7 @@ def ring_attention(
     """Return attention of this rank's queries over the keys of all ranks. All ranks must call it and its backward.
 
     Args:
-        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or all three packed, without the axis b.
+        q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or all three without the batch axis.
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank; None is contiguous.
         scale: factor of the scores; None is 1 / sqrt(d).
@@ -149,10 +150,12 @@ def ring_attention(
             is the only rank.
         reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
-        return_lse: also return lse, differentiable natural log: (b, h, t) or (h, t), float32 (float64 for float64).
+        return_lse: also return lse (b, h, t) or (h, t), the natural logarithm of the softmax's denominator, in float32
+            (float64 for float64). It is differentiable.
 
     h is a multiple of g. All ranks must pass equal masks, layouts, dtypes, batches, heads, widths, scales, options and
-    requires_grad. The number of tokens is that of the mask, else that of the layout, else W t.
+    requires_grad. The sequence is as long as the mask; without a mask, as the layout; without both, W t tokens: then
+    all shards must be equally long.
 
     Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
     Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
@@ -176,7 +179,8 @@ def zigzag_attention(
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return `ring_attention` over `Layout.zigzag`. Under a causal mask, all ranks have nearly equal work at each step.
 
-    The arguments (without ``layout``), results and ValueErrors are the same. Sources: see the module's docstring.
+    All arguments except ``layout``, the results and the errors are those of `ring_attention`. For sources, see the
+    module's docstring.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
     return _ring("zigzag_attention", q, k, v, mask, None, sink, return_lse, **options)
@@ -197,7 +201,8 @@ def striped_attention(
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step; it may lose its diagonal.
 
-    The arguments (without ``layout``), results and ValueErrors are the same. Source: see the module's docstring.
+    All arguments except ``layout``, the results and the errors are those of `ring_attention`. For sources, see the
+    module's docstring.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
     return _ring("striped_attention", q, k, v, mask, None, sink, return_lse, **options)
@@ -211,11 +216,11 @@ def _ring(
     """Return out, or out and lse. Under autocast, cast q, k, v."""
     if is_traced():
         check_sink(q, sink)
-        # under torch.compile: an operator that finds `_passes` by the name of the function
+        # under torch.compile or a dispatch mode: the operator finds `_passes` by the name of the function
         out, lse = call_operator("reference", function, q, k, v, mask, layout, **options)
     else:
         passes = _passes(function, q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
-        check_sink(q, sink)  # `_passes` has compared its kind between ranks: a bad sink raises on all of them
+        check_sink(q, sink)  # `_passes` has compared its shape and dtype between ranks, so this raises on all or none
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 
@@ -273,7 +278,7 @@ def ring_backward(
         )  # fmt: skip
         if dq is not None:
             dq += dq_part
-        if gradient_hop:  # the sum of the parts of ranks owner + 1, ..., rank - 1: the owner keeps its own
+        if gradient_hop:  # brings the sum of ranks owner + 1, ..., rank - 1
             part = _plus_received(part, gradient_hop)
         if step == 0:
             own_part = part
@@ -292,7 +297,8 @@ def _plus_received(part: list[Tensor], hop: "Hop") -> list[Tensor]:
 class Hop:
     """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the previous rank.
 
-    The received tensors belong to owner (rank - use_step) mod W. This rank uses them at ``use_step``; W means after the loop.
+    The received tensors belong to owner (rank - use_step) mod W. ``use_step``: the step that reads them; W if they are
+    read after the last step.
     """
 
     def __init__(self, tensors: list[Tensor], use_step: int, call: Call):

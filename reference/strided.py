@@ -1,37 +1,39 @@
 """Strided attention: gather K and V of a few heads from all ranks, compute these heads, go on to the next heads.
 
 Each of W ranks holds q, k and v of its own tokens. A *head group* is s = `head_stride` neighbouring key heads and the query
-heads that share them. A step computes one group, or a part of a split one. With 8 query heads, 4 key heads and s = 2:
+heads that share them. A step computes one group; options split the first or the last group into two steps
+(`strides.py`). With 8 query heads, 4 key heads and s = 2:
 
     step    gathered from all ranks     computed on rank r                      backward: sent to the owners of the keys
     0       K, V of key heads 0, 1      heads 0-3 of its queries, all keys      dk, dv of key heads 0, 1
     1       K, V of key heads 2, 3      heads 4-7 of its queries, all keys      dk, dv of key heads 2, 3
 
-A query sees all its keys in one step, so no results are merged and out is rounded once. The outputs of the steps are
-concatenated along the heads. Gathered keys lie in rank order, not in order of position. For every layout,
+A query head sees all its keys in one step, so no results are merged and out is rounded once. The outputs of the steps
+are concatenated along the heads. Gathered keys lie in rank order, not in order of position. For every layout,
 `Layout.local_mask` gives the mask between this rank's queries and the gathered keys.
 
 Backward: K and V are gathered again, because a rank saves only its own q, k, v, out and lse, the log of the softmax's
 denominator. A step gives the final dq of its query heads, and this rank's part of dk and dv for the keys of all ranks.
-Three operations form a reduce-scatter. Each rank rounds its part to reduce_dtype. One all-to-all sends each owner the
-parts for its keys. The owner adds these W parts in rank order 0, 1, ..., W - 1, in reduce_dtype. At the end it rounds the
-sums to the dtype of the inputs. As the order is fixed, the same inputs, ranks, layout and options give the same bits,
-with every `backward` method of `canon.reference`. With ``rank_invariant=True``, any number of ranks gives the same bits:
-the owner of a key adds over all queries, and no partial sums travel (`owner_computes.py`).
+NCCL's own reduce-scatter does not fix the order of its additions, so three operations form one. Each rank rounds its
+part to reduce_dtype. One all-to-all sends each owner the parts for its keys. The owner adds these W parts in rank
+order 0, 1, ..., W - 1, in reduce_dtype. At the end it rounds the sums to the dtype of the inputs. With float32, the
+default, only this end rounds to bfloat16; with bfloat16 each part and each addition would. The order is fixed, so a
+repeated call gives the same bits. With ``rank_invariant=True``, any number of ranks gives the same bits: the owner of
+a key adds over all queries, and no partial sums travel (`owner_computes.py`).
 
 During a step's computation, the next gather and the previous reduce-scatter are in flight. Nothing hides the first gather
 and the last reduce-scatter. Split groups shorten both: see `strides.py`. Overlap depends on the backend. NCCL has its own
-stream, and runs the messages of one process group one after the other. The threads of gloo and the computation share the
-CPU cores.
+stream, and runs the messages of one process group one after the other. Gloo overlaps if it finds free CPU cores.
 
 Balance: a visible cell is a pair of a query and a key that it sees. A rank's work in a step is the cells of its queries
 times the query heads of the step. So mask and layout decide the balance: pass `Layout.zigzag` for a causal mask.
 
 Stride: a small s takes the least memory and has the shortest first gather. A large s makes fewer, larger messages and
-kernels. Rule: begin with 1. Take the next divisor of g while a pass gets faster and the peak below fits into memory.
-For s > 1, `suggest_strides` chooses the splits. If s = g and no group is split, there is one step and no overlap.
-The ring of `ring.py` receives equal bytes, in W - 1 hops. It merges results, and needs balance at every hop, not only in
-total. Its buffers do not grow with W. Here a buffer has W N / n elements. If these do not fit, or g = 1, take the ring.
+kernels. Rule: begin with 1. Try the next divisor of g as long as a pass gets faster and the peak below fits into
+memory. For s > 1, `suggest_strides` chooses the splits. If s = g and no group is split, there is one step and no
+overlap. The ring of `ring.py` receives equal bytes, in W - 1 hops. It merges results, and needs balance at every hop,
+not only in total. Its buffers do not grow with W. Here a buffer holds K and V of s heads of all ranks. Use the ring if
+the buffers do not fit, or if g = 1.
 
 Cost of a rank, for equal shards of t tokens. Its K and V have N = b t g (d + dv) elements of e bytes: batch b, g key heads,
 widths d and dv. An element of reduce_dtype has E bytes. A message is one collective; n is the number of steps of the pass:
@@ -43,14 +45,14 @@ widths d and dv. An element of reduce_dtype has E bytes. A message is one collec
 FLOPs: 2 b h area (d + dv) forward, with h query heads and area visible cells of the rank's queries; backward as in
 `backward.py`. Peak memory beyond inputs and outputs, with n equal head groups and buffers of W N / n elements:
 
-    K, V        three buffers of the inputs' dtype while the next gather starts (the last one's shards, their
-                concatenation, the next shards), else two; NCCL holds up to two more
-    dk, dv      five buffers: parts of this step (accumulation dtype), parts sent and received in this and the previous step
+    K, V        three buffers of the inputs' dtype while a gather starts, and while `wait` concatenates its shards; else
+                two; NCCL holds up to two more
+    dk, dv      five buffers of reduce_dtype: parts of this step, and parts sent and received in this and the previous
+                step; if reduce_dtype is narrower, the parts and their concatenation are two of the accumulation dtype
     sums        N elements of reduce_dtype, twice while they are concatenated at the end
     out, dq     the results of all steps and their concatenation; dq in the accumulation dtype
 
-The accumulation dtype is float32, or float64 for float64 inputs. K and V do not peak together with dk and dv: by default
-the four take at most W N (3 e + 5 E) / n bytes.
+The accumulation dtype is float32, or float64 for float64 inputs. When dk and dv peak, K and V hold two buffers.
 
 Limits: s must divide g, and g must divide h. A gather pads each shard to the size of the largest, so W - 1 shards of
 that size arrive. The reduce-scatter does not pad. If only one of k and v needs a gradient, both dk and dv are
@@ -118,26 +120,31 @@ def strided_attention(
         head_stride: number of key heads in a head group.
         forward_first_stride, backward_first_stride: number of key heads in the first step, less than head_stride. None: no
             split.
-        backward_last_stride: number of key heads in the last step, likewise. Both backward strides need two head groups or
-            more: the first is split, and the last.
+        backward_last_stride: number of key heads in the last step, likewise. If both backward strides are given, there
+            must be two head groups or more: one group is split only once.
         pack_first: send K and V of the first step as one message. False: two messages, and one copy less.
-        backward_schedule: "scatter" (module's docstring) or "ring" (`ring_attention`'s; less memory, no backward strides).
+        backward_schedule: "scatter" (module's docstring) or "ring": the backward pass of `ring_attention`, whose
+            memory does not grow with W. It takes no backward strides.
         scale: factor of the scores; None is 1 / sqrt(d).
         sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the sum
             over its own tokens: add the gradients of all ranks, as for every replicated parameter.
         group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this process
             is the only rank.
-        reduce_dtype: dtype in which dk and dv are sent. None: float32 (float64 for float64). "scatter" also adds in it.
+        reduce_dtype: dtype in which dk and dv are sent. None: float32 (float64 for float64). "scatter" also computes
+            the sums in it.
         backward: "fused", "split", "head_parallel" or "auto", the method in each step: see `backward.py`.
         rank_invariant: return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). Each piece
-            of the layout must then begin at a multiple of 128 tokens. layout=None has such pieces.
-        return_lse: also return lse (b, h, t), natural logarithm, float32 (float64 for float64), differentiable.
+            of the layout must then begin at a multiple of 128 tokens. layout=None is then contiguous with such pieces.
+        return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
+            for float64). It is differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, head widths, scales, options and requires_grad. The sequence
-    has the tokens of the mask, else of the layout, else W t. The strides of a call can change its results by rounding only.
+    All ranks must pass equal masks, layouts, dtypes, heads, head widths, scales, options and requires_grad. The
+    sequence is as long as the mask; without a mask, as the layout; without both, W t tokens. The strides of a call can
+    change its results by rounding only.
 
     Raises:
-        ValueError: on every rank, if the arguments of one rank do not fit together or differ from those of the others.
+        ValueError or TypeError: on every rank, if the arguments of one rank do not fit together or differ from those
+            of the others.
             Also if strides do not fit the heads, a backward stride is given with "ring", or an option or the layout
             contradicts rank_invariant.
 
@@ -163,7 +170,7 @@ def _strided(q, k, v, mask, layout, sink, return_lse, strides, **options):
         out, lse = call_operator("reference", "strided_attention", q, k, v, mask, layout, **strides, **options)
     else:
         passes = _passes("strided_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **strides, **options)
-        check_sink(q, sink)  # `_passes` has compared its kind between ranks: a bad sink raises on all of them
+        check_sink(q, sink)  # `_passes` has compared its shape and dtype between ranks, so this raises on all or none
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 
@@ -171,9 +178,9 @@ def _strided(q, k, v, mask, layout, sink, return_lse, strides, **options):
 @makes_passes("reference", "strided_attention")
 def _passes(
     function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
-    *, scale, group, reduce_dtype, backward, rank_invariant, moment="forward", sink=None, **strides,
+    *, scale, group, reduce_dtype, backward, rank_invariant, pass_name="forward", sink=None, **strides,
 ) -> Passes:  # fmt: skip
-    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, moment=moment)
+    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, pass_name=pass_name)
     options |= dict(rank_invariant=rank_invariant)
     call = agreed_call(function, q, k, v, mask, layout, **options, **strides, sink=sink)
     steps = strided_steps(k.shape[-2], **strides)  # all ranks agree on the strides: bad ones raise on all of them

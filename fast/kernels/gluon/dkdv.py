@@ -13,12 +13,12 @@ A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span aft
 
 Each warpgroup holds dK and dV of its half of the keys in registers. An *owner* is a key head: the query heads of its group are
 summed in registers, in order. In the method "head_parallel" (`canon.fast.backward`) an owner is a query head; another kernel
-sums the owners afterwards, in order. So dk and dv always have the same bits for the same inputs. dq of the fused kernel has
-them if ORDERED. Heads wider than 128 have no fused kernel (`dkdv_hdim256`).
+sums the owners afterwards, in order. So dk and dv always have the same bits for the same inputs. dq of the fused
+kernel has the same bits only if ORDERED. Heads wider than 128 have no fused kernel (`dkdv_hdim256`).
 
 Shared memory: 2 (BUFFERS rows (d + dv) + STAGES columns (d + dv)) + 8 STAGES columns bytes. The fused kernel needs
-4 rows columns + 8 columns d bytes more. d and dv are padded to a power of 2. The bandwidth of shared memory limits the kernel:
-paper/shared_memory_bound.md.
+4 rows columns + 8 columns d bytes more. d and dv are padded as in `config.TABLE`. The bandwidth of shared memory
+limits the kernel: paper/shared_memory_bound.md.
 Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
 """
 
@@ -121,9 +121,9 @@ def load_tiles(
 ):
     """Run the loader: claim work tiles, and load Q, lse, dO and delta of every visited tile.
 
-    K of a work tile is loaded after its first Q, and V after its first dO. They may have to wait until the warpgroups finish
-    the previous work tile, and Q and dO should not wait with them. ORDERED: the first work tile is claimed too
-    (`canon.fast.kernels.gluon.dq_order`). ``padded``: the tokens in a row of the statistics.
+    K of a work tile is loaded after its first Q, and V after its first dO. Their buffers are freed late in the
+    previous work tile, so the first Q does not wait for K, nor the first dO for V. ORDERED: the first work tile is
+    claimed too (`canon.fast.kernels.gluon.dq_order`). ``padded``: the tokens in a row of the statistics.
     """
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v

@@ -8,8 +8,9 @@
 Each of the two warpgroups owns half of the rows. Sums follow the order of the spans, so the same inputs give the same bits.
 Rows that see no key get 0.
 
-Shared memory: e (rows (d + dv) + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded to a power of 2.
-Source: FlashAttention-2 (Tri Dao, 2023), algorithm 2, its part for dq alone: jax-ml/jax-triton, pull request 177.
+Shared memory: e (rows (d + dv) + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded as in
+`config.TABLE`.
+Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton, pull request 177.
 """
 
 from triton.experimental import gluon
@@ -67,8 +68,8 @@ class Buffers:
 def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
     """Run the loader: claim work tiles, and load K and V of every visited tile.
 
-    Q of a work tile is loaded after its first K, and dO after its first V. They may have to wait until the warpgroups finish
-    the previous work tile, and K and V should not wait with them.
+    Q of a work tile is loaded after its first K, and dO after its first V. Their buffers are freed late in the
+    previous work tile, so the first K does not wait for Q, nor the first V for dO.
     """
     q_desc, dout_desc, k_desc, v_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
@@ -214,7 +215,7 @@ def dq_kernel(
     STAGES: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dq (b, t, h, d), with one stride from token to token through all batches, of the work tiles in ``work``.
+    """Write dq (b, t, h, d) of the work tiles in ``work``. Its batch stride is t times its token stride.
 
     ``stats`` (b, h, 2, padded): the row statistics.
     """

@@ -21,14 +21,15 @@ forever. The adder of a CTA does this for each tile (steps 3 to 5 alone, if not 
     7. write its own ticket with `store_release`
 
 The release in step 7 and the acquire in step 1 of the successor order the two CTAs. Everything that the predecessor completed
-before its release is visible after the acquire. But a *proxy* (PTX) is a method of memory access: loads and stores use the
-generic proxy, and TMA uses the async proxy. An acquire orders only the generic one. The proxy fence of step 2 orders the
-addition after the acquire. Without step 6, step 7 would publish an addition that is still in flight, and the successor could
+before its release is visible after the acquire. In PTX, loads and stores access memory through the generic *proxy*,
+TMA through the async proxy. An acquire orders only the generic one. The proxy fence of step 2 orders the addition
+after the acquire. Without step 6, step 7 would publish an addition that is still in flight, and the successor could
 add first. A wrong order would change rounding only: TMA adds each element atomically, so no term is lost.
 
-Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. Second reason for an adder warp:
-step 6 compiles to a wait and to an instruction that empties the L1 cache. Warpgroups that executed them would stall in every
-tile. The adder's instruction also empties it, but warpgroups read little global memory (paper/deterministic_dq.md)."""
+Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. The adder warp has a
+second reason. Steps 1 and 6 compile to waits and to instructions that empty the L1 cache, and step 7 waits at a memory
+barrier. Warpgroups that executed them would stall in every tile. The adder also empties the cache, but warpgroups read
+little global memory (paper/deterministic_dq.md)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -58,7 +59,11 @@ from canon.fast.kernels.gluon.tile_ring import aggregate, make_barriers
 
 @aggregate
 class DqExchange:
-    """Shared memory for dS and dQ^T, two buffers each, and their barriers. A buffer of dQ has PARTS of 64 columns."""
+    """Shared memory for dS and dQ^T, two buffers each, and their barriers.
+
+    A buffer of dQ is D_PAD / 64 parts of 64 columns. dS needs no barrier to become free: a warpgroup waits for ds_full of
+    tile t - 1, so the other one has finished its MMA of tile t - 2.
+    """
 
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
@@ -107,7 +112,7 @@ def issue_dq(k, column, exchange, t):
 
 @gluon.jit
 def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Write one of PARTS, 64 columns of dQ, to shared memory for the adder. In dQ^T, 32 lanes write to 32 different banks."""
+    """Write part PART (64 columns) of dQ to shared memory for the adder. dQ^T is stored transposed: no bank conflicts."""
     mbarrier.wait(exchange.dq_free.index(t % 2), (t // 2 & 1) ^ 1)
     exchange.dq.index(t % 2 * PARTS + PART).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
     fence_async_shared()

@@ -14,22 +14,23 @@ for this ticket. So the semaphore holds it until the successor has added, and th
 
 **Same bits.** The predecessors follow from the tile schedule alone: from the mask and the shapes, not from timing or the
 number of SMs. So each tile of dq is a sum in a fixed order. Only the choice by method="auto" (`canon.fast.backward`) depends
-on the number of SMs: another GPU may run "split" instead.
+on the number of SMs: another GPU may run "split" or "head_parallel" instead.
 
 **No deadlock.** CTAs claim work tiles from an atomic counter, in the order of the tile schedule, and process their own ones in
-that order. Take the first unfinished work tile. All earlier ones are finished. Claims follow the schedule, so a running CTA has
-claimed it, or it is the next one to be claimed. Each predecessor of its spans is in an earlier work tile, or earlier in the
-same one. So the CTA gets every ticket, and the work tile finishes. By induction, all do. Other kernels give CTA i work tile i
-without a claim (`tile_queue`). Here a CTA could then wait for a CTA that the GPU has not started, so even the first work tiles
-are claimed.
+that order. Take the first unfinished work tile. All earlier ones are finished. Claims follow the schedule, so a
+running CTA has claimed it, or the next CTA to become idle will. Each predecessor of its spans is in an earlier work
+tile, or earlier in the same one. So every semaphore that the CTA waits for will hold the predecessor's ticket, and the
+work tile finishes. By induction, all do. Other kernels give CTA i work tile i without a claim (`tile_queue`). With
+ordered dq, a running CTA could then wait for one that the GPU has not started. So here even the first work tiles are
+claimed.
 
 **Memory order** is explained in `canon.fast.kernels.gluon.dq_adder`.
 
 Tickets are numbered by span, along the tile schedule. If the tiles of a span have different predecessors, the span is cut
-where the predecessor changes (C above, into two). Its pieces keep one own ticket. One table of tickets serves all heads,
-because each head has its own semaphores. NumPy builds it in O(spans sqrt(tiles of dq of a head)) operations (`_next_holder`).
-`launch.queue` zeroes the semaphores, and `canon.fast.backward` zeroes dq. Heads wider than 128 have no fused kernel, so no
-ordered dq.
+where the predecessor changes (C above, into two). Its pieces keep one own ticket. One table of tickets serves all key
+heads, because each query head has its own semaphores. It repeats the spans of a work tile for each query head of an
+owner. NumPy builds it in O(spans sqrt(tiles of dq of a head)) operations (`_next_covering_interval`). `launch.queue` zeroes the
+semaphores, and `canon.fast.backward` zeroes dq. Heads wider than 128 have no fused kernel, so no ordered dq.
 
 Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code). Measurements:
 paper/deterministic_dq.md.
@@ -47,31 +48,33 @@ from canon.reference.plan_cache import cached_plan
 SMS = 132  # of an H200. A constant, so that other GPUs get the same order and the same bits.
 L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache of an H200 holds 50 MB.
 
-# Number of heads in flight where work tiles come longest first (`heads_in_flight`). Each CTA must stay behind its predecessor,
-# so only about CTAS_PER_HEAD CTAs of one head are useful. More heads in flight shorten the waits. But the CTAs of a head share
-# reads of queries through L2 only while they stay close together. The model assumes that every addition to a tile of dq lets
-# them drift apart. So either the mean number of additions, times the heads in flight, is at most MAX_ADDITIONS, or the heads
-# read at most 4 L2_BYTES. Both constants are fitted to times of zigzag shards (paper/data/lists_side_by_side_h200.json).
+# Number of heads in flight where work tiles come longest first (`heads_in_flight`). Each CTA must stay behind the CTA
+# before it, so only about CTAS_PER_HEAD CTAs of one head are useful. More heads in flight shorten the waits. But the
+# CTAs of a head share reads of queries through L2 only while they stay close together. The model assumes that every
+# addition to a tile of dq lets them drift apart. So either the mean number of additions, times the heads in flight, is
+# at most MAX_ADDITIONS, or the heads read at most 4 L2_BYTES. Both constants are fitted to times of zigzag shards
+# (paper/data/lists_side_by_side_h200.json).
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
 # Alternating order (`alternation`). An SM runs one CTA. With n key heads in flight, w = SMS / n CTAs work on one of them. The
-# unit of time is a visit: the computation of one tile. If each CTA starts 1.5 visits after the one before, all wait 1.5 (0 + 1
-# + ... + w - 1) visits, about WAITING w^2. A key head costs repeat * visits: ``visits`` for each of its ``repeat`` query heads.
-# So waits take the share WAITING w^2 / (repeat * visits) of the time. L2 misses take the share DRIFTING (n bytes)^2 / queries:
-# the query heads of a key head read ``bytes``. The formula is fitted too, not derived. DRIFTING (in queries / byte^2) has one
-# value for key heads of one query head, and one for key heads of several. All three constants are fitted to times with 1 to 32
-# heads in flight (paper/data/pairs_h200.json). The n with the smallest sum is taken.
+# unit of time is a visit: the computation of one tile. If each CTA starts 1.5 visits after the one before, their waits
+# sum to 1.5 (0 + 1 + ... + w - 1) visits, about WAITING w^2. A key head costs repeat * visits: ``visits`` for each of
+# its ``repeat`` query heads. So waits take the share WAITING w^2 / (repeat * visits) of the time. L2 misses take the
+# share DRIFTING (n bytes)^2 / queries: the query heads of a key head read ``bytes``. The form of this term is
+# empirical. DRIFTING (in queries / byte^2) has one value for key heads of one query head, and one for key heads of
+# several. All three constants are fitted to times with 1 to 32 heads in flight (paper/data/pairs_h200.json). The n
+# with the smallest sum is taken.
 WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
 # When the fused kernel with ordered dq pays (`ordered_dq_pays`). It makes five MMAs a tile, and "split" seven. In alternating
 # order, waits and misses must cost less than the share MAX_SHARE. A tile of keys must also visit more than
-# MIN_VISITS_ALTERNATING[padded width] tiles of queries (128 x 128) on average. In the other order it must visit more than
-# MIN_VISITS[padded width], and each CTA of a head starts LAG visits after the CTA before it. LAG times the CTAs of a head must
-# be under a tenth of the work of an SM. LAG is a fit of its own, not the 1.5 above. The constants are fitted to
-# paper/data/kernels_sweep_widths_h200.json and pairs_h200.json.
+# MIN_VISITS_ALTERNATING[padded width] tiles of queries (128 x 128) on average. In the other order it must visit more
+# than MIN_VISITS[padded width]. There the model is: each CTA of a head starts LAG visits after the one before. LAG
+# times the CTAs of a head must be under a tenth of the work of an SM. LAG is a fit of its own, not the 1.5 above. The
+# constants are fitted to paper/data/kernels_sweep_widths_h200.json and pairs_h200.json.
 MAX_SHARE = 0.08
 MIN_VISITS_ALTERNATING = {64: 8, 128: 12}
 MIN_VISITS = {64: 8, 128: 24}
@@ -82,9 +85,10 @@ LAG = 2.5
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
     """Return how many groups of heads are in flight together: as many as fit the L2 cache.
 
-    A group is a key head, or the query heads that share one. ``additions``: to one tile of dq, if they are ordered. More
-    groups in flight then shorten the waits, up to as many as occupy all SMs. Either of two limits suffices: the CTAs of a head
-    stay together (`MAX_ADDITIONS`), or the groups read at most four times `L2_BYTES`.
+    A group is a key head, or the query heads that share one. ``additions``: the mean number of additions to one tile
+    of dq, if they are ordered. More groups in flight then shorten the waits, up to as many as occupy all SMs. Either
+    of two limits suffices: the CTAs of a head stay together (`MAX_ADDITIONS`), or the groups read at most four times
+    `L2_BYTES`.
     """
     choices = divisors(groups)
     largest = lambda each, room: max(n for n in choices if n == 1 or n * each <= room)
@@ -101,8 +105,9 @@ def alternation(
 ) -> tuple[int, float] | None:
     """Return the groups of heads in flight and the cost of waits and misses (share of the time), or None.
 
-    None means that short and long work tiles should not alternate. Few of them add to one tile of dq, or all are about equally
-    long. Or starts are too close: under a causal mask, adjacent tiles of keys differ by fewer than two visits.
+    None means that short and long work tiles should not alternate, for one of three reasons: few work tiles add to one
+    tile of dq; all are about equally long; or, under a causal mask, adjacent tiles of keys differ by fewer than two
+    visits.
     ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout of a group, which have ``queries`` tokens.
     """
     cost = costs.cost[costs.active]
@@ -156,7 +161,7 @@ def ordered_dq_pays(
     each = query_heads // key_heads
     if (
         mask.keys <= mask.queries
-    ):  # else keys of other ranks are present: dk and dv travel during the dq kernel of "split"
+    ):  # else some keys were received, and with "split" their dk and dv travel during the kernel of dq
         costs, bytes_per_head = tile_costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
         if found := alternation(costs, rows, columns, each, key_heads, bytes_per_head, mask.queries):
             return visited > MIN_VISITS_ALTERNATING[width] * tiles and found[1] < MAX_SHARE
@@ -171,10 +176,10 @@ def cut_by_tickets(
     """Cut spans where the predecessor changes. Return the cut spans, begin and end for each work tile, and the tickets.
 
     ``spans[begin[i]:end[i]]`` are those of work tile i, and ``order`` is the tile schedule. Tickets are (predecessor's, own)
-    for each cut span. Uncut spans have 1, 2, ... along the schedule, and predecessor 0 is none.
+    for each cut span. Spans are numbered 1, 2, ... along the schedule before the cut. 0 means no predecessor.
 
-    Consider the boundary of two tiles of dq. A span that starts or ends there visits only one of the two. So their
-    predecessors differ, until the next span that covers both. That span is cut there, and then they agree again.
+    Consider the boundary of two tiles of dq. A span that starts or ends there visits only one of the two. The two
+    tiles then have different last spans. The next span that covers both has two predecessors, so it is cut there.
     """
     number = (end - begin)[order]
     work_tile, place = counted(number)
@@ -183,10 +188,10 @@ def cut_by_tickets(
     stop = first + along[:, 1]
     n, width = len(along), int(stop.max(initial=0)) + 1
     boundary, after = np.concatenate([first, stop]), np.tile(np.arange(1, n + 1), 2)
-    cut = _next_holder(first + 1, stop, boundary, after)
+    cut = _next_covering_interval(first + 1, stop, boundary, after)
     pieces = np.concatenate([np.arange(n) * width + first, (cut * width + boundary)[cut < n]])
     span, column = np.divmod(np.unique(pieces), width)
-    previous = n - _next_holder(first[::-1], stop[::-1], column, n - span)
+    previous = n - _next_covering_interval(first[::-1], stop[::-1], column, n - span)
     tickets = np.stack([previous, span + 1], 1)
     cut_spans = along[span]
     is_last = np.append(span[1:] != span[:-1], True)[: len(span)]
@@ -198,11 +203,12 @@ def cut_by_tickets(
     return cut_spans, new_begin, new_end, tickets
 
 
-def _next_holder(begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray) -> np.ndarray:
+def _next_covering_interval(begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i]; len(begin) if none.
 
-    Intervals are grouped into blocks. For each block and point a table has the next block with an interval that holds the
-    point. So only two blocks are searched for each point: that of ``after``, and that of the table.
+    Intervals are grouped into blocks. For each block and point, a table has the first block, from this one on, with an
+    interval that holds the point. So only two blocks are searched for each point: that of ``after``, and that of the
+    table.
     """
     n, width = len(begin), int(end.max(initial=0)) + 1
     size = 1 << max(4, (width // 3).bit_length() // 2)

@@ -17,24 +17,28 @@ written (`write_result`). Sums follow the order of the spans, so the same inputs
     v.free           1 per warpgroup       each warpgroup, a step later (O += P V)  loader          V until read
     q.full           1, and all bytes      loader, then TMA                         its warpgroup   Q and ``published``
     q.free           1                     its warpgroup, after its last S          loader          Q and ``published``
+                                           (stale maximum: as for K)
     named 8 + w      256 threads           warpgroup w - 1, once its MMAs are       warpgroup w     order of MMAs
     (PING_PONG)                            issued (not complete), and w
 
-w - 1 counts modulo the warpgroups; at the start the last warpgroup arrives once. There are at least two stages, because a step
-waits for its V before it releases the previous V. Partial spans come before full ones, and after them with STALE_MAXIMUM. All
-warpgroups make equally many steps, so the named barriers match. Results are written from registers, without a barrier.
+w - 1 is taken modulo the number of warpgroups. At the start the last warpgroup arrives once, so that warpgroup 0 goes
+first. There are at least two stages, because a step may wait for its V before it releases the previous V. Partial
+spans come before full ones, and after them with STALE_MAXIMUM. All warpgroups make equally many steps, so the named
+barriers match. Results are written from registers, without a barrier.
 
 Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
 MMAs) and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after the first tile of each work tile.
 
-Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. As a
-rule of thumb, it counts a quarter if no SM gets two tiles of 128 queries of one head: `launch.tiles_seen`.
+Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. It is
+divided by 4 if there are at most as many tiles (128 queries of one head) as SMs (`launch.tiles_seen`), a rule of
+thumb.
 
     d, dv up to   ROWS                   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
-    64, 64        128; 192 if seen > 6   128       4        2         yes         if seen > 3
+    64, 64        128; 192 if seen > 6*  128       4        2         yes         if seen > 3
     128, 128      128                    128       3        1         yes         if seen > 6
     256, 128      128                    64        3        1         yes         if seen > 3
     256, 256      128                    64        2        1         yes         if seen > 3
+    * 128 with rank_invariant: then tiles of all ranks must have equal rows
 
 Tests and tuning also reach two combinations outside this table, through `config.forced`: no ping-pong scheduling, and 192
 rows without STALE_MAXIMUM. Two more switches depend on the inputs, and two follow from those above:
@@ -48,7 +52,8 @@ rows without STALE_MAXIMUM. Two more switches depend on the inputs, and two foll
 Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries with |m| > 2^24 get NaN
 (`LARGEST_MAXIMUM`). A NaN of v also reaches queries that only share a tile with it (`canon.fast.kernels.triton.launch`).
 
-Shared memory: 2 * (BUFFERS * ROWS * d + STAGES * COLUMNS * (d + dv)) bytes; widths are padded to a power of 2.
+Shared memory: 2 * (BUFFERS * ROWS * d + STAGES * COLUMNS * (d + dv)) bytes; widths are padded to the first column of
+the table above.
 Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2. Spans: `canon.fast.tiles`.
 """
 
@@ -99,8 +104,8 @@ from canon.fast.kernels.gluon.tile_queue import (
 )
 from canon.fast.kernels.gluon.tile_ring import Ring, RingPosition, load_box, make_barriers
 
-# Of |m|. m is rounded to float32; the product s scale_log2 in P = 2^(s scale_log2 - m) is not (FMA). Up to 2^24 the rounding
-# of m is at most 1/2, so it changes P by a factor of at most 2^0.5.
+# The largest |m| with an exact enough P. m is rounded to float32; the product s scale_log2 in P = 2^(s scale_log2 - m)
+# is not (FMA). Up to 2^24 the rounding of m is at most 1/2, so it changes P by a factor of at most 2^0.5.
 LARGEST_MAXIMUM = gl.constexpr(2.0**24)
 
 
@@ -126,7 +131,7 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, GROUP: gl.constex
             load_box(k_desc, batch, column, head // GROUP, k.full.index(slot), k.tiles.index(slot))
             if (
                 fresh
-            ):  # after K, which need not wait until each warpgroup has the last S of the buffer's earlier work tile
+            ):  # after K: a buffer of Q is free only after the last S of its previous work tile, and K should not wait
                 for w in gl.static_range(WARPGROUPS):
                     b = w * BUFFERS + done % BUFFERS
                     mbarrier.wait(q.free.index(b), (done // BUFFERS & 1) ^ 1)
@@ -181,7 +186,7 @@ def attend(wg):
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         write_result(o, state, wg, previous)
     if wg.PING_PONG and wg.INDEX == 0:
-        ping_pong_wait(wg.INDEX)  # no step is left that waits for the last warpgroup's last arrival
+        ping_pong_wait(wg.INDEX)  # take the last arrival of the last warpgroup, so that the named barrier ends balanced
 
 
 @gluon.jit
@@ -199,9 +204,10 @@ def visit_span(state, wg, ring, tile, partial):
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the next ring position.
 
-    Its MMA with V adds p V of the tile before. FIRST: ``tile`` is the first one of a work tile. Then O of the work tile
-    ``previous`` is complete after this MMA, and is written, unless ``previous`` is 0. LATE: registers are scarce with three
-    warpgroups. So the exponentials wait for the MMA with V, and the new P can use the registers of its operand, the old P.
+    The MMA with V in this step belongs to the tile before. FIRST: ``tile`` is the first one of a work tile. Then O of
+    the work tile ``previous`` is complete after this MMA, and is written, unless ``previous`` is 0. LATE: registers
+    are scarce with three warpgroups. So the exponentials wait for the MMA with V, and the new P can use the registers
+    of its operand, the old P.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     EARLY_RESCALE: gl.constexpr = (
@@ -233,8 +239,8 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
     p, l = exponentials(s, m_finite, wg)
-    # V of this tile is needed only in the next step. Its wait stands here to keep the wait for o behind the exponentials: it
-    # compiles to a loop, and the compiler does not move the wait for o ahead of a loop.
+    # V of this tile is needed only in the next step. The wait for it compiles to a loop, and the compiler moves no MMA wait
+    # across a loop. So the wait for o stays behind the exponentials.
     mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
     if not LATE:
         o = hopper.warpgroup_mma_wait(0, deps=[o])

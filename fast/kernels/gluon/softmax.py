@@ -4,12 +4,12 @@ Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes o
 every tile. The state holds the sum l as four partial sums, one for each lane.
 
 m need not be the maximum. P and O are relative to m, so any m gives the same result up to rounding, unless P overflows or
-underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). The key with
-this P then has at most half the weight of the row, and P is rounded. With the true maximum the largest P is 1, which has no
-rounding error. But the second largest may have nearly half the weight, and is rounded. Both errors are equally large. After
-a few tiles nearly all rows keep m, so a warp seldom rescales O.
-flash-attn-4 for Blackwell allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives errors larger than
-those of the dtype.
+underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). A
+key with the largest such P has at most half of the row's weight, and its P has the rounding error of the dtype. With
+the true maximum the largest P is 1, which has no rounding error. But the second largest may have nearly half the
+weight, and is rounded. So keeping m is as accurate: in both cases the error is that of a key with half the weight.
+After a few tiles nearly all rows keep m, so a warp seldom rescales O. flash-attn-4 for Blackwell allows P up to 2^8
+whatever the row's sum is. In rows with few keys that gives errors larger than those of the dtype.
 """
 
 from triton.experimental import gluon
@@ -24,12 +24,12 @@ from canon.fast.kernels.gluon.tile_ring import aggregate
 class SoftmaxState:
     """The state of a warpgroup's rows between two tiles.
 
-    o (M, DV_PAD)   sum of P V without the last tile's; o * shrink is relative to m
+    o (M, DV_PAD)   sum of P V over all tiles but the last; o * shrink is relative to m
     p (M, BN)       P of the last tile, as an MMA operand
     m (M)           row maximum of the scores in base 2, or the older one that the row keeps
     l (M, 4)        sums of P, by lane
-    excess (M, 4)   l minus the sums of P as rounded for the MMA, by lane; only of tiles that `stale_maximum` counts.
-                    A scalar 0 without STALE_MAXIMUM
+    excess (M, 4)   l minus the sums of P as rounded for the MMA, by lane; only of lanes and tiles whose sum of P exceeded
+                    the row's sum so far (`stale_maximum`). A scalar 0 without STALE_MAXIMUM
     shrink (M)      factor that o still needs because m rose in the last tile
     """
 
@@ -85,9 +85,9 @@ def finite_or_zero(m):
 
 @gluon.jit
 def highest_kept(m, l, BN: gl.constexpr):
-    """Return the maximum up to which a row keeps m. P is then at most 2^8, and at most the row's sum so far.
+    """Return the largest new maximum with which a row still keeps its old m.
 
-    The sum is rounded down to a power of 2.
+    P is then at most 2^8, and at most the row's sum so far, rounded down to a power of 2.
     """
     total = gl.convert_layout(gl.sum(l, 1), per_row_layout(BN))
     # floor(log2(total)): put its exponent bits into the mantissa of 2^23, then subtract 2^23 and the bias 127.

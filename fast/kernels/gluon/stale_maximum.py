@@ -5,20 +5,20 @@ lanes, and the exponentials start as soon as S is there. The sums of P by lane a
 
     a lane's sum of P in one tile              consequence
     at most the whole row's sum so far         none: P is as accurate as with the row maximum
-    larger                                     add its rounding error to ``excess``
-    over 65504 (float16) or 2^32 (bfloat16)    compute S and P of this tile again, with the row maximum
+    larger                                     add the rounding error of this lane's P to ``excess``
+    over 65504 (float16) or 2^32 (bfloat16)    compute S and P of this tile again; such rows take their maximum
 
 In the second case a key may weigh more than half, and its rounding error would show. The divisor of O is therefore the sum
-of P as rounded, l - excess. The relative error by a key of weight w is then w (1 - w) times that of its rounded P. lse uses
-the exact sum l. The third case keeps P finite in its dtype, and the sums of many tiles finite in float32. The repetition
-issues S without waiting for a ping-pong turn.
+of P as rounded, l - excess. If P of a key of weight w has the relative rounding error e, that of O is then at most w
+(1 - w) e. lse uses the exact sum l. The third case keeps P finite in its dtype, and the sums of many tiles finite in
+float32. The repetition issues S without waiting for a ping-pong turn.
 
 K and Q stay in their buffers until the sums are verified, so the next loads start later. In short rows this costs more
-than it saves. Short rows, and the first tile of each work tile, use `canon.fast.kernels.gluon.forward.step`. That function
-computes the maximum of a tile before P.
+than it saves. So a launch whose queries see few tiles on average has no stale maximum. The first tile of each work
+tile has none either: it uses `canon.fast.kernels.gluon.forward.step`, which computes the maximum of a tile before P.
 
-In bfloat16 P is at most 2^32, and its sum over a row of a tile 2^34. In 2^24 tiles of 64 keys the sum is at most 2^58. Values
-up to 1e21 therefore give a finite o.
+In bfloat16 P is at most 2^32, and its sum over a row of a tile 2^34. A sequence has at most 2^30 keys, or 2^24 tiles
+of 64, so a row's sum is at most 2^58. Values up to 1e21 therefore give a finite o.
 """
 
 from triton.experimental import gluon
@@ -76,11 +76,11 @@ def visit_span_stale(state, wg, ring, tile, partial):
 def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too large.
 
-    Return the state; ring position and column of the next tile; ``above``; and the sums of P of the last tile tried. If
-    ``above`` is not 0, the next tile was tried and must be repeated: its P is not in l, but o includes p V before it. The
-    warpgroup votes on whether a sum exceeds its row's sum so far. If so, it votes again on whether one is too large. A row
-    without a visible key so far has m = -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile is
-    repeated.
+    Return the state; ring position and column of the next tile; ``above``; and the sums of P of the last tile tried.
+    If ``above`` is not 0, the tile at this position failed and must be repeated: its P is not in l, but o includes all
+    tiles before it. The warpgroup votes on whether a sum exceeds its row's sum so far. If so, it votes again on
+    whether one is too large. A row without a visible key so far has m = -inf and uses `LOWEST`. P of its first visible
+    key is then infinite, so the tile is repeated.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess

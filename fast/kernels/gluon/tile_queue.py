@@ -13,11 +13,11 @@ pointer saves registers. Its parts, in order:
 A work tile is identified by its offset in ``work``; the first one is 8. Offset 0 means "no work tile". Each work tile has at
 least one visited tile; the launch fills fully masked rows.
 
-The grid has one CTA for each SM, or for each work tile if there are fewer. CTA i starts with work tile i, so its first loads
-depend on one read only. Each further work tile is claimed with an atomic counter that all CTAs share; the launch sets it to 0.
-The loader claims after it has issued all loads of the current work tile. In long work tiles the ring is then usually full, so
-the claim delays no load. If CTAs wait for each other (ordered dq), even the first work tiles are claimed: a CTA must never
-wait for a CTA that cannot run yet.
+The grid has one CTA for each SM, or for each work tile if there are fewer. CTA i starts with work tile i, so its first
+TMA loads wait for no atomic operation, only for its record in ``work``. Each further work tile is claimed with an
+atomic counter that all CTAs share; the launch sets it to 0. The loader claims after it has issued all loads of the
+current work tile. In long work tiles the ring is then usually full, so the claim delays no load. If CTAs wait for each
+other (ordered dq), even the first work tiles are claimed: a CTA must never wait for a CTA that cannot run yet.
 
 The loader publishes a work tile in shared memory, for the warpgroups and for the adder of dq. It does so before it loads Q of
 the work tile (K, for dk and dv). The barriers of Q or K also guard the published number. After the last work tile the loader
@@ -64,9 +64,9 @@ def allocate_published(NUMBER: gl.constexpr):
 
 @gluon.jit
 def publish(published, work_tile):
-    """Publish a work tile. All threads write, so the thread that arrives at a barrier afterwards has written too.
+    """Publish a work tile. Every thread stores the number, so the one that arrives at ``full`` has stored it before.
 
-    Another warp may write later, but the same number.
+    A slower warp may store it again later; this is harmless, as the number is the same.
     """
     published.store(gl.full([1], work_tile, gl.int32, scalar_layout(gl.num_warps())))
 

@@ -77,7 +77,7 @@ class Traversal(NamedTuple):
 
     @property
     def boxes(self) -> int:
-        """The ``boxes`` of `work_table`. Ordered tiles of dq are equal or disjoint, so spans begin at multiples of a tile."""
+        """The ``boxes`` of `work_table`. If ordered, spans begin at multiples of a tile: visited tiles of dq do not overlap."""
         return (self.columns if self.ordered else BOX) if self.transposed else 0
 
 
