@@ -249,14 +249,16 @@ def measured(results):
 def measured_spans(panels):
     """Draw measured spans. panels[title][rank] lists objects with kind, start and stop: kernels above, messages below."""
     figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels) + 1, 3), squeeze=False, layout="constrained")
-    for ax, (title, ranks) in zip(axes.flat, panels.items(), strict=True):
+    ends = [max(span.stop for spans in ranks.values() for span in spans) for ranks in panels.values()]
+    for ax, own_end, (title, ranks) in zip(axes.flat, ends, panels.items(), strict=True):
         for row, spans in enumerate(ranks.values()):
             for span in spans:
                 place, height = (row + 0.2, 0.16) if span.kind == "message" else (row - 0.4, 0.54)
                 box = {"facecolor": KIND_COLOURS[span.kind], "edgecolor": "white", "linewidth": 0.4}
                 ax.add_patch(Rectangle((span.start, place), span.stop - span.start, height, **box))
         ax.set(ylim=(len(ranks) - 0.5, -0.6), xlabel="milliseconds", title=title)
-        ax.set_xlim(0, 1.02 * max(span.stop for spans in ranks.values() for span in spans))
+        end = max(ends) if max(ends) < 2 * min(ends) else own_end  # one scale for panels of similar length
+        ax.set_xlim(0, 1.02 * end)
         ax.set_yticks(range(len(ranks)), ranks)
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
