@@ -179,7 +179,7 @@ def zigzag_attention(
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return `ring_attention` over `Layout.zigzag`. Under a causal mask, all ranks have nearly equal work at each step.
 
-    All arguments except ``layout``, the results and the errors are those of `ring_attention`. For sources, see the
+    Arguments (except ``layout``) and results are those of `ring_attention`. Raises the same errors. For sources, see the
     module's docstring.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)
@@ -201,7 +201,7 @@ def striped_attention(
 ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
     """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step; it may lose its diagonal.
 
-    All arguments except ``layout``, the results and the errors are those of `ring_attention`. For sources, see the
+    Arguments (except ``layout``) and results are those of `ring_attention`. Raises the same errors. For sources, see the
     module's docstring.
     """
     options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward)

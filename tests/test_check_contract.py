@@ -63,6 +63,8 @@ def test_the_template_passes_and_declines_what_it_leaves_open(run, write_module)
     assert {name.split("/")[0]: verdict for name, verdict in verdicts(record).items()} == {
         "attention": "agrees", "ring_attention": "declined"}  # fmt: skip
     assert sum(name.startswith("attention/") for name in verdicts(record)) == 8
+    status, printed, _ = run("my_attention", "--random", 20, "--seed", 7)
+    assert status == 0, "random cases pass no option that the functions lack"
 
 
 def test_help_names_the_conventions_and_every_feature(run):

@@ -270,14 +270,24 @@ def _add_exchanges(add: Callable[..., None]) -> None:
 
 
 def accepts(module: Any, case: Case) -> bool:
-    """Return False if the signature of the case's function has no parameter ``sink``, and the case passes one."""
-    if not case.has_sink:
-        return True
+    """Return False if the case passes ``sink`` or ``rank_invariant``, and the function has no such parameter.
+
+    A case with ``rank_invariant`` is also compared with the module's `attention` on one rank, which needs it too.
+    """
+    options = dict(case.options)
+    if options.get("rank_invariant") and not _has_parameter(module, "attention", "rank_invariant"):
+        return False
+    return all(
+        _has_parameter(module, case.function, name) for name in ("sink", "rank_invariant") if options.get(name, False)
+    )
+
+
+def _has_parameter(module: Any, function: str, name: str) -> bool:
     try:
-        parameters = inspect.signature(getattr(module, case.function)).parameters
+        parameters = inspect.signature(getattr(module, function)).parameters
     except (AttributeError, TypeError, ValueError):
         return False
-    return "sink" in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    return name in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
 
 def covered(module: Any, reference: Any) -> tuple[list[str], list[str], list[str]]:
