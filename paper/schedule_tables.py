@@ -142,6 +142,7 @@ def packs() -> dict[str, str]:
 
 
 NEW_MASK = ("first_ms", "repeated_ms", "new_mask_ms")
+HOST_PARTS = ("arguments", "results", "look-up", "launches", "other")  # of a call on one GPU
 
 
 def host() -> dict[str, str]:
@@ -165,6 +166,11 @@ def host() -> dict[str, str]:
         "torch cudnn allgather",
         "one GPU",
     )
+    parts = [
+        [row["shape"], *(f"{1e3 * median(row['part_ms'][part]):.0f}" for part in HOST_PARTS)]
+        for row in load("host_h200")["results"]
+        if row["contender"] == "canon auto"
+    ]
     labels = dict(SCHEDULES)
     launching = []
     for name in names:
@@ -172,6 +178,7 @@ def host() -> dict[str, str]:
         launching.append([labels[name], f"{median(row['both_launches_ms']):.1f}", f"{median(row['both_ms']):.1f}"])
     return {
         "host_calls": table(("shape", "wall (host) ms", "forward", "both passes", "a layer of 8"), rows, left=2),
+        "host_parts": table(("host us of both passes", *HOST_PARTS), parts),
         "new_masks": table(("shape", "documents", "first ms", "repeated ms", "new mask ms"), new_masks),
         "agreed_us": f"{load('agreement_two_h200')['agreed_call_us'][0]:.0f}",
         "ring_with": _ring_wall(True),

@@ -5,6 +5,8 @@
     chain          both passes of `LAYERS` layers, each with the output of the last as its queries; ms a layer
     parts          the host time of both passes of a Canon call by part: `canon.testing.host_parts`
 
+The contender "no kernels" is an `autograd.Function` in Python that allocates the results and gradients, and launches nothing.
+
 Every row has single times in milliseconds, wall time and host time apart (`canon.testing.timing.Eager`).
 """
 
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canon.fast.local import empty_result
 from canon.testing.host_parts import PARTS, host_parts
 from canon.testing.judge import Attended, dense, oracle
 from canon.testing.peers import Contender, contenders
@@ -26,7 +29,22 @@ HOST_SHAPES = ["1,512,32,8,128,causal", "1,2048,32,8,128,causal", "2,1024,8,1,25
 CONTENDERS = "canon auto|SDPA cudnn|SDPA flash|flash-attn-4"
 LAYERS = 8
 MEASURES = ("forward", "both", "chain")
+NO_KERNELS = "no kernels"
 PART_CALLS = 20  # calls in one measurement of the parts
+
+
+class NoKernels(torch.autograd.Function):
+    """The allocations of attention, and nothing else."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out, lse = empty_result(q, v, q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
 def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str) -> list[dict[str, Any]]:
@@ -50,8 +68,12 @@ def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, on
             continue
         measured = [*_measures(row, contender, attend, leaves, dout)]
         runs += measured
-        if contender.name.startswith("canon"):
+        if contender.canon:
             split.append((row, measured[MEASURES.index("both")].run))
+    rows.append({"contender": NO_KERNELS, "shape": str(shape)})
+    runs += _measures(
+        rows[-1], Contender(NO_KERNELS, lambda: NoKernels.apply, NO_KERNELS), NoKernels.apply, leaves, dout
+    )
     eager_rounds(runs, rounds, device)
     for _ in range(rounds):
         for row, both in split:
