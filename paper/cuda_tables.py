@@ -48,7 +48,8 @@ def policy() -> dict[str, str]:
 def causal() -> dict[str, str]:
     """Return the table of causal sequences of 8,192 tokens, and the ratios to FlashAttention-2 in SDPA."""
     record, rows, ratios = "kernels_cuda_causal_h200", [], {"forward": [], "backward": []}
-    for shape in dict.fromkeys(row["shape"] for row in load(record)["results"]):
+    shapes = {int(row["shape"].split()[4].replace("D", "")): row["shape"] for row in load(record)["results"]}
+    for width, shape in sorted(shapes.items()):
         cells = []
         for name in ("forward", "backward"):
             found = [
@@ -56,7 +57,7 @@ def causal() -> dict[str, str]:
             ]
             ratios[name].append(f"{found[0] / found[2]:.2f}")
             cells += [f"{each:.0f}" for each in found]
-        rows.append([shape.split()[4].replace("D", ""), *cells])
+        rows.append([str(width), *cells])
     header = ("head width", "forward: `cuda`", "`triton`", "FlashAttention-2")
     header += ("backward: `cuda`", "`triton`", "FlashAttention-2")
     return {
