@@ -149,7 +149,7 @@ def differences(panels: dict[str, dict[str, list[float]]], floor: float) -> None
             control = {"color": INK, "linewidth": 3, "alpha": 0.35, "zorder": 0} if not number else {}
             ax.plot(values, label=name, **{"color": RANKS[(number - 1) % len(RANKS)], "linewidth": 1.2} | control)
         ax.set_yscale("log")
-        ax.set(title=title, xlabel="step", ylim=(floor / 2, 100 * top))
+        ax.set(title=title, xlabel="step", ylim=(floor / 2, 5000 * top))
         ax.grid(color=PALE, linewidth=0.5)
         ax.legend(fontsize=8, loc="upper left")
     axes[0, 0].set_ylabel("largest difference so far")
