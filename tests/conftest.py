@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,17 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpus(n): runs only with --gpu, on n GPUs")
     if not config.getoption("gpu"):
         os.environ["TRITON_INTERPRET"] = "1"
+        import_before_forks("canon.fast", "canon.testing.process_groups", "torch._inductor.compile_fx")
     elif torch.cuda.is_available():
         os.environ.pop("TRITON_INTERPRET", None)
     else:
         raise pytest.UsageError("--gpu: torch finds no GPU here; without --gpu the tests run on the CPU")
+
+
+def import_before_forks(*modules):
+    """Let the server that forks rank processes import these modules. Otherwise every rank imports them, in two seconds."""
+    preload = forkserver.set_forkserver_preload
+    forkserver.set_forkserver_preload = lambda names: preload([*names, *modules])
 
 
 def pytest_collection_modifyitems(config, items):
