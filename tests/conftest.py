@@ -53,6 +53,15 @@ def pytest_collection_modifyitems(config, items):
         items[:] = chosen
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _fast_interpreter(pytestconfig):
+    """Speed up Triton's interpreter, if a test uses it: all test modules are imported by now."""
+    if "triton" in sys.modules and not pytestconfig.getoption("gpu"):
+        from interpreted_types import share_types
+
+        share_types()
+
+
 @pytest.fixture
 def deterministic():
     """Run the test with deterministic algorithms."""
