@@ -89,7 +89,7 @@ def verdicts(record):
 
 
 def test_the_reference_agrees_with_itself(run, tmp_path):
-    status, printed, record = run("canon.reference", "--tokens", 120)
+    status, printed, record = run("canon.reference", "--tokens", 120, picture=True)
     assert status == 0
     assert "cases agree." in printed.out
     tried = {result["case"].split("/")[0] for result in record["results"]}

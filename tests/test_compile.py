@@ -12,7 +12,6 @@ from canon.fast.kernels.gluon.config import LONG_TABLE
 from canon.testing.compile import SHARED_LIMIT, main_cases
 from canon.testing.sass import overwritten, waits
 
-
 # Triton assembles the PTX of a kernel, and so does the report, whose statistics are tested: the first time is left out.
 PROGRAM = """
 from triton.backends.nvidia.compiler import CUDABackend
