@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def _fast_interpreter(pytestconfig):
-    """Speed up Triton's interpreter, if a test uses it: all test modules are imported by now."""
+    """Speed up the interpreter, if a test module has imported Triton."""
     if "triton" in sys.modules and not pytestconfig.getoption("gpu"):
         from interpreted_types import share_types
 
