@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,17 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpus(n): runs only with --gpu, on n GPUs")
     if not config.getoption("gpu"):
         os.environ["TRITON_INTERPRET"] = "1"
+        import_before_forks("canon.fast", "canon.testing.process_groups", "torch._inductor.compile_fx")
     elif torch.cuda.is_available():
         os.environ.pop("TRITON_INTERPRET", None)
     else:
         raise pytest.UsageError("--gpu: torch finds no GPU here; without --gpu the tests run on the CPU")
+
+
+def import_before_forks(*modules):
+    """Let the server that forks rank processes import these modules. Otherwise every rank imports them, in two seconds."""
+    preload = forkserver.set_forkserver_preload
+    forkserver.set_forkserver_preload = lambda names: preload([*names, *modules])
 
 
 def pytest_collection_modifyitems(config, items):
@@ -43,6 +51,15 @@ def pytest_collection_modifyitems(config, items):
         chosen = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("gpus")]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fast_interpreter(pytestconfig):
+    """Speed up the interpreter, if a test module has imported Triton."""
+    if "triton" in sys.modules and not pytestconfig.getoption("gpu"):
+        from interpreted_types import share_types
+
+        share_types()
 
 
 @pytest.fixture
@@ -66,13 +83,20 @@ def own_errors():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Return ``run(*words)``: run `canon check` in an empty folder, and return (status, output, record)."""
+    """Return ``run(*words)``: run `canon check` in an empty folder, and return (status, output, record).
+
+    Only ``run(..., picture=True)`` draws the picture of the errors, which may take two seconds.
+    """
     from canon.__main__ import main
+    from canon.testing import check_report
 
     monkeypatch.chdir(tmp_path)
 
-    def run(*words):
-        status = main(["check", *map(str, words)])
+    def run(*words, picture=False):
+        with monkeypatch.context() as patch:
+            if not picture:
+                patch.setattr(check_report, "picture", lambda *_: True)
+            status = main(["check", *map(str, words)])
         name = "random.json" if "--random" in words else "record.json"
         kept = tmp_path / "canon-check" / name
         return status, capsys.readouterr(), json.loads(kept.read_text()) if kept.exists() else None

@@ -53,7 +53,7 @@ def distributed(half, backend, subgroup, calls):
             return torch.cos(out), lse
 
         compiled = compiled_once(model, backend)
-        for mask in MASKS:
+        for mask in MASKS if half == "reference" else MASKS[1:3]:  # Triton's interpreter is slow
             layout = [] if name in OWN_LAYOUTS else [reference.dispatch(mask, 2, chunk=4)]
             found, expected = (results(f, inputs(TOKENS // 2), mask, *layout) for f in (compiled, model))
             assert_same(found, expected, exact=backend != "inductor")
@@ -67,8 +67,8 @@ def distributed(half, backend, subgroup, calls):
     ("half", "backend", "subgroup", "calls"),
     [
         ("reference", "eager", False, CALLS),
-        ("reference", "inductor", True, CALLS),
-        ("fast", "aot_eager", True, CALLS[1::3]),  # Triton's interpreter is slow
+        ("reference", "inductor", True, CALLS[1::2]),  # a call of each kind of operator
+        ("fast", "aot_eager", True, CALLS[1::3]),
     ],
 )
 def test_one_graph_serves_all_masks_and_layouts_on_two_ranks(half, backend, subgroup, calls):

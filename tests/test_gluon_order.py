@@ -30,7 +30,7 @@ def test_the_same_bits_whatever_the_interleaving(method):
     ids=repr,
 )
 def test_what_is_added_in_order_has_the_same_bits_however_many_add(mask, d, deterministic, monkeypatch):
-    arguments = inputs(mask, b=2, h=4, g=2, d=d, dv=64)
+    arguments = inputs(mask, b=2 if ON_HOPPER else 1, h=4, g=2, d=d, dv=64)
     first = attend(*arguments, mask, method="fused")
     assert_exact(first, *arguments, mask)
     for processors, order, seed in ((1, "early", 1), (3, "random", 2), (7, "late", 3), (7, "random", 4)):
@@ -43,7 +43,7 @@ def test_what_is_added_in_order_has_the_same_bits_however_many_add(mask, d, dete
 def test_short_tiles_and_long_ones_by_turns_add_in_the_order_of_the_list(some, deterministic, monkeypatch):
     """The list of so many programs of a head at a time, done by as many as there are, fewer or more."""
     mask = Mask.causal(900)  # of 8 tiles
-    arguments = inputs(mask, h=4, g=2, d=128, dv=64)
+    arguments = inputs(mask, h=4 if ON_HOPPER else 2, g=2, d=128, dv=64)
     monkeypatch.setattr(dq_order, "SMS", 2 * some)
     monkeypatch.setattr(dq_order, "DRIFTING", (0.0, 0.0))  # so both heads stand side by side
     monkeypatch.setattr(launch, "tile_schedule", tile_scheduler.tile_schedule.__wrapped__)  # not from the cache

@@ -56,7 +56,7 @@ def test_equals_the_dense_oracle(half, ranks, kind, unwritten_is_nan):
         if half is fast and number % 3 != (ranks + len(kind)) % 3:
             continue  # the interpreter is slow
         mask = masks[(number + ranks) % len(masks)]
-        tensors = whole(mask)
+        tensors = whole(mask, h=4 if half is fast else 8)
         attend = attend_with(half, mask, layout, **options)
         for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), ranks):
             assert_agrees(got, mask, *tensors)
