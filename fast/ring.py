@@ -1,19 +1,19 @@
 """Ring attention with overlap: a block is K and V of one rank; the next one travels while kernels read the current one.
 
-Read `canon.reference.ring` first. The algorithm and the order of sums are the same here. The differences:
+Read `canon.reference.ring` first. The algorithm and the order of sums between ranks are the same here. The differences:
 
     messages          K and V travel in one message, dk and dv in another; the reference sends each tensor alone
     buffers           K and V travel through two buffers, dk and dv through two more: one is read and sent while the
                       other receives (`exchange.BlockRing`)
     active queries    from step 1 on, only queries that see a key are computed (`active_queries.py`): in zigzag, half
-                      of the queries or of the keys. A fully masked step launches no kernel and only forwards its
-                      blocks. If it is step 1, it sends zeros as dk and dv
+                      of the queries or of the keys. A fully masked step launches no kernel and only forwards K,
+                      V and the received sums. If it is step 1, it sends zeros as dk and dv
     in place          a separate kernel merges each part into the running float32 result; step 0 writes it directly
     dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`PartialBackward`);
                       "fused" has one kernel for all three
 
-Order of step i; the forward pass has the first three lines. The right column has the steps that run a line, or the
-messages in flight:
+Order of step i; the forward pass has the first three lines. The right column says in which steps a line runs, or
+which messages are in flight meanwhile:
 
     wait for K, V of step i                    from step 1 on
     start the hop of K, V for step i + 1       except in the last step
@@ -22,15 +22,16 @@ messages in flight:
     start the hop of the new sums              from step 1 on
     launch the kernel of dq                    in flight: K, V of step i + 1; sums of dk, dv of step i
 
-With NCCL, hops run on a stream of the process group. Before each pass, ranks compare 8 bytes each (a digest of the call).
-On GPUs, a repeated call does not wait for it: a difference raises at the next call at the latest
-(`canon.reference.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v, out and lse of the own tokens.
+With NCCL, hops run on a stream of the process group. At the start of each pass, a rank posts 8 bytes, a digest of the
+call. On GPUs, a repeated call does not wait for the bytes of other ranks: it compares them at the next pass at the
+latest (`canon.reference.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v, out and lse of the
+own tokens.
 
-`PLANS` caches one `_Ring` for each `Call`: all that depends only on shapes, strides, dtypes, mask, layout and options. Each
-call still allocates its buffers and results, copies its own k and v into the ring, and casts the results. The launches of a
-step are recorded as one sequence in the forward pass, and as up to three in the backward pass: dk and dv; their addition;
-dq. The first call of a kind runs the functions after `prepared.replayed` in this list. Later calls replay their launches;
-but a step with more than 256 MiB of temporaries runs the functions in each call:
+`PLANS` caches one `_Ring` for each `Call`: the places of the blocks in a buffer, and each step's active queries and
+visible keys. Each call still allocates its buffers and results, copies its own k and v into the ring, and casts the
+results. The launches of a step are recorded as one sequence in the forward pass, and as up to three in the backward
+pass: dk and dv; their addition; dq. In the list below, every call runs the functions up to `prepared.replayed`; those
+after it run in the first call of a kind only, or in each call if they allocate more than 256 MiB:
 
     forward     `_forward`, `prepared.replayed`, `_forward_step`, `local.forward_into`, `device.kernels_for`, `forward` of
                 launch.py (in kernels/triton, gluon or cuda); `ActiveQueries.merge`
@@ -236,7 +237,7 @@ def ring_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q; None if not needed. dk and dv are computed together."""
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q. dq is None if not needed, dk and dv if neither is."""
     if call.ranks == 1:
         return gradients(dout, q, k, v, out, lse, dlse, call.local_mask(0), call.scale, call.backward, needs_grad)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
@@ -253,8 +254,9 @@ def ring_backward(
 class _Backward:
     """The state of one backward pass: running dq, this rank's own dk and dv, the ring of K, V and that of dk, dv.
 
-    ``own`` is a block with dk and dv of this rank's part alone. The last hop brings the sum of the other ranks' parts.
-    In step i > 1, buffer i % 2 of ``sums`` receives the sum of ranks owner + 1, ..., rank - 1. This rank then adds its part.
+    ``own`` holds dk and dv of this rank's keys from its own queries. The last hop brings the sum of the other ranks'
+    parts. In step i > 1, buffer i % 2 of ``sums`` receives the sum of ranks owner + 1, ..., rank - 1. This rank then
+    adds its part.
     """
 
     def __init__(self, ring: _Ring, inputs: QueryInputs, k: Tensor, v: Tensor, needs_grad: tuple[bool, bool, bool]):
@@ -296,8 +298,8 @@ class _Backward:
 class _StepBackward:
     """The backward pass of a step for one kind of call. In step 0 the kernel writes dk and dv into the own block.
 
-    In step 1 nothing is received: the kernel writes dk and dv straight into the buffer that is sent, where all other keys
-    get 0. Later it writes into scratch, and `_add_part` adds that to the received sums.
+    In step 1 there is no received sum yet: the kernel writes dk and dv straight into the buffer that is sent. Keys
+    outside the step's ``keys`` get 0. Later it writes into scratch, and `_add_part` adds that to the received sums.
     """
 
     def __init__(self, step: _Step, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None):

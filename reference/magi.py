@@ -30,8 +30,8 @@ A buffer holds own keys first (if the step has them), then received keys by sour
 `merge` (formula in `local.py`) joins the steps in float32, starting from out = 0 and lse = -inf. out is rounded once.
 
 Backward: the same steps, from the saved q, k, v, out and lse. The keys travel again, or were kept with ``keep_kv``.
-Each step gives dk and dv of its keys and a part of dq. This rank sums the parts of dq; dk and dv of received keys
-travel back:
+Each step gives this rank's part of dk and dv of its keys, and a part of dq. This rank sums the parts of dq; dk and dv
+of received keys travel back:
 
     stages=2    compute      own keys               keys of cast 0               keys of cast 1      -
                 in flight    cast 0                 cast 1                       reduce of cast 0    reduce of cast 1
@@ -59,8 +59,9 @@ Peak memory beyond inputs, outputs, tiles and row statistics, at most:
     keep_kv    until the backward pass: all received keys
     out        three float32 tensors of its size in a step, five inside `merge`
     dq         three float32 tensors of its size
-    dk, dv     float32, own tokens and four buffers; for each of two reduces the rows sent and received (in reduce_dtype)
-               and the copies that its additions make (`group_collectives.py`)
+    dk, dv     float32, own tokens and four buffers (of the last step, this step's two, and their concatenation); for each
+               of two reduces the rows sent and received (in reduce_dtype) and the copies of its additions
+               (`group_collectives.py`)
 
 ``stages=1`` hides a cast that takes at most as long as step 0. More stages hide more of a longer cast, and shorten the
 last reduce, which no step hides. Each further stage adds an all-to-all and a merge forward, and two all-to-alls
@@ -138,9 +139,9 @@ def magi_attention(
         return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
             for float64). It is differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, widths, scales, options and requires_grad of q, k, v. t may
-    differ, according to the layout. The sequence is as long as the mask; without a mask, as the layout; without both,
-    W t tokens.
+    All ranks must pass equal masks, layouts, dtypes, batches, heads, widths, scales, options and requires_grad of q,
+    k, v. t may differ, according to the layout. The sequence is as long as the mask; without a mask, as the layout;
+    without both, W t tokens.
 
     Raises:
         ValueError or TypeError: on every rank, if the arguments of one rank do not fit together or differ from those

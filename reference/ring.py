@@ -49,7 +49,7 @@ A query chunk sees all keys of an earlier chunk, its own keys causally, and no k
 
 A cell is a pair of a query and a key. A block is a chunk of queries x a chunk of keys, c x c cells. The work of a step,
 forward or backward, is its number of visible cells. Proof that all ranks have equal work at every step: let r be the
-rank, and o the owner of its keys. Every early chunk precedes every late one, because r < W <= 2W - 1 - o.
+rank, and o the owner of the keys that it uses. Every early chunk precedes every late one, because r < W <= 2W - 1 - o.
 
     o = r    one full block and two causal ones: c^2 + 2 c (c + 1) / 2 = 2 c^2 + c cells
     o < r    o < r < 2W-1-r < 2W-1-o: both query chunks follow chunk o, neither follows 2W-1-o: two full blocks, 2 c^2
@@ -77,15 +77,16 @@ E in reduce_dtype and A in the accumulation dtype. A hop sends two messages, one
     each pass   K, V       W - 1    (W - 1) N e
     backward    dk, dv     W - 1    (W - 1) N E
 
-If neither k nor v needs a gradient, dk and dv make no hops.
-In bfloat16 with reduce_dtype float32 that is 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward. If W > 1, each
-pass also exchanges 8 bytes per rank, to compare the calls (`group_state.py`). FLOPs are those of `local.py` and
-`backward.py` for the visible cells of this rank's queries. Peak memory beyond inputs, outputs, tiles, row statistics:
+With bfloat16 inputs and reduce_dtype float32 the table gives 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward.
+If neither k nor v needs a gradient, dk and dv make no hops. If W > 1, each pass also exchanges 8 bytes per rank, to
+compare the calls (`group_state.py`). FLOPs are those of `local.py` and `backward.py` for the visible cells of this
+rank's queries. Peak memory beyond inputs, outputs, tiles, row statistics:
 
-    K, V      2 N e bytes; 3 N e while a `Hop` starts: the block that the last hop sent, the one in use, the next one
+    K, V      2 N e bytes; 3 N e while a `Hop` starts: those that the last hop sent, those in use, and the next ones
     out, dq   forward: up to five tensors of out's shape (in `merge`); backward: three of dq's; accumulation dtype
     dk, dv    (2 A + 4 E) N bytes while a hop starts: own part, sum, and the sent and received tensors of two hops;
-              if E < A, about (3.5 A + 2 E) N in an addition: own part, this part, new sum, a received tensor cast to A
+              if E < A, about (3.5 A + 2 E) N in an addition: own part, this part, new sum, one received tensor cast to
+              A, and the tensors of the last hop; backward="head_parallel" adds A N h / g (`backward.py`)
 
 A hop of K and V is in flight during the step that starts it. A hop of dk and dv starts at the end of a step and is in
 flight during the next step, if there is one. Whether hops

@@ -14,12 +14,13 @@ are concatenated along the heads. Gathered keys lie in rank order, not in order 
 
 Backward: K and V are gathered again, because a rank saves only its own q, k, v, out and lse, the log of the softmax's
 denominator. A step gives the final dq of its query heads, and this rank's part of dk and dv for the keys of all ranks.
-NCCL's own reduce-scatter does not fix the order of its additions, so three operations form one. Each rank rounds its
-part to reduce_dtype. One all-to-all sends each owner the parts for its keys. The owner adds these W parts in rank
-order 0, 1, ..., W - 1, in reduce_dtype. At the end it rounds the sums to the dtype of the inputs. With float32, the
-default, only this end rounds to bfloat16; with bfloat16 each part and each addition would. The order is fixed, so a
-repeated call gives the same bits. With ``rank_invariant=True``, any number of ranks gives the same bits: the owner of
-a key adds over all queries, and no partial sums travel (`owner_computes.py`).
+The order of additions in NCCL's reduce-scatter depends on its algorithm and the topology, so three operations replace
+it here. Each rank rounds its part to reduce_dtype. One all-to-all sends each owner the parts for its keys. The owner
+adds these W parts in rank order 0, 1, ..., W - 1, in reduce_dtype. At the end it rounds the sums to the dtype of the
+inputs. For bfloat16 inputs and reduce_dtype float32, the default, only this last rounding is to bfloat16. With
+reduce_dtype bfloat16, each part and each addition is rounded to bfloat16, too. The order is fixed, so a repeated call
+gives the same bits. With ``rank_invariant=True``, any number of ranks gives the same bits: the owner of a key adds
+over all queries, and no partial sums travel (`owner_computes.py`).
 
 During a step's computation, the next gather and the previous reduce-scatter are in flight. Nothing hides the first gather
 and the last reduce-scatter. Split groups shorten both: see `strides.py`. Overlap depends on the backend. NCCL has its own
@@ -48,8 +49,9 @@ FLOPs: 2 b h area (d + dv) forward, with h query heads and area visible cells of
     K, V        three buffers of the inputs' dtype while a gather starts, and while `wait` concatenates its shards; else
                 two; NCCL holds up to two more
     dk, dv      five buffers of reduce_dtype: parts of this step, and parts sent and received in this and the previous
-                step; if reduce_dtype is narrower, the parts and their concatenation are two of the accumulation dtype
-    sums        N elements of reduce_dtype, twice while they are concatenated at the end
+                step. While a narrower reduce_dtype is cast, two more of the accumulation dtype
+    sent        the padded K and V of this rank, 1 / W of a buffer for each gather in flight
+    sums        N elements of reduce_dtype, and dk or dv once more while they are concatenated at the end
     out, dq     the results of all steps and their concatenation; dq in the accumulation dtype
 
 The accumulation dtype is float32, or float64 for float64 inputs. When dk and dv peak, K and V hold two buffers.
@@ -138,9 +140,9 @@ def strided_attention(
         return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
             for float64). It is differentiable.
 
-    All ranks must pass equal masks, layouts, dtypes, heads, head widths, scales, options and requires_grad. The
-    sequence is as long as the mask; without a mask, as the layout; without both, W t tokens. The strides of a call can
-    change its results by rounding only.
+    All ranks must pass equal masks, layouts, dtypes, batches, heads, head widths, scales, options and requires_grad.
+    The sequence is as long as the mask; without a mask, as the layout; without both, W t tokens. The strides of a call
+    can change its results by rounding only.
 
     Raises:
         ValueError or TypeError: on every rank, if the arguments of one rank do not fit together or differ from those
