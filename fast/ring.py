@@ -5,10 +5,11 @@ Read `canon.reference.ring` first. The algorithm and the order of sums between r
     messages          K and V travel in one message, dk and dv in another; the reference sends each tensor alone
     buffers           K and V travel through two buffers, dk and dv through two more: one is read and sent while the
                       other receives (`exchange.BlockRing`)
-    active queries    from step 1 on, only queries that see a key are computed (`active_queries.py`): in zigzag, half
-                      of the queries or of the keys. A fully masked step launches no kernel and only forwards K,
-                      V and the received sums. If it is step 1, it sends zeros as dk and dv
-    in place          a separate kernel merges each part into the running float32 result; step 0 writes it directly
+    active queries    from step 1 on, a step computes only the queries that see a key (`active_queries.py`), over the keys
+                      from the first to the last visible one: in zigzag, half of the queries or half of the keys. A
+                      fully masked step launches no kernel and only forwards K, V and the received sums. If it is
+                      step 1, it sends zeros as dk and dv
+    in place          a separate kernel merges each part into the running result; step 0 writes it directly
     dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`PartialBackward`);
                       "fused" has one kernel for all three
 
@@ -17,8 +18,8 @@ which messages are in flight meanwhile:
 
     wait for K, V of step i                    from step 1 on
     start the hop of K, V for step i + 1       except in the last step
-    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; the previous rank's sums of its step i - 1
-    wait for these sums, add dk, dv of step i  from step 2 on; they belong to the keys of step i
+    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; sums for the keys of step i
+    wait for these sums, add dk, dv of step i  from step 2 on; after the last step: of the own keys, for own dk, dv
     start the hop of the new sums              from step 1 on
     launch the kernel of dq                    in flight: K, V of step i + 1; sums of dk, dv of step i
 
@@ -27,11 +28,11 @@ call. On GPUs, a repeated call does not wait for the bytes of other ranks: it co
 latest (`canon.reference.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v, out and lse of the
 own tokens.
 
-`PLANS` caches one `_Ring` for each `Call`: the places of the blocks in a buffer, and each step's active queries and
-visible keys. Each call still allocates its buffers and results, copies its own k and v into the ring, and casts the
-results. The launches of a step are recorded as one sequence in the forward pass, and as up to three in the backward
-pass: dk and dv; their addition; dq. In the list below, every call runs the functions up to `prepared.replayed`; those
-after it run in the first call of a kind only, or in each call if they allocate more than 256 MiB:
+`PLANS` caches one `_Ring` for each kind of call: the places of the blocks in a buffer, and each step's active queries
+and visible keys. Each single call still allocates its buffers and results, copies its own k and v into the ring, and
+casts the results. The launches of a step are recorded as one sequence in the forward pass, and as up to three in the
+backward pass: dk and dv; their addition; dq. Every call runs the functions that are listed before `prepared.replayed`.
+Those after it run once, when the launches are recorded, or in each call that cannot be replayed (`prepared.py`):
 
     forward     `_forward`, `prepared.replayed`, `_forward_step`, `local.forward_into`, `device.kernels_for`, `forward` of
                 launch.py (in kernels/triton, gluon or cuda); `ActiveQueries.merge`
@@ -43,7 +44,8 @@ Backward: the same again, and W - 1 messages, (W - 1) N elements of reduce_dtype
 
     scratch     forward: 2 N elements of the inputs' dtype (K, V); float32 out and lse twice (running, newest part)
                 backward: 2 N elements of the inputs' dtype; 2 N of reduce_dtype (dk, dv); N float32 (own dk, dv), and N more
-                if W > 2 (newest part); float32 dq twice (running, newest part); delta; 2 b h t float32 (row statistics, Gluon)
+                if W > 2 (newest part); float32 dq twice (running, newest part); delta; 2 b h t float32 (row statistics, Gluon);
+                that of the backward method (`backward.py`)
                 both: copies of the active queries' inputs if they form several ranges
 
 Sources: as `canon.reference.ring`.
@@ -237,7 +239,10 @@ def ring_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. dq is None if not needed, dk and dv if neither is."""
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q.
+
+    dq is None if q needs no gradient; dk and dv are None if neither k nor v needs one.
+    """
     if call.ranks == 1:
         return gradients(dout, q, k, v, out, lse, dlse, call.local_mask(0), call.scale, call.backward, needs_grad)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))

@@ -17,8 +17,9 @@ accumulation dtype (float64 for float64 inputs).
 
 All ranks derive the same `CastPlan` (`plan.py`) from mask, layout and ``stages``. So each rank can send without a request.
 
-Forward: a step is attention over one buffer of keys. The received keys are divided into up to ``stages`` casts (default 1).
-Step 0 uses own keys, and step i the keys of cast i - 1. ``stages=0`` means one cast and one step:
+Forward: a step is attention over one buffer of keys. The received keys are divided into up to ``stages`` casts
+(default 1, with rank_invariant 0). Step 0 uses own keys, and step i the keys of cast i - 1. ``stages=0`` means one
+cast and one step:
 
     stages=0    compute                             own keys and cast 0          no overlap
                 in flight    cast 0
@@ -37,7 +38,7 @@ of received keys travel back:
                 in flight    cast 0                 cast 1                       reduce of cast 0    reduce of cast 1
 
 A rank receives a key in exactly one cast, so it rounds its dk and dv of this key to reduce_dtype once. The owner adds
-in float32: first its own part, then cast by cast, and within a cast by the rank that sends the gradients. The plan
+in float32: first its own part, then cast by cast, and within a cast in the order of the sending ranks. The plan
 fixes this order, so equal calls give the same bits. Another ``stages`` may give other bits. With
 ``rank_invariant=True``, dk and dv do not travel: q, dout, lse and delta travel to the owners of the keys, and any
 number of ranks gives the same bits (costs: `owner_computes.py`).
@@ -55,13 +56,13 @@ In each pass a rank also posts a digest of 8 bytes, to compare the calls (`group
 `volume` of that. FLOPs are those of `local.py` and `backward.py` for the visible cells (query-key pairs) of the rank's queries.
 Peak memory beyond inputs, outputs, tiles and row statistics, at most:
 
-    K, V       own tokens; three buffers (last, current and next step); the rows sent in two casts
+    K, V       own tokens; three buffers (previous, current and next step); the rows sent in two casts
     keep_kv    until the backward pass: all received keys
     out        three float32 tensors of its size in a step, five inside `merge`
     dq         three float32 tensors of its size
-    dk, dv     float32, own tokens and four buffers (of the last step, this step's two, and their concatenation); for each
-               of two reduces the rows sent and received (in reduce_dtype) and the copies of its additions
-               (`group_collectives.py`)
+    dk, dv     float32, own tokens and four buffers: those of the previous step, those of this step, joined, and with the
+               tokens first; for each of two reduces in flight the rows sent and received (in reduce_dtype) and the
+               copies of its additions (`group_collectives.py`)
 
 ``stages=1`` hides a cast that takes at most as long as step 0. More stages hide more of a longer cast, and shorten the
 last reduce, which no step hides. Each further stage adds an all-to-all and a merge forward, and two all-to-alls
@@ -123,8 +124,8 @@ def magi_attention(
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank, from `dispatch` or any other; None is contiguous.
-        stages: the largest number of casts. A cast is in flight during the step before the one that uses it. 0 is one
-            cast, then one step. None is 1, or 0 with rank_invariant.
+        stages: at most so many casts, each used by a step after step 0 and in flight during the step before. 0 is
+            special: one cast, awaited before the only step. None is 1, or 0 with rank_invariant.
         keep_kv: keep the received keys for the backward pass instead of receiving them again.
         scale: factor of the scores; None is 1 / sqrt(d).
         sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the sum

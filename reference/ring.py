@@ -18,8 +18,9 @@ results i and j in the accumulation dtype, float32 (float64 for float64). out is
 If lse_i and lse_j are -inf (no visible key), out is 0 and lse is -inf.
 
 Backward: K and V travel a second time, because a rank saves only its own. Each rank computes a part of dk and dv for
-every owner's keys. The sum of these parts follows the keys over the same links. A step sends its keys at its start and
-its sum at its end, so the sum crosses the link during the next step. The path of dK0:
+every owner's keys. The sum of these parts follows the keys over the same links. Each step but the last sends keys at
+its start, and each step but the first sends its sum at its end. So a sum is in flight during the next step, the last
+one after all steps. The path of dK0:
 
     step 0    rank 0 computes its own part and keeps it
     step 1    rank 1 computes a part, then sends it to rank 2
@@ -29,13 +30,14 @@ its sum at its end, so the sum crosses the link during the next step. The path o
 
 Float addition is not associative, so the order is fixed: o + 1, o + 2, ..., o for the keys of owner o.
 Rank r joins its forward results, and adds its parts of dq, in the order of the steps: owners r, r - 1, ..., r + 1.
-On one machine, a repeated call with the same inputs, layout, options and number of ranks gives the same bits.
-Additions use the accumulation dtype. dk and dv are rounded to reduce_dtype before each hop.
+On the same hardware and software, a repeated call with the same inputs, layout, options and number of ranks gives the
+same bits. Additions use the accumulation dtype. dk and dv are rounded to reduce_dtype before each hop.
 
 Balance under a causal mask: rank r can start step s + 1 only after rank r - 1 has started step s, which sends the keys.
-So a rank that starts a step late delays the next rank at the next step. The ranks need equal work at *every* step.
-Zigzag cuts n = 2Wc tokens into 2W chunks of c tokens. Rank r holds the early chunk r, stored first, and the late chunk
-2W - 1 - r. For other n, chunk sizes differ by at most one token, and the work is nearly equal. With 4 ranks:
+So a rank that starts a step late delays the next rank at the next step. It can delay the previous rank, too, because a
+hop ends only when its send does. The ranks need equal work at *every* step. Zigzag cuts n = 2Wc tokens into 2W chunks
+of c tokens. Rank r holds the early chunk r, stored first, and the late chunk 2W - 1 - r. For other n, chunk sizes
+differ by at most one token, and the work is nearly equal. With 4 ranks:
 
     chunk    0  1  2  3  4  5  6  7
     rank     0  1  2  3  3  2  1  0
@@ -82,11 +84,12 @@ If neither k nor v needs a gradient, dk and dv make no hops. If W > 1, each pass
 compare the calls (`group_state.py`). FLOPs are those of `local.py` and `backward.py` for the visible cells of this
 rank's queries. Peak memory beyond inputs, outputs, tiles, row statistics:
 
-    K, V      2 N e bytes; 3 N e while a `Hop` starts: those that the last hop sent, those in use, and the next ones
+    K, V      2 N e bytes; 3 N e while a `Hop` starts: those sent by the previous hop, those in use, and the next ones
     out, dq   forward: up to five tensors of out's shape (in `merge`); backward: three of dq's; accumulation dtype
-    dk, dv    (2 A + 4 E) N bytes while a hop starts: own part, sum, and the sent and received tensors of two hops;
-              if E < A, about (3.5 A + 2 E) N in an addition: own part, this part, new sum, one received tensor cast to
-              A, and the tensors of the last hop; backward="head_parallel" adds A N h / g (`backward.py`)
+    dk, dv    (2 A + 4 E) N bytes while a hop starts: own part, sum, and the sent and received tensors of this hop and of
+              the previous one, which is freed afterwards. If E < A, an addition can take more, about (3.5 A + 2 E) N:
+              own part, this part, new sum; dk or dv cast to A; the tensors of the previous hop.
+              backward="head_parallel" adds A N h / g (`backward.py`)
 
 A hop of K and V is in flight during the step that starts it. A hop of dk and dv starts at the end of a step and is in
 flight during the next step, if there is one. Whether hops

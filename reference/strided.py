@@ -32,12 +32,13 @@ times the query heads of the step. So mask and layout decide the balance: pass `
 Stride: a small s takes the least memory and has the shortest first gather. A large s makes fewer, larger messages and
 kernels. Rule: begin with 1. Try the next divisor of g as long as a pass gets faster and the peak below fits into
 memory. For s > 1, `suggest_strides` chooses the splits. If s = g and no group is split, there is one step and no
-overlap. The ring of `ring.py` receives equal bytes, in W - 1 hops. It merges results, and needs balance at every hop,
-not only in total. Its buffers do not grow with W. Here a buffer holds K and V of s heads of all ranks. Use the ring if
-the buffers do not fit, or if g = 1.
+overlap. The ring of `ring.py` receives the same number of bytes in all, in W - 1 hops. It merges results, and needs
+balance at every hop, not only in total. Its buffers do not grow with W. Here a buffer holds K and V of s heads of all
+ranks. Use the ring if the buffers do not fit, or if g = 1.
 
 Cost of a rank, for equal shards of t tokens. Its K and V have N = b t g (d + dv) elements of e bytes: batch b, g key heads,
-widths d and dv. An element of reduce_dtype has E bytes. A message is one collective; n is the number of steps of the pass:
+widths d and dv. An element of reduce_dtype has E bytes. A message is one collective; n is the number of steps of the
+pass. With backward_schedule="scatter" and without rank_invariant (`owner_computes.py`):
 
                             messages                       bytes received
     each pass     K, V      2 n; 2 n - 1 if pack_first     (W - 1) N e
@@ -47,11 +48,11 @@ FLOPs: 2 b h area (d + dv) forward, with h query heads and area visible cells of
 `backward.py`. Peak memory beyond inputs and outputs, with n equal head groups and buffers of W N / n elements:
 
     K, V        three buffers of the inputs' dtype while a gather starts, and while `wait` concatenates its shards; else
-                two; NCCL holds up to two more
-    dk, dv      five buffers of reduce_dtype: parts of this step, and parts sent and received in this and the previous
-                step. While a narrower reduce_dtype is cast, two more of the accumulation dtype
+                two; NCCL copies the shards of each gather in flight through one more
+    dk, dv      parts of this step: one buffer of the accumulation dtype, and one more while they are joined and cast;
+                parts sent and received, in this and the previous step: four buffers of reduce_dtype
     sent        the padded K and V of this rank, 1 / W of a buffer for each gather in flight
-    sums        N elements of reduce_dtype, and dk or dv once more while they are concatenated at the end
+    sums        N elements of reduce_dtype; at the end, the larger one of dk and dv once more, to concatenate it
     out, dq     the results of all steps and their concatenation; dq in the accumulation dtype
 
 The accumulation dtype is float32, or float64 for float64 inputs. When dk and dv peak, K and V hold two buffers.
@@ -135,8 +136,9 @@ def strided_attention(
         reduce_dtype: dtype in which dk and dv are sent. None: float32 (float64 for float64). "scatter" also computes
             the sums in it.
         backward: "fused", "split", "head_parallel" or "auto", the method in each step: see `backward.py`.
-        rank_invariant: return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). Each piece
-            of the layout must then begin at a multiple of 128 tokens. layout=None is then contiguous with such pieces.
+        rank_invariant: return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). Each
+            range of tokens in the layout must then begin at a multiple of 128, in the sequence and on its rank.
+            layout=None is then contiguous with such pieces.
         return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
             for float64). It is differentiable.
 
