@@ -1,10 +1,10 @@
 """dq of the fused backward: the warpgroups compute parts of it, and the adder warp adds them to float32 dq in global memory.
 
-    warpgroups    dS to shared memory                    -> ds_full
-                  dQ^T = K^T dS to shared memory         -> dq_full
+    warpgroups    dS (keys x queries) to shared memory   -> ds_full
+                  dQ^T = K^T dS; dQ to shared memory     -> dq_full
     adder         wait for dq_full, add to dq            -> dq_free
 
-dS and dQ^T have two buffers each. dS of both warpgroups is needed for dQ, because the sum is over all keys of the work tile.
+dS and dQ have two buffers each. dS of both warpgroups is needed for dQ, because the sum is over all keys of the work tile.
 With D = 128 each warpgroup computes 64 columns of dQ. With D = 64 they alternate: each computes all columns of every second
 tile.
 
@@ -26,10 +26,10 @@ TMA through the async proxy. An acquire orders only the generic one. The proxy f
 after the acquire. Without step 6, step 7 would publish an addition that is still in flight, and the successor could
 add first. A wrong order would change rounding only: TMA adds each element atomically, so no term is lost.
 
-Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. The adder warp has a
-second reason. Steps 1 and 6 compile to waits and to instructions that empty the L1 cache, and step 7 waits at a memory
-barrier. Warpgroups that executed them would stall in every tile. The adder also empties the cache, but warpgroups read
-little global memory (paper/deterministic_dq.md)."""
+Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. The adder also keeps
+slow instructions out of the warpgroups. Steps 1 and 6 compile to waits and to instructions that empty the L1 cache,
+and step 7 waits at a memory barrier. With them a warpgroup would stall in every tile. The adder also empties
+the cache, but warpgroups read little global memory (paper/deterministic_dq.md)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -59,10 +59,11 @@ from canon.fast.kernels.gluon.tile_ring import aggregate, make_barriers
 
 @aggregate
 class DqExchange:
-    """Shared memory for dS and dQ^T, two buffers each, and their barriers.
+    """Shared memory for dS and dQ, two buffers each, and their barriers.
 
-    A buffer of dQ is D_PAD / 64 parts of 64 columns. dS needs no barrier to become free: a warpgroup waits for ds_full of
-    tile t - 1, so the other one has finished its MMA of tile t - 2.
+    A buffer of dQ is D_PAD / 64 parts of 64 columns. dS needs no barrier to become free. Before a warpgroup writes dS
+    of tile t, it has seen the other one's arrival for tile t - 1, which comes after that one's MMA of tile t - 2. With
+    D = 64, one warpgroup alone reads dS of a tile.
     """
 
     ds: gl.shared_memory_descriptor
@@ -112,7 +113,7 @@ def issue_dq(k, column, exchange, t):
 
 @gluon.jit
 def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Write part PART (64 columns) of dQ to shared memory for the adder. dQ^T is stored transposed: no bank conflicts."""
+    """Write part PART (64 columns) of dQ to shared memory. The accumulator is dQ^T, so the stores have no bank conflicts."""
     mbarrier.wait(exchange.dq_free.index(t % 2), (t // 2 & 1) ^ 1)
     exchange.dq.index(t % 2 * PARTS + PART).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
     fence_async_shared()

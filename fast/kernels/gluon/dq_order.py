@@ -50,9 +50,9 @@ L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache o
 
 # Number of heads in flight where work tiles come longest first (`heads_in_flight`). Each CTA must stay behind the CTA
 # before it, so only about CTAS_PER_HEAD CTAs of one head are useful. More heads in flight shorten the waits. But the
-# CTAs of a head share reads of queries through L2 only while they stay close together. The model assumes that every
-# addition to a tile of dq lets them drift apart. So either the mean number of additions, times the heads in flight, is
-# at most MAX_ADDITIONS, or the heads read at most 4 L2_BYTES. Both constants are fitted to times of zigzag shards
+# CTAs of a head share reads of queries through L2 only while they stay close together. In the model they drift apart
+# with the number of additions to one tile of dq. So additions times heads in flight are at most MAX_ADDITIONS. Heads
+# that read at most 4 L2_BYTES together are exempt. Both constants are fitted to times of zigzag shards
 # (paper/data/lists_side_by_side_h200.json).
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
@@ -83,7 +83,7 @@ LAG = 2.5
 
 # ------------------------------------------------------------------ heads in flight, and the order of work tiles
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
-    """Return how many groups of heads are in flight together: as many as fit the L2 cache.
+    """Return how many groups of heads are in flight together: as many as fit the L2 cache, or more if dq is ordered.
 
     A group is a key head, or the query heads that share one. ``additions``: the mean number of additions to one tile
     of dq, if they are ordered. More groups in flight then shorten the waits, up to as many as occupy all SMs. Either
@@ -106,8 +106,8 @@ def alternation(
     """Return the groups of heads in flight and the cost of waits and misses (share of the time), or None.
 
     None means that short and long work tiles should not alternate, for one of three reasons: few work tiles add to one
-    tile of dq; all are about equally long; or, under a causal mask, adjacent tiles of keys differ by fewer than two
-    visits.
+    tile of dq; all are about equally long; or repeat * rows < 2 * columns, so that under a causal mask adjacent tiles
+    of keys differ by fewer than two visits.
     ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout of a group, which have ``queries`` tokens.
     """
     cost = costs.cost[costs.active]
@@ -120,17 +120,18 @@ def alternation(
     return min(((n, waiting / n**2 + drifting * n**2) for n in divisors(groups)), key=itemgetter(1))
 
 
-def alternate(order: np.ndarray, groups: int) -> np.ndarray:
+def alternate(order: np.ndarray, together: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of short and of long work tiles alternating.
 
-    A set has SMS / groups work tiles: one for each CTA that works on the same group. The first set has the shortest work
+    A set has SMS / together work tiles: one for each CTA of a group in flight. The first set has the shortest work
     tiles, shortest first. The second has the longest ones, longest first. The sets continue so, with the tiles that are left.
 
     Under a causal mask, all work tiles end at the last query, and short ones start at later queries. A short one that starts
-    together with a longer predecessor waits until the predecessor reaches the short one's first query. So all that start
-    together take as long as the longest of them. In alternating order, long ones start one after another, as short ones end.
+    together with a longer predecessor waits until the predecessor reaches the short one's first query. So, longest
+    first, work tiles that start together all end with the longest of them. In alternating order, short ones end one
+    after another, so the long ones after them start staggered, and wait little.
     """
-    number = max(1, round(SMS / groups))
+    number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)
     place += which // 2 * number  # among the long ones, or the short ones
     return order[np.where(which % 2 == 0, len(order) - 1 - place, place)]
@@ -161,7 +162,7 @@ def ordered_dq_pays(
     each = query_heads // key_heads
     if (
         mask.keys <= mask.queries
-    ):  # else some keys were received, and with "split" their dk and dv travel during the kernel of dq
+    ):  # else some keys are of other ranks: "split" sends their dk and dv during the kernel of dq, so only the last test counts
         costs, bytes_per_head = tile_costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
         if found := alternation(costs, rows, columns, each, key_heads, bytes_per_head, mask.queries):
             return visited > MIN_VISITS_ALTERNATING[width] * tiles and found[1] < MAX_SHARE
@@ -222,7 +223,7 @@ def _next_covering_interval(begin: np.ndarray, end: np.ndarray, point: np.ndarra
     np.add.at(following, (block, end), -1)
     np.cumsum(following, 1, out=following)  # how many intervals of a block hold a point
     following[:] = np.where(following > 0, np.arange(blocks + 1, dtype=np.int32)[:, None], np.int32(blocks))
-    for i in reversed(range(blocks)):  # the block itself, or the next one of those behind it
+    for i in reversed(range(blocks)):  # the block itself if it holds the point, else the answer of the next block
         np.minimum(following[i], following[i + 1], out=following[i])
     point, after = point.astype(np.int32), after.astype(np.int32)
     number = np.arange(size, dtype=np.int32)

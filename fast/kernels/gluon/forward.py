@@ -7,8 +7,9 @@
 
 A CTA has four loader warps, where one thread issues the loads, and two or three MMA warpgroups. Its registers fill an SM. An
 MMA warpgroup owns 64 rows of the work tile, and waits for its Q once (`receive`). The MMA with V is one tile late, even across
-work tiles: the last one of a work tile runs during the first softmax of the next one. Then O is divided by the sums of P and
-written (`write_result`). Sums follow the order of the spans, so the same inputs give the same bits.
+work tiles: the last one of a work tile runs during the first softmax of the next one (LATE: during its maximum). Then
+O is divided by the sums of P and written (`write_result`). Sums follow the order of the spans, so the same inputs give
+the same bits.
 
     barrier          arrivals in a phase   arrives                                  waits           protects
     k.full, v.full   1, and all bytes      loader, then TMA                         warpgroups      K, V until loaded
@@ -18,8 +19,9 @@ written (`write_result`). Sums follow the order of the spans, so the same inputs
     q.full           1, and all bytes      loader, then TMA                         its warpgroup   Q and ``published``
     q.free           1                     its warpgroup, after its last S          loader          Q and ``published``
                                            (stale maximum: as for K)
-    named 8 + w      256 threads           warpgroup w - 1, once its MMAs are       warpgroup w     order of MMAs
-    (PING_PONG)                            issued (not complete), and w
+    named 8 + w      256 threads           w - 1, once its MMAs are issued, not     warpgroup w     order of MMAs
+    (PING_PONG)                            complete (bar.arrive); w (bar.sync)
+    named 11 + w     128 threads           warpgroup w (STALE_MAXIMUM)              warpgroup w     a vote (`ptx.vote_ptx`)
 
 w - 1 is taken modulo the number of warpgroups. At the start the last warpgroup arrives once, so that warpgroup 0 goes
 first. There are at least two stages, because a step may wait for its V before it releases the previous V. Partial
@@ -29,9 +31,9 @@ barriers match. Results are written from registers, without a barrier.
 Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
 MMAs) and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after the first tile of each work tile.
 
-Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. It is
-divided by 4 if there are at most as many tiles (128 queries of one head) as SMs (`launch.tiles_seen`), a rule of
-thumb.
+Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. A rule
+of thumb divides it by 4 if the launch has no more tiles of 128 queries, over all heads, than SMs
+(`launch.tiles_seen`).
 
     d, dv up to   ROWS                   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
     64, 64        128; 192 if seen > 6*  128       4        2         yes         if seen > 3
@@ -104,7 +106,7 @@ from canon.fast.kernels.gluon.tile_queue import (
 )
 from canon.fast.kernels.gluon.tile_ring import Ring, RingPosition, load_box, make_barriers
 
-# The largest |m| with an exact enough P. m is rounded to float32; the product s scale_log2 in P = 2^(s scale_log2 - m)
+# The largest |m|. m is rounded to float32; the product s scale_log2 in P = 2^(s scale_log2 - m)
 # is not (FMA). Up to 2^24 the rounding of m is at most 1/2, so it changes P by a factor of at most 2^0.5.
 LARGEST_MAXIMUM = gl.constexpr(2.0**24)
 

@@ -1,15 +1,16 @@
 """The online softmax of the forward kernel, on the registers of one warpgroup.
 
-Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes of a quad. They exchange the maximum m in
-every tile. The state holds the sum l as four partial sums, one for each lane.
+Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes of a quad. They exchange the maximum m
+in every tile (STALE_MAXIMUM: in the first tile and in repeated ones). The state holds the sum l as four partial sums,
+one for each lane.
 
 m need not be the maximum. P and O are relative to m, so any m gives the same result up to rounding, unless P overflows or
 underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). A
-key with the largest such P has at most half of the row's weight, and its P has the rounding error of the dtype. With
-the true maximum the largest P is 1, which has no rounding error. But the second largest may have nearly half the
-weight, and is rounded. So keeping m is as accurate: in both cases the error is that of a key with half the weight.
-After a few tiles nearly all rows keep m, so a warp seldom rescales O. flash-attn-4 for Blackwell allows P up to 2^8
-whatever the row's sum is. In rows with few keys that gives errors larger than those of the dtype.
+key whose P is at most the sum so far has at most half of the row's weight. Its P is rounded to the dtype. With the
+true maximum the largest P is 1, which has no rounding error. But the second largest may have nearly half the weight,
+and is rounded. So keeping m is as accurate: in both cases the error is that of a key with half the weight. After a few
+tiles nearly all rows keep m, so a warp seldom rescales O. flash-attn-4 for Blackwell allows P up to 2^8 whatever the
+row's sum is. In rows with few keys that gives errors larger than those of the dtype.
 """
 
 from triton.experimental import gluon
@@ -28,8 +29,8 @@ class SoftmaxState:
     p (M, BN)       P of the last tile, as an MMA operand
     m (M)           row maximum of the scores in base 2, or the older one that the row keeps
     l (M, 4)        sums of P, by lane
-    excess (M, 4)   l minus the sums of P as rounded for the MMA, by lane; only of lanes and tiles whose sum of P exceeded
-                    the row's sum so far (`stale_maximum`). A scalar 0 without STALE_MAXIMUM
+    excess (M, 4)   by lane: the sum of P minus that of rounded P, over the tiles in which the lane's sum of P exceeded the
+                    row's sum so far (`stale_maximum`). A scalar 0 without STALE_MAXIMUM
     shrink (M)      factor that o still needs because m rose in the last tile
     """
 
@@ -66,7 +67,7 @@ def empty_state(wg):
 # ------------------------------------------------------------------ maximum
 @gluon.jit
 def split_by_lane(x):
-    """Reshape an accumulator (M, N) to (M, 2, N / 16, 4, 2). Axis 3 is the lane of the quad; the others are in registers."""
+    """Reshape an accumulator (M, N) to (M, 2, N / 16, 4, 2). Axis 3 is the lane of the quad; axes 1, 2 and 4 are registers."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 16, 4, 2])
 
 

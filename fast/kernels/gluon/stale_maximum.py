@@ -8,10 +8,10 @@ lanes, and the exponentials start as soon as S is there. The sums of P by lane a
     larger                                     add the rounding error of this lane's P to ``excess``
     over 65504 (float16) or 2^32 (bfloat16)    compute S and P of this tile again; such rows take their maximum
 
-In the second case a key may weigh more than half, and its rounding error would show. The divisor of O is therefore the sum
-of P as rounded, l - excess. If P of a key of weight w has the relative rounding error e, that of O is then at most w
-(1 - w) e. lse uses the exact sum l. The third case keeps P finite in its dtype, and the sums of many tiles finite in
-float32. The repetition issues S without waiting for a ping-pong turn.
+In the second case a key may weigh more than half, and its rounding error would show. The divisor of O therefore counts
+these P as rounded: l - excess. A relative error e in P of a key of weight w then moves O by w (1 - w) e times the
+difference between its v and the mean of the others. lse uses the exact sum l. The third case keeps P finite in its
+dtype, and the sums of many tiles finite in float32. The repetition issues S without waiting for a ping-pong turn.
 
 K and Q stay in their buffers until the sums are verified, so the next loads start later. In short rows this costs more
 than it saves. So a launch whose queries see few tiles on average has no stale maximum. The first tile of each work
@@ -50,7 +50,7 @@ def largest_sum(dtype):
 
 @gluon.jit
 def sum_so_far(l, like):
-    """Return the row's sum so far for each of its four lanes. Without the cap `largest_sum`, it could double in each tile."""
+    """Return the row's sum so far, at most `largest_sum`, for each of its four lanes: each may add as much in a tile."""
     return gl.expand_dims(gl.minimum(gl.sum(l, 1), largest_sum(like.dtype)), 1) + gl.zeros_like(l)
 
 
@@ -78,9 +78,9 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
 
     Return the state; ring position and column of the next tile; ``above``; and the sums of P of the last tile tried.
     If ``above`` is not 0, the tile at this position failed and must be repeated: its P is not in l, but o includes all
-    tiles before it. The warpgroup votes on whether a sum exceeds its row's sum so far. If so, it votes again on
-    whether one is too large. A row without a visible key so far has m = -inf and uses `LOWEST`. P of its first visible
-    key is then infinite, so the tile is repeated.
+    tiles before it. Its K is not released, and its V has been waited for. The warpgroup votes on whether a sum exceeds
+    its row's sum so far. If so, it votes again on whether one is too large. A row without a visible key so far has m =
+    -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile is repeated.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess
