@@ -3,11 +3,12 @@
 Read `canon.reference.ring` first. The algorithm and the order of sums between ranks are the same here. The differences:
 
     messages          K and V travel in one message, dk and dv in another; the reference sends each tensor alone
-    buffers           K and V travel through two buffers, dk and dv through two more: one is read and sent while the
-                      other receives (`exchange.BlockRing`)
+    buffers           K and V travel through two: one is read and sent while the other receives. dk and dv, too: one is
+                      sent while the other receives, then gets this rank's part added and is sent
+                      (`exchange.BlockRing`)
     active queries    from step 1 on, a step computes only the queries that see a key (`active_queries.py`), over the keys
                       from the first to the last visible one: in zigzag, half of the queries or half of the keys. A
-                      fully masked step launches no kernel and only forwards K, V and the received sums. If it is
+                      fully masked step computes nothing and only forwards K, V and the received sums. If it is
                       step 1, it sends zeros as dk and dv
     in place          a separate kernel merges each part into the running result; step 0 writes it directly
     dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`PartialBackward`);
@@ -18,10 +19,10 @@ which messages are in flight meanwhile:
 
     wait for K, V of step i                    from step 1 on
     start the hop of K, V for step i + 1       except in the last step
-    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; sums for the keys of step i
-    wait for these sums, add dk, dv of step i  from step 2 on; after the last step: of the own keys, for own dk, dv
+    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; sums that step i - 1 started to send
+    wait for these sums, add dk, dv of step i  from step 2 on; after the last step: those of the own keys
     start the hop of the new sums              from step 1 on
-    launch the kernel of dq                    in flight: K, V of step i + 1; sums of dk, dv of step i
+    launch the kernel of dq                    in flight: K, V of step i + 1; sums that step i started to send
 
 With NCCL, hops run on a stream of the process group. At the start of each pass, a rank posts 8 bytes, a digest of the
 call. On GPUs, a repeated call does not wait for the bytes of other ranks: it compares them at the next pass at the
@@ -31,13 +32,13 @@ own tokens.
 `PLANS` caches one `_Ring` for each kind of call: the places of the blocks in a buffer, and each step's active queries
 and visible keys. Each single call still allocates its buffers and results, copies its own k and v into the ring, and
 casts the results. The launches of a step are recorded as one sequence in the forward pass, and as up to three in the
-backward pass: dk and dv; their addition; dq. Every call runs the functions that are listed before `prepared.replayed`.
-Those after it run once, when the launches are recorded, or in each call that cannot be replayed (`prepared.py`):
+backward pass: dk and dv; their addition; dq. In the lists below, the functions after `prepared.replayed` run only in
+the first call of a kind, which records them, and in each call whose launches cannot be replayed (`prepared.py`):
 
     forward     `_forward`, `prepared.replayed`, `_forward_step`, `local.forward_into`, `device.kernels_for`, `forward` of
                 launch.py (in kernels/triton, gluon or cuda); `ActiveQueries.merge`
-    backward    `_Backward`, `prepared.replayed`, `_launch_dkdv` and `_launch_dq`, `partial_backward.PartialBackward`,
-                `device.kernels_for`, `dkdv` and `dq` of launch.py; `_add_part`
+    backward    `make_delta`, `_Backward`, `partial_backward.PartialBackward`, `device.kernels_for`; `prepared.replayed`,
+                `_launch_dkdv` and `_launch_dq`, `dkdv` and `dq` of `PartialBackward` and of launch.py; `_add_part`
 
 Cost, with N = b t g (d + dv) elements of K and V per rank. Forward: W - 1 messages, (W - 1) N elements of the inputs' dtype.
 Backward: the same again, and W - 1 messages, (W - 1) N elements of reduce_dtype.
@@ -45,7 +46,7 @@ Backward: the same again, and W - 1 messages, (W - 1) N elements of reduce_dtype
     scratch     forward: 2 N elements of the inputs' dtype (K, V); float32 out and lse twice (running, newest part)
                 backward: 2 N elements of the inputs' dtype; 2 N of reduce_dtype (dk, dv); N float32 (own dk, dv), and N more
                 if W > 2 (newest part); float32 dq twice (running, newest part); delta; 2 b h t float32 (row statistics, Gluon);
-                that of the backward method (`backward.py`)
+                the scratch memory of the backward method (`backward.py`)
                 both: copies of the active queries' inputs if they form several ranges
 
 Sources: as `canon.reference.ring`.
@@ -304,7 +305,8 @@ class _StepBackward:
     """The backward pass of a step for one kind of call. In step 0 the kernel writes dk and dv into the own block.
 
     In step 1 there is no received sum yet: the kernel writes dk and dv straight into the buffer that is sent. Keys
-    outside the step's ``keys`` get 0. Later it writes into scratch, and `_add_part` adds that to the received sums.
+    outside the step's ``keys`` get 0. In later steps the kernel writes into scratch, and `_add_part` adds
+    that to the received sums.
     """
 
     def __init__(self, step: _Step, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None):

@@ -31,8 +31,8 @@ A buffer holds own keys first (if the step has them), then received keys by sour
 `merge` (formula in `local.py`) joins the steps in float32, starting from out = 0 and lse = -inf. out is rounded once.
 
 Backward: the same steps, from the saved q, k, v, out and lse. The keys travel again, or were kept with ``keep_kv``.
-Each step gives this rank's part of dk and dv of its keys, and a part of dq. This rank sums the parts of dq; dk and dv
-of received keys travel back:
+A step gives this rank's part of dk and dv for the keys in its buffer, and a part of dq. This rank sums the parts of
+dq; dk and dv of received keys travel back:
 
     stages=2    compute      own keys               keys of cast 0               keys of cast 1      -
                 in flight    cast 0                 cast 1                       reduce of cast 0    reduce of cast 1
@@ -60,9 +60,9 @@ Peak memory beyond inputs, outputs, tiles and row statistics, at most:
     keep_kv    until the backward pass: all received keys
     out        three float32 tensors of its size in a step, five inside `merge`
     dq         three float32 tensors of its size
-    dk, dv     float32, own tokens and four buffers: those of the previous step, those of this step, joined, and with the
-               tokens first; for each of two reduces in flight the rows sent and received (in reduce_dtype) and the
-               copies of its additions (`group_collectives.py`)
+    dk, dv     float32, own tokens and four buffers: joined rows of the previous step, dk and dv of this step, both joined,
+               and a copy with the tokens first; rows sent and received (in reduce_dtype) of this reduce and of the
+               previous one, and the copies that one addition makes (`group_collectives.py`)
 
 ``stages=1`` hides a cast that takes at most as long as step 0. More stages hide more of a longer cast, and shorten the
 last reduce, which no step hides. Each further stage adds an all-to-all and a merge forward, and two all-to-alls
@@ -124,7 +124,7 @@ def magi_attention(
         q, k, v: this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         mask: over the whole sequence; None is causal.
         layout: the tokens of each rank, from `dispatch` or any other; None is contiguous.
-        stages: at most so many casts, each used by a step after step 0 and in flight during the step before. 0 is
+        stages: the largest number of casts. Step i uses cast i - 1, which is in flight during step i - 1. 0 is
             special: one cast, awaited before the only step. None is 1, or 0 with rank_invariant.
         keep_kv: keep the received keys for the backward pass instead of receiving them again.
         scale: factor of the scores; None is 1 / sqrt(d).
@@ -135,10 +135,10 @@ def magi_attention(
         reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
         rank_invariant: return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). Then
-            the pieces of the layout must begin at multiples of 128 tokens: pass ``dispatch(mask, ranks,
-            rank_invariant=True)``.
-        return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
-            for float64). It is differentiable.
+            the pieces of the layout must begin at multiples of 128 tokens, in the sequence and in the shard: pass
+            ``dispatch(mask, ranks, rank_invariant=True)``.
+        return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator without the sink, in
+            float32 (float64 for float64). It is differentiable.
 
     All ranks must pass equal masks, layouts, dtypes, batches, heads, widths, scales, options and requires_grad of q,
     k, v. t may differ, according to the layout. The sequence is as long as the mask; without a mask, as the layout;
@@ -163,7 +163,7 @@ def _magi(q, k, v, mask, layout, sink, return_lse, **options):
         out, lse = call_operator("reference", "magi_attention", q, k, v, mask, layout, **options)
     else:
         passes = _passes("magi_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
-        check_sink(q, sink)  # `_passes` has compared its shape and dtype between ranks, so this raises on all or none
+        check_sink(q, sink)  # the ranks compare the shape and the dtype of the sink in `_passes`
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 

@@ -11,7 +11,8 @@ modulo W:
     rank 3       K3 V3     K2 V2     K1 V1     K0 V0
 
 Forward: a step gives out and lse, the log of the softmax's denominator, over the keys of one owner. `merge` joins two
-results i and j in the accumulation dtype, float32 (float64 for float64). out is rounded once, at the end:
+results i and j in the accumulation dtype, float32 (float64 for float64). out is rounded once, at the end (a second
+time if there is a sink):
 
     lse = log(exp(lse_i) + exp(lse_j))        out = exp(lse_i - lse) out_i + exp(lse_j - lse) out_j
 
@@ -19,8 +20,8 @@ If lse_i and lse_j are -inf (no visible key), out is 0 and lse is -inf.
 
 Backward: K and V travel a second time, because a rank saves only its own. Each rank computes a part of dk and dv for
 every owner's keys. The sum of these parts follows the keys over the same links. Each step but the last sends keys at
-its start, and each step but the first sends its sum at its end. So a sum is in flight during the next step, the last
-one after all steps. The path of dK0:
+its start, and each step but the first sends its sum at its end. So a sum is in flight during the next step. The last
+one is in flight after all steps, and nothing hides it. The path of dK0:
 
     step 0    rank 0 computes its own part and keeps it
     step 1    rank 1 computes a part, then sends it to rank 2
@@ -87,9 +88,9 @@ rank's queries. Peak memory beyond inputs, outputs, tiles, row statistics:
     K, V      2 N e bytes; 3 N e while a `Hop` starts: those sent by the previous hop, those in use, and the next ones
     out, dq   forward: up to five tensors of out's shape (in `merge`); backward: three of dq's; accumulation dtype
     dk, dv    (2 A + 4 E) N bytes while a hop starts: own part, sum, and the sent and received tensors of this hop and of
-              the previous one, which is freed afterwards. If E < A, an addition can take more, about (3.5 A + 2 E) N:
-              own part, this part, new sum; dk or dv cast to A; the tensors of the previous hop.
-              backward="head_parallel" adds A N h / g (`backward.py`)
+              the previous one, which is freed afterwards. If E < A, an addition can take more: 3 A N for the part of
+              the own keys, the part of this step and the new sum, A N / 2 for received dk or dv, cast, and 2 E N for
+              the previous hop. With h query heads, backward="head_parallel" adds A N h / g (`backward.py`)
 
 A hop of K and V is in flight during the step that starts it. A hop of dk and dv starts at the end of a step and is in
 flight during the next step, if there is one. Whether hops
@@ -154,8 +155,8 @@ def ring_attention(
             is the only rank.
         reduce_dtype: dtype in which dk and dv are sent; None is float32 (float64 for float64).
         backward: "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`.
-        return_lse: also return lse (b, h, t) or (h, t), the natural logarithm of the softmax's denominator, in float32
-            (float64 for float64). It is differentiable.
+        return_lse: also return lse (b, h, t) or (h, t), the natural logarithm of the softmax's denominator without the
+            sink, in float32 (float64 for float64). It is differentiable.
 
     h is a multiple of g. All ranks must pass equal masks, layouts, dtypes, batches, heads, widths, scales, options and
     requires_grad. The sequence is as long as the mask; without a mask, as the layout; without both, W t tokens: then
@@ -224,7 +225,7 @@ def _ring(
         out, lse = call_operator("reference", function, q, k, v, mask, layout, **options)
     else:
         passes = _passes(function, q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
-        check_sink(q, sink)  # `_passes` has compared its shape and dtype between ranks, so this raises on all or none
+        check_sink(q, sink)  # the ranks compare the shape and the dtype of the sink in `_passes`
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 

@@ -30,11 +30,11 @@ Balance: a visible cell is a pair of a query and a key that it sees. A rank's wo
 times the query heads of the step. So mask and layout decide the balance: pass `Layout.zigzag` for a causal mask.
 
 Stride: a small s takes the least memory and has the shortest first gather. A large s makes fewer, larger messages and
-kernels. Rule: begin with 1. Try the next divisor of g as long as a pass gets faster and the peak below fits into
-memory. For s > 1, `suggest_strides` chooses the splits. If s = g and no group is split, there is one step and no
-overlap. The ring of `ring.py` receives the same number of bytes in all, in W - 1 hops. It merges results, and needs
-balance at every hop, not only in total. Its buffers do not grow with W. Here a buffer holds K and V of s heads of all
-ranks. Use the ring if the buffers do not fit, or if g = 1.
+kernels. Rule: begin with 1. Try the next divisor of g as long as a pass gets faster and the peak memory, from the
+table below, fits. For s > 1, `suggest_strides` chooses the splits. If s = g and no group is split, there is one step
+and no overlap. The ring of `ring.py` receives the same number of bytes in all, in W - 1 hops. It merges results, and
+needs balance at every hop, not only in total. Its buffers do not grow with W. Here a buffer holds K and V of s heads
+of all ranks. Use the ring if the buffers do not fit, or if g = 1.
 
 Cost of a rank, for equal shards of t tokens. Its K and V have N = b t g (d + dv) elements of e bytes: batch b, g key heads,
 widths d and dv. An element of reduce_dtype has E bytes. A message is one collective; n is the number of steps of the
@@ -44,11 +44,12 @@ pass. With backward_schedule="scatter" and without rank_invariant (`owner_comput
     each pass     K, V      2 n; 2 n - 1 if pack_first     (W - 1) N e
     backward      dk, dv    n                              (W - 1) N E
 
-FLOPs: 2 b h area (d + dv) forward, with h query heads and area visible cells of the rank's queries; backward as in
-`backward.py`. Peak memory beyond inputs and outputs, with n equal head groups and buffers of W N / n elements:
+FLOPs: 2 b h area (d + dv) forward, where h is the number of query heads and area the number of visible cells of the
+rank's queries; backward as in `backward.py`. Peak memory beyond inputs and outputs, with n equal head groups and
+buffers of W N / n elements:
 
     K, V        three buffers of the inputs' dtype while a gather starts, and while `wait` concatenates its shards; else
-                two; NCCL copies the shards of each gather in flight through one more
+                two; with NCCL each gather in flight has one more, from which the shards are copied
     dk, dv      parts of this step: one buffer of the accumulation dtype, and one more while they are joined and cast;
                 parts sent and received, in this and the previous step: four buffers of reduce_dtype
     sent        the padded K and V of this rank, 1 / W of a buffer for each gather in flight
@@ -136,11 +137,11 @@ def strided_attention(
         reduce_dtype: dtype in which dk and dv are sent. None: float32 (float64 for float64). "scatter" also computes
             the sums in it.
         backward: "fused", "split", "head_parallel" or "auto", the method in each step: see `backward.py`.
-        rank_invariant: return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). Each
-            range of tokens in the layout must then begin at a multiple of 128, in the sequence and on its rank.
+        rank_invariant: return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). The
+            first token of each piece must then lie at a multiple of 128 in the sequence, and also in the rank's shard.
             layout=None is then contiguous with such pieces.
-        return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
-            for float64). It is differentiable.
+        return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator without the sink, in
+            float32 (float64 for float64). It is differentiable.
 
     All ranks must pass equal masks, layouts, dtypes, batches, heads, head widths, scales, options and requires_grad.
     The sequence is as long as the mask; without a mask, as the layout; without both, W t tokens. The strides of a call
@@ -174,7 +175,7 @@ def _strided(q, k, v, mask, layout, sink, return_lse, strides, **options):
         out, lse = call_operator("reference", "strided_attention", q, k, v, mask, layout, **strides, **options)
     else:
         passes = _passes("strided_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **strides, **options)
-        check_sink(q, sink)  # `_passes` has compared its shape and dtype between ranks, so this raises on all or none
+        check_sink(q, sink)  # the ranks compare the shape and the dtype of the sink in `_passes`
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 
