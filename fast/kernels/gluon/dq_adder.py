@@ -28,8 +28,8 @@ add first. A wrong order would change rounding only: TMA adds each element atomi
 
 Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. The adder also keeps
 slow instructions out of the warpgroups. Steps 1 and 6 compile to waits and to instructions that empty the L1 cache,
-and step 7 waits at a memory barrier. With them a warpgroup would stall in every tile. The adder also empties
-the cache, but warpgroups read little global memory (paper/deterministic_dq.md)."""
+and step 7 waits at a memory barrier. A warpgroup that executed these itself would stall in every tile. The adder
+empties it for the warpgroups, too, but they read little global memory (paper/deterministic_dq.md)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,9 +61,9 @@ from canon.fast.kernels.gluon.tile_ring import aggregate, make_barriers
 class DqExchange:
     """Shared memory for dS and dQ, two buffers each, and their barriers.
 
-    A buffer of dQ is D_PAD / 64 parts of 64 columns. dS needs no barrier to become free. Before a warpgroup writes dS
-    of tile t, it has seen the other one's arrival for tile t - 1, which comes after that one's MMA of tile t - 2. With
-    D = 64, one warpgroup alone reads dS of a tile.
+    A buffer of dQ is D_PAD / 64 parts of 64 columns. dS needs no barrier to become free. With D_PAD = 128, before a
+    warpgroup writes dS of tile t, it has seen the other one's arrival for tile t - 1, which comes after that one's MMA
+    of tile t - 2. With D_PAD = 64, the reader of tile t - 2 also reads tile t, and has completed that MMA.
     """
 
     ds: gl.shared_memory_descriptor

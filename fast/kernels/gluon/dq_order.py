@@ -28,9 +28,10 @@ claimed.
 
 Tickets are numbered by span, along the tile schedule. If the tiles of a span have different predecessors, the span is cut
 where the predecessor changes (C above, into two). Its pieces keep one own ticket. One table of tickets serves all key
-heads, because each query head has its own semaphores. It repeats the spans of a work tile for each query head of an
-owner. NumPy builds it in O(spans sqrt(tiles of dq of a head)) operations (`_next_covering_interval`). `launch.queue` zeroes the
-semaphores, and `canon.fast.backward` zeroes dq. Heads wider than 128 have no fused kernel, so no ordered dq.
+heads, because each query head has its own semaphores. The schedule lists the spans of a work tile, with the same
+tickets, once for each query head of the owner. NumPy builds it in O(spans sqrt(tiles of dq of a head)) operations
+(`_next_covering_interval`). `launch.queue` zeroes the semaphores, and `canon.fast.backward` zeroes dq. Heads wider
+than 128 have no fused kernel, so no ordered dq.
 
 Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code). Measurements:
 paper/deterministic_dq.md.
@@ -50,10 +51,10 @@ L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache o
 
 # Number of heads in flight where work tiles come longest first (`heads_in_flight`). Each CTA must stay behind the CTA
 # before it, so only about CTAS_PER_HEAD CTAs of one head are useful. More heads in flight shorten the waits. But the
-# CTAs of a head share reads of queries through L2 only while they stay close together. In the model they drift apart
-# with the number of additions to one tile of dq. So additions times heads in flight are at most MAX_ADDITIONS. Heads
-# that read at most 4 L2_BYTES together are exempt. Both constants are fitted to times of zigzag shards
-# (paper/data/lists_side_by_side_h200.json).
+# CTAs of a head share reads of queries through L2 only while they stay close together. In the model their distance
+# grows in proportion to the number of additions to one tile of dq. So additions times heads in flight are at most
+# MAX_ADDITIONS. Heads that read at most 4 L2_BYTES together are exempt. Both constants are fitted to times of zigzag
+# shards (paper/data/lists_side_by_side_h200.json).
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
@@ -64,7 +65,7 @@ MAX_ADDITIONS = 1100
 # share DRIFTING (n bytes)^2 / queries: the query heads of a key head read ``bytes``. The form of this term is
 # empirical. DRIFTING (in queries / byte^2) has one value for key heads of one query head, and one for key heads of
 # several. All three constants are fitted to times with 1 to 32 heads in flight (paper/data/pairs_h200.json). The n
-# with the smallest sum is taken.
+# with the smallest sum of both shares is taken.
 WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
@@ -103,11 +104,11 @@ def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None =
 def alternation(
     costs: TileCosts, rows: int, columns: int, repeat: int, groups: int, bytes_per_group: int, queries: int
 ) -> tuple[int, float] | None:
-    """Return the groups of heads in flight and the cost of waits and misses (share of the time), or None.
+    """Return how many groups of heads are in flight, and the cost of waits and misses (share of the time); or None.
 
-    None means that short and long work tiles should not alternate, for one of three reasons: few work tiles add to one
-    tile of dq; all are about equally long; or repeat * rows < 2 * columns, so that under a causal mask adjacent tiles
-    of keys differ by fewer than two visits.
+    None means that short and long work tiles should not alternate, for one of these reasons: there are none; fewer
+    than a quarter of a head's work tiles add to one tile of dq; all are about equally long; or repeat * rows < 2 * columns, so
+    that under a causal mask adjacent tiles of keys differ by fewer than two visits.
     ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout of a group, which have ``queries`` tokens.
     """
     cost = costs.cost[costs.active]
@@ -127,9 +128,9 @@ def alternate(order: np.ndarray, together: int) -> np.ndarray:
     tiles, shortest first. The second has the longest ones, longest first. The sets continue so, with the tiles that are left.
 
     Under a causal mask, all work tiles end at the last query, and short ones start at later queries. A short one that starts
-    together with a longer predecessor waits until the predecessor reaches the short one's first query. So, longest
-    first, work tiles that start together all end with the longest of them. In alternating order, short ones end one
-    after another, so the long ones after them start staggered, and wait little.
+    together with a longer predecessor waits until the predecessor reaches the short one's first query. So in
+    longest-first order, work tiles that start together all end when the longest of them ends. In alternating order,
+    short ones end one after another, so the long ones after them start staggered, and wait little.
     """
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)
@@ -162,7 +163,7 @@ def ordered_dq_pays(
     each = query_heads // key_heads
     if (
         mask.keys <= mask.queries
-    ):  # else some keys are of other ranks: "split" sends their dk and dv during the kernel of dq, so only the last test counts
+    ):  # else keys are probably those of other ranks, whose dk and dv "split" sends during its dq kernel: a stricter test
         costs, bytes_per_head = tile_costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
         if found := alternation(costs, rows, columns, each, key_heads, bytes_per_head, mask.queries):
             return visited > MIN_VISITS_ALTERNATING[width] * tiles and found[1] < MAX_SHARE

@@ -2,14 +2,14 @@
 
     loader        K 0   Q    V 0   K 1   V 1   K 2   ...   K n   V n | next work tile: K 0   Q   ...
     warpgroup     wait for K j:   issue S = Q K^T (tile j), rescale O, issue O += P V (tile j - 1)
-                  wait for S:     P = exp(S - m)         while O += P V still runs (LATE: after it)
+                  wait for S:     P = exp(S - m)         while O += P V still runs (ROWS = 192: after it)
                   wait for O:     release V (tile j - 1), go to tile j + 1
 
-A CTA has four loader warps, where one thread issues the loads, and two or three MMA warpgroups. Its registers fill an SM. An
-MMA warpgroup owns 64 rows of the work tile, and waits for its Q once (`receive`). The MMA with V is one tile late, even across
-work tiles: the last one of a work tile runs during the first softmax of the next one (LATE: during its maximum). Then
-O is divided by the sums of P and written (`write_result`). Sums follow the order of the spans, so the same inputs give
-the same bits.
+A CTA has four loader warps, where one thread issues the loads, and two or three MMA warpgroups. It uses the registers
+of a whole SM, so one CTA runs on each SM. An MMA warpgroup owns 64 rows of the work tile, and waits for its Q once
+(`receive`). The MMA with V is one tile late, even across work tiles: the last MMA with V of a work tile runs during
+the first softmax of the next work tile (ROWS = 192: during its maximum). Then O is divided by the sums of P (less
+``excess``) and written (`write_result`). Sums follow the order of the spans, so the same inputs give the same bits.
 
     barrier          arrivals in a phase   arrives                                  waits           protects
     k.full, v.full   1, and all bytes      loader, then TMA                         warpgroups      K, V until loaded
@@ -25,25 +25,25 @@ the same bits.
 
 w - 1 is taken modulo the number of warpgroups. At the start the last warpgroup arrives once, so that warpgroup 0 goes
 first. There are at least two stages, because a step may wait for its V before it releases the previous V. Partial
-spans come before full ones, and after them with STALE_MAXIMUM. All warpgroups make equally many steps, so the named
-barriers match. Results are written from registers, without a barrier.
+spans come first; with STALE_MAXIMUM they come last, when rows have seen many keys. All warpgroups make equally many
+steps, so the named barriers match. Results are written from registers, without a barrier.
 
 Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
 MMAs) and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after the first tile of each work tile.
 
-Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. A rule
-of thumb divides it by 4 if the launch has no more tiles of 128 queries, over all heads, than SMs
-(`launch.tiles_seen`).
+Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. If the
+tiles of 128 queries, over batch and heads, are at most as many as the SMs, a quarter of it counts, a rule of thumb
+(`launch.tiles_seen`; not with rank_invariant).
 
     d, dv up to   ROWS                   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
     64, 64        128; 192 if seen > 6*  128       4        2         yes         if seen > 3
     128, 128      128                    128       3        1         yes         if seen > 6
     256, 128      128                    64        3        1         yes         if seen > 3
     256, 256      128                    64        2        1         yes         if seen > 3
-    * 128 with rank_invariant: then tiles of all ranks must have equal rows
+    * always 128 with rank_invariant: tiles are cut at the same tokens on any number of ranks
 
-Tests and tuning also reach two combinations outside this table, through `config.forced`: no ping-pong scheduling, and 192
-rows without STALE_MAXIMUM. Two more switches depend on the inputs, and two follow from those above:
+Tests and tuning also reach combinations outside this table, through `config.forced`, such as no ping-pong scheduling.
+GROUP and PACK depend on the inputs, and two more switches follow from those above:
 
     GROUP           query heads of a key head
     PACK            query heads that share a tile: 1, 2, 4, 8 or 16, a divisor of GROUP; over 1 if the documents in a
@@ -54,8 +54,8 @@ rows without STALE_MAXIMUM. Two more switches depend on the inputs, and two foll
 Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries with |m| > 2^24 get NaN
 (`LARGEST_MAXIMUM`). A NaN of v also reaches queries that only share a tile with it (`canon.fast.kernels.triton.launch`).
 
-Shared memory: 2 * (BUFFERS * ROWS * d + STAGES * COLUMNS * (d + dv)) bytes; widths are padded to the first column of
-the table above.
+Shared memory: 2 * (BUFFERS * ROWS * d + STAGES * COLUMNS * (d + dv)) bytes; d and dv are the padded widths, those of
+the row of the table above.
 Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2. Spans: `canon.fast.tiles`.
 """
 
@@ -241,8 +241,8 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
     p, l = exponentials(s, m_finite, wg)
-    # V of this tile is needed only in the next step. The wait for it compiles to a loop, and the compiler moves no MMA wait
-    # across a loop. So the wait for o stays behind the exponentials.
+    # V of this tile is needed only in the next step. The wait for it stands here because it is a loop: it stops the compiler
+    # from moving the wait for o above the exponentials.
     mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
     if not LATE:
         o = hopper.warpgroup_mma_wait(0, deps=[o])

@@ -5,12 +5,12 @@ in every tile (STALE_MAXIMUM: in the first tile and in repeated ones). The state
 one for each lane.
 
 m need not be the maximum. P and O are relative to m, so any m gives the same result up to rounding, unless P overflows or
-underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`). A
-key whose P is at most the sum so far has at most half of the row's weight. Its P is rounded to the dtype. With the
-true maximum the largest P is 1, which has no rounding error. But the second largest may have nearly half the weight,
-and is rounded. So keeping m is as accurate: in both cases the error is that of a key with half the weight. After a few
-tiles nearly all rows keep m, so a warp seldom rescales O. flash-attn-4 for Blackwell allows P up to 2^8 whatever the
-row's sum is. In rows with few keys that gives errors larger than those of the dtype.
+underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far, rounded down to a
+power of 2 (`highest_kept`). A key whose P is at most the sum so far has at most half of the row's weight. Its P is
+rounded to the dtype. With the true maximum the largest P is 1, which has no rounding error. But the second largest may
+have nearly half the weight, and is rounded. So keeping m is as accurate: in both cases the error is that of a key with
+half the weight. After a few tiles nearly all rows keep m, so a warp seldom rescales O. flash-attn-4 for Blackwell
+allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives errors larger than those of the dtype.
 """
 
 from triton.experimental import gluon

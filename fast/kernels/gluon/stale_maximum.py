@@ -76,7 +76,8 @@ def visit_span_stale(state, wg, ring, tile, partial):
 def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too large.
 
-    Return the state; ring position and column of the next tile; ``above``; and the sums of P of the last tile tried.
+    Return the state; ring position and column of the first tile that is not yet added; ``above``, not 0 if that tile
+    failed; and the sums of P of the last tile tried.
     If ``above`` is not 0, the tile at this position failed and must be repeated: its P is not in l, but o includes all
     tiles before it. Its K is not released, and its V has been waited for. The warpgroup votes on whether a sum exceeds
     its row's sum so far. If so, it votes again on whether one is too large. A row without a visible key so far has m =
