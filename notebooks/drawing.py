@@ -348,7 +348,8 @@ def hops(panels, ranks):
                 ax.text(last, rank, f"dK{rank}", ha="center", va="center", color=RANKS[rank], fontsize=8, zorder=4)
         ax.axhline(ranks - 0.5, color="#9a9a9a", linewidth=0.6, linestyle=(0, (2, 2)))
         ax.set(xlim=(-0.4, last + 0.4), ylim=(ranks + 0.3, -0.5), xlabel="step")
-        ax.set_xticks(range(last + (last == ranks)), [*range(ranks), "end"][: last + (last == ranks)])
+        steps = [*range(last), "end"] if last == ranks else range(last)  # the gradients end at their owners
+        ax.set_xticks(range(len(steps)), steps)
         ax.set_yticks(range(ranks + 1), [*(f"rank {rank}" for rank in range(ranks)), "rank 0"])
         ax.set_title(title, loc="left")
         ax.tick_params(length=0)

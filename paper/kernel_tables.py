@@ -119,6 +119,7 @@ def agreement() -> dict[str, str]:
         rows.append([f"{what} ([record](data/{record}))", dtypes, f"{agree} of {agree}; {planned} planned", "", ""])
     again = load("check_again_two_h200")["results"]
     passed = [line for line in lines("tests_h200.txt") if " passed" in line]
+    cpu = [line for line in lines("tests_cpu.txt") if " passed" in line]
     count = lambda line, word: re.findall(rf"(\d+) {word}", line)[0]
     slower = semaphore()
     restructured = load("kernels_restructured_h200")["results"]
@@ -136,6 +137,9 @@ def agreement() -> dict[str, str]:
         ),
         "again_runs": tokens(sum(row["processes"] * row["runs_each"] for row in again)),
         "again_wrong": str(sum(row["disagreements"] + row["other_bits"] for row in again)),
+        "cpu_tests": tokens(int(count(cpu[0], "passed"))),
+        "cpu_cells": count(cpu[1], "passed"),
+        "cpu_minutes": re.findall(r"real (\d+)m", "\n".join(lines("tests_cpu.txt")))[0],
         "gpu_tests": count(passed[0], "passed"),
         "gpu_check": count("\n".join(lines("tests_h200.txt")), "s from an empty cache"),
         "two_tests": count(passed[1], "passed"),

@@ -171,6 +171,11 @@ def host() -> dict[str, str]:
         for row in load("host_h200")["results"]
         if row["contender"] == "canon auto"
     ]
+    both = {(row["shape"], row["contender"]): median(row["both_wall_ms"]) for row in load("host_h200")["results"]}
+    share = [
+        both[x, "no kernels"] / both[x, "canon auto"] for x in dict.fromkeys(x for x, _ in both) if "S8192" not in x
+    ]
+    launched = [int(row[4]) / sum(map(int, row[1:])) for row in parts]
     labels = dict(SCHEDULES)
     launching = []
     for name in names:
@@ -178,6 +183,8 @@ def host() -> dict[str, str]:
         launching.append([labels[name], f"{median(row['both_launches_ms']):.1f}", f"{median(row['both_ms']):.1f}"])
     return {
         "host_calls": table(("shape", "wall (host) ms", "forward", "both passes", "a layer of 8"), rows, left=2),
+        "no_kernels": span([100 * x for x in share], 0),
+        "launched": span([100 * x for x in launched], 0),
         "host_parts": table(("host us of both passes", *HOST_PARTS), parts),
         "new_masks": table(("shape", "documents", "first ms", "repeated ms", "new mask ms"), new_masks),
         "agreed_us": f"{load('agreement_two_h200')['agreed_call_us'][0]:.0f}",

@@ -50,9 +50,10 @@ def cast_plan(mask: Mask, layout: Layout, *, stages: int = 1) -> CastPlan:
     """Return the tokens that each rank receives from each other rank. Pure and cached; nothing is sent.
 
     Args: ``mask`` over the whole sequence; any ``layout``; ``stages``, the number of casts. There are fewer casts if
-    every rank sends fewer than ``stages`` tokens to each other rank. 0 is one cast, used in one step together with the
-    rank's own keys. Raises ValueError if mask and layout differ in their number of tokens, or ``stages`` is not a
-    whole number >= 0. Source: the module's docstring.
+        every rank sends fewer than ``stages`` tokens to each other rank. 0 is one cast, used in one step together with
+        the rank's own keys.
+    Raises ValueError if mask and layout differ in their number of tokens, or ``stages`` is not a whole number >= 0.
+    Source: the module's docstring.
     """
     check_cast(mask, layout, stages)
     return _cast_plan(mask, layout, stages)

@@ -93,8 +93,8 @@ rank's queries. Peak memory beyond inputs, outputs, tiles, row statistics:
               the previous hop. With h query heads, backward="head_parallel" adds A N h / g (`backward.py`)
 
 A hop of K and V is in flight during the step that starts it. A hop of dk and dv starts at the end of a step and is in
-flight during the next step, if there is one. Whether hops
-overlap with the computation depends on the backend; gloo needs CPU cores of its own for this.
+flight during the next step, if there is one. Whether hops overlap with the computation depends on the backend; gloo
+needs CPU cores of its own for this.
 Limits: keys make all W - 1 hops, even to ranks without a query that sees them. Only empty shards are not sent.
 All ranks start hops in the same order, and messages between two ranks arrive in the order sent. So keys and gradients
 are not mixed up.

@@ -149,9 +149,8 @@ def strided_attention(
 
     Raises:
         ValueError or TypeError: on every rank, if the arguments of one rank do not fit together or differ from those
-            of the others.
-            Also if strides do not fit the heads, a backward stride is given with "ring", or an option or the layout
-            contradicts rank_invariant.
+            of the others. Also if strides do not fit the heads, a backward stride is given with "ring", or an option
+            or the layout contradicts rank_invariant.
 
     For costs and sources, see the module's docstring.
     """

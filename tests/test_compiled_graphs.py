@@ -68,7 +68,7 @@ def distributed(half, backend, subgroup, calls):
     ("half", "backend", "subgroup", "calls"),
     [
         ("reference", "eager", False, CALLS),
-        ("reference", "inductor", True, CALLS[1::2]),  # a call of each kind of operator
+        ("reference", "inductor", True, CALLS),
         ("fast", "aot_eager", True, CALLS[1::3]),
     ],
 )
@@ -97,9 +97,8 @@ def with_options():
                 results(lambda q, k, v, s, f=f, mask=mask: f(q, k, v, mask, layout, s), [*leaves, sink])
                 for f in (compiled, model)
             )
-            assert_same(
-                found, expected, exact=name != "sink"
-            )  # the graph has other operators for the gradient of a sink
+            # The weight of a sink is computed outside of the operator, and a graph may round it differently.
+            assert_same(found, expected, exact=name != "sink")
         assert counters["stats"]["unique_graphs"] == 1, name
 
 

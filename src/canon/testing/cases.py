@@ -28,7 +28,7 @@ functions without a case.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,19 +275,22 @@ def accepts(module: Any, case: Case) -> bool:
     A case with ``rank_invariant`` is also compared with the module's `attention` on one rank, which needs it too.
     """
     options = dict(case.options)
-    if options.get("rank_invariant") and not _has_parameter(module, "attention", "rank_invariant"):
-        return False
-    return all(
-        _has_parameter(module, case.function, name) for name in ("sink", "rank_invariant") if options.get(name, False)
-    )
+    passed = [(case.function, name) for name in ("sink", "rank_invariant") if options.get(name)]
+    passed += [("attention", "rank_invariant")] if options.get("rank_invariant") else []
+    return all(_takes(module, *one) for one in passed)
 
 
-def _has_parameter(module: Any, function: str, name: str) -> bool:
-    try:
-        parameters = inspect.signature(getattr(module, function)).parameters
-    except (AttributeError, TypeError, ValueError):
-        return False
+def _takes(module: Any, function: str, name: str) -> bool:
+    parameters = parameters_of(module, function)
     return name in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+
+
+def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function of the module; none if the module lacks it or it has no signature."""
+    try:
+        return inspect.signature(getattr(module, function)).parameters
+    except (AttributeError, TypeError, ValueError):
+        return {}
 
 
 def covered(module: Any, reference: Any) -> tuple[list[str], list[str], list[str]]:

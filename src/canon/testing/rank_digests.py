@@ -9,7 +9,6 @@ machine. So two people with the same code, documents, versions and GPU model can
 """
 
 import hashlib
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -26,7 +25,7 @@ from canon import reference
 from canon.reference import Layout
 from canon.testing import process_groups
 from canon.testing.case_runner import CaseRunner
-from canon.testing.cases import SHAPES, Case
+from canon.testing.cases import SHAPES, Case, parameters_of
 from canon.testing.judge import Attended
 
 DIGITS = 12
@@ -83,10 +82,7 @@ def calls_of(module: Any, ranks: int, dtypes: Sequence[str], gpu: bool, only: st
 
 def has_option(module: Any, function: str) -> bool:
     """Return whether the module has the function, with a parameter ``rank_invariant``."""
-    try:
-        return "rank_invariant" in inspect.signature(getattr(module, function)).parameters
-    except (AttributeError, TypeError, ValueError):
-        return False
+    return "rank_invariant" in parameters_of(module, function)
 
 
 @dataclass(frozen=True)
