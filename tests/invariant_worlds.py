@@ -32,7 +32,12 @@ def attended(half, function, mask, held, tensors, **options) -> Attended:
     placed = {} if function == "attention" else dict(layout=held)
     options = dict(mask=mask, return_lse=True, rank_invariant=True) | placed | options
     attend = functools.partial(getattr(half, function), **options)
-    return process_groups.threads(lambda: on_this_rank(attend, held, tensors), held.ranks)[0]
+
+    def program():
+        torch.set_num_threads(1)  # several threads may divide the sums of a matrix product by its shape
+        return on_this_rank(attend, held, tensors)
+
+    return process_groups.threads(program, held.ranks)[0]
 
 
 @functools.cache

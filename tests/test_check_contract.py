@@ -235,7 +235,7 @@ def test_ctrl_c_keeps_the_finished_cases(tmp_path):
             break
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
-    assert child.returncode == 130
+    assert child.returncode == 130, err
     assert "Traceback" not in out + err
     assert "cases have run; --resume runs the others" in " ".join(out.split())
     record = json.loads((tmp_path / "canon-check" / "record.json").read_text())
