@@ -22,7 +22,7 @@ The Triton kernel cannot: there "fused" raises RuntimeError, or warns with ``war
 The thresholds fit these records: paper/data/kernels_auto_h200.json, paper/data/kernels_sweep_widths_h200.json,
 paper/data/pairs_h200.json. paper/deterministic_dq.md explains the fixed order.
 
-Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs (`begin_backward`).
+Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs (`canon.fast.partial_backward`).
 
 delta = rowsum(dout * out) - dlse is computed once for each call, or given. `attention` computes it with the row
 statistics (`make_row_statistics`). Distributed functions compute it in a kernel of its own (`make_delta`).
@@ -135,11 +135,12 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all launches are one pass.
 
+    If one of dk and dv is needed, both are returned.
     ``kind``: as in `replayed`, for all tensors except the gradients.
     """
     grads = _empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
     replayed(_gradients, (dout, q, k, v, out, lse, dlse, *grads), mask, scale, method, kind=kind)
-    return tuple(x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
+    return grads
 
 
 def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: Mask, scale: float, method: str) -> None:
@@ -155,11 +156,16 @@ def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: Mask, scale: flo
     _launch_dq(kernels, chosen, arguments, dq)
 
 
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: tuple[bool, ...]) -> list:
+def _empty_gradients(
+    q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Allocate dq, dk and dv, None where they are not needed. One kernel computes dk and dv, so it needs both."""
-    needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
-    new = lambda x: torch.empty(x.shape, dtype=dtype, device=x.device)
-    return [new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True)]
+    dq = _empty_like(q, dtype) if needs_grad[0] else None
+    return (dq, _empty_like(k, dtype), _empty_like(v, dtype)) if needs_grad[1] or needs_grad[2] else (dq, None, None)
+
+
+def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def plan_gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, method: str) -> None:

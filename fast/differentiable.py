@@ -25,8 +25,11 @@ def differentiable(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return out and lse as `canon.reference.differentiable`. Backward passes and recomputations use the call's backend."""
-    choice = choice_of_call(chosen_backend())
-    forward, backward = _WithChoice(forward, choice), _WithChoice(backward, choice)
+    chosen = chosen_backend()
+    choice = choice_of_call(chosen)
+    if choice != chosen:
+        forward = _WithChoice(forward, choice)
+    backward = _WithChoice(backward, choice)  # its thread may have another choice
     return plain.differentiable(q, k, v, forward, backward, call=call, return_lse=return_lse)
 
 

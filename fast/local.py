@@ -110,24 +110,25 @@ class _LocalCall:
     mask: Mask  # a PlacedMask with rank_invariant
     scale: float
     method: str
-    kind_of_saved: tuple = ()  # strides and alignment of q, k, v, out and lse in the forward pass
+    strides: tuple = ()  # of q, k, v, out and lse in the forward pass
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = forward_part(*self._aligned(q, k, v), self.mask, self.scale, q.dtype, kind=self)
-        if not self.kind_of_saved:
-            self.kind_of_saved = _strides_and_alignment(q, k, v, out, lse)
+        if not self.strides:
+            self.strides = _strides(q, k, v, out, lse)
         return out, lse
 
     def backward(self, needs_grad, dout, dlse, q, k, v, out, lse) -> tuple[Tensor | None, ...]:
         kind = None
-        if _strides_and_alignment(q, k, v, out, lse) == self.kind_of_saved:  # hooks for saved tensors can move them
-            given = (dout,) if dlse is None else (dout, dlse)
-            kind = (self, needs_grad, dout.dtype, _strides_and_alignment(*given))
-        options = (self.mask, self.scale, self.method, needs_grad)
-        dout = dout.to(q.dtype)
+        given = (dout,) if dlse is None else (dout, dlse)
+        # Hooks for saved tensors can move them.
+        if _strides(q, k, v, out, lse) == self.strides and _are_aligned(q, k, v, out, lse, *given):
+            kind = self, needs_grad, dout.dtype, _strides(*given)
+        if dout.dtype is not q.dtype:
+            dout = dout.to(q.dtype)
         if isinstance(self.mask, PlacedMask):
-            dout = canonical(dout)
-        return gradients(dout, *self._aligned(q, k, v), out, lse, dlse, *options, kind=kind)
+            dout, q, k, v = canonical(dout), *self._aligned(q, k, v)
+        return gradients(dout, q, k, v, out, lse, dlse, self.mask, self.scale, self.method, needs_grad, kind=kind)
 
     def _aligned(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors, for a placed mask as every number of ranks has them."""
@@ -139,28 +140,35 @@ class _LocalCall:
         return self.mask.nbytes
 
 
-def _strides_and_alignment(*tensors: Tensor) -> tuple:
-    return tuple([(x.stride(), x.data_ptr() & 15) for x in tensors])
+def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple([x.stride() for x in tensors])
+
+
+def _are_aligned(*tensors: Tensor) -> bool:
+    """Return whether all begin at multiples of 16 bytes."""
+    addresses = 0
+    for x in tensors:
+        addresses |= x.data_ptr()
+    return not addresses & 15
 
 
 def _kind_of_call(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, method: str, rank_invariant: bool
 ) -> tuple | None:
     """Return a key for calls that need the same checks and the same kernels, None for arguments of unusual types."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(method, str)):
+    if not (mask is None or type(mask) is Mask) or not (scale is None or type(scale) is float or type(scale) is int):
         return None
-    if not (mask is None or type(mask) is Mask) or type(scale) not in (type(None), float, int):
-        return None
-    if type(rank_invariant) is not bool:
-        return None
-    if not (q.layout is k.layout is v.layout is torch.strided) or q.device.type not in ("cuda", "cpu"):
+    if type(method) is not str or type(rank_invariant) is not bool:
         return None
     try:
-        a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    except RuntimeError:  # a tensor without memory, for example inside torch.func
+        return (
+            _LocalCall, mask, scale, method, rank_invariant,
+            type(q), q.shape, q.stride(), q.dtype, q.device, q.data_ptr() & 15,
+            type(k), k.shape, k.stride(), k.dtype, k.device, k.data_ptr() & 15,
+            type(v), v.shape, v.stride(), v.dtype, v.device, v.data_ptr() & 15,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without strides or memory (torch.func)
         return None
-    kinds = [(type(x), x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)]
-    return (_LocalCall, *kinds, a & 15, b & 15, c & 15, mask, scale, method, rank_invariant)
 
 
 def _checked_call(

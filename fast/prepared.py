@@ -1,10 +1,10 @@
 """Prepared passes: the launches of a pass are recorded in its first call, and replayed by one call into C afterwards.
 
-A pass is a function of tensors that only launches kernels: the forward of one rank, or its backward. A step
-of a ring has one pass in the forward: a block, then a merge. In the backward it has three: dk and dv, their addition to the
-received sums, dq. The launches depend on the kinds of the tensors (shapes,
-strides, dtypes, alignment, device) and on the other arguments, never on the numbers in the tensors. So the first call of a
-kind runs as written while a `canon.fast.recorder.Recorder` notes
+A pass is a function of tensors that only launches kernels: the forward of one rank, or its backward. A step of a ring has
+one pass in the forward: attention over one block, and from step 1 on the merge. In the backward it has three: dk and dv,
+their addition to the received sums, dq. The launches depend on the kinds of the tensors (shapes, strides, dtypes,
+alignment, device) and on the other arguments, never on the numbers in the tensors. So the first call of a kind runs as
+written while a `canon.fast.recorder.Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
@@ -12,8 +12,8 @@ kind runs as written while a `canon.fast.recorder.Recorder` notes
                    a result is one memset, at its place among the launches
     plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
 
-A pass is recorded in its first call, not in its second. With L layers, the first costs R + (L - 1) P, where R is a recorded
-call and P a replay. The second would cost S + R + (L - 2) P, where S is a call as written: more for L > 1, because S > P.
+A pass is recorded in its first call, not in its second. With L layers this takes R + (L - 1) P, where R is a recorded call
+and P a replay. Recording the second call would take S + R + (L - 2) P, where S is a call as written: more, because S > P.
 
 A replay costs one allocation and one call of `kernels/replay.c`. It works on any stream and inside a captured CUDA graph,
 and threads may replay one pass at the same time.
@@ -73,7 +73,8 @@ class PreparedPass:
             self._run(tensors, room)
             return
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if stream not in self._streams or torch._C._cuda_isCurrentStreamCapturing():
+        # Stream 0 is never captured.
+        if stream not in self._streams or (stream and torch._C._cuda_isCurrentStreamCapturing()):
             keep_for_stream(*self.held)
             self._streams.add(stream)
         if self._uploads:
@@ -184,7 +185,8 @@ def replayed(
 
     ``body`` writes its results into tensors that it is given, and returns None. The first tensor is not None, and its device
     is that of all. Everything else that the launches depend on is in ``options``, or in `_settings`.
-    ``kind``: decides shapes, strides, dtypes, alignment and device of all tensors, and the options; None derives them.
+    ``kind``: a key of the caller. Calls of a body with equal kinds have tensors of equal shapes, strides, dtypes, alignment
+    and device, and equal options. None makes the key from these.
     """
     first = tensors[0]
     if (
@@ -212,9 +214,10 @@ def replayed(
 
 def _settings(x: Tensor) -> tuple[Hashable, ...]:
     """Return the settings of the process and the context that decide which kernels are launched."""
-    precision = torch.backends.cuda.matmul.fp32_precision if x.dtype == torch.float32 else None
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return chosen_backend(), deterministic, precision
+    precision = torch.backends.cuda.matmul.fp32_precision if x.dtype is torch.float32 else None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
+    return chosen_backend(), deterministic, warns, precision
 
 
 def _aliases(addresses: list[int]) -> tuple[int, ...] | None:

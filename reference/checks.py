@@ -174,7 +174,7 @@ def under_autocast(*names: str) -> Callable:
 
         @wraps(function)
         def _called(*args, **kwargs):
-            if not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu"):
+            if not torch._C._is_any_autocast_enabled():
                 return function(*args, **kwargs)
             device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "meta")
             if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):

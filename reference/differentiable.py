@@ -3,7 +3,7 @@
 An algorithm is two functions of tensors with a batch axis:
 
     forward(q, k, v)                                                 returns out, lse, *others
-    backward(needs_grad, dout, dlse, q, k, v, out, lse, *others)     returns dq, dk, dv; None where needs_grad is False
+    backward(needs_grad, dout, dlse, q, k, v, out, lse, *others)     returns dq, dk, dv; those not in needs_grad may be None
 
 ``others`` are tensors saved for the backward pass. dlse is None if nothing depends on lse; dout is never None. Both passes
 run without autocast: inputs are cast before, and partial results stay float32. Unsupported differentiation raises here.
@@ -45,8 +45,10 @@ def differentiable(
     RuntimeError when it is computed.
     """
     check_differentiation(q, k, v)
-    out, lse = _Attention.apply(*batched(q, k, v), forward, backward, call)
-    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
+    if q.ndim == 3:
+        out, lse = (x.squeeze(0) for x in _Attention.apply(*batched(q, k, v), forward, backward, call))
+    else:
+        out, lse = _Attention.apply(q, k, v, forward, backward, call)
     return (out, lse) if return_lse else out
 
 
@@ -70,19 +72,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        saved = ctx.saved_tensors
-        needs_grad = tuple(ctx.needs_input_grad[:3])
-        if (dout is None and dlse is None) or not any(needs_grad):
+        needs_grad = ctx.needs_input_grad[:3]
+        if (dout is None and dlse is None) or True not in needs_grad:
             return (None,) * 6
+        saved, call = ctx.saved_tensors, ctx.call
         q, out = saved[0], saved[3]
+        if dout is None:
+            dout = out.new_zeros(()).expand(out.shape)
         create_graph = torch.is_grad_enabled()
-        with torch.no_grad() if create_graph else _NOTHING, surroundings(q, ctx.call, "backward"):
-            if ctx.call is not None and ctx.call.ranks > 1:
-                ctx.call.agree("backward", q.device)
-            dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
+        with torch.no_grad() if create_graph else _NOTHING, surroundings(q, call, "backward"):
+            if call is not None and call.ranks > 1:
+                call.agree("backward", q.device)
             grads = ctx.backward(needs_grad, dout, dlse, *saved)
-        grads = _undifferentiable(*grads) if create_graph else grads
-        return *(x if needed else None for x, needed in zip(grads, needs_grad, strict=True)), None, None, None
+        return *(_undifferentiable(*grads) if create_graph else grads), None, None, None
 
 
 _NOTHING = nullcontext()
@@ -90,7 +92,7 @@ _NOTHING = nullcontext()
 
 def surroundings(q: Tensor, call: Call | None, name: str) -> AbstractContextManager:
     """Turn autocast off. If messages of the pass ``name`` fail, raise an error that names the missing ranks."""
-    if (call is None or call.ranks == 1) and not torch.is_autocast_enabled(q.device.type):
+    if (call is None or call.ranks == 1) and not torch._C._is_any_autocast_enabled():
         return _NOTHING
     return _without_autocast(q, call, name)
 
