@@ -9,8 +9,8 @@
 while the other one receives. Group casts differ in size, so each one allocates its own memory.
 
 A message starts before the kernel that overlaps with it. With NCCL, `wait` blocks the compute stream and not the host; gloo
-blocks the host. Two buffers are enough: a message starts after the launch of every kernel that reads its receiving buffer,
-and after the end of the send from it. The communication stream waits for these kernels.
+blocks the host. Two buffers are enough. A message into a buffer starts after the launch of all kernels that read its old
+content, and after the end of the message that sent it on. The stream of the messages waits for these kernels.
 """
 
 from collections.abc import Sequence
@@ -71,12 +71,11 @@ class Blocks:
     def zero_outside(self, buffer: Tensor, owner: int, keys: slice) -> list[Tensor]:
         """Return the tensors of ``owner``'s block at these keys, to be written; set those of other keys to 0."""
         views = self.views(buffer, owner)
-        for sequence in (
-            sequence for x in views for sequence in x
-        ):  # a pass can only replay zeros of contiguous memory
-            for rest in (sequence[: keys.start], sequence[keys.stop :]):
-                if rest.numel():
-                    rest.zero_()
+        for x in views:
+            for sequence in x:  # one at a time: `prepared.replayed` records zeros of contiguous memory only
+                for rest in (sequence[: keys.start], sequence[keys.stop :]):
+                    if rest.numel():
+                        rest.zero_()
         return [x[:, keys] for x in views]
 
 

@@ -1,7 +1,7 @@
 """The backward pass of the active queries over the keys of one step, in two parts: dk and dv first, then dq.
 
-A rank starts to send dk and dv between the two parts. A schedule replays each part as one pass (`prepared.replayed`), so
-its functions here run only when a pass is recorded. Both parts share one scratch tensor:
+A rank starts to send dk and dv between the two parts. A schedule replays each part as one pass (`prepared.replayed`). So
+`dkdv` and `dq` below run only to record it, or where it cannot be replayed. Both parts share one scratch tensor:
 
     dout, q, lse, delta    copies at the active queries, if these form several ranges; one range is read in place
     statistics             row statistics in the form of the kernel backend, if it has its own form
@@ -83,7 +83,7 @@ class PartialBackward:
         self._launch(_dkdv, inputs, k, v, room, self._dq(dq, room), dk, dv)
 
     def dq(self, inputs: QueryInputs, k: Tensor, v: Tensor, dq: Tensor | None, dk, room: Tensor | None) -> None:
-        """Launch dq after `dkdv`, and add it to the running dq. Only whether ``dk`` is None matters."""
+        """Launch dq after `dkdv`, and add it to the running dq. ``dk`` is not read: as in `dkdv`, None changes the method."""
         if dq is None:
             return
         part = self._dq(dq, room)

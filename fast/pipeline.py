@@ -5,8 +5,9 @@
     compute              0         1         2         3
     reduce                         0         1         2         3
 
-A column shows the steps that are fetched, computed and reduced at the same time. While the kernels of step i run, the
-inputs of step i + 1 and the results of step i - 1 are in flight. While the kernel of dq runs, the results of step i are.
+A column shows the steps that are fetched, computed and reduced at the same time. While the kernels of `compute` run in step
+i, the inputs of step i + 1 and the results of step i - 1 are in flight. While the rest of the step runs (dq), its own
+results are.
 The first fetch overlaps with nothing, unless the caller starts it earlier by `prefetched`. The last reduction overlaps with
 dq, if a separate kernel computes dq.
 

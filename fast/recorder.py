@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon.fast.device_plans import Upload
 
-# Bytes of all temporaries of a pass. A pass with more frees them one after another, and is bound by the GPU.
+# The most bytes of temporaries in a replayed pass, whose workspace holds all of them at once. A pass with more runs as
+# written and frees each one early. Its host time does not matter, because the GPU takes longer.
 MOST_BYTES = 1 << 28
 
 

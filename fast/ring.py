@@ -3,9 +3,9 @@
 Read `canon.reference.ring` first. The algorithm and the order of sums between ranks are the same here. The differences:
 
     messages          K and V travel in one message, dk and dv in another; the reference sends each tensor alone
-    buffers           K and V travel through two: one is read and sent while the other receives. dk and dv, too: one is
-                      sent while the other receives, then gets this rank's part added and is sent
-                      (`exchange.BlockRing`)
+    buffers           K and V travel through two: one is read and sent while the other receives. dk and dv travel through
+                      two more: one is sent while the other receives. Then this rank's part is added to the other,
+                      and it is sent (`exchange.BlockRing`)
     active queries    from step 1 on, a step computes only the queries that see a key (`active_queries.py`), over the keys
                       from the first to the last visible one: in zigzag, half of the queries or half of the keys. A
                       fully masked step computes nothing and only forwards K, V and the received sums. If it is
@@ -20,7 +20,7 @@ which messages are in flight meanwhile:
     wait for K, V of step i                    from step 1 on
     start the hop of K, V for step i + 1       except in the last step
     launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; sums that step i - 1 started to send
-    wait for these sums, add dk, dv of step i  from step 2 on; after the last step: those of the own keys
+    wait for that hop, add dk, dv of step i    from step 2 on, to the sums that it brought; after the last step: own keys
     start the hop of the new sums              from step 1 on
     launch the kernel of dq                    in flight: K, V of step i + 1; sums that step i started to send
 
@@ -33,7 +33,8 @@ own tokens.
 and visible keys. Each single call still allocates its buffers and results, copies its own k and v into the ring, and
 casts the results. The launches of a step are recorded as one sequence in the forward pass, and as up to three in the
 backward pass: dk and dv; their addition; dq. In the lists below, the functions after `prepared.replayed` run only in
-the first call of a kind, which records them, and in each call whose launches cannot be replayed (`prepared.py`):
+the first call of a kind, which records them, and in each call whose launches cannot be replayed (`prepared.py`).
+`PartialBackward` and the `kernels_for` beside it also run only in the first call:
 
     forward     `_forward`, `prepared.replayed`, `_forward_step`, `local.forward_into`, `device.kernels_for`, `forward` of
                 launch.py (in kernels/triton, gluon or cuda); `ActiveQueries.merge`
@@ -261,8 +262,8 @@ class _Backward:
     """The state of one backward pass: running dq, this rank's own dk and dv, the ring of K, V and that of dk, dv.
 
     ``own`` holds dk and dv of this rank's keys from its own queries. The last hop brings the sum of the other ranks'
-    parts. In step i > 1, buffer i % 2 of ``sums`` receives the sum of ranks owner + 1, ..., rank - 1. This rank then
-    adds its part.
+    parts. In step i > 1, buffer i % 2 of ``sums`` first receives the sum of ranks owner + 1, ..., rank - 1 for
+    the keys of that step. Then this rank's part is added.
     """
 
     def __init__(self, ring: _Ring, inputs: QueryInputs, k: Tensor, v: Tensor, needs_grad: tuple[bool, bool, bool]):
@@ -316,11 +317,11 @@ class _StepBackward:
             for name, ((b, _, *width), _, _) in zip(("dk", "dv"), step.ring.blocks.places[step.owner], strict=True):
                 self.kernels.scratch.add(name, (b, step.keys.stop - step.keys.start, *width), own.dtype)
 
-    def gradients(self, block: Tensor | None, room: Tensor | None) -> list[Tensor | None]:
-        """Return the tensors that the kernel writes: views of ``block`` in steps 0 and 1, of scratch later."""
-        if block is None:
+    def gradients(self, grads: Tensor | None, room: Tensor | None) -> list[Tensor | None]:
+        """Return the tensors that the kernel writes: views of ``grads`` in steps 0 and 1, of scratch later."""
+        if grads is None:
             return [None, None]
-        return self.parts(room) if self.has_part else self.step.tensors(block)
+        return self.parts(room) if self.has_part else self.step.tensors(grads)
 
     def parts(self, room: Tensor | None) -> list[Tensor]:
         """Return dk and dv in scratch."""

@@ -6,8 +6,9 @@
     "gloo", "threads"   CPU ranks                                 -
     "none"              one rank                                  -
 
-On GPUs gathers and reductions have a communicator each, so that a gather never queues behind a reduction. One more stream,
-the communication stream, copies and sums the data of messages while attention kernels run.
+On GPUs gathers and reductions have a communicator each, so that a gather never queues behind a reduction. A group whose
+ranks are not in ascending order has one for both. One more stream, the communication stream, copies and sums the data of
+messages while attention kernels run.
 
 The copy engines serve a group with NCCL's zero-CTA policy, on buffers in symmetric windows. Windows are allocated once, grow
 to the largest call and serve all calls of the group; other transports allocate in each call. Before copy engines are

@@ -9,17 +9,17 @@ accumulation dtype (float64 for float64 inputs).
     out = magi_attention(q, k, v, mask, layout)     attend in every layer: queries stay, needed keys travel
     full = layout.unshard(out)                      gather the tokens once, if at all
 
-    dispatch        cuts the sequence into chunks and gives each rank some of them, so that all ranks compute equally
-                    long and receive few tokens (`planner.py`)
+    dispatch        cuts the sequence into chunks and gives each rank some of them, so that the queries of all ranks have
+                    nearly equally many visible cells (query-key pairs), and few keys travel (`planner.py`)
     group cast      one all-to-all with its own size for each pair of ranks: a rank receives the keys that its queries
                     see and that other ranks hold (`group_collectives.py`)
     group reduce    the transpose: dk and dv of received keys go back to their owners, who add them
 
 All ranks derive the same `CastPlan` (`plan.py`) from mask, layout and ``stages``. So each rank can send without a request.
 
-Forward: a step is attention over one buffer of keys. The received keys are divided into up to ``stages`` casts
-(default 1, with rank_invariant 0). Step 0 uses own keys, and step i the keys of cast i - 1. ``stages=0`` means one
-cast and one step:
+Forward: a step is attention over one buffer of keys. The received keys are divided into up to ``stages`` casts, by
+default one (with ``rank_invariant=True``, ``stages=0`` is the default). Step 0 uses own keys, and step i the keys of
+cast i - 1. ``stages=0`` means one cast and one step:
 
     stages=0    compute                             own keys and cast 0          no overlap
                 in flight    cast 0
@@ -51,18 +51,19 @@ N = b g (d + dv) elements of e bytes: batch b, g key heads, widths d and dv. An 
     backward  K, V       the same; with keep_kv none    R N e; with keep_kv 0
               dk, dv     one all-to-all for each cast   S N E: gradients of the tokens sent
 
-In each pass a rank also posts a digest of 8 bytes, to compare the calls (`group_state.py`). `plan_report` gives R, S and
-`volume`. In an all-gather or a ring over n tokens, all ranks together receive (W - 1) n tokens; here they receive the fraction
-`volume` of that. FLOPs are those of `local.py` and `backward.py` for the visible cells (query-key pairs) of the rank's queries.
-Peak memory beyond inputs, outputs, tiles and row statistics, at most:
+Not counted: to compare the calls, in each pass every rank gets a digest of 8 bytes from each other rank
+(`group_state.py`). `plan_report` gives R, S and `volume`. In an all-gather or a ring over n tokens, all ranks
+together receive (W - 1) n tokens; here they receive the fraction `volume` of that. FLOPs are those of `local.py` and
+`backward.py` for the visible cells of the rank's queries. Peak memory beyond inputs, outputs, tiles and row
+statistics, at most:
 
     K, V       own tokens; three buffers (previous, current and next step); the rows sent in two casts
     keep_kv    until the backward pass: all received keys
     out        three float32 tensors of its size in a step, five inside `merge`
     dq         three float32 tensors of its size
-    dk, dv     float32, own tokens and four buffers: joined rows of the previous step, dk and dv of this step, both joined,
-               and a copy with the tokens first; rows sent and received (in reduce_dtype) of this reduce and of the
-               previous one, and the copies that one addition makes (`group_collectives.py`)
+    dk, dv     float32, own tokens and four buffers: (1) the joined rows of the previous step, (2) dk and dv of this step,
+               (3) their concatenation, (4) its copy with the tokens first. In reduce_dtype, the rows sent and received
+               in this reduce and the previous one, and the copies that one addition makes (`group_collectives.py`)
 
 ``stages=1`` hides a cast that takes at most as long as step 0. More stages hide more of a longer cast, and shorten the
 last reduce, which no step hides. Each further stage adds an all-to-all and a merge forward, and two all-to-alls
@@ -163,7 +164,8 @@ def _magi(q, k, v, mask, layout, sink, return_lse, **options):
         out, lse = call_operator("reference", "magi_attention", q, k, v, mask, layout, **options)
     else:
         passes = _passes("magi_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
-        check_sink(q, sink)  # the ranks compare the shape and the dtype of the sink in `_passes`
+        # `_passes` has compared its shape and dtype between ranks: a wrong sink raises on all of them.
+        check_sink(q, sink)
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 

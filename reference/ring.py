@@ -35,10 +35,10 @@ On the same hardware and software, a repeated call with the same inputs, layout,
 same bits. Additions use the accumulation dtype. dk and dv are rounded to reduce_dtype before each hop.
 
 Balance under a causal mask: rank r can start step s + 1 only after rank r - 1 has started step s, which sends the keys.
-So a rank that starts a step late delays the next rank at the next step. It can delay the previous rank, too, because a
-hop ends only when its send does. The ranks need equal work at *every* step. Zigzag cuts n = 2Wc tokens into 2W chunks
-of c tokens. Rank r holds the early chunk r, stored first, and the late chunk 2W - 1 - r. For other n, chunk sizes
-differ by at most one token, and the work is nearly equal. With 4 ranks:
+So a rank that starts a step late delays the next rank at the next step. It can also delay the previous rank, whose send
+may not end before the late rank posts its receive. The ranks need equal work at *every* step. Zigzag cuts n = 2Wc
+tokens into 2W chunks of c tokens. Rank r holds the early chunk r, stored first, and the late chunk 2W - 1 - r. For
+other n, chunk sizes differ by at most one token, and the work is nearly equal. With 4 ranks:
 
     chunk    0  1  2  3  4  5  6  7
     rank     0  1  2  3  3  2  1  0
@@ -81,16 +81,17 @@ E in reduce_dtype and A in the accumulation dtype. A hop sends two messages, one
     backward    dk, dv     W - 1    (W - 1) N E
 
 With bfloat16 inputs and reduce_dtype float32 the table gives 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward.
-If neither k nor v needs a gradient, dk and dv make no hops. If W > 1, each pass also exchanges 8 bytes per rank, to
-compare the calls (`group_state.py`). FLOPs are those of `local.py` and `backward.py` for the visible cells of this
-rank's queries. Peak memory beyond inputs, outputs, tiles, row statistics:
+If neither k nor v needs a gradient, dk and dv make no hops. Not counted: to compare the calls, in each pass every rank
+gets a digest of 8 bytes from each other rank (`group_state.py`). FLOPs are those of `local.py` and `backward.py` for
+the visible cells of this rank's queries. Peak memory beyond inputs, outputs, tiles, row statistics:
 
     K, V      2 N e bytes; 3 N e while a `Hop` starts: those sent by the previous hop, those in use, and the next ones
     out, dq   forward: up to five tensors of out's shape (in `merge`); backward: three of dq's; accumulation dtype
-    dk, dv    (2 A + 4 E) N bytes while a hop starts: own part, sum, and the sent and received tensors of this hop and of
-              the previous one, which is freed afterwards. If E < A, an addition can take more: 3 A N for the part of
-              the own keys, the part of this step and the new sum, A N / 2 for received dk or dv, cast, and 2 E N for
-              the previous hop. With h query heads, backward="head_parallel" adds A N h / g (`backward.py`)
+    dk, dv    while a hop starts, (2 A + 4 E) N bytes: the part of the own keys, the sum, and the sent and received
+              tensors of this hop and of the previous one, which is freed afterwards. If E = A, only 5 A N, because
+              the sum itself is sent. If E < A, an addition can take more: (3.5 A + 2 E) N for equal widths. These are
+              the part of the own keys, the part of this step, the new sum and received dk or dv after its cast, and
+              both tensors of the hop. With h query heads, backward="head_parallel" adds A N h / g (`backward.py`)
 
 A hop of K and V is in flight during the step that starts it. A hop of dk and dv starts at the end of a step and is in
 flight during the next step, if there is one. Whether hops overlap with the computation depends on the backend; gloo
@@ -225,7 +226,8 @@ def _ring(
         out, lse = call_operator("reference", function, q, k, v, mask, layout, **options)
     else:
         passes = _passes(function, q, k, v, mask, layout, sink=kind_of_sink(sink), **options)
-        check_sink(q, sink)  # the ranks compare the shape and the dtype of the sink in `_passes`
+        # `_passes` has compared its shape and dtype between ranks: a wrong sink raises on all of them.
+        check_sink(q, sink)
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 

@@ -22,8 +22,9 @@ reduce_dtype bfloat16, each part and each addition is rounded to bfloat16, too. 
 gives the same bits. With ``rank_invariant=True``, any number of ranks gives the same bits: the owner of a key adds
 over all queries, and no partial sums travel (`owner_computes.py`).
 
-During a step's computation, the next gather and the previous reduce-scatter are in flight. Nothing hides the first gather
-and the last reduce-scatter. Split groups shorten both: see `strides.py`. Overlap depends on the backend. NCCL has its own
+During a step's computation, the next gather and the previous all-to-all are in flight. Nothing hides the first gather, the
+last all-to-all, and the copies, casts and additions before and after messages. Split groups shorten the first gather
+and the last all-to-all: see `strides.py`. Overlap depends on the backend. NCCL has its own
 stream, and runs the messages of one process group one after the other. Gloo overlaps if it finds free CPU cores.
 
 Balance: a visible cell is a pair of a query and a key that it sees. A rank's work in a step is the cells of its queries
@@ -48,15 +49,18 @@ FLOPs: 2 b h area (d + dv) forward, where h is the number of query heads and are
 rank's queries; backward as in `backward.py`. Peak memory beyond inputs and outputs, with n equal head groups and
 buffers of W N / n elements:
 
-    K, V        three buffers of the inputs' dtype while a gather starts, and while `wait` concatenates its shards; else
-                two; with NCCL each gather in flight has one more, from which the shards are copied
-    dk, dv      parts of this step: one buffer of the accumulation dtype, and one more while they are joined and cast;
-                parts sent and received, in this and the previous step: four buffers of reduce_dtype
+    K, V        two buffers of the inputs' dtype: K and V of this step, and the shards of the next gather. Three while a
+                gather starts, because the old shards are freed afterwards, and while `wait` concatenates the shards,
+                because K and V of the previous step are still held. NCCL has one more for each gather in flight
+    dk, dv      parts of this step: one buffer of the accumulation dtype. Parts sent and received, in this and the previous
+                step: four buffers of reduce_dtype. While the parts are joined, one more of the accumulation dtype
+                instead of the buffer that receives
     sent        the padded K and V of this rank, 1 / W of a buffer for each gather in flight
     sums        N elements of reduce_dtype; at the end, the larger one of dk and dv once more, to concatenate it
-    out, dq     the results of all steps and their concatenation; dq in the accumulation dtype
+    out, dq     the results of all steps; dq in the accumulation dtype, and once more to concatenate it
 
-The accumulation dtype is float32, or float64 for float64 inputs. When dk and dv peak, K and V hold two buffers.
+The accumulation dtype is float32, or float64 for float64 inputs. When dk and dv peak, K and V hold two buffers, and NCCL
+the one of the gather in flight.
 
 Limits: s must divide g, and g must divide h. A gather pads each shard to the size of the largest, so W - 1 shards of
 that size arrive. The reduce-scatter does not pad. If only one of k and v needs a gradient, both dk and dv are
@@ -137,9 +141,9 @@ def strided_attention(
         reduce_dtype: dtype in which dk and dv are sent. None: float32 (float64 for float64). "scatter" also computes
             the sums in it.
         backward: "fused", "split", "head_parallel" or "auto", the method in each step: see `backward.py`.
-        rank_invariant: return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). The
-            first token of each piece must then lie at a multiple of 128 in the sequence, and also in the rank's shard.
-            layout=None is then contiguous with such pieces.
+        rank_invariant: return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). Each
+            piece of the layout, a run of tokens on one rank, must then start at a multiple of 128, in the sequence and
+            in the rank's shard. layout=None is then contiguous with such pieces, so shards can differ in size.
         return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator without the sink, in
             float32 (float64 for float64). It is differentiable.
 
@@ -174,7 +178,8 @@ def _strided(q, k, v, mask, layout, sink, return_lse, strides, **options):
         out, lse = call_operator("reference", "strided_attention", q, k, v, mask, layout, **strides, **options)
     else:
         passes = _passes("strided_attention", q, k, v, mask, layout, sink=kind_of_sink(sink), **strides, **options)
-        check_sink(q, sink)  # the ranks compare the shape and the dtype of the sink in `_passes`
+        # `_passes` has compared its shape and dtype between ranks: a wrong sink raises on all of them.
+        check_sink(q, sink)
         out, lse = differentiable(q, k, v, passes.forward, passes.backward, call=passes.call, return_lse=True)
     return under_sink(out, lse, sink, return_lse)
 
@@ -255,10 +260,11 @@ class AllGather:
         if call.ranks == 1:
             return
         tensors = [torch.cat([self.k, self.v], dim=-1)] if packed else [self.k, self.v]
-        for x in tensors:  # a request keeps its input until it is complete
+        for x in tensors:
             padded = x.new_zeros(x.shape[0], max(self.sizes), *x.shape[2:])
             padded[:, : x.shape[1]] = x
             shards = [torch.empty_like(padded) for _ in self.sizes]
+            # The request keeps `padded` until the message is complete.
             self.requests.append(dist.all_gather(shards, padded, group=call.group, async_op=True))
             self.shards.append(shards)
 

@@ -16,7 +16,8 @@ The words of this project, and the words of FlashAttention (FA), FlexAttention, 
     span                  full / partial blocks         adjacent tiles of columns; a partial span is masked by its band
     work tile             work tile (FA 3, CUTLASS)     a tile of rows of one head or of packed heads; CTAs claim them
     tile schedule         tile scheduler (FA 3)         all work tiles of a launch, in order of claims; tensor ``work``
-    owner                 -                             of a CTA's dk and dv: a key head, or a query head in head_parallel
+    owner                 -                             the head whose dk and dv a CTA computes: a key head, or with
+                                                        head_parallel a query head
     row statistics        softmax_lse, dPsum (FA 3)     lse and delta of each query
     delta                 dPsum (FA 3)                  rowsum(dout * out) - dlse
     stale maximum         -                             an old row maximum, used unchecked; the sums of P verify it afterwards

@@ -28,8 +28,9 @@ add first. A wrong order would change rounding only: TMA adds each element atomi
 
 Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. The adder also keeps
 slow instructions out of the warpgroups. Steps 1 and 6 compile to waits and to instructions that empty the L1 cache,
-and step 7 waits at a memory barrier. A warpgroup that executed these itself would stall in every tile. The adder
-empties it for the warpgroups, too, but they read little global memory (paper/deterministic_dq.md)."""
+and step 7 waits at a memory barrier. A warpgroup that executed these itself would stall in every tile. The warpgroups
+share the L1 cache that the adder empties, but they read little global memory (paper/deterministic_dq.md).
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,9 +62,11 @@ from canon.fast.kernels.gluon.tile_ring import aggregate, make_barriers
 class DqExchange:
     """Shared memory for dS and dQ, two buffers each, and their barriers.
 
-    A buffer of dQ is D_PAD / 64 parts of 64 columns. dS needs no barrier to become free. With D_PAD = 128, before a
-    warpgroup writes dS of tile t, it has seen the other one's arrival for tile t - 1, which comes after that one's MMA
-    of tile t - 2. With D_PAD = 64, the reader of tile t - 2 also reads tile t, and has completed that MMA.
+    A buffer of dQ is D_PAD / 64 parts of 64 columns. dS needs no barrier to become free. dS of tile t overwrites that of
+    tile t - 2, which the MMA of dQ has read. With D_PAD = 128 a warpgroup first waits at ds_full for tile t - 1. The
+    other one arrives there after its MMA of tile t - 2. With D_PAD = 64 one warpgroup computes dQ of tile t - 2, and
+    has completed this MMA before it writes dS of tile t. The other one computes dQ of tile t - 1. For this it has
+    waited for the first one's arrival at ds_full, which comes after that MMA.
     """
 
     ds: gl.shared_memory_descriptor

@@ -50,11 +50,12 @@ SMS = 132  # of an H200. A constant, so that other GPUs get the same order and t
 L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache of an H200 holds 50 MB.
 
 # Number of heads in flight where work tiles come longest first (`heads_in_flight`). Each CTA must stay behind the CTA
-# before it, so only about CTAS_PER_HEAD CTAs of one head are useful. More heads in flight shorten the waits. But the
-# CTAs of a head share reads of queries through L2 only while they stay close together. In the model their distance
-# grows in proportion to the number of additions to one tile of dq. So additions times heads in flight are at most
-# MAX_ADDITIONS. Heads that read at most 4 L2_BYTES together are exempt. Both constants are fitted to times of zigzag
-# shards (paper/data/lists_side_by_side_h200.json).
+# before it, so waits grow with the number of CTAs of one head: more than about CTAS_PER_HEAD gained nothing. More heads in
+# flight shorten the waits. But the CTAs of a head share reads of queries through L2 only while they stay close together. We
+# assume that the distance from the first to the last grows in proportion to the number of additions to one tile of dq. So
+# additions times heads in flight decide what L2 must hold: they are at most MAX_ADDITIONS. Heads that read at most 4
+# L2_BYTES together are exempt. Both constants are fitted to times of zigzag shards
+# (paper/data/lists_side_by_side_h200.json).
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
@@ -161,9 +162,9 @@ def ordered_dq_pays(
     if visited <= min(MIN_VISITS_ALTERNATING[width], MIN_VISITS[width]) * tiles:
         return False
     each = query_heads // key_heads
-    if (
-        mask.keys <= mask.queries
-    ):  # else keys are probably those of other ranks, whose dk and dv "split" sends during its dq kernel: a stricter test
+    # With more keys than queries, many keys probably belong to other ranks. "split" sends their dk and dv while its dq
+    # kernel runs, which "fused" cannot. So only the stricter test below counts then.
+    if mask.keys <= mask.queries:
         costs, bytes_per_head = tile_costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
         if found := alternation(costs, rows, columns, each, key_heads, bytes_per_head, mask.queries):
             return visited > MIN_VISITS_ALTERNATING[width] * tiles and found[1] < MAX_SHARE
@@ -177,8 +178,9 @@ def cut_by_tickets(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Cut spans where the predecessor changes. Return the cut spans, begin and end for each work tile, and the tickets.
 
-    ``spans[begin[i]:end[i]]`` are those of work tile i, and ``order`` is the tile schedule. Tickets are (predecessor's, own)
-    for each cut span. Spans are numbered 1, 2, ... along the schedule before the cut. 0 means no predecessor.
+    ``spans[begin[i]:end[i]]`` are those of tile i, and ``order`` is the order of the tiles of one head in the tile
+    schedule, the same for all heads. Tickets are (predecessor's, own) for each cut span. Spans are numbered 1, 2, ... along
+    the schedule before the cut. 0 means no predecessor.
 
     Consider the boundary of two tiles of dq. A span that starts or ends there visits only one of the two. The two
     tiles then have different last spans. The next span that covers both has two predecessors, so it is cut there.

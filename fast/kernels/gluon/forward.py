@@ -31,9 +31,9 @@ steps, so the named barriers match. Results are written from registers, without 
 Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
 MMAs) and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after the first tile of each work tile.
 
-Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. If the
-tiles of 128 queries, over batch and heads, are at most as many as the SMs, a quarter of it counts, a rule of thumb
-(`launch.tiles_seen`; not with rank_invariant).
+Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. A rule of
+thumb divides it by 4 if there are no more tiles of 128 queries, over batch and heads, than SMs (`launch.tiles_seen`; not
+with rank_invariant).
 
     d, dv up to   ROWS                   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
     64, 64        128; 192 if seen > 6*  128       4        2         yes         if seen > 3
@@ -208,13 +208,12 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
 
     The MMA with V in this step belongs to the tile before. FIRST: ``tile`` is the first one of a work tile. Then O of
     the work tile ``previous`` is complete after this MMA, and is written, unless ``previous`` is 0. LATE: registers
-    are scarce with three warpgroups. So the exponentials wait for the MMA with V, and the new P can use the registers
-    of its operand, the old P.
+    are scarce with three warpgroups. So the exponentials wait until the MMA with V has read the old P, and the new P
+    reuses its registers.
     """
     LATE: gl.constexpr = wg.COUNT == 3
-    EARLY_RESCALE: gl.constexpr = (
-        wg.DV_PAD <= 128
-    )  # during the MMA of S; it needs registers that wider heads do not have
+    # During the MMA of S. It needs registers that wider heads do not have.
+    EARLY_RESCALE: gl.constexpr = wg.DV_PAD <= 128
     no_shrink = gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN))
     is_last = tile.is_last(wg.BN)
     s = issue_scores(wg, ring, tile, wg.PING_PONG)
@@ -241,8 +240,8 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
     p, l = exponentials(s, m_finite, wg)
-    # V of this tile is needed only in the next step. The wait for it stands here because it is a loop: it stops the compiler
-    # from moving the wait for o above the exponentials.
+    # V of this tile is needed only in the next step. But the wait for an mbarrier is a loop, and the compiler moves no code
+    # across it. Here it keeps the wait for o (if not LATE) below the exponentials.
     mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
     if not LATE:
         o = hopper.warpgroup_mma_wait(0, deps=[o])

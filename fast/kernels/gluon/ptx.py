@@ -288,7 +288,8 @@ def round_and_keep_constraints(number):
 def round_and_keep(p, like, W: gl.constexpr):
     """Return P in the two-byte dtype of ``like``, and keep a copy in named registers for `add_rounding_excess`.
 
-    Triton would unpack the operand of an MMA again in every tile.
+    If `add_rounding_excess` read P from the operand of the MMA, Triton would unpack it in every tile, also where the
+    branch is skipped.
     """
     N: gl.constexpr = p.shape[1] // 2  # elements of a thread
     return gl.inline_asm_elementwise(

@@ -2,15 +2,19 @@
 
 Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes of a quad. They exchange the maximum m
 in every tile (STALE_MAXIMUM: in the first tile and in repeated ones). The state holds the sum l as four partial sums,
-one for each lane.
+one for each lane; the lanes exchange these in every tile, too, but before S arrives.
 
-m need not be the maximum. P and O are relative to m, so any m gives the same result up to rounding, unless P overflows or
-underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far, rounded down to a
-power of 2 (`highest_kept`). A key whose P is at most the sum so far has at most half of the row's weight. Its P is
-rounded to the dtype. With the true maximum the largest P is 1, which has no rounding error. But the second largest may
-have nearly half the weight, and is rounded. So keeping m is as accurate: in both cases the error is that of a key with
-half the weight. After a few tiles nearly all rows keep m, so a warp seldom rescales O. flash-attn-4 for Blackwell
-allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives errors larger than those of the dtype.
+m need not be the maximum. P and O are relative to m, so any m gives the same result up to rounding, unless P overflows
+or underflows. Without STALE_MAXIMUM a row keeps its m while the largest P is at most 2^8 and at most the row's sum so
+far, rounded down to a power of 2 (`highest_kept`). With STALE_MAXIMUM, see `stale_maximum`. After a few tiles nearly
+all rows keep m, so a warp seldom rescales O.
+
+Keeping m is as accurate as the true maximum. P is rounded to the dtype. With the true maximum the heaviest key has P =
+1, which has no rounding error, but the second heaviest has up to half the weight of the row. With a kept m every P is
+rounded. But a new key has at most half the weight, because its P is at most the sum so far.
+
+The kernel of flash-attn-4 for Blackwell allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives
+errors larger than those of the dtype.
 """
 
 from triton.experimental import gluon

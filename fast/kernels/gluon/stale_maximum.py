@@ -1,7 +1,8 @@
 """The forward kernel's variant with a stale maximum: P is computed with the old row maximum, and verified afterwards.
 
-Far into a row the maximum seldom rises, so it need not even be computed. This saves its comparisons and the exchange among
-lanes, and the exponentials start as soon as S is there. The sums of P by lane are needed anyway, and show how large P is.
+Far into a row the maximum seldom rises, so it need not even be computed. This saves its comparisons and the exchange of
+maxima among lanes, and the exponentials start as soon as S is there. The sums of P by lane are needed anyway, and show
+how large P is. The warpgroup votes on them once in a tile.
 
     a lane's sum of P in one tile              consequence
     at most the whole row's sum so far         none: P is as accurate as with the row maximum
@@ -77,11 +78,11 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too large.
 
     Return the state; ring position and column of the first tile that is not yet added; ``above``, not 0 if that tile
-    failed; and the sums of P of the last tile tried.
-    If ``above`` is not 0, the tile at this position failed and must be repeated: its P is not in l, but o includes all
-    tiles before it. Its K is not released, and its V has been waited for. The warpgroup votes on whether a sum exceeds
-    its row's sum so far. If so, it votes again on whether one is too large. A row without a visible key so far has m =
-    -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile is repeated.
+    failed; and the sums of P of the last tile tried. A failed tile must be repeated. Then l and o both hold exactly the
+    tiles before it: here o is not one tile late. The K of this tile is not released, and its V has been waited for. The
+    warpgroup votes on whether a sum exceeds its row's sum so far. If so, it votes again on whether one is too large. A row
+    without a visible key so far has m = -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile is
+    repeated.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess

@@ -10,8 +10,8 @@ pointer saves registers. Its parts, in order:
                   (see `canon.fast.tiles`)
     tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's ticket, own ticket
 
-A work tile is identified by its offset in ``work``; the first one is 8. Offset 0 means "no work tile". Each work tile has at
-least one visited tile; the launch fills the rows of tiles without spans.
+A work tile is identified by its offset in ``work``; the first one is 8. Offset 0 means "no work tile". A tile
+of rows that sees no key is not a work tile: the launch writes its rows of the results.
 
 The grid has one CTA for each SM, or for each work tile if there are fewer. CTA i starts with work tile i, so its first
 TMA loads wait for no atomic operation, only for its record in ``work``. Each further work tile is claimed with an

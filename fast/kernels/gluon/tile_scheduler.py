@@ -6,8 +6,8 @@ Nothing is dealt out in advance, because SMs are not equally fast.
 
 The order has three rules. Heads that share keys, and whole groups of them, come together while the tensors that they read fit
 the L2 cache. Within such a set the longest work tiles come first, so that the last ones to finish are short. Tiles without a
-visible cell are left out; the launch fills their rows. If CTAs add to dq in a fixed order, other rules hold
-(`canon.fast.kernels.gluon.dq_order`).
+visible cell are left out; the launch fills their rows. If CTAs add to dq in a fixed order, more heads may come together,
+and short and long work tiles may alternate (`canon.fast.kernels.gluon.dq_order`).
 
 Cost: O(work tiles) on the host, once for each mask, shape and device, in NumPy; 32 bytes for each work tile on the device.
 
@@ -77,7 +77,7 @@ class Traversal(NamedTuple):
 
     @property
     def boxes(self) -> int:
-        """The ``boxes`` of `work_table`. If ordered, spans begin at multiples of a tile: visited tiles of dq do not overlap."""
+        """The ``boxes`` of `work_table`. If ordered, spans begin at multiples of a tile, and tiles of dq are disjoint."""
         return (self.columns if self.ordered else BOX) if self.transposed else 0
 
 
@@ -147,8 +147,8 @@ def _order(costs: TileCosts, t: Traversal, queries: int) -> tuple[int, np.ndarra
     found = alternation(costs, t.rows, t.columns, t.repeat, groups, t.bytes_per_group, queries) if t.ordered else None
     additions = mean_additions(costs.spans, t.columns) if t.ordered else None
     together = found[0] if found else heads_in_flight(groups, t.bytes_per_group, additions)
-    # A set that does not fit the L2 cache is traversed in regions that do. Ordered: the short tiles at the end of a region
-    # would wait for longer ones.
+    # A set that does not fit the L2 cache is traversed in regions that do. If ordered, there is one region: short tiles come
+    # at the end of each, and would wait for longer ones.
     regions = 1 if t.ordered else -(-together * t.bytes_per_group // L2_BYTES)
     order = _longest_first(costs.cost, start * regions // max(1, int(stop.max(initial=0))))
     order = order[costs.active[order]]
