@@ -59,8 +59,9 @@ MASK = Mask.documents([0, 140, TOKENS])  # the last work tile is so short that a
 
 @pytest.fixture(autouse=True)
 def _one_cta(monkeypatch):
-    """Run one CTA, and the longest tiles first even if dq is ordered: a short last work tile reveals a missing last wait."""
+    """Run one CTA, and the longest tiles first in every kernel: a short last work tile reveals a missing last wait."""
     monkeypatch.setattr(launch, "SIMULATED_SMS", 1)
+    monkeypatch.setattr(tile_scheduler, "LATE", 0)
     monkeypatch.setattr(dq_order, "UNEVEN", math.inf)
     monkeypatch.setattr(launch, "tile_schedule", lru_cache(tile_scheduler.tile_schedule.__wrapped__))
 

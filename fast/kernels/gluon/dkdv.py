@@ -36,10 +36,9 @@ from canon.fast.kernels.gluon.tile_queue import (
     SPAN,
     allocate_published,
     batch_head_of,
-    claim_work_tile,
+    claim_any_work_tile,
     columns_of,
     first_tile,
-    first_work_tile,
     is_partial,
     next_tile,
     position_of,
@@ -131,7 +130,7 @@ def load_tiles(
     BN: gl.constexpr = q.tiles.shape[2]
     BUFFERS: gl.constexpr = k.tiles.shape[0]
     t, done = 0, 0  # tiles visited, work tiles done
-    work_tile = claim_work_tile(work, counter, ORDERED) if ORDERED else first_work_tile()
+    work_tile = claim_any_work_tile(work, counter, True, ORDERED)
     while work_tile > 0:
         first, _, batch, owner = position_of(work, work_tile)
         span_first, span_end, column, left = first_tile(work, work_tile)
@@ -164,7 +163,7 @@ def load_tiles(
             span, column, left = next_tile(work, span, column, left, span_end, BN)
             if span != before:
                 head = owner * HEADS + (span - span_first) // each_head
-        work_tile = claim_work_tile(work, counter, ORDERED)
+        work_tile = claim_any_work_tile(work, counter, False, ORDERED)
         done += 1
     b = done % BUFFERS
     publish_end(buffers.published.index(b), k.full.index(b), k.free.index(b), (done // BUFFERS & 1) ^ 1)

@@ -16,13 +16,13 @@ for this ticket. So the semaphore holds it until the successor has added, and th
 number of SMs. So each tile of dq is a sum in a fixed order. Only the choice by method="auto" (`canon.fast.backward`) depends
 on the number of SMs: another GPU may run "split" or "head_parallel" instead.
 
-**No deadlock.** CTAs claim work tiles from an atomic counter, in the order of the tile schedule, and process their own ones in
-that order. Take the first unfinished work tile. All earlier ones are finished. Claims follow the schedule, so a
-running CTA has claimed it, or the next CTA to become idle will. Each predecessor of its spans is in an earlier work
+**No deadlock.** CTAs claim work tiles from an atomic counter, in the order of the tile schedule, and process their own
+ones in that order. Take the first unfinished work tile. All earlier ones are finished. Claims follow the schedule, so
+a running CTA has claimed it, or the next CTA to become idle will. Each predecessor of its spans is in an earlier work
 tile, or earlier in the same one. So every semaphore that the CTA waits for will hold the predecessor's ticket, and the
-work tile finishes. By induction, all do. Other kernels give CTA i work tile i without a claim (`tile_queue`). With
-ordered dq, a running CTA could then wait for one that the GPU has not started. So here even the first work tiles are
-claimed.
+work tile finishes. By induction, all do. The forward kernel gives CTA i work tile i without a claim (`tile_queue`).
+With ordered dq, a running CTA could then wait for one that the GPU has not started. So here even the first work tiles
+are claimed.
 
 **Memory order** is explained in `canon.fast.kernels.gluon.dq_adder`.
 

@@ -175,7 +175,8 @@ def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> t
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
     # A stale maximum (see stale_maximum.py) is good once all rows have seen many keys. In a partial tile, some see only a few.
     full_first = config.stale_maximum
-    traversal = Traversal(config.rows, config.columns, False, heads, pack, 1, read, full_first=full_first)
+    ctas = resident_ctas(q)
+    traversal = Traversal(config.rows, config.columns, False, heads, pack, 1, read, full_first=full_first, ctas=ctas)
     return group, pack, tile_schedule(mask, traversal, q.device)
 
 

@@ -13,11 +13,15 @@ pointer saves registers. Its parts, in order:
 A work tile is identified by its offset in ``work``; the first one is 8. Offset 0 means "no work tile". A tile
 of rows that sees no key is not a work tile: the launch writes its rows of the results.
 
-The grid has one CTA for each SM, or for each work tile if there are fewer. CTA i starts with work tile i, so its first
-TMA loads wait for no atomic operation, only for its record in ``work``. Each further work tile is claimed with an
-atomic counter that all CTAs share; the launch sets it to 0. The loader claims after it has issued all loads of the
-current work tile. In long work tiles the ring is then usually full, so the claim delays no load. If CTAs wait for each
-other (ordered dq), even the first work tiles are claimed: a CTA must never wait for a CTA that cannot run yet.
+The grid has one CTA for each SM, or for each work tile if there are fewer. In the forward and dq kernels CTA i starts with
+work tile i. So its first TMA loads wait for no atomic operation, only for its record in ``work``. Each further work tile
+is claimed with an atomic counter that all CTAs share; the launch sets it to 0. The loader claims after it has issued all
+loads of the current work tile. In long work tiles the ring is then usually full, so the claim delays no load.
+
+The kernels for dk and dv also claim the first work tile of each CTA, if there are more work tiles than CTAs. For messages
+of other ranks hold SMs, and the CTAs that start late then find no work tile left. In the other kernels the last CTAs have
+short ones (`tile_scheduler`). With ordered dq, CTAs wait for each other, and a CTA must never wait for one that cannot run
+yet. So there every work tile is claimed, however few there are.
 
 The loader publishes a work tile in shared memory, for the warpgroups and for the adder of dq. It does so before it loads Q of
 the work tile (K, for dk and dv). The barriers of Q or K also guard the published number. After the last work tile the loader
@@ -42,16 +46,30 @@ def first_work_tile():
 
 
 @gluon.jit
-def claim_work_tile(work, counter, ALL: gl.constexpr = False):
-    """Claim the next work tile. Return 0 if none is left. ALL: even the first work tile of each CTA is claimed.
+def claim_work_tile(work, counter):
+    """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left.
 
     The atomic is relaxed because a claim carries no data. ``work`` does not change during the kernel, so plain loads
     suffice.
     """
     end = gl.load(work)
-    work_tile = WORK_TILE * (1 + (0 if ALL else gl.num_programs(0)))
+    work_tile = WORK_TILE * (1 + gl.num_programs(0))
     if work_tile < end:
         work_tile += gl.atomic_add(counter, WORK_TILE, sem="relaxed")
+    return gl.where(work_tile < end, work_tile, 0)
+
+
+@gluon.jit
+def claim_any_work_tile(work, counter, FIRST: gl.constexpr, ORDERED: gl.constexpr):
+    """Claim the next work tile, even if it is this CTA's FIRST one. Return 0 if none is left.
+
+    If there are no more work tiles than CTAs, there is no counter unless ORDERED, and each CTA has the work tile of its
+    number.
+    """
+    end = gl.load(work)
+    work_tile = WORK_TILE * (1 + gl.program_id(0)) if FIRST else end
+    if ORDERED or WORK_TILE * (1 + gl.num_programs(0)) < end:
+        work_tile = WORK_TILE + gl.atomic_add(counter, WORK_TILE, sem="relaxed")
     return gl.where(work_tile < end, work_tile, 0)
 
 

@@ -35,6 +35,8 @@ from canon.fast.tiles import band_array, counted
 from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
 
+LATE = 32  # CTAs that begin with a short work tile; messages should hold no more SMs
+SEVERAL = 4  # With as many work tiles for each CTA, this costs nothing where messages hold no SM.
 WORK_TILE = 8  # numbers of a work tile, and of a span: see `canon.fast.kernels.gluon.tile_queue`
 
 
@@ -63,6 +65,7 @@ class Traversal(NamedTuple):
         bytes_per_group: The bytes that a group of heads reads, for the L2 cache.
         ordered: Additions to dq come in the order of the schedule (`canon.fast.kernels.gluon.dq_order`).
         full_first: The full spans of a work tile come before its partial ones.
+        ctas: The most CTAs of the launch, if CTA i starts with work tile i: see `_late_ctas_get_short_ones`. Else 0.
     """
 
     rows: int
@@ -74,6 +77,7 @@ class Traversal(NamedTuple):
     bytes_per_group: int
     ordered: bool = False
     full_first: bool = False
+    ctas: int = 0
 
     @property
     def boxes(self) -> int:
@@ -137,6 +141,9 @@ def _host_schedule(mask: Mask, t: Traversal) -> tuple[np.ndarray, int, tuple[sli
     work, number = _serialised(
         tiles[:, :2], spans, begin, end, order if heads.size else order[:0], heads, t.heads, tickets
     )
+    if number >= SEVERAL * t.ctas > 0:
+        cost = np.tile(np.repeat(costs.cost[order], heads.shape[1]), len(heads))
+        _late_ctas_get_short_ones(work[WORK_TILE : WORK_TILE * (1 + number)].reshape(number, WORK_TILE), cost, t.ctas)
     return work, number, _row_ranges(tiles[~active]), masked
 
 
@@ -160,6 +167,21 @@ def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
     longest = np.zeros(int(region.max(initial=0)) + 1)
     np.maximum.at(longest, region, cost)
     return np.lexsort((-cost, region, -longest[region]))
+
+
+def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: int) -> None:
+    """Move short work tiles to the places of the last CTAs. ``cost``: of each work tile.
+
+    CTAs start in the order of their numbers. If a kernel of NCCL holds some SMs, the last CTAs start when others end, and
+    the kernel ends later by the time of their first work tile. Every second one of the shortest is moved: short work
+    tiles are also needed at the end of the schedule, so that all SMs end together.
+    """
+    late = min(LATE, ctas)
+    short = np.argpartition(cost, 2 * late)[: 2 * late]
+    short = short[np.argsort(cost[short], kind="stable")][::2]
+    place = np.delete(np.arange(len(cost)), short)
+    place = np.concatenate([place[: ctas - late], short, place[ctas - late :]])
+    work_tiles[...] = work_tiles[place]
 
 
 # ------------------------------------------------------------------ spans

@@ -4,6 +4,7 @@
     canon bench layers                         one GPU: checkpointed layers, their time and memory: `canon.testing.layers`
     canon bench host                           one GPU: wall and host time of eager calls: `canon.testing.host_time`
     canon bench masks                          one GPU, or none: plans of a new mask: `canon.testing.mask_time`
+    canon bench beside                         one GPU: kernels beside messages that hold SMs: `canon.testing.held_sms`
     canon bench figure RECORD --out FILE       their speeds against the length of the sequence: `canon.testing.figure`
     canon bench tune                           one GPU: tile sizes: `canon.testing.tune`
     canon bench schedules                      several GPUs: `canon.testing.schedules`
@@ -30,11 +31,11 @@ from canon.testing.shapes import MASKS, Shape, shapes_of
 
 # The commands of each option. An option of another command is an error.
 OWNERS = {
-    "shape": ("kernels", "layers", "tune", "schedules", "host", "masks"),
-    "mask": ("kernels", "layers", "tune", "schedules", "host", "masks"),
+    "shape": ("kernels", "layers", "tune", "schedules", "host", "masks", "beside"),
+    "mask": ("kernels", "layers", "tune", "schedules", "host", "masks", "beside"),
     "only": ("kernels", "layers", "tune", "schedules", "host"),
-    "dtype": ("kernels", "layers", "tune", "schedules", "host", "masks"),
-    "rounds": ("kernels", "layers", "schedules", "host", "masks"),
+    "dtype": ("kernels", "layers", "tune", "schedules", "host", "masks", "beside"),
+    "rounds": ("kernels", "layers", "schedules", "host", "masks", "beside"),
     "config": ("tune",),
     "backend": ("kernels", "tune"),
     "ranks": ("plans", "schedules"),
@@ -57,9 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what += "many tile sizes; schedules: ring, strided and Magi on several GPUs; plans: dispatch plans on a CPU; "
     what += (
-        "host: time of eager calls; masks: time of a new mask, with or without a GPU; layers: 18 checkpointed layers"
+        "host: time of eager calls; masks: time of a new mask, with or without a GPU; layers: 18 checkpointed layers; "
+        "beside: kernels while others hold SMs"
     )
-    add("what", choices=["kernels", "layers", "figure", "tune", "schedules", "plans", "host", "masks"], help=what)
+    add(
+        "what",
+        choices=["kernels", "layers", "figure", "tune", "schedules", "plans", "host", "masks", "beside"],
+        help=what,
+    )
     add("--shape", action="append", help="b,n,h,g,d or b,n,h,g,d,mask (repeatable)", metavar="SHAPE")
     add("--mask", action="append", help=MASKS, metavar="MASK")
     add("--dtype", default=DEFAULTS["dtype"], choices=["bfloat16", "float16", "float32"])
@@ -124,6 +130,10 @@ def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
 
         found = shapes_of(options.shape or [], options.mask or [], host_time.HOST_SHAPES)
         return partial(_host, options, found, console)
+    if options.what == "beside":
+        from canon.testing import held_sms
+
+        return partial(_beside, options, shapes_of(options.shape or [], options.mask or [], held_sms.SHAPES), console)
     from canon.testing import schedules
 
     return partial(_schedules, options, schedules.program(options), console)
@@ -217,6 +227,19 @@ def _masks(options: argparse.Namespace, found: list[Shape], device: torch.device
         _keep(options, rows)
         if device is not None:
             torch.cuda.empty_cache()
+    return _told(console, options, False)
+
+
+def _beside(options: argparse.Namespace, found: list[Shape], console) -> int:
+    from canon.fast.kernels.launcher import multiprocessor_count
+    from canon.testing import held_sms
+
+    rows = []
+    for shape in found:
+        some = held_sms.beside(shape, getattr(torch, options.dtype), _device(), options.rounds)
+        console.print(held_sms.beside_table(some, multiprocessor_count(_device())))
+        rows += some
+        _keep(options, rows)
     return _told(console, options, False)
 
 
