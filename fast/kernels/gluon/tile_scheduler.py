@@ -142,8 +142,8 @@ def _host_schedule(mask: Mask, t: Traversal) -> tuple[np.ndarray, int, tuple[sli
         tiles[:, :2], spans, begin, end, order if heads.size else order[:0], heads, t.heads, tickets
     )
     if number >= SEVERAL * t.ctas > 0:
-        cost = np.tile(np.repeat(costs.cost[order], heads.shape[1]), len(heads))
-        _late_ctas_get_short_ones(work[WORK_TILE : WORK_TILE * (1 + number)].reshape(number, WORK_TILE), cost, t.ctas)
+        work_tiles = work[WORK_TILE : WORK_TILE * (1 + number)].reshape(len(heads), len(order), -1, WORK_TILE)
+        _late_ctas_get_short_ones(work_tiles, costs.cost[order], t.ctas)
     return work, number, _row_ranges(tiles[~active]), masked
 
 
@@ -170,18 +170,25 @@ def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
 
 
 def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: int) -> None:
-    """Move short work tiles to the places of the last CTAs. ``cost``: of each work tile.
+    """Move short work tiles to the places of the last CTAs.
 
     CTAs start in the order of their numbers. If a kernel of NCCL holds some SMs, the last CTAs start when others end, and
     the kernel ends later by the time of their first work tile. Every second one of the shortest is moved: short work
     tiles are also needed at the end of the schedule, so that all SMs end together.
+
+    ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``: of each tile.
     """
+    sets, tiles, heads, _ = work_tiles.shape
     late = min(LATE, ctas)
-    short = np.argpartition(cost, 2 * late)[: 2 * late]
-    short = short[np.argsort(cost[short], kind="stable")][::2]
-    place = np.delete(np.arange(len(cost)), short)
-    place = np.concatenate([place[: ctas - late], short, place[ctas - late :]])
-    work_tiles[...] = work_tiles[place]
+    shortest = np.argsort(cost, kind="stable")[: -(-2 * late // (sets * heads))]
+    place = np.arange(sets * tiles * heads).reshape(sets, tiles, heads)[:, shortest].swapaxes(0, 1).ravel()
+    records = work_tiles.reshape(-1).view(f"V{WORK_TILE * work_tiles.itemsize}")  # one element for each work tile
+    others = np.ones(len(records), bool)
+    others[short := place[: 2 * late : 2]] = False
+    short, others = records[short], records[others]
+    records[: ctas - late] = others[: ctas - late]
+    records[ctas - late : ctas] = short
+    records[ctas:] = others[ctas - late :]
 
 
 # ------------------------------------------------------------------ spans
