@@ -142,6 +142,7 @@ def packs() -> dict[str, str]:
 
 
 NEW_MASK = ("first_ms", "repeated_ms", "new_mask_ms")
+HELD = ("0", "8", "16", "32")  # SMs
 HOST_PARTS = ("arguments", "results", "look-up", "launches", "other")  # of a call on one GPU
 
 
@@ -175,7 +176,21 @@ def host() -> dict[str, str]:
     share = [
         both[x, "no kernels"] / both[x, "canon auto"] for x in dict.fromkeys(x for x, _ in both) if "S8192" not in x
     ]
+    ratios = {
+        name: [
+            median(row[f"{name}_wall_ms"]) / median(peer[f"{name}_wall_ms"])
+            for row in load("host_h200")["results"]
+            for peer in load("host_h200")["results"]
+            if row["contender"] == "canon auto" and peer["contender"] == "SDPA cudnn" and row["shape"] == peer["shape"]
+            if "S8192" not in row["shape"]
+        ]
+        for name in ("forward", "both", "chain")
+    }
     launched = [int(row[4]) / sum(map(int, row[1:])) for row in parts]
+    beside = [
+        [row["shape"], row["kernel"], *(f"{median(row['held_ms'][x]):.3f}" for x in HELD)]
+        for row in load("beside_h200")["results"]
+    ]
     labels = dict(SCHEDULES)
     launching = []
     for name in names:
@@ -183,9 +198,13 @@ def host() -> dict[str, str]:
         launching.append([labels[name], f"{median(row['both_launches_ms']):.1f}", f"{median(row['both_ms']):.1f}"])
     return {
         "host_calls": table(("shape", "wall (host) ms", "forward", "both passes", "a layer of 8"), rows, left=2),
+        "short_forward": span(ratios["forward"]),
+        "short_both": span(ratios["both"]),
+        "short_chain": span(ratios["chain"]),
         "no_kernels": span([100 * x for x in share], 0),
         "launched": span([100 * x for x in launched], 0),
         "host_parts": table(("host us of both passes", *HOST_PARTS), parts),
+        "beside": table(("GPU ms, SMs held", "kernel", *(f"{x}" for x in HELD)), beside, left=2),
         "new_masks": table(("shape", "documents", "first ms", "repeated ms", "new mask ms"), new_masks),
         "agreed_us": f"{load('agreement_two_h200')['agreed_call_us'][0]:.0f}",
         "ring_with": _ring_wall(True),
