@@ -1,6 +1,7 @@
 """Claims about `canon check MODULE`: the template passes, limits hold, failures have a place, Ctrl-C keeps results."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -229,7 +230,8 @@ def test_ctrl_c_keeps_the_finished_cases(tmp_path):
     words = [sys.executable, "-m", "canon", "check", "canon.reference", "--tokens", "200"]
     listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores SIGINT
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    child = subprocess.Popen(words, cwd=tmp_path, preexec_fn=listen, **pipes)
+    shows_stacks = os.environ | {"PYTHONFAULTHANDLER": "1"}  # if it aborts, which happened on a busy machine
+    child = subprocess.Popen(words, cwd=tmp_path, preexec_fn=listen, env=shows_stacks, **pipes)
     for line in child.stderr or ():
         if line.startswith("3/"):
             break

@@ -1,6 +1,8 @@
 """Claims about process groups: a program gives the same results on threads and on processes."""
 
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -227,3 +229,30 @@ def test_another_thread_of_a_waiting_rank_may_read_finished_work():
         return received.item()
 
     assert process_groups.threads(program, 2) == [1.0, None]
+
+
+def test_an_interrupt_waits_for_all_ranks():
+    """An interrupted Thread.join of Python 3.11 forgets its thread. A rank that runs on can abort the process at its end."""
+    working, ended = [threading.Event() for _ in range(3)], []
+
+    def program():
+        working[dist.get_rank()].set()
+        time.sleep(0.1 if dist.get_rank() else 1.0)  # rank 0 is the first to be waited for
+        ended.append(dist.get_rank())
+
+    def interrupt():
+        for rank in working:
+            rank.wait()
+        time.sleep(0.3)  # the caller waits for rank 0 by now
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+    try:
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            process_groups.threads(program, 3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    interrupter.join()
+    assert sorted(ended) == [0, 1, 2]

@@ -57,6 +57,8 @@ class _Threads:
         self.output = _OutputByRank(sys.stdout, ranks)
         self.results: list[Any] = [None] * ranks
         self.failures: dict[int, BaseException] = {}
+        # Not Thread.join: in Python 3.11, an interrupt during a join marks a running thread as ended.
+        self.ended = [threading.Event() for _ in range(ranks)]
         self.cores = torch.get_num_threads()
         self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -71,14 +73,16 @@ class _Threads:
                 with _one_launch_at_a_time() if kernel_gpus() else nullcontext():
                     for worker in workers:
                         worker.start()
-                    for worker in workers:
-                        worker.join()
+                    for ended in self.ended:
+                        ended.wait()
             except BaseException:  # an interrupt: the ranks end at their next wait
                 self.rendezvous.leave(self.ranks, "the caller was interrupted")
                 raise
             finally:
-                for worker in workers:
-                    worker.join()
+                for worker, ended in zip(workers, self.ended, strict=True):
+                    if worker.ident is not None:  # it was started
+                        ended.wait()
+                        worker.join()
         print_by_rank(["".join(texts) for texts in self.output.texts])
         for rank, error in self.failures.items():
             raise rank_error(rank, error) from error
@@ -104,8 +108,11 @@ class _Threads:
             self.failures[rank] = error
             self.rendezvous.leave(rank, f"rank {rank} failed")
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            try:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            finally:
+                self.ended[rank].set()
 
 
 @contextmanager
