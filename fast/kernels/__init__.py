@@ -24,7 +24,7 @@ The words of this project, and the words of FlashAttention (FA), FlexAttention, 
     ping-pong             ping-pong scheduling (FA 3)   one warpgroup computes exponentials during MMAs of another
     loader                producer (FA 3)               the warps that load by TMA: 4, or 1 if fused
     warpgroup             consumer (FA 3)               four warps that issue MMAs together
-    stages                stages (CUTLASS)              in kernels: buffers of K and V; in `magi_attention`: group casts
+    stages                stages (CUTLASS)              in kernels: buffers of visited tiles; in `magi_attention`: group casts
     full, free            full, empty (CUTLASS)         the two mbarriers of a buffer in shared memory
     dq semaphore          dq_semaphore (FA 3)           an int32 for each tile of dq; it fixes the order of additions to it
     ticket                -                             number of a span; a dq semaphore holds that of the last span added

@@ -62,11 +62,13 @@ from canon.fast.kernels.gluon.tile_ring import aggregate, make_barriers
 class DqExchange:
     """Shared memory for dS and dQ, two buffers each, and their barriers.
 
-    A buffer of dQ is D_PAD / 64 parts of 64 columns. dS needs no barrier to become free. dS of tile t overwrites that of
-    tile t - 2, which the MMA of dQ has read. With D_PAD = 128 a warpgroup first waits at ds_full for tile t - 1. The
-    other one arrives there after its MMA of tile t - 2. With D_PAD = 64 one warpgroup computes dQ of tile t - 2, and
-    has completed this MMA before it writes dS of tile t. The other one computes dQ of tile t - 1. For this it has
-    waited for the first one's arrival at ds_full, which comes after that MMA.
+    A buffer of dQ is D_PAD / 64 parts of 64 columns. dS needs no barrier to become free. Before a warpgroup
+    overwrites dS of tile t - 2 with that of tile t, every MMA that reads it is complete:
+
+    D_PAD = 128    Both warpgroups read it. The writer has completed its own MMA. It has waited at ds_full for tile
+                   t - 1, where the other one arrives after completing its own.
+    D_PAD = 64     One warpgroup reads it, and completes this MMA before it writes. The other one has waited at
+                   ds_full to compute dQ of tile t - 1. The reader arrives there after completing that MMA.
     """
 
     ds: gl.shared_memory_descriptor

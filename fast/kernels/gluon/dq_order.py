@@ -50,12 +50,12 @@ SMS = 132  # of an H200. A constant, so that other GPUs get the same order and t
 L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache of an H200 holds 50 MB.
 
 # Number of heads in flight where work tiles come longest first (`heads_in_flight`). Each CTA must stay behind the CTA
-# before it, so waits grow with the number of CTAs of one head: more than about CTAS_PER_HEAD gained nothing. More heads in
-# flight shorten the waits. But the CTAs of a head share reads of queries through L2 only while they stay close together. We
-# assume that the distance from the first to the last grows in proportion to the number of additions to one tile of dq. So
-# additions times heads in flight decide what L2 must hold: they are at most MAX_ADDITIONS. Heads that read at most 4
-# L2_BYTES together are exempt. Both constants are fitted to times of zigzag shards
-# (paper/data/lists_side_by_side_h200.json).
+# before it, so waits grow with the number of CTAs of one head: more than about CTAS_PER_HEAD gained nothing. More
+# heads in flight shorten the waits. But the CTAs of a head share reads of queries through L2 only while they stay
+# close together. We assume that the distance from the first to the last grows in proportion to the number of additions
+# to one tile of dq. So the product of additions and heads in flight measures what L2 must hold. It is at most
+# MAX_ADDITIONS. Heads that read at most 4 L2_BYTES together are exempt. Both constants are fitted to times of zigzag
+# shards (paper/data/lists_side_by_side_h200.json).
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 

@@ -8,8 +8,9 @@
 A CTA has four loader warps, where one thread issues the loads, and two or three MMA warpgroups. It uses the registers
 of a whole SM, so one CTA runs on each SM. An MMA warpgroup owns 64 rows of the work tile, and waits for its Q once
 (`receive`). The MMA with V is one tile late, even across work tiles: the last MMA with V of a work tile runs during
-the first softmax of the next work tile (ROWS = 192: during its maximum). Then O is divided by the sums of P (less
-``excess``) and written (`write_result`). Sums follow the order of the spans, so the same inputs give the same bits.
+the first softmax of the next work tile (ROWS = 192: during its maximum). Then O is divided by the sums of P
+(STALE_MAXIMUM: less a rounding correction, ``excess``) and written (`write_result`). Sums follow the order of the
+spans, so the same inputs give the same bits.
 
     barrier          arrivals in a phase   arrives                                  waits           protects
     k.full, v.full   1, and all bytes      loader, then TMA                         warpgroups      K, V until loaded
@@ -31,9 +32,9 @@ steps, so the named barriers match. Results are written from registers, without 
 Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
 MMAs) and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after the first tile of each work tile.
 
-Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. A rule of
-thumb divides it by 4 if there are no more tiles of 128 queries, over batch and heads, than SMs (`launch.tiles_seen`; not
-with rank_invariant).
+Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. A rule
+of thumb divides it by 4 if the tiles of 128 queries, over batch and heads, are at most as many as the SMs
+(`launch.tiles_seen`; not with rank_invariant).
 
     d, dv up to   ROWS                   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
     64, 64        128; 192 if seen > 6*  128       4        2         yes         if seen > 3
@@ -212,7 +213,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     reuses its registers.
     """
     LATE: gl.constexpr = wg.COUNT == 3
-    # During the MMA of S. It needs registers that wider heads do not have.
+    # Rescale O during the MMA of S. This needs registers, and wider heads have none to spare.
     EARLY_RESCALE: gl.constexpr = wg.DV_PAD <= 128
     no_shrink = gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN))
     is_last = tile.is_last(wg.BN)

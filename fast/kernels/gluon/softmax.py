@@ -1,17 +1,18 @@
 """The online softmax of the forward kernel, on the registers of one warpgroup.
 
 Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes of a quad. They exchange the maximum m
-in every tile (STALE_MAXIMUM: in the first tile and in repeated ones). The state holds the sum l as four partial sums,
-one for each lane; the lanes exchange these in every tile, too, but before S arrives.
+in every tile (STALE_MAXIMUM: in the first tile of a work tile, and in tiles that are computed again because P was too
+large). The state holds the sum l as four partial sums, one for each lane; the lanes exchange these in every tile, too,
+but before S arrives.
 
 m need not be the maximum. P and O are relative to m, so any m gives the same result up to rounding, unless P overflows
 or underflows. Without STALE_MAXIMUM a row keeps its m while the largest P is at most 2^8 and at most the row's sum so
 far, rounded down to a power of 2 (`highest_kept`). With STALE_MAXIMUM, see `stale_maximum`. After a few tiles nearly
 all rows keep m, so a warp seldom rescales O.
 
-Keeping m is as accurate as the true maximum. P is rounded to the dtype. With the true maximum the heaviest key has P =
-1, which has no rounding error, but the second heaviest has up to half the weight of the row. With a kept m every P is
-rounded. But a new key has at most half the weight, because its P is at most the sum so far.
+Keeping m is as accurate as the true maximum. In both cases a key whose P has a rounding error has at most half the
+weight of its row. With the true maximum the heaviest key has P = 1, which is exact, and any other key has at most half
+the weight. With a kept m the P of a new key is at most the sum before it, so at most half of the new sum.
 
 The kernel of flash-attn-4 for Blackwell allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives
 errors larger than those of the dtype.

@@ -18,10 +18,11 @@ work tile i. So its first TMA loads wait for no atomic operation, only for its r
 is claimed with an atomic counter that all CTAs share; the launch sets it to 0. The loader claims after it has issued all
 loads of the current work tile. In long work tiles the ring is then usually full, so the claim delays no load.
 
-The kernels for dk and dv also claim the first work tile of each CTA, if there are more work tiles than CTAs. For messages
-of other ranks hold SMs, and the CTAs that start late then find no work tile left. In the other kernels the last CTAs have
-short ones (`tile_scheduler`). With ordered dq, CTAs wait for each other, and a CTA must never wait for one that cannot run
-yet. So there every work tile is claimed, however few there are.
+The kernels for dk and dv also claim the first work tile of each CTA, if there are more work tiles than CTAs. The
+reason: messages of other ranks can hold SMs, so that some CTAs start late. No work tile waits for such a CTA, because
+others have claimed them all. In the other kernels the last CTAs begin with short work tiles (`tile_scheduler`). With
+ordered dq, CTAs wait for each other, and a CTA must never wait for one that cannot run yet. So there every work tile
+is claimed, however few there are.
 
 The loader publishes a work tile in shared memory, for the warpgroups and for the adder of dq. It does so before it loads Q of
 the work tile (K, for dk and dv). The barriers of Q or K also guard the published number. After the last work tile the loader

@@ -7,9 +7,10 @@ A ring of STAGES buffers counts its tiles t = 0, 1, ...: tile t is in buffer t %
 
 `mbarrier.arrive` first synchronises the warps that execute it (bar.sync), so one arrival for all of them is enough.
 
-Both complete phase t // STAGES for tile t. A wait names the parity of a phase, and returns once that phase is complete. A
-reader waits for phase t // STAGES of ``full``. A loader waits for the previous phase of ``free``: the opposite parity. In a
-new mbarrier, a phase of parity 1 counts as complete, so the first waits of a loader return at once.
+For tile t, ``full`` and ``free`` of its buffer complete their phase number t // STAGES. A wait names the parity of a
+phase, and returns once that phase is complete. A reader waits for phase t // STAGES of ``full``. A loader waits for
+the previous phase of ``free``: the opposite parity. In a new mbarrier, a phase of parity 1 counts as complete, so the
+first waits of a loader return at once.
 
 Tiles are boxes of 4-D tensors (b, t, h, d): 1 batch, some tokens, PACK heads, all of d. A tile can therefore hold several
 query heads of one group: row r is token r // PACK, head r % PACK. Strides are multiples of 16 bytes, the last one 1 element.

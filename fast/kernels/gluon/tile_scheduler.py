@@ -1,15 +1,16 @@
 """The tile schedule of the Hopper kernels: all work tiles of a launch, in the order in which CTAs claim them.
 
 Kernels are persistent: one CTA runs on each SM and processes one work tile after another, so the end of one overlaps with the
-start of the next. A CTA claims its next work tile from an atomic counter when it has issued all loads of the current one.
-Nothing is dealt out in advance, because SMs are not equally fast.
+start of the next. A CTA claims its next work tile from an atomic counter when it has issued all loads of the current one,
+because SMs are not equally fast. Only the first work tile of a CTA can be dealt out in advance (`tile_queue`).
 
 The order has three rules. Heads that share keys, and whole groups of them, come together while the tensors that they read fit
 the L2 cache. Within such a set the longest work tiles come first, so that the last ones to finish are short. Tiles without a
 visible cell are left out; the launch fills their rows. If CTAs add to dq in a fixed order, more heads may come together,
 and short and long work tiles may alternate (`canon.fast.kernels.gluon.dq_order`).
 
-Cost: O(work tiles) on the host, once for each mask, shape and device, in NumPy; 32 bytes for each work tile on the device.
+Cost: O(work tiles + spans) on the host, once for each mask, shape and device, in NumPy (tickets: `dq_order`). On the device,
+32 bytes for each work tile and each span, and 8 for each ticket.
 
 Source: list scheduling, longest processing time first: Graham, Bounds on multiprocessing timing anomalies (1969).
 """
@@ -36,7 +37,7 @@ from canon.reference.mask import Mask
 from canon.reference.plan_cache import cached_plan
 
 LATE = 32  # CTAs that begin with a short work tile; messages should hold no more SMs
-SEVERAL = 4  # With as many work tiles for each CTA, this costs nothing where messages hold no SM.
+SEVERAL = 4  # work tiles for each CTA; with fewer, all short ones are needed at the end
 WORK_TILE = 8  # numbers of a work tile, and of a span: see `canon.fast.kernels.gluon.tile_queue`
 
 
