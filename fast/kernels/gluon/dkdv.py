@@ -121,8 +121,9 @@ def load_tiles(
     """Run the loader: claim work tiles, and load Q, lse, dO and delta of every visited tile.
 
     K of a work tile is loaded after its first Q, and V after its first dO. Their buffers are freed late in the
-    previous work tile, so the first Q does not wait for K, nor the first dO for V. ORDERED: the first work tile is
-    claimed too (`canon.fast.kernels.gluon.dq_order`). ``padded``: the tokens in a row of the statistics.
+    previous work tile, so the first Q does not wait for K, nor the first dO for V. Even the first work tile is claimed
+    (`claim_any_work_tile`; ORDERED needs it: `canon.fast.kernels.gluon.dq_order`). ``padded``: the tokens in a row of
+    the statistics.
     """
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
