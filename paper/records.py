@@ -20,8 +20,8 @@ TIMES = re.compile(r"(_|^)(ms|us|seconds)(_by_rank)?$")  # keys of single times
 PROFILER = "Nsight Compute"
 TEXTS = {  # name of a record, or of several: commit that holds the kernel or the record, date, GPUs, what made it
     "check_runs_cut_off_eight_h200.txt": ("3ce3ee2", "2026-11-22", "8 H200", "canon check"),
-    "tests_cpu.txt": ("314636c", "2026-11-23", "none", "make test"),
-    "tests_h200.txt": ("16dde86", "2026-11-23", "1 and 2 H200", "pytest --gpu tests"),
+    "tests_cpu.txt": ("8f337b3", "2026-11-24", "none", "make test"),
+    "tests_h200.txt": ("28cf8d8", "2026-11-24", "1 and 2 H200", "pytest --gpu tests"),
     "sanitizer_h200.txt": ("6112dcf", "2026-11-23", "1 H200", "compute-sanitizer"),
     "ncu_first": ("54bacf9", "2026-11-20", "1 H200", PROFILER),
     "ncu_third": ("a3c8ed9", "2026-11-20", "1 H200", PROFILER),
