@@ -4,16 +4,16 @@ Without Triton's interpreter, a function that launches a kernel raises RuntimeEr
 `attention` gives the range of scores and the reach of a NaN, for all functions.
 """
 
+from canon.fast.ahead.kernel_variants import warm_up
 from canon.fast.device import backend
-from canon.fast.kernel_variants import warm_up
 from canon.fast.local import attention, attention_backward, attention_forward, decode_attention, merge
 from canon.fast.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
 from canon.fast.preparation import prepare
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
 from canon.fast.strided import strided_attention, suggest_strides
-from canon.reference.band import Band
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
+from canon.masks.band import Band
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
 
 __all__ = [
     "Band",

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from canon.fast.backward import QueryInputs
-from canon.fast.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.triton.rows import add_to_rows, copy_rows, copy_statistics, pick_rows
 from canon.fast.local import merge_into
-from canon.reference.band import Band
-from canon.reference.mask import Mask
-from canon.reference.plan_cache import cached_plan
+from canon.masks.band import Band
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
 
 
 class ActiveQueries:

@@ -42,11 +42,13 @@ from torch import Tensor
 from canon import reference
 from canon.fast.device import check_device, kernels_for
 from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
+from canon.fast.kernels.placed_mask import PlacedMask
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.placed_mask import PlacedMask
-from canon.fast.prepared import replayed
+from canon.fast.replay.recordings import replayed
 from canon.fast.twins import twin_of
-from canon.reference.checks import (
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+from canon.runtime.checks import (
     accumulate_dtype,
     batched,
     check_gradients,
@@ -56,9 +58,7 @@ from canon.reference.checks import (
     default_scale,
     under_autocast,
 )
-from canon.reference.mask import Mask
-from canon.reference.packing import differentiate_each
-from canon.reference.plan_cache import cached_plan
+from canon.runtime.packing import differentiate_each
 
 __all__ = ["attention_backward"]
 

@@ -21,7 +21,7 @@ from canon.fast.kernels.interpreter import is_requested
 from canon.fast.kernels.launcher import capability, is_cpu
 from canon.fast.kernels.triton import launch
 from canon.fast.recomputation import note_choice
-from canon.reference.plan_cache import are_noted
+from canon.masks.plan_cache import are_noted
 
 __all__ = ["backend"]
 

@@ -1,4 +1,4 @@
-"""Make kernels differentiable by `canon.reference.differentiable`, and use one backend for both passes of a call."""
+"""Make kernels differentiable by `canon.runtime.autograd`, and use one backend for both passes of a call."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from canon.fast.device import chosen_backend, computing_with
 from canon.fast.recomputation import choice_of_call
-from canon.reference import differentiable as plain
-from canon.reference import operators, passes
-from canon.reference.call import Call
+from canon.runtime import autograd as plain
+from canon.runtime import operators, passes
+from canon.runtime.call import Call
 
 
 def differentiable(
@@ -24,7 +24,7 @@ def differentiable(
     call: Call | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return out and lse as `canon.reference.differentiable`. Backward passes and recomputations use the call's backend."""
+    """Return out and lse as `canon.runtime.autograd`. Backward passes and recomputations use the call's backend."""
     chosen = chosen_backend()
     choice = choice_of_call(chosen)
     if choice != chosen:
@@ -34,7 +34,7 @@ def differentiable(
 
 
 def call_operator(function: str, *args: Any, **options: Any) -> Any:
-    """Return the result of `canon.reference.operators.call_operator`. The operator uses this call's backend."""
+    """Return the result of `canon.runtime.operators.call_operator`. The operator uses this call's backend."""
     choice = _choice_at_compilation() if torch.compiler.is_compiling() else choice_of_call(chosen_backend())
     return operators.call_operator("fast", function, *args, **options, kernels=choice)
 
@@ -45,7 +45,7 @@ def _choice_at_compilation() -> str | None:
 
 
 def makes_passes(*functions: str) -> Callable[[Callable], Callable]:
-    """Decorate as `canon.reference.passes.makes_passes`. The passes of an operator use the backend of its call."""
+    """Decorate as `canon.runtime.passes.makes_passes`. The passes of an operator use the backend of its call."""
 
     def _decorate(make: Callable) -> Callable:
         @wraps(make)

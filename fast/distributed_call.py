@@ -11,11 +11,11 @@ from torch import Tensor
 
 from canon.fast.differentiable import call_operator, differentiable
 from canon.fast.sinks import under_sink
-from canon.reference.checks import check_sink, kind_of_sink
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
-from canon.reference.operators import is_traced
-from canon.reference.passes import Passes
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.runtime.checks import check_sink, kind_of_sink
+from canon.runtime.operators import is_traced
+from canon.runtime.passes import Passes
 
 
 def attend_distributed(

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.fast.kernels.triton.sum_ranks import sum_ranks
-from canon.fast.prepared import replayed
+from canon.fast.replay.recordings import replayed
 from canon.fast.transport import transport_for
-from canon.reference.band import joined
-from canon.reference.call import Call
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
-from canon.reference.plan_cache import cached_plan
+from canon.masks.band import joined
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+from canon.runtime.call import Call
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # the shape, the strides and the first element of a view
 

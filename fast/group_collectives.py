@@ -23,21 +23,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon import reference
-from canon.fast.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import areas_and_needs, union_of_intervals
-from canon.fast.prepared import replayed
+from canon.fast.replay.recordings import replayed
 from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
-from canon.reference.call import agreed_cast
-from canon.reference.group_arguments import Group
-from canon.reference.group_state import named_failures
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
-from canon.reference.plan import CastPlan, Piece, staged
-from canon.reference.plan_arguments import check_cast, checked_chunk
-from canon.reference.plan_cache import cached_plan
-from canon.reference.report import PlanReport
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan import CastPlan, Piece, staged
+from canon.masks.plan_cache import cached_plan
+from canon.masks.report import PlanReport
+from canon.runtime.call import agreed_cast
+from canon.runtime.group_arguments import Group
+from canon.runtime.group_state import named_failures
+from canon.runtime.plan_arguments import check_cast, checked_chunk
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 

@@ -12,7 +12,7 @@ In `decode_attention` kernels write this rank's part into the buffer of the one 
 
 Cost: 2 b h area (d + dv) FLOPs, where area is the number of visible cells. Memory beyond inputs and outputs: the work table.
 It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile and a band that overlap. A band is a rectangle of
-cells, cut by two diagonals (`canon.reference.band`). There is no dropout, bias or soft-cap.
+cells, cut by two diagonals (`canon.masks.band`). There is no dropout, bias or soft-cap.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
@@ -28,14 +28,15 @@ from canon import reference
 from canon.fast.backward import attention_backward, gradients, rank_invariant_method
 from canon.fast.device import check_device, kernels_for
 from canon.fast.differentiable import call_operator, differentiable, makes_passes
+from canon.fast.kernels.placed_mask import PlacedMask, aligned, canonical, in_place
 from canon.fast.kernels.triton import launch
-from canon.fast.placed_mask import PlacedMask, aligned, canonical, in_place
-from canon.fast.prepared import replayed
+from canon.fast.replay.recordings import replayed
 from canon.fast.sinks import under_sink
 from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
-from canon.reference import plan_cache
-from canon.reference.checks import (
+from canon.masks import plan_cache
+from canon.masks.mask import Mask
+from canon.runtime.checks import (
     accumulate_dtype,
     batched,
     check_mask,
@@ -47,15 +48,14 @@ from canon.reference.checks import (
     default_scale,
     under_autocast,
 )
-from canon.reference.decode_call import agreed_decode
-from canon.reference.group_arguments import Group
-from canon.reference.group_state import named_failures
-from canon.reference.mask import Mask
-from canon.reference.operators import is_traced
-from canon.reference.packing import attend_each
-from canon.reference.passes import Passes
-from canon.reference.rank_invariance import check_rank_invariant
-from canon.reference.sink_weights import weighted
+from canon.runtime.decode_call import agreed_decode
+from canon.runtime.group_arguments import Group
+from canon.runtime.group_state import named_failures
+from canon.runtime.operators import is_traced
+from canon.runtime.packing import attend_each
+from canon.runtime.passes import Passes
+from canon.runtime.rank_invariance import check_rank_invariant
+from canon.runtime.sink_weights import weighted
 
 __all__ = ["attention", "attention_backward", "attention_forward", "decode_attention", "merge"]
 

@@ -58,19 +58,19 @@ from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
-from canon.fast.prepared import replayed
+from canon.fast.replay.recordings import replayed
 from canon.fast.tile_exchanges import cast_passes
 from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
-from canon.reference.call import Call, agreed_call
-from canon.reference.call_arguments import kinds_of
-from canon.reference.checks import accumulate_dtype, under_autocast
-from canon.reference.group_arguments import Group
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
-from canon.reference.passes import Passes
-from canon.reference.plan import CastPlan
-from canon.reference.plan_cache import PLANS
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan import CastPlan
+from canon.masks.plan_cache import PLANS
+from canon.runtime.call import Call, agreed_call
+from canon.runtime.call_arguments import kinds_of
+from canon.runtime.checks import accumulate_dtype, under_autocast
+from canon.runtime.group_arguments import Group
+from canon.runtime.passes import Passes
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
 

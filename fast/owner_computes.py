@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from canon.fast.backward import QueryInputs, begin_backward, make_delta, rank_invariant_method
+from canon.fast.kernels.placed_mask import PlacedMask, aligned, canonical
 from canon.fast.local import empty_result, forward_into
 from canon.fast.pipeline import prefetched, run_pipeline
-from canon.fast.placed_mask import PlacedMask, aligned, canonical
-from canon.reference.call import Call
+from canon.runtime.call import Call
 
 Messages = Sequence[tuple[Tensor, ...]]  # the tensors (b, t, heads, width) of each message
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from canon.fast.active_queries import ActiveQueries
 from canon.fast.backward import QueryInputs, _dkdv, _dq
 from canon.fast.device import kernels_for
-from canon.reference.call import Call
+from canon.runtime.call import Call
 
 ALIGNMENT = 256  # bytes, of each tensor inside a scratch tensor
 

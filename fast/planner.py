@@ -23,12 +23,12 @@ from fractions import Fraction
 import numpy as np
 
 from canon import reference
-from canon.fast.tiles import band_array
+from canon.fast.kernels.work_tables import band_array
 from canon.fast.twins import twin_of
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
-from canon.reference.plan_arguments import checked_dispatch
-from canon.reference.plan_cache import cached_plan
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+from canon.runtime.plan_arguments import checked_dispatch
 
 __all__ = ["dispatch"]
 

@@ -24,21 +24,21 @@ from canon import reference
 from canon.fast.active_queries import ActiveQueries, active_queries_of, query_indices, visible_keys
 from canon.fast.backward import plan_gradients
 from canon.fast.device import kernels_for
-from canon.fast.device_plans import META
 from canon.fast.exchange import gathered_mask, padded_tokens
 from canon.fast.group_collectives import cast_plan, rows_returned, rows_sent
+from canon.fast.kernels.device_plans import META
 from canon.fast.kernels.launcher import Gpu, gpu_of, meta_stands_for
 from canon.fast.local import attention, empty_result
 from canon.fast.magi import magi_attention
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
 from canon.fast.strided import strided_attention
 from canon.fast.twins import twin_of
-from canon.reference.checks import cached
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
-from canon.reference.plan_cache import noted_plans
-from canon.reference.prepared_plans import Preparation, PreparedPlans
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import noted_plans
 from canon.reference.strides import strided_steps
+from canon.runtime.checks import cached
+from canon.runtime.prepared_plans import Preparation, PreparedPlans
 
 __all__ = ["prepare"]
 

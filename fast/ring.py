@@ -26,7 +26,7 @@ which messages are in flight meanwhile:
 
 With NCCL, hops run on a stream of the process group. At the start of each pass, a rank posts 8 bytes, a digest of the
 call. On GPUs, a repeated call does not wait for the bytes of other ranks: it compares them at the next pass at the
-latest (`canon.reference.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v, out and lse of the
+latest (`canon.runtime.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v, out and lse of the
 own tokens.
 
 `PLANS` caches one `_Ring` for each kind of call: the places of the blocks in a buffer, and each step's active queries
@@ -72,16 +72,16 @@ from canon.fast.kernels.triton.rows import add_to_rows
 from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import run_pipeline
-from canon.fast.prepared import replayed
+from canon.fast.replay.recordings import replayed
 from canon.fast.twins import twin_of
-from canon.reference.call import Call, agreed_call
-from canon.reference.call_arguments import kinds_of
-from canon.reference.checks import accumulate_dtype, under_autocast
-from canon.reference.group_arguments import Group
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
-from canon.reference.passes import LAYOUTS, Passes
-from canon.reference.plan_cache import PLANS
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import PLANS
+from canon.runtime.call import Call, agreed_call
+from canon.runtime.call_arguments import kinds_of
+from canon.runtime.checks import accumulate_dtype, under_autocast
+from canon.runtime.group_arguments import Group
+from canon.runtime.passes import LAYOUTS, Passes
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 

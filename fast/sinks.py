@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
-from canon.fast.prepared import replayed
-from canon.reference.checks import batched
-from canon.reference.sink_weights import weighted
+from canon.fast.replay.recordings import replayed
+from canon.runtime.checks import batched
+from canon.runtime.sink_weights import weighted
 
 
 def under_sink(out: Tensor, lse: Tensor, sink: Tensor | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:

@@ -44,19 +44,19 @@ from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
-from canon.fast.prepared import replayed
+from canon.fast.replay.recordings import replayed
 from canon.fast.ring import ring_backward
 from canon.fast.tile_exchanges import OwnTokens, TileGather
 from canon.fast.twins import twin_of
-from canon.reference.call import Call, agreed_call
-from canon.reference.call_arguments import kinds_of
-from canon.reference.checks import batched, under_autocast
-from canon.reference.group_arguments import Group
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
-from canon.reference.passes import Passes
-from canon.reference.plan_cache import PLANS
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import PLANS
 from canon.reference.strides import Steps, strided_steps, suggest_strides
+from canon.runtime.call import Call, agreed_call
+from canon.runtime.call_arguments import kinds_of
+from canon.runtime.checks import batched, under_autocast
+from canon.runtime.group_arguments import Group
+from canon.runtime.passes import Passes
 
 __all__ = ["strided_attention", "suggest_strides"]
 

@@ -21,19 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.fast.device_plans import device_plan
 from canon.fast.exchange import PendingKeys
+from canon.fast.kernels.device_plans import device_plan
+from canon.fast.kernels.placed_mask import PlacedMask, shifted
 from canon.fast.kernels.triton.rows import take_rows
 from canon.fast.owner_computes import Leg, owner_backward, owner_forward
-from canon.fast.placed_mask import PlacedMask, shifted
 from canon.fast.planner import areas_and_needs
 from canon.fast.transport import transport_for
-from canon.reference.call import Call
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
-from canon.reference.passes import Passes
-from canon.reference.plan_cache import cached_plan
-from canon.reference.rank_invariance import TILE, Piece, pieces_of, transposed
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+from canon.runtime.call import Call
+from canon.runtime.passes import Passes
+from canon.runtime.rank_invariance import TILE, Piece, pieces_of, transposed
 
 
 def whole_tiles(tokens: int) -> int:

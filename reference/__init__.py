@@ -1,10 +1,10 @@
 """Masks, layouts and every algorithm in plain PyTorch: the definition of the results, written to be read."""
 
-from canon.reference.band import Band
-from canon.reference.layout import Layout
+from canon.masks.band import Band
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
 from canon.reference.local import attention, attention_backward, attention_forward, decode_attention, merge
 from canon.reference.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
-from canon.reference.mask import Mask
 from canon.reference.preparation import prepare
 from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
 from canon.reference.strided import strided_attention, suggest_strides

@@ -40,7 +40,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.reference.checks import (
+from canon.masks.mask import Mask
+from canon.reference.tiles import read, read_keys, visible_tiles
+from canon.runtime.checks import (
     accumulate_dtype,
     check_gradients,
     check_mask,
@@ -49,9 +51,7 @@ from canon.reference.checks import (
     default_scale,
     under_autocast,
 )
-from canon.reference.mask import Mask
-from canon.reference.packing import differentiate_each
-from canon.reference.tiles import read, read_keys, visible_tiles
+from canon.runtime.packing import differentiate_each
 
 __all__ = ["attention_backward"]
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import reduce
 from operator import or_
 
-from canon.reference.mask import Mask
+from canon.masks.mask import Mask
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,12 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.masks.mask import Mask
 from canon.reference.backward import attention_backward
-from canon.reference.checks import (
+from canon.reference.sinks import under_sink
+from canon.reference.tiles import read, read_keys, visible_tiles
+from canon.runtime.autograd import differentiable
+from canon.runtime.checks import (
     accumulate_dtype,
     batched,
     check_mask,
@@ -43,18 +47,14 @@ from canon.reference.checks import (
     default_scale,
     under_autocast,
 )
-from canon.reference.decode_call import agreed_decode
-from canon.reference.differentiable import differentiable
-from canon.reference.group_arguments import Group
-from canon.reference.group_state import named_failures
-from canon.reference.mask import Mask
-from canon.reference.operators import call_operator, is_traced
-from canon.reference.packing import attend_each
-from canon.reference.passes import Passes, makes_passes
-from canon.reference.rank_invariance import check_rank_invariant
-from canon.reference.sink_weights import weighted
-from canon.reference.sinks import under_sink
-from canon.reference.tiles import read, read_keys, visible_tiles
+from canon.runtime.decode_call import agreed_decode
+from canon.runtime.group_arguments import Group
+from canon.runtime.group_state import named_failures
+from canon.runtime.operators import call_operator, is_traced
+from canon.runtime.packing import attend_each
+from canon.runtime.passes import Passes, makes_passes
+from canon.runtime.rank_invariance import check_rank_invariant
+from canon.runtime.sink_weights import weighted
 
 __all__ = ["attention", "attention_backward", "attention_forward", "decode_attention", "merge"]
 

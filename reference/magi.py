@@ -83,21 +83,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan import CastPlan
 from canon.reference.backward import make_delta, tiled_backward
-from canon.reference.call import Call, agreed_call
-from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
-from canon.reference.differentiable import differentiable
-from canon.reference.group_arguments import Group
 from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
-from canon.reference.layout import Layout
 from canon.reference.local import merge, tiled_forward
-from canon.reference.mask import Mask
-from canon.reference.operators import call_operator, is_traced
-from canon.reference.passes import Passes, makes_passes
-from canon.reference.plan import CastPlan
 from canon.reference.planner import dispatch
 from canon.reference.sequence_exchanges import cast_passes
 from canon.reference.sinks import under_sink
+from canon.runtime.autograd import differentiable
+from canon.runtime.call import Call, agreed_call
+from canon.runtime.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
+from canon.runtime.group_arguments import Group
+from canon.runtime.operators import call_operator, is_traced
+from canon.runtime.passes import Passes, makes_passes
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
 

@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from canon.reference.backward import make_delta, tiled_backward
-from canon.reference.call import Call
 from canon.reference.local import tiled_forward
-from canon.reference.rank_invariance import Piece, pieces_of
+from canon.runtime.call import Call
+from canon.runtime.rank_invariance import Piece, pieces_of
 
 
 @runtime_checkable

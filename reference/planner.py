@@ -38,6 +38,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations, product
 
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
 from canon.reference.chunks import (
     Aim,
     Assignment,
@@ -53,10 +56,7 @@ from canon.reference.chunks import (
     tokens_of,
     zigzag,
 )
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
-from canon.reference.plan_arguments import checked_dispatch
-from canon.reference.plan_cache import cached_plan
+from canon.runtime.plan_arguments import checked_dispatch
 
 __all__ = ["dispatch"]
 
@@ -86,7 +86,7 @@ def dispatch(
         ranks: the number of ranks.
         chunk: the tokens that stay together; the last chunk may be short. All ranks get equally many chunks, or one
             less, and token counts differ by at most one chunk. None means 1024, or less for short sequences: fewer than
-            8 chunks per rank balance badly (`canon.reference.plan_arguments.default_chunk`).
+            8 chunks per rank balance badly (`canon.runtime.plan_arguments.default_chunk`).
         imbalance: the accepted ratio of the largest area to its lower bound, max(mean over the ranks, largest chunk).
         cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and received tokens per
             microsecond, forward and backward together. Defaults: 64 heads of width 128 at 500 TFLOP/s, 14 * 64 * 128

@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 
-from canon.reference.checks import cached
-from canon.reference.layout import Layout
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import noted_plans
 from canon.reference.local import attention
 from canon.reference.magi import cast_plan, magi_attention
-from canon.reference.mask import Mask
-from canon.reference.plan_cache import noted_plans
-from canon.reference.prepared_plans import Preparation, PreparedPlans
 from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
 from canon.reference.strided import strided_attention
+from canon.runtime.checks import cached
+from canon.runtime.prepared_plans import Preparation, PreparedPlans
 
 __all__ = ["prepare"]
 

@@ -114,17 +114,17 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
 from canon.reference.backward import make_delta, tiled_backward
-from canon.reference.call import Call, agreed_call
-from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
-from canon.reference.differentiable import differentiable
-from canon.reference.group_arguments import Group
-from canon.reference.layout import Layout
 from canon.reference.local import merge, tiled_forward
-from canon.reference.mask import Mask
-from canon.reference.operators import call_operator, is_traced
-from canon.reference.passes import LAYOUTS, Passes, makes_passes
 from canon.reference.sinks import under_sink
+from canon.runtime.autograd import differentiable
+from canon.runtime.call import Call, agreed_call
+from canon.runtime.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
+from canon.runtime.group_arguments import Group
+from canon.runtime.operators import call_operator, is_traced
+from canon.runtime.passes import LAYOUTS, Passes, makes_passes
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 

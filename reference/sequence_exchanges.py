@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.reference.call import Call
+from canon.masks.plan import CastPlan
 from canon.reference.group_collectives import GroupCast, cast_plan
 from canon.reference.owner_computes import owner_backward, owner_forward
-from canon.reference.plan import CastPlan
-from canon.reference.rank_invariance import transposed
+from canon.runtime.call import Call
+from canon.runtime.rank_invariance import transposed
 
 
 class SequenceGather:

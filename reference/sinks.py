@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.reference.sink_weights import over_width, sink_weight, weighted
+from canon.runtime.sink_weights import over_width, sink_weight, weighted
 
 
 def under_sink(out: Tensor, lse: Tensor, sink: Tensor | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:

@@ -79,21 +79,21 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
 from canon.reference.backward import make_delta, tiled_backward
-from canon.reference.call import Call, agreed_call
-from canon.reference.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
-from canon.reference.differentiable import differentiable
-from canon.reference.group_arguments import Group
-from canon.reference.layout import Layout
 from canon.reference.local import tiled_forward
-from canon.reference.mask import Mask
-from canon.reference.operators import call_operator, is_traced
 from canon.reference.owner_computes import owner_backward, owner_forward, query_heads
-from canon.reference.passes import Passes, makes_passes
 from canon.reference.ring import ring_backward
 from canon.reference.sequence_exchanges import SequenceGather
 from canon.reference.sinks import under_sink
 from canon.reference.strides import Steps, strided_steps, suggest_strides
+from canon.runtime.autograd import differentiable
+from canon.runtime.call import Call, agreed_call
+from canon.runtime.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
+from canon.runtime.group_arguments import Group
+from canon.runtime.operators import call_operator, is_traced
+from canon.runtime.passes import Passes, makes_passes
 
 __all__ = ["strided_attention", "suggest_strides"]
 

@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.reference.checks import accumulate_dtype, check_method
-from canon.reference.group_arguments import Group, place_in
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.runtime.checks import accumulate_dtype, check_method
+from canon.runtime.group_arguments import Group, place_in
 
 __all__ = ["Steps", "head_groups", "strided_steps", "suggest_strides"]
 

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from canon.reference.checks import accumulate_dtype
-from canon.reference.mask import Mask
-
-TILE = 128  # tokens along each side of a tile
+from canon.masks.layout import TILE
+from canon.masks.mask import Mask
+from canon.runtime.checks import accumulate_dtype
 
 
 def visible_tiles(mask: Mask, device: torch.device, by_keys: bool = False) -> Iterator[tuple[slice, list]]:

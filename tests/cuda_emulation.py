@@ -15,7 +15,7 @@ from torch import Tensor
 
 from canon.fast.kernels.cuda.config import Config, choose, shared_bytes
 from canon.fast.kernels.launcher import Gpu
-from canon.fast.tiles import work_table
+from canon.fast.kernels.work_tables import work_table
 from canon.reference import Mask
 from canon.testing.judge import Attended
 

@@ -9,7 +9,7 @@ from sharded import DEVICE
 from canon import Mask
 from canon.fast import local
 from canon.fast.active_queries import active_queries_of
-from canon.reference.layout import Layout
+from canon.masks.layout import Layout
 
 MASKS = {
     "causal": Mask.causal(9),

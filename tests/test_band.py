@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Band
-from canon.reference.band import joined
+from canon.masks.band import joined
 
 
 def cells(band, size=12):

@@ -1,4 +1,4 @@
-"""Claims about `canon.fast.compilation` and `canon check`: kernels are collected, and compiled once, in parallel forks."""
+"""Claims about `canon.fast.ahead.compilation` and `canon check`: kernels are collected, and compiled once, in forks."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from canon.fast import compilation
+from canon.fast.ahead import compilation
 from canon.testing import warming
 from canon.testing.case_runner import CaseRunner
 from canon.testing.cases import all_cases
@@ -18,7 +18,7 @@ from canon.testing.inputs import FromDocuments
 DOCUMENTS = Documents(("a", "b"), (b"some text, and " * 3, b"some more"))
 JOBS = """
 import os
-from canon.fast.compilation import compile_all
+from canon.fast.ahead.compilation import compile_all
 
 def fail(): raise ValueError("no such kernel")
 def die(): os._exit(7)
@@ -34,7 +34,7 @@ COLLECT = """
 import json
 from pathlib import Path
 from canon.fast import backward, local
-from canon.fast.compilation import compile_all, recorded_jobs
+from canon.fast.ahead.compilation import compile_all, recorded_jobs
 from canon.testing import warming
 from canon.testing.cases import all_cases
 from canon.testing.compile import _target
@@ -63,7 +63,7 @@ MERGING = """
 from functools import partial
 
 import torch
-from canon.fast import compilation
+from canon.fast.ahead import compilation
 from canon.fast.kernels.triton import launch
 from canon.testing.compile import _target
 

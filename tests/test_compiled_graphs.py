@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from canon import Layout, Mask, fast, reference
-from canon.reference import operators
-from canon.reference.passes import MAKERS
+from canon.runtime import operators
+from canon.runtime.passes import MAKERS
 from canon.testing import process_groups
 
 TOKENS = 24

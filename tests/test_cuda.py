@@ -10,8 +10,9 @@ from hopper import assert_exact
 from sharded import DEVICE
 
 from canon import Layout, Mask, fast
-from canon.fast import backward, local, prepared
-from canon.reference.plan_cache import PLANS
+from canon.fast import backward, local
+from canon.fast.replay import recordings as prepared
+from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from canon.fast import native_replay
 from canon.fast.kernels.cuda import kernel, program
 from canon.fast.kernels.cuda.program import Program
+from canon.fast.replay import native as native_replay
 
 SOURCE = """#include "value.cuh"
 struct Params { float *out; long long stride; int count; };
@@ -91,7 +91,7 @@ def test_threads_compile_a_program_once(folder, compilations):
 IN_ANOTHER_PROCESS = """
 import sys, threading
 from pathlib import Path
-from canon.fast.compilation import compile_all
+from canon.fast.ahead.compilation import compile_all
 from canon.fast.kernels.cuda.program import Program
 
 jobs = [Program("fill", (("FACTOR", factor),), 80, Path(sys.argv[1])) for factor in range(1, 5)]
@@ -190,7 +190,7 @@ import ctypes, struct, sys
 import torch
 driver = ctypes.CDLL({driver!r}, ctypes.RTLD_GLOBAL)  # replaces libcuda.so.1 in this process
 driver.last.restype = ctypes.POINTER(ctypes.c_ubyte)
-from canon.fast import native_replay
+from canon.fast.replay import native as native_replay
 from canon.fast.kernels.cuda import kernel
 
 def last():

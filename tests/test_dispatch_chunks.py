@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from canon import Layout, Mask
 from canon.fast import magi as fast
 from canon.reference import magi as reference
-from canon.reference.plan_arguments import default_chunk
+from canon.runtime.plan_arguments import default_chunk
 
 HALVES = {"reference": reference, "fast": fast}
 

@@ -5,7 +5,7 @@ import torch
 
 from canon import Layout, Mask
 from canon.fast import exchange
-from canon.reference.call import agreed_call
+from canon.runtime.call import agreed_call
 from canon.testing import process_groups
 
 

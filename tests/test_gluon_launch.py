@@ -10,10 +10,11 @@ from sharded import DEVICE, ON_HOPPER
 from triton.runtime import driver
 
 from canon import Band, Layout, Mask
-from canon.fast import backend, local, prepared, ring_attention
+from canon.fast import backend, local, ring_attention
 from canon.fast.kernels.gluon import config, launch, softmax_stats
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.tile_scheduler import TileSchedule
+from canon.fast.replay import recordings as prepared
 from canon.testing import simulator
 
 pytestmark = HOPPER_ONLY

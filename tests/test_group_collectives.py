@@ -12,8 +12,8 @@ from sharded import assert_agrees, on_this_rank
 
 from canon import Layout, Mask
 from canon.fast import magi as fast
+from canon.masks.plan import CastPlan
 from canon.reference import magi as reference
-from canon.reference.plan import CastPlan
 from canon.testing import process_groups
 
 whole = functools.partial(sharded.whole, h=2, g=1)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from canon import __main__ as command_line
-from canon.fast import compilation, warm_up
+from canon.fast import warm_up
+from canon.fast.ahead import compilation
 
 # Kernels get CPU tensors and a driver with a target but no device, so compilations are recorded and none is run. On a CPU
 # "auto" is always "split": here each call draws one of the methods that "auto" may choose.
@@ -21,8 +22,9 @@ from random import Random
 
 import torch
 from canon import fast
-from canon.fast import backward, kernel_variants, local
-from canon.fast.compilation import recorded_jobs
+from canon.fast import backward, local
+from canon.fast.ahead import kernel_variants
+from canon.fast.ahead.compilation import recorded_jobs
 from canon.fast.kernels.cuda import kernel, launch as cuda
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.kernels.triton import config, launch

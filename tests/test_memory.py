@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from canon import Layout, Mask, fast
 from canon.fast.kernels.triton import launch
-from canon.reference import operators
+from canon.runtime import operators
 from canon.testing import process_groups, thread_group
 
 B, H, G, D, DV = 2, 4, 2, 4, 12

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from canon.fast import local, prepared
+from canon.fast import local
 from canon.fast.kernels.triton import launch, merge
+from canon.fast.replay import recordings as prepared
 
 ROWS = "    rows = first + tl.arange(0, BM)\n"
 BARRIER = "    tl.debug_barrier()"

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, fast, reference
-from canon.reference import operators
+from canon.runtime import operators
 from canon.testing import process_groups
 from canon.testing.thread_group import ThreadGroup
 

@@ -5,8 +5,8 @@ import torch
 from sharded import assert_agrees
 
 from canon import Mask, fast, reference
-from canon.reference import packing
-from canon.reference.plan_cache import PLANS
+from canon.masks.plan_cache import PLANS
+from canon.runtime import packing
 from canon.testing import process_groups
 from canon.testing.judge import Attended
 

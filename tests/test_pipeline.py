@@ -10,7 +10,7 @@ import torch.distributed as dist
 from canon import Layout, Mask, fast, reference
 from canon.fast import pipeline
 from canon.fast.transport import Transport
-from canon.reference.plan_cache import PLANS
+from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups
 from canon.testing.recording import Event, recording, timeline
 

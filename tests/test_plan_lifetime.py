@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from canon import Mask, fast, reference
-from canon.reference import plan_cache
-from canon.reference.plan_cache import PlanCache, sizes
+from canon.masks import plan_cache
+from canon.masks.plan_cache import PlanCache, sizes
 from canon.testing import process_groups
 
 

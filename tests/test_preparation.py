@@ -15,8 +15,8 @@ from canon.fast import backward, device
 from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import launch as gluon_launch
 from canon.fast.kernels.launcher import Gpu
-from canon.reference import plan_cache
-from canon.reference.plan_cache import PLANS, PlanCache
+from canon.masks import plan_cache
+from canon.masks.plan_cache import PLANS, PlanCache
 from canon.testing import process_groups
 
 MASK = Mask.documents([0, 1, 9, 20, 33, 40], window=(20, 0))

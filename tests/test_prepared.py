@@ -7,10 +7,13 @@ import torch
 from sharded import DEVICE
 
 from canon import Mask
-from canon.fast import backward, device, local, native_replay, prepared, recorder
+from canon.fast import backward, device, local
 from canon.fast.kernels.triton import launch
-from canon.fast.tiles import WorkTable
-from canon.reference.plan_cache import PLANS
+from canon.fast.kernels.work_tables import WorkTable
+from canon.fast.replay import native as native_replay
+from canon.fast.replay import recorder
+from canon.fast.replay import recordings as prepared
+from canon.masks.plan_cache import PLANS
 
 pytestmark = pytest.mark.gpu
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canon import Layout, Mask, reference
-from canon.reference import plan_cache
+from canon.masks import plan_cache
 from canon.testing import process_groups
 
 KINDS = {

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from sharded import whole
 
 from canon import Layout, Mask, fast
-from canon.fast import prepared
-from canon.reference.plan_cache import PLANS
+from canon.fast.replay import recordings as prepared
+from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups
 
 N, RANKS = 25, 3

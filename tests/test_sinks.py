@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
-from canon.fast import prepared
 from canon.fast import sinks as fast_sinks
-from canon.reference.plan_cache import PLANS
+from canon.fast.replay import recordings as prepared
+from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}

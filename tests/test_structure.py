@@ -16,32 +16,22 @@ import canon
 from canon import fast, reference
 
 ROOT = Path(__file__).parents[1]
-VOCABULARY = {
-    "band",
-    "mask",
-    "layout",
-    "call",
-    "checks",
-    "decode_call",
-    "differentiable",
-    "digests",
-    "group_arguments",
-    "group_backends",
-    "group_state",
-    "liveness",
-    "opaque",
-    "operators",
-    "packing",
-    "passes",
-    "sink_weights",
-    "plan",
-    "plan_cache",
-    "prepared_plans",
-    "rank_invariance",
-    "report",
-    "strides",
-}
 BY_DESIGN_ONLY_FAST = {"backend", "warm_up"}
+
+# The rooms of canon that the code of each room may import.
+ROOMS = {
+    "masks": set(),
+    "runtime": {"masks"},
+    "reference": {"masks", "runtime"},
+    "fast": {"masks", "runtime"},
+    "training": {"masks", "runtime"},
+    "integrations": {"masks", "runtime", "reference", "fast", "training"},
+}
+OUTSIDE = {
+    "masks": {"torch", "numpy", "jaxtyping"},
+    "runtime": {"torch", "numpy", "jaxtyping"},
+    "reference": {"torch", "jaxtyping"},
+}
 
 # Package of the files in each folder.
 PACKAGES = {
@@ -61,10 +51,11 @@ def modules_of(half):
 def exported_modules(half):
     """Return the modules with names that the half exports."""
     tree = ast.parse((ROOT / half / "__init__.py").read_text())
-    return {node.module.split(".")[-1] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    names = (node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module)
+    return {name.split(".")[-1] for name in names if name.startswith(f"canon.{half}.")}
 
 
-ALGORITHMS = sorted(exported_modules("reference") - VOCABULARY)
+ALGORITHMS = sorted(exported_modules("reference") - {"masks", "strides"})
 
 
 def python_files(*folders):
@@ -158,11 +149,57 @@ def test_only_twins_share_a_file_name():
 # --- imports ---
 
 
-def test_reference_imports_only_torch_and_jaxtyping():
-    allowed = {"torch", "jaxtyping", *sys.stdlib_module_names}
-    for path, module in python_files("reference"):
-        for name in imports_of_file(path, module):
-            assert name.split(".")[0] in allowed or name.startswith("canon.reference."), f"{path.name} imports {name}"
+def room_of(module):
+    """Return the room of a module of canon: "masks" for "canon.masks.band"."""
+    return module.split(".")[1] if module.count(".") else ""
+
+
+def lazy_imports(path):
+    """Return the modules that the methods of `Layout` import when they are called."""
+    if path.name != "layout.py" or path.parent.name != "masks":
+        return set()
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    checking = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return {name for node in (*functions, *checking) for name in imports(node, "canon.masks.layout")}
+
+
+def forbidden_imports(path, module):
+    """Return the imports of a file that the rules of its room forbid."""
+    room = room_of(module)
+    if room not in ROOMS:
+        return []
+    found = imports_of_file(path, module) - lazy_imports(path) - {"canon.__version__", "canon"}
+    wrong = []
+    for name in found:
+        top = name.split(".")[0]
+        if top == "canon":
+            # "from canon import reference" names the half itself: the twins' docstrings come from there
+            allowed = room_of(name) in ROOMS[room] | {room} or name == "canon.reference" or ".strides" in name
+        else:
+            allowed = room not in OUTSIDE or top in OUTSIDE[room] or top in sys.stdlib_module_names
+        wrong += [] if allowed else [f"{module} imports {name}"]
+    return wrong
+
+
+def test_each_room_imports_the_rooms_below_it_only():
+    assert not [wrong for path, module in python_files("reference", "fast", "src/canon")
+                for wrong in forbidden_imports(path, module)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "line"), [
+    ("canon.masks.planted", "from canon.runtime.checks import batched"),
+    ("canon.runtime.planted", "from canon.reference.local import merge"),
+    ("canon.reference.planted", "from canon.fast import merge"),
+    ("canon.reference.planted", "import triton"),
+    ("canon.fast.planted", "from canon.reference.ring import ring_forward"),
+    ("canon.training.planted", "import canon.testing.judge"),
+    ("canon.integrations.planted", "from canon.testing import check"),
+])  # fmt: skip
+def test_a_planted_forbidden_import_is_found(tmp_path, module, line):
+    path = tmp_path / "planted.py"
+    path.write_text(f"def f():\n    {line}\n")
+    assert forbidden_imports(path, module)
 
 
 def test_importing_canon_loads_neither_triton_nor_dynamo():
@@ -206,18 +243,6 @@ def is_twin_of(node):
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "twin_of"
 
 
-def test_fast_imports_the_vocabulary_of_reference_and_names_algorithms_only_as_twins():
-    allowed = tuple(f"canon.reference.{name}" for name in VOCABULARY)
-    for path, module in python_files("fast"):
-        tree = ast.parse(path.read_text())
-        twins = sum(is_twin_of(one) for node in tree.body for one in getattr(node, "decorator_list", ()))
-        for name in imports_of_file(path, module) - {"canon.reference"}:
-            if name.startswith("canon.reference."):
-                assert name.startswith(allowed), f"{path.name} imports {name}"
-        used = sum(isinstance(node, ast.Name) and node.id == "reference" for node in ast.walk(tree))
-        assert used == twins, f"{path.name} uses canon.reference other than in twin_of"
-
-
 def test_nothing_imports_tests_or_a_half_by_its_folder_name():
     forbidden = {"tests", "conftest", "reference", "fast", *(path.stem for path in (ROOT / "tests").glob("test_*.py"))}
     found = {path: imports_of_file(path, module) for path, module in python_files(*PACKAGES)}
@@ -243,8 +268,13 @@ def test_every_module_and_every_public_name_has_a_docstring():
     for path, module in python_files("reference", "fast", "src/canon", "notebooks"):
         tree = ast.parse(path.read_text())
         named = [("the module", tree), *public_definitions(tree)]
-        if path.stem in VOCABULARY:  # both halves use these classes: their methods need docstrings, too
-            named += [(f"{name}.{part}", inner) for name, node in named[1:] for part, inner in public_definitions(node)]
+        if room_of(module) in ("masks", "runtime"):  # both halves use these classes: their methods need docstrings, too
+            named += [
+                (f"{name}.{part}", inner)
+                for name, node in named[1:]
+                for part, inner in public_definitions(node)
+                if part not in ("forward", "backward")
+            ]  # of autograd Functions
         named = [x for x in named if not any(map(is_twin_of, getattr(x[1], "decorator_list", ())))]
         missing += [f"{module}: {name}" for name, node in named if not ast.get_docstring(node)]
     assert not missing

@@ -12,7 +12,7 @@ The words of this project, and the words of FlashAttention (FA), FlexAttention, 
     band                  AttnSlice (Magi)              a rectangle of visible cells, cut by two diagonals lo <= j - i <= hi
     mask                  BlockMask (FlexAttention)     disjoint bands; a dense matrix is never stored
     tile                  block (FA)                    rows x columns of S for one step; also these rows or columns of a tensor
-    work table            BlockMask (FlexAttention)     for each tile of rows, the spans to visit (`canon.fast.tiles`)
+    work table            BlockMask (FlexAttention)     for each tile of rows, the spans to visit (`work_tables.py`)
     span                  full / partial blocks         adjacent tiles of columns; a partial span is masked by its band
     work tile             work tile (FA 3, CUTLASS)     a tile of rows of one head or of packed heads; CTAs claim them
     tile schedule         tile scheduler (FA 3)         all work tiles of a launch, in order of claims; tensor ``work``

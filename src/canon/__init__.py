@@ -10,14 +10,14 @@ Importing `canon` needs torch only. The first use of `canon.fast` imports Triton
 from importlib import import_module
 
 from canon import training
-from canon.reference import Band, Layout, Mask
+from canon.masks import Band, Layout, Mask
 
 __version__ = "0.1.0"
 __all__ = ["Band", "Layout", "Mask", "fast", "reference", "training"]
 
 
 def __getattr__(name):
-    """Import `canon.fast` on first use (PEP 562)."""
-    if name == "fast":
-        return import_module("canon.fast")
+    """Import a half on first use (PEP 562)."""
+    if name in ("reference", "fast"):
+        return import_module(f"canon.{name}")
     raise AttributeError(f"module 'canon' has no attribute {name!r}")

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from canon.reference.arguments import shown, whole
-from canon.reference.checks import accumulate_dtype, check_tensor
-from canon.reference.group_arguments import Group, place_in
-from canon.reference.group_state import group_state, refused_together
+from canon.masks.arguments import shown, whole
+from canon.runtime.checks import accumulate_dtype, check_tensor
+from canon.runtime.group_arguments import Group, place_in
+from canon.runtime.group_state import group_state, refused_together
 
 
 def sequence_loss(logits: Tensor, shift_labels: Tensor, *, group: Group = None, ignore_index: int = -100) -> Tensor:

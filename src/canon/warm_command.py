@@ -12,9 +12,9 @@ import time
 
 import torch
 
+from canon.fast.ahead.kernel_variants import DEFAULT, FUNCTIONS, warm_up
 from canon.fast.device import AVAILABLE
-from canon.fast.kernel_variants import DEFAULT, FUNCTIONS, warm_up
-from canon.reference.checks import METHODS
+from canon.runtime.checks import METHODS
 
 FAILED, MISUSED = 1, 2
 

@@ -17,8 +17,8 @@ from canon.fast.kernels.cuda.kernel import Kernel, Variant
 from canon.fast.kernels.launcher import capability, copy_back, gpu_of, is_cpu, launch
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.launch import LOG2E, RowStatistics, batch_heads, head_bytes, heads_in_l2, kernel_strides
-from canon.fast.tiles import WorkTable, work_table
-from canon.reference.mask import Mask
+from canon.fast.kernels.work_tables import WorkTable, work_table
+from canon.masks.mask import Mask
 
 DTYPES = torch.bfloat16, torch.float16
 CAPABILITY = 8, 0  # the least: `cp.async` and MMAs of bfloat16

@@ -41,10 +41,10 @@ from operator import itemgetter
 
 import numpy as np
 
-from canon.fast.tile_costs import TileCosts, tile_costs
-from canon.fast.tiles import counted, visits
-from canon.reference.mask import Mask
-from canon.reference.plan_cache import cached_plan
+from canon.fast.kernels.tile_costs import TileCosts, tile_costs
+from canon.fast.kernels.work_tables import counted, visits
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
 
 SMS = 132  # of an H200. A constant, so that other GPUs get the same order and the same bits.
 L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache of an H200 holds 50 MB.

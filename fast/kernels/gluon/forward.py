@@ -57,7 +57,7 @@ Scores are in base 2. m is the row maximum, or an older one that the row keeps (
 
 Shared memory: 2 * (BUFFERS * ROWS * d + STAGES * COLUMNS * (d + dv)) bytes; d and dv are the padded widths, those of
 the row of the table above.
-Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2. Spans: `canon.fast.tiles`.
+Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2. Spans: `canon.fast.kernels.work_tables`.
 """
 
 from triton.experimental import gluon

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
-from canon.fast.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose, padded_to
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
@@ -30,12 +30,12 @@ from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_r
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
 from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, Traversal, tile_schedule, untouched
 from canon.fast.kernels.launcher import capability, copy_back, is_cpu, launch, multiprocessor_count
+from canon.fast.kernels.placed_mask import PlacedMask, whole_of
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.placed_mask import PlacedMask, whole_of
-from canon.fast.tiles import area, visits
-from canon.reference.mask import Mask
-from canon.reference.plan_cache import cached_plan
-from canon.reference.rank_invariance import TILE
+from canon.fast.kernels.work_tables import area, visits
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+from canon.runtime.rank_invariance import TILE
 
 LOG2E = 1.4426950408889634
 SIMULATED_SMS = 3

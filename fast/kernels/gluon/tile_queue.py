@@ -7,7 +7,7 @@ pointer saves registers. Its parts, in order:
     work tiles    8 numbers each: first token, stop token, batch, head (the first one if heads are packed), first span, end
                   of the spans, batch * heads + head, first column of the first span
     spans         8 numbers each: first column, tiles, row start, row stop, column start, column stop, lo, hi
-                  (see `canon.fast.tiles`)
+                  (see `canon.fast.kernels.work_tables`)
     tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's ticket, own ticket
 
 A work tile is identified by its offset in ``work``; the first one is 8. Offset 0 means "no work tile". A tile

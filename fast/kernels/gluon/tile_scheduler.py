@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canon.fast.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.gluon.dq_order import (
     L2_BYTES,
     alternate,
@@ -30,11 +30,11 @@ from canon.fast.kernels.gluon.dq_order import (
     heads_in_flight,
     mean_additions,
 )
-from canon.fast.placed_mask import PlacedMask
-from canon.fast.tile_costs import BOX, TileCosts, tile_costs
-from canon.fast.tiles import band_array, counted
-from canon.reference.mask import Mask
-from canon.reference.plan_cache import cached_plan
+from canon.fast.kernels.placed_mask import PlacedMask
+from canon.fast.kernels.tile_costs import BOX, TileCosts, tile_costs
+from canon.fast.kernels.work_tables import band_array, counted
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
 
 LATE = 32  # CTAs that begin with a short work tile; messages should hold no more SMs
 SEVERAL = 4  # work tiles for each CTA; with fewer, all short ones are needed at the end

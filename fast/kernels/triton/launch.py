@@ -37,16 +37,16 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from canon.fast.kernels.launcher import is_cpu, launch
+from canon.fast.kernels.tile_costs import needs_more_owners
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
 from canon.fast.kernels.triton.dq import dq_kernel
 from canon.fast.kernels.triton.forward import forward_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
 from canon.fast.kernels.triton.softmax_stats import delta_kernel
-from canon.fast.tile_costs import needs_more_owners
-from canon.fast.tiles import WorkTable, work_table
-from canon.reference.checks import accumulate_dtype
-from canon.reference.mask import Mask
+from canon.fast.kernels.work_tables import WorkTable, work_table
+from canon.masks.mask import Mask
+from canon.runtime.checks import accumulate_dtype
 
 LOG2E = 1.4426950408889634
 L2_BYTES = 32 << 20  # budget for tensors that concurrent heads read repeatedly; L2 caches hold 40 to 60 MB

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.blocks import cta_rows, row_pointers, statistic_head_pointer
-from canon.reference.checks import accumulate_dtype
+from canon.runtime.checks import accumulate_dtype
 
 
 @triton.jit(do_not_specialize=["count", "heads", "batch_heads"])

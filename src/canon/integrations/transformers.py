@@ -35,11 +35,11 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from canon.reference.arguments import shown
-from canon.reference.band_lists import picked
-from canon.reference.group_arguments import Group
-from canon.reference.layout import Layout
-from canon.reference.mask import Mask
+from canon.masks.arguments import shown
+from canon.masks.band_lists import picked
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.runtime.group_arguments import Group
 
 __all__ = ["register", "sharded"]
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon import reference
+from canon.masks.local_masks import mask_between
 from canon.reference import Layout, Mask
-from canon.reference.checks import accumulate_dtype
-from canon.reference.local_masks import mask_between
+from canon.runtime.checks import accumulate_dtype
 from canon.testing.cases import DTYPES, REPLICATED, TAKE_A_LAYOUT, Case
 from canon.testing.inputs import Inputs, placed
 from canon.testing.judge import Attended, AttendedWithSink, Results, results_of

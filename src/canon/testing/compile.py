@@ -30,7 +30,7 @@ from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.gluon import softmax_stats as hopper_stats
 from canon.fast.kernels.triton import config, launch, rows, sink, sum_ranks
 from canon.fast.kernels.triton.config import Config
-from canon.reference.mask import Mask
+from canon.masks.mask import Mask
 from canon.testing import record
 from canon.testing.sass import overwritten, waits
 

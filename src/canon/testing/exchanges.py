@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from canon import reference
+from canon.masks.plan import CastPlan
 from canon.reference import Layout, Mask
-from canon.reference.checks import accumulate_dtype
-from canon.reference.plan import CastPlan
+from canon.runtime.checks import accumulate_dtype
 from canon.testing.cases import Case, interleaving
 from canon.testing.inputs import Inputs, placed
 from canon.testing.judge import EXACT, UNIT, Measure, judged, visible_blocks

@@ -29,8 +29,8 @@ FUNCTIONS = {  # in every module that uses them: the part
     "replayed": "look-up",
 }
 METHODS = {  # module, class, method: the part
-    ("canon.reference.group_state", "GroupState", "agree"): "digests",
-    ("canon.fast.prepared", "PreparedPass", "replay"): "launches",
+    ("canon.runtime.group_state", "GroupState", "agree"): "digests",
+    ("canon.fast.replay.recordings", "PreparedPass", "replay"): "launches",
     ("canon.fast.transport", "Transport", "all_gather"): "messages",
     ("canon.fast.transport", "Transport", "all_to_all"): "messages",
     ("canon.fast.exchange", "BlockRing", "hop"): "messages",

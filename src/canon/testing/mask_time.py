@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from canon.reference.mask import Mask
-from canon.reference.plan_cache import PLANS
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import PLANS
 from canon.testing.shapes import Shape, documents
 from canon.testing.timing import eager, peak_mb
 

@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from canon.reference.mask import Mask
+from canon.masks.mask import Mask
 from canon.testing.packs import sampled_packs
 
 TOKENS = 8192  # a rank
@@ -58,7 +58,7 @@ def plans(options: argparse.Namespace) -> list[dict]:
 
 def _row(kind: str, ranks: int, masks: list[Mask]) -> dict:
     from canon.fast import magi, planner  # loads Triton: not before it is needed
-    from canon.reference.plan_cache import PLANS
+    from canon.masks.plan_cache import PLANS
 
     balance, volume, receive, milliseconds = [], [], [], []
     for mask in masks:

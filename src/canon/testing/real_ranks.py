@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.masks.plan import CastPlan
 from canon.reference import Layout, Mask
-from canon.reference.plan import CastPlan
 from canon.testing import process_groups
 from canon.testing.judge import Agreement, Attended, agreement, oracle, orders
 from canon.testing.recording import recording

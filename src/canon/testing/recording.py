@@ -28,7 +28,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.reference.mask import Mask
+from canon.masks.mask import Mask
 
 GATHERS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
 KINDS = {

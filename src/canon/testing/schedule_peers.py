@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.reference.layout import Layout
+from canon.masks.layout import Layout
 from canon.testing import ring_flash_attn_peer
 from canon.testing.shapes import Shape, asked_for
 

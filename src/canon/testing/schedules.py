@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.reference.layout import Layout
+from canon.masks.layout import Layout
 from canon.testing import process_groups
 from canon.testing.cuda_graph import captured
 from canon.testing.judge import Attended, agreement, dense, oracle

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from canon.reference.band import Band
-from canon.reference.mask import Mask
+from canon.masks.band import Band
+from canon.masks.mask import Mask
 from canon.testing.packs import sampled_packs
 
 # Shapes on which peers have been measured before; the last one is packed.

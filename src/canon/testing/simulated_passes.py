@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from canon import fast
-from canon.reference.mask import Mask
+from canon.masks.mask import Mask
 from canon.testing import peers, simulator
 
 INTERLEAVINGS = (("late", 0), ("early", 1), ("random", 2), ("random", 3))  # order and seed of `simulator.simulated`

@@ -10,7 +10,7 @@ import torch
 
 from canon.fast.kernels.gluon import config
 from canon.fast.kernels.gluon.tile_scheduler import Heads, Traversal, tile_schedule
-from canon.reference.mask import Mask
+from canon.masks.mask import Mask
 
 WorkTile = list[tuple[int, int]]  # (query head, tiles of queries visited)
 

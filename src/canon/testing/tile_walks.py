@@ -14,9 +14,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from canon.masks.mask import Mask
 from canon.reference import backward
 from canon.reference.local import attention_forward
-from canon.reference.mask import Mask
 from canon.reference.tiles import TILE
 
 

@@ -1,4 +1,4 @@
-"""Compile the kernels of a check before it runs, in parallel processes (`canon.fast.compilation`).
+"""Compile the kernels of a check before it runs, in parallel processes (`canon.fast.ahead.compilation`).
 
 A check has few cases of many models, so it collects the variants of its cases instead of all variants of each model
 (`canon.fast.warm_up`). The process that collects runs the module once on every case. Ranks that are threads launch one
@@ -26,7 +26,7 @@ def worth_it(device: str) -> bool:
 
 def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
     """Compile the kernels of ``groups``, pairs (ranks, runner). Return a line for the user."""
-    from canon.fast.compilation import compile_ahead
+    from canon.fast.ahead.compilation import compile_ahead
 
     first = groups[0][1]
     names = [(ranks, case.name) for ranks, runner in groups for case in runner.cases]

@@ -1,0 +1,1 @@
+"""Compile kernels ahead of the calls that need them."""

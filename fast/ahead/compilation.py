@@ -1,0 +1,200 @@
+"""Compile kernels before they run, in parallel processes, into the disk caches of Triton and of the CUDA kernels.
+
+    parent     `compile_ahead`: starts one process and reports its progress
+    process    calls `collect`; each launch records the compilation that it needs, and launches nothing
+    forks      one per core: each compiles the next recorded job, and the C code that launches the kernel
+
+Jobs have Triton's own key, so none is compiled twice, and every fork takes a job when it is free. A job holds live objects
+(tensor descriptors, constants, Gluon layouts). Forks inherit them without pickling, and never use the GPU. The first
+process is a new one, because a fork of a process with threads may deadlock. A caller also must not keep handles of kernels
+that were not compiled.
+
+Processes of one host take turns. The first compiles and leaves a stamp file, a mark for this work in the cache; the others
+find the stamp. In one process, the lock of `canon.fast.kernels.launcher` keeps threads from compiling a variant twice.
+"""
+
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import canon
+from canon.fast.kernels.cuda.kernel import collecting
+from canon.fast.kernels.cuda.program import cache_folder
+from canon.fast.replay import recordings as prepared
+from canon.fast.replay.native import native_module
+
+Job = Callable[[], Any]
+Collect = Callable[
+    [Callable[[int], None]], None
+]  # makes launches, and calls its argument with the number of steps done
+PROCESS = [sys.executable, "-m", "canon.fast.ahead.compilation"]
+_jobs: list[Job] = []  # inherited by forks
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Counts of ``variants``. ``of`` is 0 if they were compiled before; ``error`` is the last line of a process that failed."""
+
+    compiled: int = 0
+    failed: int = 0
+    of: int = 0
+    error: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every variant is in the cache."""
+        return not self.error and self.compiled == self.of
+
+
+def compile_ahead(
+    collect: Collect, steps: int, *identity: Any, processes: int | None = None, progress: bool = True
+) -> Outcome:
+    """Compile the kernels that ``collect`` launches.
+
+    Args: ``collect``, picklable; ``steps``, the number of its calls of ``progress``; ``identity``, values with a stable repr
+        that decide the work besides the code of Canon, Triton and the GPU; ``processes``, None is one per core; ``progress``:
+        show a bar on the standard error stream.
+    """
+    stamp = _stamp(*identity)
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    with stamp.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, also if this process dies
+        if stamp.exists():
+            return Outcome()
+        outcome = _in_process(collect, steps, processes or len(os.sched_getaffinity(0)), progress)
+        if outcome.complete:
+            stamp.touch()
+    return outcome
+
+
+def _in_process(collect: Collect, steps: int, processes: int, progress: bool) -> Outcome:
+    done = {"steps": 0, "compiled": 0, "failed": 0, "of": 0}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress)
+    with tempfile.TemporaryFile() as errors:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        with subprocess.Popen(PROCESS, **pipes, start_new_session=True) as child, bar:
+            task = bar.add_task("kernels: collecting", total=steps)
+            try:
+                with suppress(OSError, ValueError):  # the child has ended, or its output is not JSON
+                    child.stdin.write(pickle.dumps((collect, processes)))
+                    child.stdin.close()
+                    for line in child.stdout or ():
+                        done |= json.loads(line)
+                        of = done["of"]
+                        phase = {"description": "kernels: compiling", "total": of} if of else {}
+                        completed = done["compiled"] + done["failed"] if of else done["steps"]
+                        bar.update(task, completed=completed, **phase)
+                    child.wait()
+            finally:
+                with suppress(ProcessLookupError):  # end its forks, too
+                    os.killpg(child.pid, signal.SIGKILL)
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines() or [f"exit status {child.returncode}"]
+    ended_early = bool(child.returncode) or not done["of"]
+    return Outcome(done["compiled"], done["failed"], done["of"], lines[-1] if ended_early or done["failed"] else "")
+
+
+def _stamp(*identity: Any) -> Path:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    content = repr((_code(), gpu, triton.__version__, torch.__version__, str(cache_folder()), identity))
+    return Path(knobs.cache.dir) / f"canon-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """Return a digest of the files that decide what is compiled."""
+    total, package = hashlib.sha256(), Path(canon.__file__).resolve().parent
+    rooms = [(package / room).resolve() for room in ("fast", "masks", "runtime")]
+    for file in sorted(x for room in rooms for x in room.rglob("*.[pc]*") if x.is_file()):
+        if file.suffix in (".py", ".c", ".cu", ".cuh"):
+            total.update(file.name.encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()
+
+
+# ---------------------------------------------------------------------- in the process
+@contextmanager
+def recorded_jobs() -> Iterator[dict[Any, Job]]:
+    """Within the block, collect distinct compilations in the dict. Nothing is compiled, launched or replayed."""
+    jobs: dict[Any, Job] = {}
+    functions: Any = JITFunction
+    do_compile, replayed = functions._do_compile, prepared.REPLAYED
+
+    def record_job(self, key, *arguments):
+        jobs.setdefault(
+            (self.fn.__module__, self.fn.__name__, key), partial(_compile, do_compile, self, key, *arguments)
+        )
+        # returns None, so that Triton launches nothing
+
+    functions._do_compile = record_job
+    prepared.REPLAYED = frozenset()  # a prepared pass needs compiled kernels
+    try:
+        with collecting(jobs):
+            yield jobs
+    finally:
+        functions._do_compile, prepared.REPLAYED = do_compile, replayed
+
+
+def _compile(do_compile: Callable, *arguments: Any) -> None:
+    compiled = do_compile(*arguments)
+    launcher = getattr(driver.active, "launcher_cls", None)  # not of a driver that only compiles
+    if launcher is not None:
+        launcher(compiled.src, compiled.metadata)  # older Triton compiles C code here
+
+
+def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[BaseException | None]:
+    """Run the jobs in forks. Yield None for each job that succeeds, else its error. If a fork dies, the remaining jobs fail."""
+    _jobs[:] = jobs
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
+        futures = [pool.submit(_run, index) for index in range(len(jobs))]
+        for future in as_completed(futures):
+            yield future.exception()  # Triton's, or BrokenProcessPool
+
+
+def _run(index: int) -> None:
+    _jobs[index]()
+
+
+def main() -> None:
+    """Read a pickled ``collect`` and the number of processes, compile its kernels, and print the progress as JSON lines."""
+
+    def report(**counts: int) -> None:
+        print(json.dumps(counts), flush=True)
+
+    collect, processes = pickle.load(sys.stdin.buffer)
+    with recorded_jobs() as jobs:
+        collect(lambda steps: report(steps=steps))
+    work = [native_module, *jobs.values()]
+    report(of=len(work))
+    compiled = failed = 0
+    for error in compile_all(work, processes):
+        compiled, failed = compiled + (error is None), failed + (error is not None)
+        report(compiled=compiled, failed=failed)
+        if error is not None:
+            print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

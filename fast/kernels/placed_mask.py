@@ -1,0 +1,225 @@
+"""A mask between two buffers, with the work tiles of the whole sequence: for ``rank_invariant=True``.
+
+The work table of the whole mask fixes the bits of a result. It holds the tiles, and the order in which a tile visits others.
+So the table of a `PlacedMask` is that of the whole mask. A rank takes the tiles of its own pieces and moves their
+coordinates to its buffers:
+
+    whole sequence    tile of queries 256:384 visits keys 0:256 (full), 256:384 (partial)
+    buffer of keys    rows 0:128 hold tokens 128:384, rows 128:256 of the next rank hold tokens 0:128
+    moved table       visits rows 256:384, 0:128 (full), then rows 128:256 (partial): still in sequence order
+
+A buffer may have rows without tokens. Every piece begins at a multiple of 128 tokens, in the sequence and in its buffer, and
+the sides of all tiles divide 128. So no tile holds tokens of two pieces.
+
+Cost of a table: the cut of the whole mask and the spans of the own tiles, in NumPy.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from canon.masks.band import Band
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+from canon.runtime.rank_invariance import TILE, Piece
+
+
+class Placement(NamedTuple):
+    """The pieces of a buffer in sequence order, as arrays: tokens ``start:stop`` are in the rows from ``start + shift`` on.
+
+    ``end``: ``stop`` rounded up to whole tiles.
+    """
+
+    start: np.ndarray
+    stop: np.ndarray
+    end: np.ndarray
+    shift: np.ndarray
+
+
+class PlacedMask(Mask):
+    """The mask between a buffer of queries and a buffer of keys, which hold pieces of the sequence of ``whole``.
+
+    Args:
+        whole: over the whole sequence.
+        query_pieces, key_pieces: (first row, tokens) of each piece of a buffer.
+        queries, keys: the rows of the buffers.
+
+    Raises ValueError if a piece does not begin at a multiple of 128, in the sequence and in the buffer.
+    """
+
+    __slots__ = ("_bands", "key_pieces", "query_pieces", "whole")
+    whole: Mask
+    query_pieces: tuple[Piece, ...]
+    key_pieces: tuple[Piece, ...]
+
+    def __init__(
+        self, whole: Mask, query_pieces: tuple[Piece, ...], key_pieces: tuple[Piece, ...], queries: int, keys: int
+    ):
+        for row, tokens in (*query_pieces, *key_pieces):
+            if row % TILE or tokens.start % TILE or tokens.step != 1:
+                raise ValueError(f"tokens {tokens} at row {row} do not begin at a multiple of {TILE}")
+        content = dict(whole=whole, query_pieces=query_pieces, key_pieces=key_pieces, queries=queries, keys=keys)
+        unknown = dict(_bands=None, _rows=None, _digest=None)
+        for name, value in (content | unknown | {"_hash": hash(tuple(content.values()))}).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def bands(self) -> tuple[Band, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The bands between the buffers. Kernels do not need them, so they are made at the first use."""
+        if self._bands is None:
+            bands = [
+                band.pick(queries, keys).shift(q_row, k_row)
+                for q_row, queries in self.query_pieces
+                for k_row, keys in self.key_pieces
+                for band in self.whole.bands
+            ]
+            object.__setattr__(self, "_bands", tuple(sorted(band for band in bands if band.area)))
+        return self._bands
+
+    @property
+    def _content(self) -> tuple:
+        return self.whole, self.query_pieces, self.key_pieces, self.queries, self.keys
+
+    def __eq__(self, other) -> bool:
+        if not isinstance(other, PlacedMask):
+            return False
+        return self is other or (self._hash == other._hash and self._content == other._content)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self):
+        return PlacedMask, self._content
+
+    @property
+    def nbytes(self) -> int:
+        """The memory on the host, in bytes (an estimate)."""
+        return 500 + self.whole.nbytes + 200 * (len(self.query_pieces) + len(self.key_pieces))
+
+    def placement(self, keys: bool) -> Placement:
+        """Return the pieces of the buffer of keys, or of queries."""
+        pieces = sorted(self.key_pieces if keys else self.query_pieces, key=lambda piece: piece[1].start)
+        row, start, stop = np.array([(r, x.start, x.stop) for r, x in pieces], np.int64).reshape(-1, 3).T
+        return Placement(start, stop, -(-stop // TILE) * TILE, row - start)
+
+    def crop(self, queries: range | None = None, keys: range | None = None) -> "PlacedMask":
+        """Return the mask over these rows of the buffers. They begin and end at multiples of 128, or at the end of a buffer."""
+        queries, keys = queries or range(self.queries), keys or range(self.keys)
+        pieces = _kept(self.query_pieces, queries), _kept(self.key_pieces, keys)
+        return PlacedMask(self.whole, *pieces, len(queries), len(keys))
+
+    def owned(self, starts: np.ndarray, keys: bool) -> np.ndarray:
+        """Return which tiles, given by their first tokens, are in the buffer of keys, or of queries (bool)."""
+        own = self.placement(keys)
+        place = np.searchsorted(own.start, starts, "right") - 1
+        inside = place >= 0
+        inside[inside] = starts[inside] < own.stop[place[inside]]
+        return inside
+
+    def moved(
+        self, tiles: np.ndarray, spans: np.ndarray, widths: tuple[int, int], transposed: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return tiles and spans of a work table of ``whole``, those of the own tiles alone, in rows of the buffers.
+
+        ``widths``: columns of a partial and of a full tile. A span is cut where a piece ends.
+        Raises RuntimeError if a buffer lacks tokens that an own tile visits.
+        """
+        own, visited = self.placement(transposed), self.placement(not transposed)
+        tiles = tiles[self.owned(tiles[:, 0], transposed)]
+        down = own.shift[np.searchsorted(own.start, tiles[:, 0], "right") - 1]
+        tile, span = _expanded(tiles[:, 2], tiles[:, 4])
+        is_full = (span >= tiles[tile, 3]).astype(np.int64)
+        first = spans[span, 0].astype(np.int64)
+        last = first + spans[span, 1] * np.array(widths)[is_full]
+        part, piece = _expanded(
+            np.searchsorted(visited.end, first, "right"), np.searchsorted(visited.start, last, "left")
+        )
+        begin, end = np.maximum(first[part], visited.start[piece]), np.minimum(last[part], visited.end[piece])
+        if (end - begin).sum() != (last - first).sum():
+            raise RuntimeError("a buffer lacks tokens that its tiles visit")
+        tile, is_full, right = tile[part], is_full[part], visited.shift[piece]
+        made = spans[span[part]].astype(np.int64)
+        made[:, 0], made[:, 1] = begin + right, (end - begin) // np.array(widths)[is_full]
+        moves = np.stack([down[tile], down[tile], right, right, right - down[tile], right - down[tile]], 1)
+        made[:, 2:] = np.where(is_full[:, None], 0, made[:, 2:] + moves)
+        stops = np.cumsum(np.bincount(tile, minlength=len(tiles)))
+        starts = np.append(0, stops)[: len(tiles)]
+        partial = np.bincount(tile[is_full == 0], minlength=len(tiles))
+        rows = tiles[:, :2] + down[:, None]
+        return np.stack([*rows.T, starts, starts + partial, stops], 1), made
+
+    def untouched(self, keys: bool, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ranges of rows of the buffer of keys, or of queries, that hold no token that the whole mask touches.
+
+        ``starts`` and ``stops``: the ranges of tokens that the whole mask does not touch.
+        """
+        pieces, size = self.placement(keys), self.keys if keys else self.queries
+        part, piece = _expanded(
+            np.searchsorted(pieces.stop, starts, "right"), np.searchsorted(pieces.start, stops, "left")
+        )
+        begin = np.maximum(starts[part], pieces.start[piece]) + pieces.shift[piece]
+        end = np.minimum(stops[part], pieces.stop[piece]) + pieces.shift[piece]
+        by_row = np.argsort(pieces.start + pieces.shift)
+        empty = (
+            np.append(0, (pieces.stop + pieces.shift)[by_row]),
+            np.append((pieces.start + pieces.shift)[by_row], size),
+        )
+        begin, end = np.append(begin, empty[0]), np.append(end, empty[1])
+        order = np.argsort(begin[begin < end], kind="stable")
+        return begin[begin < end][order], end[begin < end][order]
+
+
+def whole_of(mask: Mask) -> Mask:
+    """Return the mask of the whole sequence: choices that change bits depend on it alone."""
+    return mask.whole if isinstance(mask, PlacedMask) else mask
+
+
+@cached_plan
+def in_place(mask: Mask) -> PlacedMask:
+    """Return the placed mask of one rank: both buffers are the sequence itself."""
+    queries, keys = ((0, range(mask.queries)),), ((0, range(mask.keys)),)
+    return PlacedMask(mask, queries if mask.queries else (), keys if mask.keys else (), mask.queries, mask.keys)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x (b, t, h, d), or a contiguous copy if its address or a stride is not a multiple of 16 bytes.
+
+    Tensors that TMA cannot load get another configuration of the Triton kernels. An axis of length 1 counts, too.
+    """
+    steps = [stride * x.element_size() for stride in x.stride()[:3]]
+    if x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(step > 0 and step % 16 == 0 for step in steps):
+        return x
+    return canonical(x)
+
+
+def canonical(x: Tensor) -> Tensor:
+    """Return x, or a copy, contiguous and at a multiple of 16 bytes, with the strides of a new tensor of its shape.
+
+    Alignment decides how many elements a thread loads, and so the order in which the kernel of delta adds.
+    """
+    if x.data_ptr() % 16 or not x.is_contiguous():
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    return x.reshape(-1).view(x.shape)  # an axis of length 1 may have any stride
+
+
+def _expanded(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (i, n) for n = starts[i], ..., stops[i] - 1 and every i, as two arrays."""
+    counts = np.maximum(0, stops - starts)
+    i = np.repeat(np.arange(len(counts)), counts)
+    return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[i]
+
+
+def _kept(pieces: Iterable[Piece], rows: range) -> tuple[Piece, ...]:
+    """Return the parts of the pieces in these rows of a buffer, counted from the first of them."""
+    parts = [
+        (max(row, rows.start), tokens[max(0, rows.start - row) : max(0, rows.stop - row)]) for row, tokens in pieces
+    ]
+    return tuple((row - rows.start, tokens) for row, tokens in parts if tokens)
+
+
+def shifted(pieces: Iterable[Piece], rows: int) -> list[Piece]:
+    """Return the pieces ``rows`` further down in a buffer."""
+    return [(row + rows, tokens) for row, tokens in pieces]

@@ -1,0 +1,85 @@
+"""Costs of work tiles, and the imbalance of the SMs that share them.
+
+The unit is the time for a full tile of rows x columns. A partial tile costs `PARTIAL` of it, because its cells are compared
+with a band. A work tile also costs `FIXED`: its start, and the write of its result.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from canon.fast.kernels.work_tables import host_table
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+
+FIXED = 1.0
+PARTIAL = 1.2
+MORE_OWNERS = 1.25  # ratio of the two imbalances from which `needs_more_owners` is true
+BOX = 4  # TMA loads queries in boxes from any multiple of this number: 16 bytes of lse
+
+
+class TileCosts(NamedTuple):
+    """``tiles`` and ``spans`` of a work table, and the ``cost`` of each tile."""
+
+    tiles: np.ndarray
+    spans: np.ndarray
+    cost: np.ndarray
+
+    @property
+    def active(self) -> np.ndarray:
+        """A mask (bool) of the tiles that have spans."""
+        return self.tiles[:, 4] > self.tiles[:, 2]
+
+
+@cached_plan
+def tile_costs(mask: Mask, rows: int, columns: int, transposed: bool, repeat: int, boxes: int) -> TileCosts:
+    """Return the tables of `work_table` with costs. The spans of a tile are visited ``repeat`` times."""
+    tiles, spans, _ = host_table(mask, rows, columns, columns, transposed, boxes)
+    before = np.concatenate([[0], np.cumsum(spans[:, 1], dtype=np.float64)])  # visited tiles before each span
+    _, _, begin, full, end = tiles.T
+    cost = repeat * ((before[full] - before[begin]) * PARTIAL + (before[end] - before[full])) + FIXED
+    return TileCosts(tiles, spans, cost)
+
+
+@cached_plan
+def needs_more_owners(mask: Mask, rows: int, columns: int, key_heads: int, query_heads: int, sms: int) -> bool:
+    """Return whether dk and dv need an owner for each query head, so that no SM has much more work than the others.
+
+    That is so if the imbalance with an owner for each key head is more than `MORE_OWNERS` times the other. Most masks are
+    decided by the bounds 1 <= imbalance <= `_imbalance_bound`; the margins cover rounding.
+    """
+    by_key, by_query = (mask, rows, columns, key_heads, query_heads // key_heads), (mask, rows, columns, query_heads, 1)
+    margin = 1e-6
+    if _imbalance_bound(*by_key, sms) <= MORE_OWNERS - margin:
+        return False
+    imbalance_by_key = imbalance(*by_key, sms)
+    if imbalance_by_key <= MORE_OWNERS - margin:
+        return False
+    if imbalance_by_key > MORE_OWNERS * _imbalance_bound(*by_query, sms) + margin:
+        return True
+    return imbalance_by_key > MORE_OWNERS * imbalance(*by_query, sms)
+
+
+@cached_plan
+def imbalance(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: int) -> float:
+    """Return the work of the busiest SM for dk and dv, over the mean. Each of the ``owners`` sums ``each`` query heads.
+
+    Work tiles are dealt out longest first, in rounds: in each round, the longest goes to the SM with the least work.
+    """
+    cost = np.sort(_active_costs(mask, rows, columns, each))[::-1].repeat(owners)
+    load = np.zeros(sms)
+    for start in range(0, len(cost), sms):
+        longest = cost[start : start + sms]
+        load[np.argsort(load, kind="stable")[: len(longest)]] += longest
+    return float(load.max() / load.mean()) if len(cost) else 1.0
+
+
+def _imbalance_bound(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: int) -> float:
+    """Return an upper bound of `imbalance`: two SMs differ by at most the longest work tile, in every round."""
+    cost = _active_costs(mask, rows, columns, each)
+    return 1 + cost.max() * sms / (cost.sum() * owners) if len(cost) else 1.0
+
+
+def _active_costs(mask: Mask, rows: int, columns: int, each: int) -> np.ndarray:
+    costs = tile_costs(mask, rows, columns, True, each, BOX)
+    return costs.cost[costs.active]

@@ -1,0 +1,281 @@
+"""Turn a mask into a work table: the tiles of keys that each tile of queries visits.
+
+    mask                 query tiles    spans of key tiles, of BN = 2 keys
+    x . . . . .          rows 0:2       partial: keys 0:2
+    x x . . . .
+    x x x . . .          rows 2:4       partial: keys 2:4     full: keys 0:2
+    x x x x . .
+    . . . . x .          rows 4:6       partial: keys 4:6     (another document: tiles start where it does)
+    . . . . x x
+
+All rows of a tile see a *full* span from end to end, so kernels compute it without mask comparisons. A *partial* span
+holds its band. Tiles are cut at the ends of bands (documents) where that saves visits. The longest tiles come first, so that
+the last SMs to finish work on short tiles. The transposed table, for dk and dv, swaps queries and keys: tiles of keys own
+spans of queries, and a band's (lo, hi) become (-hi, -lo).
+
+All entries are closed forms for each (band, tile), in NumPy. Cost: O(pairs of a band and a tile that overlap).
+Memory on the device: 20 bytes a tile and 32 a span. Tables are cached by mask content, tile size and device.
+
+Source: FlexAttention (Dong et al., 2024) introduced block masks with full and partial tiles; bands replace its callbacks.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from canon.fast.kernels.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.placed_mask import PlacedMask
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+from canon.runtime.rank_invariance import TILE
+
+TILE_FIELDS = 5  # row start, row stop, first partial span, first full span, end of the spans
+ALIGNMENT = 4  # numbers: spans begin at a multiple of 16 bytes, so that kernels are compiled for aligned loads
+SPAN_FIELDS = 8  # first column, number of tiles; then the band's row start, stop, column start, stop, lo, hi
+
+
+@dataclass(frozen=True)
+class WorkTable:
+    """The table that a kernel reads.
+
+    tiles: (n, 5) int32, longest first: start, stop, partial, full, end. The tile has the rows start:stop, the partial spans
+        spans[partial:full] and the full spans spans[full:end]. Each row is in one tile, fully masked rows included.
+    spans: (m, 8) int32: first column, number of tiles (``columns`` wide if full, else ``partial_columns``), and
+        the band in the table's orientation (zeros if full).
+    visits: the number of pairs (tile of rows, tile of columns) that a kernel computes. A partial tile counts by its share of
+        ``columns``. Of a `PlacedMask`: those of all ranks.
+    """
+
+    tiles: Tensor
+    spans: Tensor
+    visits: float
+
+    def __len__(self) -> int:
+        return len(self.tiles)
+
+    @property
+    def held(self) -> tuple[Tensor]:
+        """The memory of the table: one tensor, because both are views of one storage."""
+        return (self.tiles,)
+
+
+@device_plan
+def work_table(
+    mask: Mask,
+    rows: int,
+    columns: int,
+    partial_columns: int | None = None,
+    transposed: bool = False,
+    device: torch.device | str = "cpu",
+    boxes: int = 0,
+) -> WorkTable:
+    """Return the table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x queries if ``transposed``.
+
+    A `PlacedMask` has the own tiles of the table of the whole mask, whose tiles and spans begin at multiples of their sizes.
+
+    Args:
+        partial_columns: columns of partial tiles, a divisor of ``columns``; None is ``columns``.
+        boxes: for kernels that load boxes of this many columns, else 0. Spans then begin at multiples of it. A tile with
+            fewer than ``rows`` rows then has partial spans only, which mask the rows behind its end: another tile owns them.
+
+    Raises ValueError if the mask is too large for 32-bit coordinates.
+    """
+    both, tiles, visited = _packed_table(mask, rows, columns, partial_columns or columns, transposed, boxes)
+    table, size = upload(both, device), TILE_FIELDS * tiles
+    spans = table[_aligned(size) :].view(-1, SPAN_FIELDS)
+    return WorkTable(table[:size].view(-1, TILE_FIELDS), spans, visited)
+
+
+@host_part
+def _packed_table(
+    mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int
+) -> tuple[np.ndarray, int, float]:
+    """Return the numbers of a `WorkTable` in one array (one upload), the number of tiles, and the visits."""
+    tiles, spans, visited = host_table(mask, rows, columns, small, transposed, boxes)
+    first_span = _aligned(tiles.size)
+    both = np.zeros(first_span + spans.size, np.int32)
+    both[: tiles.size], both[first_span:] = tiles.ravel(), spans.ravel()
+    return both, len(tiles), visited
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def host_table(
+    mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return tiles (n, 5), int64, spans (m, 8), int32, and visits of `work_table`, with ``small`` partial columns."""
+    if isinstance(mask, PlacedMask):
+        cut = _own_part(mask, _even_cut(mask.whole, rows, columns, small, transposed), transposed)
+        tiles, spans = _table(cut, rows, columns, small, boxes=columns)
+        return *mask.moved(tiles, spans, (small, columns), transposed), cut.visits
+    cut = _best_cut(mask, rows, columns, small, transposed, boxes)
+    return *_table(cut, rows, columns, small, boxes), cut.visits
+
+
+@cached_plan
+def visits(mask: Mask, rows: int, columns: int, transposed: bool = False, boxes: int = 0) -> tuple[float, int]:
+    """Return the ``visits`` and the number of tiles of `work_table`, which is not built. A `PlacedMask` counts as a whole."""
+    if isinstance(mask, PlacedMask):
+        cut = _even_cut(mask.whole, rows, columns, columns, transposed)
+    else:
+        cut = _best_cut(mask, rows, columns, columns, transposed, boxes)
+    return cut.visits, len(cut.starts)
+
+
+@cached_plan
+def band_array(mask: Mask) -> np.ndarray:
+    """Return the bands as an array (n, 6), int64: query start and stop, key start and stop, lo, hi."""
+    return np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands)).reshape(-1, 6)
+
+
+@cached_plan
+def area(mask: Mask) -> int:
+    """Return ``mask.area``, the number of visible cells, without a loop over the bands."""
+    q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
+    queries, keys = q_stop - q_start, k_stop - k_start
+    below, above = lo - (k_start - q_stop + 1), (k_stop - 1 - q_start) - hi  # diagonals outside the band
+    return int((queries * keys - _corners(queries, keys, below) - _corners(queries, keys, above)).sum())
+
+
+def _corners(queries: np.ndarray, keys: np.ndarray, diagonals: np.ndarray) -> np.ndarray:
+    """Return the cells on the first ``diagonals`` diagonals of each rectangle, counted from one corner."""
+    triangles = lambda n: np.maximum(n, 0) * (n + 1) // 2
+    return triangles(diagonals) - triangles(diagonals - queries) - triangles(diagonals - keys)
+
+
+_TRANSPOSED = np.array([1, 1, 1, 1, -1, -1])
+
+
+class _Cut(NamedTuple):
+    """Rows cut into tiles, and a piece for each band and each tile in which it has rows.
+
+    ``first:last`` are the rows of a piece, and ``begin:end`` the columns that some of them see.
+    """
+
+    bands: np.ndarray
+    starts: np.ndarray  # of each tile
+    stops: np.ndarray
+    band: np.ndarray  # of each piece, as the following ones
+    tile: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    visits: float
+
+
+@cached_plan  # `visits` and the table of one mask have the same cut
+def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
+    """Return the cheaper of two cuts: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
+    bands, size = _bands_and_size(mask, rows, columns, transposed)
+    even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
+    candidates = [even] if np.array_equal(even, at_ends) else [even, at_ends]
+    cuts = [_cut(bands, size, starts, columns // small, small, boxes) for starts in candidates]
+    return min(cuts, key=lambda cut: len(cut.starts) + cut.visits)
+
+
+def _even_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool) -> _Cut:
+    """Return the cut at multiples of ``rows``, with spans that begin at multiples of ``columns``.
+
+    Raises ValueError if pieces of whole tiles of 128 tokens cannot hold such tiles.
+    """
+    if TILE % rows or TILE % columns:
+        raise ValueError(f"rank_invariant=True needs tiles with sides that divide {TILE}, got {rows} x {columns}")
+    bands, size = _bands_and_size(mask, rows, columns, transposed)
+    return _cut(bands, size, np.arange(0, size, rows), columns // small, small, boxes=columns)
+
+
+def _own_part(mask: PlacedMask, cut: _Cut, transposed: bool) -> _Cut:
+    """Return the pieces of the cut that the own tiles hold."""
+    own = mask.owned(cut.starts, transposed)[cut.tile]
+    kept = {name: getattr(cut, name)[own] for name in ("band", "tile", "first", "last", "begin", "end")}
+    return cut._replace(**kept)
+
+
+def _bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
+    """Return the bands in the table's orientation, and the number of rows of the mask."""
+    if max(mask.queries, mask.keys) + rows + columns >= 2**30:
+        raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
+    if transposed:
+        return band_array(mask)[:, [2, 3, 0, 1, 5, 4]] * [1, 1, 1, 1, -1, -1], mask.keys
+    return band_array(mask), mask.queries
+
+
+def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
+    """First rows of tiles that start again where bands begin or end, if at least one whole tile fits before."""
+    ends = np.sort(np.append(bands[:, :2].ravel(), [0, size]))
+    following = np.searchsorted(ends, np.minimum(ends + rows, size)).tolist()  # from a cut, the next one
+    last, cuts = following[0], [0]
+    while last != cuts[-1]:  # one step, of 50 ns, for each cut
+        cuts.append(last)
+        last = following[last]
+    cuts = ends[cuts]
+    owner, place = counted(-(-np.diff(cuts) // rows))
+    return cuts[owner] + rows * place
+
+
+def _cut(bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: int, boxes: int) -> _Cut:
+    """Return the cut into tiles that begin at ``starts``. Visits are counted in tiles of ``ratio`` times ``small`` columns."""
+    stops = np.append(starts[1:], size)[: len(starts)]
+    first_tile = np.searchsorted(starts, bands[:, 0], "right") - 1
+    band, place = counted(np.searchsorted(starts, bands[:, 1], "left") - first_tile)
+    tile = first_tile[band] + place
+    row_start, row_stop, start, stop, lo, hi = bands[band].T
+    first, last = np.maximum(row_start, starts[tile]), np.minimum(row_stop, stops[tile])
+    begin, end = np.maximum(start, first + lo), np.minimum(stop, last + hi)
+    if boxes:
+        begin = begin // boxes * boxes
+    number = float((-((begin - end) // small)).sum()) / ratio
+    return _Cut(bands, starts, stops, band, tile, first, last, begin, end, number)
+
+
+def _table(cut: _Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return tiles and spans, as in `WorkTable`. A piece has three spans at most: partial, full, partial."""
+    bands, starts, stops, band, tile, first, last, begin, end, _ = cut
+    _, _, start, stop, lo, hi = bands[band].T
+    all_begin, all_end = (
+        np.maximum(start, last - 1 + lo),
+        np.minimum(stop, first + hi + 1),
+    )  # columns that every row sees
+    whole = (first == starts[tile]) & (last == stops[tile])  # the band holds every row of the tile
+    if boxes:
+        whole &= last - first == rows
+    ratio, count = columns // small, -((begin - end) // small)  # in small tiles from here on
+    full_from = -((begin - all_begin) // small)
+    if boxes == columns:  # full tiles begin at multiples of ``columns``, too
+        full_from = -(-full_from // ratio) * ratio
+    full = np.where(whole, np.maximum(0, (all_end - begin - full_from * small) // columns), 0)
+    full_from = np.where(full > 0, full_from, count)
+    full_to = full_from + full * ratio
+
+    number = np.concatenate([full_from, full, count - full_to])  # of tiles: all first spans, all second, all third
+    kept = np.flatnonzero(number)
+    kind, piece = np.divmod(kept, len(band)) if len(band) else (kept, kept)
+    is_full, column = kind == 1, begin[piece] + small * np.stack([0 * full_from, full_from, full_to]).ravel()[kept]
+    # Sort by tile, partial spans before full ones, then by column. Columns are below 2**31.
+    order = np.argsort((2 * tile[piece] + is_full << 31) + column, kind="stable")
+    is_full, piece = is_full[order], piece[order]
+    spans = np.zeros((len(order), SPAN_FIELDS), np.int32)
+    spans[:, 0], spans[:, 1] = column[order], number[kept[order]]
+    spans[:, 2:] = np.where(is_full[:, None], 0, bands[band[piece]])
+    if boxes:
+        spans[:, 3] = np.where(is_full, 0, last[piece])
+
+    n, owner = len(starts), tile[piece]
+    ends = np.cumsum(np.bincount(owner, minlength=n))
+    begins = np.append(0, ends[:-1])[:n]
+    tiles = np.stack([starts, stops, begins, begins + np.bincount(owner[~is_full], minlength=n), ends], 1)
+    work = np.bincount(tile, count, minlength=n)
+    return tiles[np.argsort(-work, kind="stable")], spans
+
+
+def counted(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (i, place) for place = 0, ..., counts[i] - 1 and every i, as two arrays."""
+    i = np.repeat(np.arange(len(counts)), counts)
+    return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts)

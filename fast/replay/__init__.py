@@ -1,0 +1,1 @@
+"""Record what a pass launches in its first call, and replay it afterwards."""

@@ -1,0 +1,98 @@
+"""Pack the launches of a pass for `kernels/replay.c`, which replays them by one call."""
+
+import struct
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from canon.fast.kernels.cuda.kernel import LoadedKernel
+from canon.fast.replay.recorder import Launch, NotReplayable, Place, Zero
+
+_NUMBERS = {"i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q"}
+_NUMBERS |= {"fp32": "<f", "fp64": "<d"}
+_HOST_TYPE = {8: 10, 9: 8, 10: 9}  # Triton's number of an element type -> that of CUtensorMapDataType, if they differ
+
+
+@lru_cache(maxsize=1)
+def native_module() -> ModuleType:
+    """Compile and load `kernels/replay.c`, with the compiler and the cache that Triton uses for its own launchers.
+
+    Raises NotReplayable if there is no C compiler.
+    """
+    import triton
+    from triton.runtime.build import compile_module_from_src
+
+    source = (Path(__file__).parents[1] / "kernels" / "replay.c").read_text()
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    try:
+        return compile_module_from_src(source, "canon_replay", include_dirs=[str(headers)], libraries=["dl"])
+    except Exception as error:
+        raise NotReplayable(f"kernels/replay.c does not compile: {error}") from error
+
+
+def packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:
+    """Return an operation as `replay.c` expects it. Raises NotReplayable for a kernel that `replay.c` cannot launch."""
+    if isinstance(operation, Zero):
+        p = place(operation.place)
+        return 0, p.slot, p.offset, operation.bytes
+    compiled = operation.compiled
+    if isinstance(compiled, LoadedKernel):
+        tensors = operation.arguments[: compiled.kernel.pointers]
+        places = [place(operation.places[id(x)]) for x in tensors]
+        return compiled.packed(operation.blocks, operation.arguments, [(p.slot, p.offset) for p in places])
+    metadata = compiled.metadata
+    for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"):
+        if getattr(metadata, name, 0):
+            raise NotReplayable(f"a kernel needs {name}")
+    if getattr(metadata, "num_ctas", 1) != 1:
+        raise NotReplayable("a kernel has clusters")
+    warps, _, shared = compiled.packed_metadata[:3]
+    names = operation.kernel.arg_names[len(operation.arguments) :]
+    values = (*operation.arguments, *map(operation.constants.get, names))
+    maps = iter(metadata.tensordesc_meta or ())
+    parameters: list[tuple] = []
+    for kind, value in zip(compiled.src.signature.values(), values, strict=True):
+        parameters += _parameters(kind, value, maps, operation, place)
+    parameters += [("b", bytes(8)), ("b", bytes(8))]  # scratch memory, which the kernel does not have
+    return compiled.function, operation.blocks, 32 * warps, shared, tuple(parameters)
+
+
+def _parameters(
+    kind: Any, value: Any, maps: Iterator, launch: Launch, place: Callable[[Place], Place]
+) -> Iterator[tuple]:
+    """Yield the parameters that one argument of a kernel becomes."""
+    if isinstance(kind, tuple):
+        for some, x in zip(kind, value, strict=True):
+            yield from _parameters(some, x, maps, launch, place)
+    elif kind == "constexpr":
+        return
+    elif kind.startswith("*"):
+        p = place(launch.places[id(value)])
+        yield "p", p.slot, p.offset
+    elif kind.startswith("tensordesc"):
+        yield from _tensor_map(value, next(maps), launch, place)
+    elif kind in _NUMBERS:
+        yield "b", struct.pack(_NUMBERS[kind], value)
+    else:
+        raise NotReplayable(f"a kernel has a parameter of type {kind}")
+
+
+def _tensor_map(value: Any, metadata: dict | None, launch: Launch, place: Callable[[Place], Place]) -> Iterator[tuple]:
+    p = place(launch.places[id(value.base)])
+    if (
+        metadata is None
+        or metadata.get("fp4_padded")
+        or value.padding != "zero"
+        or getattr(value, "round_f32_to_tf32", 0)
+    ):
+        raise NotReplayable("a kernel has a descriptor of an unusual kind")
+    if p.slot < 0:
+        raise NotReplayable("a kernel has a descriptor of a plan")
+    size, element = metadata["elem_size"], metadata["elem_type"]
+    strides = tuple(stride * size for stride in value.strides[:-1])
+    box, shape = tuple(metadata["block_size"]), tuple(value.shape)
+    yield "m", p.slot, p.offset, _HOST_TYPE.get(element, element), metadata["swizzle"], box, shape, strides
+    yield from (("b", struct.pack("<i", n)) for n in value.shape)
+    yield from (("b", struct.pack("<q", n)) for n in value.strides)

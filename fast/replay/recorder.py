@@ -1,0 +1,184 @@
+"""Record what a pass launches: kernels, temporaries, zeros and plans, with every address as (buffer, offset).
+
+`recordings.py` explains passes and replays them. A pass that does anything else with tensors gives up: `Recorder.reason`
+names the first such operation.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from canon.fast.kernels.device_plans import Upload
+
+# The most bytes of temporaries in a replayed pass, whose workspace holds all of them at once. A pass with more runs as
+# written and frees each one early. Its host time does not matter, because the GPU takes longer.
+MOST_BYTES = 1 << 28
+
+
+def _operators(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+# Views, and operators that change no memory.
+_HARMLESS = _operators(
+    "alias as_strided detach expand lift_fresh narrow permute reshape select slice split split_with_sizes squeeze t "
+    "transpose unbind unflatten unsqueeze view _reshape_alias _unsafe_view record_stream"
+)
+_MAKES = _operators("empty empty_like empty_strided new_empty new_empty_strided")
+_MAKES_ZEROS = _operators("zeros zeros_like new_zeros")
+
+
+class NotReplayable(Exception):
+    """Why a pass cannot be replayed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """An address: ``offset`` bytes into a buffer. Temporary n has ``slot`` -2 - n. With -1 the offset is absolute.
+
+    Slots >= 0 are the pass's tensors, in order.
+    """
+
+    slot: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid and its arguments. ``compiled`` is None where kernels are interpreted."""
+
+    kernel: Any
+    compiled: Any
+    blocks: int
+    arguments: tuple
+    constants: dict[str, Any]
+    places: dict[int, Place]  # by id of a tensor among the arguments
+
+
+@dataclass(frozen=True)
+class Zero:
+    """``bytes`` of zeros at a place."""
+
+    place: Place
+    bytes: int
+
+
+@dataclass(eq=False)
+class Recorder(TorchDispatchMode):
+    """Note what a pass does with its ``tensors``."""
+
+    tensors: tuple[Tensor, ...]
+    temporaries: list[Tensor] = field(default_factory=list)
+    zeroed: set[int] = field(default_factory=set)  # numbers of temporaries that start as zeros
+    used: set[int] = field(default_factory=set)  # numbers of temporaries that a launch has read or written
+    operations: list[Launch | Zero] = field(default_factory=list)
+    plans: list[Tensor] = field(default_factory=list)
+    uploads: list[Upload] = field(default_factory=list)
+    reason: str = ""
+    places: dict[int, Place] = field(default_factory=dict)  # by address; the recorder keeps all tensors alive
+
+    def __post_init__(self):
+        super().__init__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name, device = func._schema.name, self.tensors[0].device
+        if name in _MAKES or name in _MAKES_ZEROS:
+            if result.device == device and not self.reason:
+                self.temporaries.append(result)
+                if name in _MAKES_ZEROS:
+                    self.zeroed.add(len(self.temporaries) - 1)
+                if sum(x.untyped_storage().nbytes() for x in self.temporaries) > MOST_BYTES:
+                    self._give_up(f"the pass allocates more than {MOST_BYTES >> 20} MB")
+        elif name == "aten::zero_" or (name == "aten::fill_" and args[1] == 0):
+            self._zero(args[0])
+        elif name not in _HARMLESS and any(isinstance(x, Tensor) and x.device == device for x in args):
+            self._give_up(f"the pass calls {name}")
+        return result
+
+    def _give_up(self, reason: str) -> None:
+        """Note the first reason, and release the temporaries: the pass runs as written, and frees them early."""
+        self.reason = self.reason or reason
+        self.temporaries.clear()
+
+    def launched(self, kernel: Any, compiled: Any, blocks: int, arguments: tuple, constants: dict[str, Any]) -> None:
+        """Note a launch, which has just been made."""
+        if self.reason:
+            return
+        try:
+            places = {id(x): self._place(x) for x in tensors_of(arguments)}
+        except NotReplayable as error:
+            self._give_up(str(error))
+            return
+        self.used |= {-2 - place.slot for place in places.values() if place.slot <= -2}
+        self.operations.append(Launch(kernel, compiled, blocks, arguments, constants, places))
+
+    def planned(self, tensors: list[Tensor], upload: Upload | None) -> None:
+        """Note the tensors of a plan that the pass has looked up, and their upload."""
+        self.plans += tensors
+        self.uploads += [] if upload is None else [upload]
+
+    def _zero(self, x: Tensor) -> None:
+        if self.reason:
+            return
+        try:
+            place = self._place(x)
+        except NotReplayable as error:
+            self._give_up(str(error))
+            return
+        if place.slot == -1:
+            self._give_up("the pass sets a plan to zero")
+        elif not x.is_contiguous():
+            self._give_up("the pass sets a tensor with gaps to zero")
+        elif place.slot >= 0:
+            self.operations.append(Zero(place, x.numel() * x.element_size()))
+        elif place.offset or x.numel() != self.temporaries[-2 - place.slot].numel() or -2 - place.slot in self.used:
+            self._give_up("the pass sets a temporary to zero late, or a part of it")
+        else:
+            self.zeroed.add(-2 - place.slot)
+
+    def _place(self, x: Tensor) -> Place:
+        """Return where ``x`` begins. Raises NotReplayable if that is not known for sure."""
+        address = x.data_ptr()
+        if (place := self.places.get(address)) is None:
+            place = self._searched(x, address)
+            if x.numel():  # all empty tensors may have one address
+                self.places[address] = place
+        return place
+
+    def _searched(self, x: Tensor, address: int) -> Place:
+        for number, made in enumerate(self.temporaries):
+            if _inside(address, made):
+                return Place(-2 - number, address - made.untyped_storage().data_ptr())
+        for slot, given in enumerate(self.tensors):
+            if given.data_ptr() == address:
+                return Place(slot, 0)
+        slots = [slot for slot, given in enumerate(self.tensors) if _inside(address, given)]
+        if len(slots) == 1:
+            return Place(slots[0], address - self.tensors[slots[0]].data_ptr())
+        if slots:
+            raise NotReplayable("the pass reads a part of tensors that share memory")
+        if any(_inside(address, plan) for plan in self.plans) or not x.numel():
+            return Place(-1, address)
+        raise NotReplayable("the pass reads a tensor that it was not given")
+
+
+def _inside(address: int, x: Tensor) -> bool:
+    storage = x.untyped_storage()
+    return storage.data_ptr() <= address < storage.data_ptr() + max(1, storage.nbytes())
+
+
+def tensors_of(arguments: Any) -> Iterator[Tensor]:
+    """Yield the tensors among a launch's arguments, those of descriptors and tuples included."""
+    for x in arguments:
+        if type(x) is int or type(x) is float:
+            continue
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from tensors_of(x)
+        elif isinstance(base := getattr(x, "base", None), Tensor):
+            yield base

@@ -1,0 +1,178 @@
+"""A band: a rectangle of queries and keys, cut by two diagonals. A mask is a set of disjoint bands.
+
+    keys         k_start        k_stop
+                    |  . . . . . |          query i sees key j  iff  q_start <= i < q_stop,
+    q_start  -      |x x . . . . |                                   k_start <= j < k_stop  and
+                    |x x x . . . |                                   lo <= j - i <= hi.
+                    |. x x x . . |
+    q_stop   -      |. . x x x . |          (here lo = -1 and hi = +1, counted from the corner)
+
+Causal attention is hi = 0, a left window of w keys is lo = -w, and full attention has no bound. Context parallelism
+applies three operations to a mask, and each one turns a band into a band:
+
+    a range of the queries or keys    changes the rectangle
+    local coordinates                 add an offset to lo and hi
+    every W-th token                  divides lo and hi by W
+
+Source: bands generalise the four slice types of MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025). Each type
+is a choice of lo and hi.
+"""
+
+from collections.abc import Iterable
+from itertools import repeat
+from operator import itemgetter
+from typing import NamedTuple
+
+from canon.masks.arguments import whole
+
+_INTS = frozenset({int, type(None)})
+
+
+class _Bounds(NamedTuple):
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lo: int
+    hi: int
+
+
+class Band(_Bounds):
+    """The cells with q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi: query i sees key j.
+
+    ``lo=None`` and ``hi=None`` mean no bound. The constructor makes a band tight: it shrinks the rectangle and the
+    bounds to the cells inside. Then every query of the rectangle sees a key, and every key is seen. Two bands with the
+    same cells are therefore equal. A band without cells is (0, 0, 0, 0, 0, -1).
+
+        Band(0, 4, 0, 9, None, 0)    the causal square of four tokens, tight: Band(0, 4, 0, 4, -3, 0)
+
+    A band is an immutable tuple of its six numbers. It is cheap to compare, to sort and to hash.
+    Raises TypeError if a number is not whole.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls, q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int | None = None, hi: int | None = None
+    ):
+        given = q_start, q_stop, k_start, k_stop, lo, hi
+        if not _INTS.issuperset(map(type, given)) or None in given[:4]:
+            names = zip(_Bounds._fields, given, strict=True)
+            return cls(
+                *(None if value is None and name in ("lo", "hi") else whole(name, value) for name, value in names)
+            )
+        lowest, highest = k_start - q_stop + 1, k_stop - 1 - q_start  # the range of j - i in the rectangle
+        bounds = lowest if lo is None else lo, highest if hi is None else hi
+        return _tight(q_start, q_stop, k_start, k_stop, *bounds)
+
+    def __repr__(self) -> str:
+        return f"Band(q {self.q_start}:{self.q_stop}, k {self.k_start}:{self.k_stop}, {self.lo} <= j-i <= {self.hi})"
+
+    @property
+    def area(self) -> int:
+        """The number of cells, in closed form: the rectangle minus the two corners that the diagonals cut off."""
+        queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
+        below = self.lo - (self.k_start - self.q_stop + 1)  # diagonals under lo, from the lower left corner
+        above = (self.k_stop - 1 - self.q_start) - self.hi  # diagonals over hi, from the upper right corner
+        return queries * keys - _corner(queries, keys, below) - _corner(queries, keys, above)
+
+    def intersect(self, other: "Band") -> "Band":
+        """Return the cells that both bands hold."""
+        return _tight(
+            max(self.q_start, other.q_start),
+            min(self.q_stop, other.q_stop),
+            max(self.k_start, other.k_start),
+            min(self.k_stop, other.k_stop),
+            max(self.lo, other.lo),
+            min(self.hi, other.hi),
+        )
+
+    def shift(self, queries: int = 0, keys: int = 0) -> "Band":
+        """Return the band moved down by ``queries`` and right by ``keys``."""
+        return Band(
+            self.q_start + queries,
+            self.q_stop + queries,
+            self.k_start + keys,
+            self.k_stop + keys,
+            self.lo + keys - queries,
+            self.hi + keys - queries,
+        )
+
+    def pick(self, queries: range, keys: range) -> "Band":
+        """Return the band between ``queries`` and ``keys``, numbered from 0: the slice ``matrix[queries][:, keys]``.
+
+        Both ranges have one step W >= 1. Raises ValueError for other steps. With i = queries.start + W i' and
+        j = keys.start + W j', the bounds of j' - i' follow from
+
+            lo <= (keys.start - queries.start) + W (j' - i') <= hi
+        """
+        if queries.step != keys.step or queries.step < 1:
+            raise ValueError(f"pick needs two ascending ranges of one step, got {queries} and {keys}")
+        step, offset = queries.step, keys.start - queries.start
+        return Band(
+            max(0, -((queries.start - self.q_start) // step)),
+            min(len(queries), -((queries.start - self.q_stop) // step)),
+            max(0, -((keys.start - self.k_start) // step)),
+            min(len(keys), -((keys.start - self.k_stop) // step)),
+            -((offset - self.lo) // step),
+            (self.hi - offset) // step,
+        )
+
+    def join(self, other: "Band") -> "Band | None":
+        """Return the band with exactly the cells of two disjoint bands, or None if their union is not a band."""
+        q_start, q_stop, k_start, k_stop, lo, hi = other
+        if q_start >= self.q_stop and k_start >= self.k_stop and not self.lo == self.hi == lo == hi:
+            return None  # no common row or column: only two pieces of one diagonal make a band
+        hull = _tight(
+            min(self.q_start, q_start),
+            max(self.q_stop, q_stop),
+            min(self.k_start, k_start),
+            max(self.k_stop, k_stop),
+            min(self.lo, lo),
+            max(self.hi, hi),
+        )
+        return hull if hull.area == self.area + other.area else None  # the hull contains both: equal areas, equal cells
+
+
+def _tight(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Band:
+    """Return the band of these bounds, shrunk to its cells."""
+    lo, hi = max(lo, k_start - q_stop + 1), min(hi, k_stop - 1 - q_start)
+    if q_start >= q_stop or k_start >= k_stop or lo > hi:
+        return Band._make((0, 0, 0, 0, 0, -1))
+    # Each bound limits a difference of two of the three numbers i, j and 0. Only the third number can tighten it.
+    q_limits = max(q_start, k_start - hi), min(q_stop, k_stop - lo)
+    k_limits = max(k_start, q_start + lo), min(k_stop, q_stop + hi)
+    return Band._make((*q_limits, *k_limits, lo, hi))
+
+
+def tight_bands(numbers: Iterable[tuple[int, ...]]) -> list[Band]:
+    """Return the bands of six ints each, which are tight already. Nothing is checked."""
+    return list(map(tuple.__new__, repeat(Band), numbers))
+
+
+def _corner(rows: int, columns: int, diagonals: int) -> int:
+    """Return the cells of a rows x columns rectangle on the first ``diagonals`` diagonals, counted from one corner."""
+    return _triangle(diagonals) - _triangle(diagonals - rows) - _triangle(diagonals - columns)
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2 if n > 0 else 0
+
+
+def joined(bands: list[Band]) -> list[Band]:
+    """Return the same cells in fewer bands, by joining neighbours along the keys, then along the queries.
+
+    A band that a seam between two ranks has cut becomes one again if a gathered buffer holds both parts.
+    The bands must be disjoint. Their order does not matter: two disjoint bands never share the corner
+    (q_start, k_start), because a tight band contains the cell at its corner.
+    """
+    for order in (itemgetter(0, 1, 2), itemgetter(0, 2)):  # (q_start, q_stop, k_start), (q_start, k_start)
+        merged: list[Band] = []
+        for band in sorted(bands, key=order):
+            both = merged[-1].join(band) if merged else None
+            if both:
+                merged[-1] = both
+            else:
+                merged.append(band)
+        bands = merged
+    return bands

@@ -1,0 +1,119 @@
+"""The bands of a block-causal mask, for ids in any order.
+
+Ids only order the tokens, so they are replaced by levels. Query i sees key j iff ``columns[j] < rows[i]``, where
+
+    rows        the number of valid keys that the query sees; 0 for an invalid query
+    columns     the number of valid keys with a smaller id; the number of all valid keys for an invalid key
+
+A *stretch* is a run of keys that some queries see together, while they do not see the neighbours of the run. These
+queries are the ones with levels in an interval:
+
+    columns    2 0 1 3 1        0 < row <= 1   keys 1:2        2 < row <= 3   keys 0:3
+    row = 1    . x . . .        1 < row <= 2   keys 1:3        3 < row        keys 0:5
+    row = 2    . x x . x        1 < row <= 3   keys 4:5
+    row = 3    x x x . x
+
+There are at most as many stretches as keys, and one pass finds all of them. Neighbouring queries that see a stretch make
+a rectangle. Rectangles that are the steps of a stair join to one band: ascending ids, one per token, give the causal band.
+The bands depend only on the cells of the mask, not on the ids. So equal cells make equal masks.
+
+Number of bands: a *corner* of a set of cells is a cell without neighbours in the set to its left, above it, and
+diagonally above left. A band has one corner, and a corner of the mask is the corner of its band. So a mask has at least
+as many bands as corners:
+
+    cells (i, j) with q[i-1] < k[j] <= q[i] < k[j-1]        (q is -inf before the first and where invalid, k is +inf)
+
+Random ids in r runs make r^2 / 24 corners; r = n if each of n tokens has its own id. Rectangles without diagonals have
+four corners each, so at least r^2 / 12 are needed. This module makes r^2 / 9 rectangles and joins them to 0.105 r^2 bands.
+
+Cost: O(n log n + p log p) in tensors, plus one Python object for each band. Here p counts the pairs of a stretch and a run
+of queries that sees it: r^2 / 6 for random ids, at most r^2 / 2.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from canon.masks.band import Band, tight_bands
+
+
+def levels(q_ids: Tensor, k_ids: Tensor, q_valid: Tensor, k_valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the levels (rows, columns), int64: columns[j] < rows[i] iff k_ids[j] <= q_ids[i] and both are valid.
+
+    Args: ids int64 [queries] and [keys]; validity bool of the same shapes.
+    """
+    ids = k_ids[k_valid].sort().values
+    rows = torch.searchsorted(ids, q_ids, right=True).masked_fill(~q_valid, 0)
+    columns = torch.searchsorted(ids, k_ids).masked_fill(~k_valid, len(ids))
+    return rows, columns
+
+
+def bands_of_levels(rows: Tensor, columns: Tensor) -> list[Band]:
+    """Return the bands of the mask in which query i sees key j iff columns[j] < rows[i]. Levels are int64 >= 0."""
+    row, q_edges = _runs(rows)
+    column, k_edges = _runs(columns)
+    stretches = torch.tensor(list(_stretches(column.tolist())), dtype=torch.int64, device="cpu").reshape(-1, 4)
+    start, stop, above, upto = stretches.T.contiguous()
+    stretch, first, last = _seen_as_one(row, above, upto)
+    q_start, q_stop = q_edges[first], q_edges[last + 1]
+    k_start, k_stop = k_edges[start[stretch]], k_edges[stop[stretch]]
+    order = (q_start * (len(columns) + 1) + k_start).argsort()
+    return _stairs_joined(*(x[order] for x in (q_start, q_stop, k_start, k_stop)))
+
+
+def _runs(levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the level of each run of equal levels, and the first index of each run, followed by the total length."""
+    values, lengths = torch.unique_consecutive(levels, return_counts=True)
+    return values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _stretches(columns: list[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (start, stop, above, upto) of every stretch: rows with above < row <= upto see exactly these columns together."""
+    # (start, highest column) of the stretches that are still open; each one lies inside the one before it
+    walls: list[tuple[int, int]] = []
+    for place, wall in enumerate([*columns, 1 << 62]):  # the last wall is higher than every row
+        start = place
+        while walls and walls[-1][1] < wall:
+            start, above = walls.pop()
+            yield start, place, above, min(wall, walls[-1][1]) if walls else wall
+        if not walls or walls[-1][1] > wall:
+            walls.append((start, wall))
+
+
+def _seen_as_one(rows: Tensor, above: Tensor, upto: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (stretch, first, last) of every run of neighbouring ``rows`` inside above < row <= upto of a stretch."""
+    by_level = rows.argsort()
+    begin, end = (torch.searchsorted(rows[by_level], bound, right=True) for bound in (above, upto))
+    ends = (end - begin).cumsum(0)  # of each stretch in a list of all (stretch, row) pairs
+    place = torch.arange(int(ends[-1]) if len(ends) else 0, device="cpu")
+    stretch = torch.searchsorted(ends, place, right=True)
+    row = by_level[place + (end - ends)[stretch]]
+    size = len(rows) + 1
+    pairs = (stretch * size + row).sort().values  # neighbouring rows differ by 1, different stretches by more
+    apart, edge = pairs.diff() != 1, torch.ones(1, dtype=torch.bool, device="cpu")
+    first, last = (pairs[torch.cat(ends)[: len(pairs)]] for ends in ((edge, apart), (apart, edge)))
+    return first // size, first % size, last % size
+
+
+def _stairs_joined(q_start: Tensor, q_stop: Tensor, k_start: Tensor, k_stop: Tensor) -> list[Band]:
+    """Return the bands of the sorted rectangles. Rectangles that are the steps of a stair become one band.
+
+    The next step of a stair starts in the row below the last one. Its left and right ends are the same or one column
+    further right. At most one rectangle fits.
+    """
+    lo, hi = k_start - q_stop + 1, k_stop - 1 - q_start
+    numbers = (x.tolist() for x in (q_start, q_stop, k_start, k_stop, lo, hi))
+    bands: list[Band | None] = list(tight_bands(zip(*numbers, strict=True)))  # rectangles are tight
+    width = int(k_stop.max()) + 1 if bands else 1
+    # the first rectangle from the row below on that does not start further left
+    below = torch.searchsorted(q_start * width + k_start, q_stop * width + k_start)
+    step = (below < len(bands)).nonzero().flatten()
+    below = below[step]
+    left, right = k_start[below] - k_start[step], k_stop[below] - k_stop[step]
+    near = (q_start[below] == q_stop[step]) & (left <= 1) & (right >= 0) & (right <= 1)
+    for upper, lower in zip(step[near].tolist(), below[near].tolist(), strict=True):
+        both = bands[upper].join(bands[lower])
+        if both:
+            bands[upper], bands[lower] = None, both
+    return [band for band in bands if band]

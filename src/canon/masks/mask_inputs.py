@@ -1,0 +1,183 @@
+"""Checks of the arguments of `Mask`, and their values as plain numbers, tensors and bands.
+
+    document_ends     cu_seqlens as a list of ints
+    document_bands    packed documents as bands
+    position_ends     position_ids as the ends of documents
+    by_sequence       the arguments of each sequence of a batch
+    window_bounds     (left, right) as the (lo, hi) of a band
+    block_ids         block ids and validity as tensors
+    slice_bands       the slices of MagiAttention as bands
+    crop_range        a range of `Mask.crop`
+
+Wrong types raise TypeError, wrong values ValueError. Each error names the argument and shows its value.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from operator import gt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canon.masks.arguments import flag, nested, shown, whole, whole_numbers
+from canon.masks.band import Band, tight_bands
+
+Ints = Sequence[int] | Tensor
+Rows = Sequence[Ints] | Tensor  # (b, n)
+Ranges = Sequence[Sequence[int]] | Tensor
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+SLICE_TYPES = ("full", "causal", "inverse_causal", "bi_causal")  # MagiAttention's types 0 to 3
+
+
+def document_ends(cu_seqlens: Ints) -> list[int]:
+    """Return cu_seqlens as a list of ints. Raise ValueError if it does not start at 0 or decreases."""
+    ends = whole_numbers("cu_seqlens", cu_seqlens)
+    if not ends or ends[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {ends[:4]}")
+    if any(map(gt, ends, ends[1:])):
+        place = next(place for place, (start, stop) in enumerate(pairwise(ends), 1) if stop < start)
+        raise ValueError(f"cu_seqlens must not decrease, got {ends[place - 1]} then {ends[place]} at entry {place}")
+    return ends
+
+
+def document_bands(
+    cu_seqlens: Ints, causal: bool, window: tuple[int | None, int | None] | None
+) -> tuple[list[Band], int]:
+    """Return the bands of packed documents, and the number of their tokens. The arguments are those of `Mask.documents`."""
+    ends = document_ends(cu_seqlens)
+    flag("causal", causal)
+    if window is not None and (not isinstance(window, Sequence) or len(window) != 2):
+        raise TypeError(f"window must be a pair (left, right) or None, got {shown(window)}")
+    lo, hi = window_bounds(*window or (None, None))
+    low, high = -ends[-1] if lo is None else lo, 0 if causal else ends[-1] if hi is None else hi
+    squares = [
+        (a, b, a, b, low if low > a - b else a - b + 1, high if high < b - a else b - a - 1)
+        for a, b in zip(ends, ends[1:], strict=False)
+        if a < b
+    ]  # tight, because low <= 0 <= high
+    return tight_bands(squares), ends[-1]
+
+
+def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
+    """Return cu_seqlens of each sequence of ``position_ids``, (n,) or (b, n), and whether they were (b, n).
+
+    Raise ValueError unless each position is 0 or one more than the position before it.
+    """
+    several = _rows("position_ids", position_ids)
+    found = []
+    for row, numbers in enumerate([position_ids] if several is None else several):
+        name = "position_ids" if several is None else f"position_ids[{row}]"
+        positions = _numbers(name, numbers)
+        starts = positions == 0
+        wrong = ~starts
+        wrong[1:] &= positions[1:] != positions[:-1] + 1
+        if wrong.any():
+            place = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{name}[{place}] is {int(positions[place])}: a position is 0, at the start of a document, or one more "
+                "than the position before it. Pass positions of the whole sequence; for padding use Mask.padding"
+            )
+        found.append([*starts.nonzero().flatten().tolist(), len(positions)] if len(positions) else [0])
+    return found, several is not None
+
+
+def by_sequence(**arguments: Ints | Rows | None) -> list[dict[str, Ints | None]] | None:
+    """Return the arguments of each sequence of a batch, or None if no argument is (b, n). Those with one axis serve all."""
+    rows = {name: _rows(name, values) for name, values in arguments.items() if values is not None}
+    sizes = {name: len(several) for name, several in rows.items() if several is not None}
+    if not sizes:
+        return None
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"a batch has one number of sequences, got {sizes}")
+    shared = {name: nested(values) for name, values in arguments.items() if name not in sizes}
+    return [{**shared, **{name: rows[name][row] for name in sizes}} for row in range(next(iter(sizes.values())))]
+
+
+def _rows(name: str, values: Any) -> list[Any] | None:
+    """Return (b, n) values as b rows, copied from a GPU at once, or None for values of one axis."""
+    axes = getattr(values, "ndim", 1)
+    if isinstance(values, list | tuple) and values:
+        axes = 1 + getattr(values[0], "ndim", int(isinstance(values[0], list | tuple | range)))
+    if axes not in (1, 2):
+        raise ValueError(f"{name} must be (n,) or (b, n), got {shown(values)}")
+    if axes == 1:
+        return None
+    return list(values.cpu().unbind()) if isinstance(values, Tensor) else list(values)
+
+
+def _numbers(name: str, values: Ints) -> Tensor:
+    """Return whole numbers as a tensor [n], int64, on the CPU."""
+    if isinstance(values, Tensor) and values.ndim == 1 and values.dtype in INTEGERS:
+        return values.to("cpu", torch.int64)
+    return torch.tensor(whole_numbers(name, values), dtype=torch.int64, device="cpu")
+
+
+def window_bounds(left: int | None, right: int | None) -> tuple[int | None, int | None]:
+    """Return (lo, hi) of a window, None where it has no bound. Raise ValueError if a side is below -1."""
+    for name, value in (("left", left), ("right", right)):
+        if value is not None and whole(f"window {name}", value) < -1:
+            raise ValueError(f"window {name} must be >= 0, or None or -1 for no bound; got {value}")
+    return None if left in (None, -1) else -int(left), None if right in (None, -1) else int(right)
+
+
+def block_ids(name: str, blocks: Ints, valid: Ints | None) -> tuple[Tensor, Tensor]:
+    """Return the block ids [n] (int64) and the validity [n] (bool) of one side's tokens, on the CPU."""
+    ids = whole_numbers(f"{name}_blocks", blocks, booleans=True)
+    flags = [1] * len(ids) if valid is None else whole_numbers(f"{name}_valid", valid, booleans=True)
+    if len(flags) != len(ids):
+        raise ValueError(f"{name}_valid has {len(flags)} entries for {len(ids)} {name}_blocks")
+    if not {0, 1}.issuperset(flags):
+        raise ValueError(f"{name}_valid must hold booleans, 0 or 1, got {max(flags, key=abs)}: one for each token")
+    return torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.tensor(flags, dtype=torch.bool, device="cpu")
+
+
+def slice_bands(q_ranges: Ranges, k_ranges: Ranges, types: Sequence[int | str] | Tensor) -> tuple[list[Band], int, int]:
+    """Return the bands of MagiAttention's slices, the largest end of the queries and that of the keys."""
+    rows, columns = _pairs("q_ranges", q_ranges), _pairs("k_ranges", k_ranges)
+    kinds = nested(types)
+    if not isinstance(kinds, Sequence) or isinstance(kinds, str):
+        raise TypeError(f"types must be a sequence with a type for each range, got {shown(kinds)}")
+    if not len(rows) == len(columns) == len(kinds):
+        raise ValueError(f"{len(rows)} q_ranges, {len(columns)} k_ranges and {len(kinds)} types: give one of each")
+    bands = []
+    for (q0, q1), (k0, k1), kind in zip(rows, columns, map(_type_number, kinds), strict=True):
+        lo, hi = k0 - q0 if kind & 2 else None, k1 - q1 if kind & 1 else None
+        bands.append(Band(q0, q1, k0, k1, lo, hi))
+    return bands, *(max((stop for _, stop in side), default=0) for side in (rows, columns))
+
+
+def _type_number(kind: int | str) -> int:
+    """Return a slice type as a number from 0 to 3."""
+    if not isinstance(kind, str):
+        number = whole("slice type", kind, 0)
+        if number < len(SLICE_TYPES):
+            return number
+    elif kind in SLICE_TYPES:
+        return SLICE_TYPES.index(kind)
+    raise ValueError(f"slice type {kind!r}: expected 0 to 3 or one of {SLICE_TYPES}")
+
+
+def _pairs(name: str, ranges: Ranges) -> list[tuple[int, int]]:
+    """Return the (start, stop) of each range."""
+    rows, pairs = nested(ranges), []
+    for place, row in enumerate(rows if isinstance(rows, Iterable) else [rows]):
+        pair = [row.start, row.stop, row.step][: 2 + (row.step != 1)] if isinstance(row, range) else row
+        if not isinstance(pair, Sequence) or len(pair) != 2 or isinstance(pair, str):
+            raise TypeError(f"{name}[{place}] must be a pair (start, stop), or a range of step 1, got {shown(row)}")
+        start, stop = whole_numbers(f"{name}[{place}]", pair)
+        if not 0 <= start <= stop:
+            raise ValueError(f"{name}[{place}] needs 0 <= start <= stop, got ({start}, {stop})")
+        pairs.append((start, stop))
+    return pairs
+
+
+def crop_range(name: str, wanted: range | None, size: int) -> range:
+    """Return the range of one side of a crop; None is all ``size`` tokens. Raise unless it ascends inside them."""
+    if wanted is None:
+        return range(size)
+    if not isinstance(wanted, range):
+        raise TypeError(f"crop: {name} must be a range, got {shown(wanted)}: write range(start, stop)")
+    if wanted.step < 1 or (len(wanted) and not 0 <= wanted.start <= wanted[-1] < size):
+        raise ValueError(f"crop: {name} {wanted} is not an ascending range inside 0..{size}")
+    return wanted

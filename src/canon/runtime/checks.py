@@ -1,0 +1,200 @@
+"""Checks of tensors and options, and the defaults of both halves."""
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+
+METHODS = ("auto", "fused", "split", "head_parallel")
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of partial results and of lse: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def batched(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return packed tensors (t, h, d) with a batch axis of one, others unchanged."""
+    return tuple(x.unsqueeze(0) if x.ndim == 3 else x for x in tensors)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise TypeError or ValueError unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all packed, fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
+        wrong = "expected q, k, v all (b, t, heads, width) or all packed (t, heads, width)"
+    elif q.shape[:-3] != k.shape[:-3] or k.shape[:-1] != v.shape[:-1]:
+        wrong = "q, k, v must share the batch, and k, v their tokens and heads"
+    elif q.shape[-1] != k.shape[-1] or 0 in (q.shape[-1], v.shape[-1]):
+        wrong = "q and k must have one width, and no width may be 0"
+    elif 0 in (q.shape[-2], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
+    elif not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ValueError(f"q, k, v must share one dtype of {names}, got {q.dtype}, {k.dtype}, {v.dtype}: cast them")
+    elif not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}: move them")
+    else:
+        return
+    raise ValueError(f"{wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Raise TypeError or ValueError unless ``x`` is a plain dense tensor with data."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if hasattr(x, "to_local"):
+        raise TypeError(f"{name} is a DTensor: pass {name}.to_local(), the tokens of this rank")
+    if getattr(type(x), "__torch_dispatch__", None) is not getattr(Tensor, "__torch_dispatch__", None):
+        raise TypeError(f"{name} is a {type(x).__name__}, a tensor subclass: pass a plain torch.Tensor")
+    if x.layout is not torch.strided or x.is_quantized:
+        raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}: pass {name}.to_dense()")
+    if x.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device and has no data: move it to a CPU or a GPU")
+
+
+def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
+    """Raise TypeError or ValueError unless the mask has a query for each token of q and a key for each token of k."""
+    check_mask_type(mask, name)
+    if (mask.queries, mask.keys) != (q.shape[-3], k.shape[-3]):
+        raise ValueError(
+            f"{name} is {mask.queries} queries x {mask.keys} keys, q holds {q.shape[-3]} tokens and k {k.shape[-3]}"
+        )
+
+
+def check_mask_type(mask: Any, name: str = "mask") -> None:
+    """Raise TypeError unless ``mask`` is a Mask."""
+    if isinstance(mask, (tuple, list)):
+        raise TypeError(
+            f"{name} must be one canon.Mask or None, got a {type(mask).__name__}: one Mask serves the whole batch here, "
+            "so pack the sequences into one and pass Mask.concat(masks)"
+        )
+    if not isinstance(mask, Mask):
+        expected = "a canon.Mask or None" if name == "mask" else "a canon.Mask"
+        raise TypeError(f"{name} must be {expected}, got {type(mask).__name__}: build one with Mask.causal, ...")
+
+
+def check_gradients(
+    dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None
+) -> None:
+    """Raise ValueError unless the other arguments of `attention_backward` fit q, k, v."""
+    of_out = (*q.shape[:-1], v.shape[-1])
+    of_lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    for name, x, shape in (
+        ("dout", dout, of_out),
+        ("out", out, of_out),
+        ("lse", lse, of_lse),
+        ("dlse", dlse, of_lse),
+        ("delta", delta, of_lse),
+    ):
+        if x is None:
+            continue
+        check_tensor(name, x)
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on {q.device}, as q is, got {x.device}: move it")
+    if dlse is not None and delta is not None:
+        raise ValueError("pass dlse or delta, not both: delta = rowsum(dout * out) - dlse includes dlse")
+
+
+def check_parts(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Raise ValueError unless the two parts of a merge have equal shapes."""
+    if out.shape != other_out.shape or lse.shape != other_lse.shape:
+        raise ValueError(
+            f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
+            f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
+        )
+
+
+def check_method(name: str, method: str) -> None:
+    """Raise ValueError unless ``method`` is one of the backward methods."""
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"{name}={method!r}: expected one of {', '.join(map(repr, METHODS))}")
+
+
+def check_sink(q: Tensor, sink: Tensor | None) -> None:
+    """Raise TypeError or ValueError unless ``sink`` is None or has a logit for each query head of q, on the device of q."""
+    if sink is None:
+        return
+    check_tensor("sink", sink)
+    if tuple(sink.shape) != (q.shape[-2],):
+        raise ValueError(f"sink must be ({q.shape[-2]},), a logit for each query head, got {tuple(sink.shape)}")
+    if sink.dtype not in (torch.float32, q.dtype):
+        raise ValueError(f"sink must be float32 or {q.dtype}, as q is, got {sink.dtype}: cast it")
+    if sink.device != q.device:
+        raise ValueError(f"sink must be on {q.device}, as q is, got {sink.device}: move it")
+
+
+def kind_of_sink(sink: Tensor | None) -> str | None:
+    """Return all that decides the result of `check_sink`, to be compared between ranks. Then all ranks raise, or none."""
+    if not isinstance(sink, Tensor):
+        return None if sink is None else type(sink).__name__
+    return f"{type(sink).__name__} {tuple(sink.shape)} {sink.dtype} {sink.device.type} {sink.layout}"
+
+
+def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
+    """Return ``mask``, or the causal mask for None. Raise TypeError or ValueError if it does not fit q and k."""
+    if mask is None:
+        if q.shape[-3] != k.shape[-3]:
+            raise ValueError(f"mask=None is causal and needs as many queries as keys, got {q.shape[-3]}, {k.shape[-3]}")
+        return cached(Mask.causal, q.shape[-3])
+    check_mask(q, k, mask)
+    return mask
+
+
+def default_scale(q: Tensor, scale: float | None) -> float:
+    """Return ``scale``, or 1 / sqrt(d) for None. Raise TypeError or ValueError unless it is a finite number."""
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if isinstance(scale, (str, bytes)) or (isinstance(scale, Tensor) and (scale.requires_grad or scale.numel() != 1)):
+        raise TypeError(f"scale must be a number without a gradient, got {scale!r}: multiply q instead")
+    if not math.isfinite(number := float(scale)):
+        raise ValueError(f"scale must be finite, got {number}")
+    return number
+
+
+def under_autocast(*names: str) -> Callable:
+    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype and run without autocast.
+
+    Tensors of all floating dtypes except float64 are cast, as `torch.nn.functional.scaled_dot_product_attention` does.
+    """
+
+    def _decorate(function: Callable) -> Callable:
+        places = [place for place, name in enumerate(inspect.signature(function).parameters) if name in names]
+
+        @wraps(function)
+        def _called(*args, **kwargs):
+            if not torch._C._is_any_autocast_enabled():
+                return function(*args, **kwargs)
+            device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "meta")
+            if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+                return function(*args, **kwargs)
+            dtype = torch.get_autocast_dtype(device)
+            args = [_cast(x, dtype) if place in places else x for place, x in enumerate(args)]
+            kwargs = {name: _cast(x, dtype) if name in names else x for name, x in kwargs.items()}
+            with torch.autocast(device, enabled=False):
+                return function(*args, **kwargs)
+
+        return _called
+
+    return _decorate
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+@cached_plan
+def cached(make: Any, *sizes: int) -> Any:
+    """Return ``make(*sizes)``, a default mask or layout, from a cache: all layers of a model share it."""
+    return make(*sizes)

@@ -1,0 +1,83 @@
+"""Process groups: names, backends and their errors, new groups of the same ranks, and the carrier of digests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from canon.runtime.digests import GatheredDigests, SharedDigests, shared_memory
+
+
+def new_group_of(group: Any, backend: str, options: Any = None, timeout: timedelta | None = None) -> Any:
+    """Return a new group of the same ranks, in ascending order. A collective of these ranks only."""
+    ranks = sorted(dist.get_process_group_ranks(group))
+    with _unbound():
+        return dist.new_group(
+            ranks, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+        )
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Unbind the default group from its GPU inside.
+
+    A bound default group makes new NCCL groups by a split, in which all its ranks must take part.
+    """
+    default = dist.group.WORLD
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def backend_of(group: Any, device: torch.device) -> str:
+    """Return the name of the backend that moves tensors of the device in the group: "nccl", "gloo", "threads" or ""."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(device.type, "")
+
+
+def name_of(group: Any) -> str:
+    """Return the name by which `group_named` finds a ProcessGroup or a DeviceMesh of one dimension; "" for None."""
+    if group is None:
+        return ""
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if isinstance(group, dist.DeviceMesh):
+        return group.get_group().group_name
+    raise TypeError(f"group must be a ProcessGroup, a DeviceMesh of one dimension or None, got {type(group).__name__}")
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """Return the process group of a name from `name_of`. Raise RuntimeError if it has ended."""
+    if not name:
+        return None
+    for group, its_name in dist.distributed_c10d._world.pg_names.items():
+        if its_name == name:
+            return group
+    raise RuntimeError(f"the process group {name!r} of a compiled function has ended: compile the function again")
+
+
+def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
+    """Return the carrier of the digests of a group: memory that all ranks share, or all-gathers. A collective."""
+    if backend_of(group, torch.device("cpu")) == "threads":
+        return GatheredDigests(ref(group), ranks)
+    timeout = dist.distributed_c10d.default_pg_timeout
+    for device in ("cpu", "cuda"):
+        with suppress(AttributeError, RuntimeError):
+            timeout = group._get_backend(torch.device(device)).options._timeout
+    if (memory := shared_memory(store, rank, ranks)) is not None:
+        return SharedDigests(memory, rank, ranks, timeout.total_seconds())
+    if backend_of(group, torch.device("cpu")) in ("gloo", "mpi"):
+        return GatheredDigests(ref(group), ranks)
+    channel = new_group_of(group, "gloo", timeout=timeout)
+    return GatheredDigests(lambda: channel, ranks)
+
+
+def is_from_messages(error: RuntimeError) -> bool:
+    """Return whether an error comes from messages between ranks, by its type or its text."""
+    words = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)

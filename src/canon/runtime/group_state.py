@@ -1,0 +1,227 @@
+"""The state of a process group, and the check that all its ranks make the same call.
+
+Ranks that pass different masks, shapes or options could deadlock, or compute wrong numbers without an error. So every
+call posts a digest of its arguments, 8 bytes per rank (`digests`), separately from its messages:
+
+    call n, forward     post digest n                       messages, kernels
+    call n, backward    read all digests n, post n'         messages, kernels
+    call n + 1          read all digests n', post n + 1     ...
+
+On CPUs, and if a call is new to a rank, the rank waits for all digests before it sends anything. On GPUs a known call
+continues at once, and its digests are read at the next call. A thread reads digests that are still unread after a second.
+If the ranks differ, or a rank's process has ended, it aborts the messages in flight, so no rank hangs. A replayed CUDA graph
+makes no call and checks nothing.
+
+If a rank has died or stopped, the other ranks name it in their errors, because each running rank answers through the
+group's store (`liveness`). Later calls of the group raise the same error.
+
+This file exceeds 200 lines, so that the agreement and its failures stay on one page.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from canon.runtime.digests import Fields, digest_of
+from canon.runtime.group_backends import digests_of, is_from_messages
+from canon.runtime.liveness import POLL_SECONDS, Liveness, watch
+
+KNOWN = 65536  # the most digests that a group remembers
+
+_states: WeakKeyDictionary[Any, "GroupState"] = WeakKeyDictionary()
+_lock = threading.Lock()  # ranks may be threads
+
+
+class PendingCall:
+    """A call with a posted digest that is not compared yet."""
+
+    def __init__(self, name: str, number: int, digest: int, fields: Fields, post: Any):
+        self.name, self.number, self.digest, self.fields, self.post = name, number, digest, fields, post
+        self.started = time.monotonic()
+
+
+class GroupState:
+    """The rank, the number of ranks, and the calls that this rank has made in one process group."""
+
+    def __init__(self, group: Any):
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.transports: dict[torch.device, Any] = {}  # of `canon.fast.transport`
+        self.aborted: list[Any] = []  # other groups, aborted together with this one
+        self._group = ref(group)  # a weak reference: the group may end before the state
+        store = _own_store(dist.distributed_c10d._get_process_group_store(group), self.ranks)
+        self.liveness = Liveness(store, self.rank, self.ranks)
+        self.digests = digests_of(group, store, self.rank, self.ranks)
+        self.calls = 0
+        self.known: set[int] = set()  # digests on which all ranks agreed
+        self.pending: PendingCall | None = None
+        self.broken: Exception | None = None  # the error that made the group unusable
+        self.lock = threading.RLock()
+        watch(self)
+
+    # ------------------------------------------------------------------ agreement
+    def agree(self, name: str, fields: Fields, wait: bool, digest: int | None = None) -> None:
+        """Compare a call named ``name`` with the other ranks' calls.
+
+        Args:
+            fields: (name, value) of each argument that must be equal on all ranks. The value's ``digest`` or repr counts.
+            wait: compare now, even if this rank knows the call.
+            digest: `digest_of` the fields, if it is known.
+
+        Raises:
+            ValueError: the ranks differ, in this call or in the previous one.
+            RuntimeError: a rank is missing, or an error has broken the group.
+        """
+        digest = digest_of(fields) if digest is None else digest
+        with self.lock:
+            self.settle()
+            self.calls += 1
+            try:
+                self.pending = PendingCall(name, self.calls, digest, fields, self.digests.post(self.calls, digest))
+            except RuntimeError as error:
+                self._fail(name, error)
+            if wait or digest not in self.known:
+                self.settle(before_messages=True)
+
+    def settle(self, before_messages: bool = False, digests: list[int] | None = None) -> None:
+        """Compare the digests of the pending call. Wait for them unless they are given. Raise if the ranks differ.
+
+        With ``before_messages``, the call has sent nothing yet, so the group stays usable.
+        """
+        with self.lock:
+            if self.broken:
+                raise type(self.broken)(*self.broken.args)
+            call, self.pending = self.pending, None
+            if call is None:
+                return
+            try:
+                found = call.post.wait() if digests is None else digests
+            except RuntimeError as error:
+                self._fail(call.name, error)
+            if all(digest == call.digest for digest in found):
+                if len(self.known) >= KNOWN:
+                    self.known.clear()
+                self.known.add(call.digest)
+                return
+            problem = ValueError(self._difference(call))
+            if not before_messages:
+                self.broken = ValueError(f"{problem}\nMessages of that call were in flight: make a new process group.")
+            raise self.broken or problem
+
+    def _difference(self, call: PendingCall) -> str:
+        """Exchange the fields of all ranks through the store. Return a text with the fields and ranks that differ."""
+        fields = {name: value if isinstance(value, str) else repr(value) for name, value in call.fields}
+        by_rank = self.liveness.exchange(f"call {call.number}", fields) or {self.rank: fields}
+        if any(theirs.get("arguments") for theirs in by_rank.values()):  # a rank has refused its arguments
+            by_rank = {rank: {"arguments": theirs.get("arguments", "")} for rank, theirs in by_rank.items()}
+        lines = ["the ranks disagree:"]
+        for name in dict.fromkeys(name for theirs in by_rank.values() for name in theirs):
+            holders: dict[str, list[int]] = {}
+            for rank, theirs in by_rank.items():
+                holders.setdefault(theirs.get(name, ""), []).append(rank)
+            if len(holders) > 1:
+                values = (f"rank {', '.join(map(str, ranks))}: {text or 'fine'}" for text, ranks in holders.items())
+                lines.append(f"  {name}: {'; '.join(values)}")
+        if missing := [str(rank) for rank in range(self.ranks) if rank not in by_rank]:
+            lines.append(f"  rank {', '.join(missing)} did not write its arguments")
+        return "\n".join(lines)
+
+    # ------------------------------------------------------------------ missing ranks
+    @contextmanager
+    def failures(self, name: str) -> Iterator[None]:
+        """Turn errors of the messages inside into errors that name the missing ranks, and mark the group as broken."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._fail(name, error)
+
+    def _fail(self, name: str, error: RuntimeError) -> NoReturn:
+        """Raise an error that names the missing ranks, or ``error`` itself if it does not come from messages."""
+        if self.broken or not is_from_messages(error):
+            raise error
+        missing = self.liveness.missing(self.calls)
+        cause = str(error).splitlines()[0][:200]
+        self.broken = RuntimeError(
+            f"{name}, call {self.calls} of rank {self.rank}: {missing}. The messages of the call failed ({cause}), "
+            "so make a new process group."
+        )
+        raise self.broken from error
+
+    # ------------------------------------------------------------------ the watching thread
+    def look(self) -> None:
+        """Answer a liveness check. Abort the messages of an unread call if its digests differ or a rank's process has ended."""
+        if self.broken is None:
+            self.liveness.answer(self.calls)
+        call = self.pending
+        if call is None or time.monotonic() - call.started < POLL_SECONDS:
+            return
+        if not self.lock.acquire(blocking=False):
+            return  # the rank reads the digests now
+        try:
+            if self.pending is call:
+                self._read_late(call)
+        except (ValueError, RuntimeError) as error:
+            logging.getLogger(__name__).error("%s", error)
+            for group in (self._group(), *self.aborted):
+                with suppress(Exception):
+                    group.abort()
+        finally:
+            self.lock.release()
+
+    def _read_late(self, call: PendingCall) -> None:
+        """Compare the digests of a call in flight if all have arrived. Raise and mark the group as broken if that cannot be."""
+        try:
+            if (digests := call.post.digests()) is None:
+                call.post.check_ranks()
+                return
+        except RuntimeError as error:
+            self.pending = None
+            self.broken = RuntimeError(
+                f"{call.name}, call {call.number} of rank {self.rank}: {error}. The messages of the call were in flight, "
+                "so make a new process group."
+            )
+            raise self.broken from error
+        self.settle(digests=digests)
+
+
+def group_state(group: Any) -> GroupState:
+    """Return the state of a group of this rank; None is the default group. The first call is a collective."""
+    group = dist.group.WORLD if group is None else group
+    with _lock:
+        state = _states.get(group)
+    if state is None:  # only this rank's thread uses its group
+        state = GroupState(group)
+        with _lock:
+            _states[group] = state
+    return state
+
+
+@contextmanager
+def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
+    """Check the arguments of a collective inside, so that an error on one rank raises on every rank.
+
+    The other ranks receive it when they compare their own arguments by `GroupState.agree`.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if ranks > 1:
+            group_state(group).agree(name, (("function", name), ("arguments", str(error))), wait=True)
+        raise
+
+
+def named_failures(name: str, group: Any, ranks: int) -> AbstractContextManager[None]:
+    """Return `GroupState.failures` of a group. A single rank sends no messages, so it needs none."""
+    return group_state(group).failures(name) if ranks > 1 else nullcontext()
+
+
+def _own_store(store: Any, ranks: int) -> Any:
+    """Return a part of the store for this group only, because an ended group may have left entries of the same names."""
+    generation = (store.add("canon/generation", 1) - 1) // ranks
+    return dist.PrefixStore(f"canon/{generation}", store)

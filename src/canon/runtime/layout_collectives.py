@@ -1,0 +1,187 @@
+"""The collectives of `Layout`: gather a sequence, or move it from one layout to another.
+
+    unshard      forward                 all-gather of shards, padded to the largest one
+                 backward                take this rank's tokens of the gradient; nothing is sent
+                 backward, partial       all-to-all: a rank receives W summands for its tokens and adds them in rank order
+    redistribute forward                 all-to-all: each token moves to its rank in the other layout
+                 backward                the redistribution back
+
+Summands travel in the dtype of the tensor, because autograd has already rounded them to it. They are added in float32
+(float64 for float64), and the sum is rounded once.
+
+Cost for W ranks with t tokens each, T in all, of N elements:
+
+- `unshard`: in the forward pass a rank receives (W - 1) max(t) N elements. In the backward pass it receives (W - 1) t N
+  elements if gradients are partial. Memory: W max(t) N elements besides the full tensor; T N sent and W t N received in
+  the backward pass.
+- `redistribute`: a rank sends and receives at most t N elements, those of tokens that change their rank. Memory: t N sent,
+  t N received, t N reordered. Indices take 16 t bytes, and 16 T bytes while they are made; they are cached.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from canon.masks.arguments import flag, plain_tensor, shown
+from canon.masks.held_tokens import HeldTokens, positions_on
+from canon.masks.plan_cache import cached_plan, keep_for_stream
+from canon.runtime.group_arguments import Group, place_in
+from canon.runtime.group_state import group_state, named_failures, refused_together
+
+
+def unsharded(layout: HeldTokens, x: Tensor, group: Group, dim: int, partial_grad: bool) -> Tensor:
+    """Return the full tensor. Arguments and errors are those of `Layout.unshard`."""
+    group, rank, ranks = place_in("unshard", group)
+    with refused_together("unshard", group, ranks):
+        dim = _checked_dim("unshard", layout, x, dim, rank, ranks)
+        flag("unshard: partial_grad", partial_grad)
+    x = x.movedim(dim, 0)
+    _agree("unshard", group, ranks, x, layout=layout, partial_grad=partial_grad)
+    return Unshard.apply(x, layout, rank, group, partial_grad).movedim(0, dim)
+
+
+def redistributed(layout: HeldTokens, x: Tensor, to: HeldTokens, group: Group, dim: int) -> Tensor:
+    """Return this rank's tokens in the layout ``to``. Arguments and errors are those of `Layout.redistribute`."""
+    group, rank, ranks = place_in("redistribute", group)
+    with refused_together("redistribute", group, ranks):
+        dim = _checked_dim("redistribute", layout, x, dim, rank, ranks)
+        if not isinstance(to, HeldTokens):
+            raise TypeError(f"redistribute: to must be a Layout, got {shown(to)}: build one with Layout.zigzag, ...")
+        if (to.tokens, to.ranks) != (layout.tokens, layout.ranks):
+            raise ValueError(
+                f"redistribute: to has {to.tokens} tokens on {to.ranks} ranks, the layout {layout.tokens} on {layout.ranks}"
+            )
+    return _moved(x.movedim(dim, 0), layout, to, rank, group).movedim(0, dim)
+
+
+def _moved(x: Tensor, layout: HeldTokens, to: HeldTokens, rank: int, group: dist.ProcessGroup | None) -> Tensor:
+    _agree("redistribute", group, layout.ranks, x, layout=layout, to=to)
+    return Redistribute.apply(x, layout, to, rank, group)
+
+
+def _checked_dim(name: str, layout: HeldTokens, x: Any, dim: Any, rank: int, ranks: int) -> int:
+    """Return ``dim``. Raise unless ``x`` holds this rank's tokens along it and the group has the layout's ranks."""
+    dim = plain_tensor(name, x, dim)
+    if ranks != layout.ranks or x.shape[dim] != layout.size(rank):
+        raise ValueError(
+            f"{name}: rank {rank} of {ranks} has {x.shape[dim]} tokens along dim {dim}; the layout is for "
+            f"{layout.ranks} ranks" + (f" and gives it {layout.size(rank)}" if rank < layout.ranks else "")
+        )
+    return dim
+
+
+def _agree(name: str, group: dist.ProcessGroup | None, ranks: int, x: Tensor, **more: Any) -> None:
+    """Compare the call between all ranks. ``x`` has its tokens on dim 0; ``more`` are other arguments to compare."""
+    if ranks > 1:
+        fields = (
+            ("function", name),
+            ("dtype", x.dtype),
+            ("requires_grad", torch.is_grad_enabled() and x.requires_grad),
+            ("shape without tokens", tuple(x.shape[1:])),
+            *more.items(),
+        )
+        group_state(group).agree(name, fields, wait=x.device.type == "cpu")
+
+
+class Unshard(torch.autograd.Function):
+    """Gather the tokens of all ranks: x (t, ...) -> (tokens, ...).
+
+    A second derivative raises RuntimeError, because it would need the gradients of the other ranks.
+    """
+
+    @staticmethod
+    def forward(ctx, x, layout, rank, group, partial_grad):
+        ctx.call = layout, rank, group, partial_grad
+        sizes = [layout.size(r) for r in range(layout.ranks)]
+        if layout.ranks == 1:
+            shards = [x]
+        else:
+            padded = x.new_zeros(max(sizes), *x.shape[1:])
+            padded[: len(x)] = x
+            shards = [torch.empty_like(padded) for _ in sizes]
+            with named_failures("unshard", group, layout.ranks):
+                dist.all_gather(shards, padded, group=group)
+        full = x.new_empty(layout.tokens, *x.shape[1:])
+        for r, shard in enumerate(shards):
+            full[positions_on(layout, r, x.device)] = shard[: sizes[r]]
+        return full
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        (full,) = grads
+        layout, rank, group, partial_grad = ctx.call
+        mine = full.index_select(0, positions_on(layout, rank, full.device))
+        if partial_grad and layout.ranks > 1:
+            sizes = [layout.size(r) for r in range(layout.ranks)]
+            send = torch.cat([full.index_select(0, positions_on(layout, r, full.device)) for r in range(layout.ranks)])
+            received = full.new_empty(layout.ranks * sizes[rank], *full.shape[1:])
+            with named_failures("unshard (backward)", group, layout.ranks):
+                dist.all_to_all_single(received, send, [sizes[rank]] * layout.ranks, sizes, group=group)
+            mine = _sum_in_order(received.unflatten(0, (layout.ranks, sizes[rank])))
+        return mine, None, None, None, None
+
+
+def _sum_in_order(summands: Tensor) -> Tensor:
+    """Return the sum over the first axis, added in rank order in float32 (float64 for float64) and rounded once."""
+    total = summands[0].to(torch.promote_types(summands.dtype, torch.float32), copy=True)
+    for summand in summands[1:]:
+        total += summand
+    return total.to(summands.dtype)
+
+
+class Redistribute(torch.autograd.Function):
+    """Move the tokens of x (t, ...) from one layout to another.
+
+    The backward pass is the same Function, so second derivatives work.
+    """
+
+    @staticmethod
+    def forward(ctx, x, layout, to, rank, group):
+        ctx.call = layout, to, rank, group
+        send, sent, order, received = _route(layout, to, rank, x.device)
+        keep_for_stream(send, order)
+        rows = x.index_select(0, send).contiguous()
+        if layout.ranks == 1:
+            return rows
+        arrived = x.new_empty(sum(received), *x.shape[1:])
+        with named_failures("redistribute", group, layout.ranks):
+            dist.all_to_all_single(arrived, rows, received, sent, group=group)
+        return arrived.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        layout, to, rank, group = ctx.call
+        return _moved(grads[0], to, layout, rank, group), None, None, None, None
+
+
+@cached_plan
+def _route(
+    layout: HeldTokens, to: HeldTokens, rank: int, device: torch.device
+) -> tuple[Tensor, list[int], Tensor, list[int]]:
+    """Return (rows to send, their number for each receiver, order, number of arriving rows from each sender).
+
+    Rows are sent by receiver, and in the order of the receiver's rows. ``order`` has the place of each token of this rank in
+    ``to`` among the arrived rows.
+    """
+    mine, wanted = layout.positions(rank), to.positions(rank)
+    (receiver, row), (sender, _) = _owners(to), _owners(layout)
+    send = torch.argsort(receiver[mine] * (to.tokens + 1) + row[mine])
+    sender = sender[wanted]
+    arrived = torch.argsort(sender, stable=True)  # arrived[i] is the row in ``to`` of the i-th arrived token
+    order = torch.empty_like(arrived)
+    order[arrived] = torch.arange(len(arrived), device="cpu")
+    sent, received = (torch.bincount(x, minlength=to.ranks).tolist() for x in (receiver[mine], sender))
+    return send.to(device), sent, order.to(device), received
+
+
+def _owners(layout: HeldTokens) -> tuple[Tensor, Tensor]:
+    """Return the rank of each token, and its row on that rank: int64 [tokens]."""
+    rank, row = torch.empty(2, layout.tokens, dtype=torch.int64, device="cpu")
+    for owner in range(layout.ranks):
+        positions = layout.positions(owner)
+        rank[positions], row[positions] = owner, torch.arange(len(positions), device="cpu")
+    return rank, row

@@ -1,0 +1,116 @@
+"""Attend with a mask for each sequence of a batch: the batch becomes one packed sequence under a block-diagonal mask.
+
+    two masks           Mask.concat of both
+
+    x .      x x        x . . .
+    x x      x x        x x . .
+                        . . x x
+                        . . x x
+
+q (b, t, h, d) is read as (1, b t, h, d), and k, v, out and their gradients in the same way. These are views if the strides
+of batch and tokens allow it, else copies. The lse (1, h, b t) of the packed sequence is returned as (b, h, t), a view.
+
+One call serves all masks, and computes their visible cells only. Equal masks are one mask: nothing is packed. The
+block-diagonal mask and its plans are cached by content.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+from canon.runtime.checks import check_gradients, check_mask, check_tensors
+
+
+def attend_each(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any) -> Any:
+    """Return what ``attend(q, k, v, mask, **options)`` returns, out or (out, lse), with a mask for each sequence.
+
+    Raises TypeError or ValueError unless each of the b masks fits the tokens of q and k.
+    """
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "a compiled call of attention takes one Mask: build Mask.concat(masks) outside, and flatten batch and tokens"
+        )
+    mask = _one_mask(q, k, v, masks)
+    if mask is not None:
+        return attend(q, k, v, mask, **options)
+    b, t = q.shape[:2]
+    result = attend(*map(_packed, (q, k, v)), _block_diagonal(tuple(masks)), **options)
+    if isinstance(result, Tensor):
+        return _unpacked(result, b, t)
+    out, lse = result
+    return _unpacked(out, b, t), lse.squeeze(0).unflatten(1, (b, t)).transpose(0, 1)
+
+
+def differentiate_each(
+    differentiate: Callable,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    masks: Sequence[Mask],
+    *,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    """Return dq, dk and dv as `attention_backward`, here ``differentiate``, with a mask for each sequence.
+
+    Raises TypeError or ValueError unless all arguments fit together.
+    """
+    mask = _one_mask(q, k, v, masks)
+    if mask is not None:
+        return differentiate(dout, q, k, v, out, lse, mask, dlse=dlse, delta=delta, **options)
+    check_gradients(dout, q, v, out, lse, dlse, delta)
+    tokens_first = map(_packed, (dout, q, k, v, out))
+    dlse, delta = (None if x is None else _packed_statistic(x) for x in (dlse, delta))
+    mask = _block_diagonal(tuple(masks))
+    grads = differentiate(*tokens_first, _packed_statistic(lse), mask, dlse=dlse, delta=delta, **options)
+    b, sizes = q.shape[0], (q.shape[1], k.shape[1], k.shape[1])
+    return tuple(None if x is None else _unpacked(x, b, size) for x, size in zip(grads, sizes, strict=True))
+
+
+def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
+    """Raise TypeError or ValueError unless there is a mask for each sequence, and it fits the tokens of q and k."""
+    check_tensors(q, k, v)
+    if q.ndim == 3:
+        raise ValueError(
+            "mask is a sequence of Masks, but q, k, v are packed (t, heads, width): pass one Mask, as Mask.concat(masks)"
+        )
+    if len(masks) != q.shape[0]:
+        raise ValueError(
+            f"mask holds {len(masks)} Masks for a batch of {q.shape[0]}: pass one for each sequence, or one Mask for all"
+        )
+    for place, mask in enumerate(masks):
+        check_mask(q, k, mask, f"mask[{place}]")
+
+
+def _one_mask(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> Mask | None:
+    """Return the mask of all sequences if it is one mask, else None. Raise unless the masks fit the tensors."""
+    check_masks(q, k, v, masks)
+    return masks[0] if len(set(masks)) == 1 else None
+
+
+@cached_plan
+def _block_diagonal(masks: tuple[Mask, ...]) -> Mask:
+    return Mask.concat(masks)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Return x (b, t, heads, width) as one sequence (1, b t, heads, width)."""
+    return x.flatten(0, 1).unsqueeze(0)
+
+
+def _packed_statistic(x: Tensor) -> Tensor:
+    """Return x (b, h, t) as (1, h, b t)."""
+    return x.transpose(0, 1).flatten(1).unsqueeze(0)
+
+
+def _unpacked(x: Tensor, b: int, t: int) -> Tensor:
+    """Return one sequence (1, b t, heads, width) as a batch (b, t, heads, width)."""
+    return x.squeeze(0).unflatten(0, (b, t))
