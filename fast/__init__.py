@@ -5,12 +5,13 @@ Without Triton's interpreter, a function that launches a kernel raises RuntimeEr
 """
 
 from canon.fast.ahead.kernel_variants import warm_up
+from canon.fast.decode import decode_attention
 from canon.fast.device import backend
-from canon.fast.local import attention, attention_backward, attention_forward, decode_attention, merge
+from canon.fast.local import attention, attention_backward, attention_forward, merge
 from canon.fast.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
 from canon.fast.preparation import prepare
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
-from canon.fast.strided import strided_attention, suggest_strides
+from canon.fast.strided import strided_attention
 from canon.masks.band import Band
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
@@ -35,7 +36,6 @@ __all__ = [
     "ring_attention",
     "strided_attention",
     "striped_attention",
-    "suggest_strides",
     "warm_up",
     "zigzag_attention",
 ]

@@ -31,34 +31,22 @@ Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton
 TensorAuto/OpenTau pull request 376.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from canon import reference
 from canon.fast.device import check_device, kernels_for
 from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
 from canon.fast.kernels.placed_mask import PlacedMask
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.replay.recordings import replayed
-from canon.fast.twins import twin_of
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime.checks import (
-    accumulate_dtype,
-    batched,
-    check_gradients,
-    check_mask,
-    check_method,
-    check_tensors,
-    default_scale,
-    under_autocast,
-)
-from canon.runtime.packing import differentiate_each
+from canon.runtime import public_local
+from canon.runtime.checks import accumulate_dtype, batched
 
 __all__ = ["attention_backward"]
 
@@ -79,54 +67,6 @@ class QueryInputs(NamedTuple):
     def heads(self, heads: slice) -> "QueryInputs":
         """Return views of these query heads."""
         return QueryInputs(self.dout[:, :, heads], self.q[:, :, heads], self.lse[:, heads], self.delta[:, heads])
-
-
-@twin_of(reference.attention_backward)
-@under_autocast("dout", "q", "k", "v", "out")
-def attention_backward(
-    dout: Float[Tensor, "*b t h dv"],
-    q: Float[Tensor, "*b t h d"],
-    k: Float[Tensor, "*b s g d"],
-    v: Float[Tensor, "*b s g dv"],
-    out: Float[Tensor, "*b t h dv"],
-    lse: Float[Tensor, "*b h t"],
-    mask: Mask | Sequence[Mask],
-    *,
-    scale: float | None = None,
-    dlse: Float[Tensor, "*b h t"] | None = None,
-    delta: Float[Tensor, "*b h t"] | None = None,
-    method: str = "split",
-    grad_dtype: torch.dtype | None = None,
-    needs_grad: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Float[Tensor, "*b t h d"] | None, Float[Tensor, "*b s g d"] | None, Float[Tensor, "*b s g dv"] | None]:
-    """Compute dk and dv both, if one of them is needed: one kernel writes them.
-
-    Raises:
-        ValueError: the widths need more shared memory than the device has.
-        RuntimeError: CPU tensors without Triton's interpreter; "fused" under `torch.use_deterministic_algorithms(True)`
-            where it cannot repeat its bits.
-    """
-    if isinstance(mask, (tuple, list)):
-        return differentiate_each(
-            attention_backward, dout, q, k, v, out, lse, mask,
-            scale=scale, dlse=dlse, delta=delta, method=method, grad_dtype=grad_dtype, needs_grad=needs_grad,
-        )  # fmt: skip
-    check_tensors(q, k, v)
-    check_mask(q, k, mask)
-    check_gradients(dout, q, v, out, lse, dlse, delta)
-    check_method("method", method)
-    check_device(q)
-    packed, scale, grad_dtype = q.ndim == 3, default_scale(q, scale), grad_dtype or q.dtype
-    q, k, v, dout, out = batched(q, k, v, dout.to(q.dtype), out)
-    lse = lse.unsqueeze(0) if packed else lse
-    dlse, delta = (x.unsqueeze(0) if packed and x is not None else x for x in (dlse, delta))
-    if delta is None:
-        grads = gradients(dout, q, k, v, out, lse, dlse, mask, scale, method, needs_grad, grad_dtype)
-    else:
-        grads = _empty_gradients(q, k, v, grad_dtype, needs_grad)
-        begin_backward(QueryInputs(dout, q, lse, delta), k, v, mask, scale, method, *grads)()
-    grads = (x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
-    return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
 
 
 def gradients(
@@ -246,13 +186,19 @@ def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> T
     return delta
 
 
-def rank_invariant_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, method: str) -> str:
-    """Return ``method``, for "auto" the choice of "split" or "head_parallel" by all heads and the mask of the sequence."""
+def rank_invariant_method(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, method: str, device: torch.device | None = None
+) -> str:
+    """Return ``method``, for "auto" the choice of "split" or "head_parallel" by all heads and the mask of the sequence.
+
+    Only shapes and dtypes of q, k and v are read. ``device``: by default that of q.
+    """
     if method != "auto":
         return method
-    if q.device.type == "cpu" or not q.shape[-4:-3].numel():
+    device = device or q.device
+    if device.type == "cpu" or not q.shape[-4:-3].numel():
         return "split"
-    return portable.choose_method(*batched(q, k, v), mask, multiprocessor_count(q.device))
+    return portable.choose_method(*batched(q, k, v), mask, multiprocessor_count(device))
 
 
 def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int | None = None) -> str:
@@ -292,3 +238,28 @@ def _fused(kernels: ModuleType, arguments: tuple, dq: Tensor, dk: Tensor, dv: Te
     kernels.dkdv(*arguments, dk, dv, sums.zero_(), ordered)
     if sums is not dq:
         kernels.sum_heads(sums, None, dq, None)  # one head a group: a cast
+
+
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None,
+    mask: Mask, *, scale: float, method: str, grad_dtype: torch.dtype, needs_grad: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    check_device(q)
+    dout = dout.to(q.dtype)
+    if delta is None:
+        grads = gradients(dout, q, k, v, out, lse, dlse, mask, scale, method, needs_grad, grad_dtype)
+    else:
+        grads = _empty_gradients(q, k, v, grad_dtype, needs_grad)
+        begin_backward(QueryInputs(dout, q, lse, delta), k, v, mask, scale, method, *grads)()
+    return tuple(x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
+
+
+NOTES = """
+    dk and dv are both computed, if one of them is needed: one kernel writes them.
+
+    Raises:
+        ValueError: the widths need more shared memory than the device has.
+        RuntimeError: CPU tensors without Triton's interpreter; "fused" under `torch.use_deterministic_algorithms(True)`
+            where it cannot repeat its bits.
+    """
+attention_backward = public_local.attention_backward(_attention_backward, NOTES)

@@ -9,18 +9,18 @@ if its compiler is installed, and "triton" elsewhere. A chosen backend that does
 replaced.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from canon.fast.kernels.gluon import config
 from canon.fast.kernels.interpreter import is_requested
 from canon.fast.kernels.launcher import capability, is_cpu
 from canon.fast.kernels.triton import launch
-from canon.fast.recomputation import note_choice
 from canon.masks.plan_cache import are_noted
 
 __all__ = ["backend"]
@@ -47,7 +47,8 @@ _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
 def backend(name: str) -> Iterator[None]:
     """Use this kernel backend inside the block: "triton", "gluon" or "cuda".
 
-    A backward pass and a recomputation by `torch.utils.checkpoint` use the backend of the original call. Without `backend`,
+    A backward pass uses the backend of its call. A function that `torch.utils.checkpoint` recomputes must contain the block:
+    if the block has ended before a call is recomputed, the call raises RuntimeError. Without `backend`,
     calls use "gluon" on Hopper where its kernels support the dtype and width. On sm_80, sm_86 and sm_89 they use "cuda" up to
     the widths of `CUDA_WIDTHS`, if it is installed. All others use "triton". A dtype, width or device that the backend does
     not support raises ValueError when a call needs it. A compiled function keeps the backend of its compilation, so `backend`
@@ -56,7 +57,6 @@ def backend(name: str) -> Iterator[None]:
     """
     if name not in AVAILABLE:
         raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, AVAILABLE))}")
-    note_choice()
     with computing_with(name):
         yield
 
@@ -74,6 +74,32 @@ def computing_with(name: str | None) -> Iterator[None]:
 def chosen_backend() -> str | None:
     """Return the backend that surrounds this call, or None."""
     return _chosen.get()
+
+
+_forced: set[int] = set()  # hashes of the calls with a chosen backend that may be recomputed
+
+
+def settings_of(key: Hashable) -> str | None:
+    """Return the chosen backend, for the key of a call. Raise RuntimeError if its recomputation would use another one.
+
+    ``key`` is None for a call without a key. A checkpoint recomputes a call in a backward pass. The first run of the call had
+    no gradients (use_reentrant=True) or saved its tensors by hooks (use_reentrant=False).
+    """
+    chosen = _chosen.get()
+    if chosen is not None and key is not None:
+        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore[reportAttributeAccessIssue]
+            _forced.add(hash(key))
+    elif _forced and key is not None and torch._C._current_graph_task_id() != -1 and hash(key) in _forced:
+        raise RuntimeError(
+            "a checkpoint recomputes a call after its `with backend(...)` has ended: put `with backend(...)` inside the "
+            "function that is checkpointed"
+        )
+    return chosen
+
+
+def restored(settings: str | None) -> AbstractContextManager:
+    """Return a context with the backend of a call, for its later passes: their thread may have another choice."""
+    return nullcontext() if settings == _chosen.get() else computing_with(settings)
 
 
 def kernels_for(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:

@@ -15,37 +15,27 @@ Source: as `canon.reference.group_collectives`.
 """
 
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
 from torch import Tensor
 
-from canon import reference
 from canon.fast.kernels.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import areas_and_needs, union_of_intervals
 from canon.fast.replay.recordings import replayed
 from canon.fast.transport import transport_for
-from canon.fast.twins import twin_of
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan import CastPlan, Piece, staged
 from canon.masks.plan_cache import cached_plan
 from canon.masks.report import PlanReport
-from canon.runtime.call import agreed_cast
-from canon.runtime.group_arguments import Group
-from canon.runtime.group_state import named_failures
-from canon.runtime.plan_arguments import check_cast, checked_chunk
+from canon.runtime import public_plans
+from canon.runtime.plan_arguments import Sizes
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
-
-
-@twin_of(reference.cast_plan)
-def cast_plan(mask: Mask, layout: Layout, *, stages: int = 1) -> CastPlan:
-    check_cast(mask, layout, stages)
-    return _cast_plan(mask, layout, stages)
 
 
 @cached_plan
@@ -56,10 +46,7 @@ def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
     return CastPlan(mask, layout, stages, staged([[tuple(pieces) for pieces in line] for line in remote], stages))
 
 
-@twin_of(reference.plan_report)
-def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
-    check_cast(mask, layout, 0)
-    chunk = checked_chunk(chunk, layout.tokens, layout.ranks)
+def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
     held = _Holdings(layout)
     area, *_ = areas_and_needs(mask, *held.runs[:2])
     areas = np.bincount(held.runs[2], area, layout.ranks)  # exact below 2^53
@@ -120,31 +107,16 @@ def _transfers(mask: Mask, layout: Layout) -> tuple[np.ndarray, ...]:
 
 
 # ---------------------------------------------------------------------- transfers
-@twin_of(reference.group_cast)
-def group_cast(
-    x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: Group = None
-) -> Float[Tensor, "received ..."]:
-    group, rank, sizes = agreed_cast("group_cast", x, plan, stage, group)
+def _group_cast(x: Tensor, plan: CastPlan, stage: int, group: Any, rank: int, sizes: Sizes) -> Tensor:
     received = x.new_empty(sum(sizes.received), *x.shape[1:])
     sent = x.index_select(0, rows_sent(plan, stage, rank, x.device))
-    with named_failures("group_cast", group, plan.layout.ranks):
-        dist.all_to_all_single(received, sent, sizes.received, sizes.sent, group=transport_for(group, x.device).gathers)
+    dist.all_to_all_single(received, sent, sizes.received, sizes.sent, group=transport_for(group, x.device).gathers)
     return received
 
 
-@twin_of(reference.group_reduce)
-def group_reduce(
-    y: Float[Tensor, "received ..."],
-    plan: CastPlan,
-    stage: int,
-    into: Float[Tensor, "t ..."],
-    *,
-    group: Group = None,
-) -> Float[Tensor, "t ..."]:
-    group, rank, _ = agreed_cast("group_reduce", y, plan, stage, group, into)
+def _group_reduce(y: Tensor, plan: CastPlan, stage: int, into: Tensor, group: Any, rank: int) -> Tensor:
     total = into.contiguous()
-    with named_failures("group_reduce", group, plan.layout.ranks):
-        GroupReduce(y.contiguous(), Transfer(plan, stage, rank), total, group).wait()
+    GroupReduce(y.contiguous(), Transfer(plan, stage, rank), total, group).wait()
     return into if total is into else into.copy_(total)
 
 
@@ -238,3 +210,9 @@ def as_heads(x: Tensor) -> Tensor:
     width = x[0].numel() if len(x) else 0
     narrow = max((n for n in range(1, 129) if width % n == 0), default=1) if width else 1
     return x.reshape(1, len(x), width // narrow, narrow)
+
+
+cast_plan = public_plans.cast_plan(_cast_plan)
+plan_report = public_plans.plan_report(_plan_report)
+group_cast = public_plans.group_cast(_group_cast)
+group_reduce = public_plans.group_reduce(_group_reduce)

@@ -31,18 +31,13 @@ Source: as `canon.reference.magi`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from canon import reference
 from canon.fast.active_queries import active_queries_of, row_indices
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.differentiable import makes_passes
-from canon.fast.distributed_call import attend_distributed
 from canon.fast.exchange import PendingKeys
 from canon.fast.group_collectives import (
     GroupCast,
@@ -55,86 +50,35 @@ from canon.fast.group_collectives import (
 )
 from canon.fast.kernels.triton.rows import take_rows
 from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
 from canon.fast.replay.recordings import replayed
-from canon.fast.tile_exchanges import cast_passes
+from canon.fast.sinks import FAST
+from canon.fast.tile_exchanges import OwnTokens, TileCast
 from canon.fast.transport import transport_for
-from canon.fast.twins import twin_of
-from canon.masks.layout import Layout
-from canon.masks.mask import Mask
 from canon.masks.plan import CastPlan
 from canon.masks.plan_cache import PLANS
-from canon.runtime.call import Call, agreed_call
-from canon.runtime.call_arguments import kinds_of
-from canon.runtime.checks import accumulate_dtype, under_autocast
-from canon.runtime.group_arguments import Group
-from canon.runtime.passes import Passes
+from canon.runtime import public_ranks
+from canon.runtime.call import Algorithm, Call, kinds_of
+from canon.runtime.checks import accumulate_dtype
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
 
 
-@twin_of(reference.magi_attention)
-@under_autocast("q", "k", "v")
-def magi_attention(
-    q: Float[Tensor, "*b t h d"],
-    k: Float[Tensor, "*b t g d"],
-    v: Float[Tensor, "*b t g dv"],
-    mask: Mask | None = None,
-    layout: Layout | None = None,
-    *,
-    stages: int | None = None,
-    keep_kv: bool = False,
-    scale: float | None = None,
-    sink: Float[Tensor, " h"] | None = None,
-    group: Group = None,
-    reduce_dtype: torch.dtype | None = None,
-    backward: str = "auto",
-    rank_invariant: bool = False,
-    return_lse: bool = False,
-) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    options = {
-        "scale": scale,
-        "group": group,
-        "reduce_dtype": reduce_dtype,
-        "backward": backward,
-        "rank_invariant": rank_invariant,
-        "stages": (0 if rank_invariant is True else 1) if stages is None else stages,
-        "keep_kv": keep_kv,
-    }
-    return attend_distributed("magi_attention", _passes, q, k, v, mask, layout, sink, return_lse, **options)
-
-
-@makes_passes("magi_attention")
-def _passes(
-    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
-    *, stages: int, keep_kv: bool, rank_invariant: bool, sink=None, **options,
-) -> Passes:  # fmt: skip
-    options |= {"rank_invariant": rank_invariant, "stages": stages, "keep_kv": keep_kv, "sink": sink}
-    call = agreed_call(function, q, k, v, mask, layout, **options)
-    if rank_invariant:
-        return cast_passes(call, keep_kv)
-    # after the agreement, so that bad stages raise on all ranks
-    find = lambda: _Schedule(call, cast_plan(call.mask, call.layout, stages=stages), k)
-    schedule = PLANS.find((_Schedule, call), find)
-
-    def forward(q, k, v):
-        keys = _StepKeys(schedule.steps, k, v, keep=keep_kv)
-        return *_forward(schedule, q, keys), *keys.kept
-
-    def kept_rows():
-        return [step.keys for step in schedule.steps if step.transfer is not None]
-
-    return Passes(forward, partial(_backward, schedule), call, kept_rows if keep_kv else None)
+def magi_plan(call: Call) -> "_Schedule | None":
+    """Return the steps of both passes, None with ``rank_invariant``. Raise if ``stages`` is not a whole number >= 0."""
+    plan = cast_plan(call.mask, call.layout, stages=call.options["stages"])
+    return None if call.options["rank_invariant"] else _Schedule(call, plan)
 
 
 class _Schedule:
     """The steps of one kind of call."""
 
-    def __init__(self, call: Call, plan: CastPlan, k: Tensor):
+    def __init__(self, call: Call, plan: CastPlan):
         self.call, self.plan = call, plan
-        self.steps = [_Step(self, step, k) for step in range(plan.steps)]
+        self.steps = [_Step(self, step) for step in range(plan.steps)]
 
     @property
     def nbytes(self) -> int:
@@ -148,11 +92,11 @@ class _Step:
     ``active``: the queries that see a key. If the step has the own keys, all queries.
     """
 
-    def __init__(self, schedule: _Schedule, number: int, k: Tensor):
-        call, plan = schedule.call, schedule.plan
-        self.call, self.number, self.width, self.holds_own = call, number, k.shape[-1], plan.holds_own(number)
+    def __init__(self, schedule: _Schedule, number: int):
+        call, plan, k = schedule.call, schedule.plan, schedule.call.shapes[1]
+        self.call, self.number, self.width, self.holds_own = call, number, k[-1], plan.holds_own(number)
         self.active = active_queries_of(plan.local_mask(number, call.rank), self.holds_own)
-        self.keys, self.own = self.active.mask.keys, k.shape[-3] if self.holds_own else 0
+        self.keys, self.own = self.active.mask.keys, k[-3] if self.holds_own else 0
         cast = plan.cast_of(number)
         self.transfer = None if cast is None else Transfer(plan, cast, call.rank)
         self.has_work = self.holds_own or bool(self.active.mask.bands)
@@ -215,9 +159,15 @@ def _columns(rows: Tensor, d: int) -> tuple[Tensor, ...]:
     return rows.transpose(0, 1).split([d, rows.shape[-1] - d], -1)
 
 
-def _forward(schedule: _Schedule, q: Tensor, keys: _StepKeys) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
-    steps = schedule.steps
+def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the rows that casts have brought."""
+    keep = call.options["keep_kv"]
+    if call.options["rank_invariant"]:
+        exchange = TileCast(call, keep=keep) if call.ranks > 1 else OwnTokens(call)
+        out, lse = owner_forward(call, [range(k.shape[2])], exchange, q, k, v)
+        return out, lse, *exchange.rows
+    steps = call.plan.steps
+    keys = _StepKeys(steps, k, v, keep=keep)
     dtype = q.dtype if len(steps) == 1 else accumulate_dtype(q.dtype)
     running: list[Tensor] = []  # out and lse of all queries over the keys so far
 
@@ -230,7 +180,7 @@ def _forward(schedule: _Schedule, q: Tensor, keys: _StepKeys) -> tuple[Tensor, T
 
     run_pipeline(len(steps), keys.fetch, compute)
     out, lse = running
-    return out.to(q.dtype), lse
+    return out.to(q.dtype), lse, *keys.kept
 
 
 def _forward_step(q, k, v, rows: Tensor | None, out, lse, step: _Step) -> None:
@@ -239,15 +189,19 @@ def _forward_step(q, k, v, rows: Tensor | None, out, lse, step: _Step) -> None:
     if step.number == 0:
         forward_into(q, *held, active.mask, scale, out, lse)
     else:
-        active.merge([out, lse], forward_part(active.take(q), *held, active.mask, scale, out.dtype))
+        active.merge([out, lse], forward_part(active.take(q), *held, active.mask, scale=scale, out_dtype=out.dtype))
 
 
-def _backward(
-    schedule: _Schedule, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+def magi_backward(
+    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
-    call, plan = schedule.call, schedule.plan
+    if call.options["rank_invariant"]:
+        exchange = TileCast(call, kept) if call.ranks > 1 else OwnTokens(call)
+        steps = [range(k.shape[2])]
+        return owner_backward(call, steps, exchange, needs_grad, dout, dlse, q, k, v, out, lse)
+    schedule, plan = call.plan, call.plan.plan
     if not plan.casts:
         mask = plan.local_mask(0, call.rank)
         return gradients(dout, q, k, v, out, lse, dlse, mask, call.scale, call.backward, needs_grad)
@@ -336,3 +290,16 @@ def _launch_dkdv(dout, q, lse, delta, k, v, held, dq, rows, room, part: _StepBac
 
 def _launch_dq(dout, q, lse, delta, k, v, held, dq, rows, room, part: _StepBackward) -> None:
     part.kernels.dq(QueryInputs(dout, q, lse, delta), *part.step.columns(k, v, held), dq, rows, room)
+
+
+def kept_rows(call: Call) -> list[int]:
+    """Return the numbers of rows that the forward pass keeps with ``keep_kv``, by cast."""
+    if not call.options["keep_kv"]:
+        return []
+    if call.options["rank_invariant"]:
+        return [TileCast(call).plans[False].rows] if call.ranks > 1 else []
+    return [step.keys for step in call.plan.steps if step.transfer is not None]
+
+
+MAGI = Algorithm(FAST, "magi_attention", magi_forward, magi_backward, magi_plan, kept_rows=kept_rows)
+magi_attention = public_ranks.magi_attention(MAGI)

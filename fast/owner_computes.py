@@ -67,12 +67,12 @@ class Exchange(Protocol):
 
 
 def owner_forward(
-    call: Call, steps: Sequence[range], pack_first: bool, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor
+    call: Call, steps: Sequence[range], exchange: Exchange, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     q, k, v = map(aligned, (q, k, v))
     out, lse = empty_result(q, v, q.dtype)
-    legs = [_key_leg(heads, k, v, pack_first and number == 0) for number, heads in enumerate(steps)]
+    legs = [_key_leg(heads, k, v, number == 0) for number, heads in enumerate(steps)]
 
     def compute(number: int, keys: Sequence[Tensor]) -> None:
         own = query_heads(legs[number].heads, q, k)
@@ -83,7 +83,7 @@ def owner_forward(
 
 
 def owner_backward(
-    call: Call, steps: Sequence[range], pack_first: bool, exchange: Exchange, needs_grad: tuple[bool, bool, bool],
+    call: Call, steps: Sequence[range], exchange: Exchange, needs_grad: tuple[bool, bool, bool],
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent for."""
@@ -95,7 +95,7 @@ def owner_backward(
     dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
     legs: list[Leg] = []
     for number, heads in enumerate(steps):
-        legs += [_key_leg(heads, k, v, pack_first and number == 0)] if dq is not None else []
+        legs += [_key_leg(heads, k, v, number == 0)] if dq is not None else []
         legs += [_query_leg(heads, inputs.heads(query_heads(heads, q, k)))] if dk is not None else []
 
     def compute(number: int, brought: Sequence[Tensor]) -> None:

@@ -22,13 +22,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from canon import reference
 from canon.fast.kernels.work_tables import band_array
-from canon.fast.twins import twin_of
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime.plan_arguments import checked_dispatch
+from canon.runtime import public_plans
 
 __all__ = ["dispatch"]
 
@@ -39,24 +37,6 @@ RESERVE = 8
 HOPELESS = 2  # once a plan is balanced, a start gets no swaps if its peak x traffic is over this multiple of the best
 
 TOGETHER = 64  # number of ranks in one scoring; scores behind the first gain are wasted
-
-
-@twin_of(reference.dispatch)
-def dispatch(
-    mask: Mask,
-    ranks: int,
-    *,
-    chunk: int | None = None,
-    imbalance: float = 1.05,
-    cells_per_us: int = 4400,
-    tokens_per_us: int = 18,
-    swaps_per_chunk: int = 1,
-    rank_invariant: bool = False,
-) -> Layout:
-    checked = checked_dispatch(
-        mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk, rank_invariant
-    )
-    return _dispatch(mask, *checked)
 
 
 @cached_plan
@@ -380,3 +360,6 @@ class _Assignment:
             return *shared, added
         split = (len(others), len(mine), intervals, theirs.shape[1], intervals)
         return *(x.reshape(split).sum((2, 4)) for x in shared), added.reshape(*theirs.shape, intervals).sum(2)
+
+
+dispatch = public_plans.dispatch(_dispatch)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from canon import reference
 from canon.fast.active_queries import ActiveQueries, active_queries_of, query_indices, visible_keys
 from canon.fast.backward import plan_gradients
 from canon.fast.device import kernels_for
@@ -32,46 +31,14 @@ from canon.fast.local import attention, empty_result
 from canon.fast.magi import magi_attention
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
 from canon.fast.strided import strided_attention
-from canon.fast.twins import twin_of
+from canon.masks.head_groups import strided_steps
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan_cache import noted_plans
-from canon.reference.strides import strided_steps
+from canon.runtime import public_plans
 from canon.runtime.checks import cached
-from canon.runtime.prepared_plans import Preparation, PreparedPlans
+from canon.runtime.prepared_plans import Preparation
 
 __all__ = ["prepare"]
-
-
-@twin_of(reference.prepare)
-def prepare(
-    function: str,
-    mask: Mask,
-    layout: Layout | None = None,
-    *,
-    rank: int | None = None,
-    batch: int = 1,
-    heads: tuple[int, int],
-    widths: tuple[int, int],
-    dtype: torch.dtype = torch.bfloat16,
-    device: Any = "cuda",
-    backward: str = "auto",
-    requires_grad: bool = True,
-    **options: Any,
-) -> PreparedPlans:
-    """Accept as ``device`` also the result of `canon.fast.device.gpu_of`: a data-loader worker does not start CUDA.
-
-    If the worker is forked after a call of `canon.fast` or of `gpu_of`, "cuda" suffices. Else RuntimeError is raised, because
-    the GPU is unknown. Inside `canon.fast.backend` the plans are those of that kernel backend.
-    """
-    given = Preparation(
-        function, mask, layout, rank, batch, heads, widths, dtype, backward, requires_grad, options
-    ).checked(FUNCTIONS)  # fmt: skip
-    gpu = _gpu(device)
-    with noted_plans() as plans, meta_stands_for(gpu):
-        for part in _parts(given):
-            _make(part, given)
-    return given.prepared(plans)
 
 
 FUNCTIONS = attention, ring_attention, zigzag_attention, striped_attention, strided_attention, magi_attention
@@ -96,7 +63,7 @@ class _Part(NamedTuple):
     backward: bool = True
 
 
-def _make(part: _Part, given: Preparation) -> None:
+def _launch(part: _Part, given: Preparation) -> None:
     """Call the launch functions of a part on meta tensors."""
     (h, g), (d, dv) = given.heads, given.widths
     mask, heads = part.mask, h // g * part.key_heads
@@ -107,6 +74,13 @@ def _make(part: _Part, given: Preparation) -> None:
         kernels_for(q, v).forward(q, k, v, mask, 1.0, out, lse)
     if part.backward and given.requires_grad:
         plan_gradients(q, k, v, out, lse, mask, given.backward)
+
+
+def _make(given: Preparation, device: Any) -> None:
+    """Look up the plans that the function looks up in its call."""
+    with meta_stands_for(_gpu(device)):
+        for part in _parts(given):
+            _launch(part, given)
 
 
 # ------------------------------------------------------------------ the parts of each function
@@ -172,3 +146,12 @@ def _active_parts(active: ActiveQueries, given: Preparation, forward: bool, init
         if not initial:
             query_indices(active, META)
         yield _Part(active.mask, given.heads[1], forward)
+
+
+NOTES = """
+    ``device`` may also be the result of `canon.fast.kernels.launcher.gpu_of`: a data-loader worker does not start CUDA.
+
+    If the worker is forked after a call of `canon.fast` or of `gpu_of`, "cuda" suffices. Else RuntimeError is raised, because
+    the GPU is unknown. Inside `canon.fast.backend` the plans are those of that kernel backend.
+    """
+prepare = public_plans.prepare(_make, FUNCTIONS, NOTES)

@@ -29,17 +29,9 @@ call. On GPUs, a repeated call does not wait for the bytes of other ranks: it co
 latest (`canon.runtime.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v, out and lse of the
 own tokens.
 
-`PLANS` caches one `_Ring` for each kind of call: the places of the blocks in a buffer, and each step's active queries
-and visible keys. Each single call still allocates its buffers and results, copies its own k and v into the ring, and
-casts the results. The launches of a step are recorded as one sequence in the forward pass, and as up to three in the
-backward pass: dk and dv; their addition; dq. In the lists below, the functions after `prepared.replayed` run only in
-the first call of a kind, which records them, and in each call whose launches cannot be replayed (`prepared.py`).
-`PartialBackward` and the `kernels_for` beside it also run only in the first call:
-
-    forward     `_forward`, `prepared.replayed`, `_forward_step`, `local.forward_into`, `device.kernels_for`, `forward` of
-                launch.py (in kernels/triton, gluon or cuda); `ActiveQueries.merge`
-    backward    `make_delta`, `_Backward`, `partial_backward.PartialBackward`, `device.kernels_for`; `prepared.replayed`,
-                `_launch_dkdv` and `_launch_dq`, `dkdv` and `dq` of `PartialBackward` and of launch.py; `_add_part`
+`PLANS` caches one `_Ring` for each kind of call: the places of the blocks in a buffer, and each step's active queries and
+visible keys. The launches of a step are recorded as one sequence in the forward pass, and as up to three in the backward
+pass: dk and dv; their addition; dq (`replay/recordings.py`).
 
 Cost, with N = b t g (d + dv) elements of K and V per rank. Forward: W - 1 messages, (W - 1) N elements of the inputs' dtype.
 Backward: the same again, and W - 1 messages, (W - 1) N elements of reduce_dtype.
@@ -54,120 +46,27 @@ Sources: as `canon.reference.ring`.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from canon import reference
 from canon.fast.active_queries import active_queries_of, row_indices, visible_keys
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.differentiable import makes_passes
-from canon.fast.distributed_call import attend_distributed
 from canon.fast.exchange import BlockRing, Blocks, Hop
 from canon.fast.kernels.triton.rows import add_to_rows
 from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import run_pipeline
 from canon.fast.replay.recordings import replayed
-from canon.fast.twins import twin_of
+from canon.fast.sinks import FAST
 from canon.masks.layout import Layout
-from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
-from canon.runtime.call import Call, agreed_call
-from canon.runtime.call_arguments import kinds_of
-from canon.runtime.checks import accumulate_dtype, under_autocast
-from canon.runtime.group_arguments import Group
-from canon.runtime.passes import LAYOUTS, Passes
+from canon.runtime import public_ranks
+from canon.runtime.call import Algorithm, Call, kinds_of
+from canon.runtime.checks import accumulate_dtype
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
-
-
-@twin_of(reference.ring_attention)
-def ring_attention(
-    q: Float[Tensor, "*b t h d"],
-    k: Float[Tensor, "*b t g d"],
-    v: Float[Tensor, "*b t g dv"],
-    mask: Mask | None = None,
-    layout: Layout | None = None,
-    *,
-    scale: float | None = None,
-    sink: Float[Tensor, " h"] | None = None,
-    group: Group = None,
-    reduce_dtype: torch.dtype | None = None,
-    backward: str = "auto",
-    return_lse: bool = False,
-) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    return _ring(
-        "ring_attention", q, k, v, mask, layout, sink, return_lse,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
-    )  # fmt: skip
-
-
-@twin_of(reference.zigzag_attention)
-def zigzag_attention(
-    q: Float[Tensor, "*b t h d"],
-    k: Float[Tensor, "*b t g d"],
-    v: Float[Tensor, "*b t g dv"],
-    mask: Mask | None = None,
-    *,
-    scale: float | None = None,
-    sink: Float[Tensor, " h"] | None = None,
-    group: Group = None,
-    reduce_dtype: torch.dtype | None = None,
-    backward: str = "auto",
-    return_lse: bool = False,
-) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    return _ring(
-        "zigzag_attention", q, k, v, mask, None, sink, return_lse,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
-    )  # fmt: skip
-
-
-@twin_of(reference.striped_attention)
-def striped_attention(
-    q: Float[Tensor, "*b t h d"],
-    k: Float[Tensor, "*b t g d"],
-    v: Float[Tensor, "*b t g dv"],
-    mask: Mask | None = None,
-    *,
-    scale: float | None = None,
-    sink: Float[Tensor, " h"] | None = None,
-    group: Group = None,
-    reduce_dtype: torch.dtype | None = None,
-    backward: str = "auto",
-    return_lse: bool = False,
-) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    return _ring(
-        "striped_attention", q, k, v, mask, None, sink, return_lse,
-        scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward,
-    )  # fmt: skip
-
-
-@under_autocast("q", "k", "v")
-def _ring(
-    function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    layout: Layout | None,
-    sink: Tensor | None,
-    return_lse: bool,
-    **options: Any,
-):
-    return attend_distributed(function, _passes, q, k, v, mask, layout, sink, return_lse, **options)
-
-
-@makes_passes("ring_attention", "zigzag_attention", "striped_attention")
-def _passes(
-    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None, *, sink=None, **options
-) -> Passes:
-    call = agreed_call(function, q, k, v, mask, LAYOUTS.get(function, layout), **options, sink=sink)
-    return Passes(partial(_forward, call), partial(ring_backward, call), call)
 
 
 class _Ring:
@@ -210,10 +109,10 @@ def _ring_of(call: Call, k: Tensor, v: Tensor) -> _Ring:
     return PLANS.find((_Ring, call), lambda: _Ring(call, k, v))
 
 
-def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
-        return forward_part(q, k, v, call.local_mask(0), call.scale, q.dtype)
+        return forward_part(q, k, v, call.local_mask(0), scale=call.scale, out_dtype=q.dtype)
     ring = _ring_of(call, k, v)
     keys = _KeyRing(ring, k, v)
     out, lse = empty_result(q, v, accumulate_dtype(q.dtype))  # of all queries over the keys so far
@@ -233,7 +132,7 @@ def _forward_step(q: Tensor, block: Tensor, out: Tensor, lse: Tensor, step: _Ste
     if step.number == 0:
         forward_into(q, *step.tensors(block), active.mask, scale, out, lse)
     else:
-        part = forward_part(active.take(q), *step.tensors(block), active.mask, scale, out.dtype)
+        part = forward_part(active.take(q), *step.tensors(block), active.mask, scale=scale, out_dtype=out.dtype)
         active.merge([out, lse], part)
 
 
@@ -360,3 +259,12 @@ class _KeyRing:
         if step == 0:
             return Hop([], self.blocks.buffers[0])
         return self.blocks.hop((step - 1) % 2, self.ring.owner(step - 1), self.ring.owner(step))
+
+
+RING = Algorithm(FAST, "ring_attention", ring_forward, ring_backward)
+ZIGZAG = Algorithm(FAST, "zigzag_attention", ring_forward, ring_backward, layout=Layout.zigzag)
+STRIPED = Algorithm(FAST, "striped_attention", ring_forward, ring_backward, layout=Layout.striped)
+
+ring_attention = public_ranks.ring_attention(RING)
+zigzag_attention = public_ranks.zigzag_attention(ZIGZAG)
+striped_attention = public_ranks.striped_attention(STRIPED)

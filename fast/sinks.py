@@ -12,21 +12,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from canon.fast.device import check_device, restored, settings_of
 from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
 from canon.fast.replay.recordings import replayed
-from canon.runtime.checks import batched
-from canon.runtime.sink_weights import weighted
+from canon.runtime.call import Half
 
 
-def under_sink(out: Tensor, lse: Tensor, sink: Tensor | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """Return out under ``sink`` (h,), or without one if it is None. With ``return_lse``, return (out, lse)."""
-    if sink is not None and torch.compiler.is_compiling():
-        out = weighted(out, lse, sink)
-    elif sink is not None:
-        (whole,) = batched(out)
-        new = _Sink.apply(whole, lse if whole is out else lse.unsqueeze(0), sink)
-        out = new if whole is out else new.squeeze(0)
-    return (out, lse) if return_lse else out
+def under_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Return out (*b, t, h, dv) under ``sink`` (h,)."""
+    if out.ndim == 3:
+        return _Sink.apply(out.unsqueeze(0), lse.unsqueeze(0), sink).squeeze(0)
+    return _Sink.apply(out, lse, sink)
 
 
 class _Sink(torch.autograd.Function):
@@ -48,3 +44,6 @@ class _Sink(torch.autograd.Function):
         replayed(differentiate_sink, (dout, out, lse, sink, dout_keys, dlse))
         dsink = -dlse.sum((0, 2)).to(sink.dtype) if ctx.needs_input_grad[2] else None
         return dout_keys, dlse if ctx.needs_input_grad[1] else None, dsink
+
+
+FAST = Half("fast", under_sink, settings_of, restored, check_device)

@@ -27,18 +27,13 @@ Sources: as `canon.reference.strided`.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from canon import reference
 from canon.fast.active_queries import active_queries_of, visible_keys
 from canon.fast.backward import QueryInputs, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.differentiable import makes_passes
-from canon.fast.distributed_call import attend_distributed
 from canon.fast.exchange import AllGather, HeadGroup, ReduceScatter, gathered_mask
 from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.owner_computes import owner_backward, owner_forward
@@ -46,89 +41,38 @@ from canon.fast.partial_backward import PartialBackward
 from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.replay.recordings import replayed
 from canon.fast.ring import ring_backward
+from canon.fast.sinks import FAST
 from canon.fast.tile_exchanges import OwnTokens, TileGather
-from canon.fast.twins import twin_of
-from canon.masks.layout import Layout
-from canon.masks.mask import Mask
+from canon.masks.head_groups import Steps, strided_steps
 from canon.masks.plan_cache import PLANS
-from canon.reference.strides import Steps, strided_steps, suggest_strides
-from canon.runtime.call import Call, agreed_call
-from canon.runtime.call_arguments import kinds_of
-from canon.runtime.checks import batched, under_autocast
-from canon.runtime.group_arguments import Group
-from canon.runtime.passes import Passes
+from canon.runtime import public_ranks
+from canon.runtime.call import Algorithm, Call, kinds_of
 
-__all__ = ["strided_attention", "suggest_strides"]
+__all__ = ["strided_attention"]
 
 
-@twin_of(reference.strided_attention)
-@under_autocast("q", "k", "v")
-def strided_attention(
-    q: Float[Tensor, "*b t h d"],
-    k: Float[Tensor, "*b t g d"],
-    v: Float[Tensor, "*b t g dv"],
-    mask: Mask | None = None,
-    layout: Layout | None = None,
-    *,
-    head_stride: int = 1,
-    forward_first_stride: int | None = None,
-    backward_first_stride: int | None = None,
-    backward_last_stride: int | None = None,
-    pack_first: bool = True,
-    backward_schedule: str = "scatter",
-    scale: float | None = None,
-    sink: Float[Tensor, " h"] | None = None,
-    group: Group = None,
-    reduce_dtype: torch.dtype | None = None,
-    backward: str = "auto",
-    rank_invariant: bool = False,
-    return_lse: bool = False,
-) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-    options = {
-        "scale": scale,
-        "group": group,
-        "reduce_dtype": reduce_dtype,
-        "backward": backward,
-        "rank_invariant": rank_invariant,
-        "head_stride": head_stride,
-        "forward_first_stride": forward_first_stride,
-        "backward_first_stride": backward_first_stride,
-        "backward_last_stride": backward_last_stride,
-        "pack_first": pack_first,
-        "backward_schedule": backward_schedule,
-    }
-    return attend_distributed("strided_attention", _passes, q, k, v, mask, layout, sink, return_lse, **options)
+def strided_plan(call: Call) -> "_Schedule | _OwnerSchedule":
+    """Return the steps of both passes. Raise ValueError if the strides do not fit the heads."""
+    strides = {name: value for name, value in call.options.items() if name != "rank_invariant"}
+    steps = strided_steps(call.shapes[1][2], **strides)
+    return _OwnerSchedule(call, steps) if call.options["rank_invariant"] else _Schedule(call, steps)
 
 
-@makes_passes("strided_attention")
-def _passes(
-    function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
-    *, scale, group, reduce_dtype, backward, rank_invariant, pass_name="forward", sink=None, **strides,
-) -> Passes:  # fmt: skip
-    options = dict(scale=scale, group=group, reduce_dtype=reduce_dtype, backward=backward, pass_name=pass_name)
-    options |= {"rank_invariant": rank_invariant}
-    call = agreed_call(function, q, k, v, mask, layout, **options, **strides, sink=sink)
-    # after the agreement, so that a bad stride raises on all ranks
-    if rank_invariant:
-        steps, pack_first = strided_steps(k.shape[-2], **strides), strides["pack_first"]
-        exchange = TileGather(call) if call.ranks > 1 else OwnTokens(call)
-        forward = partial(owner_forward, call, steps.forward, pack_first, exchange)
-        return Passes(forward, partial(owner_backward, call, steps.backward, pack_first, exchange), call)
-    schedule = PLANS.find((_Schedule, call), lambda: _Schedule(call, strided_steps(k.shape[-2], **strides), q, k, v))
-    differentiate = partial(ring_backward, call) if schedule.backward is None else partial(_backward, schedule)
-    return Passes(partial(_forward, schedule), differentiate, call)
+class _OwnerSchedule:
+    """The steps and the exchange of one kind of call with ``rank_invariant``."""
+
+    def __init__(self, call: Call, steps: Steps):
+        self.steps, self.exchange = steps, TileGather(call) if call.ranks > 1 else OwnTokens(call)
 
 
 class _Schedule:
     """The steps of both passes for one kind of call. ``backward`` is None where the backward pass is that of the ring."""
 
-    def __init__(self, call: Call, steps: Steps, q: Tensor, k: Tensor, v: Tensor):
-        q, k, v = batched(q, k, v)
+    def __init__(self, call: Call, steps: Steps):
         self.call = call
         keys, self.mask = visible_keys(gathered_mask(call.layout, call.mask, call.rank))
         self.active = active_queries_of(self.mask, all_queries=True)
-        new = lambda steps: tuple(_Step(self, keys, steps, i, q, k, v) for i in range(len(steps)))
-        self.packed = steps.pack_first
+        new = lambda steps: tuple(_Step(self, keys, steps, i) for i in range(len(steps)))
         self.forward, self.backward = new(steps.forward), None
         if steps.backward is not None and call.ranks > 1:
             self.backward = new(steps.backward)
@@ -145,25 +89,26 @@ class _Step:
     ``keys``: the keys of a gathered buffer from the first to the last that this rank sees.
     """
 
-    def __init__(
-        self, schedule: _Schedule, keys: slice, steps: Sequence[range], number: int, q: Tensor, k: Tensor, v: Tensor
-    ):
-        heads, widths, share = steps[number], (k.shape[3], v.shape[3]), q.shape[2] // k.shape[2]
+    def __init__(self, schedule: _Schedule, keys: slice, steps: Sequence[range], number: int):
+        q, k, v = schedule.call.shapes
+        heads, widths, share = steps[number], (k[3], v[3]), q[2] // k[2]
         self.schedule, self.keys = schedule, keys
         self.queries = slice(share * heads.start, share * heads.stop)
-        self.gathered = HeadGroup(schedule.call, k.shape[0], heads, widths, schedule.packed and number == 0)
-        self.reduced = HeadGroup(schedule.call, k.shape[0], heads, widths, packed=True)
+        self.gathered = HeadGroup(schedule.call, k[0], heads, widths, packed=number == 0)
+        self.reduced = HeadGroup(schedule.call, k[0], heads, widths, packed=True)
 
     def visible(self, buffer: Tensor) -> list[Tensor]:
         """Return views of the visible K and V in a gathered buffer."""
         return [x[:, self.keys] for x in self.gathered.views(buffer)]
 
 
-def _forward(schedule: _Schedule, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def strided_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
-    call, steps = schedule.call, schedule.forward
+    if call.options["rank_invariant"]:
+        return owner_forward(call, call.plan.steps.forward, call.plan.exchange, q, k, v)
+    steps = call.plan.forward
     if call.ranks == 1:
-        return forward_part(q, k, v, call.local_mask(0), call.scale, q.dtype)
+        return forward_part(q, k, v, call.local_mask(0), scale=call.scale, out_dtype=q.dtype)
     out, lse = empty_result(q, v, q.dtype)
 
     def compute(number: int, buffer: Tensor) -> None:
@@ -179,12 +124,17 @@ def _forward_step(q: Tensor, buffer: Tensor, out: Tensor, lse: Tensor, step: _St
     forward_into(q[:, :, heads], *step.visible(buffer), *options, out[:, :, heads], lse[:, heads])
 
 
-def _backward(
-    schedule: _Schedule, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+def strided_backward(
+    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
-    call, steps = schedule.call, schedule.backward or ()
+    if call.options["rank_invariant"]:
+        steps, exchange = call.plan.steps.backward, call.plan.exchange
+        return owner_backward(call, steps, exchange, needs_grad, dout, dlse, q, k, v, out, lse)
+    schedule, steps = call.plan, call.plan.backward
+    if steps is None:
+        return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
     fetch = prefetched(AllGather(k, v, call, [step.gathered for step in steps]).fetch)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
@@ -229,3 +179,7 @@ def _launch_dkdv(dout, q, lse, delta, buffer, dq, sent, room, part: _StepBackwar
 def _launch_dq(dout, q, lse, delta, buffer, dq, sent, room, part: _StepBackward) -> None:
     inputs = QueryInputs(dout, q, lse, delta).heads(part.step.queries)
     part.kernels.dq(inputs, *part.step.visible(buffer), part.dq(dq), sent, room)
+
+
+STRIDED = Algorithm(FAST, "strided_attention", strided_forward, strided_backward, strided_plan)
+strided_attention = public_ranks.strided_attention(STRIDED)

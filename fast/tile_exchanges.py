@@ -25,14 +25,13 @@ from canon.fast.exchange import PendingKeys
 from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.placed_mask import PlacedMask, shifted
 from canon.fast.kernels.triton.rows import take_rows
-from canon.fast.owner_computes import Leg, owner_backward, owner_forward
+from canon.fast.owner_computes import Leg
 from canon.fast.planner import areas_and_needs
 from canon.fast.transport import transport_for
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.call import Call
-from canon.runtime.passes import Passes
 from canon.runtime.rank_invariance import TILE, Piece, pieces_of, transposed
 
 
@@ -154,26 +153,6 @@ class TileCast:
 def _columns(rows: Tensor, width: int) -> list[Tensor]:
     """Return rows (tokens, b, heads, both widths) as two tensors (b, tokens, heads, width)."""
     return list(rows.transpose(0, 1).split([width, rows.shape[-1] - width], -1))
-
-
-def cast_passes(call: Call, keep_kv: bool) -> Passes:
-    """Return both passes of `magi_attention` with ``rank_invariant=True``. They have one step for all heads."""
-
-    def forward(q, k, v):
-        exchange = TileCast(call, keep=keep_kv) if call.ranks > 1 else OwnTokens(call)
-        out, lse = owner_forward(call, [range(k.shape[2])], True, exchange, q, k, v)
-        return out, lse, *exchange.rows
-
-    def differentiate(needs_grad, dout, dlse, q, k, v, out, lse, *kept):
-        exchange = TileCast(call, kept) if call.ranks > 1 else OwnTokens(call)
-        return owner_backward(
-            call, [range(k.shape[2])], True, exchange, needs_grad, dout, dlse, q, k, v, out, lse
-        )  # fmt: skip
-
-    def kept_rows():
-        return [TileCast(call).plans[False].rows] if call.ranks > 1 else []
-
-    return Passes(forward, differentiate, call, kept_rows if keep_kv else None)
 
 
 class _PendingCast(PendingKeys):

@@ -3,11 +3,12 @@
 from canon.masks.band import Band
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.reference.local import attention, attention_backward, attention_forward, decode_attention, merge
+from canon.reference.decode import decode_attention
+from canon.reference.local import attention, attention_backward, attention_forward, merge
 from canon.reference.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
 from canon.reference.preparation import prepare
 from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
-from canon.reference.strided import strided_attention, suggest_strides
+from canon.reference.strided import strided_attention
 
 __all__ = [
     "Band",
@@ -28,6 +29,5 @@ __all__ = [
     "ring_attention",
     "strided_attention",
     "striped_attention",
-    "suggest_strides",
     "zigzag_attention",
 ]

@@ -1,40 +1,38 @@
 """The gradients of attention on one rank, tile by tile, from the saved out and lse.
 
-    s = scale * q k^T                    p = exp(s - lse)             the weights of the forward pass, computed again
+    scores = scale * q k^T               p = exp(scores - lse)        the weights of the forward pass, computed again
     delta = rowsum(dout * out) - dlse    dp = dout v^T                ds = p * (dp - delta)
     dv = p^T dout                        dk = scale * ds^T q          dq = scale * ds k
 
-lse normalises over all keys that a query sees, on this rank and on others. So p is the final weight of a key, even when
-only a part of the keys is here. The parts of dq for different keys add up. So do the parts of dk and dv for different
-queries. delta belongs to a query, not to a key. A call computes it once and passes it to every step.
+lse normalises over all keys that a query sees, also keys on other ranks. So p is the final weight of a key. Parts of dq,
+dk and dv from disjoint keys or queries add up. delta belongs to a query: a call computes it once for all steps.
 
-In the matrix of scores, dq is a sum along rows (over keys); dk and dv are sums along columns (over queries). One loop
-cannot finish both tile by tile, so there are three methods. They compute the same sums:
+dq is a sum along rows of the scores (over keys). dk and dv are sums along columns (over queries). One loop cannot finish both
+tile by tile, so three methods compute the same sums:
 
-    method           loops over tiles                                   matrix products       dq on a GPU
-                                                                        for each tile
-    "fused"          key tiles outside, query tiles inside: dk and dv   5: s dp dv dk dq      atomic additions,
-                     are finished, dq grows with every key tile                               in any order
-    "split"          one loop by key tiles for dk and dv,               4: s dp dv dk         one owner for
-                     one by query tiles for dq                          3: s dp dq            each element
-    "head_parallel"  as "split"; each query head has its own dk         4 + 3                 one owner for
-                     and dv, which are added in head order at the end                         each element
+    method           loops over tiles                                  matrix products of a tile    dq on a GPU
+    "fused"          keys outside, queries inside: dk and dv are       5: s dp dv dk dq             atomic additions,
+                     finished, dq grows with every tile of keys                                     in any order
+    "split"          keys outside for dk and dv, then queries          4: s dp dv dk, 3: s dp dq    one owner of each
+                     outside for dq                                                                 element
+    "head_parallel"  as "split"; each query head has its own dk and    4 + 3                        one owner of each
+                     dv, added over its share in head order                                         element
 
-This module adds in one fixed order with every method. "auto" is "split".
+A *share* is the query heads that share one key head. This half adds in one fixed order with every method; "auto" is "split".
+The walks as pictures, and the bits that they repeat: notebooks/05_backward.md; shares: notebooks/06_grouped_heads.md.
 
-Cost: fused takes 2 b h area (3 d + 2 dv) FLOPs and b h area exponentials. The others take 2 b h area (4 d + 3 dv) FLOPs
-and 2 b h area exponentials. area counts the visible cells of the mask. Nothing is sent.
-Memory beyond inputs and outputs: float32 dq, dk and dv; b h tiles of scores; the boolean tiles of one row or column.
-dk and dv have b g s (d + dv) elements together, and b h s (d + dv) more with head_parallel.
+Cost: nothing is sent. area counts the visible cells of the mask:
+
+    method           FLOPs                         exponentials     float32 memory, beyond inputs and outputs
+    "fused"          2 b h area (3 d + 2 dv)       b h area         dq, dk, dv; b h tiles of scores; boolean tiles of one column
+    "split"          2 b h area (4 d + 3 dv)       2 b h area       the same, boolean tiles of one row or column
+    "head_parallel"  2 b h area (4 d + 3 dv)       2 b h area       the same, and dk, dv of every query head
+
 Limits: those of `local.py`. Second derivatives are not supported.
-
-This file exceeds 200 lines, so that the three methods and their derivation stay on one page.
 
 Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; split: jax-ml/jax-triton pull request 177; head_parallel:
 TensorAuto/OpenTau pull request 376.
 """
-
-from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -42,76 +40,24 @@ from torch import Tensor
 
 from canon.masks.mask import Mask
 from canon.reference.tiles import read, read_keys, visible_tiles
-from canon.runtime.checks import (
-    accumulate_dtype,
-    check_gradients,
-    check_mask,
-    check_method,
-    check_tensors,
-    default_scale,
-    under_autocast,
-)
-from canon.runtime.packing import differentiate_each
+from canon.runtime import public_local
+from canon.runtime.checks import accumulate_dtype
 
 __all__ = ["attention_backward"]
 
 
-@under_autocast("dout", "q", "k", "v", "out")
-def attention_backward(
-    dout: Float[Tensor, "*b t h dv"],
-    q: Float[Tensor, "*b t h d"],
-    k: Float[Tensor, "*b s g d"],
-    v: Float[Tensor, "*b s g dv"],
-    out: Float[Tensor, "*b t h dv"],
-    lse: Float[Tensor, "*b h t"],
-    mask: Mask | Sequence[Mask],
-    *,
-    scale: float | None = None,
-    dlse: Float[Tensor, "*b h t"] | None = None,
-    delta: Float[Tensor, "*b h t"] | None = None,
-    method: str = "split",
-    grad_dtype: torch.dtype | None = None,
-    needs_grad: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Float[Tensor, "*b t h d"] | None, Float[Tensor, "*b s g d"] | None, Float[Tensor, "*b s g dv"] | None]:
-    """Return dq, dk and dv of these queries over these keys.
-
-    ``out`` and ``lse`` are those over *all* keys that the queries see, also keys on other ranks. The results for
-    disjoint parts of the keys then add up to the whole gradient.
-
-    Args:
-        dout, dlse: gradients of out and lse; dlse=None is zero.
-        mask: the visible cells of these queries x these keys, or b Masks, one for each sequence.
-        scale: factor of the scores; None is 1 / sqrt(d).
-        delta: rowsum(dout * out) - dlse, (b, h, t), if the caller has it; dlse must then be None.
-        method: "fused", "split", "head_parallel", or "auto": see the module's docstring.
-        grad_dtype: dtype of the results; None is the dtype of q.
-        needs_grad: whether q, k and v need a gradient. A gradient that is not needed is None. The work for dq
-            is skipped if q needs none, the work for dk and dv if neither k nor v needs one.
-
-    Raises:
-        ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both given, or an unknown method.
-
-    The result is not differentiable. Source: Dao, FlashAttention-2 (2023), algorithm 2; methods: the module's docstring.
-    """
-    if isinstance(mask, (tuple, list)):
-        return differentiate_each(
-            attention_backward, dout, q, k, v, out, lse, mask,
-            scale=scale, dlse=dlse, delta=delta, method=method, grad_dtype=grad_dtype, needs_grad=needs_grad,
-        )  # fmt: skip
-    check_tensors(q, k, v)
-    check_mask(q, k, mask)
-    check_gradients(dout, q, v, out, lse, dlse, delta)
-    check_method("method", method)
+def gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None,
+    mask: Mask, *, scale: float, method: str, grad_dtype: torch.dtype, needs_grad: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk and dv as `attention_backward`, for a batch and without checks."""
     if delta is None:
         delta = make_delta(dout, out, dlse)
-    packed = q.ndim == 3
-    if packed:
-        dout, q, k, v, lse, delta = (x.unsqueeze(0) for x in (dout, q, k, v, lse, delta))
-    grads = tiled_backward(
-        dout, q, k, v, lse, delta, mask,
-        scale=default_scale(q, scale), method=method, grad_dtype=grad_dtype or q.dtype, needs_grad=needs_grad,
-    )  # fmt: skip
-    return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
+    options = {"scale": scale, "method": method, "grad_dtype": grad_dtype, "needs_grad": needs_grad}
+    return tiled_backward(dout, q, k, v, lse, delta, mask, **options)
+
+
+attention_backward = public_local.attention_backward(gradients)
 
 
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
@@ -156,7 +102,7 @@ class _Backward:
     def __init__(self, mask, scale, q, k, v, dout, lse, delta):
         self.mask, self.scale = mask, scale
         self.q, self.k, self.v, self.dout, self.lse, self.delta = q, k, v, dout, lse, delta
-        self.group, self.accumulate = q.shape[1] // k.shape[1], accumulate_dtype(q.dtype)
+        self.share, self.accumulate = q.shape[1] // k.shape[1], accumulate_dtype(q.dtype)
 
     def fused(self):
         """Return dq, dk, dv by one loop over key tiles. Scores are computed once; dq grows with every key tile."""
@@ -164,8 +110,8 @@ class _Backward:
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
                 p, ds, q, k, dout = self._scores(queries, keys, visible)
-                dv[:, :, keys] += self._over_group(p.mT @ dout)
-                dk[:, :, keys] += self._over_group(ds.mT @ q)
+                dv[:, :, keys] += self._over_share(p.mT @ dout)
+                dk[:, :, keys] += self._over_share(ds.mT @ q)
                 dq[:, :, queries] += ds @ k
         return dq, dk, dv
 
@@ -179,8 +125,8 @@ class _Backward:
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
                 p, ds, q, _, dout = self._scores(queries, keys, visible)
-                dv[:, :, keys] += self._over_group(p.mT @ dout)
-                dk[:, :, keys] += self._over_group(ds.mT @ q)
+                dv[:, :, keys] += self._over_share(p.mT @ dout)
+                dk[:, :, keys] += self._over_share(ds.mT @ q)
         return dk, dv
 
     def head_parallel(self):
@@ -196,7 +142,7 @@ class _Backward:
                 p, ds, q, _, dout = self._scores(queries, keys, visible)
                 dv_heads[:, :, keys] += p.mT @ dout
                 dk_heads[:, :, keys] += ds.mT @ q
-        return self._over_group(dk_heads), self._over_group(dv_heads)
+        return self._over_share(dk_heads), self._over_share(dv_heads)
 
     def dq(self):
         """Return dq by a loop over query tiles."""
@@ -210,14 +156,14 @@ class _Backward:
     def _scores(self, queries, keys, visible):
         """Return p and scale * ds of one tile, and its q, k and dout in the accumulation dtype."""
         q, dout = (read(x, queries, visible.any(1)) for x in (self.q, self.dout))
-        k, v = read_keys(self.k, self.v, keys, visible, self.group)
+        k, v = read_keys(self.k, self.v, keys, visible, self.share)
         p = torch.exp(self.scale * q @ k.mT - self.lse[:, :, queries, None]).masked_fill(~visible, 0)
         ds = (p * (dout @ v.mT - self.delta[:, :, queries, None])).masked_fill(~visible, 0)
         return p, self.scale * ds, q, k, dout
 
-    def _over_group(self, x):
+    def _over_share(self, x):
         """Return the sum over the query heads of each key head, in head order."""
-        first, *others = x.unflatten(1, (-1, self.group)).unbind(2)
+        first, *others = x.unflatten(1, (-1, self.share)).unbind(2)
         for other in others:
             first = first + other
         return first

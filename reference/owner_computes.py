@@ -1,29 +1,38 @@
-"""Owner computes: the rank that holds a token computes its whole sums, in an order that no rank count changes.
+"""Owner computes: the rank that holds a token computes its whole sums, in an order that no number of ranks changes.
 
-`strided_attention` and `magi_attention` use these passes with ``rank_invariant=True``. The owner of a query computes out, lse
-and dq over all keys. The owner of a key computes dk and dv over all queries. Partial sums never travel:
+`strided_attention` and `magi_attention` use these passes with ``rank_invariant=True``. Partial sums never travel:
 
     pass       owner of     travels                     computed, tile by tile in sequence order
-    forward    queries      K, V                        out, lse
-    backward   queries      K, V                        dq
-               keys         q, dout, lse, delta         dk, dv
+    forward    queries      K, V                        out, lse over all keys
+    backward   queries      K, V                        dq over all keys
+               keys         q, dout, lse, delta         dk, dv over all queries
 
 A received token is written to its position in the sequence. So the tiles are those of one rank: 128 x 128 tokens, cut at
-multiples of 128. A rank walks the tiles of its own pieces, and each piece begins at a multiple of 128 tokens
-(`rank_invariance.py`). Hence every tile has the operands that it has on one rank, and tiles are added in the same order.
+multiples of 128. A rank walks the tiles of its own pieces, and each piece begins at a multiple of 128 tokens. Hence every tile
+has the operands that it has on one rank, and tiles are added in the same order. Experiment: notebooks/05_backward.md.
 
-Equal bits also need a matrix product that depends on its operands alone. The products of PyTorch on a CPU do, with one
-thread. On a GPU, cuBLAS may choose another kernel for another number of heads, so compare calls of one ``head_stride``.
+Two exchanges bring tokens to their positions:
 
-Cost, with the symbols of `strided.py`, h query heads, and 4 bytes for lse and for delta:
+    `SequenceGather`    all tokens of some heads, for `strided_attention`: an all-gather of shards, padded to the largest
+    `SequenceCast`      the needed tokens of all heads, for `magi_attention`: a group cast; other positions hold 0
+
+A cast of queries follows the plan of the transposed mask: the owner of a key receives the queries that see it.
+
+Equal bits also need a matrix product that depends on its operands alone. The products of PyTorch on a CPU do, with one thread.
+On a GPU, cuBLAS may choose another kernel for another number of heads, so compare calls of one ``head_stride``.
+
+Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in reduce_dtype), 4 bytes for lse and for delta:
 
                                           bytes received
-    each pass     K, V                    (W - 1) N e, as without the option
-    backward      q, dout, lse, delta     (W - 1) b t h ((d + dv) e + 8); without the option (W - 1) N E for dk, dv
+    each pass     K, V                    (n - 1) b t g (d + dv) e, as without the option
+    backward      q, dout, lse, delta     (n - 1) b t h ((d + dv) e + 8)
+                  without the option      (n - 1) b t g (d + dv) E for dk, dv
 
-With the casts of `magi.py`, only needed tokens travel. FLOPs: those of "split". Memory: the tokens of a step fill tensors of
-the whole sequence.
-Limits: no "fused" backward, which adds to dq key tile by key tile; no ring, where dk and dv travel; whole tiles on each rank.
+With group casts only needed tokens travel. FLOPs: those of "split". Memory: both tensors of an exchange for the whole sequence,
+once as received and once in order.
+
+Limits: no "fused" backward, because it adds to dq key tile by key tile; no ring, because its dk and dv travel; whole tiles on
+each rank.
 
 Sources: one owner for each gradient is "split" of `backward.py`, between ranks. The wish for equal bits: zhuzilin,
 ring-flash-attention issue 84.
@@ -33,9 +42,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from canon.masks.plan import CastPlan
 from canon.reference.backward import make_delta, tiled_backward
+from canon.reference.group_collectives import GroupCast
 from canon.reference.local import tiled_forward
 from canon.runtime.call import Call
 from canon.runtime.rank_invariance import Piece, pieces_of
@@ -145,3 +157,49 @@ def _own_pieces(call: Call) -> list[tuple[slice, range]]:
     """Return (rows, tokens) of each piece of this rank. A rank without tokens has one empty piece."""
     pieces: Sequence[Piece] = pieces_of(call.layout, call.rank) or ((0, range(0)),)
     return [(slice(row, row + len(tokens)), tokens) for row, tokens in pieces]
+
+
+class SequenceGather:
+    """An all-gather in flight, of some ``heads`` of x and y (b, t, all heads, width), in one message."""
+
+    def __init__(self, call: Call, x: Tensor, y: Tensor, heads: range | slice):
+        own = torch.cat([z[:, :, heads.start : heads.stop] for z in (x, y)], dim=-1)
+        self.layout, self.widths, self.request = call.layout, [x.shape[-1], y.shape[-1]], None
+        sizes = [call.layout.size(rank) for rank in range(call.ranks)]
+        padded = own.new_zeros(own.shape[0], max(sizes), *own.shape[2:])
+        padded[:, : own.shape[1]] = own
+        self.shards = [padded]
+        if call.ranks > 1:
+            self.shards = [torch.empty_like(padded) for _ in sizes]
+            self.request = dist.all_gather(self.shards, padded, group=call.group, async_op=True)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Wait for the message and return both tensors of all tokens, in the order of the sequence."""
+        if self.request:
+            self.request.wait()
+        full = self.shards[0].new_empty(self.shards[0].shape[0], self.layout.tokens, *self.shards[0].shape[2:])
+        for rank, shard in enumerate(self.shards):
+            full[:, self.layout.positions(rank).to(full.device)] = shard[:, : self.layout.size(rank)]
+        x, y = full.split(self.widths, dim=-1)
+        return x, y
+
+
+class SequenceCast:
+    """A group cast in flight, of x and y (b, t, heads, width). ``received``: rows that an earlier cast has brought."""
+
+    def __init__(self, call: Call, plan: CastPlan, x: Tensor, y: Tensor, received: Tensor | None = None):
+        self.own = torch.cat([x, y], dim=-1).transpose(0, 1).contiguous()  # one row for each token
+        self.widths, self.tokens = [x.shape[-1], y.shape[-1]], plan.layout.tokens
+        pieces = [torch.arange(tokens.start, tokens.stop) for tokens in plan.keys(0, call.rank)]
+        self.positions = torch.cat([torch.arange(0), *pieces]).to(x.device)
+        self.received = self.own[:0] if received is None else received
+        self.in_flight = GroupCast(self.own, plan, 0, call.group) if plan.casts and received is None else None
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Wait for the messages and return both tensors: own and received tokens at their positions, 0 for all others."""
+        if self.in_flight:
+            self.received = self.in_flight.wait()
+        full = self.own.new_zeros(self.tokens, *self.own.shape[1:])
+        full[self.positions] = torch.cat([self.own, self.received])
+        x, y = full.transpose(0, 1).split(self.widths, dim=-1)
+        return x, y

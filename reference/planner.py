@@ -1,62 +1,50 @@
 """Plans of a layout: assign the chunks of a sequence to ranks, so that ranks compute equally and receive few keys.
 
-The sequence is cut into chunks, which stay whole. A chunk has an *area*, the visible cells in its rows, and a *need*, its
-own tokens and the keys that its queries see. A rank computes the sum of its areas. It receives the union of its needs
-without its own tokens:
+The sequence is cut into chunks, which stay whole. A chunk has an *area*, the visible cells in its rows, and a *need*, its own
+tokens and the keys that its queries see. A rank computes the sum of its areas, and receives the union of its needs without its
+own tokens:
 
     22 causal tokens    aaaaaaaaaaaaaabbccdddd     chunk    area                   need
     their chunks        0000111122223333444455     1        5+6+7+8     = 26       tokens 0 to 7 (of a)
                                                    3        13+14+1+2   = 30       tokens 0 to 15 (all of a and b)
 
-Aim (`Aim` in `chunks.py` scales all times to whole numbers, so that every rank on any machine decides alike):
+Aim, in whole numbers, so that every rank on any machine decides alike:
 
     1. minimise the peak, max over ranks of max(area / cells_per_us, received / tokens_per_us). A peak up to `allowed`
        counts as `allowed`: `imbalance` times the lower bound of the computing part, max(mean area, largest chunk)
     2. minimise the traffic, the sum of received tokens
 
-Three steps:
+Three steps (worked by hand in notebooks/04_magi.md):
 
     starts    *greedy*: largest chunk first, to the rank that needs the fewest additional keys and keeps its area within a
               limit, else to the least loaded rank. A free slot counts as some area (`RESERVE`). Three limits, from perfect
-              balance to the allowed imbalance. *contiguous*, best for a window. *zigzag*, best for one causal document.
+              balance to the allowed imbalance. *contiguous*, best for a window. *zigzag*, best for one causal document
     swaps     two ranks exchange one chunk each, the two chunks that gain most, until no pair gains or the number of swaps
               is used up: first from the best start, then from each start within `HOPELESS`
     choice    the least (peak, peak x traffic) of all these plans. The factor peak keeps balance among allowed plans
 
-All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills a free slot. A rank
-holds at most one small chunk, so token counts differ by at most one chunk.
+All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills a free slot. A rank holds
+at most one small chunk, so token counts differ by at most one chunk.
 
-Cost: a round of swaps scores chunks^2 / 2 of them; `canon.fast.planner` makes the same plans faster. Nothing is sent.
-Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast. This file exceeds 200
-lines, so that the whole search stays on one page.
+Cost: nothing is sent. A round of swaps scores chunks^2 / 2 of them. `canon.fast` makes the same plans faster.
+
+Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast.
 
 Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025); longest first, Graham,
 Bounds on multiprocessing timing anomalies (1969).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import reduce
 from itertools import combinations, product
+from operator import or_
 
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.reference.chunks import (
-    Aim,
-    Assignment,
-    Chunk,
-    Held,
-    area_of,
-    chunks_of,
-    contiguous,
-    is_real,
-    need_of,
-    received_by,
-    size_of,
-    tokens_of,
-    zigzag,
-)
-from canon.runtime.plan_arguments import checked_dispatch
+from canon.runtime import public_plans
 
 __all__ = ["dispatch"]
 
@@ -65,51 +53,136 @@ RESERVE = 8
 HOPELESS = 2  # once the best plan has an allowed peak, starts with over HOPELESS times its peak x traffic get no swaps
 
 
-def dispatch(
-    mask: Mask,
-    ranks: int,
-    *,
-    chunk: int | None = None,
-    imbalance: float = 1.05,
-    cells_per_us: int = 4400,
-    tokens_per_us: int = 18,
-    swaps_per_chunk: int = 1,
-    rank_invariant: bool = False,
-) -> Layout:
-    """Return a layout in which ranks compute equally and receive few keys. Deterministic, equal on all ranks; cached.
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk: its tokens, the area of its rows, and its need: the tokens whose keys it uses, including its own."""
 
-    The plan minimises the time of the slowest rank, max(computing, receiving), down to ``imbalance`` times the lower
-    bound of computing. Among plans below that, it minimises time x traffic.
+    number: int
+    tokens: range
+    area: int
+    need: int
+    small: bool  # empty, or the short last chunk
 
-    Args:
-        mask: over the whole sequence, with as many queries as keys.
-        ranks: the number of ranks.
-        chunk: the tokens that stay together; the last chunk may be short. All ranks get equally many chunks, or one
-            less, and token counts differ by at most one chunk. None means 1024, or less for short sequences: fewer than
-            8 chunks per rank balance badly (`canon.runtime.plan_arguments.default_chunk`).
-        imbalance: the accepted ratio of the largest area to its lower bound, max(mean over the ranks, largest chunk).
-        cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and received tokens per
-            microsecond, forward and backward together. Defaults: 64 heads of width 128 at 500 TFLOP/s, 14 * 64 * 128
-            FLOPs per cell (7 matrix products); 8 key heads at 300 GB/s, 16 KB per token (bf16 K, V twice; float32 dk, dv).
-        swaps_per_chunk: the number of swaps allowed over all starts, divided by the number of non-empty chunks.
-        rank_invariant: make the layout fit ``magi_attention(..., rank_invariant=True)``: the chunk is a multiple of 128
-            tokens. None is then its default rounded up, and other chunks raise.
 
-    Raises:
-        ValueError: the mask is not square, or a number is out of range.
-        TypeError: an argument has a wrong type.
+Held = list[Chunk]  # the chunks of one rank, ascending
+Assignment = list[Held]  # by rank
 
-    Warns:
-        UserWarning: an explicit chunk is so long that ranks hold no token, although there are enough tokens.
 
-    Source: the module's docstring.
+def chunks_of(mask: Mask, ranks: int, chunk: int) -> Held:
+    """Return the chunks of the sequence, plus empty chunks that make their number a multiple of the ranks."""
+    n = mask.queries
+    count = -(-n // chunk)
+    pieces = [range(start, min(start + chunk, n)) for start in range(0, -(-count // ranks) * ranks * chunk, chunk)]
+    return [chunk_of(mask, number, piece, chunk) for number, piece in enumerate(pieces)]
+
+
+def chunk_of(mask: Mask, number: int, tokens: range, chunk: int) -> Chunk:
+    """Return the chunk of ``tokens``. It is small if it has fewer than ``chunk`` tokens."""
+    need = reduce(or_, map(_bits, [tokens, *mask.needed_keys([tokens])]), 0)
+    return Chunk(number, tokens, mask.crop(queries=tokens).area if tokens else 0, need, len(tokens) < chunk)
+
+
+def _bits(tokens: range) -> int:
+    """Return the tokens as a set."""
+    return (1 << tokens.stop) - (1 << tokens.start) if tokens else 0
+
+
+def is_real(chunk: Chunk) -> bool:
+    """Return whether the chunk has tokens."""
+    return len(chunk.tokens) > 0
+
+
+def area_of(held: Held) -> int:
+    """Return the number of cells that a rank with these chunks computes."""
+    return sum(chunk.area for chunk in held)
+
+
+def size_of(held: Held) -> int:
+    """Return the number of tokens of these chunks."""
+    return sum(len(chunk.tokens) for chunk in held)
+
+
+def need_of(held: Iterable[Chunk]) -> int:
+    """Return the set of tokens whose keys a rank with these chunks uses, including its own."""
+    return reduce(or_, (chunk.need for chunk in held), 0)
+
+
+def received_by(held: Held) -> int:
+    """Return the number of tokens whose keys a rank with these chunks receives."""
+    return need_of(held).bit_count() - size_of(held)
+
+
+class Aim:
+    """The objective of a plan. Costs are times, in units of 1 / (cells_per_us * tokens_per_us) microseconds.
+
+    Attributes: ``bound``, the lower bound of the largest area; ``allowed``, the largest cost that is good enough.
     """
-    checked = checked_dispatch(
-        mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk, rank_invariant
-    )
-    return _dispatch(mask, *checked)
+
+    def __init__(self, chunks: Held, ranks: int, imbalance: Fraction, cells_per_us: int, tokens_per_us: int):
+        self.rates = cells_per_us, tokens_per_us
+        largest = max((chunk.area for chunk in chunks), default=0)
+        self.bound = max(-(-area_of(chunks) // ranks), largest)
+        self.allowed = int(self.bound * imbalance) * tokens_per_us
+
+    def cost(self, area: int, received: int) -> int:
+        """Return the time of a rank, max(computing ``area`` cells, receiving ``received`` tokens)."""
+        cells_per_us, tokens_per_us = self.rates
+        return max(area * tokens_per_us, received * cells_per_us)
+
+    def score(self, assignment: Assignment) -> tuple[int, int]:
+        """Return (peak, at least ``allowed``; peak x traffic) with the peak cost over the ranks. Smaller is better."""
+        received = [received_by(held) for held in assignment]
+        peak = max(self.cost(area_of(held), each) for held, each in zip(assignment, received, strict=True))
+        return max(peak, self.allowed), peak * sum(received)
 
 
+def tokens_of(held: Held) -> list[range]:
+    """Return the tokens of the chunks as ascending ranges. Neighbouring chunks make one range."""
+    ranges: list[range] = []
+    for chunk in held:
+        if ranges and ranges[-1].stop == chunk.tokens.start:
+            ranges[-1] = range(ranges[-1].start, chunk.tokens.stop)
+        else:
+            ranges.append(chunk.tokens)
+    return ranges
+
+
+# ---------------------------------------------------------------------- assignments in sequence order
+def contiguous(chunks: Held, ranks: int) -> Assignment:
+    """Assign neighbouring chunks to the same rank. The first ranks get one empty chunk each."""
+    return _filled(chunks, [_counts(chunks, ranks)])
+
+
+def zigzag(chunks: Held, ranks: int) -> Assignment:
+    """Assign early chunks and late chunks to each rank, half and half, which balances a causal mask.
+
+    The last ranks get the empty chunks, because the first rank has the short one.
+    """
+    if len(chunks) <= ranks:  # one slot: no halves
+        return contiguous(chunks, ranks)
+    counts = _counts(chunks, ranks)[::-1]
+    return _filled(chunks, [[(count + 1) // 2 for count in counts], [count // 2 for count in counts]])
+
+
+def _counts(chunks: Held, ranks: int) -> list[int]:
+    """Return the number of chunks with tokens for each rank. The first ranks get fewer."""
+    fewer, more = divmod(sum(map(is_real, chunks)), ranks)
+    return [fewer + (rank >= ranks - more) for rank in range(ranks)]
+
+
+def _filled(chunks: Held, halves: list[list[int]]) -> Assignment:
+    """Assign chunks in order: first to rank 0, 1, ..., then, with a second half, to rank ..., 1, 0. Empty ones come last."""
+    numbers, slots = iter(chunks), len(chunks) // len(halves[0])
+    assignment: Assignment = [[] for _ in halves[0]]
+    for second, half in enumerate(halves):
+        for rank in range(len(half))[:: -1 if second else 1]:
+            assignment[rank] += [next(numbers) for _ in range(half[rank])]
+    for held in assignment:
+        held += [next(numbers) for _ in range(slots - len(held))]
+    return assignment
+
+
+# ---------------------------------------------------------------------- the search
 @cached_plan
 def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) -> Layout:
     chunks = chunks_of(mask, ranks, chunk)
@@ -227,3 +300,6 @@ def _has_two_small(held: Held, leaves: Chunk, comes: Chunk) -> bool:
 def _exchanged(held: Sequence[Chunk], leaves: Chunk, comes: Chunk) -> Held:
     """Return the chunks of the rank after the swap, ascending."""
     return sorted([chunk for chunk in held if chunk is not leaves] + [comes], key=lambda chunk: chunk.number)
+
+
+dispatch = public_plans.dispatch(_dispatch)

@@ -1,4 +1,14 @@
-"""The tiles of a mask that hold a visible cell, and the tokens of a tile."""
+"""The tiles of a mask that hold a visible cell, and the tokens of a tile.
+
+A tile is at most 128 queries x 128 keys, cut at multiples of 128. Tiles without a visible cell are skipped:
+
+    causal, 384 tokens        keys 0-127    128-255    256-383       x  all cells are visible
+    queries   0-127           /             .          .             /  some are
+            128-255           x             /          .             .  none: never read
+            256-383           x             x          /
+
+A token without a visible cell in a tile is read as zeros, because it may hold NaN, and 0 * NaN is NaN.
+"""
 
 from collections.abc import Iterator
 
@@ -38,7 +48,7 @@ def read(x: Tensor, tokens: slice, used: Tensor) -> Tensor:
     return x[:, :, tokens].to(accumulate_dtype(x.dtype)).masked_fill(~used[:, None], 0)
 
 
-def read_keys(k: Tensor, v: Tensor, keys: slice, visible: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return a tile of k and of v, with each key head repeated for the ``group`` query heads that share it."""
-    k, v = (read(x, keys, visible.any(0)).repeat_interleave(group, dim=1) for x in (k, v))
+def read_keys(k: Tensor, v: Tensor, keys: slice, visible: Tensor, share: int) -> tuple[Tensor, Tensor]:
+    """Return a tile of k and of v, with each key head repeated for the ``share`` query heads that use it."""
+    k, v = (read(x, keys, visible.any(0)).repeat_interleave(share, dim=1) for x in (k, v))
     return k, v

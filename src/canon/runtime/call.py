@@ -1,11 +1,15 @@
-"""The checks before a distributed call: the arguments fit together, and all ranks make the same call.
+"""A call of an attention function: its algorithm, and its arguments with all defaults filled in.
 
-`agreed_call` fills in the defaults, checks the arguments, and compares a digest of the call between all ranks
-(`group_state`). A repeated call finds its checked arguments and its digest by one key, but it is compared all the same. A
-bad argument on one rank raises on every rank.
+    RING = Algorithm(REFERENCE, "ring_attention", ring_forward, ring_backward)    both passes, as functions of a call
+    call = RING.call(q, k, v, mask, layout)                                       check the arguments on this rank alone
+    out, lse = ring_forward(call, q, k, v)                                        run the mathematics alone, on all ranks
+
+`call_of` finds a repeated call by one key, so nothing is checked twice. `Call.agree` compares it between all ranks, in every
+pass. A bad argument on one rank raises on every rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,45 +19,141 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.masks.arguments import plain_tensor
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan import CastPlan
 from canon.masks.plan_cache import PLANS
-from canon.runtime.call_arguments import kind_of_call, kinds_of, mask_and_layout, reduce_dtype_of, tensor_fields
-from canon.runtime.checks import check_method, check_tensors, default_scale
+from canon.runtime.checks import (
+    DTYPES,
+    accumulate_dtype,
+    cached,
+    check_mask_type,
+    check_method,
+    check_tensors,
+    default_mask,
+    default_scale,
+)
 from canon.runtime.digests import Fields, digest_of
 from canon.runtime.group_arguments import Group, place_in
 from canon.runtime.group_state import GroupState, group_state, refused_together
-from canon.runtime.plan_arguments import Sizes, check_into, check_rows
 from canon.runtime.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
+
+PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})  # types of options that a key may hold
+
+
+def _no_settings(key: Hashable) -> None:
+    """Return None: the algorithms of this half depend on their arguments alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """The properties that all algorithms of `canon.reference`, or of `canon.fast`, share.
+
+    ``under_sink(out, lse, sink)`` returns out under a sink. ``settings(key)`` returns the caller's settings that change the
+    kernels of a call, and ``restored`` is a context with these settings, for its later passes. ``check_device`` raises
+    RuntimeError for a device that no kernel supports.
+    """
+
+    name: str
+    under_sink: Callable[[Tensor, Tensor, Tensor], Tensor]
+    settings: Callable[[Hashable], Any] = _no_settings
+    restored: Callable[[Any], AbstractContextManager] = nullcontext
+    check_device: Callable[[Tensor], None] = _no_settings
+
+
+@dataclass(frozen=True, eq=False)
+class Algorithm:
+    """A public attention function of one half, as two functions of tensors with a batch axis:
+
+        forward(call, q, k, v)                                                  returns out, lse, *others
+        backward(call, needs_grad, dout, dlse, q, k, v, out, lse, *others)      returns dq, dk, dv
+
+    ``others`` are tensors that are saved for the backward pass. Gradients that are not in ``needs_grad`` may be None. dlse
+    is None if nothing depends on lse; dout is never None. Both run without autocast: inputs are cast before.
+
+    ``plan(call)`` returns the state that all calls of one kind share, such as the steps of a schedule. It is made once, as
+    `Call.plan`. ``layout``: the constructor of the function's own layout. ``kept_rows(call)``: the first sizes of ``others``.
+    """
+
+    half: Half
+    function: str
+    forward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    plan: Callable[["Call"], Any] | None = None
+    layout: Callable[[int, int], Layout] | None = None
+    kept_rows: Callable[["Call"], list[int]] | None = None
+
+    def __post_init__(self):
+        ALGORITHMS[self.half.name, self.function] = self
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the function runs on one rank and takes no layout."""
+        return self.function == "attention"
+
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, layout: Layout | None = None,
+        *, group: Group = None, **options: Any,
+    ) -> "Call":  # fmt: skip
+        """Return a call with its defaults, after checks on this rank alone: `forward` then needs no agreement."""
+        return call_of(self, q, k, v, mask, layout, group, DEFAULTS[self.function] | options)
+
+
+_RING = {"scale": None, "reduce_dtype": None, "backward": "auto"}
+# By function, in the order of the public function: a test compares them with its signature.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "attention": {"scale": None, "backward": "auto", "rank_invariant": False},
+    "ring_attention": _RING,
+    "zigzag_attention": _RING,
+    "striped_attention": _RING,
+    "strided_attention": _RING
+    | {
+        "rank_invariant": False,
+        "head_stride": 1,
+        "forward_first_stride": None,
+        "backward_first_stride": None,
+        "backward_last_stride": None,
+        "backward_schedule": "scatter",
+    },
+    "magi_attention": _RING | {"rank_invariant": False, "stages": 1, "keep_kv": False},
+}
+ALGORITHMS: dict[tuple[str, str], Algorithm] = {}  # by half and function, for operators
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a distributed function with all defaults filled in. Only ``rank`` differs between ranks.
+    """The arguments of a call after all checks. Only ``rank`` differs between ranks.
 
-    Calls of one kind share one object: the same arguments, and q, k, v of the same shapes, strides, dtypes and alignment.
-    So the object can be the key of everything that depends on the kind of a call.
-
-    ``fields``: (name, value) of everything that must be equal on all ranks. ``group_reference`` is None for all ranks.
+    One object serves all calls of its kind: the same arguments, and q, k, v of the same shapes, strides, dtypes and alignment.
+    So it can be the key of everything that depends on the kind of a call. ``layout`` is None for `attention`.
+    ``options``: the function's other options. ``settings``: see `Half`. ``shapes``: of q, k, v, with a batch axis.
     """
 
-    function: str
+    algorithm: Algorithm
     rank: int
     ranks: int
     group_reference: Any  # weak: the cache of calls must not keep a group alive
     mask: Mask
-    layout: Layout
+    layout: Layout | None
     scale: float
     reduce_dtype: torch.dtype
     backward: str
-    fields: Fields = ()
+    options: dict[str, Any]
+    settings: Any
+    shapes: tuple[torch.Size, torch.Size, torch.Size]
+    dtype: torch.dtype
+    device: torch.device
+    sink: str | None = None
+
+    @property
+    def function(self) -> str:
+        """The name of the public function."""
+        return self.algorithm.function
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes it takes on the host."""
-        return 1000 + self.mask.nbytes + self.layout.nbytes
+        """The memory of the call on the host, in bytes (an estimate)."""
+        layout = 0 if self.layout is None else self.layout.nbytes
+        return 1000 + self.mask.nbytes + layout + int(getattr(self.__dict__.get("plan"), "nbytes", 0))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -66,121 +166,164 @@ class Call:
             )
         return group
 
+    @cached_property
+    def plan(self) -> Any:
+        """The plan of the algorithm. Raises ValueError, on every rank, if an option does not fit the tensors."""
+        assert self.algorithm.plan is not None
+        return self.algorithm.plan(self)
+
     def local_mask(self, owner: int) -> Mask:
         """Return the mask between this rank's queries and the keys of ``owner``, in local coordinates."""
-        return self.layout.local_mask(self.mask, self.rank, owner)
+        return self.mask if self.layout is None else self.layout.local_mask(self.mask, self.rank, owner)
 
+    # ------------------------------------------------------------------ agreement between ranks
     @property
     def state(self) -> GroupState:
         """The state of the group. Valid for calls of more than one rank only."""
         return group_state(self.group)
 
     @cached_property
-    def _passes(self) -> dict[str, tuple[str, Fields, int]]:
-        """The name, the fields and the digest of each pass."""
-        fields = {name: (("pass", name), *self.fields) for name in ("forward", "backward")}
-        return {name: (f"{self.function} ({name})", some, digest_of(some)) for name, some in fields.items()}
-
-    def agree(self, name: str, device: torch.device) -> None:
-        """Compare this call between all ranks at the start of its pass ``name``. Raises like `GroupState.agree`."""
-        title, fields, digest = self._passes[name]
-        self.state.agree(title, fields, wait=device.type == "cpu", digest=digest)
-
-
-def agreed_call(
-    function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    layout: Layout | Callable[[int, int], Layout] | None,
-    *,
-    scale: float | None,
-    group: Group,
-    reduce_dtype: torch.dtype | None,
-    backward: str,
-    pass_name: str = "forward",
-    **options: Any,
-) -> Call:
-    """Return the call with its defaults filled in, after a comparison between all ranks. A collective.
-
-    Args: ``layout``, a Layout, a function (tokens, ranks) -> Layout, or None for contiguous; ``pass_name``, the pass that
-        starts; ``options``, other arguments that must be equal on all ranks.
-    Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together or differ from those
-    of the others.
-    """
-    group, rank, ranks = place_in(function, group)
-    given = function, mask, layout, scale, reduce_dtype, backward
-    key = kind_of_call(q, k, v, group, *given, options)
-    call = None if key is None else PLANS.get((Call, key, rank, ranks))
-    if call is None:
-        with refused_together(function, group, ranks):
-            call = _checked_call(q, k, v, group, *given, options, rank, ranks)
-        if key is not None:
-            PLANS.put((Call, key, rank, ranks), call)
-    if ranks > 1:
-        call.agree(pass_name, q.device)
-    return call
-
-
-def _checked_call(
-    q: Tensor, k: Tensor, v: Tensor, group: Any, function: str, mask: Any, layout: Any, scale: Any,
-    reduce_dtype: Any, backward: Any, options: dict[str, Any], rank: int, ranks: int,
-) -> Call:  # fmt: skip
-    """Check the arguments of `agreed_call` and fill in their defaults. Equal calls return one object."""
-    check_tensors(q, k, v)
-    check_method("backward", backward)
-    if "rank_invariant" in options:
-        check_rank_invariant(function, backward=backward, reduce_dtype=reduce_dtype, **options)
-    rank_invariant = options.get("rank_invariant", False)
-    layout = contiguous_tiles if rank_invariant and layout is None else layout
-    mask, layout = mask_and_layout(q, k, mask, layout, rank, ranks)
-    if rank_invariant:
-        check_tiled(function, layout)
-    reduce_dtype = reduce_dtype_of(q, reduce_dtype)
-    scale = default_scale(q, scale)
-    fields = (
-        ("function", function),
-        ("mask", mask),
-        ("layout", layout),
-        *tensor_fields(q, k, v),
-        ("scale", scale),
-        ("reduce_dtype", reduce_dtype),
-        ("backward", backward),
-        ("options", tuple((name, type(value).__name__, value) for name, value in options.items())),
-    )
-    hash(fields)  # raises TypeError for an option that is a list
-    group = None if group is None else ref(group)
-    call = Call(function, rank, ranks, group, mask, layout, scale, reduce_dtype, backward, fields)
-    return PLANS.put((Call, rank, ranks, group, kinds_of(q, k, v), fields), call)
-
-
-def agreed_cast(
-    function: str, x: Tensor, plan: CastPlan, stage: int, group: Group, into: Tensor | None = None
-) -> tuple[dist.ProcessGroup | None, int, Sizes]:
-    """Return the process group, this rank and the sizes of its cast, after a comparison between all ranks. A collective.
-
-    Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together or differ from those
-    of the others.
-    """
-    group, rank, ranks = place_in(function, group)
-    with refused_together(function, group, ranks):
-        plain_tensor(function, x, 0)
-        if not isinstance(plan, CastPlan):
-            raise TypeError(
-                f"{function}: plan must be a CastPlan, got {type(plan).__name__}: pass the result of cast_plan"
-            )
-        rank, sizes = check_rows(f"{function}: x", x, plan, stage, group, received=into is not None)
-        if into is not None:
-            check_into(into, x, plan, rank)
-    if ranks > 1:
-        fields = (
-            ("function", function),
-            ("mask", plan.mask),
-            ("layout", plan.layout),
-            ("stages, stage", (plan.stages, stage)),
-            ("dtype", x.dtype),
-            ("shape of a row", tuple(x.shape[1:])),
+    def fields(self) -> Fields:
+        """(name, value) of everything that must be equal on all ranks."""
+        q, k, v = self.shapes
+        return (
+            ("function", self.function),
+            ("mask", self.mask),
+            ("layout", self.layout),
+            ("dtype", self.dtype),
+            ("device", self.device.type),
+            *((f"batch, heads and width of {name}", (x[0], *x[2:])) for name, x in zip("qkv", (q, k, v), strict=True)),
+            ("scale", self.scale),
+            ("reduce_dtype", self.reduce_dtype),
+            ("backward", self.backward),
+            ("sink", self.sink),
+            ("options", tuple((name, type(value).__name__, value) for name, value in self.options.items())),
         )
-        group_state(group).agree(function, fields, wait=x.device.type == "cpu")
-    return group, rank, sizes
+
+    @cached_property
+    def _digests(self) -> dict[tuple[str, tuple[bool, ...]], tuple[str, Fields, int]]:
+        """The name, the fields and the digest of each pass, by its name and by the tensors that need a gradient."""
+        return {}
+
+    def agree(self, name: str, needs_grad: tuple[bool, ...]) -> None:
+        """Compare this call between all ranks at the start of its pass ``name``. Raises like `GroupState.agree`."""
+        found = self._digests.get((name, needs_grad))
+        if found is None:
+            fields = (("pass", name), *self.fields, ("requires_grad of q, k, v", needs_grad))
+            found = self._digests[name, needs_grad] = f"{self.function} ({name})", fields, digest_of(fields)
+        title, fields, digest = found
+        self.state.agree(title, fields, wait=self.device.type == "cpu", digest=digest)
+
+
+def call_of(
+    algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Any, layout: Any, group: Any,
+    options: dict[str, Any], sink: str | None = None,
+) -> Call:  # fmt: skip
+    """Return the call with its defaults filled in. A repeated call is found by its key and not checked again.
+
+    Args: ``options``, all options by name, in one order for each function; ``sink``, the kind of the sink, if any.
+    Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together.
+    """
+    group, rank, ranks = (None, 0, 1) if algorithm.is_local else place_in(algorithm.function, group)
+    key = _key(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink)
+    if key is not None and (call := PLANS.get(key)) is not None:
+        return call
+    with refused_together(algorithm.function, group, ranks):
+        call = _checked(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink, key)
+    if key is None:  # an argument of an unusual type, such as a number of NumPy
+        plain = options | {"scale": call.scale, "reduce_dtype": call.reduce_dtype}
+        key = _key(algorithm, q, k, v, call.mask, call.layout, group, rank, ranks, plain, sink)
+    return call if key is None else PLANS.put(key, call)
+
+
+def _key(
+    algorithm: Algorithm, q: Any, k: Any, v: Any, mask: Any, layout: Any, group: Any, rank: int, ranks: int,
+    options: dict[str, Any], sink: str | None,
+) -> tuple | None:  # fmt: skip
+    """Return a key of calls that need the same checks and the same kernels, None for arguments of unusual types."""
+    values = tuple(options.values())
+    types = tuple(map(type, values))  # 1 and True are equal as keys
+    if not PLAIN.issuperset(types) or not (mask is None or type(mask) is Mask):
+        return None
+    if not (layout is None or type(layout) is Layout):
+        return None
+    group = None if group is None else ref(group)
+    try:
+        key = (
+            algorithm, mask, layout, group, rank, ranks, sink, values, types,
+            type(q), q.shape, q.stride(), q.dtype, q.device, q.data_ptr() & 15,
+            type(k), k.shape, k.stride(), k.dtype, k.device, k.data_ptr() & 15,
+            type(v), v.shape, v.stride(), v.dtype, v.device, v.data_ptr() & 15,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without strides or memory (torch.func)
+        return None
+    return *key, algorithm.half.settings(key)
+
+
+def kinds_of(*tensors: Tensor) -> Hashable:
+    """Return a key of the tensors' kinds: shapes, strides, dtypes, devices and alignment."""
+    return tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
+
+
+def _checked(
+    algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Any, layout: Any, group: Any, rank: int, ranks: int,
+    options: dict[str, Any], sink: str | None, key: tuple | None,
+) -> Call:  # fmt: skip
+    """Check the arguments on this rank, and fill in their defaults."""
+    check_tensors(q, k, v)
+    algorithm.half.check_device(q)
+    own = {name: value for name, value in options.items() if name not in ("scale", "reduce_dtype", "backward")}
+    check_method("backward", options["backward"])
+    if "rank_invariant" in own:
+        check_rank_invariant(
+            algorithm.function, backward=options["backward"], reduce_dtype=options.get("reduce_dtype"), **own
+        )
+    if algorithm.is_local:
+        mask, layout = default_mask(q, k, mask), None
+    else:
+        invariant = own.get("rank_invariant", False)
+        default = algorithm.layout or (contiguous_tiles if invariant else Layout.contiguous)
+        mask, layout = _mask_and_layout(q, k, mask, layout, default, rank, ranks)
+        if invariant:
+            check_tiled(algorithm.function, layout)
+    hash(tuple(own.values()))  # raises TypeError for an option that is a list
+    shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in (q, k, v))
+    return Call(
+        algorithm, rank, ranks, None if group is None else ref(group), mask, layout, default_scale(q, options["scale"]),
+        _reduce_dtype(q, options.get("reduce_dtype")), options["backward"], own,
+        algorithm.half.settings(None) if key is None else key[-1], shapes, q.dtype, q.device, sink,
+    )  # fmt: skip
+
+
+def _mask_and_layout(
+    q: Tensor, k: Tensor, mask: Mask | None, layout: Layout | None, default: Callable[[int, int], Layout], rank: int,
+    ranks: int,
+) -> tuple[Mask, Layout]:  # fmt: skip
+    """Return the mask and the layout with their defaults. Raise unless they fit q and k on this rank."""
+    if q.shape[-3] != k.shape[-3]:
+        raise ValueError(f"q and k of a rank must hold the same tokens, got {q.shape[-3]} and {k.shape[-3]}")
+    if mask is not None:
+        check_mask_type(mask)
+    if layout is not None and not isinstance(layout, Layout):
+        raise TypeError(
+            f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with Layout.zigzag, ..."
+        )
+    tokens = mask.queries if mask is not None else layout.tokens if layout is not None else ranks * q.shape[-3]
+    layout = cached(default, tokens, ranks) if layout is None else layout
+    mask = cached(Mask.causal, tokens) if mask is None else mask
+    if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
+        raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
+    if layout.ranks != ranks:
+        raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
+    if q.shape[-3] != layout.size(rank):
+        raise ValueError(f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}")
+    return mask, layout
+
+
+def _reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """Return ``reduce_dtype``, or the accumulation dtype of q. Raise ValueError unless it is a floating dtype."""
+    if reduce_dtype is None:
+        return accumulate_dtype(q.dtype)
+    if not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPES):
+        raise ValueError(f"reduce_dtype must be float64, float32, float16 or bfloat16, got {reduce_dtype}")
+    return reduce_dtype

@@ -176,13 +176,12 @@ def under_autocast(*names: str) -> Callable:
         def _called(*args, **kwargs):
             if not torch._C._is_any_autocast_enabled():
                 return function(*args, **kwargs)
-            device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "meta")
-            if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+            first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            if (dtype := autocast_dtype(first)) is None:
                 return function(*args, **kwargs)
-            dtype = torch.get_autocast_dtype(device)
-            args = [_cast(x, dtype) if place in places else x for place, x in enumerate(args)]
-            kwargs = {name: _cast(x, dtype) if name in names else x for name, x in kwargs.items()}
-            with torch.autocast(device, enabled=False):
+            args = [cast(x, dtype) if place in places else x for place, x in enumerate(args)]
+            kwargs = {name: cast(x, dtype) if name in names else x for name, x in kwargs.items()}
+            with torch.autocast(first.device.type, enabled=False):
                 return function(*args, **kwargs)
 
         return _called
@@ -190,7 +189,15 @@ def under_autocast(*names: str) -> Callable:
     return _decorate
 
 
-def _cast(x: Any, dtype: torch.dtype) -> Any:
+def autocast_dtype(x: Any) -> torch.dtype | None:
+    """Return the dtype of autocast on the device of x, None if autocast is off there or x is not a tensor."""
+    if not isinstance(x, Tensor) or x.device.type not in ("cpu", "cuda"):
+        return None
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+
+
+def cast(x: Any, dtype: torch.dtype) -> Any:
+    """Return a floating tensor in ``dtype``, and anything else, float64 included, unchanged."""
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
 
 

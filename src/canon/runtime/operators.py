@@ -4,8 +4,8 @@
     canon::ring_attention_backward    the gradients of out and lse, and all of that -> the needed ones of dq, dk, dv
 
 There is a pair for each differentiable function, for both halves. Eager calls do not use them, because an operator costs
-about 10 us more than an autograd Function. Both run the same `Passes`: the function that checks the arguments, on all ranks
-together, returns the forward and the backward pass of a call. An operator calls it when it runs, not when it is traced.
+about 10 us more than an autograd Function. Both run the same `Algorithm`. An operator finds its `Call` when it runs, not when
+it is traced.
 
 A mask or a layout is an input of the compiled graph (`opaque`), so one graph serves all masks. Both are made outside of the
 compiled region. A group travels as its name. Results own their memory and are contiguous, as the fake implementations say.
@@ -16,7 +16,8 @@ The ranks do not compare the sink of a compiled call, so a sink that does not fi
 A compiled function cannot use attributes or methods of masks and layouts. FlopCounterMode counts no FLOPs of an operator.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,9 @@ from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.opaque import registered
 from canon.runtime.autograd import NO_SECOND_DERIVATIVE, check_differentiation, surroundings
+from canon.runtime.call import ALGORITHMS, Algorithm, Call, Half, call_of
 from canon.runtime.checks import accumulate_dtype, batched, check_mask_type
 from canon.runtime.group_backends import group_named, name_of
-from canon.runtime.passes import MAKERS, Passes
 
 MASK, LAYOUT = registered(Mask), registered(Layout)
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object
@@ -41,7 +42,7 @@ OPTIONS = {
     "ring_attention": RANKS,
     "zigzag_attention": RANKS,
     "striped_attention": RANKS,
-    "strided_attention": f"{RANKS}, bool rank_invariant, int head_stride, {STRIDES}, bool pack_first, str backward_schedule",
+    "strided_attention": f"{RANKS}, bool rank_invariant, int head_stride, {STRIDES}, str backward_schedule",
     "magi_attention": f"{RANKS}, bool rank_invariant, int stages, bool keep_kv",
 }
 BODIES: dict[str, Callable] = {}  # by name of the operator; a dispatch mode can call them
@@ -53,42 +54,57 @@ def is_traced() -> bool:
 
 
 def call_operator(
-    half: str, function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Any,
-    *, kernels: str | None = None, **options: Any,
+    algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Any, group: Any,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (out, lse) from the operator of a public function. Its body checks the arguments.
-
-    ``kernels``: the kernel backend of `canon.fast.backend`. ``options``: the other arguments of the function.
-    """
+    """Return (out, lse) from the operator of a public function. Its body checks the arguments."""
     if torch.compiler.is_exporting() and not EXPORTS:
         raise RuntimeError("torch.export of canon needs torch >= 2.13: older versions do not take masks as constants")
-    if not torch.compiler.is_compiling():
+    compiling, half = torch.compiler.is_compiling(), algorithm.half
+    if not compiling:
         check_differentiation(q, k, v)
     if mask is not None:
         check_mask_type(mask)
-    if function != "attention":
-        options["needs_grad"] = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
-        options["group"] = name_of(options["group"])
-    operator = getattr(torch.ops.canon, function).default
+    if not algorithm.is_local:
+        needs_grad = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
+        options = options | {"needs_grad": needs_grad, "group": name_of(group)}
+    settings = _settings_at_compilation(half.name) if compiling else half.settings(None)
+    operator = getattr(torch.ops.canon, algorithm.function).default
     mask, has_mask = (NO_MASK, False) if mask is None else (mask, True)
     layout, has_layout = (layout, True) if isinstance(layout, Layout) else (NO_LAYOUT, False)
-    out, lse, *_ = operator(q, k, v, mask, has_mask, layout, has_layout, half, kernels, **options)
+    out, lse, *_ = operator(q, k, v, mask, has_mask, layout, has_layout, half.name, settings, **options)
     return out, lse
 
 
-def _passes(function: str, pass_name: str, tensors: Sequence[Tensor], options: Sequence[Any]) -> Passes:
-    """Return the passes of a call. If it has several ranks, they agree on its pass ``pass_name``."""
-    mask, has_mask, layout, has_layout, half, kernels, *values = options
+@torch.compiler.assume_constant_result
+def _settings_at_compilation(half: str) -> str | None:
+    return ALGORITHMS[half, "attention"].half.settings(None)
+
+
+@contextmanager
+def _call(function: str, pass_name: str, tensors: Sequence[Tensor], options: Sequence[Any]) -> Iterator[Call]:
+    """Find the call, with the settings of its half inside. If it has several ranks, they agree on its pass ``pass_name``."""
+    mask, has_mask, layout, has_layout, half, settings, *values = options
     mask, layout = mask if has_mask else None, layout if has_layout else None
-    named = dict(zip(_names(function), values, strict=True)) | ({} if kernels is None else {"kernels": kernels})
-    make = MAKERS[half, function]
-    if function == "attention":
-        return make(function, *tensors, mask, layout, **named)
-    named["group"], needs_grad = group_named(named["group"]), named.pop("needs_grad")
-    # Below autograd no tensor needs a gradient. The ranks compare whether it is needed, as in eager calls.
-    tensors = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs_grad, strict=True)]
-    with torch.set_grad_enabled(any(needs_grad)):
-        return make(function, *tensors, mask, layout, pass_name=pass_name, **named)
+    algorithm, named = ALGORITHMS[half, function], dict(zip(_names(function), values, strict=True))
+    group, needs_grad = group_named(named.pop("group", "")), named.pop("needs_grad", ())
+    _check_settings(algorithm.half, settings)
+    with algorithm.half.restored(settings):
+        call = call_of(algorithm, *tensors, mask, layout, group, named)
+        if call.ranks > 1:
+            call.agree(pass_name, tuple(needs_grad))
+        with surroundings(tensors[0], call, pass_name):
+            yield call
+
+
+def _check_settings(half: Half, settings: str | None) -> None:
+    """Raise RuntimeError if another backend was chosen around a compiled function than at its compilation."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    if not in_backward and (chosen := half.settings(None)) not in (None, settings):
+        compiled = "outside of backend(...)" if settings is None else f"inside backend({settings!r})"
+        raise RuntimeError(
+            f"backend({chosen!r}) surrounds a function that was compiled {compiled}: compile another copy"
+        )
 
 
 def _names(function: str) -> list[str]:
@@ -96,9 +112,8 @@ def _names(function: str) -> list[str]:
 
 
 def _forward(function: str, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    passes = _passes(function, "forward", (q, k, v), options)
-    with surroundings(q, passes.call, "forward"):
-        out, lse, *kept = passes.forward(*batched(q, k, v))
+    with _call(function, "forward", (q, k, v), options) as call:
+        out, lse, *kept = call.algorithm.forward(call, *batched(q, k, v))
     results = [out.squeeze(0), lse.squeeze(0)] if q.ndim == 3 else [out, lse]
     if function == "magi_attention":
         results.append(kept[0] if len(kept) == 1 else torch.cat([_rows(k, v, 0), *kept]))
@@ -109,14 +124,13 @@ def _backward(
     function: str, needs_grad: list[bool], dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, kept: list[Tensor], *options: Any,
 ) -> list[Tensor]:  # fmt: skip
-    passes = _passes(function, "backward", (q, k, v), options)
     saved = dout, dlse, q, k, v, out, lse
     if q.ndim == 3:
         saved = [None if x is None else x.unsqueeze(0) for x in saved]
-    if passes.kept_rows is not None:
-        saved = *saved, *kept[0].split(passes.kept_rows())
-    with surroundings(q, passes.call, "backward"):
-        grads = passes.backward(tuple(needs_grad), *saved)
+    with _call(function, "backward", (q, k, v), options) as call:
+        if call.options.get("keep_kv"):
+            saved = *saved, *kept[0].split(call.algorithm.kept_rows(call))
+        grads = call.algorithm.backward(call, tuple(needs_grad), *saved)
     grads = [x.squeeze(0) if q.ndim == 3 else x for x, needed in zip(grads, needs_grad, strict=True) if needed]
     return list(map(_alone, grads))
 
@@ -176,7 +190,7 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 def _define(function: str, options: str) -> None:
     """Register the operators of a function, their fake implementations and their autograd formulas."""
-    options = f"{MASK} mask, bool has_mask, {LAYOUT} layout, bool has_layout, str half, str? kernels, {options}"
+    options = f"{MASK} mask, bool has_mask, {LAYOUT} layout, bool has_layout, str half, str? settings, {options}"
     tensors, results = "Tensor q, Tensor k, Tensor v", ["Tensor out", "Tensor lse"]
     if function == "magi_attention":
         results.append("Tensor kept")

@@ -58,7 +58,6 @@ STRIDED = {  # variant: mask, layout, options
     "split_last": ("documents", "zigzag", {"head_stride": 2, "backward_last_stride": 1}),
     "ring_backward": ("causal", "striped", {"backward_schedule": "ring"}),
     "split_first": ("window", "zigzag", {"head_stride": 2, "forward_first_stride": 1, "backward_first_stride": 1}),
-    "unpacked": ("block_causal", "contiguous", {"pack_first": False}),
     "one_by_one": ("full", "striped", {}),
     "sink": ("documents", "zigzag", {"sink": True, "head_stride": 2}),
 }
@@ -100,7 +99,7 @@ USES = (  # results that are differentiated
     "forward, no lse",  # none; only out is returned
 )
 # Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`).
-VOCABULARY = {"Band", "Mask", "Layout", "backend", "suggest_strides", "warm_up"}
+VOCABULARY = {"Band", "Mask", "Layout", "backend", "warm_up"}
 
 
 def interleaving(mask: Mask, ranks: int) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def _options(draw: Random, function: str, shape: Shape, dtype: str, invariant: b
 
 def _strides(draw: Random, heads: int, invariant: bool) -> dict:
     stride = draw.choice([part for part in range(1, heads + 1) if heads % part == 0])
-    options: dict = {"head_stride": stride, "pack_first": draw.random() < 0.7}
+    options: dict = {"head_stride": stride}
     ring = draw.random() < 0.2 and not invariant
     options |= {"backward_schedule": "ring"} if ring else {}
     if stride > 1:

@@ -21,9 +21,9 @@ from functools import wraps
 from typing import Any
 from unittest import mock
 
+from canon.runtime import attend
+
 FUNCTIONS = {  # in every module that uses them: the part
-    "_checked_call": "arguments",
-    "agreed_call": "arguments",
     "empty_result": "results",
     "_empty_gradients": "results",
     "replayed": "look-up",
@@ -75,6 +75,7 @@ def _clocks() -> Iterator[Counter]:
         for module in (importlib.import_module(f"canon.fast.{name}") for name in MODULES):
             for name in FUNCTIONS.keys() & vars(module).keys():
                 patches.enter_context(mock.patch.object(module, name, timed(FUNCTIONS[name], getattr(module, name))))
+        patches.enter_context(mock.patch.object(attend, "call_of", timed("arguments", attend.call_of)))
         for (module, owner, name), part in METHODS.items():
             found = getattr(importlib.import_module(module), owner)
             patches.enter_context(mock.patch.object(found, name, timed(part, getattr(found, name))))

@@ -1,0 +1,52 @@
+"""Merge the parts of all ranks in place. Each rank's kernel writes its part into the buffer of the one message.
+
+The algorithm, its cost and its source are those of `canon.reference.decode`.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canon.fast.local import attention_forward, forward_into, merge_into
+from canon.fast.transport import transport_for
+from canon.masks.mask import Mask
+from canon.runtime import public_local
+from canon.runtime.checks import accumulate_dtype
+from canon.runtime.group_state import named_failures
+from canon.runtime.sink_weights import weighted
+
+__all__ = ["decode_attention"]
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sink: Tensor | None,
+    group: dist.ProcessGroup | None, rank: int, ranks: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks."""
+    buffer, parts = _empty_parts(q, v, ranks)
+    if isinstance(mask, (tuple, list)):
+        result = attention_forward(q, k, v, mask, scale=scale, out_dtype=buffer.dtype)
+        for target, source in zip(parts[rank], result, strict=True):
+            target.copy_(source)
+    else:
+        forward_into(q, k, v, mask, scale, *parts[rank])
+    (out, lse), *others = parts
+    if others and out.numel():
+        with named_failures("decode_attention", group, ranks):
+            transport_for(group, q.device).all_gather(buffer).wait()
+        for other in others:
+            merge_into(out, lse, *other)
+    return (out if sink is None else weighted(out, lse, sink)).to(q.dtype), lse
+
+
+decode_attention = public_local.decode_attention(decode)
+
+
+def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Allocate out (b, t, h, dv) and lse (b, h, t) of each rank in one flat buffer, the message. Return it and its views."""
+    (b, t, h, _), dv = q.shape, v.shape[-1]
+    of_out, of_lse = b * t * h * dv, b * h * t
+    size = -(-(of_out + of_lse) // 64) * 64  # each part starts at a multiple of 256 bytes, for wide stores
+    buffer = torch.empty(ranks * size, dtype=accumulate_dtype(q.dtype), device=q.device)
+    rows = buffer.view(ranks, size)
+    return buffer, [(x[:of_out].view(b, t, h, dv), x[of_out : of_out + of_lse].view(b, h, t)) for x in rows]

@@ -1,0 +1,61 @@
+"""Decode attention: all ranks hold the same few queries, the keys are divided among the ranks.
+
+    rank 0    q, K0 V0  ->  out_0, lse_0  \
+    rank 1    q, K1 V1  ->  out_1, lse_1   }  one all-gather  ->  merge in rank order  ->  out, equal on all ranks
+    rank 2    q, K2 V2  ->  out_2, lse_2  /
+
+Each rank computes attention over its own keys, in float32 (float64 for float64). One message brings out and lse of every rank
+to all ranks. Each rank merges the parts in rank order and rounds once, so all ranks return the same bits. A sink is applied
+after the last merge. The formula of `merge` is derived in notebooks/00_softmax_in_pieces.md.
+
+Cost of a rank with s_r keys, n ranks:
+
+    messages          one all-gather
+    elements received (n - 1) b t h (dv + 1) in the accumulation dtype
+    FLOPs             those of `attention_forward` for t queries x s_r keys, and n - 1 merges
+
+Limits: the result is not differentiable. Ranks compare shapes, dtypes and scales in each call, but not the number of keys.
+
+Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canon.masks.mask import Mask
+from canon.reference.local import attention_forward, merged
+from canon.runtime import public_local
+from canon.runtime.checks import accumulate_dtype
+from canon.runtime.group_state import named_failures
+from canon.runtime.sink_weights import weighted
+
+__all__ = ["decode_attention"]
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sink: Tensor | None,
+    group: dist.ProcessGroup | None, rank: int, ranks: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks."""
+    part = attention_forward(q, k, v, mask, scale=scale, out_dtype=accumulate_dtype(q.dtype))
+    (out, lse), *others = _parts_of_ranks(*part, ranks, group)
+    for other in others:
+        out, lse = merged(out, lse, *other)
+    return (out if sink is None else weighted(out, lse, sink)).to(q.dtype), lse
+
+
+decode_attention = public_local.decode_attention(decode)
+
+
+def _parts_of_ranks(
+    out: Tensor, lse: Tensor, ranks: int, group: dist.ProcessGroup | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return out and lse of each rank, which travel as one message."""
+    if ranks == 1 or not out.numel():
+        return [(out, lse)]
+    sent = torch.cat([out.flatten(), lse.flatten()])
+    received = [torch.empty_like(sent) for _ in range(ranks)]
+    with named_failures("decode_attention", group, ranks):
+        dist.all_gather(received, sent, group=group)
+    return [(x[: out.numel()].view(out.shape), x[out.numel() :].view(lse.shape)) for x in received]

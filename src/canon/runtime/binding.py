@@ -1,0 +1,23 @@
+"""Bind a public function to a half: its signature and docstring are written once, in `public_local.py` and its neighbours.
+
+A function there, such as `public_ranks.ring_attention`, takes the algorithm of a half and returns the half's public function.
+Editors and type checkers infer its signature, and a call costs nothing more than a plain function.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def bound(function: F, implementation: Callable[..., Any], notes: str = "") -> F:
+    """Return ``function`` as a member of the module of its ``implementation``. It can then be pickled by name.
+
+    ``notes``: sentences that are true of this half only. They follow the shared docstring.
+    """
+    function.__module__, function.__qualname__ = implementation.__module__, function.__name__
+    if notes:
+        shared, own = inspect.cleandoc(function.__doc__ or ""), inspect.cleandoc(notes)
+        function.__doc__ = f"{shared}\n\nIn `canon.fast`:\n\n{own}"
+    return function

@@ -1,0 +1,273 @@
+"""The public functions of one rank, and `decode_attention`: signatures, docstrings, checks. Each half binds its algorithms."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from canon.masks.mask import Mask
+from canon.runtime.attend import attend
+from canon.runtime.binding import bound
+from canon.runtime.call import Algorithm
+from canon.runtime.checks import (
+    batched,
+    cached,
+    check_gradients,
+    check_mask,
+    check_method,
+    check_parts,
+    check_sink,
+    check_tensors,
+    default_scale,
+    kind_of_sink,
+    under_autocast,
+)
+from canon.runtime.group_arguments import Group, place_in
+from canon.runtime.group_state import group_state, refused_together
+from canon.runtime.packing import attend_each, check_masks, differentiate_each
+
+
+def attention(algorithm: Algorithm, notes: str = ""):
+    """Return `attention` of a half."""
+
+    def attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b s g d"],
+        v: Float[Tensor, "*b s g dv"],
+        mask: Mask | Sequence[Mask] | None = None,
+        *,
+        scale: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        backward: str = "auto",
+        rank_invariant: bool = False,
+        return_lse: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        """Return softmax(scale * q k^T) v over the visible cells, differentiable in q, k and v.
+
+        A query that sees no key gets out 0 and lse -inf. Keys that no query sees and queries that see no key may hold
+        anything, NaN included. Under autocast q, k and v are cast as `torch.nn.functional.scaled_dot_product_attention`
+        casts them.
+
+        Args:
+            q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b. h is a multiple of g. Any strides.
+            mask: the visible cells of t queries x s keys, for all sequences; None is causal and needs t = s. A tuple or a
+                list of b Masks holds one for each sequence.
+            scale: factor of the scores, finite; None is 1 / sqrt(d).
+            sink: a logit (h,) of each query head in the denominator, float32 or in the dtype of q; None is none. out
+                becomes out * sigmoid(lse - sink), differentiable in sink, too. lse stays that of the keys alone.
+            backward: "fused", "split", "head_parallel", or "auto": the methods of `attention_backward`.
+            rank_invariant: return the bits that `strided_attention` and `magi_attention` return with this option on any
+                number of ranks. "fused" contradicts the option.
+            return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
+                for float64). It is differentiable.
+
+        Raises:
+            ValueError: shapes, dtypes, devices or the mask do not fit together, or ``backward`` is unknown or
+                contradicts ``rank_invariant``.
+
+        Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
+        """
+        options = {"scale": scale, "backward": backward, "rank_invariant": rank_invariant}
+        if isinstance(mask, (tuple, list)):
+            return attend_each(bound_attention, q, k, v, mask, **options, sink=sink, return_lse=return_lse)
+        return attend(algorithm, q, k, v, mask, None, sink, return_lse, options)
+
+    bound_attention = bound(attention, algorithm.forward, notes)
+    return bound_attention
+
+
+def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
+    """Return `attention_forward` of a half. ``forward(q, k, v, mask, scale=, out_dtype=)`` takes a batch."""
+
+    @under_autocast("q", "k", "v")
+    def attention_forward(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b s g d"],
+        v: Float[Tensor, "*b s g dv"],
+        mask: Mask | Sequence[Mask],
+        *,
+        scale: float | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        """Return out (b, t, h, dv) and lse (b, h, t) of these queries over these keys: a whole result, or a part to `merge`.
+
+        Args: those of `attention`. ``out_dtype`` is the dtype of out, by default that of q. Parts to be merged should be
+            float32, so that the merged result is rounded once. The result is not differentiable.
+        Raises ValueError if the arguments do not fit together.
+        Source: Dao, FlashAttention-2 (2023), algorithm 1.
+        """
+        if isinstance(mask, (tuple, list)):
+            return attend_each(bound_forward, q, k, v, mask, scale=scale, out_dtype=out_dtype)
+        check_tensors(q, k, v)
+        check_mask(q, k, mask)
+        out, lse = forward(*batched(q, k, v), mask, scale=default_scale(q, scale), out_dtype=out_dtype or q.dtype)
+        return (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
+
+    bound_forward = bound(attention_forward, forward)
+    return bound_forward
+
+
+def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], notes: str = ""):
+    """Return `attention_backward` of a half.
+
+    ``gradients(dout, q, k, v, out, lse, dlse, delta, mask, scale=, method=, grad_dtype=, needs_grad=)`` takes a batch.
+    """
+
+    @under_autocast("dout", "q", "k", "v", "out")
+    def attention_backward(
+        dout: Float[Tensor, "*b t h dv"],
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b s g d"],
+        v: Float[Tensor, "*b s g dv"],
+        out: Float[Tensor, "*b t h dv"],
+        lse: Float[Tensor, "*b h t"],
+        mask: Mask | Sequence[Mask],
+        *,
+        scale: float | None = None,
+        dlse: Float[Tensor, "*b h t"] | None = None,
+        delta: Float[Tensor, "*b h t"] | None = None,
+        method: str = "split",
+        grad_dtype: torch.dtype | None = None,
+        needs_grad: tuple[bool, bool, bool] = (True, True, True),
+    ) -> tuple[Float[Tensor, "*b t h d"] | None, Float[Tensor, "*b s g d"] | None, Float[Tensor, "*b s g dv"] | None]:
+        """Return dq, dk and dv of these queries over these keys.
+
+        ``out`` and ``lse`` are those over *all* keys that the queries see, also keys on other ranks. The results for
+        disjoint parts of the keys then add up to the whole gradient.
+
+        Args:
+            dout, dlse: gradients of out and lse; dlse=None is zero.
+            mask: the visible cells of these queries x these keys, or b Masks, one for each sequence.
+            scale: factor of the scores; None is 1 / sqrt(d).
+            delta: rowsum(dout * out) - dlse, (b, h, t), if the caller has it; dlse must then be None.
+            method: "fused", "split", "head_parallel", or "auto": see `backward.py`.
+            grad_dtype: dtype of the results; None is the dtype of q.
+            needs_grad: whether q, k and v need a gradient. A gradient that is not needed is None. The work for dq
+                is skipped if q needs none, the work for dk and dv if neither k nor v needs one.
+
+        Raises:
+            ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both given, or an unknown method.
+
+        The result is not differentiable. Source: Dao, FlashAttention-2 (2023), algorithm 2; methods: `backward.py`.
+        """
+        if isinstance(mask, (tuple, list)):
+            return differentiate_each(
+                bound_backward, dout, q, k, v, out, lse, mask,
+                scale=scale, dlse=dlse, delta=delta, method=method, grad_dtype=grad_dtype, needs_grad=needs_grad,
+            )  # fmt: skip
+        check_tensors(q, k, v)
+        check_mask(q, k, mask)
+        check_gradients(dout, q, v, out, lse, dlse, delta)
+        check_method("method", method)
+        packed = q.ndim == 3
+        statistics = (x.unsqueeze(0) if packed and x is not None else x for x in (lse, dlse, delta))
+        grads = gradients(
+            *batched(dout, q, k, v, out), *statistics, mask,
+            scale=default_scale(q, scale), method=method, grad_dtype=grad_dtype or q.dtype, needs_grad=needs_grad,
+        )  # fmt: skip
+        return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
+
+    bound_backward = bound(attention_backward, gradients, notes)
+    return bound_backward
+
+
+def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
+    """Return `merge` of a half."""
+
+    @under_autocast()
+    def merge(
+        out: Float[Tensor, "*b t h dv"],
+        lse: Float[Tensor, "*b h t"],
+        other_out: Float[Tensor, "*b t h dv"],
+        other_lse: Float[Tensor, "*b h t"],
+    ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        """Return (out, lse) over the keys of two disjoint parts, with out in the dtype of ``out``.
+
+            lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse') other_out
+
+        A part in which a query sees no key (lse -inf) has no weight, whatever its out holds. The result is not
+        differentiable. Raises ValueError if the shapes differ. Source: Dao, FlashAttention-2 (2023), section 2.3.1.
+        """
+        check_parts(out, lse, other_out, other_lse)
+        return merged(out, lse, other_out, other_lse)
+
+    return bound(merge, merged)
+
+
+def decode_attention(decode: Callable[..., tuple[Tensor, Tensor]]):
+    """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank, ranks)``, after the checks."""
+
+    @torch.compiler.disable  # torch.compile breaks its graph here: it does not trace plans
+    @under_autocast("q", "k", "v")
+    def decode_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b s g d"],
+        v: Float[Tensor, "*b s g dv"],
+        mask: Mask | Sequence[Mask] | None = None,
+        *,
+        scale: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        group: Group = None,
+        return_lse: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        """Return attention of queries that all ranks hold over keys that are divided among the ranks. A collective.
+
+        Use it to generate or evaluate: few queries see many keys. Each rank computes the part of its own keys. All ranks
+        merge the parts in rank order and round once, so they return the same bits.
+
+        Args:
+            q: (b, t, h, d), or packed without b, equal on all ranks.
+            k, v: this rank's keys, (b, s, g, d), (b, s, g, dv), or packed. s may differ between ranks, and may be 0.
+            mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each sequence. None: all are seen.
+            scale: factor of the scores; None is 1 / sqrt(d).
+            sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. It is applied after the last merge.
+            group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this
+                process is the only rank.
+            return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.
+
+        The result is not differentiable. Raises ValueError or TypeError on every rank, if the arguments of one rank do not
+        fit together, or dtypes, scales or shapes except s differ between ranks.
+        Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
+        """
+        given, rank, ranks, mask, scale = _agreed(q, k, v, mask, scale, sink, group)
+        with torch.no_grad():
+            out, lse = decode(*batched(q, k, v), mask, scale, sink, given, rank, ranks)
+        if q.ndim == 3:
+            out, lse = out.squeeze(0), lse.squeeze(0)
+        return (out, lse) if return_lse else out
+
+    return bound(decode_attention, decode)
+
+
+def _agreed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask] | None, scale: Any, sink: Tensor | None, group: Group
+) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], float]:
+    """Return the process group, the rank, the number of ranks, the mask and the scale, after a comparison between ranks."""
+    name = "decode_attention"
+    group, rank, ranks = place_in(name, group)
+    with refused_together(name, group, ranks):
+        check_tensors(q, k, v)
+        if mask is None:
+            mask = cached(Mask.full, q.shape[-3], k.shape[-3])
+        elif isinstance(mask, (tuple, list)):
+            check_masks(q, k, v, mask)
+        else:
+            check_mask(q, k, mask)
+        scale = default_scale(q, scale)
+        check_sink(q, sink)
+    if ranks > 1:
+        fields = (
+            ("function", name),
+            ("dtype", q.dtype),
+            ("device", q.device.type),
+            ("shape of q", tuple(q.shape)),
+            ("batch, heads and width of k", (*k.shape[:-3], *k.shape[-2:])),
+            ("batch, heads and width of v", (*v.shape[:-3], *v.shape[-2:])),
+            ("scale", scale),
+            ("sink", kind_of_sink(sink)),
+        )
+        group_state(group).agree(name, fields, wait=q.device.type == "cpu")
+    return group, rank, ranks, mask, scale

@@ -1,0 +1,221 @@
+"""The public attention functions of several ranks: signatures and docstrings. Each half binds its algorithms to them.
+
+These arguments are common to all of them:
+
+    q, k, v           this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or all three without the batch axis. h is
+                      a multiple of g
+    mask              over the whole sequence; None is causal
+    layout            the tokens of each rank; None is contiguous (zigzag and striped have their own)
+    scale             factor of the scores; None is 1 / sqrt(d)
+    sink              a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the
+                      sum over its own tokens: add the gradients of all ranks, as for every replicated parameter
+    group             a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this
+                      process is the only rank
+    reduce_dtype      dtype in which dk and dv are sent; None is float32 (float64 for float64)
+    backward          "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`
+    rank_invariant    return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). Each piece of
+                      the layout, a run of tokens on one rank, must begin at a multiple of 128, in the sequence and in the
+                      rank's shard. layout=None is then contiguous with such pieces
+    return_lse        also return lse (b, h, t) or (h, t), the natural logarithm of the softmax's denominator without the
+                      sink, in float32 (float64 for float64). It is differentiable
+
+All ranks must call the function and its backward pass, with equal masks, layouts, dtypes, batches, heads, widths, scales,
+options and requires_grad. The sequence is as long as the mask; without a mask, as the layout; without both, W t tokens.
+A ValueError or TypeError is raised on every rank, if the arguments of one rank do not fit together or differ between ranks.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.runtime.attend import attend
+from canon.runtime.binding import bound
+from canon.runtime.call import Algorithm
+from canon.runtime.group_arguments import Group
+
+
+def ring_attention(algorithm: Algorithm):
+    """Return `ring_attention` of a half."""
+
+    def ring_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b t g d"],
+        v: Float[Tensor, "*b t g dv"],
+        mask: Mask | None = None,
+        layout: Layout | None = None,
+        *,
+        scale: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        group: Group = None,
+        reduce_dtype: torch.dtype | None = None,
+        backward: str = "auto",
+        return_lse: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        """Return attention of this rank's queries over the keys of all ranks, which travel round a ring. A collective.
+
+        Args: `canon.runtime.public_ranks` lists them. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
+        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
+        Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
+        """
+        options = {"scale": scale, "reduce_dtype": reduce_dtype, "backward": backward}
+        return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
+
+    return bound(ring_attention, algorithm.forward)
+
+
+def zigzag_attention(algorithm: Algorithm):
+    """Return `zigzag_attention` of a half."""
+
+    def zigzag_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b t g d"],
+        v: Float[Tensor, "*b t g dv"],
+        mask: Mask | None = None,
+        *,
+        scale: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        group: Group = None,
+        reduce_dtype: torch.dtype | None = None,
+        backward: str = "auto",
+        return_lse: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        """Return `ring_attention` over `Layout.zigzag`. Under a causal mask, all ranks have nearly equal work at each step.
+
+        Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
+        Source: Zilin Zhu, ring-flash-attention issue 2 (2024).
+        """
+        options = {"scale": scale, "reduce_dtype": reduce_dtype, "backward": backward}
+        return attend(algorithm, q, k, v, mask, None, sink, return_lse, options, group)
+
+    return bound(zigzag_attention, algorithm.forward)
+
+
+def striped_attention(algorithm: Algorithm):
+    """Return `striped_attention` of a half."""
+
+    def striped_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b t g d"],
+        v: Float[Tensor, "*b t g dv"],
+        mask: Mask | None = None,
+        *,
+        scale: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        group: Group = None,
+        reduce_dtype: torch.dtype | None = None,
+        backward: str = "auto",
+        return_lse: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step; it may lose its diagonal.
+
+        Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
+        Source: Brandon et al., Striped Attention (2023).
+        """
+        options = {"scale": scale, "reduce_dtype": reduce_dtype, "backward": backward}
+        return attend(algorithm, q, k, v, mask, None, sink, return_lse, options, group)
+
+    return bound(striped_attention, algorithm.forward)
+
+
+def strided_attention(algorithm: Algorithm):
+    """Return `strided_attention` of a half."""
+
+    def strided_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b t g d"],
+        v: Float[Tensor, "*b t g dv"],
+        mask: Mask | None = None,
+        layout: Layout | None = None,
+        *,
+        head_stride: int = 1,
+        forward_first_stride: int | None = None,
+        backward_first_stride: int | None = None,
+        backward_last_stride: int | None = None,
+        backward_schedule: str = "scatter",
+        scale: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        group: Group = None,
+        reduce_dtype: torch.dtype | None = None,
+        backward: str = "auto",
+        rank_invariant: bool = False,
+        return_lse: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        """Return attention of this rank's queries over the keys of all ranks, some key heads at a time. A collective.
+
+        Args:
+            head_stride: number of key heads in a head group, a divisor of g.
+            forward_first_stride, backward_first_stride: number of key heads in the first step, less than head_stride. None:
+                no split.
+            backward_last_stride: number of key heads in the last step, likewise. If both backward strides are given, there
+                must be two head groups or more: one group is split only once. Splits rarely pay on one host: in all
+                recorded pairs of passes they take 0.99 to 1.15 times as long.
+            backward_schedule: "scatter", or "ring": the backward pass of `ring_attention`, whose memory does not grow with
+                the number of ranks. It takes no backward strides.
+
+        `canon.runtime.public_ranks` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
+        "scatter" also computes the sums of dk and dv in reduce_dtype. Strides change results by rounding only.
+        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks;
+        also if strides do not fit the heads, a backward stride is given with "ring", or an option or the layout contradicts
+        rank_invariant. Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; the others: `strided.py`.
+        """
+        options = {
+            "scale": scale,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "rank_invariant": rank_invariant,
+            "head_stride": head_stride,
+            "forward_first_stride": forward_first_stride,
+            "backward_first_stride": backward_first_stride,
+            "backward_last_stride": backward_last_stride,
+            "backward_schedule": backward_schedule,
+        }
+        return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
+
+    return bound(strided_attention, algorithm.forward)
+
+
+def magi_attention(algorithm: Algorithm):
+    """Return `magi_attention` of a half."""
+
+    def magi_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b t g d"],
+        v: Float[Tensor, "*b t g dv"],
+        mask: Mask | None = None,
+        layout: Layout | None = None,
+        *,
+        stages: int | None = None,
+        keep_kv: bool = False,
+        scale: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        group: Group = None,
+        reduce_dtype: torch.dtype | None = None,
+        backward: str = "auto",
+        rank_invariant: bool = False,
+        return_lse: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        """Return attention of this rank's queries over the keys that they see, on all ranks. A collective.
+
+        Args:
+            stages: the largest number of casts. Step i uses cast i - 1, which is in flight during step i - 1. 0 is
+                special: one cast, awaited before the only step. None is 1, or 0 with rank_invariant.
+            keep_kv: keep the received keys for the backward pass instead of receiving them again.
+
+        `canon.runtime.public_ranks` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
+        ``layout`` comes from `dispatch`, or is any other. rank_invariant needs ``dispatch(mask, ranks, rank_invariant=True)``.
+        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks;
+        also if an option or the layout contradicts rank_invariant. Source: Tao and Huang, MagiAttention (2025).
+        """
+        options = {
+            "scale": scale,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "rank_invariant": rank_invariant,
+            "stages": (0 if rank_invariant is True else 1) if stages is None else stages,
+            "keep_kv": keep_kv,
+        }
+        return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
+
+    return bound(magi_attention, algorithm.forward)
