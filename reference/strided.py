@@ -28,7 +28,7 @@ a pass gets faster and the memory fits. If the buffers do not fit, or if g = 1, 
 Cost of a rank for equal shards, in m steps. K and V have N = b t g (d + dv) elements of e bytes, E bytes in reduce_dtype:
 
                        messages       bytes received    peak memory, in buffers of n N / m elements
-    each pass   K, V   at most 2 m    (n - 1) N e       3 in the dtype of k; NCCL has one more for each gather in flight
+    each pass   K, V   m              (n - 1) N e       3 in the dtype of k; NCCL has one more for each gather in flight
     backward  dk, dv   m              (n - 1) N E       1 of float32 and 4 of reduce_dtype (parts computed, sent, received)
 
 FLOPs: 2 b h area (d + dv) forward for h query heads and the area visible cells of the rank's queries; backward as in

@@ -128,7 +128,7 @@ def _backward(
     if q.ndim == 3:
         saved = [None if x is None else x.unsqueeze(0) for x in saved]
     with _call(function, "backward", (q, k, v), options) as call:
-        if call.options.get("keep_kv"):
+        if call.options.get("keep_kv") and call.algorithm.kept_rows:
             saved = *saved, *kept[0].split(call.algorithm.kept_rows(call))
         grads = call.algorithm.backward(call, tuple(needs_grad), *saved)
     grads = [x.squeeze(0) if q.ndim == 3 else x for x, needed in zip(grads, needs_grad, strict=True) if needed]
