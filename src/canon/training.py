@@ -3,7 +3,6 @@
 part = layout.shard_batch(batch, rank)                          this rank's tokens and shifted labels
 logits = model(part["input_ids"], part["position_ids"])         DDP or FSDP2 around the model
 loss = canon.training.sequence_loss(logits, part["shift_labels"], group=mesh["cp"])
-loss.backward()
 """
 
 from typing import Any
@@ -23,28 +22,20 @@ def sequence_loss(logits: Tensor, shift_labels: Tensor, *, group: Group = None, 
     """Return the mean cross-entropy over the valid tokens of all ranks: a scalar, equal on all ranks. A collective.
 
     Args:
-        logits: of this rank's tokens, (b, t, vocabulary) or (t, vocabulary). t may be 0 on some ranks.
+        logits: of this rank's tokens, (b, t, vocabulary) or (t, vocabulary). t may be 0.
         shift_labels: the next token of each token, int64 (b, t) or (t,), from `Layout.shard_batch`.
         group: the ranks that hold the sequence, a ProcessGroup or a DeviceMesh of one dimension; None is all ranks.
         ignore_index: the label of tokens without a loss.
 
-    Rank r has the sum S_r of the losses of its n_r valid tokens. The loss of the group of W ranks is
+    If rank r has the sum S_r over n_r valid tokens, the loss of n ranks is L = (S_1 + ... + S_n) / (n_1 + ... + n_n). Its
+    gradient is that of n S_r / (n_1 + ... + n_n), because DDP and FSDP2 average over ranks. Where gradients are added, divide
+    the loss by n. With the group of context ranks, each data rank counts equally; with that of all ranks, each token does.
 
-        L = (S_1 + ... + S_W) / N,      N = n_1 + ... + n_W
+    Without valid tokens, the loss and its gradients are 0. Losses are computed in float32 (float64 for float64), and added in
+    float64. Cost: one all-reduce of 16 bytes.
 
-    DDP and FSDP2 average gradients over ranks. The mean over r of the gradients of l_r is that of L if l_r = W S_r / N. So
-    the returned value is L, but its gradient is that of W S_r / N. Attention sends the gradients of keys to their owners, so
-    each rank has its part of the gradient of all l_r. For a framework that adds gradients, divide the loss by W.
-
-    On a mesh of D data and W context ranks, these frameworks average over D W ranks. With the group of the W context ranks,
-    the gradient is that of the mean of the D losses: each data rank counts equally. With the group of all D W ranks, each
-    token counts equally.
-
-    Without any valid token, the loss and its gradients are 0. Losses are computed in float32 (float64 for float64), which
-    takes t x vocabulary elements, and added in float64 between ranks. One all-reduce of 16 bytes; nothing is sent backward.
-
-    Raises TypeError or ValueError on every rank if the arguments of a rank are wrong or differ from those of the others. On
-    a GPU, a label outside the vocabulary is a device-side assertion, as in `torch.nn.functional.cross_entropy`.
+    Raises TypeError or ValueError on every rank if arguments are wrong or differ between ranks. On a GPU, a label outside the
+    vocabulary is a device-side assertion.
     """
     group, _, ranks = place_in("sequence_loss", group)
     with refused_together("sequence_loss", group, ranks):
@@ -69,7 +60,7 @@ def sequence_loss(logits: Tensor, shift_labels: Tensor, *, group: Group = None, 
 
 
 class _GlobalMean(torch.autograd.Function):
-    """Return ``mean``. Its gradient is that of ``factor`` times ``own``, this rank's part of the mean."""
+    """``mean``, with the gradient of ``factor`` times ``own``, this rank's part of it."""
 
     @staticmethod
     def forward(ctx, own, mean, factor):

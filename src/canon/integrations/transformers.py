@@ -5,19 +5,16 @@
     with sharded(mask, layout, function="magi", stages=0):
         logits = model(**layout.shard_batch(batch, rank)).logits
 
-transformers builds the mask of each kind of layer once in a forward pass, and passes it to the attention of each layer:
+transformers builds the mask of each kind of layer once in a forward pass:
 
-    inside `sharded`     the mask of `sharded`, narrowed by the layer's sliding window and by padding; one call of all ranks
-    elsewhere            the model's own mask: causal or not, sliding window, padding, packed `position_ids`; one process
+    inside `sharded`     the mask of `sharded`, narrowed by the layer's window and by padding; one call of all ranks
+    elsewhere            the model's own mask: causal or not, window, padding, packed `position_ids`; one process
 
-A padded key is hidden, as in transformers. On one process, a query that sees no key has out 0. On several ranks, a padding
-mask costs an all-gather of one byte for each token, for each kind of layer. A layer keeps its mask and its group, so that
-activation checkpointing may recompute it after `sharded` has ended.
+On several ranks, a padding mask costs an all-gather of one byte for each token and kind of layer. A layer keeps its mask and
+group, so a checkpoint may recompute it after `sharded` has ended.
 
 Limits: soft-cap, dropout, position bias, cross-attention, a KV cache with earlier tokens, 4-D masks, chunked and custom masks
-raise. Keys and values are never repeated for grouped queries. Sinks (gpt-oss) are supported.
-
-Packed `position_ids` need ``use_cache=False``: with a cache, transformers itself treats a pack as one document.
+raise. Packed `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document.
 
 Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
 """
@@ -56,10 +53,9 @@ UNSUPPORTED = {  # keyword of an attention function: remedy
 
 
 def register(name: str = "canon") -> None:
-    """Register Canon with transformers, as ``attn_implementation=name``. A second call changes nothing.
+    """Register Canon with transformers, as ``attn_implementation=name``.
 
     Outside `sharded`, CUDA tensors use `canon.fast`, others `canon.reference`.
-    Raises TypeError if ``name`` is not a string.
     """
     if not isinstance(name, str):
         raise TypeError(f"register: name must be a string, got {shown(name)}")
@@ -76,25 +72,22 @@ def sharded(
     function: str = "ring",
     **options: Any,
 ) -> Iterator[None]:
-    """Let the ranks of ``group`` hold one sequence together in the forward passes inside the block. All ranks must enter it.
+    """Let the ranks of ``group`` hold one sequence together inside the block. All ranks must enter it.
 
-    Each rank passes its tokens, labels and positions: ``model(**layout.shard_batch(batch, rank))``. Its outputs are those of
-    its tokens. Gradients of parameters are sums over its tokens: `canon.training.sequence_loss` fits DDP and FSDP2.
+    Gradients of parameters are sums over a rank's tokens: `canon.training.sequence_loss` fits DDP and FSDP2.
 
     Args:
-        mask: of the whole sequence, for all b sequences; None is causal. It replaces the model's own mask. Layers with a
-            sliding window narrow it.
-        layout: the tokens of each rank, at least one: models of transformers fail without tokens.
+        mask: of the whole sequence, for all b sequences; None is causal. It replaces the model's own mask.
+        layout: the tokens of each rank, at least one.
         group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks.
         half: "fast", or "reference", which also runs on CPUs.
-        function: "ring", "strided" or "magi": `ring_attention`, `strided_attention` or `magi_attention`.
-        options: of that function, such as ``stages=0``; not ``scale`` or ``sink``, which the model sets.
+        function: "ring", "strided" or "magi".
+        options: of that function, such as ``stages=0``; not ``scale`` or ``sink``.
 
-    Padding: ``attention_mask`` (b, t) is this rank's part of the padding mask. One mask serves the whole batch. So a key
-    that is padding in some sequences only must be invisible in these: padding on the right of causal sequences is.
+    ``attention_mask`` (b, t) is this rank's part of the padding mask. A key that is padding in some sequences only must be
+    invisible in these: padding on the right of causal sequences is.
 
-    Raises TypeError or ValueError for a wrong argument here, and for a padding mask that does not fit during the forward
-    pass, on every rank.
+    Raises TypeError or ValueError for a wrong argument here. A wrong padding mask raises in the forward pass, on every rank.
     """
     token = _current.set(Sharding(mask, _attention_of(half, function, options, layout, group), layout, group))
     try:
@@ -170,8 +163,7 @@ def build_mask(
 ) -> Mask | tuple[Mask, ...] | Sharding:
     """Return the mask of one kind of layer: a Mask, a tuple of one for each sequence, or inside `sharded` a `Sharding`.
 
-    Arguments are those of the mask functions of transformers. ``attention_mask`` is bool (b, n), False for padding.
-    Raises ValueError for cross-attention, earlier tokens in a KV cache, and patterns without bands.
+    ``attention_mask`` is bool (b, n), False for padding. Raises ValueError for unsupported masks.
     """
     if q_length != kv_length or int(q_offset) or int(kv_offset):
         raise ValueError(
@@ -196,7 +188,7 @@ def build_mask(
 
 
 def pattern_of(function: Callable) -> Pattern:
-    """Return the pattern of a mask function of transformers. Raises ValueError for one that bands cannot describe."""
+    """Return the pattern of a mask function. Raises ValueError for one that bands cannot describe."""
     name = getattr(function, "__qualname__", type(function).__name__)
     if getattr(function, "__module__", None) != causal_mask_function.__module__:
         name = f"{getattr(function, '__module__', None)}.{name}"
@@ -235,7 +227,7 @@ def _both(patterns: list[Pattern]) -> Pattern:
 
 
 def _check_decoder(pattern: Pattern, config: Any) -> None:
-    """Raise ValueError for the encoder or the cross-attention of a model with both: `sharded` has one mask for all layers."""
+    """Raise ValueError for an encoder or a cross-attention next to a decoder: `sharded` has one mask for all layers."""
     several = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
     if several and not pattern.causal:
         raise ValueError(
@@ -245,7 +237,7 @@ def _check_decoder(pattern: Pattern, config: Any) -> None:
 
 
 def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | None) -> Sharding:
-    """Return the sharding of a layer with this window and this rank's padding (b, t). A collective if there is padding."""
+    """Narrow a sharding by window and padding (b, t). A collective if there is padding."""
     mask, layout, group = sharding.mask, sharding.layout, sharding.group
     if attention_mask is not None:
         mask = _padded(mask, layout.unshard(attention_mask.to(torch.uint8), group).bool().cpu())
@@ -253,10 +245,7 @@ def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | Non
 
 
 def _padded(mask: Mask, valid: Tensor) -> Mask:
-    """Return the mask without the keys that are padding in all sequences. Raise ValueError if a query sees other padding.
-
-    ``valid`` is bool (b, n), equal on all ranks, so that all of them raise.
-    """
+    """Hide the keys that are padding in all sequences. Raise ValueError if a query sees other padding. ``valid``: (b, n)."""
     some = valid.any(0)
     mask = _seen(mask, _runs(some))
     for place, row in enumerate(valid):
@@ -315,14 +304,11 @@ def attend_layer(
     """Return attention (b, t, h, dv) of one layer, and None for the weights.
 
     Args:
-        query, key, value: (b, h, t, d), (b, g, t, d), (b, g, t, dv), as in transformers.
+        query, key, value: (b, h, t, d), (b, g, t, d), (b, g, t, dv).
         attention_mask: the result of `build_mask`. None, only outside `sharded`, is causal or full.
         is_causal: of a layer without a mask; None is ``module.is_causal``, or else True.
         s_aux: sinks (h,).
-        options: all other keywords of transformers. Those without an effect on attention, such as ``position_ids``, are
-            not read.
-
-    Raises ValueError or TypeError for an unsupported option or mask.
+        options: unsupported ones raise; those without an effect on attention are not read.
     """
     for name, remedy in UNSUPPORTED.items():
         if (
@@ -353,7 +339,7 @@ def attend_layer(
 
 
 def _default_mask(tokens: int, causal: bool, sliding_window: int | None) -> Mask:
-    """Return the mask of a layer whose model builds none, such as an image encoder. Raise ValueError inside `sharded`."""
+    """Return the mask of a layer without one, such as an image encoder. Raise ValueError inside `sharded`."""
     if _current.get() is not None:
         raise ValueError(
             "canon: this layer has no mask from transformers.masking_utils, so sharded cannot serve it: choose another "
