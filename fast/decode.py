@@ -1,6 +1,8 @@
 """Merge the parts of all ranks in place. Each rank's kernel writes its part into the buffer of the one message.
 
-The algorithm, its cost and its source are those of `canon.reference.decode`.
+The algorithm and its cost are those of `canon.reference.decode`.
+
+Source: as `canon.reference.decode`.
 """
 
 import torch
@@ -39,7 +41,8 @@ def decode(
     return (out if sink is None else weighted(out, lse, sink)).to(q.dtype), lse
 
 
-decode_attention = public_local.decode_attention(decode)
+# torch.compile breaks its graph here: it does not trace plans.
+decode_attention = torch.compiler.disable(public_local.decode_attention(decode))
 
 
 def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

@@ -143,22 +143,14 @@ class PendingKeys:
 class HeadGroup:
     """The places of K and V (or dk and dv) of all ranks in a flat buffer, for the key ``heads`` of a step.
 
-    A buffer is in rank order, tokens outermost. Each rank has room for T tokens, the most that a rank holds; the room behind
-    a smaller shard is not written. Both tensors have one stride from token to token:
-
-        packed      (W T, b, heads, d + dv)                            one message for both
-        separate    (W T, b, heads, d), then (W T, b, heads, dv)       two messages
+    A buffer is (W T, b, heads, d + dv), in rank order, so both tensors travel in one message. Each rank has room for T tokens,
+    the most that a rank holds. The room behind a smaller shard is not written.
     """
 
-    def __init__(self, call: Call, batch: int, heads: range, widths: Sequence[int], packed: bool):
+    def __init__(self, call: Call, batch: int, heads: range, widths: Sequence[int]):
         self.heads, self.batch, self.widths = heads, batch, widths
         self.room, self.rank, self.ranks = padded_tokens(call.layout), call.rank, call.ranks
-        rows = self.ranks * self.room * batch * len(heads)
-        self.elements = rows * sum(widths)
-        ends = [0, self.elements] if packed else list(accumulate((rows * width for width in widths), initial=0))
-        self.messages = list(zip(ends, ends[1:], strict=False))
-        self.head_strides = [sum(widths)] * len(widths) if packed else list(widths)
-        self.starts = list(accumulate(widths[:-1], initial=0)) if packed else ends[:-1]
+        self.elements = self.ranks * self.room * batch * len(heads) * sum(widths)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return both tensors (b, W T, heads, width) of all ranks."""
@@ -173,7 +165,7 @@ class HeadGroup:
         return [x.unflatten(1, (self.ranks, self.room))[:, :, :tokens] for x in self.views(buffer)]
 
     def zero_outside(self, buffer: Tensor, keys: slice) -> list[Tensor]:
-        """Return both tensors of these gathered ``keys``, to be written; set those of other keys to 0. The buffer is packed."""
+        """Return both tensors of these gathered ``keys``, to be written; set those of other keys to 0."""
         token = self.batch * len(self.heads) * sum(self.widths)
         for rest in (buffer[: keys.start * token], buffer[keys.stop * token : self.elements]):
             if rest.numel():
@@ -181,12 +173,13 @@ class HeadGroup:
         return [x[:, keys] for x in self.views(buffer)]
 
     def _views(self, buffer: Tensor, first: int, tokens: int) -> list[Tensor]:
-        heads, views = len(self.heads), []
-        for width, stride, start in zip(self.widths, self.head_strides, self.starts, strict=True):
-            token = self.batch * heads * stride
-            strides = (heads * stride, token, stride, 1)
-            views.append(buffer.as_strided((self.batch, tokens, heads, width), strides, start + first * token))
-        return views
+        heads, stride = len(self.heads), sum(self.widths)
+        token = self.batch * heads * stride
+        strides, starts = (heads * stride, token, stride, 1), accumulate(self.widths[:-1], initial=0)
+        return [
+            buffer.as_strided((self.batch, tokens, heads, width), strides, start + first * token)
+            for width, start in zip(self.widths, starts, strict=True)
+        ]
 
 
 class AllGather:
@@ -209,7 +202,7 @@ class AllGather:
         with self.transport.on_communication_stream():
             for target, source in zip(group.own(buffer, self.k.shape[1]), (self.k, self.v), strict=True):
                 target.copy_(source[:, :, first:stop])
-            works = [self.transport.all_gather(buffer[start:end]) for start, end in group.messages]
+            works = [self.transport.all_gather(buffer[: group.elements])]
         if step:  # the next kernel fills all SMs: a gather that starts later would wait for its end
             self.transport.wait_until_started()
         return PendingKeys(works, buffer)

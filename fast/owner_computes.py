@@ -72,7 +72,7 @@ def owner_forward(
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     q, k, v = map(aligned, (q, k, v))
     out, lse = empty_result(q, v, q.dtype)
-    legs = [_key_leg(heads, k, v, number == 0) for number, heads in enumerate(steps)]
+    legs = [_key_leg(heads, k, v) for heads in steps]
 
     def compute(number: int, keys: Sequence[Tensor]) -> None:
         own = query_heads(legs[number].heads, q, k)
@@ -94,8 +94,8 @@ def owner_backward(
     new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
     legs: list[Leg] = []
-    for number, heads in enumerate(steps):
-        legs += [_key_leg(heads, k, v, number == 0)] if dq is not None else []
+    for heads in steps:
+        legs += [_key_leg(heads, k, v)] if dq is not None else []
         legs += [_query_leg(heads, inputs.heads(query_heads(heads, q, k)))] if dk is not None else []
 
     def compute(number: int, brought: Sequence[Tensor]) -> None:
@@ -120,9 +120,9 @@ def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
     return slice(share * heads.start, share * heads.stop)
 
 
-def _key_leg(heads: range, k: Tensor, v: Tensor, packed: bool) -> Leg:
+def _key_leg(heads: range, k: Tensor, v: Tensor) -> Leg:
     k, v = (x[:, :, heads.start : heads.stop] for x in (k, v))
-    return Leg(heads, False, [(k, v)] if packed else [(k,), (v,)])
+    return Leg(heads, False, [(k, v)])
 
 
 def _query_leg(heads: range, inputs: QueryInputs) -> Leg:

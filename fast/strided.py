@@ -15,7 +15,7 @@ Read `canon.reference.strided` first. The algorithm, the steps and the order of 
   buffer. After the exchange one kernel sums them in rank order: the same inputs give the same bits.
 - `transport.py` chooses how the messages of a group travel.
 
-Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps. Forward: 2 n messages, one less if packed.
+Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps. Forward: n messages.
 Each rank receives (W - 1) N elements of the inputs' dtype. Backward: the same again, and n messages and (W - 1) N elements of
 reduce_dtype.
 
@@ -94,12 +94,11 @@ class _Step:
         heads, widths, share = steps[number], (k[3], v[3]), q[2] // k[2]
         self.schedule, self.keys = schedule, keys
         self.queries = slice(share * heads.start, share * heads.stop)
-        self.gathered = HeadGroup(schedule.call, k[0], heads, widths, packed=number == 0)
-        self.reduced = HeadGroup(schedule.call, k[0], heads, widths, packed=True)
+        self.group = HeadGroup(schedule.call, k[0], heads, widths)
 
     def visible(self, buffer: Tensor) -> list[Tensor]:
         """Return views of the visible K and V in a gathered buffer."""
-        return [x[:, self.keys] for x in self.gathered.views(buffer)]
+        return [x[:, self.keys] for x in self.group.views(buffer)]
 
 
 def strided_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +113,7 @@ def strided_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     def compute(number: int, buffer: Tensor) -> None:
         replayed(_forward_step, (q, buffer, out, lse), steps[number], kind=steps[number])
 
-    run_pipeline(len(steps), AllGather(k, v, call, [step.gathered for step in steps]).fetch, compute)
+    run_pipeline(len(steps), AllGather(k, v, call, [step.group for step in steps]).fetch, compute)
     return out, lse
 
 
@@ -135,12 +134,12 @@ def strided_backward(
     schedule, steps = call.plan, call.plan.backward
     if steps is None:
         return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
-    fetch = prefetched(AllGather(k, v, call, [step.gathered for step in steps]).fetch)
+    fetch = prefetched(AllGather(k, v, call, [step.group for step in steps]).fetch)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
     new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
-    reduction = None if dk is None else ReduceScatter(dk, dv, call, [step.reduced for step in steps])
+    reduction = None if dk is None else ReduceScatter(dk, dv, call, [step.group for step in steps])
     key = _StepBackward, schedule, needed, kinds_of(dout, q, lse), chosen_backend()
     parts = PLANS.find(key, lambda: tuple(_StepBackward(step, inputs, v, dq) for step in steps))
 
@@ -172,7 +171,7 @@ class _StepBackward:
 def _launch_dkdv(dout, q, lse, delta, buffer, dq, sent, room, part: _StepBackward) -> None:
     """Write dk and dv of the visible keys into the sending buffer, and 0 for the other keys."""
     inputs = QueryInputs(dout, q, lse, delta).heads(part.step.queries)
-    staged = (None, None) if sent is None else part.step.reduced.zero_outside(sent, part.step.keys)
+    staged = (None, None) if sent is None else part.step.group.zero_outside(sent, part.step.keys)
     part.kernels.dkdv(inputs, *part.step.visible(buffer), part.dq(dq), *staged, room)
 
 

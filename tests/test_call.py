@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import inspect
 import os
 import time
 import weakref
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
+from canon.reference.magi import MAGI
 from canon.runtime import group_state as group_state_module
-from canon.runtime.call import agreed_call
+from canon.runtime.call import ALGORITHMS, DEFAULTS
 from canon.runtime.group_state import group_state
 from canon.testing import process_groups
 
@@ -134,9 +136,10 @@ def test_calls_with_new_masks_leave_no_memory_behind(half):
     assert process_groups.threads(program, 2) == [(7, None)] * 2
 
 
-def agreed(tensors=None, group=None, **options):
-    given = dict(scale=None, group=group, reduce_dtype=None, backward="auto") | options
-    return agreed_call("test", *(tensors or inputs()), given.pop("mask", None), given.pop("layout", None), **given)
+def agreed(tensors=None, mask=None, layout=None, **options):
+    found = MAGI.call(*(tensors or inputs()), mask, layout, **options)
+    found.agree("forward", (False, False, False))
+    return found
 
 
 def test_equal_calls_are_one_object_and_each_is_compared():
@@ -147,12 +150,13 @@ def test_equal_calls_are_one_object_and_each_is_compared():
         assert agreed(mask=Mask.causal(8), layout=Layout.contiguous(8, 2), scale=8**-0.5) is first
         assert state.calls == 3
         shifted = [torch.ones(1, 4, 2, 9)[..., 1:] for _ in range(3)]
-        others = [dict(tensors=shifted), dict(scale=1.0), dict(stages=1), dict(stages=True), dict(mask=Mask.full(8))]
-        others += [dict(tensors=inputs(dtype=torch.float64)), dict(tensors=[x.requires_grad_() for x in inputs()])]
+        others = [dict(tensors=shifted), dict(scale=1.0), dict(stages=2), dict(stages=True), dict(mask=Mask.full(8))]
+        others += [dict(tensors=inputs(dtype=torch.float64))]
         calls = [first, *(agreed(**other) for other in others)]
         assert len(set(calls)) == len(calls)
         assert [agreed(**other) for other in others[1:-1]] == calls[2:-1]
         assert state.calls == 3 + len(others) + len(others) - 2
+        assert agreed([x.requires_grad_() for x in inputs()]) is first, "a checkpoint recomputes the same call"
 
     process_groups.threads(program, 2)
 
@@ -282,3 +286,19 @@ def test_a_group_does_not_read_the_entries_of_another_in_the_store():
     second = [group_state_module._own_store(store, 3) for _ in range(3)]
     assert all(own.check(["memory"]) for own in first)
     assert not any(own.check(["memory"]) for own in second)
+
+
+def test_a_call_without_agreement_refuses_an_unknown_option():
+    with pytest.raises(TypeError, match="magi_attention has no option dropout"):
+        MAGI.call(*inputs(), dropout=0.1)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_call_without_agreement_has_the_defaults_of_the_public_function(half):
+    apart = {"mask", "layout", "sink", "group", "return_lse"}
+    for (name, function), algorithm in ALGORITHMS.items():
+        signature = inspect.signature(getattr(HALVES[half], function)).parameters.values()
+        public = {x.name: x.default for x in signature if x.default is not x.empty and x.name not in apart}
+        public |= {"stages": 1} if "stages" in public else {}  # None is 1, or 0 with rank_invariant
+        assert algorithm.half.name == name
+        assert DEFAULTS[function] == public, function

@@ -5,7 +5,7 @@ import torch
 
 from canon import Layout, Mask
 from canon.fast import exchange
-from canon.runtime.call import agreed_call
+from canon.fast.ring import RING
 from canon.testing import process_groups
 
 
@@ -13,9 +13,9 @@ def test_a_buffer_has_one_exchange_in_flight():
     def program():
         layout = Layout.contiguous(4, 2)
         q, k, v = (torch.zeros(1, 2, 2, 8) for _ in range(3))
-        call = agreed_call("test", q, k, v, None, layout, scale=None, group=None, reduce_dtype=None, backward="auto")
+        call = RING.call(q, k, v, None, layout)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        groups = [exchange.HeadGroup(call, 1, range(head, head + 1), (8, 8), packed=True) for head in range(2)]
+        groups = [exchange.HeadGroup(call, 1, range(head, head + 1), (8, 8)) for head in range(2)]
         reduction = exchange.ReduceScatter(dk, dv, call, groups)
         reduction.finish(0)  # empty: nothing happens
         for step, group in enumerate(groups):
@@ -46,9 +46,9 @@ def test_the_room_behind_small_shards_is_masked():
 def test_gradients_of_other_keys_are_zero():
     layout = Layout.contiguous(6, 1)
     q, k, v = (torch.zeros(2, 6, 2, 3) for _ in range(3))
-    call = agreed_call("test", q, k, v, None, layout, scale=None, group=None, reduce_dtype=None, backward="auto")
+    call = RING.call(q, k, v, None, layout)
     heads, blocks = (
-        exchange.HeadGroup(call, 2, range(2), (3, 5), packed=True),
+        exchange.HeadGroup(call, 2, range(2), (3, 5)),
         exchange.Blocks(layout, 2, [(2, 3), (2, 5)]),
     )
     for buffer, zero, views in (

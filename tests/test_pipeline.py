@@ -20,7 +20,7 @@ B, G, D, DV = 2, 4, 8, 6
 PATTERNS = [
     (dict(), [1, 1, 1, 1], [1, 1, 1, 1]),
     (dict(head_stride=4), [4], [4]),
-    (dict(head_stride=2, forward_first_stride=1, pack_first=False), [1, 1, 2], [2, 2]),
+    (dict(head_stride=2, forward_first_stride=1), [1, 1, 2], [2, 2]),
     (dict(head_stride=2, backward_first_stride=1, backward_last_stride=1), [2, 2], [1, 1, 1, 1]),
     (dict(head_stride=4, backward_last_stride=1), [4], [3, 1]),
 ]
@@ -123,7 +123,7 @@ def test_no_kernel_is_launched_before_its_overlapping_gathers_have_started(monke
     for rank in range(3):
         events = [f"{e.what} {e.kind}" for e in log.of(rank) if e.what != "waited"]
         first = events.index("computed forward")
-        assert events[:first] == ["posted gather"] * 3 + ["started gather"], "of step 0, packed, and of step 1"
+        assert events[:first] == ["posted gather"] * 2 + ["started gather"], "of steps 0 and 1"
         assert events.count("started gather") == 2 * (G - 1)
         for here, after in itertools.pairwise(events):
             assert (here, after) not in {("posted gather", f"computed {kind}") for kind in ("forward", "backward")}
@@ -155,12 +155,11 @@ def test_steps_overlap_with_the_traffic_of_the_docstring(half, options, forward,
     layout, tensors = Layout.zigzag(n, ranks), inputs(n, torch.bfloat16)
     log = recorded(half, layout, tensors, **options)
     assert any(event.what == "finished" for event in log.events) == (half is fast)
-    packed = options.get("pack_first", True)
     elements = (ranks - 1) * B * (n // ranks) * G * (D + DV)
     for rank in range(ranks):
         events = log.of(rank)
         gathers, sums = ([e for e in events if e.what == "posted" and e.kind == kind] for kind in ("gather", "reduce"))
-        assert len(gathers) == 2 * len(forward) + 2 * len(backward) - 2 * packed
+        assert len(gathers) == len(forward) + len(backward)
         assert len(sums) == len(backward)
         assert sum(e.items for e in gathers) == 2 * elements
         assert sum(e.nbytes for e in gathers) == 2 * 2 * elements  # bfloat16, forward and backward
@@ -171,21 +170,18 @@ def test_steps_overlap_with_the_traffic_of_the_docstring(half, options, forward,
         assert [(e.kind, e.items) for e in computed] == [
             (kind, heads * area) for kind, steps in (("forward", forward), ("backward", backward)) for heads in steps
         ]
-        assert_overlap(events, len(forward), len(backward), packed)
+        assert_overlap(events, len(forward), len(backward))
 
 
-def assert_overlap(events, forward, backward, packed):
+def assert_overlap(events, forward, backward):
     at, first = order(events), 0
     for kind, steps in (("forward", forward), ("backward", backward)):
-        messages = [1 if packed and step == 0 else 2 for step in range(steps)]
-        edges = [first + sum(messages[:step]) for step in range(steps + 1)]
-        of_step = [range(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
         for step in range(steps):
-            computed = at[f"computed {kind} {step}"]
-            assert all(at[f"waited gather {i}"] < computed for i in of_step[step])
+            computed, gather = at[f"computed {kind} {step}"], first + step
+            assert at[f"waited gather {gather}"] < computed
             if step + 1 < steps:  # the next keys are in flight
-                assert all(at[f"posted gather {i}"] < computed < at[f"waited gather {i}"] for i in of_step[step + 1])
-        first = edges[-1]
+                assert at[f"posted gather {gather + 1}"] < computed < at[f"waited gather {gather + 1}"]
+        first += steps
     for step in range(backward if "finished backward 0" in at else 0):  # dk and dv leave before dq is computed
         assert at[f"computed backward {step}"] < at[f"posted reduce {step}"] < at[f"finished backward {step}"]
     for step in range(backward - 1):  # the gradients travel while the next step is computed
@@ -202,7 +198,7 @@ def test_the_ring_schedule_gathers_forward_and_hops_backward(name):
     half, layout = HALVES[name], Layout.zigzag(12, 3)
     log = recorded(half, layout, inputs(12), head_stride=2, backward_schedule="ring")
     posted = [e for e in log.of(1) if e.what == "posted"]
-    assert [e.kind for e in posted[:3]] == ["gather"] * 3
+    assert [e.kind for e in posted[:2]] == ["gather"] * 2
     assert {e.kind for e in posted[3:]} == {"hop"}
     elements = 2 * B * 4 * G * (D + DV)
     assert sum(e.items for e in posted if e.kind == "gather") == elements

@@ -35,7 +35,7 @@ def check_world(half, ranks, mask, layout, heads, dtype, method):
     if layout == "dispatch":
         function, options = "magi_attention", dict(keep_kv=ranks % 2 == 1)
     else:
-        function, options = "strided_attention", dict(pack_first=ranks % 2 == 1)
+        function, options = "strided_attention", {}
     got = attended(HALVES[half], function, mask, placed, inputs(mask, heads, dtype), backward=method, **options)
     assert not different(one, got)
 
@@ -92,7 +92,7 @@ def test_head_strides_and_batches_change_no_bit(half):
     mask, layout, case = MASKS["documents"], Layout.zigzag(N, 2, 128), ("multi-head", torch.float32)
     one = on_one_rank(half, mask, *case, batch=2)
     strides = [
-        dict(head_stride=2, forward_first_stride=1, backward_last_stride=1, pack_first=False),
+        dict(head_stride=2, forward_first_stride=1, backward_last_stride=1),
         dict(head_stride=2),
     ]
     for options in strides[: 2 if half == "reference" else 1]:  # the interpreter is slow

@@ -19,11 +19,11 @@ LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": 
 PATTERNS = {  # for 4 key heads
     "one by one": {},
     "in twos": dict(head_stride=2),
-    "all at once": dict(head_stride=4, pack_first=False),
+    "all at once": dict(head_stride=4),
     "a small first": dict(head_stride=2, forward_first_stride=1, backward_first_stride=1),
-    "a small last": dict(head_stride=4, backward_last_stride=1, pack_first=False),
+    "a small last": dict(head_stride=4, backward_last_stride=1),
     "both": dict(head_stride=2, forward_first_stride=1, backward_first_stride=1, backward_last_stride=1),
-    "apart": dict(head_stride=4, forward_first_stride=3, backward_first_stride=2, pack_first=False),
+    "apart": dict(head_stride=4, forward_first_stride=3, backward_first_stride=2),
     "ring": dict(head_stride=4, forward_first_stride=1, backward_schedule="ring"),
 }
 UNEVEN = [[range(20, 31)], [], [range(0, 3), range(7, 20)], [range(3, 7)]]  # 31 tokens; one rank is empty

@@ -94,7 +94,12 @@ class Algorithm:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, layout: Layout | None = None,
         *, group: Group = None, **options: Any,
     ) -> "Call":  # fmt: skip
-        """Return a call with its defaults, after checks on this rank alone: `forward` then needs no agreement."""
+        """Return a call with its defaults, after checks on this rank alone: `forward` then needs no agreement.
+
+        Raises TypeError for an option that the public function does not have.
+        """
+        if unknown := sorted(options.keys() - DEFAULTS[self.function].keys()):
+            raise TypeError(f"{self.function} has no option {', '.join(unknown)}")
         return call_of(self, q, k, v, mask, layout, group, DEFAULTS[self.function] | options)
 
 
@@ -230,9 +235,13 @@ def call_of(
         return call
     with refused_together(algorithm.function, group, ranks):
         call = _checked(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink, key)
-    if key is None:  # an argument of an unusual type, such as a number of NumPy
-        plain = options | {"scale": call.scale, "reduce_dtype": call.reduce_dtype}
-        key = _key(algorithm, q, k, v, call.mask, call.layout, group, rank, ranks, plain, sink)
+    # Calls with equal arguments share one object, however the arguments were passed.
+    resolved = {
+        name: {"scale": call.scale, "reduce_dtype": call.reduce_dtype}.get(name, x) for name, x in options.items()
+    }
+    same = _key(algorithm, q, k, v, call.mask, call.layout, group, rank, ranks, resolved, sink)
+    if same is not None:
+        call = PLANS.find(same, lambda: call)
     return call if key is None else PLANS.put(key, call)
 
 

@@ -76,9 +76,12 @@ def call_operator(
     return out, lse
 
 
-@torch.compiler.assume_constant_result
 def _settings_at_compilation(half: str) -> str | None:
     return ALGORITHMS[half, "attention"].half.settings(None)
+
+
+# What torch.compiler.assume_constant_result sets; that function would import torch._dynamo with canon.
+_settings_at_compilation._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @contextmanager

@@ -200,7 +200,6 @@ def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
 def decode_attention(decode: Callable[..., tuple[Tensor, Tensor]]):
     """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank, ranks)``, after the checks."""
 
-    @torch.compiler.disable  # torch.compile breaks its graph here: it does not trace plans
     @under_autocast("q", "k", "v")
     def decode_attention(
         q: Float[Tensor, "*b t h d"],
