@@ -4,13 +4,10 @@
     gluon       Hopper
     cuda        CUDA C++ for sm_80 and later, compiled at run time
 
-Importing this package repairs the interpreter if TRITON_INTERPRET=1 is set (`canon.fast.kernels.interpreter`).
-
-The words of this project, and the words of FlashAttention (FA), FlexAttention, MagiAttention or NCCL for the same thing:
+The words of Canon, and those of FlashAttention (FA), FlexAttention, MagiAttention or NCCL for the same thing:
 
     Canon                 elsewhere                     meaning
     band                  AttnSlice (Magi)              a rectangle of visible cells, cut by two diagonals lo <= j - i <= hi
-    mask                  BlockMask (FlexAttention)     disjoint bands; a dense matrix is never stored
     tile                  block (FA)                    rows x columns of S for one step; also these rows or columns of a tensor
     work table            BlockMask (FlexAttention)     for each tile of rows, the spans to visit (`work_tables.py`)
     span                  full / partial blocks         adjacent tiles of columns; a partial span is masked by its band
@@ -24,17 +21,11 @@ The words of this project, and the words of FlashAttention (FA), FlexAttention, 
     ping-pong             ping-pong scheduling (FA 3)   one warpgroup computes exponentials during MMAs of another
     loader                producer (FA 3)               the warps that load by TMA: 4, or 1 if fused
     warpgroup             consumer (FA 3)               four warps that issue MMAs together
-    stages                stages (CUTLASS)              in kernels: buffers of visited tiles; in `magi_attention`: group casts
+    stages                stages (CUTLASS)              buffers of visited tiles
     full, free            full, empty (CUTLASS)         the two mbarriers of a buffer in shared memory
     dq semaphore          dq_semaphore (FA 3)           an int32 for each tile of dq; it fixes the order of additions to it
     ticket                -                             number of a span; a dq semaphore holds that of the last span added
     fused, split          -                             one kernel for dq, dk and dv, or one for dq and one for dk and dv
-    layout                dispatch meta (Magi)          which rank holds which tokens
-    dispatch plan         dispatch solver (Magi)        a layout with balanced work and little communication
-    group cast            group_cast (Magi)             send each key to the ranks that need it (NCCL: all-to-all)
-    group reduce          group_reduce (Magi)           sum partial dk and dv on the rank that holds the token
-    transport             backend (torch.distributed)   how messages travel: NCCL, copy engines, or gloo
-    hop                   ncclSend and ncclRecv         one step of keys and values, or of dk and dv, around a ring
 """
 
 try:

@@ -1,28 +1,23 @@
 """Prepared passes: the launches of a pass are recorded in its first call, and replayed by one call into C afterwards.
 
-A pass is a function of tensors that only launches kernels: the forward of one rank, or its backward. A step of a ring has
-one pass in the forward: attention over one block, and from step 1 on the merge. In the backward it has three: dk and dv,
-their addition to the received sums, dq. The launches depend on the kinds of the tensors (shapes, strides, dtypes,
-alignment, device) and on the other arguments, never on the numbers in the tensors. So the first call of a kind runs as
-written while a `canon.fast.replay.recorder.Recorder` notes
+A pass is a function of tensors that only launches kernels, such as attention over one block, or dk and dv of a step. Its
+launches depend on the kinds of the tensors (shapes, strides, dtypes, alignment, device) and on the other arguments, never on
+numbers in tensors. The first call of a kind runs as written while a `Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
-    zeros          zeroed temporaries lie at the start of the workspace, and one memset clears them; each zeroed range of
-                   a result is one memset, at its place among the launches
+    zeros          one memset clears zeroed temporaries, at the start of the workspace; each zeroed range of a result is one
+                   memset, at its place among the launches
     plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
 
-A pass is recorded in its first call, not in its second. With L layers this takes R + (L - 1) P, where R is a recorded call
-and P a replay. Recording the second call would take S + R + (L - 2) P, where S is a call as written: more, because S > P.
+For L layers this takes R + (L - 1) P (R recorded, P replayed). Recording the second call would take S + R + (L - 2) P, which
+is more because a call S as written exceeds P.
 
-A replay costs one allocation and one call of `kernels/replay.c`. It works on any stream and inside a captured CUDA graph,
-and threads may replay one pass at the same time.
+A replay costs one allocation and one call of `kernels/replay.c` (`canon bench host`). It works on any stream, inside a
+captured CUDA graph, and in several threads at a time.
 
-A pass that does anything else with tensors (a copy, a cast, a read of a number) is not replayable. It runs as written in
-each call, and `PreparedPass.reason` names the operation. A tensor of unknown origin has the same effect, so a replay never
-reads memory that the pass was not given.
-
-Cost of a replay on an H200: see `canon bench host`.
+A pass that does anything else with tensors (a copy, a cast, a read of a number), or uses a tensor of unknown origin, runs as
+written in each call; `PreparedPass.reason` names the operation. So a replay never reads memory that it was not given.
 """
 
 import copy
@@ -42,12 +37,12 @@ from canon.fast.replay.native import native_module, packed
 from canon.fast.replay.recorder import Launch, NotReplayable, Place, Recorder, Zero, tensors_of
 from canon.masks import plan_cache
 
-ALIGNMENT = 256  # bytes, of each temporary inside the workspace
+ALIGNMENT = 256  # bytes, of each temporary
 REPLAYED = frozenset({"cuda"})  # device types; tests add "cpu", to replay through Triton's interpreter, or leave none
 
 
 class PreparedPass:
-    """The launches of one pass, for tensors of one kind. ``held`` are the plans' tensors that the launches read."""
+    """The launches of one pass, for tensors of one kind. ``held``: the plans' tensors that they read."""
 
     def __init__(self, recorder: Recorder):
         self.device = recorder.tensors[0].device
@@ -63,7 +58,6 @@ class PreparedPass:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes it takes on the host."""
         return 2048 if self.reason else 8192
 
     def replay(self, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
@@ -110,7 +104,7 @@ class PreparedPass:
 
 
 def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
-    """Return the offset of each temporary in the workspace, zeroed ones first, and the bytes of these and of all."""
+    """Return each temporary's offset in the workspace, zeroed ones first, and the bytes of these and of all."""
     offsets, zeros, end = {}, 0, 0
     for number in sorted(range(len(recorder.temporaries)), key=lambda number: number not in recorder.zeroed):
         offsets[number] = end
@@ -120,8 +114,7 @@ def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
     return offsets, zeros, end
 
 
-def _nothing(*_: Any) -> None:
-    """Launch nothing: the pass is not replayable."""
+def _nothing(*_: Any) -> None: ...
 
 
 class _Interpreted:
@@ -183,17 +176,16 @@ def replayed(
 ) -> None:
     """Do what ``body(*tensors, *options)`` does, from its recording if there is one for such tensors and options.
 
-    ``body`` writes its results into tensors that it is given, and returns None. The first tensor is not None, and its device
-    is that of all. Everything else that the launches depend on is in ``options``, or in `_settings`.
-    ``kind``: a key of the caller. Calls of a body with equal kinds have tensors of equal shapes, strides, dtypes, alignment
-    and device, and equal options. None makes the key from these.
+    ``body`` writes into given tensors and returns None. The first tensor is not None; all are on its device. All else that
+    the launches depend on is in ``options`` or `_settings`. ``kind``: the caller's key for equal shapes, strides, dtypes,
+    alignment, device and options; None makes one.
     """
     first = tensors[0]
     if (
         first.device.type not in REPLAYED
         or gluon_config.FORCED
         or triton_config.FORCED
-        or launcher.is_recording()  # the launches belong to the pass that is being recorded
+        or launcher.is_recording()  # they belong to the pass that is being recorded
     ):
         body(*tensors, *options)
         return
@@ -213,7 +205,7 @@ def replayed(
 
 
 def _settings(x: Tensor) -> tuple[Hashable, ...]:
-    """Return the settings of the process and the context that decide which kernels are launched."""
+    """Return what else decides which kernels are launched."""
     precision = torch.backends.cuda.matmul.fp32_precision if x.dtype is torch.float32 else None
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
@@ -221,7 +213,7 @@ def _settings(x: Tensor) -> tuple[Hashable, ...]:
 
 
 def _aliases(addresses: list[int]) -> tuple[int, ...] | None:
-    """Return, for each address, the index of the first equal one; None if all addresses differ."""
+    """Return the index of the first equal address for each; None if all differ."""
     return None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
 
 
