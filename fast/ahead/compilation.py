@@ -144,7 +144,7 @@ def recorded_jobs() -> Iterator[dict[Any, Job]]:
         # None: Triton launches nothing
 
     functions._do_compile = record_job
-    prepared.REPLAYED = frozenset()  # a prepared pass needs compiled kernels
+    prepared.REPLAYED = {}  # a prepared pass needs compiled kernels
     try:
         with collecting(jobs):
             yield jobs

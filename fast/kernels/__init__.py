@@ -37,7 +37,3 @@ except ModuleNotFoundError as error:
         "canon.fast needs Triton: pip install 'triton>=3.6' (on Linux), or use canon.reference, which needs torch alone",
         name="triton",
     ) from None
-
-from canon.fast.kernels.interpreter import repair
-
-repair()

@@ -1,7 +1,7 @@
 """Repairs of Triton's CPU interpreter (TRITON_INTERPRET=1), releases 3.6 to 3.9.
 
-`canon.fast.kernels` calls `repair` when it is imported, before it defines a kernel. The repairs change Triton for the
-whole process:
+The first interpreted launch calls `repair`, which changes Triton for the whole process. Without TRITON_INTERPRET=1 it changes
+nothing:
 
     fault of the interpreter                     repair
     bfloat16 is held as uint16 bit patterns;     widen operands of tl.dot, arithmetic, comparisons, reductions and scans
@@ -45,21 +45,26 @@ def is_requested() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def repair() -> bool:
-    """Repair the interpreter, once per process, if it is requested. Return whether it is.
+def repair(kernel: Any = None) -> bool:
+    """Repair the interpreter, once per process, if it is requested or runs ``kernel``. Return whether it is.
 
+    A kernel stays interpreted when TRITON_INTERPRET is removed after its definition.
     Raises ImportError if the repairs do not fit the installed release of Triton.
     """
-    if not is_requested():
+    if not (is_requested() or type(kernel).__name__ == "InterpretedFunction"):
         return False
+    if _repaired.is_set():
+        return True
     with _launch:
         if not _repaired.is_set():
             try:
-                _repair_library()
-                _repair_bfloat16()
-                _repair_loop_bounds()
-                _repair_launches()
-                fits = _computes_bfloat16()
+                with triton.knobs.runtime.scope():
+                    triton.knobs.runtime.interpret = True  # for Triton's own late imports
+                    _repair_library()
+                    _repair_bfloat16()
+                    _repair_loop_bounds()
+                    _repair_launches()
+                    fits = _computes_bfloat16()
             except Exception as error:
                 raise _misfit() from error
             if not fits:

@@ -19,6 +19,8 @@ from torch.utils import data
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.compiler import CompiledKernel
 
+from canon.fast.kernels.interpreter import repair
+
 CACHE_LIMIT = 4096  # compiled kernels; a full cache is cleared
 
 _compiled: dict[tuple, CompiledKernel] = {}
@@ -42,6 +44,7 @@ def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, cons
     if device.type == "meta":
         return None
     if device.type == "cpu":  # interpreted or simulated
+        repair(kernel)
         kernel[(ctas,)](*arguments, **constants)
         return None
     key = kernel, device.index, *map(specialization, arguments), *constants.items()
@@ -50,6 +53,7 @@ def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, cons
             compiled[ctas, 1, 1](*arguments, *map(constants.get, kernel.arg_names[len(arguments) :]))
             return compiled
         with _compiling:  # another thread may compile the same variant
+            repair(kernel)
             compiled = kernel[(ctas,)](*arguments, **constants)
     if len(_compiled) >= CACHE_LIMIT:
         _compiled.clear()

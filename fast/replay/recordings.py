@@ -20,7 +20,6 @@ A pass that does anything else with tensors (a copy, a cast, a read of a number)
 written in each call; `PreparedPass.reason` names the operation. So a replay never reads memory that it was not given.
 """
 
-import copy
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -38,7 +37,6 @@ from canon.fast.replay.recorder import Launch, NotReplayable, Place, Recorder, Z
 from canon.masks import plan_cache
 
 ALIGNMENT = 256  # bytes, of each temporary
-REPLAYED = frozenset({"cuda"})  # device types; tests add "cpu", to replay through Triton's interpreter, or leave none
 
 
 class PreparedPass:
@@ -63,9 +61,6 @@ class PreparedPass:
     def replay(self, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
         """Enqueue the launches on the current stream. ``addresses`` are those of the tensors."""
         room = torch.empty(self.bytes, dtype=torch.uint8, device=self.device) if self.bytes else None
-        if self.device.type == "cpu":
-            self._run(tensors, room)
-            return
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         # Stream 0 is never captured.
         if stream not in self._streams or (stream and torch._C._cuda_isCurrentStreamCapturing()):
@@ -96,11 +91,12 @@ class PreparedPass:
                 x.data_ptr(): x for one in launches for x in tensors_of(one.arguments) if one.places[id(x)].slot == -1
             }.values()
         )
-        if self.device.type == "cpu":
-            self._run = _Interpreted(operations, place)
-        else:
-            native = native_module()
-            self._run = partial(native.run, native.make(tuple(packed(x, place) for x in operations)))
+        self._run = self._bound(operations, place)
+
+    @staticmethod
+    def _bound(operations: list[Launch | Zero], place: Callable[[Place], Place]) -> Callable[..., None]:
+        native = native_module()
+        return partial(native.run, native.make(tuple(packed(x, place) for x in operations)))
 
 
 def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
@@ -114,58 +110,12 @@ def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
     return offsets, zeros, end
 
 
-def _nothing(*_: Any) -> None: ...
+def _nothing(*_: Any) -> None:
+    """Launch nothing."""
 
 
-class _Interpreted:
-    """Replay through Triton's interpreter, with arguments rebuilt on the new tensors: for tests on a CPU."""
-
-    def __init__(self, operations: list[Launch | Zero], place: Callable[[Place], Place]):
-        self.operations, self.place = operations, place
-
-    def __call__(self, tensors: tuple[Tensor, ...], room: Tensor | None) -> None:
-        buffers = (*tensors, *([] if room is None else [room]))
-        for operation in self.operations:
-            if isinstance(operation, Zero):
-                p = self.place(operation.place)
-                _bytes_at(buffers[p.slot], p.offset, operation.bytes).zero_()
-            else:
-                arguments = self._rebuilt(operation.arguments, operation, buffers)
-                launcher.launch(
-                    operation.kernel, operation.blocks, self.device(buffers), arguments, **operation.constants
-                )
-
-    @staticmethod
-    def device(buffers: tuple[Tensor, ...]) -> torch.device:
-        return buffers[0].device
-
-    def _rebuilt(self, arguments: tuple, launch: Launch, buffers: tuple[Tensor, ...]) -> tuple:
-        made = []
-        for x in arguments:
-            if isinstance(x, tuple):
-                made.append(self._rebuilt(x, launch, buffers))
-            elif isinstance(x, Tensor):
-                made.append(self._moved(x, launch, buffers))
-            elif isinstance(getattr(x, "base", None), Tensor):
-                made.append(copy.copy(x))
-                made[-1].base = self._moved(x.base, launch, buffers)
-            else:
-                made.append(x)
-        return tuple(made)
-
-    def _moved(self, x: Tensor, launch: Launch, buffers: tuple[Tensor, ...]) -> Tensor:
-        p = self.place(launch.places[id(x)])
-        if p.slot == -1:
-            return x
-        whole = buffers[p.slot]
-        start = whole.data_ptr() + p.offset - whole.untyped_storage().data_ptr()
-        moved = torch.empty(0, dtype=x.dtype)
-        return moved.set_(whole.untyped_storage(), start // x.element_size(), x.shape, x.stride())
-
-
-def _bytes_at(x: Tensor, offset: int, count: int) -> Tensor:
-    start = x.data_ptr() + offset - x.untyped_storage().data_ptr()
-    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage(), start, (count,), (1,))
+# By device type. Tests add one for "cpu", or leave none.
+REPLAYED: dict[str, type[PreparedPass]] = {"cuda": PreparedPass}
 
 
 def replayed(
@@ -181,8 +131,9 @@ def replayed(
     alignment, device and options; None makes one.
     """
     first = tensors[0]
+    prepared = REPLAYED.get(first.device.type)
     if (
-        first.device.type not in REPLAYED
+        prepared is None
         or gluon_config.FORCED
         or triton_config.FORCED
         or launcher.is_recording()  # they belong to the pass that is being recorded
@@ -197,7 +148,7 @@ def replayed(
     key = (body, kind, _aliases(addresses), _settings(first))
     found = plan_cache.PLANS.get(key)
     if found is None:
-        plan_cache.PLANS.put(key, _recorded(body, tensors, given, options))
+        plan_cache.PLANS.put(key, prepared(_recorded(body, tensors, given, options)))
     elif found.reason:
         body(*tensors, *options)
     else:
@@ -219,9 +170,9 @@ def _aliases(addresses: list[int]) -> tuple[int, ...] | None:
 
 def _recorded(
     body: Callable[..., None], tensors: tuple[Tensor | None, ...], given: tuple[Tensor, ...], options: tuple
-) -> PreparedPass:
-    """Run the pass as written, and return it prepared. ``given``: the ``tensors`` that are not None."""
+) -> Recorder:
+    """Run the pass as written, and record it. ``given``: the ``tensors`` that are not None."""
     recorder = Recorder(given)
     with launcher.recording(recorder), observed(recorder.planned), recorder:
         body(*tensors, *options)
-    return PreparedPass(recorder)
+    return recorder
