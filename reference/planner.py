@@ -1,14 +1,13 @@
 """Plans of a layout: assign the chunks of a sequence to ranks, so that ranks compute equally and receive few keys.
 
-The sequence is cut into chunks, which stay whole. A chunk has an *area*, the visible cells in its rows, and a *need*, its
-own tokens and the keys that its queries see. A rank computes the sum of its areas. It receives the union of its needs
-without its own tokens:
+A chunk has an *area*, the visible cells in its rows, and a *need*, its own tokens and the keys that its queries see. A rank
+computes the sum of its areas, and receives the union of its needs without its own tokens:
 
     22 causal tokens    aaaaaaaaaaaaaabbccdddd     chunk    area                   need
     their chunks        0000111122223333444455     1        5+6+7+8     = 26       tokens 0 to 7 (of a)
                                                    3        13+14+1+2   = 30       tokens 0 to 15 (all of a and b)
 
-Aim (`Aim` in `chunks.py` scales all times to whole numbers, so that every rank on any machine decides alike):
+Aim (in whole numbers, so that every rank on any machine decides alike):
 
     1. minimise the peak, max over ranks of max(area / cells_per_us, received / tokens_per_us). A peak up to `allowed`
        counts as `allowed`: `imbalance` times the lower bound of the computing part, max(mean area, largest chunk)
@@ -16,22 +15,21 @@ Aim (`Aim` in `chunks.py` scales all times to whole numbers, so that every rank 
 
 Three steps:
 
-    starts    *greedy*: largest chunk first, to the rank that needs the fewest additional keys and keeps its area within a
-              limit, else to the least loaded rank. A free slot counts as some area (`RESERVE`). Three limits, from perfect
-              balance to the allowed imbalance. *contiguous*, best for a window. *zigzag*, best for one causal document.
-    swaps     two ranks exchange one chunk each, the two chunks that gain most, until no pair gains or the number of swaps
-              is used up: first from the best start, then from each start within `HOPELESS`
-    choice    the least (peak, peak x traffic) of all these plans. The factor peak keeps balance among allowed plans
+    starts    *greedy*: largest chunk first, to the rank with area below a limit that needs the fewest additional keys, else
+              to the least loaded one. Three limits, from perfect balance to the allowed imbalance. *contiguous*, best for
+              a window. *zigzag*, best for one causal document.
+    swaps     two ranks exchange the two chunks that gain most, until no pair gains or the swaps are used up: first from
+              the best start, then from each start within `HOPELESS`
+    choice    the least (peak, peak x traffic). The factor peak keeps balance among allowed plans
 
-All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills a free slot. A rank
-holds at most one small chunk, so token counts differ by at most one chunk.
+All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills a slot. A rank holds at
+most one, so token counts differ by at most one chunk.
 
 Cost: a round of swaps scores chunks^2 / 2 of them; `canon.fast.planner` makes the same plans faster. Nothing is sent.
-Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast. This file exceeds 200
-lines, so that the whole search stays on one page.
+Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast.
 
-Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025); longest first, Graham,
-Bounds on multiprocessing timing anomalies (1969).
+Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025); longest first, Graham, Bounds
+on multiprocessing timing anomalies (1969).
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,9 +46,9 @@ from canon.runtime.plan_arguments import checked_dispatch
 
 __all__ = ["dispatch"]
 
-# The area of a free slot: that of the smallest chunk, plus 1 / RESERVE of its difference to the mean chunk still to come.
+# The area of a free slot: the smallest chunk's, plus 1 / RESERVE of its difference to the mean chunk still to come.
 RESERVE = 8
-HOPELESS = 2  # once the best plan has an allowed peak, starts with over HOPELESS times its peak x traffic get no swaps
+HOPELESS = 2  # once a plan has an allowed peak, starts over HOPELESS times its peak x traffic get no swaps
 
 
 def dispatch(
@@ -66,15 +64,14 @@ def dispatch(
 ) -> Layout:
     """Return a layout in which ranks compute equally and receive few keys. Deterministic, equal on all ranks; cached.
 
-    The plan minimises the time of the slowest rank, max(computing, receiving), down to ``imbalance`` times the lower
-    bound of computing. Among plans below that, it minimises time x traffic.
+    The plan minimises the time of the slowest rank, max(computing, receiving), down to ``imbalance`` times the lower bound
+    of computing. Among plans below that, it minimises time x traffic.
 
     Args:
         mask: over the whole sequence, with as many queries as keys.
         ranks: the number of ranks.
-        chunk: the tokens that stay together; the last chunk may be short. All ranks get equally many chunks, or one
-            less, and token counts differ by at most one chunk. None means 1024, or less for short sequences: fewer than
-            8 chunks per rank balance badly (`canon.runtime.plan_arguments.default_chunk`).
+        chunk: the tokens that stay together; the last chunk may be short. Token counts of ranks differ by at most one
+            chunk. None means 1024, or less for short sequences (`canon.runtime.plan_arguments.default_chunk`).
         imbalance: the accepted ratio of the largest area to its lower bound, max(mean over the ranks, largest chunk).
         cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and received tokens per
             microsecond, forward and backward together. Defaults: 64 heads of width 128 at 500 TFLOP/s, 14 * 64 * 128
@@ -121,7 +118,7 @@ def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_
 # ---------------------------------------------------------------------- chunks
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk: its tokens, the area of its rows, and its need: the tokens whose keys it uses, including its own."""
+    """Tokens, the area of their rows, and their need. Sets of tokens are integers with one bit for each token."""
 
     number: int
     tokens: range
@@ -135,7 +132,7 @@ Assignment = list[Held]  # by rank
 
 
 def chunks_of(mask: Mask, ranks: int, chunk: int) -> Held:
-    """Return the chunks of the sequence, plus empty chunks that make their number a multiple of the ranks."""
+    """Return the chunks of the sequence, plus empty ones up to a multiple of the ranks."""
     n = mask.queries
     count = -(-n // chunk)
     pieces = [range(start, min(start + chunk, n)) for start in range(0, -(-count // ranks) * ranks * chunk, chunk)]
@@ -143,13 +140,12 @@ def chunks_of(mask: Mask, ranks: int, chunk: int) -> Held:
 
 
 def chunk_of(mask: Mask, number: int, tokens: range, chunk: int) -> Chunk:
-    """Return the chunk of ``tokens``. It is small if it has fewer than ``chunk`` tokens."""
+    """Return the chunk of ``tokens``, small if they are fewer than ``chunk``."""
     need = reduce(or_, map(_bits, [tokens, *mask.needed_keys([tokens])]), 0)
     return Chunk(number, tokens, mask.crop(queries=tokens).area if tokens else 0, need, len(tokens) < chunk)
 
 
 def _bits(tokens: range) -> int:
-    """Return the tokens as a set."""
     return (1 << tokens.stop) - (1 << tokens.start) if tokens else 0
 
 
@@ -159,12 +155,12 @@ def is_real(chunk: Chunk) -> bool:
 
 
 def area_of(held: Held) -> int:
-    """Return the number of cells that a rank with these chunks computes."""
+    """Return the cells that a rank with these chunks computes."""
     return sum(chunk.area for chunk in held)
 
 
 def size_of(held: Held) -> int:
-    """Return the number of tokens of these chunks."""
+    """Return the number of tokens."""
     return sum(len(chunk.tokens) for chunk in held)
 
 
@@ -179,7 +175,7 @@ def received_by(held: Held) -> int:
 
 
 class Aim:
-    """The objective of a plan. Costs are times, in units of 1 / (cells_per_us * tokens_per_us) microseconds.
+    """The objective of a plan. Costs are times, in 1 / (cells_per_us * tokens_per_us) microseconds.
 
     Attributes: ``bound``, the lower bound of the largest area; ``allowed``, the largest cost that is good enough.
     """
@@ -191,19 +187,19 @@ class Aim:
         self.allowed = int(self.bound * imbalance) * tokens_per_us
 
     def cost(self, area: int, received: int) -> int:
-        """Return the time of a rank, max(computing ``area`` cells, receiving ``received`` tokens)."""
+        """Return the time of a rank, max(computing, receiving)."""
         cells_per_us, tokens_per_us = self.rates
         return max(area * tokens_per_us, received * cells_per_us)
 
     def score(self, assignment: Assignment) -> tuple[int, int]:
-        """Return (peak, at least ``allowed``; peak x traffic) with the peak cost over the ranks. Smaller is better."""
+        """Return (peak, at least ``allowed``; peak x traffic). Smaller is better."""
         received = [received_by(held) for held in assignment]
         peak = max(self.cost(area_of(held), each) for held, each in zip(assignment, received, strict=True))
         return max(peak, self.allowed), peak * sum(received)
 
 
 def tokens_of(held: Held) -> list[range]:
-    """Return the tokens of the chunks as ascending ranges. Neighbouring chunks make one range."""
+    """Return the tokens of the chunks as ascending, merged ranges."""
     ranges: list[range] = []
     for chunk in held:
         if ranges and ranges[-1].stop == chunk.tokens.start:
@@ -220,9 +216,9 @@ def contiguous(chunks: Held, ranks: int) -> Assignment:
 
 
 def zigzag(chunks: Held, ranks: int) -> Assignment:
-    """Assign early chunks and late chunks to each rank, half and half, which balances a causal mask.
+    """Assign early and late chunks to each rank, half and half.
 
-    The last ranks get the empty chunks, because the first rank has the short one.
+    The last ranks get the empty chunks, because the first has the short one.
     """
     if len(chunks) <= ranks:  # one slot: no halves
         return contiguous(chunks, ranks)
@@ -231,13 +227,13 @@ def zigzag(chunks: Held, ranks: int) -> Assignment:
 
 
 def _counts(chunks: Held, ranks: int) -> list[int]:
-    """Return the number of chunks with tokens for each rank. The first ranks get fewer."""
+    """Return the number of chunks with tokens for each rank."""
     fewer, more = divmod(sum(map(is_real, chunks)), ranks)
     return [fewer + (rank >= ranks - more) for rank in range(ranks)]
 
 
 def _filled(chunks: Held, halves: list[list[int]]) -> Assignment:
-    """Assign chunks in order: first to rank 0, 1, ..., then, with a second half, to rank ..., 1, 0. Empty ones come last."""
+    """Deal chunks in order: to rank 0, 1, ..., then, with a second half, to rank ..., 1, 0. Empty ones come last."""
     numbers, slots = iter(chunks), len(chunks) // len(halves[0])
     assignment: Assignment = [[] for _ in halves[0]]
     for second, half in enumerate(halves):
@@ -271,9 +267,9 @@ def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
 
 
 def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most_full: int) -> bool:
-    """Return whether a rank may take the chunk: each rank holds at most one small chunk.
+    """Return whether a rank may take the chunk and keep at most one small chunk.
 
-    So a slot stays free for each small chunk to come: at most ``most_full`` ranks may fill up without a small chunk.
+    A slot stays free for each small one to come: at most ``most_full`` ranks fill up without one.
     """
     has_small = any(other.small for other in held)
     whole = len(held) - has_small
@@ -285,9 +281,9 @@ def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most
 
 # ---------------------------------------------------------------------- swaps
 def _descended(assignment: Assignment, aim: Aim, most: int) -> tuple[Assignment, int]:
-    """Return the assignment after up to ``most`` swaps and their number. Stop after a round in which no pair gains."""
+    """Return the assignment after up to ``most`` swaps, and their number."""
     assignment, made = assignment[:], 0
-    settled: set[tuple[int, int]] = set()  # pairs without a gain that have not changed since
+    settled: set[tuple[int, int]] = set()  # pairs unchanged since they had no gain
     while made < most:
         before = made
         for pair in combinations(range(len(assignment)), 2):
@@ -307,7 +303,7 @@ def _descended(assignment: Assignment, aim: Aim, most: int) -> tuple[Assignment,
 
 
 def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
-    """Return both ranks after the swap of two chunks that gains most, or None. Ties: the first chunk of mine, of theirs."""
+    """Return both ranks after the best swap of two chunks, or None. Ties: the first chunk of mine, of theirs."""
 
     def worth(cost_here: int, cost_there: int, traffic: int) -> tuple[int, int]:
         return max(cost_here, cost_there, aim.allowed), traffic
@@ -338,10 +334,8 @@ def _rests(held: Held) -> list[int]:
 
 
 def _has_two_small(held: Held, leaves: Chunk, comes: Chunk) -> bool:
-    """Return whether the rank would hold two small chunks after the swap."""
     return comes.small and not leaves.small and any(chunk.small for chunk in held)
 
 
 def _exchanged(held: Sequence[Chunk], leaves: Chunk, comes: Chunk) -> Held:
-    """Return the chunks of the rank after the swap, ascending."""
     return sorted([chunk for chunk in held if chunk is not leaves] + [comes], key=lambda chunk: chunk.number)

@@ -21,6 +21,8 @@ KERNELS = ("forward", "dq", "dkdv")
 
 @dataclass(frozen=True)
 class Config:
+    """Tile sizes and launch options."""
+
     rows: int
     columns: int
     warps: int

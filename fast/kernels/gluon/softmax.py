@@ -52,6 +52,7 @@ class SoftmaxState:
 
 @gluon.jit
 def empty_state(wg):
+    """Return the state before the first work tile."""
     return SoftmaxState(
         gl.zeros([wg.M, wg.DV_PAD], gl.float32, mma_layout(wg.DV_PAD)),
         gl.zeros([wg.M, wg.BN], wg.q.tiles.dtype, operand_layout(wg.DV_PAD)),
