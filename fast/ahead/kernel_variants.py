@@ -1,7 +1,6 @@
 """Enumerate the kernel variants that a model can need: dtype, widths, heads and backend fix the set, whatever the masks.
 
-Triton compiles one variant for each combination of these properties. `collect` launches each kernel with every combination
-on small tensors, while compilations are recorded instead of run (`canon.fast.ahead.compilation`).
+`collect` launches each kernel with every combination of these properties on small tensors, while compilations are recorded.
 
     property of a variant           fixed by the model             chosen by a mask, a size or a layout: every value
     constants of the source         D, DV, GROUP, ACC, PRECISION   HEADS, FUSED, ORDERED: the method; INDEXED, HAS_DLSE
@@ -11,18 +10,13 @@ on small tensors, while compilations are recorded instead of run (`canon.fast.ah
     RANKS (`sum_ranks`)             ranks                          -
     dtypes of out, dq, dk and dv    dtype                          the accumulation dtype for parts of a sum
     widths of `as_heads`            d + dv, key heads              batches of 1 to 8
-    strides of q, k, v and results  multiples of 16, as the widths an axis of length 1 has stride 0: `kernel_strides`
+    strides of q, k, v and results  multiples of 16                an axis of length 1 has stride 0: `kernel_strides`
     TMA (Triton)                    dtype, widths                  not for a shard without queries or without keys
     addresses                       multiples of 16 bytes          -
 
-Kernels do not specialise on strides and addresses of lse, delta and dlse, nor on numbers of tiles, tokens and heads. Outside
-the set, variants compile when first used:
-
-    q, k, v or dout with a last stride other than 1, or with other strides and addresses than above
-    a scale of 0 or less on the Triton backend
-    a reduce_dtype that is neither the dtype nor the accumulation dtype
-    a batch of several sequences with 2^31 elements each
-    rank_invariant=True
+Kernels do not specialise on lse, delta and dlse, nor on numbers of tiles, tokens and heads. These compile when first used:
+other strides and addresses, a Triton scale of 0 or less, a reduce_dtype that is neither the dtype nor the accumulation
+dtype, several sequences of 2^31 elements each, rank_invariant=True.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,19 +1,18 @@
 """Repairs of Triton's CPU interpreter (TRITON_INTERPRET=1), releases 3.6 to 3.9.
 
-The first interpreted launch calls `repair`, which changes Triton for the whole process. Without TRITON_INTERPRET=1 it changes
-nothing:
+The first interpreted launch calls `repair`, which changes Triton for the whole process; without one, nothing changes.
 
     fault of the interpreter                     repair
     bfloat16 is held as uint16 bit patterns;     widen operands of tl.dot, arithmetic, comparisons, reductions and scans
     arithmetic treats these as integers          to float32, round the results
     casts to bfloat16 truncate                   round to nearest, ties to even
     bfloat16 constants lack `get_bf16`           define it
-    a tensor as loop bound raises TypeError      convert its one element to an int (Triton 3.6, numpy 2.4)
-    NumPy warns of -inf - -inf and overflow      silence NumPy during a launch, as GPUs are silent
-    launches from several threads interfere      run one launch at a time
-    each inner call patches triton.language      patch it once per launch: milliseconds per call
-    tl.dot runs on BLAS threads                  use one thread of torch's matmul: ranks share the cores
-    tl.sum stays compiled if Triton was          replace the functions of triton.language by interpreted ones
+    a tensor as loop bound raises TypeError      convert it to an int (Triton 3.6, numpy 2.4)
+    NumPy warns of -inf - -inf and overflow      silence NumPy during a launch
+    launches from several threads interfere      run one at a time
+    each inner call patches triton.language      once per launch: milliseconds per call
+    tl.dot runs on BLAS threads                  one thread of torch's matmul: ranks share the cores
+    tl.sum stays compiled if Triton was          replace such functions by interpreted ones
     imported before the variable was set
     integer sums are checked for overflow        skip the check and cache dtypes: a quarter of the time
 

@@ -1,14 +1,13 @@
 """A mask between two buffers, with the work tiles of the whole sequence: for ``rank_invariant=True``.
 
-The work table of the whole mask fixes the bits of a result: the tiles, and the order of their visits. A rank takes the tiles
-of its own pieces and moves their coordinates to its buffers:
+The work table of the whole mask fixes the bits of a result. A rank takes the tiles of its own pieces and moves their
+coordinates to its buffers:
 
     whole sequence    tile of queries 256:384 visits keys 0:256 (full), 256:384 (partial)
     buffer of keys    rows 0:128 hold tokens 128:384, rows 128:256 of the next rank hold tokens 0:128
     moved table       visits rows 256:384, 0:128 (full), then rows 128:256 (partial): still in sequence order
 
-Every piece begins at a multiple of 128, in the sequence and in its buffer, and all tile sides divide 128. So no tile holds
-tokens of two pieces. Buffers may have rows without tokens.
+Pieces begin at multiples of 128, in the sequence and in buffers, and tile sides divide 128: no tile holds two pieces.
 """
 
 from collections.abc import Iterable

@@ -8,13 +8,12 @@
     . . . . x .          rows 4:6       partial: keys 4:6     (another document: tiles start where it does)
     . . . . x x
 
-All rows of a tile see all of a *full* span, so kernels need no comparisons. A *partial* span holds its band. Tiles are cut
-at the ends of bands (documents) where that saves visits. The longest come first, so that SMs finish on short ones. The
-transposed table, for dk and dv, swaps queries and keys: (lo, hi) become (-hi, -lo).
+All rows of a tile see all of a *full* span; a *partial* span holds its band. Tiles are cut at the ends of bands where that
+saves visits, and the longest come first. The transposed table, for dk and dv, swaps queries and keys: (lo, hi) become (-hi,
+-lo).
 
-Cost: O(overlapping pairs of a band and a tile), closed forms in NumPy. Device memory: 20 bytes a tile, 32 a span.
-
-Source: FlexAttention (Dong et al., 2024) introduced block masks with full and partial tiles; bands replace its callbacks.
+Cost: O(overlapping pairs of a band and a tile) in NumPy. Device memory: 20 bytes a tile, 32 a span. Source: FlexAttention
+(Dong et al., 2024) introduced block masks with full and partial tiles; bands replace its callbacks.
 """
 
 from dataclasses import dataclass

@@ -1,14 +1,13 @@
 """Configurations of the Hopper kernels, by kernel and padded head widths; elements have two bytes.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in the others. Each
-warpgroup owns half of the rows (a third of 192); in "dkdv_hdim256" both share all rows. Shared memory in bytes with s stages
-and b buffers, plus 1 KB for barriers:
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in the others. Bytes of
+shared memory with s stages and b buffers, plus 1 KB for barriers:
 
     forward         2 (b rows d + s columns (d + dv))
     dq              2 (rows (d + dv) + s columns (d + dv))
     dkdv            2 (b rows (d + dv) + s columns (d + dv)) + 8 s columns
-    fused           dkdv + 4 rows columns + 8 columns d: dS and parts of dq, two buffers each
-    dkdv_hdim256    dkdv + 8 rows columns: P and dS, two buffers each
+    fused           dkdv + 4 rows columns + 8 columns d
+    dkdv_hdim256    dkdv + 8 rows columns
 """
 
 from collections.abc import Iterator
@@ -91,10 +90,9 @@ def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
 
 
 def choose(kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192) -> tuple[Config, int, int]:
-    """Return the configuration and the padded widths for heads d and dv wide.
+    """Return the configuration and the padded widths for heads d and dv wide. Raises ValueError if none fits.
 
-    ``seen``: tiles that a query sees on average, for `LONG_TABLE`, whose configurations have at most ``most_rows`` rows.
-    Raises ValueError if there is none, or if it needs too much shared memory.
+    ``seen``: mean tiles that a query sees, for `LONG_TABLE`, whose configurations have at most ``most_rows`` rows.
     """
     fitting = padded_to(kernel, d, dv)
     if not fitting:

@@ -1,6 +1,6 @@
 """The dk and dv kernel for Hopper: four MMAs for each tile, or five if it also adds to dq ("fused").
 
-A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span after span, ascending in each span:
+A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span after span:
 
     loader        Q 0   K    dO 0   V    Q 1   dO 1   Q 2   ...    (one query head of the owner after another)
     warpgroup     S^T = K Q^T  and  dP^T = V dO^T - delta, issued together
@@ -11,11 +11,9 @@ A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span aft
     fused         dQ^T = K^T dS; an adder warp adds it to float32 dq (`dq_adder`)
 
 Each warpgroup holds dK and dV of half of the keys in registers. An *owner* is a key head, whose query heads are summed in
-order, or with "head_parallel" a query head; then another kernel sums the owners in order. So dk and dv always repeat their
-bits. Fused dq does only if ORDERED. Heads wider than 128 have no fused kernel (`dkdv_hdim256`).
-
-Shared memory: `config`. Its bandwidth limits the kernel: paper/shared_memory_bound.md. Sources: FlashAttention-2 (Tri Dao,
-2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
+order, or with "head_parallel" a query head, summed by another kernel. So dk and dv repeat their bits; fused dq only if
+ORDERED. Shared memory limits the speed: paper/shared_memory_bound.md. Sources: FlashAttention-2 (Tri Dao, 2023), algorithm
+2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
 """
 
 from triton.experimental import gluon
@@ -50,10 +48,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @aggregate
 class Buffers:
-    """Rings of the visited ``q``, ``dout``, ``lse`` and ``delta`` (holds -delta), and the owned ``k`` and ``v``.
+    """Rings of the visited ``q``, ``dout``, ``lse`` and ``delta`` (-delta), and the owned ``k`` and ``v``.
 
-    The barriers of q also guard lse, those of dout delta. ``full`` of k also guards the ``published`` work tile. k and v
-    share their ``free`` barriers.
+    Barriers of q also guard lse, of dout delta, ``full`` of k ``published``. k and v share ``free``.
     """
 
     q: Ring
@@ -116,9 +113,7 @@ def load_tiles(
 ):
     """Claim work tiles, and load Q, lse, dO and delta of every visited tile (the loader).
 
-    K follows the first Q of a work tile and V the first dO: their buffers are freed late in the previous work tile. Even the
-    first work tile is claimed (`claim_any_work_tile`; ORDERED needs it: `dq_order`). ``padded``: tokens in a row of
-    statistics.
+    K follows the first Q and V the first dO: their buffers are freed late. ``padded``: tokens in a row of statistics.
     """
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
@@ -333,10 +328,10 @@ def dkdv_kernel(
     BUFFERS: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of the work tiles in ``work``; o owners of HEADS query heads.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of the work tiles; o owners of HEADS query heads.
 
-    ``stats_desc``: flat row statistics (b, h, 2, padded). FUSED: add to float32 dq (b, t, h, d). ORDERED: in the order of
-    ``work``; int32 zeros, the semaphores (b, h, dq_tiles), follow ``counter``.
+    ``stats_desc``: flat row statistics (b, h, 2, padded). FUSED: add to float32 dq (b, t, h, d). ORDERED: in the schedule's
+    order; int32 zeros, the semaphores (b, h, dq_tiles), follow ``counter``.
     """
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
     buffers = make_buffers(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2 + FUSED)

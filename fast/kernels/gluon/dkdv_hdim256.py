@@ -1,15 +1,14 @@
 """The dk and dv kernel for heads wider than 128.
 
-128 keys x 256 columns of dK and dV would fill all registers. So both warpgroups share a work tile of 64 keys. Each computes
-P and dS for half of the queries, and accumulates half of the columns of dK and dV:
+128 keys x 256 columns of dK and dV would fill all registers. So two warpgroups share 64 keys:
 
     warpgroup     S^T = K Q^T  and  dP^T = V dO^T     of 64 keys x its half of the queries
                   write P and dS to shared memory, wait for the other half
                   dV += P dO   and   dK += dS Q       of its half of the columns
 
 P and dS have two buffers, so one barrier per tile suffices: a warpgroup passes that of tile t + 1 only after the other one
-has read tile t. The loader is that of `dkdv`. Source: the split of D over two warpgroups: FlashAttention-3's backward at D =
-256 (Shah et al., 2024, its code).
+has read tile t. Source: the split of D over two warpgroups: FlashAttention-3's backward at D = 256 (Shah et al., 2024, its
+code).
 """
 
 from triton.experimental import gluon

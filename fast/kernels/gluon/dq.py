@@ -5,9 +5,8 @@
                   wait for S:     P = exp(scale S - lse)     while dP runs
                   wait for dP:    dQ += (P * (dP - delta)) K
 
-Each of two warpgroups owns half of the rows. Sums follow the order of the spans, so bits repeat. Rows that see no key get 0.
-Shared memory: `config`. Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton,
-pull request 177.
+Each of two warpgroups owns half of the rows. Bits repeat. Rows that see no key get 0. Sources: FlashAttention-2 (Tri Dao,
+2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton, pull request 177.
 """
 
 from triton.experimental import gluon
@@ -65,7 +64,7 @@ class Buffers:
 def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
     """Claim work tiles, and load K and V of every visited tile (the loader).
 
-    Q follows the first K of a work tile and dO the first V: their buffers are freed late in the previous work tile.
+    Q follows the first K and dO the first V: their buffers are freed late in the previous work tile.
     """
     q_desc, dout_desc, k_desc, v_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v

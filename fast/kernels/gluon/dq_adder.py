@@ -4,12 +4,10 @@
                   dQ^T = K^T dS; dQ to shared memory     -> dq_full
     adder         wait for dq_full, add to dq            -> dq_free
 
-dQ sums over all keys of the work tile, so it needs dS of both warpgroups. With D = 128 each computes 64 columns of dQ. With
-D = 64 they alternate: each computes all columns of every second tile.
+dQ needs dS of both warpgroups. With D = 128 each computes 64 columns of dQ, with D = 64 all columns of every second tile.
 
-**The dq semaphore** (ORDERED), one int32 for each tile of dq, fixes the order of additions. The schedule gives each span its
-ticket and its predecessor's. `dq_order` proves that no CTA waits forever. For each tile the adder does (if not ORDERED, only
-3 to 5):
+**The dq semaphore** (ORDERED), one int32 for each tile of dq, fixes the order of additions by tickets; `dq_order` proves
+that no CTA waits forever. For each tile the adder does (if not ORDERED, only 3 to 5):
 
     1. poll the semaphore with `load_acquire` until it holds the predecessor's ticket
     2. `fence_async_global`
@@ -19,12 +17,11 @@ ticket and its predecessor's. `dq_order` proves that no CTA waits forever. For e
     6. `wait_for_reductions`: the sum is complete in global memory
     7. write its own ticket with `store_release`
 
-Whatever a CTA completed before its release (7) is visible after the successor's acquire (1). But an acquire orders only
-generic accesses, and TMA uses the async proxy: so step 2 orders the addition after the acquire. Without step 6, step 7 would
-publish an addition in flight. A wrong order would change rounding only: TMA adds each element atomically.
+What a CTA completed before its release (7) is visible after the successor's acquire (1). An acquire orders only generic
+accesses, and TMA uses the async proxy: hence step 2. Without step 6, step 7 would publish an addition in flight.
 
-Only the adder waits for other CTAs; loads and MMAs continue until both buffers of dQ are full. Steps 1, 6 and 7 compile to
-waits, L1 invalidations and a memory barrier, which would stall a warpgroup in every tile (paper/deterministic_dq.md).
+Only the adder waits for other CTAs. Steps 1, 6 and 7 compile to waits, L1 invalidations and a memory barrier, which would
+stall a warpgroup in every tile (paper/deterministic_dq.md).
 """
 
 from triton.experimental import gluon

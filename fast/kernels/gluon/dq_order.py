@@ -1,28 +1,23 @@
 """A fixed order for the additions to dq: tickets, an order of work tiles that keeps waits short, and when it pays.
 
 In the fused backward many work tiles (of keys) add to one *tile of dq*: dq of the queries of a visited tile, for one head.
-Each span of visited tiles gets a **ticket**, and each tile of dq has a **semaphore** that starts at 0. The *predecessor* is
-the previous span in the tile schedule that visits this tile. A CTA adds once the semaphore holds the predecessor's ticket (0
-if there is none), then writes its own. Only the successor waits for that ticket, so it stays until the successor adds.
+Each span has a **ticket**, each tile of dq a **semaphore** that starts at 0. The *predecessor* is the previous span in the
+tile schedule that visits this tile. A CTA adds once the semaphore holds the predecessor's ticket (0 if none), then writes
+its own. Only the successor waits for that ticket, so it stays until the successor adds.
 
     tile schedule           work tile A    work tile B    work tile C
     own ticket              1              2              3
     tiles of dq visited     0 1 2 3            2 3          1 2 3
     predecessor's ticket    0 0 0 0            1 1          1 2 2
 
-**Same bits.** Predecessors follow from the mask and the shapes, not from timing or the number of SMs. Only the choice by
-method="auto" (`canon.fast.backward`) depends on the SMs.
+**Same bits.** Predecessors follow from the mask and the shapes, not from timing or the number of SMs.
 
-**No deadlock.** CTAs claim work tiles in the order of the schedule, and process them in that order. Take the first
-unfinished work tile. A running CTA has claimed it, or the next idle one will. Its predecessors are in earlier, finished work
-tiles or earlier in itself. So it finishes, and by induction all do. The forward kernel gives CTA i work tile i unclaimed;
-here a running CTA could then wait for one that the GPU has not started, so even the first work tiles are claimed.
+**No deadlock.** CTAs claim work tiles in the order of the schedule. Take the first unfinished one: a running CTA has claimed
+it, or the next idle one will. Its predecessors are in finished work tiles or earlier in itself. So it finishes, and by
+induction all do. Even first work tiles are claimed: dealt out, a running CTA could wait for one that has not started.
 
-**Memory order**: `dq_adder`.
-
-Spans are numbered along the schedule. A span whose tiles have different predecessors is cut (C above); its pieces keep one
-own ticket. One table of tickets serves all heads, as each query head has its own semaphores. NumPy builds it in O(spans
-sqrt(tiles of dq of a head)). `launch.queue` zeroes the semaphores, and `canon.fast.backward` dq.
+A span whose tiles have different predecessors is cut (C above); its pieces keep one own ticket. Each query head has its own
+semaphores, so one table serves all heads. Cost: O(spans sqrt(tiles of dq of a head)) in NumPy.
 
 Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code). Measurements:
 paper/deterministic_dq.md.
@@ -40,27 +35,22 @@ from canon.masks.plan_cache import cached_plan
 SMS = 132  # of an H200; constant, so that all GPUs get the same order and bits
 L2_BYTES = 32 << 20  # for tensors that heads in flight read; an H200 has 50 MB
 
-# Heads in flight, longest work tile first (`heads_in_flight`). Waits grow with the CTAs of one head: more than about
-# CTAS_PER_HEAD gained nothing. More heads shorten the waits, but the CTAs of a head share reads through L2 only while they stay
-# close. Their distance is assumed proportional to the additions to one tile of dq, so additions x heads is at most
-# MAX_ADDITIONS. Heads that read at most 4 L2_BYTES together are exempt. Both are fitted to zigzag shards
-# (paper/data/lists_side_by_side_h200.json).
+# Heads in flight, longest work tile first. Waits grow with the CTAs of one head: over about CTAS_PER_HEAD gained nothing. More
+# heads shorten waits, but CTAs of a head share L2 reads only while they stay close: so additions to a tile of dq x heads is at
+# most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES. Fitted: paper/data/lists_side_by_side_h200.json.
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
-# Alternating order (`alternation`), in visits: the time of one tile. With n key heads in flight, w = SMS / n CTAs work on one.
-# If each starts 1.5 visits after the one before, waits sum to 1.5 (0 + ... + w - 1), about WAITING w^2: the share WAITING w^2 /
-# (repeat * visits) of a key head's time. L2 misses take DRIFTING (n bytes)^2 / queries (empirical, queries / byte^2; one value
-# for key heads of one query head, one for several). All are fitted to 1 to 32 heads in flight (paper/data/pairs_h200.json). The
-# n with the smallest sum is taken.
+# Alternating order, in visits (the time of one tile). With n key heads in flight, w = SMS / n CTAs work on one. Each starts 1.5
+# visits after the one before: waits sum to about WAITING w^2, the share WAITING w^2 / (repeat * visits). L2 misses take
+# DRIFTING (n bytes)^2 / queries (empirical; for key heads of one query head, or several). Fitted: paper/data/pairs_h200.json.
 WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
-# When ordered dq pays (`ordered_dq_pays`): five MMAs a tile, against seven of "split". Alternating: waits and misses cost less
-# than MAX_SHARE, and a tile of keys visits more than MIN_VISITS_ALTERNATING[padded width] tiles of queries (128 x 128) on
-# average. Else more than MIN_VISITS[padded width], and LAG (visits between starts of a head's CTAs) times these CTAs is under a
-# tenth of an SM's work. Fitted to paper/data/kernels_sweep_widths_h200.json and pairs_h200.json.
+# When ordered dq pays (five MMAs a tile, "split" seven). Alternating: waits and misses cost less than MAX_SHARE, and a tile of
+# keys visits over MIN_VISITS_ALTERNATING[padded width] tiles of queries. Else over MIN_VISITS[padded width], and LAG visits for
+# each CTA of a head are under a tenth of an SM's work. Fitted: paper/data/kernels_sweep_widths_h200.json, pairs_h200.json.
 MAX_SHARE = 0.08
 MIN_VISITS_ALTERNATING = {64: 8, 128: 12}
 MIN_VISITS = {64: 8, 128: 24}
@@ -68,10 +58,10 @@ LAG = 2.5
 
 
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
-    """Return how many groups of heads are in flight together: as many as fit the L2 cache, or more if dq is ordered.
+    """Return how many groups of heads are in flight: as many as fit the L2 cache, or more if dq is ordered.
 
-    A group is a key head, or the query heads that share one. ``additions``: mean additions to one tile of dq, if ordered.
-    Then more groups shorten waits, up to as many as occupy all SMs, within `MAX_ADDITIONS` or four times `L2_BYTES`.
+    A group is a key head, or the query heads that share one. ``additions``: mean additions to one tile of dq, if ordered;
+    then up to as many as occupy all SMs, within `MAX_ADDITIONS` or four times `L2_BYTES`.
     """
     choices = divisors(groups)
     largest = lambda each, room: max(n for n in choices if n == 1 or n * each <= room)
@@ -88,9 +78,8 @@ def alternation(
 ) -> tuple[int, float] | None:
     """Return how many groups of heads are in flight, and the cost of waits and misses (share of the time); or None.
 
-    None: do not alternate. There are no groups; fewer than a quarter of a head's work tiles add to one tile of dq; all are
-    about equally long; or repeat * rows < 2 * columns, so that causal neighbours differ by under two visits. ``repeat``:
-    query heads per key head; ``bytes_per_group``: of q and dout of a group with ``queries`` tokens.
+    None: do not alternate. There are no groups; under a quarter of a head's work tiles add to one tile of dq; all are about
+    equally long; or repeat * rows < 2 * columns. ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout.
     """
     cost = costs.cost[costs.active]
     if not len(cost) or 4 * mean_additions(costs.spans, columns) < len(cost) or cost.max() <= UNEVEN * cost.mean():
@@ -105,12 +94,9 @@ def alternation(
 def alternate(order: np.ndarray, together: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of short and of long work tiles alternating.
 
-    A set has SMS / together work tiles, one for each CTA of a group in flight: the shortest ones ascending, then the longest
-    ones descending, and so on.
-
-    Causal work tiles all end at the last query. A short one that starts with a longer predecessor waits until that reaches
-    its first query, so longest-first sets end together. Alternating, short ones end one after another; the long ones after
-    them start staggered, and wait little.
+    A set has SMS / together work tiles: the shortest ascending, then the longest descending, and so on. Causal work tiles
+    all end at the last query, so a short one waits for a longer predecessor that starts with it. Alternating, short ones end
+    one after another, and the long ones after them start staggered.
     """
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)
@@ -157,11 +143,9 @@ def cut_by_tickets(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Cut spans where the predecessor changes. Return the cut spans, begin and end for each work tile, and the tickets.
 
-    ``spans[begin[i]:end[i]]`` are those of tile i; ``order`` is that of one head's tiles in the schedule. Tickets are
-    (predecessor's, own) for each cut span; uncut spans count 1, 2, ... along the schedule, and 0 means no predecessor.
-
-    A span that starts or ends between two tiles of dq leaves them with different last spans. So the next span that covers
-    both is cut there.
+    ``spans[begin[i]:end[i]]`` are those of tile i; ``order`` is that of one head's tiles. Tickets are (predecessor's, own)
+    for each cut span. A span that starts or ends between two tiles of dq leaves them with different last spans, so the next
+    span that covers both is cut there.
     """
     number = (end - begin)[order]
     work_tile, place = counted(number)
@@ -188,8 +172,7 @@ def cut_by_tickets(
 def _next_covering_interval(begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i]; len(begin) if none.
 
-    A table gives, for each block of intervals and point, the first block from there on that holds the point. So only two
-    blocks are searched for each point.
+    A table gives for each block of intervals the next block that holds a point, so only two blocks are searched.
     """
     n, width = len(begin), int(end.max(initial=0)) + 1
     size = 1 << max(4, (width // 3).bit_length() // 2)

@@ -5,10 +5,8 @@
                   wait for S:     P = exp(S - m)         while O += P V still runs (ROWS = 192: after it)
                   wait for O:     release V (tile j - 1), go to tile j + 1
 
-A CTA has four loader warps (one thread issues) and two or three MMA warpgroups of 64 rows; it fills an SM's registers. The
-MMA with V is one tile late, even across work tiles: a work tile's last one runs during the next one's first softmax (ROWS =
-192: maximum). Then O is divided by the sums of P (STALE_MAXIMUM: less ``excess``) and written. Sums follow the order of the
-spans, so bits repeat.
+A CTA has four loader warps (one thread issues) and two or three MMA warpgroups of 64 rows. The MMA with V is one tile late,
+even across work tiles. Then O is divided by the sums of P (STALE_MAXIMUM: less ``excess``) and written. Bits repeat.
 
     barrier          arrivals in a phase   arrives                                  waits           protects
     k.full, v.full   1, and all bytes      loader, then TMA                         warpgroups      K, V until loaded
@@ -22,34 +20,22 @@ spans, so bits repeat.
     (PING_PONG)                            complete (bar.arrive); w (bar.sync)
     named 11 + w     128 threads           warpgroup w (STALE_MAXIMUM)              warpgroup w     a vote (`ptx.vote_ptx`)
 
-w - 1 is modulo the number of warpgroups; at the start the last one arrives once, so that warpgroup 0 goes first. A step may
-wait for its V before it releases the previous V: hence two stages or more. Partial spans come first (STALE_MAXIMUM: last,
-when rows have seen many keys). All warpgroups make equally many steps, so the named barriers match.
+w - 1 is modulo the number of warpgroups; at the start the last one arrives once. A step may wait for its V before it
+releases the previous V: hence two stages or more. Partial spans come first (STALE_MAXIMUM: last). All warpgroups make
+equally many steps, so the named barriers match.
 
 Read `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` and `softmax`. With
-STALE_MAXIMUM, `stale_maximum` replaces `step` after a work tile's first tile.
+STALE_MAXIMUM, `stale_maximum` replaces `step` after a work tile's first tile. Compile-time switches:
 
-Compile-time switches of `config`. "Seen" is the mean number of tiles of 128 keys that a query sees, divided by 4 if no SM
-has two tiles of 128 queries (`launch.tiles_seen`; not with rank_invariant):
-
-    d, dv up to   ROWS                   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
-    64, 64        128; 192 if seen > 6*  128       4        2         yes         if seen > 3
-    128, 128      128                    128       3        1         yes         if seen > 6
-    256, 128      128                    64        3        1         yes         if seen > 3
-    256, 256      128                    64        2        1         yes         if seen > 3
-    * always 128 with rank_invariant: tiles are cut at the same tokens on any number of ranks
-
-`config.forced` reaches other combinations. Further switches:
-
-    GROUP           query heads of a key head
-    PACK            query heads that share a tile: 1, 2, 4, 8 or 16, a divisor of GROUP; over 1 for short documents
-                    (`launch.packing`)
+    ROWS            128; 192 (three warpgroups) for widths up to 64 if a query sees over 6 tiles of 128 keys on average
+                    (`launch.tiles_seen`), never with rank_invariant: tiles are cut at the same tokens on all ranks
+    STALE_MAXIMUM   if a query sees over 3 tiles (widths from 65 to 128: 6)
+    PACK            query heads that share a tile, over 1 for short documents (`launch.packing`)
     LATE            if ROWS = 192: exponentials wait for the MMA with V
-    EARLY_RESCALE   if dv is up to 128: O is rescaled in the next step, during its MMA of S; else at the end of a step
+    EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S; else at the end of a step
 
-Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries with |m| > 2^24 get NaN
-(`LARGEST_MAXIMUM`). A NaN of v also reaches queries that only share a tile with it (`canon.fast.kernels.triton.launch`).
-Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2. Spans: `canon.fast.kernels.work_tables`.
+Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries with |m| > 2^24 get NaN.
+Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2.
 """
 
 from triton.experimental import gluon
@@ -197,9 +183,8 @@ def visit_span(state, wg, ring, tile, partial):
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the next ring position.
 
-    The MMA with V belongs to the tile before. FIRST: ``tile`` is a work tile's first one, so O of ``previous`` (if not 0) is
-    then complete and written. LATE (three warpgroups, few registers): exponentials wait until that MMA has read the old P,
-    whose registers the new P reuses.
+    The MMA with V belongs to the tile before. FIRST: O of ``previous`` (if not 0) is then complete and written. LATE:
+    exponentials wait until that MMA has read the old P, whose registers the new P reuses.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     # needs registers, and wider heads have none to spare

@@ -1,11 +1,8 @@
-"""Launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments.
+"""Launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments, ranges and NaN.
 
-TMA loads tensors in place if base and strides are multiples of 16 bytes and the last stride is 1; others are copied. Tokens
-that tiles load but the mask does not touch may hold NaN: v (forward) or q, k, v and dout (backward) are copied with 0 there.
-Results that kernels cannot write in place (`evenly_strided`, `within_reach`) are written to a new tensor and copied.
-
-Elements have two bytes, heads at most 256 columns, the device is sm_90; else ValueError. Ranges and effects of a NaN:
-`canon.fast.kernels.triton.launch`.
+TMA needs base and strides at multiples of 16 bytes and a last stride of 1; other tensors are copied. Tokens that tiles load
+but the mask does not touch may hold NaN, so they are copied as 0. Results that kernels cannot write in place are copied.
+ValueError unless elements have two bytes, heads at most 256 columns, and the device is sm_90.
 """
 
 from functools import lru_cache
@@ -117,9 +114,10 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv). Owners are key heads, or query heads for "head_parallel".
+    """Write dk (b, s, o, d) and dv (b, s, o, dv), and add to ``dq`` (b, t, h, d), float32, if given; in a fixed order if
+    ``ordered``.
 
-    Also add to ``dq`` (b, t, h, d), float32, if given: in a fixed order if ``ordered``. ``stats``: from `row_statistics`.
+    Owners are key heads, or query heads for "head_parallel". ``stats``: from `row_statistics`.
     """
     check(q)
     d, dv_width, owners = q.shape[-1], v.shape[-1], dk.shape[2]
@@ -330,8 +328,7 @@ def resident_ctas(x: Tensor) -> int:
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
     """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq, in one allocation.
 
-    Launches do not share it, because they may overlap. If no CTA reads it (one work tile each, no semaphores), ``work`` is
-    returned twice.
+    If no CTA reads it (one work tile each, no semaphores), ``work`` is returned twice.
     """
     if plan.work_tiles <= resident_ctas(x) and not semaphores:
         return plan.work, plan.work

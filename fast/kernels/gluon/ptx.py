@@ -3,24 +3,24 @@
     function                instruction                                  reason
     tma_reduce_add          cp.reduce.async.bulk.tensor ... .add         Gluon 3.6 and 3.7 have no name for it
     wait_for_reductions     cp.async.bulk.wait_group 0                   Gluon waits for the source only (.read)
-    load_acquire            ld.acquire.gpu                               Gluon has no load with memory order
-    store_release           st.release.gpu                               Gluon has no store with memory order
-    back_off                nanosleep.u32                                not in Gluon
-    fence_async_global      fence.proxy.async.global                     not in Gluon
+    load_acquire            ld.acquire.gpu                               not in Gluon, as the next three
+    store_release           st.release.gpu
+    back_off                nanosleep.u32
+    fence_async_global      fence.proxy.async.global
     ping_pong_wait          bar.sync                                     Gluon has no named barriers
-    ping_pong_arrive        bar.arrive                                   Gluon has no named barriers
+    ping_pong_arrive        bar.arrive
     broadcast_rows          mov.b32                                      fixes where an accumulator is initialised
     keep_where_nonzero      setp, selp                                   a plain select is hoisted out of its branch
     transpose_words         shfl.sync.bfly, selp                         Gluon would go through shared memory
     rescale_rows            vote.sync.any, mul.f32                       a branch for a whole warp
-    zero_rows               vote.sync.any, mov.f32                       a branch for a whole warp
+    zero_rows               vote.sync.any, mov.f32
     declare_registers       .reg                                         state of one thread
     any_above               setp.gt, bar.red.or.pred, vote.sync.ballot   a vote of a warpgroup with a uniform result
     round_and_keep          cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32        keeps a copy of rounded P
     add_rounding_excess     vote.sync.any, sub.f32                       a branch for a whole warp
 
-A function ``*_ptx`` returns assembly text, which tests/test_ptx.py runs on an emulated warp. The simulator replaces the
-others. Text without a result ends in "mov.u32 $0, 0", because `gl.inline_asm_elementwise` must return a value.
+tests/test_ptx.py runs the text of ``*_ptx`` on an emulated warp. Text without a result ends in "mov.u32 $0, 0", because
+`gl.inline_asm_elementwise` must return a value.
 """
 
 from triton._C.libtriton import ir

@@ -1,16 +1,14 @@
 """The online softmax of the forward kernel, on the registers of one warpgroup.
 
-Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes of a quad, which exchange the maximum m in
-every tile (STALE_MAXIMUM: in a work tile's first and in repeated tiles). The sum l stays four partial sums, one for each
-lane.
+Scores are in base 2. The four lanes of a quad share a row and exchange its maximum m in every tile (STALE_MAXIMUM: in a work
+tile's first and in repeated tiles). The sum l stays four partial sums.
 
-Any m gives the same result up to rounding, unless P overflows or underflows. Without STALE_MAXIMUM a row keeps its m while
-the largest P is at most 2^8 and at most the row's sum so far, rounded down to a power of 2 (`highest_kept`). After a few
-tiles nearly all rows keep m, so a warp seldom rescales O.
+Any m gives the same result up to rounding, unless P overflows or underflows. A row keeps its m while the largest P is at
+most 2^8 and at most the row's sum so far (`highest_kept`), so a warp seldom rescales O.
 
 This is as accurate as the true maximum: a key whose P has a rounding error has at most half the weight of its row. With the
-true maximum the heaviest key has the exact P = 1. With a kept m, a new P is at most the sum before it. flash-attn-4 for
-Blackwell allows P up to 2^8 whatever the sum is; in rows with few keys that gives errors larger than those of the dtype.
+true maximum the heaviest key has the exact P = 1; with a kept m, a new P is at most the sum before it. flash-attn-4 allows P
+up to 2^8 whatever the sum is: in rows with few keys, errors larger than those of the dtype.
 """
 
 from triton.experimental import gluon

@@ -6,22 +6,17 @@ One int32 tensor ``work`` (a single pointer saves registers) holds the schedule 
     work tiles    8 numbers each: first token, stop token, batch, head (the first one if heads are packed), first span, end
                   of the spans, batch * heads + head, first column of the first span
     spans         8 numbers each: first column, tiles, row start, row stop, column start, column stop, lo, hi
-                  (see `canon.fast.kernels.work_tables`)
     tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's ticket, own ticket
 
-A work tile is identified by its offset in ``work``, 8 for the first one; 0 means none. Rows that see no key belong to no
-work tile: the launch writes their results.
+A work tile is identified by its offset in ``work``, 8 for the first one; 0 means none. Rows that see no key belong to none:
+the launch writes their results.
 
-The grid has one CTA for each SM, or for each work tile if fewer. In forward and dq, CTA i starts with work tile i, so its
-first loads wait for no atomic. Later work tiles are claimed from an atomic counter, after all loads of the current one are
-issued: in long work tiles the ring is then full, so the claim delays no load.
+In forward and dq, CTA i starts with work tile i, so its first loads wait for no atomic. Later work tiles are claimed from an
+atomic counter, after all loads of the current one are issued. The kernels for dk and dv also claim the first one if there
+are more work tiles than CTAs: messages of other ranks can hold SMs, and no work tile then waits for a late CTA. With ordered
+dq every work tile is claimed, because a CTA must never wait for one that cannot run yet.
 
-The kernels for dk and dv also claim the first work tile if there are more work tiles than CTAs: messages of other ranks can
-hold SMs, and no work tile then waits for a late CTA. (Elsewhere the last CTAs begin with short work tiles.) With ordered dq
-a CTA must never wait for one that cannot run yet, so every work tile is claimed.
-
-The loader publishes a work tile to the warpgroups and the adder of dq before it loads Q (K for dk and dv), whose barriers
-also guard the published number; 0 after the last one.
+The loader publishes a work tile before it loads Q (K for dk and dv), whose barriers also guard the number; 0 after the last.
 """
 
 from triton.experimental import gluon

@@ -5,14 +5,12 @@ Tile t = 0, 1, ... of a ring is in buffer t % STAGES, which has two mbarriers:
     full    the tile has arrived: one arrival, by the loader (`mbarrier.expect`), and then all bytes, by TMA
     free    the tile has been read: one arrival from each warpgroup that reads it
 
-`mbarrier.arrive` first synchronises the warps that execute it (bar.sync), so one arrival is enough for all of them.
-
-For tile t both complete phase t // STAGES. A wait names the parity of a phase: a reader waits for phase t // STAGES of
-``full``, a loader for the previous phase of ``free`` (the opposite parity). In a new mbarrier a phase of parity 1 counts as
-complete, so a loader's first waits return at once.
+`mbarrier.arrive` first synchronises its warps (bar.sync), so one arrival is enough for all of them. For tile t both complete
+phase t // STAGES. A reader waits for the parity of this phase of ``full``, a loader for that of the previous phase of
+``free``. In a new mbarrier a phase of parity 1 counts as complete, so a loader's first waits return at once.
 
 Tiles are boxes of (b, t, h, d): 1 batch, some tokens, PACK query heads of a group, all of d. Row r is token r // PACK, head
-r % PACK. Strides are multiples of 16 bytes, the last is 1 element. What lies outside the tensor arrives as 0.
+r % PACK. What lies outside the tensor arrives as 0.
 """
 
 from triton.experimental import gluon

@@ -1,12 +1,10 @@
 """The tile schedule of the Hopper kernels: all work tiles of a launch, in the order in which persistent CTAs claim them.
 
-Heads (or groups of them) that share keys come together while their tensors fit the L2 cache. Within such a set the longest
-work tiles come first, so that the last ones are short. Tiles without a visible cell are left out; the launch fills their
-rows. With ordered dq, more heads may come together, and short and long work tiles may alternate (`dq_order`).
+Heads that share keys come together while their tensors fit the L2 cache; within such a set, the longest work tiles come
+first. The launch fills rows of tiles without a visible cell. With ordered dq: `dq_order`.
 
-Cost: O(work tiles + spans) in NumPy, once for each mask, shape and device. On the device 32 bytes for each work tile and
-span, and 8 for each ticket. Source: list scheduling, longest processing time first: Graham, Bounds on multiprocessing timing
-anomalies (1969).
+Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for each ticket. Source: list
+scheduling, longest processing time first: Graham, Bounds on multiprocessing timing anomalies (1969).
 """
 
 from typing import NamedTuple
@@ -53,13 +51,13 @@ class Traversal(NamedTuple):
 
     Attributes:
         rows, columns: Size of a tile. A kernel owns tiles of rows and visits tiles of columns.
-        transposed: The rows are keys and the columns are queries, not the reverse.
-        pack: How many heads share the rows of a tile.
-        repeat: Query heads of an owner. The spans of a work tile are visited once for each of them.
-        bytes_per_group: The bytes that a group of heads reads, for the L2 cache.
-        ordered: Additions to dq come in the order of the schedule (`dq_order`).
-        full_first: The full spans of a work tile come before its partial ones.
-        ctas: The most CTAs of the launch, if CTA i starts with work tile i: see `_late_ctas_get_short_ones`. Else 0.
+        transposed: The rows are keys.
+        pack: Heads that share the rows of a tile.
+        repeat: Query heads of an owner; the spans are visited once for each.
+        bytes_per_group: Bytes that a group of heads reads.
+        ordered: Additions to dq come in the order of the schedule.
+        full_first: The full spans of a work tile come first.
+        ctas: The most CTAs, if CTA i starts with work tile i (`_late_ctas_get_short_ones`); else 0.
     """
 
     rows: int
@@ -163,12 +161,10 @@ def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
 
 
 def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: int) -> None:
-    """Move short work tiles to the places of the last CTAs.
+    """Move every second short work tile to the places of the last CTAs, which start late if NCCL holds SMs.
 
-    CTAs start in the order of their numbers. If NCCL holds SMs, the last ones start when others end, and the kernel ends
-    later by their first work tile. Only every second short one is moved: short ones also let all SMs end together.
-
-    ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``: of each tile.
+    The other short ones let all SMs end together. ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``:
+    of each tile.
     """
     sets, tiles, heads, _ = work_tiles.shape
     late = min(LATE, ctas)

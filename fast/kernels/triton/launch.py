@@ -3,12 +3,11 @@
 Tensors are 4-D, checked and on one device; lse and delta are (b, h, t). Results overwrite given tensors; only the fused
 method adds to dq.
 
-**Range** of this backend and the Gluon backend: scores, scale q k, up to 1e7 in magnitude (float64: 6e15), and values up to
-1e21. A query with a larger maximum gets NaN for out and lse: in P = exp2(s scale - m) a GPU rounds m but not the product, so
-P could be 0 or infinite. Low scores may have any size; all at -inf count as a query that sees no key.
+**Range** (Gluon, too): scores scale q k up to 1e7 in magnitude (float64: 6e15), values up to 1e21. A larger maximum gives
+NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale - m). All scores at -inf count as no visible key.
 
-**NaN and infinities** reach the tokens that see them. An MMA also multiplies hidden elements by 0, and 0 * NaN is NaN, so
-they also reach some tokens that share a tile, even in other documents:
+**NaN and infinities** reach the tokens that see them. An MMA multiplies hidden elements by 0, and 0 * NaN is NaN, so they
+also reach some tokens of a tile that one MMA loads:
 
     in      out                 lse              dq                           dk                      dv
     q       its query           its query        its query                    keys of shared tiles    keys that it sees
@@ -18,8 +17,8 @@ they also reach some tokens that share a tile, even in other documents:
             shared tiles                                                      queries see
     dout    none                none             its query                    keys that it sees       keys of shared tiles
 
-A query and a key share a tile if one MMA loads both. Tiles have at most 256 rows and columns: some query under 256 tokens
-away then sees some key under 256 tokens away.
+Tiles have at most 256 rows and columns. A query and a key share one only if some query under 256 tokens away sees some key
+under 256 tokens away.
 """
 
 import warnings
