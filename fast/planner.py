@@ -1,15 +1,13 @@
 """Assign chunks to ranks by the algorithm of `canon.reference.planner`, over NumPy arrays: all plans are equal.
 
-- Keys are cut into *cells* at the ends of all chunks' intervals: about two for each chunk. Each rank has two prefix sums:
-  over its *missing* cells, which none of its chunks needs, and over those that exactly *one* needs. The keys that a chunk
-  would add to a rank, or take away, are differences of two entries.
+- Keys are cut into *cells* at the ends of all chunks' intervals. Each rank has two prefix sums: over its *missing* cells,
+  which none of its chunks needs, and over those that exactly *one* needs. The keys that a chunk would add to a rank, or take
+  away, are differences of two entries.
 - Swaps of one rank with up to `TOGETHER` others are scored at once. The first with a gain swaps; the others are scored
-again. - Two ranks are skipped if both are unchanged since their last comparison, or if they share no key and neither is over
-its
-  limit.
+again. - Two ranks are skipped if unchanged since their last comparison, or if they share no key and are within their limits.
 
-Cost: O(chunks x ranks + chunks x cells) for a start; O(ranks x c^2 + cells) for a swap with c chunks a rank. Memory: two
-tables of ranks x cells numbers. Nothing is sent. Source: as `canon.reference.planner`.
+Cost: O(chunks x ranks + chunks x cells) for a start; O(ranks x c^2 + cells) for a swap with c chunks a rank. Source: as
+`canon.reference.planner`.
 """
 
 from fractions import Fraction

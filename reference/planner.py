@@ -7,7 +7,7 @@ computes the sum of its areas, and receives the union of its needs without its o
     their chunks        0000111122223333444455     1        5+6+7+8     = 26       tokens 0 to 7 (of a)
                                                    3        13+14+1+2   = 30       tokens 0 to 15 (all of a and b)
 
-Aim (in whole numbers, so that every rank on any machine decides alike):
+Aim, in whole numbers, so that every rank decides alike:
 
     1. minimise the peak, max over ranks of max(area / cells_per_us, received / tokens_per_us). A peak up to `allowed`
        counts as `allowed`: `imbalance` times the lower bound of the computing part, max(mean area, largest chunk)
@@ -16,17 +16,15 @@ Aim (in whole numbers, so that every rank on any machine decides alike):
 Three steps:
 
     starts    *greedy*: largest chunk first, to the rank with area below a limit that needs the fewest additional keys, else
-              to the least loaded one. Three limits, from perfect balance to the allowed imbalance. *contiguous*, best for
-              a window. *zigzag*, best for one causal document.
+              to the least loaded one; for three limits. *contiguous*. *zigzag*.
     swaps     two ranks exchange the two chunks that gain most, until no pair gains or the swaps are used up: first from
               the best start, then from each start within `HOPELESS`
     choice    the least (peak, peak x traffic). The factor peak keeps balance among allowed plans
 
-All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills a slot. A rank holds at
-most one, so token counts differ by at most one chunk.
+Ranks have equally many slots. A *small* chunk is the short last one, or an empty one. A rank holds at most one.
 
-Cost: a round of swaps scores chunks^2 / 2 of them; `canon.fast.planner` makes the same plans faster. Nothing is sent.
-Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast.
+Cost: a round of swaps scores chunks^2 / 2 of them; nothing is sent. Limits: chunks are not cut, and all links between ranks
+count as equally fast.
 
 Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025); longest first, Graham, Bounds
 on multiprocessing timing anomalies (1969).

@@ -2,13 +2,11 @@
 
     parent     `compile_ahead`: starts one process and reports its progress
     process    calls `collect`; each launch records the compilation that it needs, and launches nothing
-    forks      one per core: each compiles the next recorded job, and the C code that launches the kernel
+    forks      one per core: each compiles the next recorded job
 
-Jobs have Triton's own key, so none is compiled twice. They hold live objects (descriptors, Gluon layouts), which forks
-inherit without pickling; forks never use the GPU. The first process is new, because a fork of a process with threads may
-deadlock, and because a caller must not keep handles of kernels that were not compiled.
-
-Processes of one host take turns: the first compiles and leaves a stamp file, which the others find.
+Forks inherit the jobs' live objects (descriptors, Gluon layouts) without pickling, and never use the GPU. The first process
+is new: a fork of a process with threads may deadlock, and a caller must not keep handles of kernels that were not compiled.
+Processes of one host take turns: the first compiles and leaves a stamp file.
 """
 
 import fcntl

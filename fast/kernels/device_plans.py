@@ -5,10 +5,8 @@
     another stream       `Tensor.record_stream`: the allocator waits for that stream
     a captured graph     replays read the memory, so the tensors are kept for the life of the process
 
-A new plan during the capture of a graph raises RuntimeError: the graph would replay its upload, or CUDA refuses it.
-
-Another process can make a plan's `host_part` ahead (`canon.fast.preparation`). There, tensors on the meta device stand for
-those of a GPU, and nothing is uploaded.
+A new plan during a capture raises RuntimeError: the graph would replay its upload, or CUDA refuses it. Another process can
+make a `host_part` ahead (`canon.fast.preparation`), with tensors on the meta device.
 """
 
 import threading

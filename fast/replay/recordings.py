@@ -1,23 +1,19 @@
 """Prepared passes: the launches of a pass are recorded in its first call, and replayed by one call into C afterwards.
 
-A pass is a function of tensors that only launches kernels, such as attention over one block, or dk and dv of a step. Its
-launches depend on the kinds of the tensors (shapes, strides, dtypes, alignment, device) and on the other arguments, never on
-numbers in tensors. The first call of a kind runs as written while a `Recorder` notes
+A pass is a function of tensors that only launches kernels. Its launches depend on the kinds of the tensors (shapes, strides,
+dtypes, alignment, device) and on the other arguments. The first call of a kind runs as written while a `Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
-    zeros          one memset clears zeroed temporaries, at the start of the workspace; each zeroed range of a result is one
-                   memset, at its place among the launches
+    zeros          one memset clears zeroed temporaries; each zeroed range of a result is one memset among the launches
     plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
 
-For L layers this takes R + (L - 1) P (R recorded, P replayed). Recording the second call would take S + R + (L - 2) P, which
-is more because a call S as written exceeds P.
+Recording the first call of L layers takes R + (L - 1) P (R recorded, P replayed); recording the second would take S - P
+more, where S is a call as written.
 
-A replay costs one allocation and one call of `kernels/replay.c` (`canon bench host`). It works on any stream, inside a
-captured CUDA graph, and in several threads at a time.
-
-A pass that does anything else with tensors (a copy, a cast, a read of a number), or uses a tensor of unknown origin, runs as
-written in each call; `PreparedPass.reason` names the operation. So a replay never reads memory that it was not given.
+A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass that does anything else
+with tensors, or uses one of unknown origin, runs as written in each call (`PreparedPass.reason`): a replay never reads
+memory that it was not given.
 """
 
 from collections.abc import Callable, Hashable

@@ -1,15 +1,14 @@
 """Tile sizes of the CUDA kernels: the first configuration of a table that fits, by kernel, widths and shared memory.
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv". ``parts`` warps
-share rows: each computes a part of the columns of S and dP, and accumulates a part of the widths; they exchange P and dS. A
-warp owns rows * parts / warps rows, 16 or 32. Shared memory in bytes with s stages, and 1 KB that a CTA reserves:
+share rows, and divide the columns and widths. Shared memory in bytes with s stages, and 1 KB that a CTA reserves:
 
     forward    2 (rows max(d, dv) + s columns (d + dv)) + 32 (s + 1)
     dq         2 (rows (d + dv) + s columns (d + dv) + x) + 32 (s + 1)                x = rows columns if parts > 1, else 0
     dkdv       2 (rows (d + dv) + s columns (d + dv) + x) + 32 (s + 1) + 8 s columns    x = exchanges rows columns, likewise
 
-An SM holds ``ctas`` CTAs of 8 warps together: up to 255 registers a thread. Reads of shared memory limit the speed. A warp
-with 32 rows uses each fragment twice, so few warps with many registers are faster than many warps.
+Reads of shared memory limit the speed. A warp with 32 rows (rows * parts / warps) uses each fragment twice, so few warps
+with many registers, 8 on an SM, are faster than many.
 """
 
 from dataclasses import dataclass, replace

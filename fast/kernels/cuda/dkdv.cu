@@ -4,18 +4,14 @@
 //
 //     s = scale q k^T      dv += p^T dout      dp = dout v^T      ds = p * (dp - delta)      dk += scale ds^T q
 //
-// Accumulators hold s^T and dp^T, so p^T and ds^T are left operands of the next products without a transposition.
-//
-//     PARTS = 1   a warp owns WARP_ROWS keys. p^T and ds^T stay in its registers.
-//     PARTS > 1   so many warps own the same keys, because dk and dv of wide heads exceed the registers of one. A warp computes
-//                 s^T and dp^T for a part of the queries, and accumulates a part of the columns of dk and dv:
+// Accumulators hold s^T and dp^T, so p^T and ds^T are left operands of the next products without a transposition. PARTS > 1
+// warps own the same keys, because dk and dv of wide heads exceed the registers of one:
 //
 //                           queries of the tile                width of dk
 //                     keys  | warp 0 | warp 1 |          keys  | warp 0 | warp 1 |
 //
-//                 They exchange p^T and ds^T through shared memory. With one buffer (EXCHANGES = 1), ds^T follows p^T.
-//
-// The query heads of an owner are visited one after another for each tile of queries: registers sum them in a fixed order.
+// They exchange p^T and ds^T through shared memory. With one buffer (EXCHANGES = 1), ds^T follows p^T. The query heads of an
+// owner are visited one after another for each tile of queries: registers sum them in a fixed order.
 //
 // Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691); one owner for each query head:
 // TensorAuto/OpenTau, pull request 376.

@@ -1,10 +1,8 @@
-"""Launch the CUDA kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments.
+"""Launch the CUDA kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments, ranges and NaN.
 
-q, k, v and dout have two bytes and widths that are multiples of 16 up to 256, on sm_80 or later; else ValueError. Kernels
-read 16 bytes at a time, so other tensors are copied first: an address or stride that is no multiple of 16 bytes, a last
-stride other than 1. Results have the dtype of q or float32; others are written to a new tensor and copied.
-
-There is no fused kernel and no atomic, so all bits repeat. Ranges and effects of a NaN: `canon.fast.kernels.triton.launch`.
+q, k, v and dout have two bytes and widths that are multiples of 16 up to 256, on sm_80 or later; else ValueError. Tensors
+are copied if an address or stride is no multiple of 16 bytes, or the last stride is not 1. Results have the dtype of q or
+float32; others are copied. There is no fused kernel and no atomic, so all bits repeat.
 """
 
 import torch

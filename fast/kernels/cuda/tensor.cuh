@@ -1,14 +1,13 @@
 // Tiles in shared memory: their layout, their loads from global memory, and the way of results back.
 //
-// A row of WIDTH elements has chunks of 16 bytes, the unit of access. Shared memory has 32 banks of 4 bytes: 8 chunks are read
-// at once if they differ modulo 128 bytes. ldmatrix reads one chunk of 8 rows, often in the same banks without a swizzle:
+// Shared memory has 32 banks of 4 bytes: 8 chunks of 16 bytes are read at once if they differ modulo 128 bytes. ldmatrix reads
+// one chunk of 8 rows, often in the same banks without a swizzle:
 //
 //     WIDTH = 64, one row is 128 bytes; chunk c of row r is stored at place c ^ (r % 8)
 //
 //     place    0  1  2  3  4  5  6  7
 //     row 0    0  1  2  3  4  5  6  7
-//     row 1    1  0  3  2  5  4  7  6        chunk 0 of rows 0, 1, 2, 3, ... is in places 0, 1, 2, 3, ...
-//     row 2    2  3  0  1  6  7  4  5
+//     row 1    1  0  3  2  5  4  7  6
 //
 // Narrower rows, and widths like 80, need fewer bits of r.
 #pragma once

@@ -6,10 +6,9 @@ bytes of shared memory, for elements of e bytes, s pipeline stages, and widths p
     forward    e (rows d + s columns (d + dv))
     dq         e (rows (d + dv) + s columns (d + dv))
     dkdv       e (rows (d + dv) + s columns (d + dv)) + 8 s columns
-    fused      dkdv + e rows columns + 4 columns (d + 32), for ds and for a tile of dq before it is added
+    fused      dkdv + e rows columns + 4 columns (d + 32)
 
-and 1 KB for barriers. If e > 2, add e rows columns for each of p and ds. tests/test_compile.py asserts that no entry of the
-tables spills registers; float32, float64 and dq at width 256 may spill a few bytes.
+and 1 KB for barriers. If e > 2, add e rows columns for each of p and ds.
 """
 
 from collections.abc import Iterator

@@ -4,9 +4,9 @@ With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of querie
 
     s = scale q k^T      dv += p^T dout      dp = dout v^T      ds = p * (dp - delta)      dk += scale ds^T q
 
-A CTA owns a tile of keys (the transposed work table). For each tile of queries it visits the query heads of its group one
-after another, so registers sum the group in a fixed order. FUSED adds a fifth MMA, dq += scale ds k, by float32 atomics in
-no fixed order. If GROUP > HEADS (head_parallel: one), `sum_heads_kernel` sums partial results in a fixed order.
+A CTA owns a tile of keys and visits the query heads of its group one after another for each tile of queries: registers sum
+the group in a fixed order. FUSED also adds dq += scale ds k by float32 atomics. If GROUP > HEADS, `sum_heads_kernel` sums
+the parts.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691); one CTA for each query head:
 TensorAuto/OpenTau, pull request 376.
