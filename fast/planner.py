@@ -116,7 +116,6 @@ class _Chunks:
         return np.maximum(area * self.rates[1], received * self.rates[0])
 
     def tokens(self, numbers):
-        """Return the tokens of chunks as ascending, merged ranges."""
         ranges: list[range] = []
         for start, size in zip(self.start[numbers].tolist(), self.size[numbers].tolist(), strict=True):
             if ranges and ranges[-1].stop == start:
@@ -176,18 +175,17 @@ def union_of_intervals(owner: np.ndarray, first: np.ndarray, last: np.ndarray, t
 
 # ---------------------------------------------------------------------- starts: (ranks, slots) indices of chunks
 def _contiguous(chunks: _Chunks) -> np.ndarray:
-    """Return neighbouring chunks on each rank. The first ranks get one empty chunk each."""
+    """The first ranks get one empty chunk each."""
     return _filled(chunks, _counts(chunks, empty_first=True), lambda counts: [counts])
 
 
 def _zigzag(chunks: _Chunks) -> np.ndarray:
-    """Return an early and a late half for each rank. The last ranks get the empty chunks, as the first gets the short one."""
+    """The last ranks get the empty chunks, as the first gets the short one."""
     counts = _counts(chunks, empty_first=chunks.slots == 1)
     return _filled(chunks, counts, lambda counts: [(counts + 1) // 2, counts // 2])
 
 
 def _counts(chunks, empty_first):
-    """Return the number of non-empty chunks of each rank."""
     empty = chunks.ranks * chunks.slots - chunks.count
     rank = np.arange(chunks.ranks)
     return chunks.slots - (rank < empty if empty_first else rank >= chunks.ranks - empty)
@@ -260,7 +258,6 @@ class _Assignment:
             self._update(np.arange(first, min(first + 8, chunks.ranks)))
 
     def _update(self, ranks):
-        """Recompute the tables of these ranks."""
         chunks = self.chunks
         self.slots[ranks] = held = np.sort(self.slots[ranks], axis=1)
         row, width = np.arange(len(ranks)), self.once.shape[1]
@@ -277,7 +274,6 @@ class _Assignment:
         self.cost[ranks] = chunks.cost(self.load[ranks], self.received[ranks])
 
     def score(self) -> tuple[int, int]:
-        """Return (max(largest cost, allowed cost), largest cost x traffic)."""
         peak = int(self.cost.max())
         return max(peak, self.chunks.allowed), peak * int(self.received.sum())
 

@@ -225,7 +225,6 @@ def zigzag(chunks: Held, ranks: int) -> Assignment:
 
 
 def _counts(chunks: Held, ranks: int) -> list[int]:
-    """Return the number of chunks with tokens for each rank."""
     fewer, more = divmod(sum(map(is_real, chunks)), ranks)
     return [fewer + (rank >= ranks - more) for rank in range(ranks)]
 
@@ -327,7 +326,6 @@ def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
 
 
 def _rests(held: Held) -> list[int]:
-    """Return, for each chunk, the need of the others."""
     return [need_of(held[:i] + held[i + 1 :]) for i in range(len(held))]
 
 

@@ -118,7 +118,6 @@ def _stamp(*identity: Any) -> Path:
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    """Return a digest of the files that decide what is compiled."""
     total, package = hashlib.sha256(), Path(canon.__file__).resolve().parent
     rooms = [(package / room).resolve() for room in ("fast", "masks", "runtime")]
     for file in sorted(x for room in rooms for x in room.rglob("*.[pc]*") if x.is_file()):

@@ -184,7 +184,6 @@ class Inputs:
         self.indices = torch.arange(queries, device=device)
 
     def statistic(self) -> Tensor:
-        """Return a row statistic (b, h, t)."""
         _, t, h, _ = self.q.shape
         return torch.zeros(1, h, t, dtype=self.model.accumulate, device=self.q.device)
 

@@ -188,14 +188,12 @@ def _even_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool)
 
 
 def _own_part(mask: PlacedMask, cut: _Cut, transposed: bool) -> _Cut:
-    """Return the pieces of the cut in own tiles."""
     own = mask.owned(cut.starts, transposed)[cut.tile]
     kept = {name: getattr(cut, name)[own] for name in ("band", "tile", "first", "last", "begin", "end")}
     return cut._replace(**kept)
 
 
 def _bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
-    """Return the bands in the table's orientation, and the number of rows."""
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
     if transposed:

@@ -101,7 +101,6 @@ class Recorder(TorchDispatchMode):
         self.temporaries.clear()
 
     def launched(self, kernel: Any, compiled: Any, blocks: int, arguments: tuple, constants: dict[str, Any]) -> None:
-        """Note a launch that has been made."""
         if self.reason:
             return
         try:
@@ -113,7 +112,6 @@ class Recorder(TorchDispatchMode):
         self.operations.append(Launch(kernel, compiled, blocks, arguments, constants, places))
 
     def planned(self, tensors: list[Tensor], upload: Upload | None) -> None:
-        """Note the tensors and the upload of a plan."""
         self.plans += tensors
         self.uploads += [] if upload is None else [upload]
 

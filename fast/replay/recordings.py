@@ -152,7 +152,6 @@ def replayed(
 
 
 def _settings(x: Tensor) -> tuple[Hashable, ...]:
-    """Return what else decides which kernels are launched."""
     precision = torch.backends.cuda.matmul.fp32_precision if x.dtype is torch.float32 else None
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = deterministic and torch.is_deterministic_algorithms_warn_only_enabled()

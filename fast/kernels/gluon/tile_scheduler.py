@@ -42,7 +42,6 @@ class Heads(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """The number of groups in all batches."""
         return self.batches * self.number // self.group
 
 
