@@ -175,12 +175,12 @@ def union_of_intervals(owner: np.ndarray, first: np.ndarray, last: np.ndarray, t
 
 # ---------------------------------------------------------------------- starts: (ranks, slots) indices of chunks
 def _contiguous(chunks: _Chunks) -> np.ndarray:
-    """The first ranks get one empty chunk each."""
+    """Deal neighbouring chunks to each rank, and an empty one to each of the first ranks."""
     return _filled(chunks, _counts(chunks, empty_first=True), lambda counts: [counts])
 
 
 def _zigzag(chunks: _Chunks) -> np.ndarray:
-    """The last ranks get the empty chunks, as the first gets the short one."""
+    """Deal early and late halves. The last ranks get the empty chunks, as the first gets the short one."""
     counts = _counts(chunks, empty_first=chunks.slots == 1)
     return _filled(chunks, counts, lambda counts: [(counts + 1) // 2, counts // 2])
 

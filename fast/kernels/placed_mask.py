@@ -195,11 +195,16 @@ def canonical(x: Tensor) -> Tensor:
     return x.reshape(-1).view(x.shape)  # an axis of length 1 may have any stride
 
 
+def counted(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (i, place) for place = 0, ..., counts[i] - 1 and every i, as two arrays."""
+    i = np.repeat(np.arange(len(counts)), counts)
+    return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def _expanded(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (i, n) for n = starts[i], ..., stops[i] - 1 and every i, as two arrays."""
-    counts = np.maximum(0, stops - starts)
-    i = np.repeat(np.arange(len(counts)), counts)
-    return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[i]
+    i, place = counted(np.maximum(0, stops - starts))
+    return i, place + starts[i]
 
 
 def _kept(pieces: Iterable[Piece], rows: range) -> tuple[Piece, ...]:

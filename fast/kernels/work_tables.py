@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from canon.fast.kernels.device_plans import device_plan, host_part, upload
-from canon.fast.kernels.placed_mask import PlacedMask
+from canon.fast.kernels.placed_mask import PlacedMask, counted
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.rank_invariance import TILE
@@ -267,9 +267,3 @@ def _table(cut: _Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[
     tiles = np.stack([starts, stops, begins, begins + np.bincount(owner[~is_full], minlength=n), ends], 1)
     work = np.bincount(tile, count, minlength=n)
     return tiles[np.argsort(-work, kind="stable")], spans
-
-
-def counted(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (i, place) for place = 0, ..., counts[i] - 1 and every i, as two arrays."""
-    i = np.repeat(np.arange(len(counts)), counts)
-    return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -27,8 +27,9 @@ from operator import itemgetter
 
 import numpy as np
 
+from canon.fast.kernels.placed_mask import counted
 from canon.fast.kernels.tile_costs import TileCosts, tile_costs
-from canon.fast.kernels.work_tables import counted, visits
+from canon.fast.kernels.work_tables import visits
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 

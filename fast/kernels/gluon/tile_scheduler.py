@@ -22,9 +22,9 @@ from canon.fast.kernels.gluon.dq_order import (
     heads_in_flight,
     mean_additions,
 )
-from canon.fast.kernels.placed_mask import PlacedMask
+from canon.fast.kernels.placed_mask import PlacedMask, counted
 from canon.fast.kernels.tile_costs import BOX, TileCosts, tile_costs
-from canon.fast.kernels.work_tables import band_array, counted
+from canon.fast.kernels.work_tables import band_array
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
