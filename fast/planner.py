@@ -1,21 +1,13 @@
-"""Assign chunks to ranks by the algorithm of `canon.reference.planner`, over NumPy arrays.
+"""Assign chunks to ranks by the algorithm of `canon.reference.planner`, over NumPy arrays: all plans are equal.
 
-The chunks, the starts, the order of swaps, all ties and all integers are the reference's, so the plans are equal.
-The differences:
+- Keys are cut into *cells* at the ends of all chunks' intervals. Each rank has two prefix sums: over its *missing* cells,
+  which none of its chunks needs, and over those that exactly *one* needs. The keys that a chunk would add to a rank, or take
+  away, are differences of two entries.
+- Swaps of one rank with up to `TOGETHER` others are scored at once. The first with a gain swaps; the others are scored
+again. - Two ranks are skipped if unchanged since their last comparison, or if they share no key and are within their limits.
 
-- The keys of a sequence are cut into *cells* at the ends of all chunks' intervals: about two cells for each chunk, for any
-  number of documents. Each rank has two prefix sums. One is over its *missing* cells, which none of its chunks needs.
-  The other is over the cells that exactly *one* of its chunks needs. The keys that a chunk would add to a rank, or that would
-  leave with it, are differences of two entries.
-- All swaps of one rank with up to `TOGETHER` other ranks are scored at once. The first rank with a gain swaps; the others
-  are scored again, because this rank has changed.
-- Two ranks are skipped if both are unchanged since their last comparison. They are also skipped if they share no key and
-  neither is over its limit: then no swap gains.
-
-Cost: O(chunks x ranks + chunks x cells) for a start; O(ranks x c^2 + cells) for a swap with c chunks a rank.
-Memory: two tables of ranks x cells numbers. Nothing is sent.
-
-Source: as `canon.reference.planner`.
+Cost: O(chunks x ranks + chunks x cells) for a start; O(ranks x c^2 + cells) for a swap with c chunks a rank. Source: as
+`canon.reference.planner`.
 """
 
 from fractions import Fraction
@@ -31,12 +23,12 @@ from canon.runtime import public_plans
 __all__ = ["dispatch"]
 
 FAR = np.iinfo(np.int64).max
-# The area reserved for a free slot is s + (m - s) / RESERVE, with s the smallest area and m the mean of those to come.
+# Area of a free slot: s + (m - s) / RESERVE, with s the smallest area and m the mean to come.
 RESERVE = 8
 
-HOPELESS = 2  # once a plan is balanced, a start gets no swaps if its peak x traffic is over this multiple of the best
+HOPELESS = 2  # once a plan is balanced, starts over this multiple of the best peak x traffic get no swaps
 
-TOGETHER = 64  # number of ranks in one scoring; scores behind the first gain are wasted
+TOGETHER = 64  # ranks in one scoring; scores behind the first gain are wasted
 
 
 @cached_plan
@@ -60,11 +52,11 @@ def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_
 
 
 class _Chunks:
-    """The chunks of a mask. Empty chunks fill up their number to a multiple of the number of ranks."""
+    """The chunks of a mask, filled up with empty ones to a multiple of the ranks."""
 
     def __init__(self, mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us):
         self.count = -(-mask.queries // chunk)
-        self.ranks, self.slots = ranks, -(-self.count // ranks)  # slots: chunks that a rank holds
+        self.ranks, self.slots = ranks, -(-self.count // ranks)  # chunks of a rank
         total = self.ranks * self.slots
         edges = np.minimum(np.arange(total + 1) * chunk, mask.queries)
         self.start, self.size = edges[:-1], np.diff(edges)
@@ -82,13 +74,13 @@ class _Chunks:
         self.allowed = int(self.bound * imbalance) * tokens_per_us
 
     def _cut_into_cells(self, owner, first, last, total):
-        """Store each chunk's intervals of keys as (first, last) indices of cells, filled up with empty intervals."""
+        """Store each chunk's intervals of keys as (first, last) cells, filled up with empty ones."""
         edges = np.unique(np.append(first, last))
-        self.cells = np.diff(edges)  # sizes
+        self.cells = np.diff(edges)
         place = np.arange(len(owner)) - np.searchsorted(owner, owner)
         self.first, self.last = np.zeros((2, total, place.max(initial=0) + 1), np.int64)
         self.first[owner, place], self.last[owner, place] = np.searchsorted(edges, first), np.searchsorted(edges, last)
-        self.intervals: list[list[tuple[int, int]]] = [[] for _ in range(total)]  # without the empty ones
+        self.intervals: list[list[tuple[int, int]]] = [[] for _ in range(total)]  # without empty ones
         ends = (x[owner, place].tolist() for x in (self.first, self.last))
         for number, *interval in zip(owner.tolist(), *ends, strict=True):
             self.intervals[number].append(tuple(interval))
@@ -96,15 +88,14 @@ class _Chunks:
         self.need = self.between(np.append(0, np.cumsum(self.cells)), np.arange(total))
 
     def between(self, prefix, numbers):
-        """Return for each chunk the sum over its intervals, from prefix sums (..., cells + 1)."""
+        """Return each chunk's sum over its intervals, from prefix sums (..., cells + 1)."""
         return (prefix[..., self.last[numbers]] - prefix[..., self.first[numbers]]).sum(-1)
 
     def cost(self, area, received):
-        """Return max(time to compute, time to receive), in units of a microsecond / (cells_per_us * tokens_per_us)."""
+        """Return max(time to compute, time to receive), in microseconds / (cells_per_us * tokens_per_us)."""
         return np.maximum(area * self.rates[1], received * self.rates[0])
 
     def tokens(self, numbers):
-        """Return the tokens of chunks as ascending ranges. Neighbouring chunks become one range."""
         ranges: list[range] = []
         for start, size in zip(self.start[numbers].tolist(), self.size[numbers].tolist(), strict=True):
             if ranges and ranges[-1].stop == start:
@@ -118,10 +109,10 @@ class _Chunks:
 def areas_and_needs(
     mask: Mask, start: np.ndarray, stop: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the area of each piece start:stop of the queries, and its keys as (piece, first, last) intervals.
+    """Return the area of each piece start:stop of the queries, and its keys as (piece, first, last) intervals, which may
+    overlap.
 
-    The pieces are ascending and disjoint. Each pair of a band and a piece that overlap gives one interval, by a closed
-    form; intervals may overlap.
+    Pieces are ascending and disjoint. Each overlapping pair of a band and a piece gives one interval.
     """
     bands = band_array(mask)
     first = np.searchsorted(stop, bands[:, 0], "right")
@@ -152,8 +143,8 @@ def _sum(start, stop):
 
 
 def union_of_intervals(owner: np.ndarray, first: np.ndarray, last: np.ndarray, tokens: int):
-    """Return the union of each owner's intervals as (owner, first, last): ascending, with a gap between neighbours."""
-    shift = owner * (tokens + 1)  # puts all owners on one axis, for a single sweep
+    """Return the union of each owner's intervals as (owner, first, last): ascending, with gaps."""
+    shift = owner * (tokens + 1)  # all owners on one axis
     order = np.argsort(first + shift, kind="stable")
     owner, first, shift = owner[order], first[order], shift[order]
     reached = np.maximum.accumulate(last[order] + shift)
@@ -164,28 +155,24 @@ def union_of_intervals(owner: np.ndarray, first: np.ndarray, last: np.ndarray, t
 
 # ---------------------------------------------------------------------- starts: (ranks, slots) indices of chunks
 def _contiguous(chunks: _Chunks) -> np.ndarray:
-    """Return the start with neighbouring chunks on each rank. The first ranks get the empty chunks, one each."""
+    """Deal neighbouring chunks to each rank, and an empty one to each of the first ranks."""
     return _filled(chunks, _counts(chunks, empty_first=True), lambda counts: [counts])
 
 
 def _zigzag(chunks: _Chunks) -> np.ndarray:
-    """Return the start with an early and a late half for each rank.
-
-    The last ranks get the empty chunks, because the first rank gets the short one.
-    """
+    """Deal early and late halves. The last ranks get the empty chunks, as the first gets the short one."""
     counts = _counts(chunks, empty_first=chunks.slots == 1)
     return _filled(chunks, counts, lambda counts: [(counts + 1) // 2, counts // 2])
 
 
 def _counts(chunks, empty_first):
-    """Return the number of non-empty chunks of each rank."""
     empty = chunks.ranks * chunks.slots - chunks.count
     rank = np.arange(chunks.ranks)
     return chunks.slots - (rank < empty if empty_first else rank >= chunks.ranks - empty)
 
 
 def _filled(chunks, counts, halves):
-    """Deal chunks in order to ranks 0, 1, ... for the first half, then to ..., 1, 0 for the second. Empty ones come last."""
+    """Deal chunks in order to ranks 0, 1, ... for the first half, then to ..., 1, 0; empty ones last."""
     held: list[list[int]] = [[] for _ in counts]
     numbers = iter(range(chunks.ranks * chunks.slots))
     for second, half in enumerate(halves(counts)):
@@ -199,7 +186,7 @@ def _filled(chunks, counts, halves):
 def _greedy(chunks: _Chunks, slack: Fraction) -> np.ndarray:
     """Assign the largest chunk first, to the rank that it adds the fewest keys to, below slack times the lower bound."""
     ranks, slots, limit = chunks.ranks, chunks.slots, int(chunks.bound * slack)
-    load, whole = np.zeros((2, ranks), np.int64)  # area; number of chunks that are not small
+    load, whole = np.zeros((2, ranks), np.int64)  # area; chunks that are not small
     free = np.full(ranks, slots)
     small_free, complete, may_be = np.ones(ranks, bool), 0, ranks - chunks.small_ones
     missing = np.tile(np.append(0, np.cumsum(chunks.cells)), (ranks, 1))
@@ -246,12 +233,11 @@ class _Assignment:
         self.load, self.received, self.cost = np.zeros((3, chunks.ranks), np.int64)
         self.has_small = np.zeros(chunks.ranks, bool)
         self.missing, self.once = np.zeros((2, chunks.ranks, len(chunks.cells) + 1), np.int64)
-        self.sole_needs = np.zeros(slots.size, np.int64)  # for each chunk: keys that no other chunk of its rank needs
-        for first in range(0, chunks.ranks, 8):  # a few at a time, so that their tables fit into the cache
+        self.sole_needs = np.zeros(slots.size, np.int64)  # for each chunk: keys that only it needs on its rank
+        for first in range(0, chunks.ranks, 8):  # a few at a time: their tables fit into the cache
             self._update(np.arange(first, min(first + 8, chunks.ranks)))
 
     def _update(self, ranks):
-        """Recompute the tables of these ranks from the chunks in their slots."""
         chunks = self.chunks
         self.slots[ranks] = held = np.sort(self.slots[ranks], axis=1)
         row, width = np.arange(len(ranks)), self.once.shape[1]
@@ -268,12 +254,11 @@ class _Assignment:
         self.cost[ranks] = chunks.cost(self.load[ranks], self.received[ranks])
 
     def score(self) -> tuple[int, int]:
-        """Return (max(largest cost, allowed cost), largest cost x traffic)."""
         peak = int(self.cost.max())
         return max(peak, self.chunks.allowed), peak * int(self.received.sum())
 
     def descend(self, most: int) -> int:
-        """Swap chunks of two ranks that gain, pair after pair, until a round has no gain. Return the number of swaps."""
+        """Swap chunks of two ranks that gain until a round has no gain. Return the number of swaps."""
         ranks, swaps, settled = self.chunks.ranks, 0, np.zeros((self.chunks.ranks,) * 2, bool)
         while swaps < most:
             before = swaps
@@ -300,9 +285,8 @@ class _Assignment:
         return swaps
 
     def _may_gain(self, rank, others):
-        """Return which of ``others`` may gain by a swap with ``rank``, and the keys that each chunk of ``rank`` adds to them.
-
-        A swap can gain if the two share a key, or if one of them is over its limit. The second array is (others, chunks).
+        """Return which ``others`` share a key with ``rank`` or are over the limit, and the keys that its chunks add (others,
+        chunks).
         """
         chunks, mine, flat = self.chunks, self.slots[rank], self.missing.reshape(-1)
         row = (others * self.missing.shape[1])[:, None, None]
@@ -314,7 +298,7 @@ class _Assignment:
         """Make the best swap with the first of ``others`` that gains. Return that rank, or None."""
         chunks, mine, theirs = self.chunks, self.slots[rank], self.slots[others]
         shared_here, shared_there, to_me = self._shared(rank, mine, others, theirs)
-        # Axes: others, mine, theirs. Keys that only the leaving chunk needed leave, unless the arriving chunk needs them.
+        # Axes: others, mine, theirs. Keys that only the leaving chunk needed leave, unless the arriving one needs them.
         here = shared_here + (to_me[:, None] - self.sole_needs[mine][:, None])
         there = shared_there + (to_other[:, :, None] - self.sole_needs[theirs][:, None])
         load, received, cost = (x[others] for x in (self.load, self.received, self.cost))
@@ -343,9 +327,9 @@ class _Assignment:
         return other
 
     def _shared(self, rank, mine, others, theirs):
-        """Return the keys shared by each chunk of mine and of theirs, here and there, and the keys that theirs add here.
+        """Return the keys shared by each chunk of mine and theirs, here and there, and the keys that theirs add here.
 
-        A shared key counts here if no other chunk of ``rank`` needs it, and there if no other chunk of that rank needs it.
+        A shared key counts on a side where no other chunk needs it.
         """
         chunks, intervals = self.chunks, self.chunks.first.shape[1]
         my_first, my_last = (x.take(mine, 0).reshape(-1, 1) for x in (chunks.first, chunks.last))

@@ -48,141 +48,11 @@ from canon.runtime import public_plans
 
 __all__ = ["dispatch"]
 
-# The area of a free slot: that of the smallest chunk, plus 1 / RESERVE of its difference to the mean chunk still to come.
+# The area of a free slot: the smallest chunk's, plus 1 / RESERVE of its difference to the mean chunk still to come.
 RESERVE = 8
-HOPELESS = 2  # once the best plan has an allowed peak, starts with over HOPELESS times its peak x traffic get no swaps
+HOPELESS = 2  # once a plan has an allowed peak, starts over HOPELESS times its peak x traffic get no swaps
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A chunk: its tokens, the area of its rows, and its need: the tokens whose keys it uses, including its own."""
-
-    number: int
-    tokens: range
-    area: int
-    need: int
-    small: bool  # empty, or the short last chunk
-
-
-Held = list[Chunk]  # the chunks of one rank, ascending
-Assignment = list[Held]  # by rank
-
-
-def chunks_of(mask: Mask, ranks: int, chunk: int) -> Held:
-    """Return the chunks of the sequence, plus empty chunks that make their number a multiple of the ranks."""
-    n = mask.queries
-    count = -(-n // chunk)
-    pieces = [range(start, min(start + chunk, n)) for start in range(0, -(-count // ranks) * ranks * chunk, chunk)]
-    return [chunk_of(mask, number, piece, chunk) for number, piece in enumerate(pieces)]
-
-
-def chunk_of(mask: Mask, number: int, tokens: range, chunk: int) -> Chunk:
-    """Return the chunk of ``tokens``. It is small if it has fewer than ``chunk`` tokens."""
-    need = reduce(or_, map(_bits, [tokens, *mask.needed_keys([tokens])]), 0)
-    return Chunk(number, tokens, mask.crop(queries=tokens).area if tokens else 0, need, len(tokens) < chunk)
-
-
-def _bits(tokens: range) -> int:
-    """Return the tokens as a set."""
-    return (1 << tokens.stop) - (1 << tokens.start) if tokens else 0
-
-
-def is_real(chunk: Chunk) -> bool:
-    """Return whether the chunk has tokens."""
-    return len(chunk.tokens) > 0
-
-
-def area_of(held: Held) -> int:
-    """Return the number of cells that a rank with these chunks computes."""
-    return sum(chunk.area for chunk in held)
-
-
-def size_of(held: Held) -> int:
-    """Return the number of tokens of these chunks."""
-    return sum(len(chunk.tokens) for chunk in held)
-
-
-def need_of(held: Iterable[Chunk]) -> int:
-    """Return the set of tokens whose keys a rank with these chunks uses, including its own."""
-    return reduce(or_, (chunk.need for chunk in held), 0)
-
-
-def received_by(held: Held) -> int:
-    """Return the number of tokens whose keys a rank with these chunks receives."""
-    return need_of(held).bit_count() - size_of(held)
-
-
-class Aim:
-    """The objective of a plan. Costs are times, in units of 1 / (cells_per_us * tokens_per_us) microseconds.
-
-    Attributes: ``bound``, the lower bound of the largest area; ``allowed``, the largest cost that is good enough.
-    """
-
-    def __init__(self, chunks: Held, ranks: int, imbalance: Fraction, cells_per_us: int, tokens_per_us: int):
-        self.rates = cells_per_us, tokens_per_us
-        largest = max((chunk.area for chunk in chunks), default=0)
-        self.bound = max(-(-area_of(chunks) // ranks), largest)
-        self.allowed = int(self.bound * imbalance) * tokens_per_us
-
-    def cost(self, area: int, received: int) -> int:
-        """Return the time of a rank, max(computing ``area`` cells, receiving ``received`` tokens)."""
-        cells_per_us, tokens_per_us = self.rates
-        return max(area * tokens_per_us, received * cells_per_us)
-
-    def score(self, assignment: Assignment) -> tuple[int, int]:
-        """Return (peak, at least ``allowed``; peak x traffic) with the peak cost over the ranks. Smaller is better."""
-        received = [received_by(held) for held in assignment]
-        peak = max(self.cost(area_of(held), each) for held, each in zip(assignment, received, strict=True))
-        return max(peak, self.allowed), peak * sum(received)
-
-
-def tokens_of(held: Held) -> list[range]:
-    """Return the tokens of the chunks as ascending ranges. Neighbouring chunks make one range."""
-    ranges: list[range] = []
-    for chunk in held:
-        if ranges and ranges[-1].stop == chunk.tokens.start:
-            ranges[-1] = range(ranges[-1].start, chunk.tokens.stop)
-        else:
-            ranges.append(chunk.tokens)
-    return ranges
-
-
-# ---------------------------------------------------------------------- assignments in sequence order
-def contiguous(chunks: Held, ranks: int) -> Assignment:
-    """Assign neighbouring chunks to the same rank. The first ranks get one empty chunk each."""
-    return _filled(chunks, [_counts(chunks, ranks)])
-
-
-def zigzag(chunks: Held, ranks: int) -> Assignment:
-    """Assign early chunks and late chunks to each rank, half and half, which balances a causal mask.
-
-    The last ranks get the empty chunks, because the first rank has the short one.
-    """
-    if len(chunks) <= ranks:  # one slot: no halves
-        return contiguous(chunks, ranks)
-    counts = _counts(chunks, ranks)[::-1]
-    return _filled(chunks, [[(count + 1) // 2 for count in counts], [count // 2 for count in counts]])
-
-
-def _counts(chunks: Held, ranks: int) -> list[int]:
-    """Return the number of chunks with tokens for each rank. The first ranks get fewer."""
-    fewer, more = divmod(sum(map(is_real, chunks)), ranks)
-    return [fewer + (rank >= ranks - more) for rank in range(ranks)]
-
-
-def _filled(chunks: Held, halves: list[list[int]]) -> Assignment:
-    """Assign chunks in order: first to rank 0, 1, ..., then, with a second half, to rank ..., 1, 0. Empty ones come last."""
-    numbers, slots = iter(chunks), len(chunks) // len(halves[0])
-    assignment: Assignment = [[] for _ in halves[0]]
-    for second, half in enumerate(halves):
-        for rank in range(len(half))[:: -1 if second else 1]:
-            assignment[rank] += [next(numbers) for _ in range(half[rank])]
-    for held in assignment:
-        held += [next(numbers) for _ in range(slots - len(held))]
-    return assignment
-
-
-# ---------------------------------------------------------------------- the search
 @cached_plan
 def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) -> Layout:
     chunks = chunks_of(mask, ranks, chunk)
@@ -201,6 +71,134 @@ def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_
         found.append(better)
     best = min(found, key=aim.score)
     return Layout([tokens_of(held) for held in best], mask.queries)
+
+
+# ---------------------------------------------------------------------- chunks
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens, the area of their rows, and their need. Sets of tokens are integers with one bit for each token."""
+
+    number: int
+    tokens: range
+    area: int
+    need: int
+    small: bool  # empty, or the short last chunk
+
+
+Held = list[Chunk]  # the chunks of one rank, ascending
+Assignment = list[Held]  # by rank
+
+
+def chunks_of(mask: Mask, ranks: int, chunk: int) -> Held:
+    """Return the chunks of the sequence, plus empty ones up to a multiple of the ranks."""
+    n = mask.queries
+    count = -(-n // chunk)
+    pieces = [range(start, min(start + chunk, n)) for start in range(0, -(-count // ranks) * ranks * chunk, chunk)]
+    return [chunk_of(mask, number, piece, chunk) for number, piece in enumerate(pieces)]
+
+
+def chunk_of(mask: Mask, number: int, tokens: range, chunk: int) -> Chunk:
+    """Return the chunk of ``tokens``, small if they are fewer than ``chunk``."""
+    need = reduce(or_, map(_bits, [tokens, *mask.needed_keys([tokens])]), 0)
+    return Chunk(number, tokens, mask.crop(queries=tokens).area if tokens else 0, need, len(tokens) < chunk)
+
+
+def _bits(tokens: range) -> int:
+    return (1 << tokens.stop) - (1 << tokens.start) if tokens else 0
+
+
+def is_real(chunk: Chunk) -> bool:
+    """Return whether the chunk has tokens."""
+    return len(chunk.tokens) > 0
+
+
+def area_of(held: Held) -> int:
+    """Return the cells that a rank with these chunks computes."""
+    return sum(chunk.area for chunk in held)
+
+
+def size_of(held: Held) -> int:
+    """Return the number of tokens."""
+    return sum(len(chunk.tokens) for chunk in held)
+
+
+def need_of(held: Iterable[Chunk]) -> int:
+    """Return the set of tokens whose keys a rank with these chunks uses, including its own."""
+    return reduce(or_, (chunk.need for chunk in held), 0)
+
+
+def received_by(held: Held) -> int:
+    """Return the number of tokens whose keys a rank with these chunks receives."""
+    return need_of(held).bit_count() - size_of(held)
+
+
+class Aim:
+    """The objective of a plan. Costs are times, in 1 / (cells_per_us * tokens_per_us) microseconds.
+
+    Attributes: ``bound``, the lower bound of the largest area; ``allowed``, the largest cost that is good enough.
+    """
+
+    def __init__(self, chunks: Held, ranks: int, imbalance: Fraction, cells_per_us: int, tokens_per_us: int):
+        self.rates = cells_per_us, tokens_per_us
+        largest = max((chunk.area for chunk in chunks), default=0)
+        self.bound = max(-(-area_of(chunks) // ranks), largest)
+        self.allowed = int(self.bound * imbalance) * tokens_per_us
+
+    def cost(self, area: int, received: int) -> int:
+        """Return the time of a rank, max(computing, receiving)."""
+        cells_per_us, tokens_per_us = self.rates
+        return max(area * tokens_per_us, received * cells_per_us)
+
+    def score(self, assignment: Assignment) -> tuple[int, int]:
+        """Return (peak, at least ``allowed``; peak x traffic). Smaller is better."""
+        received = [received_by(held) for held in assignment]
+        peak = max(self.cost(area_of(held), each) for held, each in zip(assignment, received, strict=True))
+        return max(peak, self.allowed), peak * sum(received)
+
+
+def tokens_of(held: Held) -> list[range]:
+    """Return the tokens of the chunks as ascending, merged ranges."""
+    ranges: list[range] = []
+    for chunk in held:
+        if ranges and ranges[-1].stop == chunk.tokens.start:
+            ranges[-1] = range(ranges[-1].start, chunk.tokens.stop)
+        else:
+            ranges.append(chunk.tokens)
+    return ranges
+
+
+# ---------------------------------------------------------------------- assignments in sequence order
+def contiguous(chunks: Held, ranks: int) -> Assignment:
+    """Assign neighbouring chunks to the same rank. The first ranks get one empty chunk each."""
+    return _filled(chunks, [_counts(chunks, ranks)])
+
+
+def zigzag(chunks: Held, ranks: int) -> Assignment:
+    """Assign early and late chunks to each rank, half and half.
+
+    The last ranks get the empty chunks, because the first has the short one.
+    """
+    if len(chunks) <= ranks:  # one slot: no halves
+        return contiguous(chunks, ranks)
+    counts = _counts(chunks, ranks)[::-1]
+    return _filled(chunks, [[(count + 1) // 2 for count in counts], [count // 2 for count in counts]])
+
+
+def _counts(chunks: Held, ranks: int) -> list[int]:
+    fewer, more = divmod(sum(map(is_real, chunks)), ranks)
+    return [fewer + (rank >= ranks - more) for rank in range(ranks)]
+
+
+def _filled(chunks: Held, halves: list[list[int]]) -> Assignment:
+    """Deal chunks in order: to rank 0, 1, ..., then, with a second half, to rank ..., 1, 0. Empty ones come last."""
+    numbers, slots = iter(chunks), len(chunks) // len(halves[0])
+    assignment: Assignment = [[] for _ in halves[0]]
+    for second, half in enumerate(halves):
+        for rank in range(len(half))[:: -1 if second else 1]:
+            assignment[rank] += [next(numbers) for _ in range(half[rank])]
+    for held in assignment:
+        held += [next(numbers) for _ in range(slots - len(held))]
+    return assignment
 
 
 # ---------------------------------------------------------------------- the greedy start
@@ -226,9 +224,9 @@ def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
 
 
 def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most_full: int) -> bool:
-    """Return whether a rank may take the chunk: each rank holds at most one small chunk.
+    """Return whether a rank may take the chunk and keep at most one small chunk.
 
-    So a slot stays free for each small chunk to come: at most ``most_full`` ranks may fill up without a small chunk.
+    A slot stays free for each small one to come: at most ``most_full`` ranks fill up without one.
     """
     has_small = any(other.small for other in held)
     whole = len(held) - has_small
@@ -240,9 +238,9 @@ def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most
 
 # ---------------------------------------------------------------------- swaps
 def _descended(assignment: Assignment, aim: Aim, most: int) -> tuple[Assignment, int]:
-    """Return the assignment after up to ``most`` swaps and their number. Stop after a round in which no pair gains."""
+    """Return the assignment after up to ``most`` swaps, and their number."""
     assignment, made = assignment[:], 0
-    settled: set[tuple[int, int]] = set()  # pairs without a gain that have not changed since
+    settled: set[tuple[int, int]] = set()  # pairs unchanged since they had no gain
     while made < most:
         before = made
         for pair in combinations(range(len(assignment)), 2):
@@ -262,7 +260,7 @@ def _descended(assignment: Assignment, aim: Aim, most: int) -> tuple[Assignment,
 
 
 def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
-    """Return both ranks after the swap of two chunks that gains most, or None. Ties: the first chunk of mine, of theirs."""
+    """Return both ranks after the best swap of two chunks, or None. Ties: the first chunk of mine, of theirs."""
 
     def worth(cost_here: int, cost_there: int, traffic: int) -> tuple[int, int]:
         return max(cost_here, cost_there, aim.allowed), traffic
@@ -288,17 +286,14 @@ def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
 
 
 def _rests(held: Held) -> list[int]:
-    """Return, for each chunk, the need of the others."""
     return [need_of(held[:i] + held[i + 1 :]) for i in range(len(held))]
 
 
 def _has_two_small(held: Held, leaves: Chunk, comes: Chunk) -> bool:
-    """Return whether the rank would hold two small chunks after the swap."""
     return comes.small and not leaves.small and any(chunk.small for chunk in held)
 
 
 def _exchanged(held: Sequence[Chunk], leaves: Chunk, comes: Chunk) -> Held:
-    """Return the chunks of the rank after the swap, ascending."""
     return sorted([chunk for chunk in held if chunk is not leaves] + [comes], key=lambda chunk: chunk.number)
 
 

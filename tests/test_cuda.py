@@ -7,6 +7,7 @@ import pytest
 import torch
 from cuda_backend import cuda, inputs
 from hopper import assert_exact
+from interpreted_replay import EVERYWHERE
 from sharded import DEVICE
 
 from canon import Layout, Mask, fast
@@ -94,7 +95,7 @@ def test_all_bits_repeat_over_8_runs_and_on_two_streams():
 
 
 def test_a_repeated_call_is_replayed(monkeypatch):
-    monkeypatch.setattr(prepared, "REPLAYED", {"cuda", "cpu"})
+    monkeypatch.setattr(prepared, "REPLAYED", EVERYWHERE)
     PLANS.clear()
     mask = Mask.causal(33)
     for seed in range(3):

@@ -80,7 +80,7 @@ def test_row_statistics_are_padded_and_fully_masked_rows_weigh_nothing():
 
 
 def test_the_backward_pass_uses_the_backend_of_the_forward_pass(monkeypatch):
-    monkeypatch.setattr(prepared, "REPLAYED", ())  # a replay does not call the launch functions
+    monkeypatch.setattr(prepared, "REPLAYED", {})  # a replay does not call the launch functions
     calls = []
     run = launch.run
     monkeypatch.setattr(launch, "run", lambda kernel, *a, **o: (calls.append(kernel.__name__), run(kernel, *a, **o)))

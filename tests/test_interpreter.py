@@ -1,4 +1,4 @@
-"""The repaired interpreter of Triton computes as PyTorch does, in every process that imports canon.fast."""
+"""The repaired interpreter of Triton computes as PyTorch does, in every process whose first kernel is interpreted."""
 
 import os
 import subprocess
@@ -210,8 +210,23 @@ builder.create_masked_load = lambda *given: handle(load(*given).data + 1, tl.bfl
 @pytest.mark.parametrize("fault", [RENAMED, WRONG])
 def test_an_interpreter_that_the_repairs_do_not_fit_is_refused(fault):
     before = "import triton.language as tl\nfrom triton.runtime import interpreter\n"
-    ended = fresh(f"{before}{fault}\nimport canon.fast", TRITON_INTERPRET="1")
+    ended = fresh(f"{before}{fault}\n{ATTEND}", TRITON_INTERPRET="1")
     assert "ImportError: canon.fast repairs the CPU interpreter of Triton 3.6 to 3.9" in ended.stderr
+
+
+@pytest.mark.parametrize("variables", [{}, {"TRITON_INTERPRET": "1"}])
+def test_an_import_leaves_triton_as_it_is(variables):
+    ended = fresh(
+        """
+        from triton.runtime import interpreter
+        parts = interpreter.GridExecutor, interpreter.InterpreterBuilder, interpreter.InterpretedFunction
+        before = [dict(vars(part)) for part in parts], interpreter._patch_lang
+        import canon.fast
+        assert before == ([dict(vars(part)) for part in parts], interpreter._patch_lang)
+        """,
+        **variables,
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_without_triton_the_error_says_how_to_install_it():

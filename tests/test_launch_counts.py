@@ -37,7 +37,7 @@ def inputs(h, g, dtype=torch.bfloat16, width=64):
 @pytest.fixture
 def launched(monkeypatch):
     """The names of the launched kernels."""
-    monkeypatch.setattr(prepared, "REPLAYED", ())  # a replay does not call the launch functions
+    monkeypatch.setattr(prepared, "REPLAYED", {})  # a replay does not call the launch functions
     names = []
     for module in (triton, gluon, softmax_stats):
         launch = module.launch

@@ -57,7 +57,7 @@ def test_a_late_warp_reads_the_old_lse_because_of_the_barrier(indexed, tmp_path,
     expected = local.merge(out, lse, other, other_lse)  # not in place
     rows = torch.arange(256, device="cuda") if indexed else None
     for barrier in (True, False):
-        monkeypatch.setattr(prepared, "REPLAYED", ())
+        monkeypatch.setattr(prepared, "REPLAYED", {})
         monkeypatch.setattr(launch, "merge_kernel", late_kernel(tmp_path, barrier))
         got = out.clone(), lse.clone()
         local.merge_into(*got, other, other_lse, rows)

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from interpreted_replay import EVERYWHERE
 from sharded import DEVICE
 
 from canon import Mask
@@ -23,7 +24,7 @@ MASK = Mask.documents([0, 7, 40, 96], window=(30, 0))
 @pytest.fixture(autouse=True)
 def _replays(monkeypatch):
     PLANS.clear()
-    monkeypatch.setattr(prepared, "REPLAYED", {"cuda", "cpu"})
+    monkeypatch.setattr(prepared, "REPLAYED", EVERYWHERE)
     yield
     PLANS.clear()
 

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from interpreted_replay import EVERYWHERE
 from sharded import whole
 
 from canon import Layout, Mask, fast
@@ -33,7 +34,7 @@ CASES = [
 def _replays(monkeypatch):
     """Replay passes on the CPU, too."""
     PLANS.clear()
-    monkeypatch.setattr(prepared, "REPLAYED", {"cuda", "cpu"})
+    monkeypatch.setattr(prepared, "REPLAYED", EVERYWHERE)
     yield
     PLANS.clear()
 
@@ -57,7 +58,7 @@ def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, kind
         replays = [train(attend, layout, one, wanted) for one in tensors]  # the first call is recorded
         passes = [x for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)]
         dist.barrier()
-        prepared.REPLAYED = ()
+        prepared.REPLAYED = {}
         dist.barrier()
         return replays, [train(attend, layout, one, wanted) for one in tensors], [x.reason for x in passes]
 

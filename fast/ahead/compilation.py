@@ -2,15 +2,11 @@
 
     parent     `compile_ahead`: starts one process and reports its progress
     process    calls `collect`; each launch records the compilation that it needs, and launches nothing
-    forks      one per core: each compiles the next recorded job, and the C code that launches the kernel
+    forks      one per core: each compiles the next recorded job
 
-Jobs have Triton's own key, so none is compiled twice, and every fork takes a job when it is free. A job holds live objects
-(tensor descriptors, constants, Gluon layouts). Forks inherit them without pickling, and never use the GPU. The first
-process is a new one, because a fork of a process with threads may deadlock. A caller also must not keep handles of kernels
-that were not compiled.
-
-Processes of one host take turns. The first compiles and leaves a stamp file, a mark for this work in the cache; the others
-find the stamp. In one process, the lock of `canon.fast.kernels.launcher` keeps threads from compiling a variant twice.
+Forks inherit the jobs' live objects (descriptors, Gluon layouts) without pickling, and never use the GPU. The first process
+is new: a fork of a process with threads may deadlock, and a caller must not keep handles of kernels that were not compiled.
+Processes of one host take turns: the first compiles and leaves a stamp file.
 """
 
 import fcntl
@@ -46,16 +42,14 @@ from canon.fast.replay import recordings as prepared
 from canon.fast.replay.native import native_module
 
 Job = Callable[[], Any]
-Collect = Callable[
-    [Callable[[int], None]], None
-]  # makes launches, and calls its argument with the number of steps done
+Collect = Callable[[Callable[[int], None]], None]  # makes launches; its argument takes the number of steps done
 PROCESS = [sys.executable, "-m", "canon.fast.ahead.compilation"]
 _jobs: list[Job] = []  # inherited by forks
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts of ``variants``. ``of`` is 0 if they were compiled before; ``error`` is the last line of a process that failed."""
+    """Counts of variants: ``of`` is 0 if they were compiled before; ``error`` is the last line of a failed process."""
 
     compiled: int = 0
     failed: int = 0
@@ -64,7 +58,6 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Whether every variant is in the cache."""
         return not self.error and self.compiled == self.of
 
 
@@ -74,8 +67,8 @@ def compile_ahead(
     """Compile the kernels that ``collect`` launches.
 
     Args: ``collect``, picklable; ``steps``, the number of its calls of ``progress``; ``identity``, values with a stable repr
-        that decide the work besides the code of Canon, Triton and the GPU; ``processes``, None is one per core; ``progress``:
-        show a bar on the standard error stream.
+    that
+        decide the work besides the code of Canon, Triton and the GPU; ``processes``, None is one per core; ``progress``: a bar.
     """
     stamp = _stamp(*identity)
     stamp.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +118,6 @@ def _stamp(*identity: Any) -> Path:
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    """Return a digest of the files that decide what is compiled."""
     total, package = hashlib.sha256(), Path(canon.__file__).resolve().parent
     rooms = [(package / room).resolve() for room in ("fast", "masks", "runtime")]
     for file in sorted(x for room in rooms for x in room.rglob("*.[pc]*") if x.is_file()):
@@ -137,7 +129,7 @@ def _code() -> str:
 # ---------------------------------------------------------------------- in the process
 @contextmanager
 def recorded_jobs() -> Iterator[dict[Any, Job]]:
-    """Within the block, collect distinct compilations in the dict. Nothing is compiled, launched or replayed."""
+    """Within the block, collect distinct compilations in the dict; compile, launch and replay nothing."""
     jobs: dict[Any, Job] = {}
     functions: Any = JITFunction
     do_compile, replayed = functions._do_compile, prepared.REPLAYED
@@ -146,10 +138,10 @@ def recorded_jobs() -> Iterator[dict[Any, Job]]:
         jobs.setdefault(
             (self.fn.__module__, self.fn.__name__, key), partial(_compile, do_compile, self, key, *arguments)
         )
-        # returns None, so that Triton launches nothing
+        # None: Triton launches nothing
 
     functions._do_compile = record_job
-    prepared.REPLAYED = frozenset()  # a prepared pass needs compiled kernels
+    prepared.REPLAYED = {}  # a prepared pass needs compiled kernels
     try:
         with collecting(jobs):
             yield jobs
@@ -165,7 +157,7 @@ def _compile(do_compile: Callable, *arguments: Any) -> None:
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[BaseException | None]:
-    """Run the jobs in forks. Yield None for each job that succeeds, else its error. If a fork dies, the remaining jobs fail."""
+    """Run the jobs in forks. Yield None or the error of each job. If a fork dies, the remaining jobs fail."""
     _jobs[:] = jobs
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
         futures = [pool.submit(_run, index) for index in range(len(jobs))]
@@ -178,7 +170,7 @@ def _run(index: int) -> None:
 
 
 def main() -> None:
-    """Read a pickled ``collect`` and the number of processes, compile its kernels, and print the progress as JSON lines."""
+    """Read a pickled ``collect`` and the number of processes, compile, and print the progress as JSON lines."""
 
     def report(**counts: int) -> None:
         print(json.dumps(counts), flush=True)

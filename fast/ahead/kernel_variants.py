@@ -1,7 +1,6 @@
 """Enumerate the kernel variants that a model can need: dtype, widths, heads and backend fix the set, whatever the masks.
 
-Triton compiles one variant of a kernel for each combination of the properties below. `collect` launches each kernel once
-with every combination, on small tensors, while compilations are recorded instead of run (`canon.fast.ahead.compilation`).
+`collect` launches each kernel with every combination of these properties on small tensors, while compilations are recorded.
 
     property of a variant           fixed by the model             chosen by a mask, a size or a layout: every value
     constants of the source         D, DV, GROUP, ACC, PRECISION   HEADS, FUSED, ORDERED: the method; INDEXED, HAS_DLSE
@@ -11,19 +10,13 @@ with every combination, on small tensors, while compilations are recorded instea
     RANKS (`sum_ranks`)             ranks                          -
     dtypes of out, dq, dk and dv    dtype                          the accumulation dtype for parts of a sum
     widths of `as_heads`            d + dv, key heads              batches of 1 to 8
-    strides of q, k, v and results  multiples of 16, as the widths an axis of length 1 has stride 0: `kernel_strides`
-    strides of lse, delta and dlse  -                              none: kernels do not specialise on them
+    strides of q, k, v and results  multiples of 16                an axis of length 1 has stride 0: `kernel_strides`
     TMA (Triton)                    dtype, widths                  not for a shard without queries or without keys
-    addresses                       multiples of 16 bytes          those of lse, delta and dlse: no specialisation
-    numbers of tiles, tokens, heads -                              none: kernels do not specialise on them
+    addresses                       multiples of 16 bytes          -
 
-Some calls need variants outside the set. They compile when they are first used:
-
-    q, k, v or dout with a last stride other than 1, or with other strides and addresses than above
-    a scale of 0 or less on the Triton backend
-    a reduce_dtype that is neither the dtype nor the accumulation dtype
-    a batch of several sequences with 2^31 elements each
-    rank_invariant=True
+Kernels do not specialise on lse, delta and dlse, nor on numbers of tiles, tokens and heads. These compile when first used:
+other strides and addresses, a Triton scale of 0 or less, a reduce_dtype that is neither the dtype nor the accumulation
+dtype, several sequences of 2^31 elements each, rank_invariant=True.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,14 +42,14 @@ from canon.masks.band import Band
 from canon.masks.mask import Mask
 from canon.runtime.checks import DTYPES, accumulate_dtype, check_method
 
-TOKENS = 16  # of the calls that are collected; another number needs the same variants
+TOKENS = 16  # another number needs the same variants
 NEEDED = (True, True, True), (True, False, False), (False, True, True)  # gradients of q, k and v
 DEFAULT = "attention", "ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention"
 
 
 @dataclass(frozen=True)
 class Model:
-    """All that decides which kernel variants the functions of `canon.fast` can need. ``heads``: query heads, key heads."""
+    """All that decides which kernel variants can be needed. ``heads``: query heads, key heads."""
 
     dtype: torch.dtype
     d: int
@@ -71,12 +64,11 @@ class Model:
 
     @property
     def accumulate(self) -> torch.dtype:
-        """The dtype of partial results."""
         return accumulate_dtype(self.dtype)
 
     @property
     def result_dtypes(self) -> set[torch.dtype]:
-        """The dtypes of results: whole ones, and parts."""
+        """The dtypes of whole results and of parts."""
         return {self.dtype, self.accumulate}
 
 
@@ -95,8 +87,9 @@ def warm_up(
 ) -> int:
     """Compile every kernel variant that a model can need into the disk cache. Return how many this call compiled.
 
-    Later calls of ``functions`` compile nothing, whatever their masks, sizes and layouts. It is no collective: processes of a
-    host take turns, and the first compiles for all. Without a CUDA device it prints that there is nothing to compile.
+    Later calls of ``functions`` compile nothing, whatever their masks, sizes and layouts. It is no collective: the first
+    process of a host compiles for all. Without a CUDA device it only prints a line. Call it after setting
+    `torch.use_deterministic_algorithms` and `torch.backends.cuda.matmul.fp32_precision`.
 
     Args:
         dtype, d, dv: dtype of q, k and v; widths of K and V, multiples of 16. dv None is d.
@@ -104,11 +97,9 @@ def warm_up(
         functions: the functions of `canon.fast` that the model calls.
         backend: as for `canon.fast.backend`. None is the backend that surrounds this call, or the automatic choice.
         backward: the option of the functions.
-        ranks: number of ranks of `strided_attention`; None is the world size, or 2, 4 and 8 without a process group.
+        ranks: of `strided_attention`; None is the world size, or 2, 4 and 8 without a process group.
         processes: compiling processes; None is one per core.
         progress: show a progress bar on the standard error stream.
-
-    Call it after the settings `torch.use_deterministic_algorithms` and `torch.backends.cuda.matmul.fp32_precision`.
 
     Raises:
         ValueError: an argument is not as described.
@@ -121,7 +112,7 @@ def warm_up(
         print("canon.fast.warm_up: there is no CUDA device, so there is nothing to compile")
         return 0
     from canon.fast.ahead.compilation import (
-        compile_ahead,  # here: the other functions need neither progress bars nor processes
+        compile_ahead,  # only here: needs progress bars and processes
     )
 
     device = f"cuda:{torch.cuda.current_device()}"
@@ -161,9 +152,8 @@ def _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks) -> 
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------ in the process that collects
 def collect(model: Model, device: str, progress: Callable[[int], None] = lambda done: None) -> None:
-    """Launch all variants that the functions of the model can need, and call ``progress(done)`` after each of `steps`.
+    """Launch all variants that the model's functions can need; call ``progress(done)`` after each of `steps`.
 
     Raises ValueError if no kernel supports the model on this device.
     """
@@ -178,13 +168,12 @@ def collect(model: Model, device: str, progress: Callable[[int], None] = lambda 
 
 
 def steps(model: Model) -> list[Callable[[Model, str], None]]:
-    """Return the groups of launches that the functions of the model need, each once."""
+    """Return the groups of launches that the model's functions need, each once."""
     return list(dict.fromkeys(step for function in model.functions for step in FUNCTIONS[function]))
 
 
-# ------------------------------------------------------------------ the tensors
 class Inputs:
-    """The tensors of a small call, and a mask between its queries and keys. ``out`` also serves as dout."""
+    """The tensors and the mask of a small call. ``out`` also serves as dout."""
 
     def __init__(self, model: Model, device: str, queries: int = TOKENS, keys: int = TOKENS):
         (h, g), d, dv = model.heads, model.d, model.dv
@@ -195,17 +184,15 @@ class Inputs:
         self.indices = torch.arange(queries, device=device)
 
     def statistic(self) -> Tensor:
-        """Return a row statistic (b, h, t)."""
         _, t, h, _ = self.q.shape
         return torch.zeros(1, h, t, dtype=self.model.accumulate, device=self.q.device)
 
 
 def all_inputs(model: Model, device: str) -> list[Inputs]:
-    """Return inputs of the usual kind, and inputs without queries or without keys: TMA cannot describe empty tensors."""
+    """Return usual inputs, and inputs without queries or without keys: TMA cannot describe empty tensors."""
     return [Inputs(model, device, *sizes) for sizes in ((TOKENS, TOKENS), (0, TOKENS), (TOKENS, 0))]
 
 
-# ------------------------------------------------------------------ the kernels with MMAs
 def whole_passes(model: Model, device: str) -> None:
     """Launch the passes of one rank: results have the dtype of q."""
     for x in all_inputs(model, device):
@@ -242,7 +229,6 @@ def backward_parts(model: Model, device: str) -> None:
                 backward.begin_backward(rows, x.k, x.v, x.mask, 1.0, model.backward, *grads)()
 
 
-# ------------------------------------------------------------------ the other kernels
 def merges(model: Model, device: str) -> None:
     """Launch the merges of parts, of all tokens and of some."""
     x = Inputs(model, device)
@@ -252,14 +238,14 @@ def merges(model: Model, device: str) -> None:
 
 
 def whole_merges(model: Model, device: str) -> None:
-    """Launch the function `merge`: each out may have both dtypes."""
+    """Launch `merge`: each out may have both dtypes."""
     x = Inputs(model, device)
     for dtype, other in product(model.result_dtypes, model.result_dtypes):
         merge(x.out.to(dtype), x.statistic(), x.out.to(other), x.statistic())
 
 
 def active_rows(model: Model, device: str) -> None:
-    """Launch the kernels that take the active queries, add their dq, and add dk and dv to received sums."""
+    """Launch the kernels that take active queries, add their dq, and add dk and dv to received sums."""
     x = Inputs(model, device)
     for y in (x.q, x.out):
         pick_rows(y, x.indices)
@@ -271,7 +257,7 @@ def active_rows(model: Model, device: str) -> None:
 
 
 def sinks(model: Model, device: str) -> None:
-    """Launch the kernels of a sink, in the dtype of q or in the accumulation dtype."""
+    """Launch the kernels of a sink, in both dtypes."""
     x, lse = Inputs(model, device), Inputs(model, device).statistic()
     for dtype in model.result_dtypes:
         sink = torch.zeros(model.heads[0], dtype=dtype, device=device)
@@ -289,16 +275,15 @@ def rank_sums(model: Model, device: str) -> None:
 
 
 def cast_rows(model: Model, device: str) -> None:
-    """Launch the kernels of group casts and group reduces of `magi_attention`."""
+    """Launch the kernels of group casts and group reduces."""
     x = Inputs(model, device)
     take_rows(x.k, x.v, x.indices, torch.cat([x.k, x.v], -1))
-    for batch, dtype in product(range(1, 9), model.result_dtypes):  # the batch can change the widths of `as_heads`
+    for batch, dtype in product(range(1, 9), model.result_dtypes):  # it can change the widths of `as_heads`
         rows = torch.empty(TOKENS, batch, model.heads[1], model.d + model.dv, dtype=dtype, device=device)
         total = as_heads(rows.to(model.accumulate))
         add_rows(total, as_heads(rows), x.indices.new_zeros(TOKENS + 1), x.indices, total)
 
 
-# ------------------------------------------------------------------ the choices of the backends
 Choice = Callable[[], AbstractContextManager]
 
 
@@ -324,7 +309,7 @@ def packs_heads(kernels: ModuleType) -> bool:
 
 
 def packs(x: Inputs) -> list[int]:
-    """Return the numbers of query heads that may share a tile in the Gluon kernels."""
+    """Return the numbers of query heads that may share a Gluon tile."""
     return [pack for pack in (1, 2, 4, 8, 16) if x.q.shape[2] // x.k.shape[2] % pack == 0]
 
 
@@ -338,7 +323,7 @@ def _gluon_choice(kernels: ModuleType, pack: int, config: gluon_config.Config | 
 
 
 def methods(x: Inputs) -> list[Choice]:
-    """Return contexts that force each method that "auto" may choose. Another method of the model is not replaced."""
+    """Return contexts that force each method that "auto" may choose; another method stays."""
     if x.model.backward != "auto":
         return [nullcontext]
     names = ["split"] + ["head_parallel"] * (x.q.shape[2] > x.k.shape[2])

@@ -4,37 +4,22 @@
     gluon       Hopper
     cuda        CUDA C++ for sm_80 and later, compiled at run time
 
-Importing this package repairs the interpreter if TRITON_INTERPRET=1 is set (`canon.fast.kernels.interpreter`).
+Words of the kernels, and of FlashAttention 3 (FA), FlexAttention or MagiAttention for the same thing:
 
-The words of this project, and the words of FlashAttention (FA), FlexAttention, MagiAttention or NCCL for the same thing:
-
-    Canon                 elsewhere                     meaning
-    band                  AttnSlice (Magi)              a rectangle of visible cells, cut by two diagonals lo <= j - i <= hi
-    mask                  BlockMask (FlexAttention)     disjoint bands; a dense matrix is never stored
-    tile                  block (FA)                    rows x columns of S for one step; also these rows or columns of a tensor
-    work table            BlockMask (FlexAttention)     for each tile of rows, the spans to visit (`work_tables.py`)
-    span                  full / partial blocks         adjacent tiles of columns; a partial span is masked by its band
-    work tile             work tile (FA 3, CUTLASS)     a tile of rows of one head or of packed heads; CTAs claim them
-    tile schedule         tile scheduler (FA 3)         all work tiles of a launch, in order of claims; tensor ``work``
-    owner                 -                             the head whose dk and dv a CTA computes: a key head, or with
-                                                        head_parallel a query head
-    row statistics        softmax_lse, dPsum (FA 3)     lse and delta of each query
-    delta                 dPsum (FA 3)                  rowsum(dout * out) - dlse
-    stale maximum         -                             an old row maximum, used unchecked; the sums of P verify it afterwards
-    ping-pong             ping-pong scheduling (FA 3)   one warpgroup computes exponentials during MMAs of another
-    loader                producer (FA 3)               the warps that load by TMA: 4, or 1 if fused
-    warpgroup             consumer (FA 3)               four warps that issue MMAs together
-    stages                stages (CUTLASS)              in kernels: buffers of visited tiles; in `magi_attention`: group casts
-    full, free            full, empty (CUTLASS)         the two mbarriers of a buffer in shared memory
-    dq semaphore          dq_semaphore (FA 3)           an int32 for each tile of dq; it fixes the order of additions to it
-    ticket                -                             number of a span; a dq semaphore holds that of the last span added
-    fused, split          -                             one kernel for dq, dk and dv, or one for dq and one for dk and dv
-    layout                dispatch meta (Magi)          which rank holds which tokens
-    dispatch plan         dispatch solver (Magi)        a layout with balanced work and little communication
-    group cast            group_cast (Magi)             send each key to the ranks that need it (NCCL: all-to-all)
-    group reduce          group_reduce (Magi)           sum partial dk and dv on the rank that holds the token
-    transport             backend (torch.distributed)   how messages travel: NCCL, copy engines, or gloo
-    hop                   ncclSend and ncclRecv         one step of keys and values, or of dk and dv, around a ring
+    band              AttnSlice (Magi)           a rectangle of visible cells, cut by two diagonals lo <= j - i <= hi
+    tile              block (FA)                 rows x columns of S for one step; also these rows or columns
+    span              full / partial blocks      adjacent tiles of columns; a partial span is masked by its band
+    work table        BlockMask (Flex)           for each tile of rows, the spans to visit
+    work tile         work tile (FA)             a tile of rows of one head or of packed heads
+    tile schedule     tile scheduler (FA)        all work tiles of a launch, in the order in which CTAs claim them
+    owner             -                          the head whose dk and dv a CTA computes
+    row statistics    softmax_lse, dPsum (FA)    lse and delta = rowsum(dout * out) - dlse of each query
+    stale maximum     -                          an old row maximum, verified afterwards by the sums of P
+    loader            producer (FA)              the warps that load by TMA
+    warpgroup         consumer (FA)              four warps that issue MMAs together
+    full, free        full, empty (CUTLASS)      the two mbarriers of a buffer in shared memory
+    dq semaphore      dq_semaphore (FA)          the number (ticket) of the last span added to a tile of dq
+    fused, split      -                          one kernel for dq, dk and dv, or one for dq and one for dk and dv
 """
 
 try:
@@ -46,7 +31,3 @@ except ModuleNotFoundError as error:
         "canon.fast needs Triton: pip install 'triton>=3.6' (on Linux), or use canon.reference, which needs torch alone",
         name="triton",
     ) from None
-
-from canon.fast.kernels.interpreter import repair
-
-repair()

@@ -5,11 +5,8 @@
     another stream       `Tensor.record_stream`: the allocator waits for that stream
     a captured graph     replays read the memory, so the tensors are kept for the life of the process
 
-`upload` copies a plan without blocking the host. Other streams than that of the copy wait for it (`Upload`).
-A new plan during the capture of a graph raises RuntimeError: the graph would replay its upload, or CUDA refuses it.
-
-A plan has a `host_part`, which needs no device: another process can make it ahead (`canon.fast.preparation`). Then only its
-upload is left. Tensors on the meta device stand for those of a GPU there: nothing is uploaded.
+A new plan during a capture raises RuntimeError: the graph would replay its upload, or CUDA refuses it. Another process can
+make a `host_part` ahead (`canon.fast.preparation`), with tensors on the meta device.
 """
 
 import threading
@@ -38,7 +35,7 @@ _observers = threading.local()
 
 
 def device_plan(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a pure function to cache its results and keep them valid for later kernels of the current stream.
+    """Cache the results of a pure function, and keep them valid for later kernels of the current stream.
 
     A result is a tensor, a tuple of tensors, or an object with its tensors in ``held``.
     """
@@ -73,9 +70,9 @@ def device_plan(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def host_part(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a pure function that makes the host part of device plans from positional arguments.
+    """Decorate a pure function of positional arguments that makes the host part of device plans.
 
-    A result is cached only if it is made ahead: otherwise one call uploads it, and later calls find the uploaded plan.
+    Results are cached only if made ahead: otherwise the uploaded plan is.
     """
 
     @wraps(function)
@@ -90,7 +87,7 @@ def host_part(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def observed(note: Callable[[list[Tensor], "Upload | None"], None]) -> Iterator[None]:
-    """Within the block, call ``note`` with the tensors and the upload of each plan that this thread looks up."""
+    """Within the block, call ``note`` with tensors and upload of each plan that this thread looks up."""
     _observers.current = note
     try:
         yield
@@ -99,10 +96,10 @@ def observed(note: Callable[[list[Tensor], "Upload | None"], None]) -> Iterator[
 
 
 def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
-    """Return the array as a tensor on the device. The host does not wait for the copy, so a `device_plan` must return it.
+    """Return the array as a tensor on the device, for a `device_plan`: the host does not wait for the copy.
 
-    The source is pinned: a copy from pageable memory blocks the host until all queued kernels have run. PyTorch's allocator
-    of pinned memory keeps the source until the copy is complete.
+    A copy from pageable memory would block the host until all queued kernels have run. PyTorch keeps the pinned source until
+    the copy is complete.
     """
     source = torch.from_numpy(array)
     if torch.device(device).type == "cuda":
@@ -111,7 +108,7 @@ def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
 
 
 class Upload:
-    """The end of the uploads of one plan: an event on the stream that was current when the plan was made."""
+    """The end of a plan's uploads: an event on the stream that was current then."""
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.current_stream(device)
@@ -121,8 +118,7 @@ class Upload:
     def wait(self) -> bool:
         """Make the current stream wait for the uploads. Return False once they are known to be complete.
 
-        CUDA allows neither a query nor a wait for this event during a capture. `torch.cuda.graph` synchronises the device
-        before it captures, so the uploads of earlier plans are complete then.
+        During a capture CUDA allows neither query nor wait; `torch.cuda.graph` synchronises the device before it captures.
         """
         event = self.event
         if event is None or torch.cuda.is_current_stream_capturing():

@@ -1,19 +1,18 @@
 """Repairs of Triton's CPU interpreter (TRITON_INTERPRET=1), releases 3.6 to 3.9.
 
-`canon.fast.kernels` calls `repair` when it is imported, before it defines a kernel. The repairs change Triton for the
-whole process:
+The first interpreted launch calls `repair`, which changes Triton for the whole process; without one, nothing changes.
 
     fault of the interpreter                     repair
     bfloat16 is held as uint16 bit patterns;     widen operands of tl.dot, arithmetic, comparisons, reductions and scans
     arithmetic treats these as integers          to float32, round the results
     casts to bfloat16 truncate                   round to nearest, ties to even
     bfloat16 constants lack `get_bf16`           define it
-    a tensor as loop bound raises TypeError      convert its one element to an int (Triton 3.6, numpy 2.4)
-    NumPy warns of -inf - -inf and overflow      silence NumPy during a launch, as GPUs are silent
-    launches from several threads interfere      run one launch at a time
-    each inner call patches triton.language      patch it once per launch: milliseconds per call
-    tl.dot runs on BLAS threads                  use one thread of torch's matmul: ranks share the cores
-    tl.sum stays compiled if Triton was          replace the functions of triton.language by interpreted ones
+    a tensor as loop bound raises TypeError      convert it to an int (Triton 3.6, numpy 2.4)
+    NumPy warns of -inf - -inf and overflow      silence NumPy during a launch
+    launches from several threads interfere      run one at a time
+    each inner call patches triton.language      once per launch: milliseconds per call
+    tl.dot runs on BLAS threads                  one thread of torch's matmul: ranks share the cores
+    tl.sum stays compiled if Triton was          replace such functions by interpreted ones
     imported before the variable was set
     integer sums are checked for overflow        skip the check and cache dtypes: a quarter of the time
 
@@ -45,21 +44,26 @@ def is_requested() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def repair() -> bool:
-    """Repair the interpreter, once per process, if it is requested. Return whether it is.
+def repair(kernel: Any = None) -> bool:
+    """Repair the interpreter, once per process, if it is requested or runs ``kernel``. Return whether it is.
 
+    A kernel stays interpreted when TRITON_INTERPRET is removed after its definition.
     Raises ImportError if the repairs do not fit the installed release of Triton.
     """
-    if not is_requested():
+    if not (is_requested() or type(kernel).__name__ == "InterpretedFunction"):
         return False
+    if _repaired.is_set():
+        return True
     with _launch:
         if not _repaired.is_set():
             try:
-                _repair_library()
-                _repair_bfloat16()
-                _repair_loop_bounds()
-                _repair_launches()
-                fits = _computes_bfloat16()
+                with triton.knobs.runtime.scope():
+                    triton.knobs.runtime.interpret = True  # for Triton's own late imports
+                    _repair_library()
+                    _repair_bfloat16()
+                    _repair_loop_bounds()
+                    _repair_launches()
+                    fits = _computes_bfloat16()
             except Exception as error:
                 raise _misfit() from error
             if not fits:
@@ -76,7 +80,6 @@ def _misfit() -> ImportError:
 
 
 def _probe(x, out, N: tl.constexpr):
-    """Store x @ x + x of an (N, N) matrix."""
     i = tl.arange(0, N)
     cells = i[:, None] * N + i[None, :]
     tile = tl.load(x + cells)

@@ -1,12 +1,10 @@
 """Launch kernels through a cache of compiled kernels, and cache device properties.
 
-At each launch, Triton inspects all arguments to find the compiled kernel, a large part of the host time of a launch. `launch`
-lets Triton do this once for each specialization key and then calls the compiled kernel directly. The key distinguishes at
-least as much as Triton does: dtypes and 16-byte alignment of tensors, values of integers, block shapes of descriptors, and all
-constants.
+Triton inspects all arguments at each launch, a large part of its host time. `launch` lets it do so once for each key: dtypes
+and 16-byte alignment of tensors, integers, block shapes of descriptors, all constants.
 
-Plans are also made without a device (`canon.fast.preparation`): tensors on the meta device stand for those of a `Gpu`, or
-of a CPU. Their launches do nothing.
+For plans made ahead (`canon.fast.preparation`), tensors on the meta device stand for those of a `Gpu` or a CPU; their
+launches do nothing.
 """
 
 import threading
@@ -21,6 +19,8 @@ from torch.utils import data
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.compiler import CompiledKernel
 
+from canon.fast.kernels.interpreter import repair
+
 CACHE_LIMIT = 4096  # compiled kernels; a full cache is cleared
 
 _compiled: dict[tuple, CompiledKernel] = {}
@@ -29,12 +29,12 @@ _recorders = threading.local()
 
 
 def launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, **constants: Any) -> None:
-    """Launch ``ctas`` CTAs of a kernel with its ``arguments`` in order, and its ``constants`` and compiler options by name."""
+    """Launch ``ctas`` CTAs of a kernel with its ``arguments``, and constants and compiler options by name."""
     recorder = getattr(_recorders, "current", None)
     if recorder is None:
         _launch(kernel, ctas, device, arguments, constants)
         return
-    with _disable_current_modes():  # the recorder records the launch, not the operators inside Triton's launcher
+    with _disable_current_modes():  # record the launch, not the operators inside Triton's launcher
         compiled = _launch(kernel, ctas, device, arguments, constants)
     recorder.launched(kernel, compiled, ctas, arguments, constants)
 
@@ -44,6 +44,7 @@ def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, cons
     if device.type == "meta":
         return None
     if device.type == "cpu":  # interpreted or simulated
+        repair(kernel)
         kernel[(ctas,)](*arguments, **constants)
         return None
     key = kernel, device.index, *map(specialization, arguments), *constants.items()
@@ -51,7 +52,8 @@ def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, cons
         if (compiled := _compiled.get(key)) is not None:
             compiled[ctas, 1, 1](*arguments, *map(constants.get, kernel.arg_names[len(arguments) :]))
             return compiled
-        with _compiling:  # another thread may compile the same variant at this moment
+        with _compiling:  # another thread may compile the same variant
+            repair(kernel)
             compiled = kernel[(ctas,)](*arguments, **constants)
     if len(_compiled) >= CACHE_LIMIT:
         _compiled.clear()
@@ -72,7 +74,7 @@ def is_recording() -> bool:
 
 @contextmanager
 def recording(recorder: Any) -> Iterator[None]:
-    """Call ``recorder.launched`` after each launch of this thread inside the block."""
+    """Within the block, call ``recorder.launched`` after each launch of this thread."""
     before = getattr(_recorders, "current", None)
     _recorders.current = recorder
     try:
@@ -82,19 +84,19 @@ def recording(recorder: Any) -> Iterator[None]:
 
 
 def specialization(argument: Any) -> Any:
-    """Return the properties of an argument that decide which compiled kernel fits it."""
+    """Return what decides which compiled kernel fits an argument."""
     kind = type(argument)
     if kind is int or kind is tuple:
         return argument
     if kind is float:
-        return kind  # Triton does not specialize on the value
+        return kind  # not specialized on the value
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16
     return argument.base.dtype, *argument.block_shape  # a tensor descriptor
 
 
 class Gpu(NamedTuple):
-    """The properties of a GPU that plans depend on. ``shared_memory``: the most bytes that a CTA may use."""
+    """The properties of a GPU that plans depend on. ``shared_memory``: bytes that a CTA may use."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -107,7 +109,7 @@ _meta_stands_for: ContextVar[Gpu | None] = ContextVar("canon_meta_stands_for", d
 
 @contextmanager
 def meta_stands_for(gpu: Gpu | None) -> Iterator[None]:
-    """Inside the block, tensors on the meta device stand for tensors of this GPU; None is a CPU."""
+    """Within the block, tensors on the meta device stand for tensors of this GPU; None is a CPU."""
     token = _meta_stands_for.set(gpu)
     try:
         yield
@@ -123,8 +125,7 @@ def is_cpu(device: torch.device) -> bool:
 def gpu_of(device: torch.device) -> Gpu:
     """Return the properties of a CUDA device, or of the one that the meta device stands for.
 
-    Raises RuntimeError in a worker of a data loader, unless this process or its parent has found them before: a worker should
-    not start CUDA.
+    Raises RuntimeError in a data loader's worker, which should not start CUDA, unless they are known there.
     """
     if device.type == "meta" and (gpu := _meta_stands_for.get()) is not None:
         return gpu
@@ -149,5 +150,5 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def multiprocessor_count(device: torch.device) -> int:
-    """Return the number of multiprocessors (SMs) of a CUDA device."""
+    """Return the number of SMs of a CUDA device."""
     return gpu_of(device).multiprocessors

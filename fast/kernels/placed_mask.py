@@ -1,17 +1,13 @@
 """A mask between two buffers, with the work tiles of the whole sequence: for ``rank_invariant=True``.
 
-The work table of the whole mask fixes the bits of a result. It holds the tiles, and the order in which a tile visits others.
-So the table of a `PlacedMask` is that of the whole mask. A rank takes the tiles of its own pieces and moves their
+The work table of the whole mask fixes the bits of a result. A rank takes the tiles of its own pieces and moves their
 coordinates to its buffers:
 
     whole sequence    tile of queries 256:384 visits keys 0:256 (full), 256:384 (partial)
     buffer of keys    rows 0:128 hold tokens 128:384, rows 128:256 of the next rank hold tokens 0:128
     moved table       visits rows 256:384, 0:128 (full), then rows 128:256 (partial): still in sequence order
 
-A buffer may have rows without tokens. Every piece begins at a multiple of 128 tokens, in the sequence and in its buffer, and
-the sides of all tiles divide 128. So no tile holds tokens of two pieces.
-
-Cost of a table: the cut of the whole mask and the spans of the own tiles, in NumPy.
+Pieces begin at multiples of 128, in the sequence and in buffers, and tile sides divide 128: no tile holds two pieces.
 """
 
 from collections.abc import Iterable
@@ -28,7 +24,7 @@ from canon.runtime.rank_invariance import TILE, Piece
 
 
 class Placement(NamedTuple):
-    """The pieces of a buffer in sequence order, as arrays: tokens ``start:stop`` are in the rows from ``start + shift`` on.
+    """The pieces of a buffer in sequence order: tokens ``start:stop`` are in the rows from ``start + shift`` on.
 
     ``end``: ``stop`` rounded up to whole tiles.
     """
@@ -40,14 +36,10 @@ class Placement(NamedTuple):
 
 
 class PlacedMask(Mask):
-    """The mask between a buffer of queries and a buffer of keys, which hold pieces of the sequence of ``whole``.
+    """The mask between a buffer of ``queries`` rows and one of ``keys`` rows, which hold pieces of the sequence of ``whole``.
 
-    Args:
-        whole: over the whole sequence.
-        query_pieces, key_pieces: (first row, tokens) of each piece of a buffer.
-        queries, keys: the rows of the buffers.
-
-    Raises ValueError if a piece does not begin at a multiple of 128, in the sequence and in the buffer.
+    ``query_pieces``, ``key_pieces``: (first row, tokens) of each piece. Raises ValueError if one does not begin at a
+    multiple of 128, in the sequence and in the buffer.
     """
 
     __slots__ = ("_bands", "key_pieces", "query_pieces", "whole")
@@ -68,7 +60,7 @@ class PlacedMask(Mask):
 
     @property
     def bands(self) -> tuple[Band, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The bands between the buffers. Kernels do not need them, so they are made at the first use."""
+        """The bands between the buffers, made at the first use: kernels do not need them."""
         if self._bands is None:
             bands = [
                 band.pick(queries, keys).shift(q_row, k_row)
@@ -96,23 +88,22 @@ class PlacedMask(Mask):
 
     @property
     def nbytes(self) -> int:
-        """The memory on the host, in bytes (an estimate)."""
+        """Host memory in bytes (an estimate)."""
         return 500 + self.whole.nbytes + 200 * (len(self.query_pieces) + len(self.key_pieces))
 
     def placement(self, keys: bool) -> Placement:
-        """Return the pieces of the buffer of keys, or of queries."""
         pieces = sorted(self.key_pieces if keys else self.query_pieces, key=lambda piece: piece[1].start)
         row, start, stop = np.array([(r, x.start, x.stop) for r, x in pieces], np.int64).reshape(-1, 3).T
         return Placement(start, stop, -(-stop // TILE) * TILE, row - start)
 
     def crop(self, queries: range | None = None, keys: range | None = None) -> "PlacedMask":
-        """Return the mask over these rows of the buffers. They begin and end at multiples of 128, or at the end of a buffer."""
+        """Return the mask over these rows of the buffers, which begin and end at multiples of 128 or at a buffer's end."""
         queries, keys = queries or range(self.queries), keys or range(self.keys)
         pieces = _kept(self.query_pieces, queries), _kept(self.key_pieces, keys)
         return PlacedMask(self.whole, *pieces, len(queries), len(keys))
 
     def owned(self, starts: np.ndarray, keys: bool) -> np.ndarray:
-        """Return which tiles, given by their first tokens, are in the buffer of keys, or of queries (bool)."""
+        """Return which tiles, given by their first tokens, are in the buffer (bool)."""
         own = self.placement(keys)
         place = np.searchsorted(own.start, starts, "right") - 1
         inside = place >= 0
@@ -122,10 +113,10 @@ class PlacedMask(Mask):
     def moved(
         self, tiles: np.ndarray, spans: np.ndarray, widths: tuple[int, int], transposed: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return tiles and spans of a work table of ``whole``, those of the own tiles alone, in rows of the buffers.
+        """Return the own tiles and their spans of a work table of ``whole``, in rows of the buffers.
 
-        ``widths``: columns of a partial and of a full tile. A span is cut where a piece ends.
-        Raises RuntimeError if a buffer lacks tokens that an own tile visits.
+        ``widths``: columns of a partial and of a full tile. Spans are cut where pieces end. Raises RuntimeError if a buffer
+        lacks tokens that an own tile visits.
         """
         own, visited = self.placement(transposed), self.placement(not transposed)
         tiles = tiles[self.owned(tiles[:, 0], transposed)]
@@ -152,9 +143,8 @@ class PlacedMask(Mask):
         return np.stack([*rows.T, starts, starts + partial, stops], 1), made
 
     def untouched(self, keys: bool, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ranges of rows of the buffer of keys, or of queries, that hold no token that the whole mask touches.
-
-        ``starts`` and ``stops``: the ranges of tokens that the whole mask does not touch.
+        """Return the ranges of rows of a buffer without a token that the whole mask touches; ``starts:stops`` are untouched
+        tokens.
         """
         pieces, size = self.placement(keys), self.keys if keys else self.queries
         part, piece = _expanded(
@@ -173,7 +163,7 @@ class PlacedMask(Mask):
 
 
 def whole_of(mask: Mask) -> Mask:
-    """Return the mask of the whole sequence: choices that change bits depend on it alone."""
+    """Return the mask of the whole sequence, on which choices that change bits depend."""
     return mask.whole if isinstance(mask, PlacedMask) else mask
 
 
@@ -187,7 +177,7 @@ def in_place(mask: Mask) -> PlacedMask:
 def aligned(x: Tensor) -> Tensor:
     """Return x (b, t, h, d), or a contiguous copy if its address or a stride is not a multiple of 16 bytes.
 
-    Tensors that TMA cannot load get another configuration of the Triton kernels. An axis of length 1 counts, too.
+    Tensors that TMA cannot load get another configuration. Axes of length 1 count, too.
     """
     steps = [stride * x.element_size() for stride in x.stride()[:3]]
     if x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(step > 0 and step % 16 == 0 for step in steps):
@@ -196,24 +186,29 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def canonical(x: Tensor) -> Tensor:
-    """Return x, or a copy, contiguous and at a multiple of 16 bytes, with the strides of a new tensor of its shape.
+    """Return x, or a contiguous copy at a multiple of 16 bytes, with the strides of a new tensor.
 
-    Alignment decides how many elements a thread loads, and so the order in which the kernel of delta adds.
+    Alignment decides the order in which the kernel of delta adds.
     """
     if x.data_ptr() % 16 or not x.is_contiguous():
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
     return x.reshape(-1).view(x.shape)  # an axis of length 1 may have any stride
 
 
+def counted(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (i, place) for place = 0, ..., counts[i] - 1 and every i, as two arrays."""
+    i = np.repeat(np.arange(len(counts)), counts)
+    return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def _expanded(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (i, n) for n = starts[i], ..., stops[i] - 1 and every i, as two arrays."""
-    counts = np.maximum(0, stops - starts)
-    i = np.repeat(np.arange(len(counts)), counts)
-    return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[i]
+    i, place = counted(np.maximum(0, stops - starts))
+    return i, place + starts[i]
 
 
 def _kept(pieces: Iterable[Piece], rows: range) -> tuple[Piece, ...]:
-    """Return the parts of the pieces in these rows of a buffer, counted from the first of them."""
+    """Return the parts of the pieces in these rows, counted from the first row."""
     parts = [
         (max(row, rows.start), tokens[max(0, rows.start - row) : max(0, rows.stop - row)]) for row, tokens in pieces
     ]

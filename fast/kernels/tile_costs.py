@@ -1,7 +1,7 @@
 """Costs of work tiles, and the imbalance of the SMs that share them.
 
-The unit is the time for a full tile of rows x columns. A partial tile costs `PARTIAL` of it, because its cells are compared
-with a band. A work tile also costs `FIXED`: its start, and the write of its result.
+The unit is the time for a full tile. A partial tile costs `PARTIAL` (its cells are compared with a band), and a work tile
+`FIXED` more: its start, and the write of its result.
 """
 
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from canon.masks.plan_cache import cached_plan
 
 FIXED = 1.0
 PARTIAL = 1.2
-MORE_OWNERS = 1.25  # ratio of the two imbalances from which `needs_more_owners` is true
-BOX = 4  # TMA loads queries in boxes from any multiple of this number: 16 bytes of lse
+MORE_OWNERS = 1.25  # ratio of imbalances above which `needs_more_owners` is true
+BOX = 4  # TMA loads queries from multiples of this number: 16 bytes of lse
 
 
 class TileCosts(NamedTuple):
@@ -27,7 +27,6 @@ class TileCosts(NamedTuple):
 
     @property
     def active(self) -> np.ndarray:
-        """A mask (bool) of the tiles that have spans."""
         return self.tiles[:, 4] > self.tiles[:, 2]
 
 
@@ -43,10 +42,9 @@ def tile_costs(mask: Mask, rows: int, columns: int, transposed: bool, repeat: in
 
 @cached_plan
 def needs_more_owners(mask: Mask, rows: int, columns: int, key_heads: int, query_heads: int, sms: int) -> bool:
-    """Return whether dk and dv need an owner for each query head, so that no SM has much more work than the others.
+    """Return whether dk and dv need an owner for each query head, because owners per key head leave SMs too unequal.
 
-    That is so if the imbalance with an owner for each key head is more than `MORE_OWNERS` times the other. Most masks are
-    decided by the bounds 1 <= imbalance <= `_imbalance_bound`; the margins cover rounding.
+    The bounds 1 <= imbalance <= `_imbalance_bound` decide most masks; margins cover rounding.
     """
     by_key, by_query = (mask, rows, columns, key_heads, query_heads // key_heads), (mask, rows, columns, query_heads, 1)
     margin = 1e-6
@@ -62,9 +60,9 @@ def needs_more_owners(mask: Mask, rows: int, columns: int, key_heads: int, query
 
 @cached_plan
 def imbalance(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: int) -> float:
-    """Return the work of the busiest SM for dk and dv, over the mean. Each of the ``owners`` sums ``each`` query heads.
+    """Return the work of the busiest SM over the mean. Each of the ``owners`` sums ``each`` query heads.
 
-    Work tiles are dealt out longest first, in rounds: in each round, the longest goes to the SM with the least work.
+    In each round the longest work tile goes to the SM with the least work.
     """
     cost = np.sort(_active_costs(mask, rows, columns, each))[::-1].repeat(owners)
     load = np.zeros(sms)
@@ -75,7 +73,7 @@ def imbalance(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: 
 
 
 def _imbalance_bound(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: int) -> float:
-    """Return an upper bound of `imbalance`: two SMs differ by at most the longest work tile, in every round."""
+    """Return an upper bound of `imbalance`: two SMs differ by at most the longest work tile."""
     cost = _active_costs(mask, rows, columns, each)
     return 1 + cost.max() * sms / (cost.sum() * owners) if len(cost) else 1.0
 

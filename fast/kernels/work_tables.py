@@ -8,15 +8,12 @@
     . . . . x .          rows 4:6       partial: keys 4:6     (another document: tiles start where it does)
     . . . . x x
 
-All rows of a tile see a *full* span from end to end, so kernels compute it without mask comparisons. A *partial* span
-holds its band. Tiles are cut at the ends of bands (documents) where that saves visits. The longest tiles come first, so that
-the last SMs to finish work on short tiles. The transposed table, for dk and dv, swaps queries and keys: tiles of keys own
-spans of queries, and a band's (lo, hi) become (-hi, -lo).
+All rows of a tile see all of a *full* span; a *partial* span holds its band. Tiles are cut at the ends of bands where that
+saves visits, and the longest come first. The transposed table, for dk and dv, swaps queries and keys: (lo, hi) become (-hi,
+-lo).
 
-All entries are closed forms for each (band, tile), in NumPy. Cost: O(pairs of a band and a tile that overlap).
-Memory on the device: 20 bytes a tile and 32 a span. Tables are cached by mask content, tile size and device.
-
-Source: FlexAttention (Dong et al., 2024) introduced block masks with full and partial tiles; bands replace its callbacks.
+Cost: O(overlapping pairs of a band and a tile) in NumPy. Device memory: 20 bytes a tile, 32 a span. Source: FlexAttention
+(Dong et al., 2024) introduced block masks with full and partial tiles; bands replace its callbacks.
 """
 
 from dataclasses import dataclass
@@ -28,26 +25,25 @@ import torch
 from torch import Tensor
 
 from canon.fast.kernels.device_plans import device_plan, host_part, upload
-from canon.fast.kernels.placed_mask import PlacedMask
+from canon.fast.kernels.placed_mask import PlacedMask, counted
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.rank_invariance import TILE
 
 TILE_FIELDS = 5  # row start, row stop, first partial span, first full span, end of the spans
-ALIGNMENT = 4  # numbers: spans begin at a multiple of 16 bytes, so that kernels are compiled for aligned loads
-SPAN_FIELDS = 8  # first column, number of tiles; then the band's row start, stop, column start, stop, lo, hi
+ALIGNMENT = 4  # numbers: spans begin at multiples of 16 bytes, for aligned loads
+SPAN_FIELDS = 8  # first column, number of tiles; the band's row start, stop, column start, stop, lo, hi
 
 
 @dataclass(frozen=True)
 class WorkTable:
     """The table that a kernel reads.
 
-    tiles: (n, 5) int32, longest first: start, stop, partial, full, end. The tile has the rows start:stop, the partial spans
-        spans[partial:full] and the full spans spans[full:end]. Each row is in one tile, fully masked rows included.
+    tiles: (n, 5) int32, longest first: start, stop, partial, full, end: rows start:stop, partial spans spans[partial:full],
+        full spans spans[full:end]. Each row is in one tile, fully masked rows included.
     spans: (m, 8) int32: first column, number of tiles (``columns`` wide if full, else ``partial_columns``), and
         the band in the table's orientation (zeros if full).
-    visits: the number of pairs (tile of rows, tile of columns) that a kernel computes. A partial tile counts by its share of
-        ``columns``. Of a `PlacedMask`: those of all ranks.
+    visits: tiles that a kernel computes; a partial tile counts by its share of ``columns``. Of a `PlacedMask`: of all ranks.
     """
 
     tiles: Tensor
@@ -59,7 +55,7 @@ class WorkTable:
 
     @property
     def held(self) -> tuple[Tensor]:
-        """The memory of the table: one tensor, because both are views of one storage."""
+        """The storage that both tensors share."""
         return (self.tiles,)
 
 
@@ -75,12 +71,12 @@ def work_table(
 ) -> WorkTable:
     """Return the table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x queries if ``transposed``.
 
-    A `PlacedMask` has the own tiles of the table of the whole mask, whose tiles and spans begin at multiples of their sizes.
+    A `PlacedMask` has the own tiles of the whole mask's table, whose tiles and spans begin at multiples of their sizes.
 
     Args:
         partial_columns: columns of partial tiles, a divisor of ``columns``; None is ``columns``.
-        boxes: for kernels that load boxes of this many columns, else 0. Spans then begin at multiples of it. A tile with
-            fewer than ``rows`` rows then has partial spans only, which mask the rows behind its end: another tile owns them.
+        boxes: spans begin at multiples of it, for kernels that load boxes of this many columns; else 0. A tile with
+            fewer than ``rows`` rows then has partial spans only, which mask the rows behind its end.
 
     Raises ValueError if the mask is too large for 32-bit coordinates.
     """
@@ -120,7 +116,7 @@ def host_table(
 
 @cached_plan
 def visits(mask: Mask, rows: int, columns: int, transposed: bool = False, boxes: int = 0) -> tuple[float, int]:
-    """Return the ``visits`` and the number of tiles of `work_table`, which is not built. A `PlacedMask` counts as a whole."""
+    """Return the ``visits`` and number of tiles of `work_table` without the table. A `PlacedMask` counts as a whole."""
     if isinstance(mask, PlacedMask):
         cut = _even_cut(mask.whole, rows, columns, columns, transposed)
     else:
@@ -130,13 +126,13 @@ def visits(mask: Mask, rows: int, columns: int, transposed: bool = False, boxes:
 
 @cached_plan
 def band_array(mask: Mask) -> np.ndarray:
-    """Return the bands as an array (n, 6), int64: query start and stop, key start and stop, lo, hi."""
+    """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi."""
     return np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands)).reshape(-1, 6)
 
 
 @cached_plan
 def area(mask: Mask) -> int:
-    """Return ``mask.area``, the number of visible cells, without a loop over the bands."""
+    """Return ``mask.area``, the number of visible cells, without a loop."""
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     queries, keys = q_stop - q_start, k_stop - k_start
     below, above = lo - (k_start - q_stop + 1), (k_stop - 1 - q_start) - hi  # diagonals outside the band
@@ -144,7 +140,7 @@ def area(mask: Mask) -> int:
 
 
 def _corners(queries: np.ndarray, keys: np.ndarray, diagonals: np.ndarray) -> np.ndarray:
-    """Return the cells on the first ``diagonals`` diagonals of each rectangle, counted from one corner."""
+    """Return the cells on the first ``diagonals`` diagonals from a corner of each rectangle."""
     triangles = lambda n: np.maximum(n, 0) * (n + 1) // 2
     return triangles(diagonals) - triangles(diagonals - queries) - triangles(diagonals - keys)
 
@@ -155,13 +151,13 @@ _TRANSPOSED = np.array([1, 1, 1, 1, -1, -1])
 class _Cut(NamedTuple):
     """Rows cut into tiles, and a piece for each band and each tile in which it has rows.
 
-    ``first:last`` are the rows of a piece, and ``begin:end`` the columns that some of them see.
+    ``first:last`` are the rows of a piece, ``begin:end`` the columns that some of them see.
     """
 
     bands: np.ndarray
     starts: np.ndarray  # of each tile
     stops: np.ndarray
-    band: np.ndarray  # of each piece, as the following ones
+    band: np.ndarray  # of each piece, as below
     tile: np.ndarray
     first: np.ndarray
     last: np.ndarray
@@ -170,9 +166,9 @@ class _Cut(NamedTuple):
     visits: float
 
 
-@cached_plan  # `visits` and the table of one mask have the same cut
+@cached_plan  # `visits` and the table share a cut
 def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
-    """Return the cheaper of two cuts: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
+    """Return the cheaper cut: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
     bands, size = _bands_and_size(mask, rows, columns, transposed)
     even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
     candidates = [even] if np.array_equal(even, at_ends) else [even, at_ends]
@@ -181,7 +177,7 @@ def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool,
 
 
 def _even_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool) -> _Cut:
-    """Return the cut at multiples of ``rows``, with spans that begin at multiples of ``columns``.
+    """Return the cut at multiples of ``rows``, with spans from multiples of ``columns`` on.
 
     Raises ValueError if pieces of whole tiles of 128 tokens cannot hold such tiles.
     """
@@ -192,14 +188,12 @@ def _even_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool)
 
 
 def _own_part(mask: PlacedMask, cut: _Cut, transposed: bool) -> _Cut:
-    """Return the pieces of the cut that the own tiles hold."""
     own = mask.owned(cut.starts, transposed)[cut.tile]
     kept = {name: getattr(cut, name)[own] for name in ("band", "tile", "first", "last", "begin", "end")}
     return cut._replace(**kept)
 
 
 def _bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
-    """Return the bands in the table's orientation, and the number of rows of the mask."""
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
     if transposed:
@@ -208,11 +202,11 @@ def _bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tu
 
 
 def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
-    """First rows of tiles that start again where bands begin or end, if at least one whole tile fits before."""
+    """First rows of tiles that restart where bands begin or end, if a whole tile fits before."""
     ends = np.sort(np.append(bands[:, :2].ravel(), [0, size]))
     following = np.searchsorted(ends, np.minimum(ends + rows, size)).tolist()  # from a cut, the next one
     last, cuts = following[0], [0]
-    while last != cuts[-1]:  # one step, of 50 ns, for each cut
+    while last != cuts[-1]:  # 50 ns for each cut
         cuts.append(last)
         last = following[last]
     cuts = ends[cuts]
@@ -221,7 +215,7 @@ def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
 
 
 def _cut(bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: int, boxes: int) -> _Cut:
-    """Return the cut into tiles that begin at ``starts``. Visits are counted in tiles of ``ratio`` times ``small`` columns."""
+    """Return the cut into tiles that begin at ``starts``. Visits count tiles of ``ratio`` times ``small`` columns."""
     stops = np.append(starts[1:], size)[: len(starts)]
     first_tile = np.searchsorted(starts, bands[:, 0], "right") - 1
     band, place = counted(np.searchsorted(starts, bands[:, 1], "left") - first_tile)
@@ -243,7 +237,7 @@ def _table(cut: _Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[
         np.maximum(start, last - 1 + lo),
         np.minimum(stop, first + hi + 1),
     )  # columns that every row sees
-    whole = (first == starts[tile]) & (last == stops[tile])  # the band holds every row of the tile
+    whole = (first == starts[tile]) & (last == stops[tile])  # the band holds every row
     if boxes:
         whole &= last - first == rows
     ratio, count = columns // small, -((begin - end) // small)  # in small tiles from here on
@@ -258,7 +252,7 @@ def _table(cut: _Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[
     kept = np.flatnonzero(number)
     kind, piece = np.divmod(kept, len(band)) if len(band) else (kept, kept)
     is_full, column = kind == 1, begin[piece] + small * np.stack([0 * full_from, full_from, full_to]).ravel()[kept]
-    # Sort by tile, partial spans before full ones, then by column. Columns are below 2**31.
+    # By tile, partial before full, then by column (below 2**31).
     order = np.argsort((2 * tile[piece] + is_full << 31) + column, kind="stable")
     is_full, piece = is_full[order], piece[order]
     spans = np.zeros((len(order), SPAN_FIELDS), np.int32)
@@ -273,9 +267,3 @@ def _table(cut: _Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[
     tiles = np.stack([starts, stops, begins, begins + np.bincount(owner[~is_full], minlength=n), ends], 1)
     work = np.bincount(tile, count, minlength=n)
     return tiles[np.argsort(-work, kind="stable")], spans
-
-
-def counted(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (i, place) for place = 0, ..., counts[i] - 1 and every i, as two arrays."""
-    i = np.repeat(np.arange(len(counts)), counts)
-    return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,4 +1,4 @@
-"""Pack the launches of a pass for `kernels/replay.c`, which replays them by one call."""
+"""Pack the launches of a pass for `kernels/replay.c`, which replays them in one call."""
 
 import struct
 from collections.abc import Callable, Iterator
@@ -12,15 +12,12 @@ from canon.fast.replay.recorder import Launch, NotReplayable, Place, Zero
 
 _NUMBERS = {"i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q"}
 _NUMBERS |= {"fp32": "<f", "fp64": "<d"}
-_HOST_TYPE = {8: 10, 9: 8, 10: 9}  # Triton's number of an element type -> that of CUtensorMapDataType, if they differ
+_HOST_TYPE = {8: 10, 9: 8, 10: 9}  # Triton's number of an element type -> CUtensorMapDataType's, if different
 
 
 @lru_cache(maxsize=1)
 def native_module() -> ModuleType:
-    """Compile and load `kernels/replay.c`, with the compiler and the cache that Triton uses for its own launchers.
-
-    Raises NotReplayable if there is no C compiler.
-    """
+    """Compile and load `kernels/replay.c` with Triton's compiler and cache. Raises NotReplayable without a C compiler."""
     import triton
     from triton.runtime.build import compile_module_from_src
 
@@ -33,7 +30,7 @@ def native_module() -> ModuleType:
 
 
 def packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:
-    """Return an operation as `replay.c` expects it. Raises NotReplayable for a kernel that `replay.c` cannot launch."""
+    """Return an operation as `replay.c` expects it. Raises NotReplayable if it cannot launch the kernel."""
     if isinstance(operation, Zero):
         p = place(operation.place)
         return 0, p.slot, p.offset, operation.bytes
@@ -55,14 +52,13 @@ def packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:
     parameters: list[tuple] = []
     for kind, value in zip(compiled.src.signature.values(), values, strict=True):
         parameters += _parameters(kind, value, maps, operation, place)
-    parameters += [("b", bytes(8)), ("b", bytes(8))]  # scratch memory, which the kernel does not have
+    parameters += [("b", bytes(8)), ("b", bytes(8))]  # scratch memory, which the kernel lacks
     return compiled.function, operation.blocks, 32 * warps, shared, tuple(parameters)
 
 
 def _parameters(
     kind: Any, value: Any, maps: Iterator, launch: Launch, place: Callable[[Place], Place]
 ) -> Iterator[tuple]:
-    """Yield the parameters that one argument of a kernel becomes."""
     if isinstance(kind, tuple):
         for some, x in zip(kind, value, strict=True):
             yield from _parameters(some, x, maps, launch, place)

@@ -1,7 +1,6 @@
 """Record what a pass launches: kernels, temporaries, zeros and plans, with every address as (buffer, offset).
 
-`recordings.py` explains passes and replays them. A pass that does anything else with tensors gives up: `Recorder.reason`
-names the first such operation.
+`recordings.py` replays passes. `Recorder.reason` names the first operation that prevents this.
 """
 
 from collections.abc import Iterator
@@ -13,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon.fast.kernels.device_plans import Upload
 
-# The most bytes of temporaries in a replayed pass, whose workspace holds all of them at once. A pass with more runs as
-# written and frees each one early. Its host time does not matter, because the GPU takes longer.
+# Most bytes of temporaries in a replayed pass, whose workspace holds all at once. Larger passes run as written and free each
+# one early; the GPU hides their host time.
 MOST_BYTES = 1 << 28
 
 
@@ -37,10 +36,7 @@ class NotReplayable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """An address: ``offset`` bytes into a buffer. Temporary n has ``slot`` -2 - n. With -1 the offset is absolute.
-
-    Slots >= 0 are the pass's tensors, in order.
-    """
+    """An address: ``offset`` bytes into tensor ``slot`` of the pass, or temporary n if ``slot`` is -2 - n; absolute for -1."""
 
     slot: int
     offset: int
@@ -72,8 +68,8 @@ class Recorder(TorchDispatchMode):
 
     tensors: tuple[Tensor, ...]
     temporaries: list[Tensor] = field(default_factory=list)
-    zeroed: set[int] = field(default_factory=set)  # numbers of temporaries that start as zeros
-    used: set[int] = field(default_factory=set)  # numbers of temporaries that a launch has read or written
+    zeroed: set[int] = field(default_factory=set)  # temporaries that start as zeros
+    used: set[int] = field(default_factory=set)  # temporaries that a launch has used
     operations: list[Launch | Zero] = field(default_factory=list)
     plans: list[Tensor] = field(default_factory=list)
     uploads: list[Upload] = field(default_factory=list)
@@ -100,12 +96,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _give_up(self, reason: str) -> None:
-        """Note the first reason, and release the temporaries: the pass runs as written, and frees them early."""
+        """Note the first reason, and release the temporaries."""
         self.reason = self.reason or reason
         self.temporaries.clear()
 
     def launched(self, kernel: Any, compiled: Any, blocks: int, arguments: tuple, constants: dict[str, Any]) -> None:
-        """Note a launch, which has just been made."""
         if self.reason:
             return
         try:
@@ -117,7 +112,6 @@ class Recorder(TorchDispatchMode):
         self.operations.append(Launch(kernel, compiled, blocks, arguments, constants, places))
 
     def planned(self, tensors: list[Tensor], upload: Upload | None) -> None:
-        """Note the tensors of a plan that the pass has looked up, and their upload."""
         self.plans += tensors
         self.uploads += [] if upload is None else [upload]
 
@@ -141,11 +135,11 @@ class Recorder(TorchDispatchMode):
             self.zeroed.add(-2 - place.slot)
 
     def _place(self, x: Tensor) -> Place:
-        """Return where ``x`` begins. Raises NotReplayable if that is not known for sure."""
+        """Return where ``x`` begins. Raises NotReplayable if that is uncertain."""
         address = x.data_ptr()
         if (place := self.places.get(address)) is None:
             place = self._searched(x, address)
-            if x.numel():  # all empty tensors may have one address
+            if x.numel():  # empty tensors may share an address
                 self.places[address] = place
         return place
 
@@ -172,7 +166,7 @@ def _inside(address: int, x: Tensor) -> bool:
 
 
 def tensors_of(arguments: Any) -> Iterator[Tensor]:
-    """Yield the tensors among a launch's arguments, those of descriptors and tuples included."""
+    """Yield the tensors among a launch's arguments, in descriptors and tuples too."""
     for x in arguments:
         if type(x) is int or type(x) is float:
             continue

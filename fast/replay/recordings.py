@@ -1,31 +1,21 @@
 """Prepared passes: the launches of a pass are recorded in its first call, and replayed by one call into C afterwards.
 
-A pass is a function of tensors that only launches kernels: the forward of one rank, or its backward. A step of a ring has
-one pass in the forward: attention over one block, and from step 1 on the merge. In the backward it has three: dk and dv,
-their addition to the received sums, dq. The launches depend on the kinds of the tensors (shapes, strides, dtypes,
-alignment, device) and on the other arguments, never on the numbers in the tensors. So the first call of a kind runs as
-written while a `canon.fast.replay.recorder.Recorder` notes
+A pass is a function of tensors that only launches kernels. Its launches depend on the kinds of the tensors (shapes, strides,
+dtypes, alignment, device) and on the other arguments. The first call of a kind runs as written while a `Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
-    zeros          zeroed temporaries lie at the start of the workspace, and one memset clears them; each zeroed range of
-                   a result is one memset, at its place among the launches
+    zeros          one memset clears zeroed temporaries; each zeroed range of a result is one memset among the launches
     plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
 
-A pass is recorded in its first call, not in its second. With L layers this takes R + (L - 1) P, where R is a recorded call
-and P a replay. Recording the second call would take S + R + (L - 2) P, where S is a call as written: more, because S > P.
+Recording the first call of L layers takes R + (L - 1) P (R recorded, P replayed); recording the second would take S - P
+more, where S is a call as written.
 
-A replay costs one allocation and one call of `kernels/replay.c`. It works on any stream and inside a captured CUDA graph,
-and threads may replay one pass at the same time.
-
-A pass that does anything else with tensors (a copy, a cast, a read of a number) is not replayable. It runs as written in
-each call, and `PreparedPass.reason` names the operation. A tensor of unknown origin has the same effect, so a replay never
-reads memory that the pass was not given.
-
-Cost of a replay on an H200: see `canon bench host`.
+A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass that does anything else
+with tensors, or uses one of unknown origin, runs as written in each call (`PreparedPass.reason`): a replay never reads
+memory that it was not given.
 """
 
-import copy
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -42,12 +32,11 @@ from canon.fast.replay.native import native_module, packed
 from canon.fast.replay.recorder import Launch, NotReplayable, Place, Recorder, Zero, tensors_of
 from canon.masks import plan_cache
 
-ALIGNMENT = 256  # bytes, of each temporary inside the workspace
-REPLAYED = frozenset({"cuda"})  # device types; tests add "cpu", to replay through Triton's interpreter, or leave none
+ALIGNMENT = 256  # bytes, of each temporary
 
 
 class PreparedPass:
-    """The launches of one pass, for tensors of one kind. ``held`` are the plans' tensors that the launches read."""
+    """The launches of one pass, for tensors of one kind. ``held``: the plans' tensors that they read."""
 
     def __init__(self, recorder: Recorder):
         self.device = recorder.tensors[0].device
@@ -63,15 +52,11 @@ class PreparedPass:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes it takes on the host."""
         return 2048 if self.reason else 8192
 
     def replay(self, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
         """Enqueue the launches on the current stream. ``addresses`` are those of the tensors."""
         room = torch.empty(self.bytes, dtype=torch.uint8, device=self.device) if self.bytes else None
-        if self.device.type == "cpu":
-            self._run(tensors, room)
-            return
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         # Stream 0 is never captured.
         if stream not in self._streams or (stream and torch._C._cuda_isCurrentStreamCapturing()):
@@ -102,15 +87,16 @@ class PreparedPass:
                 x.data_ptr(): x for one in launches for x in tensors_of(one.arguments) if one.places[id(x)].slot == -1
             }.values()
         )
-        if self.device.type == "cpu":
-            self._run = _Interpreted(operations, place)
-        else:
-            native = native_module()
-            self._run = partial(native.run, native.make(tuple(packed(x, place) for x in operations)))
+        self._run = self._bound(operations, place)
+
+    @staticmethod
+    def _bound(operations: list[Launch | Zero], place: Callable[[Place], Place]) -> Callable[..., None]:
+        native = native_module()
+        return partial(native.run, native.make(tuple(packed(x, place) for x in operations)))
 
 
 def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
-    """Return the offset of each temporary in the workspace, zeroed ones first, and the bytes of these and of all."""
+    """Return each temporary's offset in the workspace, zeroed ones first, and the bytes of these and of all."""
     offsets, zeros, end = {}, 0, 0
     for number in sorted(range(len(recorder.temporaries)), key=lambda number: number not in recorder.zeroed):
         offsets[number] = end
@@ -121,58 +107,11 @@ def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
 
 
 def _nothing(*_: Any) -> None:
-    """Launch nothing: the pass is not replayable."""
+    """Launch nothing."""
 
 
-class _Interpreted:
-    """Replay through Triton's interpreter, with arguments rebuilt on the new tensors: for tests on a CPU."""
-
-    def __init__(self, operations: list[Launch | Zero], place: Callable[[Place], Place]):
-        self.operations, self.place = operations, place
-
-    def __call__(self, tensors: tuple[Tensor, ...], room: Tensor | None) -> None:
-        buffers = (*tensors, *([] if room is None else [room]))
-        for operation in self.operations:
-            if isinstance(operation, Zero):
-                p = self.place(operation.place)
-                _bytes_at(buffers[p.slot], p.offset, operation.bytes).zero_()
-            else:
-                arguments = self._rebuilt(operation.arguments, operation, buffers)
-                launcher.launch(
-                    operation.kernel, operation.blocks, self.device(buffers), arguments, **operation.constants
-                )
-
-    @staticmethod
-    def device(buffers: tuple[Tensor, ...]) -> torch.device:
-        return buffers[0].device
-
-    def _rebuilt(self, arguments: tuple, launch: Launch, buffers: tuple[Tensor, ...]) -> tuple:
-        made = []
-        for x in arguments:
-            if isinstance(x, tuple):
-                made.append(self._rebuilt(x, launch, buffers))
-            elif isinstance(x, Tensor):
-                made.append(self._moved(x, launch, buffers))
-            elif isinstance(getattr(x, "base", None), Tensor):
-                made.append(copy.copy(x))
-                made[-1].base = self._moved(x.base, launch, buffers)
-            else:
-                made.append(x)
-        return tuple(made)
-
-    def _moved(self, x: Tensor, launch: Launch, buffers: tuple[Tensor, ...]) -> Tensor:
-        p = self.place(launch.places[id(x)])
-        if p.slot == -1:
-            return x
-        whole = buffers[p.slot]
-        start = whole.data_ptr() + p.offset - whole.untyped_storage().data_ptr()
-        moved = torch.empty(0, dtype=x.dtype)
-        return moved.set_(whole.untyped_storage(), start // x.element_size(), x.shape, x.stride())
-
-
-def _bytes_at(x: Tensor, offset: int, count: int) -> Tensor:
-    start = x.data_ptr() + offset - x.untyped_storage().data_ptr()
-    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage(), start, (count,), (1,))
+# By device type. Tests add one for "cpu", or leave none.
+REPLAYED: dict[str, type[PreparedPass]] = {"cuda": PreparedPass}
 
 
 def replayed(
@@ -183,17 +122,17 @@ def replayed(
 ) -> None:
     """Do what ``body(*tensors, *options)`` does, from its recording if there is one for such tensors and options.
 
-    ``body`` writes its results into tensors that it is given, and returns None. The first tensor is not None, and its device
-    is that of all. Everything else that the launches depend on is in ``options``, or in `_settings`.
-    ``kind``: a key of the caller. Calls of a body with equal kinds have tensors of equal shapes, strides, dtypes, alignment
-    and device, and equal options. None makes the key from these.
+    ``body`` writes into given tensors and returns None. The first tensor is not None; all are on its device. All else that
+    the launches depend on is in ``options`` or `_settings`. ``kind``: the caller's key for equal shapes, strides, dtypes,
+    alignment, device and options; None makes one.
     """
     first = tensors[0]
+    prepared = REPLAYED.get(first.device.type)
     if (
-        first.device.type not in REPLAYED
+        prepared is None
         or gluon_config.FORCED
         or triton_config.FORCED
-        or launcher.is_recording()  # the launches belong to the pass that is being recorded
+        or launcher.is_recording()  # they belong to the pass that is being recorded
     ):
         body(*tensors, *options)
         return
@@ -205,7 +144,7 @@ def replayed(
     key = (body, kind, _aliases(addresses), _settings(first))
     found = plan_cache.PLANS.get(key)
     if found is None:
-        plan_cache.PLANS.put(key, _recorded(body, tensors, given, options))
+        plan_cache.PLANS.put(key, prepared(_recorded(body, tensors, given, options)))
     elif found.reason:
         body(*tensors, *options)
     else:
@@ -213,7 +152,6 @@ def replayed(
 
 
 def _settings(x: Tensor) -> tuple[Hashable, ...]:
-    """Return the settings of the process and the context that decide which kernels are launched."""
     precision = torch.backends.cuda.matmul.fp32_precision if x.dtype is torch.float32 else None
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
@@ -221,15 +159,15 @@ def _settings(x: Tensor) -> tuple[Hashable, ...]:
 
 
 def _aliases(addresses: list[int]) -> tuple[int, ...] | None:
-    """Return, for each address, the index of the first equal one; None if all addresses differ."""
+    """Return the index of the first equal address for each; None if all differ."""
     return None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
 
 
 def _recorded(
     body: Callable[..., None], tensors: tuple[Tensor | None, ...], given: tuple[Tensor, ...], options: tuple
-) -> PreparedPass:
-    """Run the pass as written, and return it prepared. ``given``: the ``tensors`` that are not None."""
+) -> Recorder:
+    """Run the pass as written, and record it. ``given``: the ``tensors`` that are not None."""
     recorder = Recorder(given)
     with launcher.recording(recorder), observed(recorder.planned), recorder:
         body(*tensors, *options)
-    return PreparedPass(recorder)
+    return recorder

@@ -1,17 +1,14 @@
 """Tile sizes of the CUDA kernels: the first configuration of a table that fits, by kernel, widths and shared memory.
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv". ``parts`` warps
-share the same rows. Each of them computes a part of the columns of S and dP, and accumulates a part of the widths. They
-exchange P and dS through shared memory. So a warp owns rows * parts / warps rows: 16 or 32, one or two MMA tiles.
-Shared memory in bytes, with s stages:
+share rows, and divide the columns and widths. Shared memory in bytes with s stages, and 1 KB that a CTA reserves:
 
     forward    2 (rows max(d, dv) + s columns (d + dv)) + 32 (s + 1)
     dq         2 (rows (d + dv) + s columns (d + dv) + x) + 32 (s + 1)                x = rows columns if parts > 1, else 0
     dkdv       2 (rows (d + dv) + s columns (d + dv) + x) + 32 (s + 1) + 8 s columns    x = exchanges rows columns, likewise
 
-A CTA reserves 1 KB more. An SM holds ``ctas`` CTAs, of 8 warps together, so that each thread may have 255 registers. Reads
-of shared memory limit the speed. A warp with 32 rows uses each fragment of a visited tile twice, so few warps with many
-registers are faster than many warps.
+Reads of shared memory limit the speed. A warp with 32 rows (rows * parts / warps) uses each fragment twice, so few warps
+with many registers, 8 on an SM, are faster than many.
 """
 
 from dataclasses import dataclass, replace
@@ -23,24 +20,23 @@ KERNELS = ("forward", "dq", "dkdv")
 
 @dataclass(frozen=True)
 class Config:
-    """The tile sizes and launch options of a kernel. See the module docstring."""
+    """Tile sizes and launch options."""
 
     rows: int
     columns: int
     warps: int
     parts: int = 1
     stages: int = 2
-    ctas: int = 1  # that an SM holds
-    exchanges: int = 2  # buffers of "dkdv" for P and dS if parts > 1; dS follows P if there is only one
+    ctas: int = 1  # on an SM
+    exchanges: int = 2  # buffers of "dkdv" for P and dS if parts > 1; if 1, dS follows P
     shared_bytes: int = 0
 
     @property
     def partial_columns(self) -> int:
-        """Columns of partial tiles in the work table. A warp skips a tile that its rows do not see."""
+        """Columns of partial tiles. A warp skips a tile that its rows do not see."""
         return self.columns
 
     def macros(self) -> dict[str, int]:
-        """Return the compile-time constants of this configuration."""
         return {
             "CANON_ROWS": self.rows,
             "CANON_COLUMNS": self.columns,
@@ -53,10 +49,9 @@ class Config:
         }
 
 
-RESERVED = 1024  # bytes of shared memory that the system uses for each CTA
+RESERVED = 1024  # bytes that the system uses for each CTA
 
-# By kernel and the larger width, rounded up to 64, 128, 192 or 256; the fastest on an H200 first. The others are for GPUs with
-# less shared memory, 163 KB or 99 KB.
+# By kernel and larger width, rounded up to 64, 128, 192 or 256; the fastest on an H200 first, then for 163 KB or 99 KB.
 TABLE: dict[tuple[str, int], tuple[Config, ...]] = {
     ("forward", 64): (Config(128, 64, 4, ctas=2),),
     ("forward", 128): (Config(128, 64, 4, ctas=2), Config(128, 32, 4, ctas=2), Config(64, 32, 4, ctas=2)),
@@ -89,8 +84,7 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
 def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:
     """Return the configuration of "forward", "dq" or "dkdv" for widths d and dv.
 
-    It depends on the widths and on the shared memory of the GPU only. Raises ValueError for widths that are no multiples of 16
-    from 16 to 256, and if the GPU has too little shared memory.
+    Raises ValueError for widths that are no multiples of 16 up to 256, and for too little shared memory.
     """
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")

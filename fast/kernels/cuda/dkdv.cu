@@ -4,21 +4,14 @@
 //
 //     s = scale q k^T      dv += p^T dout      dp = dout v^T      ds = p * (dp - delta)      dk += scale ds^T q
 //
-// The kernel computes the transposed matrices s^T = k q^T and dp^T = v dout^T: keys are the rows of their accumulators. So p^T
-// and ds^T are left operands of the next products without a transposition.
-//
-//     PARTS = 1   a warp owns WARP_ROWS keys. p^T and ds^T stay in its registers.
-//     PARTS > 1   so many warps own the same keys, because dk and dv of wide heads exceed the registers of one. A warp computes
-//                 s^T and dp^T for a part of the queries, and accumulates a part of the columns of dk and dv:
+// Accumulators hold s^T and dp^T, so p^T and ds^T are left operands of the next products without a transposition. PARTS > 1
+// warps own the same keys, because dk and dv of wide heads exceed the registers of one:
 //
 //                           queries of the tile                width of dk
 //                     keys  | warp 0 | warp 1 |          keys  | warp 0 | warp 1 |
 //
-//                 The products of its own queries need only its registers. For those of the other queries, the warps exchange
-//                 p^T and ds^T through shared memory. With one buffer in place of two (EXCHANGES = 1), ds^T follows p^T.
-//
-// The table is transposed: a work tile has keys as rows and spans of queries. The query heads of an owner are visited one after
-// another for each tile of queries. So registers sum the heads of a group in a fixed order, without atomics.
+// They exchange p^T and ds^T through shared memory. With one buffer (EXCHANGES = 1), ds^T follows p^T. The query heads of an
+// owner are visited one after another for each tile of queries: registers sum them in a fixed order.
 //
 // Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691); one owner for each query head:
 // TensorAuto/OpenTau, pull request 376.
@@ -28,19 +21,19 @@ constexpr int K_BYTES = ROWS * D * ELEMENT_BYTES;
 constexpr int V_BYTES = ROWS * DV * ELEMENT_BYTES;
 constexpr int Q_BYTES = COLUMNS * D * ELEMENT_BYTES;
 constexpr int DOUT_BYTES = COLUMNS * DV * ELEMENT_BYTES;
-constexpr int STAGE_BYTES = Q_BYTES + DOUT_BYTES + 8 * COLUMNS;  // a tile of q, of dout, of lse and of delta
+constexpr int STAGE_BYTES = Q_BYTES + DOUT_BYTES + 8 * COLUMNS;  // q, dout, lse, delta
 constexpr int EXCHANGES = PARTS == 1 ? 0 : CANON_EXCHANGES;
 constexpr int EXCHANGE_BYTES = ROWS * COLUMNS * ELEMENT_BYTES;
 constexpr int PART_COLUMNS = COLUMNS / PARTS;
 constexpr int DK_BLOCKS = (D / 16 + PARTS - 1) / PARTS;  // of 16 columns: the part of a warp
 constexpr int DV_BLOCKS = (DV / 16 + PARTS - 1) / PARTS;
-constexpr bool OWNED_IN_REGISTERS = M * (D + DV) <= 128;  // the fragments of k and v
+constexpr bool OWNED_IN_REGISTERS = M * (D + DV) <= 128;  // fragments of k and v
 
 static_assert(PART_COLUMNS % 16 == 0, "a warp loads 16 queries at a time");
 
 using Scores = Accumulator<PART_COLUMNS / 8>;
 
-// Replace scores by probabilities exp2(scale_log2 s - lse log2(e)). `lse` is the address of the first of the warp's queries.
+// Replace scores by exp2(scale_log2 s - lse log2(e)). `lse`: address of the warp's first query.
 DEVICE void exponentiate(Scores& s, uint32 lse, float scale_log2) {
 #pragma unroll
     for (int n = 0; n < PART_COLUMNS / 8; ++n) {
@@ -54,7 +47,7 @@ DEVICE void exponentiate(Scores& s, uint32 lse, float scale_log2) {
     }
 }
 
-// Replace dp by ds = p * (dp - delta). `delta` is the address of the first of the warp's queries.
+// Replace dp by ds = p * (dp - delta). `delta`: address of the warp's first query.
 DEVICE void differentiate(Scores& dp, const Scores& p, uint32 delta) {
 #pragma unroll
     for (int n = 0; n < PART_COLUMNS / 8; ++n) {
@@ -71,7 +64,7 @@ DEVICE void differentiate(Scores& dp, const Scores& p, uint32 delta) {
 template <int BLOCKS, int WIDTH>
 DEVICE void write_part(const Accumulator<2 * BLOCKS>& x, Result* head, int64 stride, uint32 shared, int first, int stop) {
     int warp = thread_index() / 32, column = warp % PARTS * 16 * BLOCKS;
-    cta_barrier();  // all warps have finished with the staging area
+    cta_barrier();  // the staging area is free
     uint32 staging = shared + warp * WARP_ROWS * 16 * BLOCKS * ELEMENT_BYTES;
     write_rows<BLOCKS>(x.x, staging, head + first * stride + column, stride, stop - first, WIDTH - column,
                        thread_index() % 32);
@@ -103,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
             load_tile<COLUMNS, DV>(target + Q_BYTES, dout, p.dout_strides.token, first, begin, end);
             load_statistics(target + Q_BYTES + DOUT_BYTES, p.lse + statistics, p.delta + statistics, first, begin, end);
         }
-        close_copies();  // a group for each stage, also an empty one: `wait_for_copies` counts groups
+        close_copies();  // even an empty group: `wait_for_copies` counts groups
     };
 
     load_tile<ROWS, D>(shared, k, p.k_strides.token, tile.start, tile.start, tile.stop);
@@ -134,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
         const Visit visit = visits.read(slot);
         if (visit.span >= tile.end) break;
         const bool is_partial = visit.span < tile.full;
-        const int newest = slot < 2 ? slot + STAGES - 1 : slot - 2;  // of the visits: that of tile j + STAGES - 1
+        const int newest = slot < 2 ? slot + STAGES - 1 : slot - 2;  // the visit of tile j + STAGES - 1
         load_stage(stage == 0 ? STAGES - 1 : stage - 1, newest);
         visits.proceed(newest, tile, p.spans, p.heads_per_owner);
         const int row = tile.start + own_row;
@@ -182,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dkdv(con
             wait_for_parts(warp);
             if constexpr (EXCHANGES == 2) multiply_other_parts(dv, exchange, own_row, part, dout_rows, part * DV_BLOCKS);
             multiply_other_parts(dk, exchange_ds, own_row, part, q_rows, part * DK_BLOCKS);
-        }  // the next tile overwrites the buffers, after the next `cta_barrier`
+        }  // buffers are overwritten after the next `cta_barrier`
     }
     wait_for_copies<0>();
     const WorkTile own = cta_work_tile(p.tiles, p.tile_count, p.owners, p.l2_heads);

@@ -4,11 +4,10 @@
 //
 //     s = scale q k^T      dp = dout v^T      ds = p * (dp - delta)      dq += scale ds k
 //
-// lse and delta of its rows stay in the registers of a lane. One tile of k serves both products: as columns in q k^T, and as
-// rows in ds k. With PARTS > 1, so many warps own the same queries, for wide heads: see dkdv.cu.
+// One tile of k serves both products: as columns in q k^T, as rows in ds k. PARTS > 1: see dkdv.cu.
 //
-// Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). A kernel of its own instead of
-// atomic additions to dq: jax-ml/jax-triton, pull request 177.
+// Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). A kernel without atomics for dq:
+// jax-ml/jax-triton, pull request 177.
 #include "masking.cuh"
 
 constexpr int Q_BYTES = ROWS * D * ELEMENT_BYTES;
@@ -18,13 +17,13 @@ constexpr int STAGE_BYTES = K_BYTES + COLUMNS * DV * ELEMENT_BYTES;
 constexpr int EXCHANGE_BYTES = ROWS * COLUMNS * ELEMENT_BYTES;  // ds
 constexpr int PART_COLUMNS = COLUMNS / PARTS;
 constexpr int DQ_BLOCKS = (D / 16 + PARTS - 1) / PARTS;   // of 16 columns: the part of a warp
-constexpr bool OWNED_IN_REGISTERS = M * (D + DV) <= 128;  // the fragments of q and dout
+constexpr bool OWNED_IN_REGISTERS = M * (D + DV) <= 128;  // fragments of q and dout
 
 static_assert(PART_COLUMNS % 16 == 0, "a warp loads 16 keys at a time");
 
 using Scores = Accumulator<PART_COLUMNS / 8>;
 
-// lse log2(e) and delta of the rows of a lane. Rows from `stop` on have 0.
+// lse log2(e) and delta of a lane's rows, 0 from `stop` on.
 struct RowStatistics {
     float lse[M][2], delta[M][2];
 
@@ -75,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
             load_tile<COLUMNS, D>(target, k, p.k_strides.token, visit.column, visit.band_start, visit.band_stop);
             load_tile<COLUMNS, DV>(target + K_BYTES, v, p.v_strides.token, visit.column, visit.band_start, visit.band_stop);
         }
-        close_copies();  // a group for each stage, also an empty one: `wait_for_copies` counts groups
+        close_copies();  // even an empty group: `wait_for_copies` counts groups
     };
 
     load_tile<ROWS, D>(shared, q, p.q_strides.token, tile.start, tile.start, tile.stop);
@@ -106,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
         const Visit visit = visits.read(slot);
         if (visit.span >= tile.end) break;
         const bool is_partial = visit.span < tile.full;
-        const int newest = slot < 2 ? slot + STAGES - 1 : slot - 2;  // of the visits: that of tile j + STAGES - 1
+        const int newest = slot < 2 ? slot + STAGES - 1 : slot - 2;  // the visit of tile j + STAGES - 1
         load_stage(stage == 0 ? STAGES - 1 : stage - 1, newest);
         visits.proceed(newest, tile, p.spans, 1);
         if (is_partial && Visible(p.spans, visit, row, lane).none()) continue;
@@ -135,14 +134,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_dq(const
         if constexpr (PARTS > 1) {
             wait_for_parts(warp);
             multiply_other_parts(dq, exchange, own_row, part, k_rows, part * DQ_BLOCKS);
-        }  // the next tile overwrites the buffer, after the next `cta_barrier`
+        }  // the buffer is overwritten after the next `cta_barrier`
     }
     wait_for_copies<0>();
     const WorkTile own = cta_work_tile(p.tiles, p.tile_count, p.heads, p.l2_heads);
     dq.scale(p.scale);
     const int first = own.start + thread_index_again() / (32 * PARTS) * WARP_ROWS, column = part * 16 * DQ_BLOCKS;
     Result* target = p.dq + own.batch * p.dq_strides.batch + first * p.dq_strides.token + own.head * p.dq_strides.head;
-    cta_barrier();  // all warps have read q and dout, whose memory is the staging area
+    cta_barrier();  // the staging area is the memory of q and dout
     uint32 staging = shared + warp * WARP_ROWS * 16 * DQ_BLOCKS * ELEMENT_BYTES;
     write_rows<DQ_BLOCKS>(dq.x, staging, target + column, p.dq_strides.token, own.stop - first, D - column, lane);
 }

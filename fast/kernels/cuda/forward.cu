@@ -5,29 +5,27 @@
 //     s = q k^T       m = max(m, rowmax(scale s))       p = exp2(scale s - m)       l = shrink l + rowsum(p)
 //     out = shrink out + p v,       with shrink = exp2(old m - m)
 //
-// The softmax has base 2: scale contains log2(e), and the exponent of p is one FMA. s, p and out stay in registers. Tiles of k
-// and v pass through STAGES buffers in shared memory:
+// scale contains log2(e), so the exponent of p is one FMA. s, p and out stay in registers. k and v pass through STAGES buffers:
 //
 //     wait for tile j | barrier | begin to load tile j + STAGES - 1 | compute tile j
 //
-// The barrier has two effects: all warps see the loads of all threads, and all warps have finished tile j - 1, the buffer that
-// is loaded next.
+// After the barrier all warps see the loads of all threads, and have finished tile j - 1, whose buffer is loaded next.
 //
 // Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691).
 #include "masking.cuh"
 
 static_assert(PARTS == 1, "a warp of the forward kernel owns whole rows");
 
-constexpr int Q_BYTES = ROWS * (D > DV ? D : DV) * ELEMENT_BYTES;  // also the way of the results out
+constexpr int Q_BYTES = ROWS * (D > DV ? D : DV) * ELEMENT_BYTES;  // later the staging area of out
 constexpr int K_BYTES = COLUMNS * D * ELEMENT_BYTES;
 constexpr int STAGE_BYTES = K_BYTES + COLUMNS * DV * ELEMENT_BYTES;
 constexpr bool Q_IN_REGISTERS = M * D <= 128;
-constexpr float LARGEST_MAXIMUM = 16777216.0f;  // 2^24: the rounding error of a larger maximum exceeds 1/2
+constexpr float LARGEST_MAXIMUM = 16777216.0f;  // 2^24: above, the rounding error of a maximum exceeds 1/2
 
 using Scores = Accumulator<COLUMNS / 8>;
 using Output = Accumulator<DV / 8>;
 
-// Maximum (scaled, base 2) and sum of the rows of a lane. A sum covers the columns of this lane only, until the end.
+// Maximum (scaled, base 2) and sum of a lane's rows. Until the end, a sum covers only this lane's columns.
 struct RowState {
     float maximum[M][2], sum[M][2];
 };
@@ -50,7 +48,7 @@ DEVICE float row_softmax(float (&s)[COLUMNS / 8][4], int half, float& maximum, f
     for (int n = 0; n < COLUMNS / 8; ++n) largest = larger(largest, larger(s[n][2 * half], s[n][2 * half + 1]));
     float after = larger(maximum, row_maximum(largest) * scale);
     float used = after;
-    if (after == -infinity()) used = 0.0f;  // no visible key so far: exp2(-inf - 0) = 0, -inf - -inf is NaN
+    if (after == -infinity()) used = 0.0f;  // no visible key so far: -inf - -inf is NaN
     float shrink = power_of_2(maximum - used);
     float total = 0.0f;
 #pragma unroll
@@ -65,7 +63,7 @@ DEVICE float row_softmax(float (&s)[COLUMNS / 8][4], int half, float& maximum, f
     return shrink;
 }
 
-// Add one tile of keys, whose scores are `s`, to the running softmax.
+// Add one tile of keys with scores `s` to the running softmax.
 DEVICE void softmax_step(Scores& s, RowState& rows, Output& out, const SharedTile<DV>& v, float scale) {
     float shrink[M][2];
     bool unchanged = true;
@@ -89,7 +87,7 @@ DEVICE void softmax_step(Scores& s, RowState& rows, Output& out, const SharedTil
     multiply<COLUMNS>(out, p, v);
 }
 
-// Multiply the tile of queries by `sign`. The maximum needs a scale of at least 0.
+// Multiply the queries by `sign`, because the maximum needs a scale of at least 0.
 DEVICE void apply_sign(uint32 tile, float sign) {
     cta_barrier();
     for (int i = thread_index(); i < ROWS * D / 8; i += THREADS) {
@@ -101,7 +99,7 @@ DEVICE void apply_sign(uint32 tile, float sign) {
     }
 }
 
-// Divide by the sums, and write out and lse. Fully masked rows get 0 and -inf. Rows with numbers out of range get NaN.
+// Divide by the sums, and write out and lse. Fully masked rows get 0 and -inf, rows with numbers out of range NaN.
 DEVICE void finish(Output& out, RowState& rows, const ForwardParams& p, const WorkTile& tile, uint32 shared, int warp) {
     int lane = thread_index_again() % 32, first = tile.start + warp * WARP_ROWS;
     float* lse = p.lse + tile.batch * p.lse_strides.batch + tile.head * p.lse_strides.head;
@@ -119,11 +117,11 @@ DEVICE void finish(Output& out, RowState& rows, const ForwardParams& p, const Wo
 #pragma unroll
             for (int n = 0; n < DV / 8; ++n)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e)  // 0 * NaN is NaN: v of invisible keys may be NaN
+                for (int e = 2 * half; e < 2 * half + 2; ++e)  // v of invisible keys may be NaN
                     out.x[i][n][e] = fully_masked ? 0.0f : out.x[i][n][e] * inverse;
         }
     Result* target = p.out + tile.batch * p.out_strides.batch + first * p.out_strides.token + tile.head * p.out_strides.head;
-    cta_barrier();  // all warps have read q, whose memory is the staging area
+    cta_barrier();  // the staging area is the memory of q
     uint32 staging = shared + warp * WARP_ROWS * DV * ELEMENT_BYTES;
     write_rows<DV / 16>(out.x, staging, target, p.out_strides.token, tile.stop - first, DV, lane);
 }
@@ -146,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_forward(
             load_tile<COLUMNS, D>(target, k, p.k_strides.token, visit.column, visit.band_start, visit.band_stop);
             load_tile<COLUMNS, DV>(target + K_BYTES, v, p.v_strides.token, visit.column, visit.band_start, visit.band_stop);
         }
-        close_copies();  // a group for each stage, also an empty one: `wait_for_copies` counts groups
+        close_copies();  // even an empty group: `wait_for_copies` counts groups
     };
 
     load_tile<ROWS, D>(shared, q, p.q_strides.token, tile.start, tile.start, tile.stop);
@@ -177,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CANON_CTAS) canon_forward(
         const Visit visit = visits.read(slot);
         if (visit.span >= tile.end) break;
         const bool is_partial = visit.span < tile.full;
-        const int newest = slot < 2 ? slot + STAGES - 1 : slot - 2;  // of the visits: that of tile j + STAGES - 1
+        const int newest = slot < 2 ? slot + STAGES - 1 : slot - 2;  // the visit of tile j + STAGES - 1
         load_stage(stage == 0 ? STAGES - 1 : stage - 1, newest);
         visits.proceed(newest, tile, p.spans, 1);
         const SharedTile<D> k_tile(stages + stage * STAGE_BYTES, by_columns(lane));

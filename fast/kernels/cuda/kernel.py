@@ -1,8 +1,7 @@
 """Load compiled CUDA kernels, pack their parameters and launch them.
 
-A kernel has one parameter, a structure: addresses, strides (int64), then numbers of four bytes. `Kernel` describes it.
-`canon.fast.kernels.launcher` uses it like a Triton kernel, and a `LoadedKernel` like a compiled Triton kernel. So the cache of
-launches, their recording and their replay serve both.
+A kernel has one parameter, a structure: addresses, strides (int64), then numbers of four bytes. For `launcher` a `Kernel` is
+like a Triton kernel, and a `LoadedKernel` like a compiled one: one cache, recording and replay serve both.
 """
 
 import ctypes
@@ -25,7 +24,7 @@ _collected: list[dict[Any, Callable[[], Any]]] = []  # of `collecting`
 
 
 class Variant(NamedTuple):
-    """The macros of a kernel, its warps, and the bytes of dynamic shared memory."""
+    """The macros, the warps, and the bytes of dynamic shared memory."""
 
     macros: Macros
     warps: int
@@ -34,16 +33,15 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """The entry point canon_NAME of NAME.cu. ``numbers``: a character of the module struct for each ("i" or "f")."""
+    """The entry point canon_NAME of NAME.cu. ``numbers``: "i" or "f" for each, as in the module struct."""
 
     name: str
     pointers: int
     strides: int
     numbers: str
-    arg_names: tuple[str, ...] = ()  # of constants that a launch passes: none
+    arg_names: tuple[str, ...] = ()  # of constants: none
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., "LoadedKernel | None"]:
-        """Return a function that loads the variant and launches it, as for a Triton kernel."""
         return partial(self._first_launch, grid[0])
 
     def _first_launch(self, ctas: int, *arguments: Any, variant: Variant) -> "LoadedKernel | None":
@@ -59,7 +57,7 @@ class Kernel:
         return loaded
 
     def image(self, arguments: tuple) -> bytes:
-        """Return the structure's bytes. ``arguments``: tensors, strides and numbers, in order. All addresses are 0."""
+        """Return the structure's bytes, with addresses 0. ``arguments``: tensors, strides and numbers, in order."""
         fields = f"<{self.pointers}Q{self.strides}q{self.numbers}"
         size = struct.calcsize(fields)
         numbers = (ctypes.c_float(x).value if isinstance(x, float) else x for x in arguments[self.pointers :])  # or inf
@@ -76,11 +74,10 @@ class LoadedKernel:
         self._module, self.function, self.registers, self.spills, _ = loaded  # Triton never unloads a module
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return a function that launches the kernel, as for a compiled Triton kernel."""
         return partial(self.launch, grid[0])
 
     def launch(self, ctas: int, *arguments: Any) -> None:
-        """Launch the kernel on the current stream of the current device. Raises RuntimeError with the driver's error."""
+        """Launch on the current stream of the current device. Raises RuntimeError with the driver's error."""
         image = bytearray(self.kernel.image(arguments))
         struct.pack_into(
             f"<{self.kernel.pointers}Q", image, 0, *map(Tensor.data_ptr, arguments[: self.kernel.pointers])
@@ -102,7 +99,6 @@ class LoadedKernel:
 
 @lru_cache(maxsize=1)
 def _cuda() -> ctypes.CDLL:
-    """Return the CUDA driver."""
     library, word, pointer = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
     return library
@@ -116,7 +112,7 @@ def architecture(device: torch.device) -> int:
 
 @contextmanager
 def collecting(jobs: dict[Any, Callable[[], Any]]) -> Iterator[None]:
-    """Inside the block, add the compilation of each new variant to ``jobs``. Nothing is compiled or launched."""
+    """Inside the block, add the compilation of each new variant to ``jobs``; compile and launch nothing."""
     _collected.append(jobs)
     try:
         yield

@@ -1,12 +1,8 @@
-"""Launch the CUDA kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments.
+"""Launch the CUDA kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments, ranges and NaN.
 
-q, k, v and dout are bfloat16 or float16, and their widths are multiples of 16 from 16 to 256. The device is an sm_80 or later.
-Anything else raises ValueError. Kernels read 16 bytes at a time. So a tensor is copied first if its address or a stride is no
-multiple of 16 bytes, or if its last stride is not 1. Results are written in the dtype of q or in float32. A result of another
-dtype, or with another last stride, is written to a new tensor and copied.
-
-dk and dv have one owner each, and dq has its own kernel. So no kernel adds by atomics, and all bits repeat. There is no fused
-kernel. The range of scores and values, and the effects of a NaN, are those of `canon.fast.kernels.triton.launch`.
+q, k, v and dout have two bytes and widths that are multiples of 16 up to 256, on sm_80 or later; else ValueError. Tensors
+are copied if an address or stride is no multiple of 16 bytes, or the last stride is not 1. Results have the dtype of q or
+float32; others are copied. There is no fused kernel and no atomic, so all bits repeat.
 """
 
 import torch
@@ -21,12 +17,12 @@ from canon.fast.kernels.work_tables import WorkTable, work_table
 from canon.masks.mask import Mask
 
 DTYPES = torch.bfloat16, torch.float16
-CAPABILITY = 8, 0  # the least: `cp.async` and MMAs of bfloat16
+CAPABILITY = 8, 0  # for `cp.async` and MMAs of bfloat16
 FORWARD = Kernel("forward", pointers=7, strides=14, numbers="fiiiii")
 DQ = Kernel("dq", pointers=9, strides=17, numbers="fiiii")
 DKDV = Kernel("dkdv", pointers=10, strides=20, numbers="fiiiii")
 
-# Kernels without MMAs are the portable ones.
+# Kernels without MMAs are portable.
 delta, merge, sum_heads, row_statistics = portable.delta, portable.merge, portable.sum_heads, portable.row_statistics
 make_row_statistics, empty_statistics = portable.make_row_statistics, portable.empty_statistics
 choose_method = portable.choose_method
@@ -80,10 +76,7 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv). The o owners are the key heads or the query heads.
-
-    ``dq`` and ``ordered`` belong to the fused method. Raises ValueError if ``dq`` is given.
-    """
+    """Write dk (b, s, o, d) and dv (b, s, o, dv) of key heads or query heads. Raises ValueError if ``dq`` (fused) is given."""
     if dq is not None:
         raise ValueError('the CUDA backend has no fused kernel: use backward="split", "head_parallel" or "auto"')
     check("dkdv", q)
@@ -100,9 +93,8 @@ def dkdv(
     copy_back(dv, own_dv)
 
 
-# ------------------------------------------------------------------ inputs and results
 def check(kernel: str, q: Tensor) -> None:
-    """Raise ValueError if the backend does not support the dtype or the device. `choose` checks the widths."""
+    """Raise ValueError if the backend does not support the dtype or the device."""
     remedy = 'use backend("triton")'
     if q.dtype not in DTYPES:
         raise ValueError(f"the CUDA {kernel} kernel supports bfloat16 and float16, not {q.dtype}: {remedy}")
@@ -113,7 +105,7 @@ def check(kernel: str, q: Tensor) -> None:
 
 
 def loadable(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d), or a contiguous copy if the kernels cannot read 16 bytes of a row at a time."""
+    """Return x (b, t, h, d), or a contiguous copy if kernels cannot read 16 bytes of a row at a time."""
     steps = [stride * x.element_size() for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
     if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps):
         return x
@@ -121,14 +113,13 @@ def loadable(x: Tensor) -> Tensor:
 
 
 def writable(q: Tensor, *results: Tensor) -> list[Tensor]:
-    """Return each result if kernels can write it, else a new tensor. Results of one kernel have one dtype."""
+    """Return each result if kernels can write it, else a new tensor; all of one dtype."""
     dtypes = {x.dtype for x in results}
     dtype = results[0].dtype if len(dtypes) == 1 and dtypes <= {q.dtype, torch.float32} else torch.float32
     fits = lambda x: x.stride(3) == 1 and x.dtype == dtype
     return [x if fits(x) else torch.empty(x.shape, dtype=dtype, device=x.device) for x in results]
 
 
-# ------------------------------------------------------------------ launches
 def plan(kernel: str, q: Tensor, v: Tensor, mask: Mask) -> tuple[Config, WorkTable]:
     """Return the configuration and the work table of a kernel."""
     config = choose(kernel, q.shape[-1], v.shape[-1], gpu_of(q.device))
@@ -145,7 +136,7 @@ def run(
     numbers: tuple,
     result: Tensor,
 ) -> None:
-    """Launch ``ctas`` CTAs with the addresses of the ``pointers``, the strides of the ``strided`` tensors and the numbers."""
+    """Launch ``ctas`` CTAs with the addresses of ``pointers``, the strides of ``strided`` tensors and the numbers."""
     if not ctas:
         return
     strides = (stride for x in strided for stride in kernel_strides(x)[:-1])
@@ -154,7 +145,7 @@ def run(
 
 
 def variant_of(config: Config, q: Tensor, v: Tensor, result: torch.dtype) -> Variant:
-    """Return the macros, the warps and the shared memory of a kernel for these tensors."""
+    """Return the variant of a kernel for these tensors."""
     macros = config.macros() | {
         "CANON_D": q.shape[-1],
         "CANON_DV": v.shape[-1],

@@ -4,12 +4,11 @@
 #include "mma.cuh"
 #include "work_tile.cuh"
 
-// The columns that the rows of one lane see in a tile: left <= column < right, counted from the tile's first column.
-// A lane has the rows lane / 4 + 8 r of its warp, as the accumulators of an MMA do.
+// The columns that a lane's rows (lane / 4 + 8 r of its warp) see: left <= column < right, from the tile's first column.
 struct Visible {
     int left[2 * M], right[2 * M];
 
-    // `row` is the first row of the warp. A span is two aligned reads of 16 bytes.
+    // `row`: first row of the warp. A span is two aligned reads of 16 bytes.
     DEVICE Visible(const int* spans, const Visit& visit, int row, int lane) {
         int ends[4], band[4];
         read_constants(ends, spans + (int64)visit.span * SPAN_FIELDS);
@@ -24,14 +23,14 @@ struct Visible {
         }
     }
 
-    // Return whether no row of the warp sees a column of the tile.
+    // Return whether no row of the warp sees a column.
     DEVICE bool none() const {
         bool outside = true;
         for (int r = 0; r < 2 * M; ++r) outside &= right[r] <= left[r] || right[r] <= 0 || left[r] >= COLUMNS;
         return all_lanes(outside);
     }
 
-    // Return whether every row of the warp sees every column of the tile.
+    // Return whether every row of the warp sees every column.
     DEVICE bool all() const {
         bool inside = true;
         for (int r = 0; r < 2 * M; ++r) inside &= left[r] <= 0 && right[r] >= COLUMNS;
@@ -41,7 +40,7 @@ struct Visible {
     DEVICE bool sees(int r, int column) const { return column >= left[r] && column < right[r]; }
 };
 
-// Replace the elements of invisible columns by `value`. The first accumulator belongs to column `first` of the tile.
+// Replace invisible elements by `value`. The first accumulator belongs to column `first` of the tile.
 template <int N>
 DEVICE void hide(Accumulator<N>& x, const Visible& visible, int first, float value) {
     int column = first + 2 * (thread_index() % 4);

@@ -9,11 +9,9 @@
 //     row g    a[0]        a[2]              rows 2t, 2t+1    b0          row g   c[0]    c[1]
 //     row g+8  a[1]        a[3]              rows 2t+8, 2t+9  b1          row g+8 c[2]    c[3]
 //
-// Two facts make attention fit into registers:
-// - Two accumulators C of neighbouring columns, rounded to 16 bits, are the fragment A of the next product. So P = exp(S) and
-//   dS never leave the registers of their warp (if PARTS is 1).
-// - `load_matrices` gives the fragments A of rows and B of columns. `load_transposed_matrices` gives the fragments B of rows.
-//   So one tile of k in shared memory serves both q k^T and ds k, without a transposed copy.
+// Two neighbouring accumulators C, rounded to 16 bits, are the fragment A of the next product: P and dS stay in registers.
+// `load_matrices` gives fragments A of rows and B of columns, `load_transposed_matrices` B of rows. So one tile of k serves
+// both q k^T and ds k.
 #pragma once
 
 #include "tensor.cuh"
@@ -42,8 +40,7 @@ struct Accumulator {
     }
 };
 
-// A left operand in shared memory: WARP_ROWS rows from `row` on, columns from 16 `first` on. `fragment` returns the fragments A
-// of 16 columns.
+// A left operand in shared memory: WARP_ROWS rows from `row` on, columns from 16 `first` on.
 template <int WIDTH>
 struct SharedOperand {
     SharedTile<WIDTH> tile;
@@ -69,7 +66,6 @@ struct RegisterOperand {
             for (int e = 0; e < 4; ++e) a[i][e] = x[block][i][e];
     }
 
-    // Round accumulators to 16 bits.
     DEVICE void round(const Accumulator<2 * BLOCKS>& c) {
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block)
@@ -83,7 +79,7 @@ struct RegisterOperand {
             }
     }
 
-    // Write it to a tile of WIDTH columns in shared memory: the rows from `row` on, the columns from 16 `first` on.
+    // Write it to a tile of WIDTH columns: rows from `row`, columns from 16 `first` on.
     template <int WIDTH>
     DEVICE void write(uint32 tile, int row, int first) const {
         int lane = thread_index() % 32;
@@ -105,8 +101,7 @@ struct RegisterOperand {
     }
 };
 
-// c += a b^T, over a depth of WIDTH. The 8 N rows of `b` from `row` on are the columns of the product. The lanes of `b` are
-// those of `by_columns`.
+// c += a b^T over a depth of WIDTH, with the 8 N rows of `b` from `row` on and the lanes of `by_columns`.
 template <int N, int WIDTH, class Left>
 DEVICE void multiply_transposed(Accumulator<N>& c, const Left& a, const SharedTile<WIDTH>& b, int row = 0) {
 #pragma unroll
@@ -126,8 +121,8 @@ DEVICE void multiply_transposed(Accumulator<N>& c, const Left& a, const SharedTi
     }
 }
 
-// c += a b, over a depth of DEPTH: the rows of `b` from `row` on. The product has the N / 2 blocks of 16 columns of `b` from
-// `first` on; blocks from the width of `b` on do not exist.
+// c += a b over DEPTH rows of `b` from `row` on, for N / 2 blocks of 16 columns from `first` on. Blocks beyond the width of `b`
+// do not exist.
 template <int DEPTH, int N, int WIDTH, class Left>
 DEVICE void multiply(Accumulator<N>& c, const Left& a, const SharedTile<WIDTH>& b, int first = 0,
                      int row = 0) {
@@ -152,11 +147,11 @@ DEVICE void multiply(Accumulator<N>& c, const Left& a, const SharedTile<WIDTH>& 
 
 // --- PARTS warps that share rows ---
 
-// Each of them has a barrier of its own: the others arrive there, and it waits. Between its own arrivals and its wait, a warp
-// computes what needs no other one. Before the next arrivals, all of them pass another barrier.
+// Each warp has a barrier where the others arrive and it waits. In between it computes what needs no other one. Before the next
+// arrivals, all pass another barrier.
 static_assert(PARTS == 1 || WARPS + WARPS / PARTS < 16, "barrier 0 is that of the CTA, and there are 16");
 
-// Publish to the others that this warp has written its part of shared memory.
+// Publish that this warp has written its part of shared memory.
 DEVICE void publish_part(int warp) {
 #pragma unroll
     for (int other = 1; other < PARTS; ++other)
@@ -166,10 +161,10 @@ DEVICE void publish_part(int warp) {
 // Wait until all others have published.
 DEVICE void wait_for_parts(int warp) { wait_at_barrier(1 + warp, 32 * PARTS); }
 
-// Wait until all warps that share the rows are here.
+// Wait for all warps that share the rows.
 DEVICE void group_barrier(int warp) { wait_at_barrier(1 + WARPS + warp / PARTS, 32 * PARTS); }
 
-// c += a b for the depths that other warps own. Their parts of `a`, each of COLUMNS / PARTS columns, are in shared memory.
+// c += a b for the depths of other warps, whose parts of `a` (COLUMNS / PARTS columns) are in shared memory.
 template <int N, int WIDTH>
 DEVICE void multiply_other_parts(Accumulator<N>& c, uint32 a, int own_row, int part, const SharedTile<WIDTH>& b, int first) {
     constexpr int DEPTH = COLUMNS / PARTS;

@@ -1,21 +1,20 @@
-// The arguments of the kernels, and the constants of one compiled variant.
+// Arguments and compile-time constants of the kernels.
 //
-// launch.py packs a `Params` byte by byte: first all fields of 8 bytes, then all of 4 bytes, in the order of declaration.
-// Strides count elements. The last stride of every tensor is 1.
+// launch.py packs a `Params` byte by byte: fields of 8 bytes, then of 4, in order. Strides count elements; the last one is 1.
 #pragma once
 
 #include "ptx.cuh"
 
-constexpr int D = CANON_D;              // width of q, k, dq and dk
-constexpr int DV = CANON_DV;            // width of v, out, dout and dv
-constexpr int ROWS = CANON_ROWS;        // tokens of a work tile: queries, or keys in dkdv.cu
-constexpr int COLUMNS = CANON_COLUMNS;  // tokens of a visited tile
+constexpr int D = CANON_D;              // of q, k, dq, dk
+constexpr int DV = CANON_DV;            // of v, out, dout, dv
+constexpr int ROWS = CANON_ROWS;        // of a work tile: queries, or keys in dkdv.cu
+constexpr int COLUMNS = CANON_COLUMNS;  // of a visited tile
 constexpr int WARPS = CANON_WARPS;
-constexpr int PARTS = CANON_PARTS;    // warps that share the same rows and divide the columns
+constexpr int PARTS = CANON_PARTS;    // warps that share rows and divide columns
 constexpr int STAGES = CANON_STAGES;  // visited tiles in shared memory
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int WARP_ROWS = ROWS * PARTS / WARPS;  // rows of one warp
+constexpr int WARP_ROWS = ROWS * PARTS / WARPS;
 constexpr int M = WARP_ROWS / 16;                // MMA tiles along them
 constexpr int ELEMENT_BYTES = 2;
 
@@ -24,7 +23,7 @@ static_assert(WARP_ROWS == 16 || WARP_ROWS == 32, "a warp owns one or two MMA ti
 static_assert(CANON_PARTIAL_COLUMNS == COLUMNS, "a warp skips the masked part of a tile, so narrow tiles gain nothing");
 static_assert(STAGES >= 2, "a tile is loaded while another one is used");
 
-using Element = unsigned short;  // the bits of a bfloat16 or float16
+using Element = unsigned short;  // bits of a bfloat16 or float16
 #if CANON_OUT_FLOAT
 using Result = float;
 #else
@@ -50,7 +49,7 @@ struct ForwardParams {
     Strides q_strides, k_strides, v_strides, out_strides;
     StatisticStrides lse_strides;
     float scale_log2;  // |scale| log2(e), or log2(e) if sign is 0
-    int sign;          // of the scale: 1, -1 or 0. q is multiplied by it
+    int sign;          // of the scale, 1, -1 or 0: multiplies q
     int tile_count, heads, group, l2_heads;
 };
 

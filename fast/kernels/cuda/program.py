@@ -1,14 +1,8 @@
-"""Compile CUDA C++ at run time by NVRTC, and keep the results on disk.
+"""Compile CUDA C++ at run time by NVRTC (through `cuda-core`; no nvcc, host compiler or GPU), and keep the cubins on disk.
 
-    source      NAME.cu and the headers of its folder, which are package data
-    compiler    NVRTC through `cuda-core`: neither nvcc nor a host compiler, and no GPU
-    cache       one file for each compilation, in CANON_CACHE_DIR or in a folder of Triton's cache
-
-The name of a file is a hash of all sources, the macros, the architecture, the options and the version of NVRTC. A file is
-written under another name and then renamed, so a reader never sees a part of it. Threads of one process compile one
-program at a time. Two processes may compile the same program, and write the same file twice.
-
-Importing this module does not import `cuda-core`. The first compilation does, and so does the first look into the cache.
+The cache is CANON_CACHE_DIR or a folder of Triton's cache. A file's name is a hash of all sources, macros, architecture,
+options and the version of NVRTC. Files are renamed when complete, so a reader never sees a part. Threads compile one program
+at a time; two processes may write the same file. `cuda-core` is imported by the first compilation or look into the cache.
 """
 
 import hashlib
@@ -33,7 +27,7 @@ _compiling, _importing = threading.Lock(), threading.Lock()
 
 
 class Program(NamedTuple):
-    """A file ``name``.cu of a folder with its macros, for one architecture: 80 is sm_80."""
+    """A file ``name``.cu with its macros, for one architecture: 80 is sm_80."""
 
     name: str
     macros: Macros
@@ -41,9 +35,9 @@ class Program(NamedTuple):
     folder: Path = FOLDER
 
     def compiled(self) -> bytes:
-        """Return the cubin: from the cache, or compiled now and written there.
+        """Return the cubin from the cache, or compile and keep it.
 
-        Raises ModuleNotFoundError without `cuda-core`, and RuntimeError with the compiler's messages if the source is wrong.
+        Raises ModuleNotFoundError without `cuda-core`, and RuntimeError with the compiler's messages.
         """
         with _compiling:
             path = cache_folder() / f"{self.name}-{self.key()}.cubin"
@@ -54,7 +48,7 @@ class Program(NamedTuple):
             return code
 
     def compile(self) -> tuple[bytes, str]:
-        """Compile without the cache. Return the cubin and the messages of the assembler, for `resources`."""
+        """Compile without the cache. Return the cubin and the assembler's messages."""
         core, _ = compiler()
         options = core.ProgramOptions(
             name=f"{self.name}.cu",
@@ -73,7 +67,6 @@ class Program(NamedTuple):
         return bytes(code), log.getvalue()
 
     def key(self) -> str:
-        """Return a hash of everything that decides the cubin."""
         total = hashlib.sha256()
         for path in sorted(self.folder.glob("*.cu*")):
             content = path.read_bytes()
@@ -85,16 +78,15 @@ class Program(NamedTuple):
 
 @lru_cache(maxsize=1)
 def is_installed() -> bool:
-    """Return whether `cuda-core` is installed. It is not imported."""
+    """Return whether `cuda-core` is installed, without importing it."""
     return find_spec("cuda") is not None and find_spec("cuda.core") is not None
 
 
 def compiler():
-    """Return the module `cuda.core`, and the version of NVRTC.
-
-    Raises ModuleNotFoundError with the command that installs them.
+    """Return the module `cuda.core` and the version of NVRTC. Raises ModuleNotFoundError with the command that installs
+    them.
     """
-    with _importing:  # `cuda.core` replaces modules while it is imported: a second thread would find a part of it
+    with _importing:  # `cuda.core` replaces modules during import: a second thread would find a part
         return _imported()
 
 
@@ -105,7 +97,7 @@ def _imported():
         from cuda.bindings import nvrtc  # pyright: ignore[reportMissingImports]
 
         status, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # RuntimeError: the library of NVRTC is missing
+    except (ImportError, RuntimeError) as error:  # RuntimeError: NVRTC's library is missing
         raise ModuleNotFoundError(
             f"the CUDA kernels are compiled by NVRTC through cuda-core: pip install 'canon[cuda]' ({error})",
             name="cuda",
@@ -116,13 +108,12 @@ def _imported():
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cubins: CANON_CACHE_DIR, or a folder of Triton's cache."""
+    """Return the folder of the cubins."""
     chosen = os.environ.get("CANON_CACHE_DIR")
     return Path(chosen) if chosen else Path(knobs.cache.dir) / "canon-cuda"
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
         try:
@@ -135,7 +126,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 class Resources(NamedTuple):
-    """The registers of a thread, the bytes that a thread spills (stores and loads), and static shared memory in bytes."""
+    """Registers and spilled bytes (stores and loads) of a thread, and bytes of static shared memory."""
 
     registers: int
     spilled: int
@@ -143,7 +134,7 @@ class Resources(NamedTuple):
 
 
 def resources(messages: str) -> Resources:
-    """Return the resources of the one kernel of a program, from the messages of `Program.compile`."""
+    """Return the resources of a program's one kernel, from the messages of `Program.compile`."""
     numbers: Callable[[str], list[int]] = lambda pattern: [int(found) for found in re.findall(pattern, messages)]
     registers, spilled = numbers(r"Used (\d+) registers"), numbers(r"(\d+) bytes spill (?:stores|loads)")
     if len(registers) != 1:

@@ -1,8 +1,6 @@
-// The PTX instructions of the kernels, one function each. Nothing else in this folder holds inline assembly.
+// All PTX instructions of the kernels, one function each; tests/cuda_emulation.h defines them for a CPU.
 //
-// Shared memory is addressed by 32-bit byte addresses, as the instructions need them. Values of 16 bits travel in pairs: a
-// 32-bit register holds two of them, the first in the lower half.
-// tests/cuda_emulation.h defines the same functions for a CPU. Its CTAs have threads that are fibers.
+// Shared memory has 32-bit byte addresses. A 32-bit register holds two 16-bit values, the first in the lower half.
 #pragma once
 
 #ifdef CANON_EMULATED
@@ -15,10 +13,10 @@ using uint32 = unsigned int;
 
 // --- threads ---
 
-// The mask changes no index. It proves to the compiler that none is negative, so that divisions become shifts.
+// The mask proves that no index is negative, so divisions become shifts.
 DEVICE int thread_index() { return threadIdx.x & 1023; }
 
-// The same, read again: the compiler does not keep the first one in a register for it.
+// Read again, so that the first one needs no register meanwhile.
 DEVICE int thread_index_again() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -31,31 +29,29 @@ DEVICE int cta_index() {
     return index;
 }
 
-// Wait until all threads of the CTA are here. Their earlier writes to shared memory are visible afterwards.
+// Wait for all threads of the CTA, and see their earlier writes to shared memory.
 DEVICE void cta_barrier() { __syncthreads(); }
 
-// Wait until `threads` threads, in whole warps, have arrived at a barrier, this one included. Barrier 0 is `cta_barrier`.
+// Wait until `threads` threads (whole warps, this one included) have arrived. Barrier 0 is `cta_barrier`.
 DEVICE void wait_at_barrier(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Arrive at a barrier without waiting. The threads that wait see the earlier writes of this one.
+// Arrive without waiting. Waiting threads see this one's earlier writes.
 DEVICE void arrive_at_barrier(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Wait until the 32 lanes of the warp are here.
 DEVICE void warp_barrier() { __syncwarp(); }
 
-// Return x of the lane whose index differs in the bits of `bits`.
+// Return x of the lane whose index differs in `bits`.
 DEVICE float shuffle_xor(float x, int bits) { return __shfl_xor_sync(0xffffffffu, x, bits); }
 
-// Return whether the condition holds in all lanes of the warp.
 DEVICE bool all_lanes(bool condition) { return __all_sync(0xffffffffu, condition); }
 
 // --- memory ---
 
-// Return the address of the dynamic shared memory of the CTA, a multiple of 1024.
+// Return the address of the dynamic shared memory, a multiple of 1024.
 DEVICE uint32 shared_memory() {
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
     unsigned long long address;
@@ -63,22 +59,21 @@ DEVICE uint32 shared_memory() {
     return (uint32)address;
 }
 
-// Begin a copy of 16 bytes from global to shared memory, or write 16 zero bytes if not `valid`. Then `source` is not read.
+// Begin to copy 16 bytes from global to shared memory, or write zeros if not `valid`, without reading `source`.
 DEVICE void copy_16_bytes(uint32 target, const void* source, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
                  : "memory");
 }
 
-// The same for 4 bytes.
 DEVICE void copy_4_bytes(uint32 target, const void* source, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(valid ? 4 : 0)
                  : "memory");
 }
 
-// Close a group: the copies that this thread began since the last group.
+// Close the group of copies since the last group.
 DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait until all groups of this thread but the newest NEWEST have arrived. Other threads see them after a barrier.
+// Wait for all but the newest NEWEST groups of this thread. Other threads see them after a barrier.
 template <int NEWEST>
 DEVICE void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
@@ -123,7 +118,7 @@ DEVICE void write_shared(uint32 address, const uint32 (&x)[4]) {
                  : "memory");
 }
 
-// Write 16 or 8 bytes to global memory. The address is a multiple of that size.
+// Write 16 or 8 bytes to an address that is a multiple of that.
 DEVICE void write_global(void* target, const uint32 (&x)[4]) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
@@ -135,8 +130,8 @@ DEVICE void write_global(void* target, float x, float y) {
 
 // --- matrices ---
 
-// Load four 8 x 8 matrices of 16-bit elements. Lane 8 i + r gives the address of row r of matrix i, 16 bytes. Lane l
-// receives in x[i] the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of matrix i.
+// Load four 8 x 8 matrices of 16-bit elements. Lane 8 i + r gives the address of row r of matrix i, 16 bytes. Lane l receives
+// in x[i] the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1).
 DEVICE void load_matrices(uint32 (&x)[4], uint32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -144,7 +139,7 @@ DEVICE void load_matrices(uint32 (&x)[4], uint32 address) {
                  : "memory");
 }
 
-// The same, but each matrix is transposed: lane l receives the elements (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+// The same, transposed: lane l receives (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
 DEVICE void load_transposed_matrices(uint32 (&x)[4], uint32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -160,7 +155,7 @@ DEVICE void load_transposed_matrices(uint32 (&x)[4], uint32 address) {
 #define CANON_PACK "cvt.rn.f16x2.f32 "
 #endif
 
-// Add the product of a (16 x 16) and b (16 x 8) to c (16 x 8). mma.cuh has the diagram of the fragments.
+// c (16 x 8) += a (16 x 16) b (16 x 8). Fragments: mma.cuh.
 DEVICE void mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
     asm(CANON_MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -169,14 +164,14 @@ DEVICE void mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
 
 // --- numbers ---
 
-// Return x and y, rounded to 16 bits, in one register. x is in the lower half.
+// Return x (lower half) and y, rounded to 16 bits.
 DEVICE uint32 pack(float x, float y) {
     uint32 pair;
     asm(CANON_PACK "%0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
     return pair;
 }
 
-// Return the 16-bit number in the lower half of `pair`.
+// Return the 16-bit number in the lower half.
 DEVICE float unpack(uint32 pair) {
     float x;
 #if CANON_BF16

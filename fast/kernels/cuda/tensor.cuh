@@ -1,18 +1,15 @@
-// Tiles in shared memory: their layout, their loads from global memory, and the way of results back to global memory.
+// Tiles in shared memory: their layout, their loads from global memory, and the way of results back.
 //
-// A tile has rows of WIDTH elements, cut into chunks of 8 elements (16 bytes), the unit of every access. Shared memory has 32
-// banks of 4 bytes, so 8 chunks are read at once if they lie in different multiples of 16 bytes, modulo 128. ldmatrix reads
-// the same chunk of 8 consecutive rows. Without a swizzle these lie 2 WIDTH bytes apart, often in the same banks:
+// Shared memory has 32 banks of 4 bytes: 8 chunks of 16 bytes are read at once if they differ modulo 128 bytes. ldmatrix reads
+// one chunk of 8 rows, often in the same banks without a swizzle:
 //
 //     WIDTH = 64, one row is 128 bytes; chunk c of row r is stored at place c ^ (r % 8)
 //
 //     place    0  1  2  3  4  5  6  7
 //     row 0    0  1  2  3  4  5  6  7
-//     row 1    1  0  3  2  5  4  7  6        chunk 0 of rows 0, 1, 2, 3, ... is in places 0, 1, 2, 3, ...
-//     row 2    2  3  0  1  6  7  4  5
-//     row 3    3  2  1  0  7  6  5  4
+//     row 1    1  0  3  2  5  4  7  6
 //
-// Narrower rows, and widths like 80, already lie in 2 or 4 different places: they need fewer bits of r.
+// Narrower rows, and widths like 80, need fewer bits of r.
 #pragma once
 
 #include "params.cuh"
@@ -22,7 +19,7 @@ struct Swizzle {
     static constexpr int CHUNKS = WIDTH / 8;
     static constexpr int BITS = CHUNKS % 8 == 0 ? 3 : CHUNKS % 4 == 0 ? 2 : 1;
 
-    // Return the bits that are exchanged in the chunk numbers of a row. Rows r and r + 8 have the same.
+    // The bits that are exchanged in the chunk numbers of a row; equal for rows r and r + 8.
     DEVICE static int key(int row) { return (row >> (3 - BITS)) & ((1 << BITS) - 1); }
 
     DEVICE static uint32 offset(int row, int chunk) {
@@ -30,31 +27,30 @@ struct Swizzle {
     }
 };
 
-// The addresses that one lane gives to ldmatrix: four 8 x 8 matrices, from 16 rows and 16 columns of a tile.
+// The addresses that a lane gives to ldmatrix, for 16 rows and columns of a tile:
 //
 //                 columns 0-7      columns 8-15
 //     rows 0-7    matrix 0         matrix 2          lane = 8 (matrix) + row of the matrix
 //     rows 8-15   matrix 1         matrix 3
 //
-// This is the order of the registers of a left operand, and of a right operand that is transposed while it is loaded. A right
-// operand whose rows are the columns of the product needs matrices 1 and 2 exchanged: the two registers of a fragment B must be
-// neighbours, or the compiler moves each of them. `by_columns` exchanges two bits of the lane for this.
+// This is the register order of a left operand, and of a right one transposed by its load. A right operand whose rows are the
+// product's columns needs matrices 1 and 2 exchanged (`by_columns`), or the compiler moves every register.
 DEVICE int by_columns(int lane) { return lane % 8 + (lane / 8 % 2) * 16 + lane / 16 * 8; }
 
 template <int WIDTH>
 struct SharedTile {
     static constexpr int PITCH = ELEMENT_BYTES * WIDTH;
     static constexpr int LOW = (1 << Swizzle<WIDTH>::BITS) - 1;
-    static constexpr bool WHOLE = PITCH % 128 == 0;  // then the bits of the swizzle are those of the address
+    static constexpr bool WHOLE = PITCH % 128 == 0;  // the swizzle's bits are those of the address
     uint32 row_address;
-    uint32 place;  // of the left or right matrices, swizzled by the row of this lane
+    uint32 place;  // of the left or right matrices, swizzled by this lane's row
 
     DEVICE SharedTile(uint32 tile, int lane)
         : row_address(tile + (lane % 16) * PITCH), place(((lane / 16) ^ Swizzle<WIDTH>::key(lane % 16)) << 4) {
         if constexpr (WHOLE) row_address += place;
     }
 
-    // Return the address for the block of rows from `row`, a multiple of 8, and columns from 16 `block`.
+    // Return the address for rows from `row`, a multiple of 8, and columns from 16 `block`.
     DEVICE uint32 address(int row, int block) const {
         int swizzled = (2 * block & LOW) << 4, rest = (2 * block & ~LOW) << 4;
         if constexpr (WHOLE) return (row_address ^ swizzled) + (row * PITCH + rest);
@@ -62,13 +58,13 @@ struct SharedTile {
     }
 };
 
-// Begin to load TILE_ROWS tokens of one head, from `first` on. Tokens outside begin:end are written as 0 and not read.
+// Begin to load TILE_ROWS tokens of one head, from `first` on. Tokens outside begin:end become 0, unread.
 template <int TILE_ROWS, int WIDTH>
 DEVICE void load_tile(uint32 tile, const Element* head, int64 stride, int first, int begin, int end) {
     constexpr int CHUNKS = WIDTH / 8;
     constexpr int ALL = TILE_ROWS * CHUNKS;
     constexpr int STEPS = (ALL + THREADS - 1) / THREADS;
-    if constexpr (THREADS % (8 * CHUNKS) == 0 && ALL % THREADS == 0) {  // a thread keeps its chunk and its swizzle
+    if constexpr (THREADS % (8 * CHUNKS) == 0 && ALL % THREADS == 0) {  // a thread keeps its chunk and swizzle
         constexpr int ROW_STEP = THREADS / CHUNKS;
         int row = thread_index() / CHUNKS, chunk = thread_index() % CHUNKS;
         const Element* source = head + (first + row) * stride + chunk * 8;
@@ -91,7 +87,7 @@ DEVICE void load_tile(uint32 tile, const Element* head, int64 stride, int first,
     }
 }
 
-// Begin to load COLUMNS values of lse, then of delta, from token `first` on. Values outside begin:end are 0.
+// Begin to load COLUMNS values of lse, then of delta, from token `first` on; 0 outside begin:end.
 DEVICE void load_statistics(uint32 target, const float* lse, const float* delta, int first, int begin, int end) {
 #pragma unroll
     for (int i = 0; i < (2 * COLUMNS + THREADS - 1) / THREADS; ++i) {
@@ -101,7 +97,7 @@ DEVICE void load_statistics(uint32 target, const float* lse, const float* delta,
     }
 }
 
-// Round accumulators of a warp to 16 bits and write them to a tile: the rows from `row`, the chunks from `chunk` on.
+// Round a warp's accumulators to 16 bits, to the rows from `row` and chunks from `chunk` on.
 template <int WIDTH, int N>
 DEVICE void write_tile(uint32 tile, int row, int chunk, const float (&x)[M][N][4]) {
     int lane = thread_index() % 32;
@@ -119,16 +115,16 @@ DEVICE void write_scalar(float* target, float x) { *target = x; }
 
 DEVICE void write_scalar(Element* target, float x) { *target = (Element)(pack(x, 0.0f) & 0xffff); }
 
-// Return whether writes of 16 bytes are possible: rows begin at multiples of 16 bytes.
+// Return whether rows begin at multiples of 16 bytes.
 template <class Number>
 DEVICE bool is_aligned(const Number* head, int64 stride) {
     return ((unsigned long long)head | (unsigned long long)(stride * sizeof(Number))) % 16 == 0;
 }
 
-// Write the first `rows` rows of a warp's results, BLOCKS blocks of 16 columns, to `target` with this stride.
+// Write `rows` rows of a warp's results, BLOCKS blocks of 16 columns, to `target` with this stride.
 //
-// float32 results leave from registers: 4 lanes write 32 consecutive bytes. Results of 16 bits pass through `staging`, shared
-// memory of WARP_ROWS x 16 BLOCKS elements that belongs to the warp: then 2 BLOCKS lanes write one row, 16 bytes each.
+// float32: 4 lanes write 32 consecutive bytes from registers. 16 bits: through `staging`, WARP_ROWS x 16 BLOCKS elements of the
+// warp; then 2 BLOCKS lanes write one row, 16 bytes each.
 template <int BLOCKS>
 DEVICE void write_rows(const float (&x)[M][2 * BLOCKS][4], uint32 staging, Result* target, int64 stride, int rows, int width,
                        int lane) {

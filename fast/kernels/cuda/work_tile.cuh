@@ -1,4 +1,4 @@
-// Work tiles: the part of the work table (fast/tiles.py) that a CTA computes, and the order in which it visits tiles.
+// Work tiles of the work table, and the order in which a CTA visits tiles.
 #pragma once
 
 #include "params.cuh"
@@ -7,15 +7,14 @@ constexpr int TILE_FIELDS = 5;
 constexpr int SPAN_FIELDS = 8;  // first column, number of tiles; the band's row start, stop, column start, stop, lo, hi
 constexpr int EVERY_TOKEN = 1 << 30;
 
-// The rows start:stop of one head. Spans partial:full need comparisons with their band, spans full:end do not.
+// The rows start:stop of one head. Spans partial:full need their band's mask, spans full:end do not.
 struct WorkTile {
     int start, stop, partial, full, end;
     int batch, head;
 };
 
-// Return the work tile of this CTA. Consecutive CTAs take the same tile of `l2_heads` heads, so that tensors which these
-// heads share stay in the L2 cache. Each head starts with its longest tile.
-// The gradient kernels call it before and after their loop: fields that only the end uses then need no registers in the loop.
+// Return this CTA's work tile. Consecutive CTAs take the same tile of `l2_heads` heads, which share tensors in L2; the longest
+// first. Gradient kernels call it before and after their loop, to save registers.
 DEVICE WorkTile cta_work_tile(const int* tiles, int count, int heads, int l2_heads) {
     int cta = cta_index();
     int batch_head = cta / (count * l2_heads) * l2_heads + cta % l2_heads;
@@ -31,11 +30,11 @@ DEVICE WorkTile cta_work_tile(const int* tiles, int count, int heads, int l2_hea
     return tile;
 }
 
-// A visited tile. Its work tile visits span after span, and each tile of a span once for each of `heads` heads.
+// A visited tile: span after span, each tile once for each of `heads` heads.
 struct Visit {
-    int span, column, stop;     // the span, the first column of the tile, and the end of the span
-    int head;                   // counted from the first head of the owner
-    int band_start, band_stop;  // columns of the band: others may hold NaN and are loaded as 0
+    int span, column, stop;     // first column of the tile, end of the span
+    int head;                   // from the owner's first head
+    int band_start, band_stop;  // columns outside may hold NaN: load 0
 
     DEVICE void enter(const WorkTile& tile, const int* spans) {
         if (span >= tile.end) return;  // the end of the visits
@@ -57,8 +56,7 @@ struct Visit {
     }
 };
 
-// The visits of a CTA, in a ring in shared memory: they would need 8 registers of every thread. One thread writes visit
-// j + STAGES while tile j is computed and tile j + STAGES - 1 is loaded.
+// A ring of visits in shared memory, which saves 8 registers. One thread writes visit j + STAGES while tile j is computed.
 struct Visits {
     static constexpr int SLOTS = STAGES + 1, BYTES = 32;
     uint32 ring;
@@ -67,7 +65,7 @@ struct Visits {
 
     DEVICE static int following(int slot) { return slot + 1 == SLOTS ? 0 : slot + 1; }
 
-    // Write the first STAGES visits. All threads see them after a barrier.
+    // Write the first STAGES visits, visible after a barrier.
     DEVICE void begin(const WorkTile& tile, const int* spans, int heads) const {
         if (thread_index() != 0) return;
         Visit visit = {tile.partial, 0, 0, 0, 0, 0};

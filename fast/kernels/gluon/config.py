@@ -1,17 +1,13 @@
-"""Configurations of the Hopper kernels, for each kernel and pair of padded head widths; elements have two bytes.
+"""Configurations of the Hopper kernels, by kernel and padded head widths; elements have two bytes.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv", "fused" and
-"dkdv_hdim256". Each warpgroup owns half of the rows, or a third of 192 rows in "forward". In "dkdv_hdim256" both share all
-rows.
-Shared memory in bytes, with s stages and b buffers:
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in the others. Bytes of
+shared memory with s stages and b buffers, plus 1 KB for barriers:
 
     forward         2 (b rows d + s columns (d + dv))
     dq              2 (rows (d + dv) + s columns (d + dv))
     dkdv            2 (b rows (d + dv) + s columns (d + dv)) + 8 s columns
-    fused           dkdv, and 4 rows columns + 8 columns d: dS, and parts of dq, two buffers each
-    dkdv_hdim256    dkdv, and 8 rows columns: P and dS, two buffers each, which the warpgroups exchange
-
-and 1 KB for barriers. A CTA may use 227 KB on an H200.
+    fused           dkdv + 4 rows columns + 8 columns d
+    dkdv_hdim256    dkdv + 8 rows columns
 """
 
 from collections.abc import Iterator
@@ -25,22 +21,22 @@ from canon.fast.kernels.triton.config import forcing
 
 @dataclass(frozen=True)
 class Config:
-    """Tile sizes and pipeline of a kernel: see the module's docstring."""
+    """Tile sizes and pipeline of a kernel."""
 
     rows: int
     columns: int
     stages: int  # buffers in the ring of visited tiles
-    buffers: int = 1  # for the owned tiles: with 2, those of the next work tile are loaded during this one
-    ping_pong: bool = False  # "forward", PING_PONG: one warpgroup computes exponentials during MMAs of another
-    stale_maximum: bool = False  # "forward", STALE_MAXIMUM: P is computed with a stale row maximum, verified afterwards
+    buffers: int = 1  # of owned tiles: 2 load the next work tile's during this one
+    ping_pong: bool = False  # "forward": exponentials overlap MMAs of another warpgroup
+    stale_maximum: bool = False  # "forward": P uses a stale row maximum, verified afterwards
 
     @property
     def math_registers(self) -> int:
-        """Registers of each thread of the MMA warpgroups. The loader has the other ones, 24 or 32 a thread."""
+        """Registers of a thread of the MMA warpgroups; the loader has the rest, 24 or 32 per thread."""
         return 160 if self.rows == 192 else 240
 
 
-CAPABILITY = 9, 0  # compute capability of the devices that these kernels support
+CAPABILITY = 9, 0
 DTYPES = torch.bfloat16, torch.float16
 Widths = tuple[int, int]
 TABLE: dict[tuple[str, Widths], Config] = {
@@ -59,7 +55,7 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("fused", (64, 64)): Config(128, 128, 2),
     ("fused", (128, 128)): Config(128, 64, 2),
 }
-# Configurations for queries that see more tiles of keys than the number: `canon.fast.kernels.gluon.launch.tiles_seen`.
+# For queries that see more tiles of keys than the number (`launch.tiles_seen`).
 LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
     ("forward", (64, 64)): {
         3: Config(128, 128, 4, 2, ping_pong=True, stale_maximum=True),
@@ -70,15 +66,15 @@ LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
     ("forward", (256, 256)): {3: Config(128, 64, 2, ping_pong=True, stale_maximum=True)},
 }
 KERNELS = ("forward", "dq", "dkdv", "fused", "dkdv_hdim256")
-# Allowed rows: 64 for each warpgroup; in "dkdv_hdim256" both share them.
+# 64 for each warpgroup; in "dkdv_hdim256" both share them
 ROWS = {"forward": (128, 192), "dq": (128,), "dkdv": (128,), "fused": (128,), "dkdv_hdim256": (64,)}
-LIMIT = 232448  # bytes of shared memory that a CTA may use on sm_90: CUDA Programming Guide, 16.2
+LIMIT = 232448  # bytes of shared memory of a CTA on sm_90: CUDA Programming Guide, 16.2
 
 FORCED: dict[str, Config] = {}
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
-    """Return the shared memory of a kernel in bytes, by the formula above. d and dv are padded widths."""
+    """Return the bytes of shared memory for padded widths d and dv."""
     c = config
     owned = {"forward": c.buffers * d, "dq": d + dv}.get(kernel, c.buffers * (d + dv))
     need = 1024 + 2 * c.rows * owned + 2 * c.stages * c.columns * (d + dv)
@@ -89,16 +85,14 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
 
 
 def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
-    """Return the padded widths that the kernel supports for heads d and dv wide; [] if there are none."""
+    """Return the padded widths that the kernel supports for widths d and dv, or []."""
     return [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
 
 
 def choose(kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192) -> tuple[Config, int, int]:
-    """Return the configuration of a kernel for heads d and dv wide, and the padded widths that it is compiled for.
+    """Return the configuration and the padded widths for heads d and dv wide. Raises ValueError if none fits.
 
-    ``seen``: the tiles that a query sees on average, for `LONG_TABLE`. Its configurations with more than ``most_rows`` rows
-    are left out.
-    Raises ValueError if there is no configuration, or if it needs too much shared memory.
+    ``seen``: mean tiles that a query sees, for `LONG_TABLE`, whose configurations have at most ``most_rows`` rows.
     """
     fitting = padded_to(kernel, d, dv)
     if not fitting:
@@ -125,9 +119,6 @@ def choose(kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192
 
 @contextmanager
 def forced(**configs: Config) -> Iterator[None]:
-    """Use these configurations, kernel=Config(...), in all threads: for tests and for tuning.
-
-    Raises ValueError for unknown kernels.
-    """
+    """Use these configurations, kernel=Config(...), in all threads. Raises ValueError for unknown kernels."""
     with forcing(FORCED, KERNELS, configs):
         yield

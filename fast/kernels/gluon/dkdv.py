@@ -1,6 +1,6 @@
 """The dk and dv kernel for Hopper: four MMAs for each tile, or five if it also adds to dq ("fused").
 
-A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span after span, ascending in each span:
+A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span after span:
 
     loader        Q 0   K    dO 0   V    Q 1   dO 1   Q 2   ...    (one query head of the owner after another)
     warpgroup     S^T = K Q^T  and  dP^T = V dO^T - delta, issued together
@@ -8,18 +8,12 @@ A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span aft
                                    dV += P dO
                   wait for dP^T:   dS = P * dP                  while dV runs
                                    dK += dS Q
-    fused         the warpgroups exchange dS and compute dQ^T = K^T dS; an adder warp adds it to float32 dq
-                  (`canon.fast.kernels.gluon.dq_adder`)
+    fused         dQ^T = K^T dS; an adder warp adds it to float32 dq (`dq_adder`)
 
-Each warpgroup holds dK and dV of its half of the keys in registers. An *owner* is a key head: the query heads of its group are
-summed in registers, in order. In the method "head_parallel" (`canon.fast.backward`) an owner is a query head; another kernel
-sums the owners afterwards, in order. So dk and dv always have the same bits for the same inputs. dq of the fused
-kernel has the same bits only if ORDERED. Heads wider than 128 have no fused kernel (`dkdv_hdim256`).
-
-Shared memory: 2 (BUFFERS rows (d + dv) + STAGES columns (d + dv)) + 8 STAGES columns bytes. The fused kernel needs
-4 rows columns + 8 columns d bytes more. d and dv are padded as in `config.TABLE`. The bandwidth of shared memory
-limits the kernel: paper/shared_memory_bound.md.
-Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
+Each warpgroup holds dK and dV of half of the keys in registers. An *owner* is a key head, whose query heads are summed in
+order, or with "head_parallel" a query head, summed by another kernel. So dk and dv repeat their bits; fused dq only if
+ORDERED. Shared memory limits the speed: paper/shared_memory_bound.md. Sources: FlashAttention-2 (Tri Dao, 2023), algorithm
+2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
 """
 
 from triton.experimental import gluon
@@ -54,10 +48,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @aggregate
 class Buffers:
-    """Shared memory: rings of the visited ``q``, ``dout``, ``lse`` and ``delta``, and the owned ``k`` and ``v``.
+    """Rings of the visited ``q``, ``dout``, ``lse`` and ``delta`` (-delta), and the owned ``k`` and ``v``.
 
-    The barriers of q also guard lse, and those of dout guard delta, which holds -delta (`softmax_stats`). The ``full``
-    barriers of k also guard the ``published`` work tile. k and v have the same ``free`` barriers.
+    Barriers of q also guard lse, of dout delta, ``full`` of k ``published``. k and v share ``free``.
     """
 
     q: Ring
@@ -90,7 +83,7 @@ def make_buffers(
     BUFFERS: gl.constexpr,
     READERS: gl.constexpr = 2,
 ):
-    """Allocate the buffers. READERS partitions read a published work tile and release it."""
+    """Allocate the buffers. READERS partitions read and release a published work tile."""
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, D_PAD], q_desc.layout)
     dout = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout)
@@ -118,12 +111,9 @@ def load_tiles(
     GROUP: gl.constexpr,
     ORDERED: gl.constexpr,
 ):
-    """Run the loader: claim work tiles, and load Q, lse, dO and delta of every visited tile.
+    """Claim work tiles, and load Q, lse, dO and delta of every visited tile (the loader).
 
-    K of a work tile is loaded after its first Q, and V after its first dO. Their buffers are freed late in the
-    previous work tile, so the first Q does not wait for K, nor the first dO for V. Even the first work tile is claimed
-    (`claim_any_work_tile`; ORDERED needs it: `canon.fast.kernels.gluon.dq_order`). ``padded``: the tokens in a row of
-    the statistics.
+    K follows the first Q and V the first dO: their buffers are freed late. ``padded``: tokens in a row of statistics.
     """
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
@@ -141,9 +131,7 @@ def load_tiles(
         while span < span_end:
             slot = t % STAGES
             parity = t // STAGES & 1
-            row = (
-                batch * query_heads + head
-            ) * 2 * padded + column  # of lse; that of delta is ``padded`` numbers later
+            row = (batch * query_heads + head) * 2 * padded + column  # lse; delta is ``padded`` numbers later
             mbarrier.wait(q.free.index(slot), parity ^ 1)
             mbarrier.expect(q.full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
             tma_load(q_desc, [batch, column, head, 0], q.full.index(slot), q.tiles.index(slot))
@@ -173,13 +161,13 @@ def load_tiles(
 # ------------------------------------------------------------------ the warpgroups
 @gluon.constexpr_function
 def early(columns):
-    """Return whether registers suffice to load lse before S^T is issued. Loads during MMAs are slow: both use shared memory."""
+    """Return whether registers suffice to load lse before S^T is issued; loads during MMAs are slow."""
     return columns <= 64
 
 
 @gluon.jit
 def issue_scores(k, v, q, dout, zeros, buffers, slot, parity, EARLY: gl.constexpr):
-    """Issue S^T = K Q^T and dP^T = V dO^T - delta of a visited tile; wait for S^T only. Return S^T, dP^T and lse."""
+    """Issue S^T = K Q^T and dP^T = V dO^T - delta; wait for S^T only. Return S^T, dP^T and lse."""
     BN: gl.constexpr = q.shape[0]
     mbarrier.wait(buffers.dout.full.index(slot), parity)
     dp = broadcast_rows(
@@ -208,7 +196,7 @@ def differentiate(
     DV: gl.constexpr,
     FUSED: gl.constexpr,
 ):
-    """Run warpgroup W: compute dk and dv of its half of the keys of every work tile. ``exchange`` is used if FUSED."""
+    """Compute dk and dv of the keys of warpgroup W for every work tile. ``exchange`` is used if FUSED."""
     STAGES: gl.constexpr = buffers.q.tiles.shape[0]
     BN: gl.constexpr = buffers.q.tiles.shape[2]
     D_PAD: gl.constexpr = buffers.q.tiles.shape[4]
@@ -234,16 +222,14 @@ def differentiate(
                 slot = t % STAGES
                 q = buffers.q.tiles.index(slot).reshape([BN, D_PAD])
                 dout = buffers.dout.tiles.index(slot).reshape([BN, DV_PAD])
-                now = b + (
-                    t >> 30
-                )  # equals b, but the compiler cannot hoist the addresses of tiles: registers are short
+                now = b + (t >> 30)  # equals b, but opaque: hoisted addresses of tiles would cost registers
                 all_k = buffers.k.tiles.index(now).reshape([ROWS, D_PAD])
                 k = all_k.slice(W * N, N, dim=0)
                 v = buffers.v.tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
                 s, dp, lse = issue_scores(k, v, q, dout, zeros, buffers, slot, t // STAGES & 1, EARLY)
                 p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
-                if partial:  # P, not S: lse of a query that sees no key of this rank may be NaN
-                    row = gl.load(work + work_tile) + W * N  # loaded again, to save registers
+                if partial:  # P, not S: lse of a query that sees no key here may be NaN
+                    row = gl.load(work + work_tile) + W * N  # reloaded to save registers
                     p = mask_hidden(p, work, span, row, i, 0.0, 1)
                 p_operand = gl.convert_layout(p.to(q.dtype), operand_layout(DV_PAD))
                 acc_v = hopper.warpgroup_mma(p_operand, dout, acc_v, is_async=True)
@@ -264,7 +250,7 @@ def differentiate(
                     acc_k = hopper.warpgroup_mma(ds_operand, q, acc_k, is_async=True)
                     acc_v, acc_k = hopper.warpgroup_mma_wait(1, deps=[acc_v, acc_k])
                     mbarrier.arrive(buffers.dout.free.index(slot), count=1)
-                    if FUSED:  # noqa: SIM102 - it computes all columns, of every second tile
+                    if FUSED:  # noqa: SIM102 - all columns, of every second tile
                         if t % 2 == W:
                             dq = issue_dq(all_k, 0, exchange, t)
                             dq, acc_k = hopper.warpgroup_mma_wait(0, deps=[dq, acc_k])
@@ -281,7 +267,7 @@ def differentiate(
 
 @gluon.jit
 def row_offset(batch, row, head, strides):
-    """Return the offset of a row of a tensor (b, s, o, width), in 64 bits."""
+    """Return the 64-bit offset of a row of a tensor (b, s, o, width)."""
     return batch.to(gl.int64) * strides[0] + row.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
 
 
@@ -298,9 +284,9 @@ def store_gradients(
     D: gl.constexpr,
     DV: gl.constexpr,
 ):
-    """Write the accumulators to dk and dv of a work tile, from row ROW and from the given columns on."""
+    """Write the accumulators to dk and dv, from row ROW and the given columns on."""
     dk, dv, k_strides, v_strides = result
-    first, stop, batch, owner = position_of(work, work_tile)  # loaded again, to save registers in the loop
+    first, stop, batch, owner = position_of(work, work_tile)  # reloaded to save registers in the loop
     first += ROW
     batch_owner = batch_head_of(work, work_tile)
     start = dk + row_offset(batch, first, owner, k_strides)
@@ -342,10 +328,10 @@ def dkdv_kernel(
     BUFFERS: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv), with last stride 1, of the work tiles in ``work``. o counts the owners.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of the work tiles; o owners of HEADS query heads.
 
-    An owner has HEADS query heads. ``stats_desc``: of the row statistics (b, h, 2, padded), flat. FUSED: also add to dq,
-    float32 (b, t, h, d). ORDERED: in the order of ``work``; int32 zeros, the semaphores (b, h, dq_tiles), follow ``counter``.
+    ``stats_desc``: flat row statistics (b, h, 2, padded). FUSED: add to float32 dq (b, t, h, d). ORDERED: in the schedule's
+    order; int32 zeros, the semaphores (b, h, dq_tiles), follow ``counter``.
     """
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
     buffers = make_buffers(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2 + FUSED)
@@ -353,7 +339,7 @@ def dkdv_kernel(
     if FUSED:
         exchange = make_exchange(q_desc.dtype, dq_desc, ROWS, COLUMNS, D_PAD)
         fence_async_shared()
-        gl.warp_specialize(  # loader and adder, one warp each, are one warpgroup: this leaves 240 registers for the others
+        gl.warp_specialize(  # loader and adder share a warpgroup: 240 registers are left for the others
             [
                 (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED)),
                 (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED)),

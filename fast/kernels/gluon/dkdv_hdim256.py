@@ -1,17 +1,14 @@
 """The dk and dv kernel for heads wider than 128.
 
-128 keys x 256 columns of dK and of dV would fill all registers of two warpgroups. So both warpgroups share a work tile of 64
-keys. Each computes P and dS for its half of the queries of a tile, and accumulates its half of the columns of dK and dV:
+128 keys x 256 columns of dK and dV would fill all registers. So two warpgroups share 64 keys:
 
     warpgroup     S^T = K Q^T  and  dP^T = V dO^T     of 64 keys x its half of the queries
-                  write P and dS to shared memory, and wait until the other warpgroup has written its half
+                  write P and dS to shared memory, wait for the other half
                   dV += P dO   and   dK += dS Q       of its half of the columns
 
-P and dS have two buffers, so one barrier for each tile is enough. A warpgroup passes the barrier of tile t + 1 only after the
-other one has read tile t. The loader is that of `canon.fast.kernels.gluon.dkdv`.
-
-Shared memory: 2 (BUFFERS rows d' + STAGES columns d') + 8 STAGES columns + 8 rows columns bytes, d' = d + dv padded.
-Source: the split of D over two warpgroups: FlashAttention-3's backward at D = 256 (Shah et al., 2024, its code).
+P and dS have two buffers, so one barrier per tile suffices: a warpgroup passes that of tile t + 1 only after the other one
+has read tile t. Source: the split of D over two warpgroups: FlashAttention-3's backward at D = 256 (Shah et al., 2024, its
+code).
 """
 
 from triton.experimental import gluon
@@ -29,7 +26,7 @@ from canon.fast.kernels.gluon.tile_ring import aggregate, make_barriers
 
 @aggregate
 class Exchange:
-    """Shared memory for P and dS of a tile, two buffers for each warpgroup, and barriers ``full`` of both halves."""
+    """P and dS of a tile, two buffers for each warpgroup, and barriers ``full`` of both halves."""
 
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
@@ -44,7 +41,7 @@ class Exchange:
 
 @gluon.jit
 def issue_scores(k, v, q, dout, buffers, slot, parity, W: gl.constexpr):
-    """Issue S^T and dP^T of this warpgroup's half of a visited tile; wait for S^T only. Return S^T, dP^T and lse."""
+    """Issue S^T and dP^T of this warpgroup's queries; wait for S^T only. Return S^T, dP^T and lse."""
     ROWS: gl.constexpr = k.shape[0]
     HALF: gl.constexpr = q.shape[0] // 2
     zeros = gl.zeros([ROWS, HALF], gl.float32, mma_layout(HALF))
@@ -63,7 +60,7 @@ def issue_scores(k, v, q, dout, buffers, slot, parity, W: gl.constexpr):
 
 @gluon.jit
 def accumulate(acc, shared, right, place, W: gl.constexpr):
-    """Issue acc += (P or dS) (dO or Q) of this warpgroup's half of the columns. ``shared`` has both halves of the queries."""
+    """Issue acc += (P or dS) (dO or Q) of this warpgroup's columns. ``shared`` has both halves of the queries."""
     HALF: gl.constexpr = right.shape[0] // 2
     COLUMNS: gl.constexpr = right.shape[1] // 2
     for h in gl.static_range(2):
@@ -74,7 +71,7 @@ def accumulate(acc, shared, right, place, W: gl.constexpr):
 
 @gluon.jit
 def differentiate(buffers, exchange, result, work, scale, W: gl.constexpr, D: gl.constexpr, DV: gl.constexpr):
-    """Run warpgroup W: compute its half of the columns of dk and dv of every work tile."""
+    """Compute the columns of dk and dv of warpgroup W for every work tile."""
     STAGES: gl.constexpr = buffers.q.tiles.shape[0]
     BN: gl.constexpr = buffers.q.tiles.shape[2]
     D_PAD: gl.constexpr = buffers.q.tiles.shape[4]
@@ -99,9 +96,7 @@ def differentiate(buffers, exchange, result, work, scale, W: gl.constexpr, D: gl
                 slot = t % STAGES
                 q = buffers.q.tiles.index(slot).reshape([BN, D_PAD])
                 dout = buffers.dout.tiles.index(slot).reshape([BN, DV_PAD])
-                now = b + (
-                    t >> 30
-                )  # equals b, but the compiler cannot hoist the addresses of tiles: registers are short
+                now = b + (t >> 30)  # equals b, but opaque: hoisted addresses of tiles would cost registers
                 k = buffers.k.tiles.index(now).reshape([ROWS, D_PAD])
                 v = buffers.v.tiles.index(now).reshape([ROWS, DV_PAD])
                 s, dp, lse = issue_scores(k, v, q, dout, buffers, slot, t // STAGES & 1, W)
@@ -158,7 +153,7 @@ def dkdv_hdim256_kernel(
     BUFFERS: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv), with last stride 1, of the work tiles in ``work``: see `dkdv_kernel`."""
+    """Write dk (b, s, o, d) and dv (b, s, o, dv): see `dkdv_kernel`."""
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
     buffers = make_buffers(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS)
     p = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, COLUMNS // 2], shared_operand_layout(COLUMNS // 2))

@@ -5,12 +5,8 @@
                   wait for S:     P = exp(scale S - lse)     while dP runs
                   wait for dP:    dQ += (P * (dP - delta)) K
 
-Each of the two warpgroups owns half of the rows. Sums follow the order of the spans, so the same inputs give the same bits.
-Rows that see no key get 0.
-
-Shared memory: e (rows (d + dv) + STAGES columns (d + dv)) bytes for elements of e bytes, widths padded as in
-`config.TABLE`.
-Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton, pull request 177.
+Each of two warpgroups owns half of the rows. Bits repeat. Rows that see no key get 0. Sources: FlashAttention-2 (Tri Dao,
+2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton, pull request 177.
 """
 
 from triton.experimental import gluon
@@ -44,7 +40,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @aggregate
 class Buffers:
-    """Shared memory: the owned ``q`` and ``dout`` of each warpgroup, and rings of the visited ``k`` and ``v``.
+    """The owned ``q`` and ``dout`` of each warpgroup, and rings of the visited ``k`` and ``v``.
 
     The barriers of q also guard the ``published`` work tile.
     """
@@ -66,10 +62,9 @@ class Buffers:
 
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
-    """Run the loader: claim work tiles, and load K and V of every visited tile.
+    """Claim work tiles, and load K and V of every visited tile (the loader).
 
-    Q of a work tile is loaded after its first K, and dO after its first V. Their buffers are freed late in the
-    previous work tile, so the first K does not wait for Q, nor the first V for dO.
+    Q follows the first K and dO the first V: their buffers are freed late in the previous work tile.
     """
     q_desc, dout_desc, k_desc, v_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
@@ -109,7 +104,7 @@ def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
 
 @gluon.jit
 def load_statistics(stats, padded, batch_head, first, stop, M: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr):
-    """Return lse (base 2) and -delta of the tokens first:stop, as columns with M rows. Rows behind ``stop`` get 0."""
+    """Return lse (base 2) and -delta of the tokens first:stop, as columns with M rows, 0 behind ``stop``."""
     r = gl.arange(0, M, per_row_layout(BN))
     at = stats + (batch_head * 2 * padded + first) + (r // PACK + r % PACK * 2 * padded)
     inside = r // PACK < stop - first
@@ -120,7 +115,7 @@ def load_statistics(stats, padded, batch_head, first, stop, M: gl.constexpr, BN:
 
 @gluon.jit
 def issue_scores(q, dout, k, v, zeros, buffers, slot, parity):
-    """Issue S = Q K^T and dP = dO V^T of a visited tile; wait for S only. Return S and dP."""
+    """Issue S = Q K^T and dP = dO V^T; wait for S only. Return both."""
     mbarrier.wait(buffers.k.full.index(slot), parity)
     s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(buffers.v.full.index(slot), parity)
@@ -130,7 +125,7 @@ def issue_scores(q, dout, k, v, zeros, buffers, slot, parity):
 
 @gluon.jit
 def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, D: gl.constexpr):
-    """Run warpgroup W: compute dq of its half of the rows of every work tile."""
+    """Compute dq of the rows of warpgroup W for every work tile."""
     dq, tokens, stride_t, stride_h = result
     TOKENS: gl.constexpr = buffers.q.tiles.shape[2]
     PACK: gl.constexpr = buffers.q.tiles.shape[3]
@@ -158,9 +153,7 @@ def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, 
                 slot = t % STAGES
                 parity = t // STAGES & 1
                 is_last = (span + SPAN == span_end) & (j + BN == stop)
-                now = W + (
-                    t >> 30
-                )  # equals W, but the compiler cannot hoist the addresses of tiles: registers are short
+                now = W + (t >> 30)  # equals W, but opaque: hoisted addresses of tiles would cost registers
                 q = buffers.q.tiles.index(now).reshape([M, D_PAD])
                 dout = buffers.dout.tiles.index(now).reshape([M, DV_PAD])
                 k = buffers.k.tiles.index(slot).reshape([BN, D_PAD])
@@ -175,7 +168,7 @@ def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, 
                 if is_last:
                     mbarrier.arrive(buffers.dout.free.index(W), count=1)
                 ds = p * (dp + minus_delta)
-                if partial:  # dS, not P: dP of a hidden cell may be NaN, and 0 times NaN is NaN
+                if partial:  # dS, not P: dP of a hidden cell may be NaN, and 0 * NaN is NaN
                     ds = mask_hidden(ds, work, span, first, j, 0.0, PACK)
                 ds = gl.convert_layout(ds.to(q.dtype), operand_layout(D_PAD))
                 acc = hopper.warpgroup_mma(ds, k, acc, is_async=True)
@@ -217,7 +210,7 @@ def dq_kernel(
 ):
     """Write dq (b, t, h, d) of the work tiles in ``work``. Its batch stride is t times its token stride.
 
-    ``stats`` (b, h, 2, padded): the row statistics.
+    ``stats``: row statistics (b, h, 2, padded).
     """
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, D_PAD], q_desc.layout)

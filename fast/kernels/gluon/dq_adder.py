@@ -1,16 +1,13 @@
-"""dq of the fused backward: the warpgroups compute parts of it, and the adder warp adds them to float32 dq in global memory.
+"""dq of the fused backward: the warpgroups compute parts of it, and an adder warp adds them to float32 dq in global memory.
 
     warpgroups    dS (keys x queries) to shared memory   -> ds_full
                   dQ^T = K^T dS; dQ to shared memory     -> dq_full
     adder         wait for dq_full, add to dq            -> dq_free
 
-dS and dQ have two buffers each. dS of both warpgroups is needed for dQ, because the sum is over all keys of the work tile.
-With D = 128 each warpgroup computes 64 columns of dQ. With D = 64 they alternate: each computes all columns of every second
-tile.
+dQ needs dS of both warpgroups. With D = 128 each computes 64 columns of dQ, with D = 64 all columns of every second tile.
 
-**The dq semaphore** (ORDERED). One int32 for each tile of dq makes the order of the additions fixed. The tile schedule gives
-each span of tiles its own ticket and that of its predecessor. `canon.fast.kernels.gluon.dq_order` proves that no CTA waits
-forever. The adder of a CTA does this for each tile (steps 3 to 5 alone, if not ORDERED):
+**The dq semaphore** (ORDERED), one int32 for each tile of dq, fixes the order of additions by tickets; `dq_order` proves
+that no CTA waits forever. For each tile the adder does (if not ORDERED, only 3 to 5):
 
     1. poll the semaphore with `load_acquire` until it holds the predecessor's ticket
     2. `fence_async_global`
@@ -20,16 +17,11 @@ forever. The adder of a CTA does this for each tile (steps 3 to 5 alone, if not 
     6. `wait_for_reductions`: the sum is complete in global memory
     7. write its own ticket with `store_release`
 
-The release in step 7 and the acquire in step 1 of the successor order the two CTAs. Everything that the predecessor completed
-before its release is visible after the acquire. In PTX, loads and stores access memory through the generic *proxy*,
-TMA through the async proxy. An acquire orders only the generic one. The proxy fence of step 2 orders the addition
-after the acquire. Without step 6, step 7 would publish an addition that is still in flight, and the successor could
-add first. A wrong order would change rounding only: TMA adds each element atomically, so no term is lost.
+What a CTA completed before its release (7) is visible after the successor's acquire (1). An acquire orders only generic
+accesses, and TMA uses the async proxy: hence step 2. Without step 6, step 7 would publish an addition in flight.
 
-Only the adder waits for other CTAs. Loads and MMAs continue until both buffers of dQ are full. The adder also keeps
-slow instructions out of the warpgroups. Steps 1 and 6 compile to waits and to instructions that empty the L1 cache,
-and step 7 waits at a memory barrier. A warpgroup that executed these itself would stall in every tile. The warpgroups
-share the L1 cache that the adder empties, but they read little global memory (paper/deterministic_dq.md).
+Only the adder waits for other CTAs. Steps 1, 6 and 7 compile to waits, L1 invalidations and a memory barrier, which would
+stall a warpgroup in every tile (paper/deterministic_dq.md).
 """
 
 from triton.experimental import gluon
@@ -60,15 +52,14 @@ from canon.fast.kernels.gluon.tile_ring import aggregate, make_barriers
 
 @aggregate
 class DqExchange:
-    """Shared memory for dS and dQ, two buffers each, and their barriers.
+    """dS and dQ in shared memory, two buffers each, and their barriers. dQ has D_PAD / 64 parts of 64 columns.
 
-    A buffer of dQ is D_PAD / 64 parts of 64 columns. dS needs no barrier to become free. Before a warpgroup
-    overwrites dS of tile t - 2 with that of tile t, every MMA that reads it is complete:
+    dS needs no barrier ``free``: before a warpgroup overwrites dS of tile t - 2, every MMA that reads it is complete.
 
-    D_PAD = 128    Both warpgroups read it. The writer has completed its own MMA. It has waited at ds_full for tile
-                   t - 1, where the other one arrives after completing its own.
-    D_PAD = 64     One warpgroup reads it, and completes this MMA before it writes. The other one has waited at
-                   ds_full to compute dQ of tile t - 1. The reader arrives there after completing that MMA.
+    D_PAD = 128    Both read it. The writer has completed its own MMA. At ds_full of tile t - 1 the other one arrived
+                   after completing its own.
+    D_PAD = 64     One reads it, and completes this MMA before it writes. The other waited at ds_full of tile t - 1,
+                   where the reader arrives after completing that MMA.
     """
 
     ds: gl.shared_memory_descriptor
@@ -98,7 +89,7 @@ def make_exchange(dtype: gl.constexpr, dq_desc, ROWS: gl.constexpr, COLUMNS: gl.
 # ------------------------------------------------------------------ the warpgroups
 @gluon.jit
 def share_ds(ds, exchange, t, W: gl.constexpr):
-    """Write the rows of dS of warpgroup W to shared memory, for both warpgroups. ``t`` counts visited tiles."""
+    """Write the rows of dS of warpgroup W to shared memory. ``t`` counts visited tiles."""
     exchange.ds.index(t % 2).slice(W * ds.shape[0], ds.shape[0], dim=0).store(ds)
     fence_async_shared()
     mbarrier.arrive(exchange.ds_full.index(t % 2), count=1)
@@ -106,7 +97,7 @@ def share_ds(ds, exchange, t, W: gl.constexpr):
 
 @gluon.jit
 def issue_dq(k, column, exchange, t):
-    """Issue the MMA of 64 columns of dQ (rows of dQ^T = K^T dS), from ``column`` on, with dS of both warpgroups."""
+    """Issue the MMA of 64 columns of dQ (rows of dQ^T = K^T dS), from ``column`` on."""
     BN: gl.constexpr = exchange.ds.shape[2]
     mbarrier.wait(exchange.ds_full.index(t % 2), t // 2 & 1)
     zeros = gl.zeros([64, BN], gl.float32, mma_layout(BN))
@@ -118,7 +109,7 @@ def issue_dq(k, column, exchange, t):
 
 @gluon.jit
 def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Write part PART (64 columns) of dQ to shared memory. The accumulator is dQ^T, so the stores have no bank conflicts."""
+    """Write part PART (64 columns) of dQ to shared memory. Stores of dQ^T have no bank conflicts."""
     mbarrier.wait(exchange.dq_free.index(t % 2), (t // 2 & 1) ^ 1)
     exchange.dq.index(t % 2 * PARTS + PART).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
     fence_async_shared()
@@ -128,7 +119,7 @@ def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
 # ------------------------------------------------------------------ the adder
 @gluon.jit
 def wait_for_ticket(semaphore, predecessor):
-    """Wait until the semaphore holds the predecessor's ticket. TMA operations that follow come after its addition."""
+    """Wait until the semaphore holds the predecessor's ticket. Later TMA operations follow its addition."""
     while load_acquire(semaphore) != predecessor:
         back_off()
     fence_async_global()
@@ -136,16 +127,16 @@ def wait_for_ticket(semaphore, predecessor):
 
 @gluon.jit
 def publish_ticket(semaphore, ticket):
-    """Wait until the addition of this CTA is complete, then write its ticket for the successor."""
+    """Wait until this CTA's addition is complete, then write its ticket."""
     wait_for_reductions()
     store_release(semaphore, ticket)
 
 
 @gluon.jit
 def add_dq(dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS: gl.constexpr, ORDERED: gl.constexpr):
-    """Run the adder warp: add every tile of dQ to global memory.
+    """Add every tile of dQ to global memory (the adder warp).
 
-    ORDERED: in the order of the tickets. ``semaphores`` (b, h, dq_tiles) then points to int32 zeros.
+    ORDERED: in the order of tickets. ``semaphores`` (b, h, dq_tiles) then points to int32 zeros.
     """
     published, k = buffers.published, buffers.k
     BUFFERS: gl.constexpr = published.shape[0]

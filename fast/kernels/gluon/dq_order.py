@@ -1,37 +1,23 @@
-"""A fixed order for the additions to dq: tickets, the order of work tiles that keeps waits short, and when it pays.
+"""A fixed order for the additions to dq: tickets, an order of work tiles that keeps waits short, and when it pays.
 
-In the fused backward a CTA owns a tile of keys and visits tiles of queries, in *spans* of adjacent tiles. Many work tiles
-add to one *tile of dq*: dq of the queries of a visited tile, for one head. Sums in float32 depend on the order of additions.
-So each span gets a **ticket**, and each tile of dq has a **semaphore** in global memory that starts at 0. The *predecessor* is
-the previous span in the tile schedule that visits this tile. A CTA adds only when the semaphore holds the predecessor's
-ticket, or 0 if there is none. After its addition is complete it writes the span's own ticket there. Only the successor waits
-for this ticket. So the semaphore holds it until the successor has added, and the successor cannot miss it.
+In the fused backward many work tiles (of keys) add to one *tile of dq*: dq of the queries of a visited tile, for one head.
+Each span has a **ticket**, each tile of dq a **semaphore** that starts at 0. The *predecessor* is the previous span in the
+tile schedule that visits this tile. A CTA adds once the semaphore holds the predecessor's ticket (0 if none), then writes
+its own. Only the successor waits for that ticket, so it stays until the successor adds.
 
     tile schedule           work tile A    work tile B    work tile C
     own ticket              1              2              3
     tiles of dq visited     0 1 2 3            2 3          1 2 3
     predecessor's ticket    0 0 0 0            1 1          1 2 2
 
-**Same bits.** The predecessors follow from the tile schedule alone: from the mask and the shapes, not from timing or the
-number of SMs. So each tile of dq is a sum in a fixed order. Only the choice by method="auto" (`canon.fast.backward`) depends
-on the number of SMs: another GPU may run "split" or "head_parallel" instead.
+**Same bits.** Predecessors follow from the mask and the shapes, not from timing or the number of SMs.
 
-**No deadlock.** CTAs claim work tiles from an atomic counter, in the order of the tile schedule, and process their own
-ones in that order. Take the first unfinished work tile. All earlier ones are finished. Claims follow the schedule, so
-a running CTA has claimed it, or the next CTA to become idle will. Each predecessor of its spans is in an earlier work
-tile, or earlier in the same one. So every semaphore that the CTA waits for will hold the predecessor's ticket, and the
-work tile finishes. By induction, all do. The forward kernel gives CTA i work tile i without a claim (`tile_queue`).
-With ordered dq, a running CTA could then wait for one that the GPU has not started. So here even the first work tiles
-are claimed.
+**No deadlock.** CTAs claim work tiles in the order of the schedule. Take the first unfinished one: a running CTA has claimed
+it, or the next idle one will. Its predecessors are in finished work tiles or earlier in itself. So it finishes, and by
+induction all do. Even first work tiles are claimed: dealt out, a running CTA could wait for one that has not started.
 
-**Memory order** is explained in `canon.fast.kernels.gluon.dq_adder`.
-
-Tickets are numbered by span, along the tile schedule. If the tiles of a span have different predecessors, the span is cut
-where the predecessor changes (C above, into two). Its pieces keep one own ticket. One table of tickets serves all key
-heads, because each query head has its own semaphores. The schedule lists the spans of a work tile, with the same
-tickets, once for each query head of the owner. NumPy builds it in O(spans sqrt(tiles of dq of a head)) operations
-(`_next_covering_interval`). `launch.queue` zeroes the semaphores, and `canon.fast.backward` zeroes dq. Heads wider
-than 128 have no fused kernel, so no ordered dq.
+A span whose tiles have different predecessors is cut (C above); its pieces keep one own ticket. Each query head has its own
+semaphores, so one table serves all heads. Cost: O(spans sqrt(tiles of dq of a head)) in NumPy.
 
 Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code). Measurements:
 paper/deterministic_dq.md.
@@ -41,56 +27,42 @@ from operator import itemgetter
 
 import numpy as np
 
+from canon.fast.kernels.placed_mask import counted
 from canon.fast.kernels.tile_costs import TileCosts, tile_costs
-from canon.fast.kernels.work_tables import counted, visits
+from canon.fast.kernels.work_tables import visits
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
-SMS = 132  # of an H200. A constant, so that other GPUs get the same order and the same bits.
-L2_BYTES = 32 << 20  # for the tensors that heads in flight read. The L2 cache of an H200 holds 50 MB.
+SMS = 132  # of an H200; constant, so that all GPUs get the same order and bits
+L2_BYTES = 32 << 20  # for tensors that heads in flight read; an H200 has 50 MB
 
-# Number of heads in flight where work tiles come longest first (`heads_in_flight`). Each CTA must stay behind the CTA
-# before it, so waits grow with the number of CTAs of one head: more than about CTAS_PER_HEAD gained nothing. More
-# heads in flight shorten the waits. But the CTAs of a head share reads of queries through L2 only while they stay
-# close together. We assume that the distance from the first to the last grows in proportion to the number of additions
-# to one tile of dq. So the product of additions and heads in flight measures what L2 must hold. It is at most
-# MAX_ADDITIONS. Heads that read at most 4 L2_BYTES together are exempt. Both constants are fitted to times of zigzag
-# shards (paper/data/lists_side_by_side_h200.json).
+# Heads in flight, longest work tile first. Waits grow with the CTAs of one head: over about CTAS_PER_HEAD gained nothing. More
+# heads shorten waits, but CTAs of a head share L2 reads only while they stay close: so additions to a tile of dq x heads is at
+# most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES. Fitted: paper/data/lists_side_by_side_h200.json.
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
-# Alternating order (`alternation`). An SM runs one CTA. With n key heads in flight, w = SMS / n CTAs work on one of them. The
-# unit of time is a visit: the computation of one tile. If each CTA starts 1.5 visits after the one before, their waits
-# sum to 1.5 (0 + 1 + ... + w - 1) visits, about WAITING w^2. A key head costs repeat * visits: ``visits`` for each of
-# its ``repeat`` query heads. So waits take the share WAITING w^2 / (repeat * visits) of the time. L2 misses take the
-# share DRIFTING (n bytes)^2 / queries: the query heads of a key head read ``bytes``. The form of this term is
-# empirical. DRIFTING (in queries / byte^2) has one value for key heads of one query head, and one for key heads of
-# several. All three constants are fitted to times with 1 to 32 heads in flight (paper/data/pairs_h200.json). The n
-# with the smallest sum of both shares is taken.
+# Alternating order, in visits (the time of one tile). With n key heads in flight, w = SMS / n CTAs work on one. Each starts 1.5
+# visits after the one before: waits sum to about WAITING w^2, the share WAITING w^2 / (repeat * visits). L2 misses take
+# DRIFTING (n bytes)^2 / queries (empirical; for key heads of one query head, or several). Fitted: paper/data/pairs_h200.json.
 WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
-# When the fused kernel with ordered dq pays (`ordered_dq_pays`). It makes five MMAs a tile, and "split" seven. In alternating
-# order, waits and misses must cost less than the share MAX_SHARE. A tile of keys must also visit more than
-# MIN_VISITS_ALTERNATING[padded width] tiles of queries (128 x 128) on average. In the other order it must visit more
-# than MIN_VISITS[padded width]. There the model is: each CTA of a head starts LAG visits after the one before. LAG
-# times the CTAs of a head must be under a tenth of the work of an SM. LAG is a fit of its own, not the 1.5 above. The
-# constants are fitted to paper/data/kernels_sweep_widths_h200.json and pairs_h200.json.
+# When ordered dq pays (five MMAs a tile, "split" seven). Alternating: waits and misses cost less than MAX_SHARE, and a tile of
+# keys visits over MIN_VISITS_ALTERNATING[padded width] tiles of queries. Else over MIN_VISITS[padded width], and LAG visits for
+# each CTA of a head are under a tenth of an SM's work. Fitted: paper/data/kernels_sweep_widths_h200.json, pairs_h200.json.
 MAX_SHARE = 0.08
 MIN_VISITS_ALTERNATING = {64: 8, 128: 12}
 MIN_VISITS = {64: 8, 128: 24}
 LAG = 2.5
 
 
-# ------------------------------------------------------------------ heads in flight, and the order of work tiles
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
-    """Return how many groups of heads are in flight together: as many as fit the L2 cache, or more if dq is ordered.
+    """Return how many groups of heads are in flight: as many as fit the L2 cache, or more if dq is ordered.
 
-    A group is a key head, or the query heads that share one. ``additions``: the mean number of additions to one tile
-    of dq, if they are ordered. More groups in flight then shorten the waits, up to as many as occupy all SMs. Either
-    of two limits suffices: the CTAs of a head stay together (`MAX_ADDITIONS`), or the groups read at most four times
-    `L2_BYTES`.
+    A group is a key head, or the query heads that share one. ``additions``: mean additions to one tile of dq, if ordered;
+    then up to as many as occupy all SMs, within `MAX_ADDITIONS` or four times `L2_BYTES`.
     """
     choices = divisors(groups)
     largest = lambda each, room: max(n for n in choices if n == 1 or n * each <= room)
@@ -107,10 +79,8 @@ def alternation(
 ) -> tuple[int, float] | None:
     """Return how many groups of heads are in flight, and the cost of waits and misses (share of the time); or None.
 
-    None means that short and long work tiles should not alternate, for one of these reasons: there are none; fewer
-    than a quarter of a head's work tiles add to one tile of dq; all are about equally long; or repeat * rows < 2 * columns, so
-    that under a causal mask adjacent tiles of keys differ by fewer than two visits.
-    ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout of a group, which have ``queries`` tokens.
+    None: do not alternate. There are no groups; under a quarter of a head's work tiles add to one tile of dq; all are about
+    equally long; or repeat * rows < 2 * columns. ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout.
     """
     cost = costs.cost[costs.active]
     if not len(cost) or 4 * mean_additions(costs.spans, columns) < len(cost) or cost.max() <= UNEVEN * cost.mean():
@@ -125,22 +95,18 @@ def alternation(
 def alternate(order: np.ndarray, together: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of short and of long work tiles alternating.
 
-    A set has SMS / together work tiles: one for each CTA of a group in flight. The first set has the shortest work
-    tiles, shortest first. The second has the longest ones, longest first. The sets continue so, with the tiles that are left.
-
-    Under a causal mask, all work tiles end at the last query, and short ones start at later queries. A short one that starts
-    together with a longer predecessor waits until the predecessor reaches the short one's first query. So in
-    longest-first order, work tiles that start together all end when the longest of them ends. In alternating order,
-    short ones end one after another, so the long ones after them start staggered, and wait little.
+    A set has SMS / together work tiles: the shortest ascending, then the longest descending, and so on. Causal work tiles
+    all end at the last query, so a short one waits for a longer predecessor that starts with it. Alternating, short ones end
+    one after another, and the long ones after them start staggered.
     """
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)
-    place += which // 2 * number  # among the long ones, or the short ones
+    place += which // 2 * number  # among the long or the short ones
     return order[np.where(which % 2 == 0, len(order) - 1 - place, place)]
 
 
 def mean_additions(spans: np.ndarray, columns: int) -> float:
-    """Return how many work tiles add to one tile of dq, on average."""
+    """Return the mean number of work tiles that add to one tile of dq."""
     last = int((spans[:, 0] + columns * spans[:, 1]).max(initial=columns))
     return columns * float(spans[:, 1].sum()) / last
 
@@ -154,16 +120,16 @@ def divisors(groups: int) -> list[int]:
 def ordered_dq_pays(
     mask: Mask, query_heads: int, key_heads: int, sms: int, width: int, rows: int, columns: int
 ) -> bool:
-    """Return whether the fused backward with ordered dq is faster than "split". Heads are counted over the batch.
+    """Return whether fused with ordered dq is faster than "split". Heads are counted over the batch.
 
-    ``width``: of the padded heads; ``rows`` and ``columns``: of the fused kernel's tiles.
+    ``width``: of padded heads; ``rows``, ``columns``: of the fused kernel's tiles.
     """
     visited, tiles = visits(mask, 128, 128, True, 128)
     if visited <= min(MIN_VISITS_ALTERNATING[width], MIN_VISITS[width]) * tiles:
         return False
     each = query_heads // key_heads
-    # With more keys than queries, many keys probably belong to other ranks. "split" sends their dk and dv while its dq
-    # kernel runs, which "fused" cannot. So only the stricter test below counts then.
+    # Else many keys probably belong to other ranks, and "split" sends dk and dv during its dq kernel, which "fused" cannot.
+    # Then only the stricter test below counts.
     if mask.keys <= mask.queries:
         costs, bytes_per_head = tile_costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
         if found := alternation(costs, rows, columns, each, key_heads, bytes_per_head, mask.queries):
@@ -178,12 +144,9 @@ def cut_by_tickets(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Cut spans where the predecessor changes. Return the cut spans, begin and end for each work tile, and the tickets.
 
-    ``spans[begin[i]:end[i]]`` are those of tile i, and ``order`` is the order of the tiles of one head in the tile
-    schedule, the same for all heads. Tickets are (predecessor's, own) for each cut span. Spans are numbered 1, 2, ... along
-    the schedule before the cut. 0 means no predecessor.
-
-    Consider the boundary of two tiles of dq. A span that starts or ends there visits only one of the two. The two
-    tiles then have different last spans. The next span that covers both has two predecessors, so it is cut there.
+    ``spans[begin[i]:end[i]]`` are those of tile i; ``order`` is that of one head's tiles. Tickets are (predecessor's, own)
+    for each cut span. A span that starts or ends between two tiles of dq leaves them with different last spans, so the next
+    span that covers both is cut there.
     """
     number = (end - begin)[order]
     work_tile, place = counted(number)
@@ -210,13 +173,11 @@ def cut_by_tickets(
 def _next_covering_interval(begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i]; len(begin) if none.
 
-    Intervals are grouped into blocks. For each block and point, a table has the first block, from this one on, with an
-    interval that holds the point. So only two blocks are searched for each point: that of ``after``, and that of the
-    table.
+    A table gives for each block of intervals the next block that holds a point, so only two blocks are searched.
     """
     n, width = len(begin), int(end.max(initial=0)) + 1
     size = 1 << max(4, (width // 3).bit_length() // 2)
-    blocks = n // size + 1  # with room for after = n
+    blocks = n // size + 1  # room for after = n
     begin, end = (
         np.append(x, np.zeros(blocks * size - n)).astype(np.int32).reshape(blocks, size) for x in (begin, end)
     )
@@ -224,9 +185,9 @@ def _next_covering_interval(begin: np.ndarray, end: np.ndarray, point: np.ndarra
     block = np.arange(blocks)[:, None]
     np.add.at(following, (block, begin), 1)
     np.add.at(following, (block, end), -1)
-    np.cumsum(following, 1, out=following)  # how many intervals of a block hold a point
+    np.cumsum(following, 1, out=following)  # intervals of a block that hold a point
     following[:] = np.where(following > 0, np.arange(blocks + 1, dtype=np.int32)[:, None], np.int32(blocks))
-    for i in reversed(range(blocks)):  # the block itself if it holds the point, else the answer of the next block
+    for i in reversed(range(blocks)):  # the block itself if it holds the point, else the next one's answer
         np.minimum(following[i], following[i + 1], out=following[i])
     point, after = point.astype(np.int32), after.astype(np.int32)
     number = np.arange(size, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The epilogue of the Hopper kernels: write an accumulator from registers to global memory, in whole 32-byte sectors."""
+"""Write accumulators from registers to global memory, in whole 32-byte sectors."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,7 +9,7 @@ from canon.fast.kernels.gluon.ptx import transpose_words
 
 @gluon.jit
 def to_store_layout(x):
-    """Return x (two-byte elements in `mma_layout`) in `store_layout`, so that each lane writes 16 bytes at a time."""
+    """Return x (two-byte, `mma_layout`) in `store_layout`: each lane writes 16 bytes at a time."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
     y = transpose_words(x).reshape([M, N // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])
@@ -26,9 +26,9 @@ def columns_per_store(dtype):
 def store_tile(
     start, x, batch_head, left, stride_t, stride_h, column: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr
 ):
-    """Write x to the address ``start``: its first ``left`` tokens, and columns from ``column`` up to WIDTH.
+    """Write the first ``left`` tokens of x to ``start``, in columns ``column`` to WIDTH.
 
-    ``batch_head``: any number >= 0 that is unknown at compile time, for the zero below.
+    ``batch_head``: any number >= 0 unknown at compile time, for the zero below.
     """
     UNIT: gl.constexpr = columns_per_store(start.dtype.element_ty)
     LAYOUT: gl.constexpr = store_layout(x.shape[1]) if UNIT == 8 else mma_layout(x.shape[1])
@@ -36,9 +36,7 @@ def store_tile(
     if UNIT == 8:
         x = to_store_layout(x)
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
-    zero = gl.minimum(
-        batch_head, 0
-    )  # as in mask_hidden: offsets are computed here, not kept in registers from the start
+    zero = gl.minimum(batch_head, 0)  # as in mask_hidden: compute offsets here, not in the prologue
     d = gl.expand_dims(gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
     lane = gl.max_constancy(gl.multiple_of((d & (3 * UNIT)) ^ zero, [1, UNIT]), [1, UNIT])
     rest = gl.max_contiguous(gl.multiple_of(d & ~(3 * UNIT), [1, UNIT]), [1, UNIT])

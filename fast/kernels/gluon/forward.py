@@ -5,12 +5,8 @@
                   wait for S:     P = exp(S - m)         while O += P V still runs (ROWS = 192: after it)
                   wait for O:     release V (tile j - 1), go to tile j + 1
 
-A CTA has four loader warps, where one thread issues the loads, and two or three MMA warpgroups. It uses the registers
-of a whole SM, so one CTA runs on each SM. An MMA warpgroup owns 64 rows of the work tile, and waits for its Q once
-(`receive`). The MMA with V is one tile late, even across work tiles: the last MMA with V of a work tile runs during
-the first softmax of the next work tile (ROWS = 192: during its maximum). Then O is divided by the sums of P
-(STALE_MAXIMUM: less a rounding correction, ``excess``) and written (`write_result`). Sums follow the order of the
-spans, so the same inputs give the same bits.
+A CTA has four loader warps (one thread issues) and two or three MMA warpgroups of 64 rows. The MMA with V is one tile late,
+even across work tiles. Then O is divided by the sums of P (STALE_MAXIMUM: less ``excess``) and written. Bits repeat.
 
     barrier          arrivals in a phase   arrives                                  waits           protects
     k.full, v.full   1, and all bytes      loader, then TMA                         warpgroups      K, V until loaded
@@ -24,40 +20,22 @@ spans, so the same inputs give the same bits.
     (PING_PONG)                            complete (bar.arrive); w (bar.sync)
     named 11 + w     128 threads           warpgroup w (STALE_MAXIMUM)              warpgroup w     a vote (`ptx.vote_ptx`)
 
-w - 1 is taken modulo the number of warpgroups. At the start the last warpgroup arrives once, so that warpgroup 0 goes
-first. There are at least two stages, because a step may wait for its V before it releases the previous V. Partial
-spans come first; with STALE_MAXIMUM they come last, when rows have seen many keys. All warpgroups make equally many
-steps, so the named barriers match. Results are written from registers, without a barrier.
+w - 1 is modulo the number of warpgroups; at the start the last one arrives once. A step may wait for its V before it
+releases the previous V: hence two stages or more. Partial spans come first (STALE_MAXIMUM: last). All warpgroups make
+equally many steps, so the named barriers match.
 
-Read in this order: `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` (state and
-MMAs) and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after the first tile of each work tile.
+Read `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` and `softmax`. With
+STALE_MAXIMUM, `stale_maximum` replaces `step` after a work tile's first tile. Compile-time switches:
 
-Compile-time switches that `config` sets. "Seen" is the average number of tiles of 128 keys that a query sees. A rule
-of thumb divides it by 4 if the tiles of 128 queries, over batch and heads, are at most as many as the SMs
-(`launch.tiles_seen`; not with rank_invariant).
-
-    d, dv up to   ROWS                   COLUMNS   STAGES   BUFFERS   PING_PONG   STALE_MAXIMUM
-    64, 64        128; 192 if seen > 6*  128       4        2         yes         if seen > 3
-    128, 128      128                    128       3        1         yes         if seen > 6
-    256, 128      128                    64        3        1         yes         if seen > 3
-    256, 256      128                    64        2        1         yes         if seen > 3
-    * always 128 with rank_invariant: tiles are cut at the same tokens on any number of ranks
-
-Tests and tuning also reach combinations outside this table, through `config.forced`, such as no ping-pong scheduling.
-GROUP and PACK depend on the inputs, and two more switches follow from those above:
-
-    GROUP           query heads of a key head
-    PACK            query heads that share a tile: 1, 2, 4, 8 or 16, a divisor of GROUP; over 1 if the documents in a
-                    sequence are short (`launch.packing`)
+    ROWS            128; 192 (three warpgroups) for widths up to 64 if a query sees over 6 tiles of 128 keys on average
+                    (`launch.tiles_seen`), never with rank_invariant: tiles are cut at the same tokens on all ranks
+    STALE_MAXIMUM   if a query sees over 3 tiles (widths from 65 to 128: 6)
+    PACK            query heads that share a tile, over 1 for short documents (`launch.packing`)
     LATE            if ROWS = 192: exponentials wait for the MMA with V
-    EARLY_RESCALE   if dv is up to 128: O is rescaled in the next step, during its MMA of S; else at the end of a step
+    EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S; else at the end of a step
 
-Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries with |m| > 2^24 get NaN
-(`LARGEST_MAXIMUM`). A NaN of v also reaches queries that only share a tile with it (`canon.fast.kernels.triton.launch`).
-
-Shared memory: 2 * (BUFFERS * ROWS * d + STAGES * COLUMNS * (d + dv)) bytes; d and dv are the padded widths, those of
-the row of the table above.
-Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2. Spans: `canon.fast.kernels.work_tables`.
+Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries with |m| > 2^24 get NaN.
+Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2.
 """
 
 from triton.experimental import gluon
@@ -107,8 +85,8 @@ from canon.fast.kernels.gluon.tile_queue import (
 )
 from canon.fast.kernels.gluon.tile_ring import Ring, RingPosition, load_box, make_barriers
 
-# The largest |m|. m is rounded to float32; the product s scale_log2 in P = 2^(s scale_log2 - m)
-# is not (FMA). Up to 2^24 the rounding of m is at most 1/2, so it changes P by a factor of at most 2^0.5.
+# m is rounded to float32, but not s scale_log2 in P = 2^(s scale_log2 - m) (FMA). Up to 2^24 the rounding is at most 1/2: a
+# factor of at most 2^0.5.
 LARGEST_MAXIMUM = gl.constexpr(2.0**24)
 
 
@@ -132,9 +110,7 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, GROUP: gl.constex
             parity = t // STAGES & 1
             mbarrier.wait(k.free.index(slot), parity ^ 1)
             load_box(k_desc, batch, column, head // GROUP, k.full.index(slot), k.tiles.index(slot))
-            if (
-                fresh
-            ):  # after K: a buffer of Q is free only after the last S of its previous work tile, and K should not wait
+            if fresh:  # after K: Q's buffer is freed by the last S of its previous work tile
                 for w in gl.static_range(WARPGROUPS):
                     b = w * BUFFERS + done % BUFFERS
                     mbarrier.wait(q.free.index(b), (done // BUFFERS & 1) ^ 1)
@@ -189,12 +165,12 @@ def attend(wg):
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         write_result(o, state, wg, previous)
     if wg.PING_PONG and wg.INDEX == 0:
-        ping_pong_wait(wg.INDEX)  # take the last arrival of the last warpgroup, so that the named barrier ends balanced
+        ping_pong_wait(wg.INDEX)  # take the last arrival of the last warpgroup: the barrier ends balanced
 
 
 @gluon.jit
 def visit_span(state, wg, ring, tile, partial):
-    """Add the tiles of a span, from ``tile`` on. Return the state and the ring position after the last one."""
+    """Add the tiles of a span from ``tile`` on. Return the state and the next ring position."""
     partial_stop = gl.where(partial, tile.stop, tile.column)
     for column in range(tile.column, partial_stop, wg.BN):
         state, ring = step(state, wg, ring, tile.at(column), 0, True, False)
@@ -207,13 +183,11 @@ def visit_span(state, wg, ring, tile, partial):
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the next ring position.
 
-    The MMA with V in this step belongs to the tile before. FIRST: ``tile`` is the first one of a work tile. Then O of
-    the work tile ``previous`` is complete after this MMA, and is written, unless ``previous`` is 0. LATE: registers
-    are scarce with three warpgroups. So the exponentials wait until the MMA with V has read the old P, and the new P
-    reuses its registers.
+    The MMA with V belongs to the tile before. FIRST: O of ``previous`` (if not 0) is then complete and written. LATE:
+    exponentials wait until that MMA has read the old P, whose registers the new P reuses.
     """
     LATE: gl.constexpr = wg.COUNT == 3
-    # Rescale O during the MMA of S. This needs registers, and wider heads have none to spare.
+    # needs registers, and wider heads have none to spare
     EARLY_RESCALE: gl.constexpr = wg.DV_PAD <= 128
     no_shrink = gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN))
     is_last = tile.is_last(wg.BN)
@@ -241,8 +215,8 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
     p, l = exponentials(s, m_finite, wg)
-    # V of this tile is needed only in the next step. But the wait for an mbarrier is a loop, and the compiler moves no code
-    # across it. Here it keeps the wait for o (if not LATE) below the exponentials.
+    # V is needed only in the next step. But the wait is a loop, across which the compiler moves no code: it keeps the wait for
+    # o (if not LATE) below the exponentials.
     mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
     if not LATE:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
@@ -315,9 +289,9 @@ def forward_kernel(
     STALE_MAXIMUM: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write the output ``out`` (b, t, h, dv) and the natural ``lse`` (b, h, t) of the work tiles in ``work``.
+    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in ``work``.
 
-    The batch stride of ``out`` is tokens * stride_t; ``lse`` is contiguous. ``counter`` is 0 at launch, or not read.
+    The batch stride of ``out`` is tokens * stride_t. ``counter`` is 0 at launch, or not read.
     """
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype

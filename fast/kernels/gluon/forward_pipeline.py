@@ -1,12 +1,4 @@
-"""State of the forward kernel's pipeline, and the two MMAs of each tile that a warpgroup visits.
-
-    Buffers      shared memory: the rings of Q, K and V tiles, and the published work tiles
-    Output       where results are written
-    Warpgroup    all that stays constant for one warpgroup
-    Tile         the visited tile: its rows, its span and its columns
-
-Q is a ring too: BUFFERS tiles for each warpgroup. With two buffers, the loader loads Q of the next work tile during this one.
-"""
+"""State of the forward kernel's pipeline, and the two MMAs of each visited tile."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,7 +13,7 @@ from canon.fast.kernels.gluon.tile_ring import Ring, aggregate
 
 @aggregate
 class Buffers:
-    """The rings of Q, K and V in shared memory, and the work tiles that the loader publishes with each Q tile."""
+    """The rings of Q (BUFFERS tiles for each warpgroup), K and V, and the work tiles published with each Q tile."""
 
     q: Ring
     k: Ring
@@ -57,10 +49,10 @@ class Output:
 
 @aggregate
 class Warpgroup:
-    """Constants of one warpgroup.
+    """Constants of warpgroup INDEX of COUNT.
 
-    INDEX of COUNT warpgroups; PING_PONG, STALE_MAXIMUM: switches of the kernel; DV: width of out.
-    M rows (TOKENS tokens of PACK heads), BN columns of a tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
+    PING_PONG, STALE_MAXIMUM: switches of the kernel; DV: width of out. M rows (TOKENS tokens of PACK heads), BN columns of a
+    tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
     """
 
     q: Ring
@@ -108,7 +100,7 @@ class Warpgroup:
 
 @aggregate
 class Tile:
-    """A visited tile: buffer of Q, first token, first column, and column ``stop`` after the last tile of the span.
+    """A visited tile: buffer of Q, first token, first column, and column ``stop`` after the span's last tile.
 
     ``span``, ``span_end``: offsets in ``work`` of the span, and of the end of the work tile's spans.
     """
@@ -131,20 +123,18 @@ class Tile:
 
     @gluon.jit
     def at(self, column):
-        """Return the tile of the same span at another column."""
         return Tile(self.q_buffer, self.row, self.span, self.span_end, column, self.stop)
 
     @gluon.jit
     def is_last(self, BN: gl.constexpr):
-        """Return whether this is the work tile's last tile."""
         return (self.span + SPAN == self.span_end) & (self.column + BN == self.stop)
 
 
 @gluon.jit
 def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
-    """Issue the MMA S = Q K^T of this tile, and return S, still in flight.
+    """Issue S = Q K^T of this tile once K has arrived. Return S in flight.
 
-    First wait for K. PING_PONG: then wait until the previous warpgroup has issued its MMAs; they may still run.
+    PING_PONG: first wait until the previous warpgroup has issued its MMAs.
     """
     q = wg.q.tiles.index(tile.q_buffer).reshape([wg.M, wg.q.tiles.shape[4]])
     k = wg.k.tiles.index(ring.slot).reshape([wg.BN, wg.k.tiles.shape[4]])
@@ -157,9 +147,9 @@ def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
 
 @gluon.jit
 def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
-    """Issue the MMA o += p V of the previous tile, and return o, still in flight.
+    """Issue o += p V of the previous tile. Return o in flight.
 
-    In the first step of all there is no previous tile: p is 0, V is undefined, and the result is discarded.
+    In the very first step p is 0, V is undefined, and the result is discarded.
     """
     v = wg.v.tiles.index(ring.previous).reshape([wg.BN, wg.DV_PAD])
     o = hopper.warpgroup_mma(p, v, o, is_async=True)
@@ -170,7 +160,7 @@ def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
 
 @gluon.jit
 def release_operands(wg, ring, tile, is_last):
-    """Release K of this tile, and Q if this is the work tile's last tile."""
+    """Release K of this tile, and Q after the work tile's last tile."""
     mbarrier.arrive(wg.k.free.index(ring.slot), count=1)
     if is_last:
         mbarrier.arrive(wg.q.free.index(tile.q_buffer), count=1)

@@ -1,12 +1,8 @@
-"""Launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments.
+"""Launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments, ranges and NaN.
 
-TMA loads tensors in place if their base and strides are multiples of 16 bytes and the last stride is 1. Other tensors are
-copied first. If tiles load tokens that the mask does not touch, these may hold NaN: v (forward) or q, k, v and dout (backward)
-are copied with 0 there. Results that kernels cannot write in place (`evenly_strided`, `within_reach`) are written to a new
-tensor and copied.
-
-Elements have two bytes, heads are at most 256 wide, and the device is an sm_90. Anything else raises ValueError. The range of
-scores and values, and the effects of a NaN, are those of `canon.fast.kernels.triton.launch`, with other tiles.
+TMA needs base and strides at multiples of 16 bytes and a last stride of 1; other tensors are copied. Tokens that tiles load
+but the mask does not touch may hold NaN, so they are copied as 0. Results that kernels cannot write in place are copied.
+ValueError unless elements have two bytes, heads at most 256 columns, and the device is sm_90.
 """
 
 from functools import lru_cache
@@ -42,11 +38,11 @@ SIMULATED_SMS = 3
 TILES = {size: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)}
 VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
-delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # kernels without MMAs: the portable ones
+delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # kernels without MMAs are portable
 
 
 def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
-    """Return the backward method for "auto": as the Triton backend, but "fused" where its ordered dq is faster."""
+    """Return the method for "auto": as the Triton backend, but "fused" where ordered dq is faster."""
     method = portable.choose_method(q, k, v, mask, multiprocessors)
     d, dv = q.shape[3], v.shape[3]
     if method == "head_parallel" or not padded_to("fused", d, dv):
@@ -118,10 +114,10 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv). An owner is a key head, or a query head for "head_parallel".
+    """Write dk (b, s, o, d) and dv (b, s, o, dv), and add to ``dq`` (b, t, h, d), float32, if given; in a fixed order if
+    ``ordered``.
 
-    With ``dq`` (b, t, h, d), float32, the fused kernel also adds to it: in a fixed order if ``ordered``, else in any order.
-    ``stats``: from `row_statistics`.
+    Owners are key heads, or query heads for "head_parallel". ``stats``: from `row_statistics`.
     """
     check(q)
     d, dv_width, owners = q.shape[-1], v.shape[-1], dk.shape[2]
@@ -161,7 +157,7 @@ def dkdv(
 
 # ------------------------------------------------------------------ inputs
 def forward_config(q: Tensor, v: Tensor, mask: Mask) -> tuple[Config, int, int]:
-    """Return the configuration of the forward kernel and the padded widths. A `PlacedMask`: by the whole mask alone."""
+    """Return the configuration of the forward kernel and the padded widths; of a `PlacedMask` by the whole mask alone."""
     widths = q.shape[-1], v.shape[-1]
     if isinstance(mask, PlacedMask):
         return choose("forward", *widths, tiles_seen(mask.whole, 1, 0), most_rows=TILE)
@@ -173,7 +169,7 @@ def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> t
     group = q.shape[2] // k.shape[2]
     pack = packing(mask, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
-    # A stale maximum (see stale_maximum.py) is good once all rows have seen many keys. In a partial tile, some see only a few.
+    # a stale maximum is good once all rows have seen many keys, which partial tiles do not give
     full_first = config.stale_maximum
     ctas = resident_ctas(q)
     traversal = Traversal(config.rows, config.columns, False, heads, pack, 1, read, full_first=full_first, ctas=ctas)
@@ -190,17 +186,14 @@ def check(q: Tensor) -> None:
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q and a scale > 0 with the same scores: the forward kernel masks cells with -inf before it scales them.
-
-    A scale of NaN stays NaN.
-    """
+    """Return q and a scale > 0 with the same scores, because the kernel masks with -inf before it scales. NaN stays NaN."""
     if portable.vanishes(scale, q.dtype):
         return q * 0.0, 1.0  # NaN stays NaN
     return (-q, -scale) if scale < 0 else (q, scale)
 
 
 def zero_masked(x: Tensor, mask: Mask, plan: TileSchedule, keys: bool) -> Tensor:
-    """Return x (b, t, h, d), queries or keys. If the plan loads tokens that the mask does not touch, a copy with 0 in them."""
+    """Return x (b, t, h, d), or a copy with 0 in tokens that the plan loads but the mask does not touch."""
     if not plan.loads_masked_tokens[keys]:
         return x
     return torch.where(unseen_tokens(mask, keys, x.device)[:, None, None], 0.0, x)
@@ -221,9 +214,9 @@ def _unseen_tokens(mask: Mask, keys: bool) -> np.ndarray:
 
 
 def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
-    """Return a descriptor by which TMA loads boxes of x (b, t, h, d), or adds to them. Rows and columns outside x load as 0.
+    """Return a descriptor for TMA boxes of x (b, t, h, d): of a copy if TMA cannot load x in place. Outside, x loads as 0.
 
-    The descriptor is of a copy if TMA cannot load x in place. A tensor that is added to must be `tma_loadable`.
+    A tensor that is added to must be `tma_loadable`.
     """
     return descriptor(x if tma_loadable(x) else empty_for_tma(x).copy_(x), 1, tokens, heads, width)
 
@@ -237,14 +230,14 @@ def descriptor(x: Tensor, *block: int) -> TensorDescriptor:
 
 @lru_cache(maxsize=4096)
 def descriptor_fields(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]) -> dict:
-    """Return the fields of a descriptor without its tensor. They are cached because the checks of Triton are slow."""
+    """Return the fields of a descriptor without its tensor; cached because Triton's checks are slow."""
     layout = VECTOR if len(shape) == 1 else TILES[dtype.itemsize]
     strided = descriptor_strides(dtype, shape, strides)
     return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), strided, list(block), layout))
 
 
 def descriptor_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
-    """Return the strides; those of axes of length 1, which may be anything, as if x were contiguous."""
+    """Return the strides; for axes of length 1, as if x were contiguous."""
     inner, made = padded_width(dtype, shape), [1]
     for n, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
         made.insert(0, stride if n > 1 else inner)
@@ -253,7 +246,7 @@ def descriptor_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int
 
 
 def tma_loadable(x: Tensor) -> bool:
-    """Return whether TMA can load x (b, t, h, d) in place: base and strides multiples of 16 bytes, the last stride 1."""
+    """Return whether TMA can load x (b, t, h, d) in place."""
     return x.data_ptr() % 16 == 0 and tma_strides(x.shape, x.stride(), x.element_size())
 
 
@@ -265,7 +258,7 @@ def tma_strides(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> b
 
 
 def empty_for_tma(x: Tensor) -> Tensor:
-    """Return an empty tensor with the shape of x (b, t, h, d) that TMA can load in place."""
+    """Return an empty tensor like x (b, t, h, d) that TMA can load in place."""
     return x.new_empty(*x.shape[:3], padded_width(x.dtype, x.shape))[..., : x.shape[3]]
 
 
@@ -279,8 +272,7 @@ def padded_width(dtype: torch.dtype, shape: torch.Size) -> int:
 def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
     """Return how many query heads of a group share a tile: more than one if that saves a tenth of the visits.
 
-    A tile of 128 rows then holds 64 tokens of two heads, or 32 of four. Less of it is wasted at the ends of short documents.
-    A visit computes one tile of keys for one tile of queries.
+    A tile of 128 rows then holds 64 tokens of two heads, or 32 of four: ends of short documents waste less.
     """
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
     alone, _ = visits(mask, rows, columns)
@@ -294,9 +286,9 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
 
 @cached_plan
 def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
-    """Return the average number of tiles of 128 keys that a query sees, for `LONG_TABLE`.
+    """Return the mean number of tiles of 128 keys that a query sees, for `LONG_TABLE`.
 
-    If no SM has two tiles of queries (of 128, a head each), return a quarter of it.
+    Return a quarter of it if no SM has two tiles of 128 queries of a head.
     """
     tiles = -(-mask.queries // 128)
     return area(mask) / max(1, mask.queries) / 128 / (1 if tiles * heads > sms else 4)
@@ -309,7 +301,7 @@ CONTIGUOUS = torch.contiguous_format
 def evenly_strided(x: Tensor) -> Tensor:
     """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it.
 
-    They can if the batch stride is t times the token stride, the last stride is 1, and 32 bits hold the offsets within a tile.
+    They need a batch stride of t token strides, a last stride of 1, and 32-bit offsets within a tile.
     """
     even = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     reach = 256 * x.stride(1) + x.shape[2] * x.stride(2)
@@ -317,10 +309,7 @@ def evenly_strided(x: Tensor) -> Tensor:
 
 
 def within_reach(x: Tensor) -> Tensor:
-    """Return x (b, s, o, d) if kernels can write it, else an empty tensor like it.
-
-    They can if the last stride is 1, and 32 bits hold the offsets within a tile.
-    """
+    """Return x (b, s, o, d) if it has a last stride of 1 and 32-bit offsets within a tile, else an empty tensor like it."""
     reach = 128 * x.stride(1)
     return x if x.stride(3) == 1 and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
 
@@ -332,16 +321,14 @@ def head_bytes(*tensors: Tensor) -> int:
 
 
 def resident_ctas(x: Tensor) -> int:
-    """Return how many CTAs run at a time: one on each SM of x's device."""
+    """Return how many CTAs run at a time: one on each SM."""
     return SIMULATED_SMS if is_cpu(x.device) else multiprocessor_count(x.device)
 
 
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the work of a launch, and zeros: the counter by which CTAs claim work tiles, and the semaphores of dq.
+    """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq, in one allocation.
 
-    One allocation and one memset serve both. Each launch has its own, because launches on several streams may overlap.
-    There is none (``work`` is returned twice) if no CTA reads it: each has one work tile at most, and there are no
-    semaphores.
+    If no CTA reads it (one work tile each, no semaphores), ``work`` is returned twice.
     """
     if plan.work_tiles <= resident_ctas(x) and not semaphores:
         return plan.work, plan.work
@@ -349,9 +336,9 @@ def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, T
 
 
 def constants(kernel, config: Config) -> dict:
-    """Return the compile-time arguments of a kernel that its configuration states."""
+    """Return the compile-time arguments that the configuration states."""
     stated = {"ROWS": config.rows, "COLUMNS": config.columns, "STAGES": config.stages}
-    if kernel is not dq_kernel:  # it has one buffer for the tiles that it owns
+    if kernel is not dq_kernel:  # dq has one buffer for owned tiles
         stated["BUFFERS"] = config.buffers
     return {**stated, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
 

@@ -1,7 +1,7 @@
-"""Layouts of the Hopper kernels: how the threads of a warpgroup hold a block in registers, and how shared memory holds it.
+"""Layouts of the Hopper kernels in registers and in shared memory.
 
-A warpgroup is four warps. Its MMA accumulator has 64 rows. Each row is held by four lanes (a *quad*), and each lane holds
-two of every eight columns. Source: PTX ISA, Register Fragments for wgmma.mma_async.m64nNk16.
+A warpgroup is four warps. Its MMA accumulator has 64 rows, each held by four lanes (a *quad*); each lane holds two of every
+eight columns. Source: PTX ISA, Register Fragments for wgmma.mma_async.m64nNk16.
 """
 
 from triton.experimental import gluon
@@ -10,44 +10,44 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def mma_layout(columns):
-    """Return the register layout of an MMA accumulator of one warpgroup: 64 rows, ``columns`` columns."""
+    """Return the layout of a warpgroup's MMA accumulator: 64 rows, ``columns`` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def per_column_layout(columns):
-    """Return the layout of a vector with one element for each column of `mma_layout`."""
+    """Return the layout of a vector over the columns of `mma_layout`."""
     return gl.SliceLayout(0, mma_layout(columns))
 
 
 @gluon.constexpr_function
 def per_row_layout(columns):
-    """Return the layout of a vector with one element for each row of `mma_layout`."""
+    """Return the layout of a vector over the rows of `mma_layout`."""
     return gl.SliceLayout(1, mma_layout(columns))
 
 
 @gluon.constexpr_function
 def lane_sum_layout():
-    """Return the layout of partial row sums (64, 4): each lane holds its own sums of the two rows it shares with its quad."""
+    """Return the layout of partial row sums (64, 4), one for each lane of a quad."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.constexpr_function
 def operand_layout(columns):
-    """Return the register layout of a left MMA operand with two-byte elements; the accumulator has ``columns`` columns."""
+    """Return the register layout of a two-byte left operand; the accumulator has ``columns`` columns."""
     return gl.DotOperandLayout(0, mma_layout(columns), 2)
 
 
 @gluon.constexpr_function
 def shared_operand_layout(columns):
-    """Return the shared memory layout of MMA operands with two-byte elements, swizzled over at most 64 columns."""
+    """Return the shared layout of two-byte operands, swizzled over at most 64 columns."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
 
 
 @gluon.constexpr_function
 def store_layout(columns):
-    """Return a layout like `mma_layout` in which each lane of a quad holds 8 adjacent columns of every 32."""
+    """Return a layout like `mma_layout` in which a lane holds 8 adjacent columns of every 32."""
     registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
@@ -55,5 +55,5 @@ def store_layout(columns):
 
 @gluon.constexpr_function
 def scalar_layout(warps):
-    """Return the layout of one number that every thread of a partition holds."""
+    """Return the layout of a number that every thread of a partition holds."""
     return gl.BlockedLayout([1], [32], [warps], [0])

@@ -1,21 +1,14 @@
 """The online softmax of the forward kernel, on the registers of one warpgroup.
 
-Scores are in base 2: x = S scale log2(e). A row is spread over the four lanes of a quad. They exchange the maximum m
-in every tile (STALE_MAXIMUM: in the first tile of a work tile, and in tiles that are computed again because P was too
-large). The state holds the sum l as four partial sums, one for each lane; the lanes exchange these in every tile, too,
-but before S arrives.
+Scores are in base 2. The four lanes of a quad share a row and exchange its maximum m in every tile (STALE_MAXIMUM: in a work
+tile's first and in repeated tiles). The sum l stays four partial sums.
 
-m need not be the maximum. P and O are relative to m, so any m gives the same result up to rounding, unless P overflows
-or underflows. Without STALE_MAXIMUM a row keeps its m while the largest P is at most 2^8 and at most the row's sum so
-far, rounded down to a power of 2 (`highest_kept`). With STALE_MAXIMUM, see `stale_maximum`. After a few tiles nearly
-all rows keep m, so a warp seldom rescales O.
+Any m gives the same result up to rounding, unless P overflows or underflows. A row keeps its m while the largest P is at
+most 2^8 and at most the row's sum so far (`highest_kept`), so a warp seldom rescales O.
 
-Keeping m is as accurate as the true maximum. In both cases a key whose P has a rounding error has at most half the
-weight of its row. With the true maximum the heaviest key has P = 1, which is exact, and any other key has at most half
-the weight. With a kept m the P of a new key is at most the sum before it, so at most half of the new sum.
-
-The kernel of flash-attn-4 for Blackwell allows P up to 2^8 whatever the row's sum is. In rows with few keys that gives
-errors larger than those of the dtype.
+This is as accurate as the true maximum: a key whose P has a rounding error has at most half the weight of its row. With the
+true maximum the heaviest key has the exact P = 1; with a kept m, a new P is at most the sum before it. flash-attn-4 allows P
+up to 2^8 whatever the sum is: in rows with few keys, errors larger than those of the dtype.
 """
 
 from triton.experimental import gluon
@@ -30,12 +23,11 @@ from canon.fast.kernels.gluon.tile_ring import aggregate
 class SoftmaxState:
     """The state of a warpgroup's rows between two tiles.
 
-    o (M, DV_PAD)   sum of P V over all tiles but the last; o * shrink is relative to m
-    p (M, BN)       P of the last tile, as an MMA operand
-    m (M)           row maximum of the scores in base 2, or the older one that the row keeps
-    l (M, 4)        sums of P, by lane
-    excess (M, 4)   by lane: the sum of P minus that of rounded P, over the tiles in which the lane's sum of P exceeded the
-                    row's sum so far (`stale_maximum`). A scalar 0 without STALE_MAXIMUM
+    o (M, DV_PAD)   sum of P V over all tiles but the last; o * shrink is relative to m p (M, BN)       P of the last tile,
+    as an MMA operand m (M)           row maximum of the scores in base 2, or the older one that the row keeps l (M, 4)
+    sums of P, by lane excess (M, 4)   by lane: sums of P minus rounded P, over tiles where the lane's sum exceeded the row's
+    sum so far
+                    (`stale_maximum`); a scalar 0 without STALE_MAXIMUM
     shrink (M)      factor that o still needs because m rose in the last tile
     """
 
@@ -72,32 +64,29 @@ def empty_state(wg):
 # ------------------------------------------------------------------ maximum
 @gluon.jit
 def split_by_lane(x):
-    """Reshape an accumulator (M, N) to (M, 2, N / 16, 4, 2). Axis 3 is the lane of the quad; axes 1, 2 and 4 are registers."""
+    """Reshape an accumulator (M, N) to (M, 2, N / 16, 4, 2). Axis 3 is the lane of the quad."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 16, 4, 2])
 
 
 @gluon.jit
 def row_maximum(x):
-    """Return the maximum of each row. Each lane takes it over four independent chains."""
+    """Return the maximum of each row, by four independent chains in a lane."""
     chains = gl.max(split_by_lane(x), 2)
     return gl.convert_layout(gl.max(gl.max(gl.max(chains, 1), 2), 1), per_row_layout(x.shape[1]))
 
 
 @gluon.jit
 def finite_or_zero(m):
-    """Return m with -inf replaced by 0, because -inf - -inf is NaN. A row without a visible key has the maximum -inf."""
+    """Return m with 0 for -inf (no visible key), because -inf - -inf is NaN."""
     return gl.where(m == float("-inf"), 0.0, m)
 
 
 @gluon.jit
 def highest_kept(m, l, BN: gl.constexpr):
-    """Return the largest new maximum with which a row still keeps its old m.
-
-    P is then at most 2^8, and at most the row's sum so far, rounded down to a power of 2.
-    """
+    """Return the largest new maximum with which a row keeps its m: P is at most 2^8, and at most the row's sum so far."""
     total = gl.convert_layout(gl.sum(l, 1), per_row_layout(BN))
-    # floor(log2(total)): put its exponent bits into the mantissa of 2^23, then subtract 2^23 and the bias 127.
-    # A log2 would occupy the unit for exponentials.
+    # floor(log2(total)): put its exponent bits into the mantissa of 2^23, subtract 2^23 and the bias 127. A log2 would occupy
+    # the unit for exponentials.
     power = (total.to(gl.int32, bitcast=True) >> 23 | 0x4B000000).to(gl.float32, bitcast=True) - (2.0**23 + 127.0)
     return gl.maximum(m, m + gl.minimum(power, 8.0))
 
@@ -105,17 +94,14 @@ def highest_kept(m, l, BN: gl.constexpr):
 # ------------------------------------------------------------------ P and its sums
 @gluon.jit
 def lane_sum(x):
-    """Return the sum (M, 4) of the elements of each row that each lane holds, over four independent chains."""
+    """Return each lane's sums (M, 4) of the elements of a row, by four independent chains."""
     chains = gl.sum(split_by_lane(x), 2)
     return gl.convert_layout(gl.sum(gl.sum(chains, 1), 2), lane_sum_layout())
 
 
 @gluon.jit
 def exponentials(s, m, wg, KEEP: gl.constexpr = False):
-    """Return P = 2^(s scale_log2 - m) as an MMA operand, and its sums by lane (M, 4).
-
-    KEEP: keep a copy of rounded P for `add_rounding_excess`.
-    """
+    """Return P = 2^(s scale_log2 - m) as an MMA operand, and its sums by lane (M, 4). KEEP: for `add_rounding_excess`."""
     p = gl.exp2(s * wg.scale_log2 - gl.expand_dims(m, 1))
     sums = lane_sum(p)
     if KEEP:

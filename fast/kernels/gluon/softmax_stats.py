@@ -1,10 +1,10 @@
-"""Row statistics (lse and delta) in the form that the Hopper kernels read: aligned rows of one tensor, lse in base 2.
+"""Row statistics in the form that the Hopper kernels read: aligned rows of one tensor, lse in base 2.
 
     stats (b, h, 2, padded):   lse * log2(e)   1e30 for queries that see no key: exp2(s - lse) is 0 without a comparison
                                -delta          the initial accumulator of dP - delta; both are 0 behind the last token
 
-``padded`` is a multiple of 4 tokens, so TMA can load any box that begins at a fourth token. Numbers that a box reads from the
-next row are finite. The kernel is plain Triton because it has no MMA. It reads and writes 16 b h t bytes.
+``padded`` is a multiple of 4 tokens, so TMA can load any box that begins at a fourth token. The next row's numbers are
+finite. The kernel is plain Triton; traffic: 16 b h t bytes.
 """
 
 import torch
@@ -81,7 +81,7 @@ def delta_stats_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write stats (b, h, 2, padded) with delta = rowsum(dout * out) - dlse. Fully masked rows (lse = -inf) get delta 0."""
+    """Write stats (b, h, 2, padded) with delta = rowsum(dout * out) - dlse, 0 for lse = -inf."""
     first, batch_head = tl.program_id(0) // batch_heads * BM, tl.program_id(0) % batch_heads
     batch, head = batch_head // heads, batch_head % heads
     rows = first + tl.arange(0, BM)
@@ -103,7 +103,7 @@ def delta_stats_kernel(
 
 
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Compute delta and return `row_statistics`, in one launch. Raises ValueError as `row_statistics` does."""
+    """Compute delta and return `row_statistics`, in one launch. Raises ValueError as it does."""
     dout, out = map(portable.addressable, (dout, out))
     lse, dlse = portable.contiguous_rows(lse), None if dlse is None else portable.contiguous_rows(dlse)
     stats, dlse_or_any = empty_statistics(lse), lse if dlse is None else dlse

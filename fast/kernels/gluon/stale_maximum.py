@@ -1,25 +1,22 @@
 """The forward kernel's variant with a stale maximum: P is computed with the old row maximum, and verified afterwards.
 
-Far into a row the maximum seldom rises, so it need not even be computed. This saves its comparisons and the exchange of
-maxima among lanes, and the exponentials start as soon as S is there. The sums of P by lane are needed anyway, and show
-how large P is. The warpgroup votes on them once in a tile.
+Far into a row the maximum seldom rises. The sums of P by lane, needed anyway, show how large P is, so the maximum, its
+comparisons and its exchange are saved. The warpgroup votes on the sums once in a tile:
 
     a lane's sum of P in one tile              consequence
     at most the whole row's sum so far         none: P is as accurate as with the row maximum
     larger                                     add the rounding error of this lane's P to ``excess``
     over 65504 (float16) or 2^32 (bfloat16)    compute S and P of this tile again; such rows take their maximum
 
-In the second case a key may weigh more than half, and its rounding error would show. The divisor of O therefore counts
-these P as rounded: l - excess. A relative error e in P of a key of weight w then moves O by w (1 - w) e times the
-difference between its v and the mean of the others. lse uses the exact sum l. The third case keeps P finite in its
-dtype, and the sums of many tiles finite in float32. The repetition issues S without waiting for a ping-pong turn.
+Second case: a key may weigh more than half, so O's divisor counts these P as rounded: l - excess. An error e in P of weight
+w then moves O by w (1 - w) e times its v's difference to the mean of the others. lse uses l. The third case keeps sums
+finite.
 
-K and Q stay in their buffers until the sums are verified, so the next loads start later. In short rows this costs more
-than it saves. So a launch whose queries see few tiles on average has no stale maximum. The first tile of each work
-tile has none either: it uses `canon.fast.kernels.gluon.forward.step`, which computes the maximum of a tile before P.
+K and Q stay until the sums are verified, which delays loads. So launches whose queries see few tiles have no stale maximum,
+nor has a work tile's first tile (`forward.step`).
 
-In bfloat16 P is at most 2^32, and its sum over a row of a tile 2^34. A sequence has at most 2^30 keys, or 2^24 tiles
-of 64, so a row's sum is at most 2^58. Values up to 1e21 therefore give a finite o.
+In bfloat16 a row's sum over a tile is at most 2^34, and over a sequence of 2^30 keys (2^24 tiles of 64) 2^58. So values up
+to 1e21 give a finite o.
 """
 
 from triton.experimental import gluon
@@ -45,19 +42,19 @@ LOWEST = gl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the lowest float32
 
 @gluon.constexpr_function
 def largest_sum(dtype):
-    """Return the largest sum of P that a lane may have in one tile, so that P is finite, and so is the sum of many tiles."""
+    """Return the largest sum of P of a lane in one tile that keeps P and the sum of many tiles finite."""
     return 65504.0 if dtype == gl.float16 else 2.0**32
 
 
 @gluon.jit
 def sum_so_far(l, like):
-    """Return the row's sum so far, at most `largest_sum`, for each of its four lanes: each may add as much in a tile."""
+    """Return the row's sum so far, at most `largest_sum`, for each of its four lanes."""
     return gl.expand_dims(gl.minimum(gl.sum(l, 1), largest_sum(like.dtype)), 1) + gl.zeros_like(l)
 
 
 @gluon.jit
 def visit_span_stale(state, wg, ring, tile, partial):
-    """Add the tiles of a span, from ``tile`` on. Return the state and the ring position after the last one."""
+    """Add the tiles of a span from ``tile`` on. Return the state and the next ring position."""
     column = tile.column
     while column < tile.stop:
         if partial:
@@ -77,12 +74,11 @@ def visit_span_stale(state, wg, ring, tile, partial):
 def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too large.
 
-    Return the state; ring position and column of the first tile that is not yet added; ``above``, not 0 if that tile
-    failed; and the sums of P of the last tile tried. A failed tile must be repeated. Then l and o both hold exactly the
-    tiles before it: here o is not one tile late. The K of this tile is not released, and its V has been waited for. The
-    warpgroup votes on whether a sum exceeds its row's sum so far. If so, it votes again on whether one is too large. A row
-    without a visible key so far has m = -inf and uses `LOWEST`. P of its first visible key is then infinite, so the tile is
-    repeated.
+    Return the state; ring position and column of the first tile not yet added; ``above``, not 0 if that tile failed; and the
+    sums of P of the last tile tried. For a failed tile, l and o hold exactly the tiles before it (o is not one tile late),
+    its K is not released, and its V has been waited for. The warpgroup votes on whether a sum exceeds its row's sum so far,
+    then on whether one is too large. Rows without a visible key so far use `LOWEST` for m: P of the first one is infinite,
+    and repeated.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess

@@ -1,32 +1,22 @@
 """The tile queue of the Hopper kernels: how a CTA finds its work tiles and the spans of tiles that each one visits.
 
-One int32 tensor, ``work``, holds the whole schedule (written by `canon.fast.kernels.gluon.tile_scheduler`). A single
-pointer saves registers. Its parts, in order:
+One int32 tensor ``work`` (a single pointer saves registers) holds the schedule that `tile_scheduler` writes:
 
     header        [end of the work tiles, six zeros, start of the tickets]
     work tiles    8 numbers each: first token, stop token, batch, head (the first one if heads are packed), first span, end
                   of the spans, batch * heads + head, first column of the first span
     spans         8 numbers each: first column, tiles, row start, row stop, column start, column stop, lo, hi
-                  (see `canon.fast.kernels.work_tables`)
     tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's ticket, own ticket
 
-A work tile is identified by its offset in ``work``; the first one is 8. Offset 0 means "no work tile". A tile
-of rows that sees no key is not a work tile: the launch writes its rows of the results.
+A work tile is identified by its offset in ``work``, 8 for the first one; 0 means none. Rows that see no key belong to none:
+the launch writes their results.
 
-The grid has one CTA for each SM, or for each work tile if there are fewer. In the forward and dq kernels CTA i starts with
-work tile i. So its first TMA loads wait for no atomic operation, only for its record in ``work``. Each further work tile
-is claimed with an atomic counter that all CTAs share; the launch sets it to 0. The loader claims after it has issued all
-loads of the current work tile. In long work tiles the ring is then usually full, so the claim delays no load.
+In forward and dq, CTA i starts with work tile i, so its first loads wait for no atomic. Later work tiles are claimed from an
+atomic counter, after all loads of the current one are issued. The kernels for dk and dv also claim the first one if there
+are more work tiles than CTAs: messages of other ranks can hold SMs, and no work tile then waits for a late CTA. With ordered
+dq every work tile is claimed, because a CTA must never wait for one that cannot run yet.
 
-The kernels for dk and dv also claim the first work tile of each CTA, if there are more work tiles than CTAs. The
-reason: messages of other ranks can hold SMs, so that some CTAs start late. No work tile waits for such a CTA, because
-others have claimed them all. In the other kernels the last CTAs begin with short work tiles (`tile_scheduler`). With
-ordered dq, CTAs wait for each other, and a CTA must never wait for one that cannot run yet. So there every work tile
-is claimed, however few there are.
-
-The loader publishes a work tile in shared memory, for the warpgroups and for the adder of dq. It does so before it loads Q of
-the work tile (K, for dk and dv). The barriers of Q or K also guard the published number. After the last work tile the loader
-publishes 0.
+The loader publishes a work tile before it loads Q (K for dk and dv), whose barriers also guard the number; 0 after the last.
 """
 
 from triton.experimental import gluon
@@ -35,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from canon.fast.kernels.gluon.layouts import scalar_layout
 
-WORK_TILE = gl.constexpr(8)  # numbers in ``work`` for each work tile
-SPAN = gl.constexpr(8)  # numbers in ``work`` for each span
+WORK_TILE = gl.constexpr(8)
+SPAN = gl.constexpr(8)
 
 
 # ------------------------------------------------------------------ claim work tiles
@@ -50,8 +40,7 @@ def first_work_tile():
 def claim_work_tile(work, counter):
     """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left.
 
-    The atomic is relaxed because a claim carries no data. ``work`` does not change during the kernel, so plain loads
-    suffice.
+    A relaxed atomic suffices: ``work`` does not change during the kernel.
     """
     end = gl.load(work)
     work_tile = WORK_TILE * (1 + gl.num_programs(0))
@@ -64,8 +53,7 @@ def claim_work_tile(work, counter):
 def claim_any_work_tile(work, counter, FIRST: gl.constexpr, ORDERED: gl.constexpr):
     """Claim the next work tile, even if it is this CTA's FIRST one. Return 0 if none is left.
 
-    If there are no more work tiles than CTAs, there is no counter unless ORDERED, and each CTA has the work tile of its
-    number.
+    With at most one work tile per CTA and not ORDERED, there is no counter: each CTA has the work tile of its number.
     """
     end = gl.load(work)
     work_tile = WORK_TILE * (1 + gl.program_id(0)) if FIRST else end
@@ -85,14 +73,14 @@ def allocate_published(NUMBER: gl.constexpr):
 def publish(published, work_tile):
     """Publish a work tile. Every thread stores the number, so the one that arrives at ``full`` has stored it before.
 
-    A slower warp may store it again later; this is harmless, as the number is the same.
+    A slower warp may store the same number later.
     """
     published.store(gl.full([1], work_tile, gl.int32, scalar_layout(gl.num_warps())))
 
 
 @gluon.jit
 def publish_end(published, full, free, parity):
-    """Publish 0 once the buffer is free again. The loader arrives at ``full`` itself, as no load follows."""
+    """Publish 0 once the buffer is free. The loader arrives at ``full`` itself, as no load follows."""
     mbarrier.wait(free, parity)
     publish(published, 0)
     mbarrier.arrive(full, count=1)
@@ -102,7 +90,7 @@ def publish_end(published, full, free, parity):
 def receive(published, full, parity):
     """Wait until a work tile is published, and return it."""
     mbarrier.wait(full, parity)
-    return gl.max(published.load(scalar_layout(gl.num_warps())), 0)  # the maximum of one number: compiles to a load
+    return gl.max(published.load(scalar_layout(gl.num_warps())), 0)  # a reduction of one number compiles to a load
 
 
 # ------------------------------------------------------------------ read a work tile and its spans
@@ -145,7 +133,7 @@ def ticket_of(work, span):
 
 @gluon.jit
 def is_partial(work, span):
-    """Return whether the tiles of a span must be masked by its band. A full span has row stop 0."""
+    """Return whether a span needs its band's mask. A full span has row stop 0."""
     return gl.load(work + span + 3) > 0
 
 

@@ -1,20 +1,16 @@
 """mbarriers and TMA loads: how a loader fills shared memory and the warpgroups release it.
 
-A ring of STAGES buffers counts its tiles t = 0, 1, ...: tile t is in buffer t % STAGES. Each buffer has two mbarriers:
+Tile t = 0, 1, ... of a ring is in buffer t % STAGES, which has two mbarriers:
 
     full    the tile has arrived: one arrival, by the loader (`mbarrier.expect`), and then all bytes, by TMA
     free    the tile has been read: one arrival from each warpgroup that reads it
 
-`mbarrier.arrive` first synchronises the warps that execute it (bar.sync), so one arrival for all of them is enough.
+`mbarrier.arrive` first synchronises its warps (bar.sync), so one arrival is enough for all of them. For tile t both complete
+phase t // STAGES. A reader waits for the parity of this phase of ``full``, a loader for that of the previous phase of
+``free``. In a new mbarrier a phase of parity 1 counts as complete, so a loader's first waits return at once.
 
-For tile t, ``full`` and ``free`` of its buffer complete their phase number t // STAGES. A wait names the parity of a
-phase, and returns once that phase is complete. A reader waits for phase t // STAGES of ``full``. A loader waits for
-the previous phase of ``free``: the opposite parity. In a new mbarrier, a phase of parity 1 counts as complete, so the
-first waits of a loader return at once.
-
-Tiles are boxes of 4-D tensors (b, t, h, d): 1 batch, some tokens, PACK heads, all of d. A tile can therefore hold several
-query heads of one group: row r is token r // PACK, head r % PACK. Strides are multiples of 16 bytes, the last one 1 element.
-Tokens and columns outside the tensor arrive as 0. No load crosses into another sequence.
+Tiles are boxes of (b, t, h, d): 1 batch, some tokens, PACK query heads of a group, all of d. Row r is token r // PACK, head
+r % PACK. What lies outside the tensor arrives as 0.
 """
 
 from triton.experimental import gluon
@@ -22,13 +18,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate
 
-aggregate = getattr(gluon, "aggregate", _aggregate)  # newer versions of Triton export it
+aggregate = getattr(gluon, "aggregate", _aggregate)  # exported by newer Triton
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in Triton 3.8
 
 
 @aggregate
 class Ring:
-    """Buffers in shared memory (first axis: the buffer) and the mbarriers ``full`` and ``free`` of each one."""
+    """Buffers in shared memory (first axis) and the mbarriers ``full`` and ``free`` of each one."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -43,9 +39,9 @@ class Ring:
 
 @aggregate
 class RingPosition:
-    """Where a reader of a ring is: the slot of the previous tile, the slot of this one, and the parity of its phase.
+    """A reader's slots of the previous and this tile, and the parity of this one's phase.
 
-    The numbers are counted up tile by tile. A division by STAGES would delay the first MMA of each tile.
+    They are counted up: a division by STAGES would delay the first MMA of each tile.
     """
 
     previous: gl.tensor
@@ -60,7 +56,6 @@ class RingPosition:
 
     @gluon.jit
     def next(self, STAGES: gl.constexpr):
-        """Return the position at the next tile."""
         wraps = self.slot == STAGES - 1
         return RingPosition(self.slot, gl.where(wraps, 0, self.slot + 1), gl.where(wraps, self.parity ^ 1, self.parity))
 

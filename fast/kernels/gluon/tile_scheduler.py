@@ -1,18 +1,10 @@
-"""The tile schedule of the Hopper kernels: all work tiles of a launch, in the order in which CTAs claim them.
+"""The tile schedule of the Hopper kernels: all work tiles of a launch, in the order in which persistent CTAs claim them.
 
-Kernels are persistent: one CTA runs on each SM and processes one work tile after another, so the end of one overlaps with the
-start of the next. A CTA claims its next work tile from an atomic counter when it has issued all loads of the current one,
-because SMs are not equally fast. Only the first work tile of a CTA can be dealt out in advance (`tile_queue`).
+Heads that share keys come together while their tensors fit the L2 cache; within such a set, the longest work tiles come
+first. The launch fills rows of tiles without a visible cell. With ordered dq: `dq_order`.
 
-The order has three rules. Heads that share keys, and whole groups of them, come together while the tensors that they read fit
-the L2 cache. Within such a set the longest work tiles come first, so that the last ones to finish are short. Tiles without a
-visible cell are left out; the launch fills their rows. If CTAs add to dq in a fixed order, more heads may come together,
-and short and long work tiles may alternate (`canon.fast.kernels.gluon.dq_order`).
-
-Cost: O(work tiles + spans) on the host, once for each mask, shape and device, in NumPy (tickets: `dq_order`). On the device,
-32 bytes for each work tile and each span, and 8 for each ticket.
-
-Source: list scheduling, longest processing time first: Graham, Bounds on multiprocessing timing anomalies (1969).
+Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for each ticket. Source: list
+scheduling, longest processing time first: Graham, Bounds on multiprocessing timing anomalies (1969).
 """
 
 from typing import NamedTuple
@@ -30,19 +22,19 @@ from canon.fast.kernels.gluon.dq_order import (
     heads_in_flight,
     mean_additions,
 )
-from canon.fast.kernels.placed_mask import PlacedMask
+from canon.fast.kernels.placed_mask import PlacedMask, counted
 from canon.fast.kernels.tile_costs import BOX, TileCosts, tile_costs
-from canon.fast.kernels.work_tables import band_array, counted
+from canon.fast.kernels.work_tables import band_array
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
 LATE = 32  # CTAs that begin with a short work tile; messages should hold no more SMs
 SEVERAL = 4  # work tiles for each CTA; with fewer, all short ones are needed at the end
-WORK_TILE = 8  # numbers of a work tile, and of a span: see `canon.fast.kernels.gluon.tile_queue`
+WORK_TILE = 8  # numbers of a work tile, and of a span: see `tile_queue`
 
 
 class Heads(NamedTuple):
-    """The heads that a kernel visits with one table: ``number`` in each of ``batches``; each ``group`` shares its reads."""
+    """The heads that one table serves: ``number`` in each of ``batches``; each ``group`` shares its reads."""
 
     batches: int
     number: int
@@ -50,7 +42,6 @@ class Heads(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """The number of groups in all batches."""
         return self.batches * self.number // self.group
 
 
@@ -59,14 +50,13 @@ class Traversal(NamedTuple):
 
     Attributes:
         rows, columns: Size of a tile. A kernel owns tiles of rows and visits tiles of columns.
-        transposed: The rows are keys and the columns are queries, not the reverse.
-        heads: The heads to visit.
-        pack: How many heads share the rows of a tile.
-        repeat: Query heads of an owner. The spans of a work tile are visited once for each of them.
-        bytes_per_group: The bytes that a group of heads reads, for the L2 cache.
-        ordered: Additions to dq come in the order of the schedule (`canon.fast.kernels.gluon.dq_order`).
-        full_first: The full spans of a work tile come before its partial ones.
-        ctas: The most CTAs of the launch, if CTA i starts with work tile i: see `_late_ctas_get_short_ones`. Else 0.
+        transposed: The rows are keys.
+        pack: Heads that share the rows of a tile.
+        repeat: Query heads of an owner; the spans are visited once for each.
+        bytes_per_group: Bytes that a group of heads reads.
+        ordered: Additions to dq come in the order of the schedule.
+        full_first: The full spans of a work tile come first.
+        ctas: The most CTAs, if CTA i starts with work tile i (`_late_ctas_get_short_ones`); else 0.
     """
 
     rows: int
@@ -94,9 +84,9 @@ class MaskedTokens(NamedTuple):
 
 
 class TileSchedule(NamedTuple):
-    """``work``: the schedule as the kernel reads it (`canon.fast.kernels.gluon.tile_queue`), of ``work_tiles``.
+    """``work``: the schedule as `tile_queue` reads it, of ``work_tiles``.
 
-    ``fully_masked_rows`` hold the rows of all tiles without spans, and perhaps others. The launch fills them before the kernel.
+    ``fully_masked_rows`` hold the rows of all tiles without spans, and perhaps others. The launch fills them first.
     """
 
     work: Tensor
@@ -155,8 +145,7 @@ def _order(costs: TileCosts, t: Traversal, queries: int) -> tuple[int, np.ndarra
     found = alternation(costs, t.rows, t.columns, t.repeat, groups, t.bytes_per_group, queries) if t.ordered else None
     additions = mean_additions(costs.spans, t.columns) if t.ordered else None
     together = found[0] if found else heads_in_flight(groups, t.bytes_per_group, additions)
-    # A set that does not fit the L2 cache is traversed in regions that do. If ordered, there is one region: short tiles come
-    # at the end of each, and would wait for longer ones.
+    # A set that exceeds the L2 cache is traversed in regions. If ordered, in one: a region's short last tiles would wait.
     regions = 1 if t.ordered else -(-together * t.bytes_per_group // L2_BYTES)
     order = _longest_first(costs.cost, start * regions // max(1, int(stop.max(initial=0))))
     order = order[costs.active[order]]
@@ -164,20 +153,17 @@ def _order(costs: TileCosts, t: Traversal, queries: int) -> tuple[int, np.ndarra
 
 
 def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
-    """Return the tiles region by region, the region with the longest tile first, and the longest tiles of each first."""
+    """Return the tiles by region, the one with the longest tile first, longest first in each."""
     longest = np.zeros(int(region.max(initial=0)) + 1)
     np.maximum.at(longest, region, cost)
     return np.lexsort((-cost, region, -longest[region]))
 
 
 def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: int) -> None:
-    """Move short work tiles to the places of the last CTAs.
+    """Move every second short work tile to the places of the last CTAs, which start late if NCCL holds SMs.
 
-    CTAs start in the order of their numbers. If a kernel of NCCL holds some SMs, the last CTAs start when others end, and
-    the kernel ends later by the time of their first work tile. Every second one of the shortest is moved: short work
-    tiles are also needed at the end of the schedule, so that all SMs end together.
-
-    ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``: of each tile.
+    The other short ones let all SMs end together. ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``:
+    of each tile.
     """
     sets, tiles, heads, _ = work_tiles.shape
     late = min(LATE, ctas)
@@ -194,7 +180,7 @@ def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: in
 
 # ------------------------------------------------------------------ spans
 def _full_first(spans: np.ndarray, begin: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """Return the spans with the full ones of each tile before its partial ones. A full span has no band."""
+    """Return the spans with the full ones of each tile first. A full span has no band."""
     owner = np.searchsorted(np.sort(begin[active]), np.arange(len(spans)), side="right")
     return spans[np.argsort(2 * owner + (spans[:, 3] > 0), kind="stable")]
 
@@ -208,7 +194,7 @@ def _repeated(begin: np.ndarray, end: np.ndarray, repeat: int) -> np.ndarray:
 
 
 def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) -> tuple[np.ndarray, int]:
-    """Return the numbers that the kernel reads (see `canon.fast.kernels.gluon.tile_queue`), and how many work tiles they hold.
+    """Return the numbers that `tile_queue` reads, and how many work tiles they hold.
 
     ``heads`` (sets, heads of a set): the first head of each work tile, over all batches. Sets come one after another; within
     a set, tiles come in ``order``, each for all heads.
@@ -236,7 +222,7 @@ def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) ->
 # ------------------------------------------------------------------ masked tokens
 @cached_plan
 def untouched(mask: Mask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return starts and stops of the ranges of keys, or of queries, that no band touches. All rows of a band see something."""
+    """Return starts and stops of the ranges of keys, or of queries, that no band touches."""
     if isinstance(mask, PlacedMask):
         return mask.untouched(keys, *untouched(mask.whole, keys))
     start, stop = band_array(mask)[:, 2:4].T if keys else band_array(mask)[:, :2].T
@@ -247,7 +233,7 @@ def untouched(mask: Mask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _holds_masked(mask: Mask, keys: bool, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
-    """Return whether a range start:start + length holds a key, or a query, that no band touches."""
+    """Return whether a range start:start + length holds an untouched key (or query)."""
     gaps, stops = untouched(mask, keys)
     if not len(gaps):
         return False
@@ -256,7 +242,7 @@ def _holds_masked(mask: Mask, keys: bool, starts: np.ndarray, lengths: np.ndarra
 
 
 def _row_ranges(tiles: np.ndarray) -> tuple[slice, ...]:
-    """Return the rows of these tiles as ranges; one range, from the first to the last, if there are more than four."""
+    """Return the rows of these tiles as ranges; one range, from first to last, if there are more than four."""
     if not len(tiles):
         return ()
     tiles = tiles[np.argsort(tiles[:, 0])]

@@ -1,9 +1,7 @@
 """Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, and band masks.
 
-An address is the pointer to a head, plus the start of the tile, plus offsets inside the tile. The first two are computed in
-64 bits and the offsets in 32 bits. The offsets do not change in a loop, so an iteration adds one number to a pointer.
-
-ALIGN divides every stride of a tensor except the last, in elements. Wide loads need it.
+An address is a pointer to a head plus the start of the tile (64 bits) plus constant offsets inside the tile (32 bits), so an
+iteration adds one number. ALIGN divides every stride but the last, in elements: wide loads need it.
 """
 
 import triton
@@ -14,8 +12,7 @@ import triton.language as tl
 def cta_work_tile(tiles, count, heads, l2_heads):
     """Return (pointer to the table entry, batch, head) of this CTA's work tile.
 
-    Consecutive CTAs take the same tile of ``l2_heads`` heads, so that shared tensors stay in the L2 cache. Each head starts
-    with its longest tile.
+    Consecutive CTAs take the same tile of ``l2_heads`` heads, which share tensors in the L2 cache; the longest tile first.
     """
     pid = tl.program_id(0)
     batch_head = pid // (count * l2_heads) * l2_heads + pid % l2_heads
@@ -25,14 +22,14 @@ def cta_work_tile(tiles, count, heads, l2_heads):
 
 @triton.jit
 def cta_rows(heads, batch_heads, ROWS: tl.constexpr):
-    """Return (first row, batch, head) of this CTA's block of ROWS rows. Consecutive CTAs take the same rows of all heads."""
+    """Return (first row, batch, head) of this CTA's ROWS rows. Consecutive CTAs take the same rows of all heads."""
     pid = tl.program_id(0)
     return pid // batch_heads * ROWS, pid % batch_heads // heads, pid % batch_heads % heads
 
 
 @triton.jit
 def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
-    """Return acc + a b. For operands of more than two bytes, compute a b first: else acc is rounded after each term."""
+    """Return acc + a b. Operands of over two bytes: a b first, else acc is rounded after each term."""
     if a.dtype.primitive_bitwidth > 16:  # the compiler would turn acc + tl.dot(a, b) into tl.dot(a, b, acc)
         return acc - tl.dot(-a, b, input_precision=PRECISION, out_dtype=acc.dtype)
     return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
@@ -42,30 +39,27 @@ def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
 def head_pointer(x, batch, head, strides, ALIGN: tl.constexpr):
     """Return the pointer to one head of x (b, t, h, d)."""
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
-    if ALIGN > 1:  # the compiler would lose such a hint on a kernel argument
+    if ALIGN > 1:  # such a hint on an argument would be lost
         start = tl.multiple_of(start, ALIGN)
     return x + start
 
 
 @triton.jit
 def row_pointers(x, batch, head, rows, strides, PAD: tl.constexpr, ALIGN: tl.constexpr):
-    """Return pointers (rows, PAD) to the elements of the given ``rows`` (int64) of one head of x (b, t, h, d)."""
+    """Return pointers (rows, PAD) to the given ``rows`` (int64) of one head of x (b, t, h, d)."""
     start = head_pointer(x, batch, head, strides, ALIGN) + rows[:, None] * strides[1]
     return start + tl.arange(0, PAD)[None, :] * strides[3]
 
 
 @triton.jit
 def statistic_head_pointer(x, batch, head, batch_stride, head_stride):
-    """Return the pointer to one head of a row statistic x (b, h, t). Its last stride is 1."""
+    """Return the pointer to one head of a row statistic x (b, h, t), last stride 1."""
     return x + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
 
 
 @triton.jit
 def statistic_pointers(pointer, first, head, head_stride, ROWS: tl.constexpr):
-    """Return pointers to ROWS values of a row statistic (b, h, t), from token ``first`` on.
-
-    ``head`` counts from the head that ``pointer`` points to.
-    """
+    """Return pointers to ROWS values of a row statistic (b, h, t) from token ``first`` on; ``head`` counts from ``pointer``."""
     return pointer + tl.cast(head, tl.int64) * head_stride + first + tl.arange(0, ROWS)
 
 
@@ -80,7 +74,7 @@ def tile_offsets(strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.const
 
 @triton.jit
 def row_start(first, stride, ALIGN: tl.constexpr):
-    """Return the offset of row (or head) ``first`` from the pointer to its head."""
+    """Return the offset of row (or head) ``first``."""
     start = tl.cast(first, tl.int64) * stride
     if ALIGN > 1:
         start = tl.multiple_of(start, ALIGN)
@@ -91,10 +85,7 @@ def row_start(first, stride, ALIGN: tl.constexpr):
 def full_tile_source(
     x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr
 ):
-    """Return the source of `load_full_tile` for one head.
-
-    With TMA it is (descriptor, head, strides), without it (pointer to the head, offsets, strides).
-    """
+    """Return the source of `load_full_tile`: (descriptor, head, strides), or without TMA (head pointer, offsets, strides)."""
     if TMA:
         return x, head, strides
     else:
@@ -113,7 +104,7 @@ def load_full_tile(
     ALIGN: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return the tile (ROWS, PAD) that starts at row ``first``. All its rows must exist; columns from WIDTH on are 0.
+    """Return the tile (ROWS, PAD) from row ``first`` on. All rows must exist; columns from WIDTH on are 0.
 
     ``head`` counts from the head of ``source``.
     """
@@ -130,7 +121,7 @@ def load_full_tile(
 
 @triton.jit
 def load_rows(pointer, offset, first, stride, valid, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """Return the tile that starts at row ``first``. Rows that are not ``valid`` and columns from WIDTH on are 0."""
+    """Return the tile from row ``first`` on, 0 in rows not ``valid`` and columns from WIDTH on."""
     keep = valid[:, None]
     if WIDTH != PAD:
         keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
@@ -150,7 +141,7 @@ def store_rows(
 
 @triton.jit
 def visible_columns(span, rows):
-    """Return (left, right) of each row: in this span's band it sees the columns left <= j < right."""
+    """Return (left, right) of each row: in the span's band it sees the columns left <= j < right."""
     row_first, row_stop = tl.load(span + 2), tl.load(span + 3)
     start, stop = tl.load(span + 4), tl.load(span + 5)
     left = tl.maximum(rows + tl.load(span + 6), start)
@@ -160,6 +151,6 @@ def visible_columns(span, rows):
 
 @triton.jit
 def visible_mask(left, right, COLUMNS: tl.constexpr):
-    """Return a bool mask (rows, COLUMNS) of the visible columns of a tile: left <= column < right."""
+    """Return a bool mask (rows, COLUMNS): left <= column < right."""
     column = tl.arange(0, COLUMNS)[None, :]
     return (column >= left[:, None]) & (column < right[:, None])

@@ -1,16 +1,14 @@
 """Tile sizes of the Triton kernels: the fastest configuration that fits, by kernel, head width and element size.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused".
-Shared memory in bytes, at most, for elements of e bytes and s pipeline stages:
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused". Most
+bytes of shared memory, for elements of e bytes, s pipeline stages, and widths padded to a power of two:
 
     forward    e (rows d + s columns (d + dv))
     dq         e (rows (d + dv) + s columns (d + dv))
     dkdv       e (rows (d + dv) + s columns (d + dv)) + 8 s columns
-    fused      dkdv + e rows columns + 4 columns (d + 32), for ds and for a tile of dq before it is added
+    fused      dkdv + e rows columns + 4 columns (d + 32)
 
-Add 1 KB for barriers. For elements of more than two bytes, add e rows columns for each of p and ds. Widths are padded to a
-power of two. `canon.testing.compile` compiles all entries of the tables, and tests/test_compile.py asserts that they spill no
-registers. Float32, float64 and dq at width 256 may spill a few bytes.
+and 1 KB for barriers. If e > 2, add e rows columns for each of p and ds.
 """
 
 from collections.abc import Iterator
@@ -25,24 +23,24 @@ from canon.fast.kernels.launcher import capability, gpu_of, is_cpu
 
 @dataclass(frozen=True)
 class Config:
-    """The tile sizes and launch options of a kernel. See the module docstring."""
+    """The tile sizes and launch options of a kernel."""
 
     rows: int
     columns: int
     warps: int = 8
     stages: int = 2
-    partial_stages: int = 2  # stages of the loop over partial tiles
-    tma: bool = False  # load full tiles by tensor descriptors: needs Hopper and suitable tensors
-    apart: bool = False  # compute dk and dv in two launches, with half the accumulators: 5 MMAs a tile instead of 4
-    partial_columns: int = 0  # columns of partial tiles, a divisor of columns. Narrow ones waste less; 0 means columns
+    partial_stages: int = 2  # of the loop over partial tiles
+    tma: bool = False  # load full tiles by descriptors: needs Hopper and suitable tensors
+    apart: bool = False  # dk and dv in two launches, with half the accumulators: 5 MMAs a tile, not 4
+    partial_columns: int = 0  # of partial tiles, a divisor of columns: narrow ones waste less; 0 means columns
 
 
 KERNELS = ("forward", "dq", "dkdv", "fused")
 Table = dict[tuple[str, int], tuple[Config, ...]]  # (kernel, larger padded width, at least 64), best first
 
 # Two-byte elements, sm_90 and later. Up to width 128, with descriptors, one warpgroup with small tiles is faster than two with
-# large tiles (paper/data/tune_triton_*_h200.json). Tiles of 64 x 64 for dk and dv at width 128 are faster still, but they
-# spill 64 bytes. dq at width 256 spills 20 bytes and is still 1.3 times as fast as the configurations that do not spill.
+# large ones (paper/data/tune_triton_*_h200.json). 64 x 64 for dk and dv at width 128 is faster still, but spills 64 bytes. dq
+# at width 256 spills 20 bytes and is still 1.3 times as fast as without spills.
 HOPPER: Table = {
     ("forward", 64): (Config(64, 128, 4, 2, tma=True, partial_columns=64), Config(128, 64, 8, 3, partial_columns=32)),
     ("forward", 128): (Config(64, 64, 4, 3, tma=True, partial_columns=32), Config(128, 64, 8, 3, partial_columns=32)),
@@ -76,13 +74,13 @@ LARGE_ELEMENTS: dict[int, dict[int, Config]] = {  # by bytes an element, then by
     8: {64: Config(32, 16, 4, 1, 1), 128: Config(16, 16, 4, 1, 1), 256: Config(16, 16, 8, 1, 1)},
 }
 SMALLEST = Config(16, 16, 8, 1)
-INTERPRETED = Config(128, 128)  # NumPy does the work, so large tiles are fast
+INTERPRETED = Config(128, 128)  # NumPy likes large tiles
 
 FORCED: dict[str, Config] = {}
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) -> int:
-    """Return the shared memory in bytes by the formula of the module docstring, for padded widths d and dv."""
+    """Return the bytes of shared memory by the formula above, for padded widths d and dv."""
     need = 1024 + itemsize * config.stages * config.columns * (d + dv)
     need += itemsize * config.rows * (d if kernel == "forward" else d + dv)
     if kernel in ("dkdv", "fused"):
@@ -95,9 +93,9 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) ->
 
 
 def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, describable: bool) -> Config:
-    """Return the configuration for padded widths d and dv on this device. ``describable``: tensor descriptors are possible.
+    """Return the configuration for padded widths d and dv. ``describable``: tensor descriptors are possible.
 
-    Raises ValueError if none fits; the message gives the bytes needed and available.
+    Raises ValueError, with the bytes needed and available, if none fits.
     """
     if kernel in FORCED:
         return FORCED[kernel]
@@ -108,10 +106,7 @@ def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, de
 
 @lru_cache
 def fitting(kernel: str, d: int, dv: int, itemsize: int, limit: int, describable: bool, hopper: bool) -> Config:
-    """Return the first configuration of the tables with at most ``limit`` bytes of shared memory.
-
-    Raises ValueError if there is none.
-    """
+    """Return the first configuration with at most ``limit`` bytes of shared memory. Raises ValueError if there is none."""
     width = max(64, d, dv)
     narrow = HOPPER if hopper else AMPERE
     table = narrow.get((kernel, width), ()) if itemsize == 2 else filter(None, [LARGE_ELEMENTS[itemsize].get(width)])
@@ -127,28 +122,25 @@ def fitting(kernel: str, d: int, dv: int, itemsize: int, limit: int, describable
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Return whether the device is Hopper (sm_90) or later, and so has TMA."""
+    """Return whether the device is sm_90 or later, and so has TMA."""
     return not is_cpu(device) and capability(device) >= (9, 0)
 
 
 def shared_limit(device: torch.device) -> int:
-    """Return the bytes of shared memory that a CTA may use: 163 KB on sm_80, 99 KB on sm_86 and sm_89, 227 KB on sm_90."""
+    """Return the bytes of shared memory of a CTA: 163 KB on sm_80, 99 KB on sm_86 and sm_89, 227 KB on sm_90."""
     return gpu_of(device).shared_memory
 
 
 @contextmanager
 def forced(**configs: Config) -> Iterator[None]:
-    """Use these configurations, kernel=Config(...), on any device and in all threads. For tests and tuning.
-
-    Raises ValueError for unknown kernels.
-    """
+    """Use these configurations, kernel=Config(...), on any device and in all threads. Raises ValueError for unknown kernels."""
     with forcing(FORCED, KERNELS, configs):
         yield
 
 
 @contextmanager
 def forcing(forced: dict, kernels: tuple[str, ...], configs: dict) -> Iterator[None]:
-    """Add ``configs`` to ``forced``, and restore it afterwards. Raises ValueError for names outside ``kernels``."""
+    """Add ``configs`` to ``forced`` within the block. Raises ValueError for names outside ``kernels``."""
     if unknown := set(configs) - set(kernels):
         raise ValueError(f"unknown kernels {sorted(unknown)}: expected one of {', '.join(kernels)}")
     before = dict(forced)

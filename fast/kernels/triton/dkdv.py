@@ -4,11 +4,9 @@ With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of querie
 
     s = scale q k^T      dv += p^T dout      dp = dout v^T      ds = p * (dp - delta)      dk += scale ds^T q
 
-A CTA of `dkdv_kernel` owns a tile of keys (the transposed work table). It visits the query heads of its group one after
-another for each tile of queries, so that registers sum the group in a fixed order. It needs four MMAs a tile.
-FUSED adds a fifth: dq += scale ds k, by float32 atomics, in no fixed order.
-If GROUP > HEADS, a CTA owns fewer query heads than the group has (one, for head_parallel). Then `sum_heads_kernel` sums
-these partial results, also in a fixed order.
+A CTA owns a tile of keys and visits the query heads of its group one after another for each tile of queries: registers sum
+the group in a fixed order. FUSED also adds dq += scale ds k by float32 atomics. If GROUP > HEADS, `sum_heads_kernel` sums
+the parts.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691); one CTA for each query head:
 TensorAuto/OpenTau, pull request 376.
@@ -84,7 +82,7 @@ def add_dq(
     D_PAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add scale ds k to dq of one tile of queries, by atomics in no fixed order. ``ds`` is transposed: (keys, queries)."""
+    """Add scale ds k to dq of one tile of queries, by atomics. ``ds`` is (keys, queries)."""
     x = pointer + tl.cast(first, tl.int64) * strides[1] + tl.cast(head, tl.int64) * strides[2] + offset
     part = tl.dot(tl.trans(ds), k, input_precision=PRECISION, out_dtype=scale.dtype) * scale
     keep = valid[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
@@ -157,7 +155,7 @@ def dkdv_kernel(
     k_tile = load_rows(k_head, tile_offsets(k_strides, BM, D_PAD, ALIGN), first, k_strides[1], valid, D, D_PAD, ALIGN)
     v_offset = tile_offsets(v_strides, BM, DV_PAD, ALIGN)
     v_tile = load_rows(v_head, v_offset, first, v_strides[1], valid, DV, DV_PAD, ALIGN)
-    if FUSED:  # dq sums over all keys of the tile; keys that no query sees may be NaN: replace them by 0
+    if FUSED:  # dq sums over all keys of the tile, and unseen ones may be NaN
         visible_keys = valid & (end > full)
         for index in range(partial, full):
             span = spans + index * 8
@@ -272,10 +270,7 @@ def sum_heads_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write dk (b, s, g, d) and dv (b, s, g, dv): sums of each GROUP consecutive heads of the parts, in head order.
-
-    If DV is 0, only dk is summed.
-    """
+    """Write dk (b, s, g, d) and, unless DV is 0, dv (b, s, g, dv): sums of each GROUP heads of the parts, in order."""
     first, batch, head = cta_rows(heads, batch_heads, BM)
     valid = first + tl.arange(0, BM) < tokens
     dk_offset = tile_offsets(dk_parts_strides, BM, D_PAD, ALIGN)

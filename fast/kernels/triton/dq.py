@@ -4,8 +4,8 @@ With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of keys a
 
     s = scale q k^T      dp = dout v^T      ds = p * (dp - delta)      dq += scale ds k
 
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). A kernel of its own instead of
-atomic additions to dq: jax-ml/jax-triton, pull request 177.
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). A kernel without atomics for dq:
+jax-ml/jax-triton, pull request 177.
 """
 
 import triton
@@ -31,11 +31,11 @@ def dq_step(
 ):
     """Return acc + ds k for one tile of keys. ``scale`` and ``lse2`` have base 2.
 
-    With TMA, the accumulator of dp starts at -delta: those configurations have 16-bit operands and enough registers.
+    With TMA (16-bit operands, enough registers) the accumulator of dp starts at -delta.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
     p = tl.exp2(s * scale - lse2[:, None])
-    if TMA:  # the initial value costs nothing, and the rounding of ds to 16 bits hides the rounding of this sum
+    if TMA:  # costs nothing, and the rounding of ds to 16 bits hides that of this sum
         minus_delta = tl.broadcast_to(-delta[:, None], s.shape).to(acc.dtype)
         ds = p * tl.dot(dout, tl.trans(v), minus_delta, input_precision=PRECISION, out_dtype=acc.dtype)
     else:

@@ -1,11 +1,11 @@
 """The forward kernel: one CTA for each (tile of queries, head) keeps a running softmax over the spans of its work tile.
 
-The softmax has base 2. The exponent of P = exp2(s * scale * log2(e) - m) is one FMA, and lse is written as a natural
-logarithm. The maximum m is scaled and rounded; a row gets NaN if |m| exceeds `largest_maximum`.
-Partial spans come first and full spans second, in two loops: the loop over full tiles needs no comparison.
+The softmax has base 2: the exponent of P = exp2(s * scale * log2(e) - m) is one FMA. m is scaled and rounded; a row gets NaN
+if
+|m| exceeds `largest_maximum`. Partial spans have their own loop, so the loop over full tiles needs no comparison.
 
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691); exp2 and the two loops as in Triton's
-fused attention tutorial.
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691); exp2 and the two loops as in
+Triton's fused attention tutorial.
 """
 
 import triton
@@ -27,7 +27,7 @@ from canon.fast.kernels.triton.blocks import (
 
 @triton.constexpr_function
 def largest_maximum(accumulate):
-    """Return the largest m with a rounding error of at most 1/2, so that the largest P lies between 2^-1 and 2."""
+    """Return the largest m with a rounding error of at most 1/2: the largest P is between 2^-1 and 2."""
     return 2.0**53 if accumulate == tl.float64 else 2.0**24
 
 
@@ -39,10 +39,10 @@ def softmax_step(q, k, v, m, l, acc, scale, visible, MASKED: tl.constexpr, PRECI
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     m_use = m_new
-    if MASKED:  # a row without a visible key so far: exp2(-inf - 0) = 0, while -inf - -inf is NaN
+    if MASKED:  # no visible key so far: exp2(-inf - 0) = 0, while -inf - -inf is NaN
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * scale - m_use[:, None])
-    shrink = tl.exp2(m - m_use)  # uses the same rounded m as P; the FMA above does not round s * scale
+    shrink = tl.exp2(m - m_use)  # the same rounded m as in P; the FMA above does not round s * scale
     l = l * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION, out_dtype=acc.dtype)
     return m_new, l, acc
@@ -89,7 +89,7 @@ def forward_kernel(
 ):
     """Write out (b, t, h, dv) and natural lse (b, h, t). Fully masked rows get 0 and -inf.
 
-    ``k_tiles`` and ``v_tiles`` are tensor descriptors of k and v if TMA, else k and v.
+    With TMA, ``k_tiles`` and ``v_tiles`` are tensor descriptors of k and v, else k and v.
     """
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
     first, stop = tl.load(tile), tl.load(tile + 1)
@@ -118,7 +118,7 @@ def forward_kernel(
         begin, key_start, key_stop = tl.load(span), tl.load(span + 4), tl.load(span + 5)
         for j in tl.range(begin, begin + tl.load(span + 1) * PARTIAL_BN, PARTIAL_BN, num_stages=PARTIAL_STAGES):
             keys = j + tl.arange(0, PARTIAL_BN)
-            in_band = (keys >= key_start) & (keys < key_stop)  # keys outside the band may be NaN: load 0
+            in_band = (keys >= key_start) & (keys < key_stop)  # others may be NaN: load 0
             k_tile = load_rows(k_head, k_offset, j, k_strides[1], in_band, D, D_PAD, ALIGN)
             v_tile = load_rows(v_head, v_offset, j, v_strides[1], in_band, DV, DV_PAD, ALIGN)
             visible = visible_mask(left - j, right - j, PARTIAL_BN)
@@ -134,7 +134,7 @@ def forward_kernel(
     fully_masked = (l == 0.0) & (m == float("-inf"))
     in_range = (tl.abs(m) <= largest_maximum(ACC)) & (l > 0.0) & (l < float("inf"))
     l = tl.where(fully_masked, float("inf"), tl.where(in_range, l, float("nan")))
-    # acc of a fully masked row is NaN if v holds NaN, because 0 * NaN is NaN.
+    # acc of a fully masked row is NaN if v holds NaN.
     acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])
     out_head = head_pointer(out, batch, head, out_strides, ALIGN)
     out_offset = tile_offsets(out_strides, BM, DV_PAD, ALIGN)

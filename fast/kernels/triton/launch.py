@@ -1,15 +1,13 @@
 """Launch the Triton kernels: choose work tables and configurations, and pass strides and grids.
 
-Tensors are 4-D, checked and on one device; lse and delta are (b, h, t). Results are written into given tensors, and their
-previous contents do not matter. One exception: the fused method adds to dq.
+Tensors are 4-D, checked and on one device; lse and delta are (b, h, t). Results overwrite given tensors; only the fused
+method adds to dq.
 
-**Range**, for this backend and the Gluon backend. Scores, scale q k, may be up to 1e7 in magnitude (6e15 in float64), and
-values up to 1e21. A query with a larger maximum score gets NaN for out and lse: P is exp2(s scale - m). A GPU rounds m but
-not the product in this FMA, so P of the largest score could be 0 or infinite. Scores far below the maximum may have any
-size. A query with all scores at -inf counts as a query that sees no key.
+**Range** (Gluon, too): scores scale q k up to 1e7 in magnitude (float64: 6e15), values up to 1e21. A larger maximum gives
+NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale - m). All scores at -inf count as no visible key.
 
-**NaN and infinities** reach the tokens that see them. An MMA also multiplies the hidden elements of a tile by 0, and
-0 * NaN is NaN. So NaN also reaches some tokens that share a tile, even in other documents:
+**NaN and infinities** reach the tokens that see them. An MMA multiplies hidden elements by 0, and 0 * NaN is NaN, so they
+also reach some tokens of a tile that one MMA loads:
 
     in      out                 lse              dq                           dk                      dv
     q       its query           its query        its query                    keys of shared tiles    keys that it sees
@@ -19,8 +17,8 @@ size. A query with all scores at -inf counts as a query that sees no key.
             shared tiles                                                      queries see
     dout    none                none             its query                    keys that it sees       keys of shared tiles
 
-A query and a key share a tile if one MMA loads both. Tiles have at most 256 rows and columns. So a key shares tiles only with
-queries fewer than 256 tokens from some query i, where i sees a key fewer than 256 tokens from this key.
+Tiles have at most 256 rows and columns. A query and a key share one only if some query under 256 tokens away sees some key
+under 256 tokens away.
 """
 
 import warnings
@@ -49,17 +47,18 @@ from canon.masks.mask import Mask
 from canon.runtime.checks import accumulate_dtype
 
 LOG2E = 1.4426950408889634
-L2_BYTES = 32 << 20  # budget for tensors that concurrent heads read repeatedly; L2 caches hold 40 to 60 MB
-ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` is the tokens of a CTA
+L2_BYTES = 32 << 20  # for tensors that concurrent heads read repeatedly; L2 caches hold 40 to 60 MB
+ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` tokens a CTA
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
-COUNTED_TILE = 128, 64  # keys x queries: `choose_method` counts the work of dk and dv in tiles of this size
+COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`
 
 
 def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
-    """Return the backward method for "auto": "head_parallel" where "split" would leave SMs idle, else "split".
+    """Return the method for "auto": "head_parallel" where the busiest SM has over a quarter more work under "split", else
+    "split".
 
-    "head_parallel" has an owner of dk and dv for each query head, "split" for each key head. It is chosen if the busiest SM
-    has over a quarter more work under "split". "fused" is never chosen: this backend adds to dq in any order.
+    They have an owner of dk and dv for each query head, or key head. "fused" is never chosen: here it adds to dq in any
+    order.
     """
     b, h, g = q.shape[0], q.shape[2], k.shape[2]
     if h > g and needs_more_owners(mask, *COUNTED_TILE, b * g, b * h, multiprocessors):
@@ -85,7 +84,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
 
 
 def vanishes(scale: float, dtype: torch.dtype) -> bool:
-    """Return whether the scale rounds to 0 in the kernels. Then the score -inf of a hidden element would become NaN."""
+    """Return whether the scale rounds to 0 in the kernels, where the score -inf of a hidden element would become NaN."""
     return abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150)
 
 
@@ -100,7 +99,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
 
 
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStatistics:
-    """Compute delta and return `row_statistics`, in one launch. Two copies are added if the strides of lse have gaps."""
+    """Compute delta and return `row_statistics`, in one launch, plus two copies if the strides of lse have gaps."""
     result = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
     delta(dout, out, lse, dlse, result)
     return row_statistics(lse, result)
@@ -111,7 +110,7 @@ def empty_statistics(lse: Tensor) -> None:
 
 
 def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
-    """Return lse and delta (b, h, t) with equal strides, as `dq` and `dkdv` take them."""
+    """Return lse and delta (b, h, t) with equal strides."""
     lse, delta = map(contiguous_rows, (lse, delta))
     return (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
 
@@ -146,9 +145,8 @@ def dkdv(
 ) -> None:
     """Write dk (b, s, o, d) and dv (b, s, o, dv). The o owners are the key heads or the query heads.
 
-    With ``dq`` (b, t, h, d), in the accumulation dtype, also add to it by atomics: the fused method. ``ordered`` requests
-    repeatable bits, which atomics do not give. It raises RuntimeError, or warns under
-    `torch.use_deterministic_algorithms(True, warn_only=True)`.
+    Also add to ``dq`` (b, t, h, d), in the accumulation dtype, by atomics, if given (fused). ``ordered`` requests repeatable
+    bits, which raises RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
     """
     if ordered:
         refuse_atomics()
@@ -179,10 +177,7 @@ def refuse_atomics() -> None:
 
 
 def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor | None) -> None:
-    """Write dk (b, s, g, d) and dv (b, s, g, dv): sums over the heads of each group of the parts (b, s, h, ...).
-
-    Without ``dv_parts`` and ``dv`` only dk is written.
-    """
+    """Write dk (b, s, g, d) and, if given, dv (b, s, g, dv): sums over each group of the parts (b, s, h, ...)."""
     width = 0 if dv is None else dv.shape[-1]
     tensors = (dk_parts, dk_parts if dv_parts is None else dv_parts, dk, dk if dv is None else dv)
     options = {
@@ -204,9 +199,9 @@ def merge(
     new_lse: Tensor,
     rows: Tensor | None = None,
 ) -> None:
-    """Write new_out (b, t, h, dv) and new_lse (b, h, t): the merge of two parts. They may be out and lse.
+    """Write new_out (b, t, h, dv) and new_lse (b, h, t), which may be out and lse: the merge of two parts.
 
-    If ``rows`` (int64, without repetitions) is given, the other part has these tokens only, and only they are merged.
+    The other part has only the tokens ``rows`` (int64, distinct) if given, and only they are merged.
     """
     out, other_out = map(addressable, (out, other_out))
     other_lse = contiguous_rows(other_lse)
@@ -220,7 +215,7 @@ def merge(
 
 
 def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
-    """Launch ``ctas`` CTAs of a kernel with its arguments, then ``l2_heads``, then the strides of the ``strided`` tensors.
+    """Launch ``ctas`` CTAs with the arguments, ``l2_heads``, and the strides of the ``strided`` tensors.
 
     Raises ValueError if a written tensor exceeds 32-bit offsets, or if the device has too little shared memory.
     """
@@ -231,7 +226,7 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
             raise ValueError(
                 f"{kernel.__name__} needs row statistics with a last stride of 1, got strides {x.stride()}"
             )
-        if x.ndim == 4 and _tile_extent(x) >= 2**31:  # read tensors are `addressable`, so this one is written
+        if x.ndim == 4 and _tile_extent(x) >= 2**31:  # a written one: read ones are `addressable`
             raise ValueError(
                 f"strides {x.stride()} are too wide for {kernel.__name__}: offsets inside a tile must fit into 32 bits"
             )
@@ -247,10 +242,9 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
 
 
 def stride_arguments(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...] | int]:
-    """Yield the strides of each tensor as kernels take them: a tuple for (b, t, h, d), two numbers for (b, h, t).
+    """Yield the strides of each tensor: a tuple for (b, t, h, d), two numbers for (b, h, t).
 
-    Triton specialises on the numbers of a tuple whatever the kernel declares. Those of a row statistic depend on the number of
-    tokens, so they are arguments of their own that no kernel specialises on.
+    Triton always specialises on the numbers of a tuple; those of row statistics depend on the tokens, so they are arguments.
     """
     for x in tensors:
         if x.ndim == 4:
@@ -267,12 +261,11 @@ def contiguous_rows(x: Tensor) -> Tensor:
 def kernel_strides(x: Tensor) -> tuple[int, ...]:
     """Return the strides for a kernel: 0 for an axis of length 1, except the last.
 
-    Triton compiles a variant for each divisibility and bit length of a stride, and the stride of such an axis may be any.
+    Such a stride may be any, and Triton compiles a variant for each divisibility and bit length.
     """
     return *[0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False)], x.stride(-1)
 
 
-# ------------------------------------------------------------------ compile-time constants
 def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
     """Return the constants of the kernels with MMAs."""
     d_pad, dv_pad = pads(q, v)
@@ -321,36 +314,34 @@ def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
 
 
 def stride_divisor(*tensors: Tensor) -> int:
-    """Return 8, 4, 2 or 1: the greatest of them that divides every stride except the last, in elements.
+    """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements. It limits the width of loads.
 
-    It limits the width of loads. Return 1 if 16 divides them all: Triton detects that itself, and a second value would only
-    compile the kernel twice.
+    Return 1 if 16 divides them all: Triton detects that, and a second value would compile the kernel twice.
     """
     divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
     return 1 if divisor == 16 else divisor
 
 
-# ------------------------------------------------------------------ grids and addresses
 def batch_heads(x: Tensor) -> int:
-    """Return the number of batches times heads of x (b, t, h, d)."""
+    """Return batches times heads of x (b, t, h, d)."""
     return x.shape[0] * x.shape[2]
 
 
 def row_grid(x: Tensor) -> int:
-    """Return the number of CTAs for x (b, t, h, d), each with ROWS tokens of one head."""
+    """Return the number of CTAs for x (b, t, h, d), each with ROWS tokens of a head."""
     return -(-x.shape[1] // ROWS.rows) * batch_heads(x)
 
 
 def head_bytes(*tensors: Tensor) -> int:
-    """Return the bytes of one head of all these tensors (b, t, h, d) together."""
+    """Return the bytes of one head of all these tensors (b, t, h, d)."""
     return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
 
 
 @lru_cache
 def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
-    """Return how many of ``count`` heads run at a time: a divisor of whole groups, small enough for the L2 cache.
+    """Return how many of ``count`` heads run at a time: whole groups, a divisor, small enough for the L2 cache.
 
-    ``bytes_each`` is the memory that the heads of one group read repeatedly.
+    ``bytes_each``: memory that one group reads repeatedly.
     """
     groups = count // group
     fitting = [n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * bytes_each <= L2_BYTES)]
@@ -358,24 +349,24 @@ def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
 
 
 def plan(kernel: str, q: Tensor, v: Tensor, mask: Mask, *visited: Tensor) -> tuple[Config, WorkTable]:
-    """Return the configuration and work table of a kernel that visits tiles of the ``visited`` tensors."""
+    """Return the configuration and work table of a kernel that visits tiles of ``visited``."""
     describable = all(map(has_descriptor, visited))
     config = choose(kernel, *pads(q, v), q.element_size(), q.device, describable)
-    if config.tma and not describable:  # only if `forced` chose it
+    if config.tma and not describable:  # only if `forced`
         config = replace(config, tma=False)
     transposed = kernel in ("dkdv", "fused")
     return config, work_table(mask, config.rows, config.columns, config.partial_columns, transposed, q.device)
 
 
 def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
-    """Return the kernel argument to load full tiles of x (b, t, h, d) from: a descriptor if ``config.tma``, else x."""
+    """Return what full tiles of x (b, t, h, d) are loaded from: a descriptor if ``config.tma``, else x."""
     if not config.tma:
         return x
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, config.columns, 1, x.shape[3]])
 
 
 def has_descriptor(x: Tensor) -> bool:
-    """Return whether TMA can load tiles of x: its sizes, strides and alignment fit a descriptor."""
+    """Return whether the sizes, strides and alignment of x fit a TMA descriptor."""
     strides = [stride * x.element_size() for stride in x.stride()[:-1]]
     return (
         (is_cpu(x.device) or is_hopper(x.device))
@@ -393,5 +384,5 @@ def addressable(x: Tensor) -> Tensor:
 
 
 def _tile_extent(x: Tensor) -> int:
-    """Return a bound on offsets inside a tile of x (b, t, h, d): no tile has more than 256 rows or columns."""
+    """Return a bound on offsets inside a tile of x (b, t, h, d): at most 256 rows or columns."""
     return 256 * (x.stride(1) + x.stride(3))

@@ -1,11 +1,9 @@
-"""The merge kernel: combine attention over two disjoint sets of keys in one pass over memory.
+"""The merge kernel: combine attention over two disjoint sets of keys in one pass over memory, possibly in place.
 
     lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse') other_out
 
-Each element is read and written once, and out may be updated in place. One merge moves 3 x 4 bytes for each float32
-element of out.
-
-Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2307.08691).
+Traffic: 3 x 4 bytes for each float32 element of out. Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1
+(https://arxiv.org/abs/2307.08691).
 """
 
 import triton
@@ -58,7 +56,7 @@ def merge_kernel(
 ):
     """Write new_out (b, t, h, dv) and new_lse (b, h, t). The out of a part is not read where its lse is -inf.
 
-    INDEXED: row i of the other part belongs to token ``table[i]`` (int64), i < ``tokens``. Other tokens are left unchanged.
+    INDEXED: row i of the other part belongs to token ``table[i]`` (int64), i < ``tokens``; others stay unchanged.
     """
     first, batch, head = cta_rows(heads, batch_heads, BM)
     rows = first + tl.arange(0, BM)
@@ -95,6 +93,6 @@ def merge_kernel(
         new_head = head_pointer(new_out, batch, head, new_out_strides, ALIGN)
         offset = tile_offsets(new_out_strides, BM, D_PAD, ALIGN)
         store_rows(new_head, offset, first, new_out_strides[1], valid, both, D, D_PAD, ALIGN)
-    tl.debug_barrier()  # new_lse may be lse: one warp writes the values of all rows, so all warps must have read them
+    tl.debug_barrier()  # new_lse may be lse: one warp writes all rows, so all warps must have read them
     new_rows = statistic_head_pointer(new_lse, batch, head, new_lse_stride_b, new_lse_stride_h) + token
     tl.store(new_rows, merged, mask=valid)

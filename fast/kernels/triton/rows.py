@@ -1,8 +1,7 @@
 """Gather, scatter and sum rows (tokens) by an index table.
 
-`take_rows` gathers the rows of K and V that a group cast sends. `add_rows` adds all received rows to their tokens for a group
-reduce. It reads each row once, adds in the order of the table and uses no atomics, so it repeats its bits. `pick_rows`,
-`copy_rows`, `copy_statistics` and `add_to_rows` gather and update the rows of a table.
+`take_rows` gathers K and V for a group cast. `add_rows` adds all received rows to their tokens for a group reduce, each read
+once, in the order of the table and without atomics, so bits repeat.
 """
 
 import triton
@@ -140,7 +139,7 @@ def statistics_kernel(
     delta_part_stride_h,
     BM: tl.constexpr,
 ):
-    """Write lse_part[:, :, i] = lse[:, :, rows[i]] (b, h, n), and delta_part from delta in the same way."""
+    """Write lse_part[:, :, i] = lse[:, :, rows[i]] (b, h, n), and likewise delta_part."""
     start, batch, head = cta_rows(heads, batch_heads, BM)
     index = start + tl.arange(0, BM)
     valid = index < count
@@ -190,7 +189,7 @@ def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], ro
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
-    """Update total[:, rows] += part: (b, t, h, d), int64 (n) without repetitions, and (b, n, h, d)."""
+    """Update total[:, rows] += part: (b, t, h, d), distinct int64 (n), and (b, n, h, d)."""
     _run_row_kernel(total, part, rows, add=True)
 
 
@@ -207,10 +206,9 @@ def _run_row_kernel(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
 
 
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
-    """Write total (b, t, g, d): x plus the received rows of each token. ``total`` may be x.
+    """Write total (b, t, g, d), which may be x: x plus received (b, n, g, d) rows of each token.
 
-    Token i gets received[:, places[first[i] : first[i + 1]]], added in this order. received is (b, n, g, d); first and places
-    are int64.
+    Token i gets received[:, places[first[i] : first[i + 1]]], in this order; first and places are int64.
     """
     options = launch.row_options(accumulate_dtype(x.dtype), x, received, total)
     arguments, heads = (x, received, first, places, total, x.shape[1], x.shape[2]), launch.batch_heads(x)

@@ -1,12 +1,10 @@
-"""Apply a sink to the out of all keys, and differentiate it: two kernels, each with one pass over out.
+"""Apply a sink to the out of all keys, and differentiate it, each in one pass over out.
 
     a = sigmoid(lse - sink)                      out = a out_keys
     r = rowsum(dout * out_keys)                  dout_keys = a dout          dlse = a (1 - a) r
 
-a and a (1 - a) are computed from e = exp(-|lse - sink|), so neither overflows nor cancels. Rows with lse -inf get 0.
-Traffic: the forward pass reads and writes out. The backward pass reads out and dout, and writes dout_keys if it is needed.
-
-Source: `canon.reference.sinks`.
+a and a (1 - a) are computed from e = exp(-|lse - sink|): no overflow, no cancellation. Rows with lse -inf get 0. Source:
+`canon.reference.sinks`.
 """
 
 import triton
@@ -130,7 +128,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
 def differentiate_sink(
     dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor, dout_keys: Tensor | None, dlse: Tensor
 ) -> None:
-    """Write dout_keys (b, t, h, dv), unless it is None, and dlse (b, h, t). ``out`` is that of the keys."""
+    """Write dlse (b, h, t) and, unless None, dout_keys (b, t, h, dv). ``out`` is that of the keys."""
     dout, out = map(launch.addressable, (dout, out))
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     written = out if dout_keys is None else dout_keys

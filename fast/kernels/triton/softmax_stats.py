@@ -26,7 +26,7 @@ def row_dot(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Return rowsum(dout * out) of BM rows of one head, from row ``first`` on; 0 in rows that are not ``active``."""
+    """Return rowsum(dout * out) of BM rows of one head from ``first`` on; 0 in rows that are not ``active``."""
     out_offset, dout_offset = tile_offsets(out_strides, BM, D_PAD, ALIGN), tile_offsets(dout_strides, BM, D_PAD, ALIGN)
     out_tile = load_rows(out_head, out_offset, first, out_strides[1], active, D, D_PAD, ALIGN).to(ACC)
     dout_tile = load_rows(dout_head, dout_offset, first, dout_strides[1], active, D, D_PAD, ALIGN).to(ACC)

@@ -1,8 +1,4 @@
-"""Sum the tensors received from all ranks, in rank order. Each element is read once and written once.
-
-Each addition rounds to the dtype of the received tensors, as a sum that travels from rank to rank would. The order is
-fixed, so the same inputs give the same bits on any topology. NCCL's own reductions promise that for one topology only.
-"""
+"""Sum the tensors received from all ranks, in rank order, in one pass."""
 
 import triton
 import triton.language as tl
@@ -42,7 +38,7 @@ def sum_ranks_kernel(
 
 
 def sum_ranks(received: Tensor, total: Tensor) -> None:
-    """Write total (b, t, h, d): the sum of received (b, W, t, h, d) over W, in rank order and in the dtype of received."""
+    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W, in rank order and in its dtype."""
     first = received[:, 0]
     width = total.shape[-1]
     arguments = (first, total, total.shape[1], total.shape[2], received.stride(1))
