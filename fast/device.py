@@ -4,9 +4,8 @@
     "triton"    portable: any GPU that Triton supports, any dtype and width
     "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no "fused". Needs the extra cuda
 
-Without `backend`, "gluon" is used where it supports the inputs. Otherwise "cuda" is used up to the widths of `CUDA_WIDTHS`,
-if its compiler is installed, and "triton" elsewhere. A chosen backend that does not support the inputs raises: it is never
-replaced.
+Without `backend`, "gluon" is used where it supports the inputs, and "triton" elsewhere. A chosen backend that does not
+support the inputs raises: it is never replaced.
 """
 
 from collections.abc import Hashable, Iterator
@@ -26,19 +25,6 @@ from canon.masks.plan_cache import are_noted
 __all__ = ["backend"]
 
 AVAILABLE = ("triton", "gluon", "cuda")
-# The largest width at which "auto" takes the CUDA kernels, by capability. No such GPU was at hand, so this follows from
-# compiled resources in bfloat16 (canon.testing.cuda_resources, canon.testing.compile). "8 x 32": 8 warps of 32 rows on an SM.
-#
-#                     forward               dq                    dk and dv
-#     sm_80    64     8 x 32   8 x 16       8 x 32   8 x 16       8 x 32   8 x 16       first the CUDA kernel, then Triton's
-#             128     8 x 32   8 x 16       8 x 16   8 x 16       8 x 32   8 x 16
-#             256     8 x 16   8 x 16       8 x 16   8 x 16       8 x 16   8 x 16, with 5 MMAs a tile instead of 4
-#     sm_86    64     as sm_80
-#             128     8 x 16   4 x 16       8 x 16   8 x 16       4 x 16   8 x 16
-#
-# A warp reads every visited tile from shared memory, so 32 rows of a warp halve these reads. Where an SM holds fewer warps of
-# a CUDA kernel, "auto" keeps Triton.
-CUDA_WIDTHS = {(8, 0): 256, (8, 6): 64, (8, 9): 64}
 
 _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
 
@@ -48,11 +34,10 @@ def backend(name: str) -> Iterator[None]:
     """Use this kernel backend inside the block: "triton", "gluon" or "cuda".
 
     A backward pass uses the backend of its call. A function that `torch.utils.checkpoint` recomputes must contain the block:
-    if the block has ended before a call is recomputed, the call raises RuntimeError. Without `backend`,
-    calls use "gluon" on Hopper where its kernels support the dtype and width. On sm_80, sm_86 and sm_89 they use "cuda" up to
-    the widths of `CUDA_WIDTHS`, if it is installed. All others use "triton". A dtype, width or device that the backend does
-    not support raises ValueError when a call needs it. A compiled function keeps the backend of its compilation, so `backend`
-    surrounds its calls. A call with another choice raises RuntimeError.
+    if the block has ended before a call is recomputed, the call raises RuntimeError. Without `backend`, calls use "gluon" on
+    Hopper where its kernels support the dtype and width, and "triton" elsewhere. A dtype, width or device that the backend
+    does not support raises ValueError when a call needs it. A compiled function keeps the backend of its compilation, so
+    `backend` surrounds its calls. A call with another choice raises RuntimeError.
     Raises ValueError for an unknown name. The first kernel of "cuda" raises ModuleNotFoundError without the extra cuda.
     """
     if name not in AVAILABLE:
@@ -109,7 +94,7 @@ def kernels_for(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
         from canon.fast.kernels.gluon import launch as hopper  # imported only here: other GPUs do not need it
 
         return hopper
-    if chosen == "cuda" or (chosen is None and _cuda_is_faster(q, v, method)):
+    if chosen == "cuda":
         from canon.fast.kernels.cuda import launch as cuda
 
         return cuda
@@ -125,18 +110,6 @@ def _gluon_supports(q: Tensor, v: Tensor, method: str) -> bool:
         return False
     kernel = "fused" if method == "fused" else "forward"  # all other kernels support the widths of "forward"
     return q.dtype in config.DTYPES and bool(config.padded_to(kernel, q.shape[-1], v.shape[-1]))
-
-
-def _cuda_is_faster(q: Tensor, v: Tensor, method: str) -> bool:
-    """Return whether "auto" takes the CUDA kernels, which must support the inputs and be installed."""
-    if is_cpu(q.device) or launch.INTERPRETED or method == "fused" or q.dtype not in config.DTYPES:
-        return False
-    most = CUDA_WIDTHS.get(capability(q.device), 0)
-    if any(width % 16 or not 16 <= width <= most for width in (q.shape[-1], v.shape[-1])):
-        return False
-    from canon.fast.kernels.cuda.program import is_installed
-
-    return is_installed()
 
 
 def check_device(x: Tensor) -> None:

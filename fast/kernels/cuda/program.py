@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,12 +73,6 @@ class Program(NamedTuple):
         _, version = compiler()
         total.update(repr((self.name, sorted(self.macros), self.architecture, STANDARD, version)).encode())
         return total.hexdigest()[:32]
-
-
-@lru_cache(maxsize=1)
-def is_installed() -> bool:
-    """Return whether `cuda-core` is installed, without importing it."""
-    return find_spec("cuda") is not None and find_spec("cuda.core") is not None
 
 
 def compiler():
