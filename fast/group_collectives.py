@@ -29,14 +29,13 @@ from canon.fast.planner import areas_and_needs, union_of_intervals
 from canon.fast.replay.recordings import replayed
 from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
+from canon.masks.cast_plan import CastPlan, Piece, PlanReport, staged
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan import CastPlan, Piece, staged
 from canon.masks.plan_cache import cached_plan
-from canon.masks.report import PlanReport
+from canon.runtime.agreement import named_failures
 from canon.runtime.call import agreed_cast
-from canon.runtime.group_arguments import Group
-from canon.runtime.group_state import named_failures
+from canon.runtime.group import Group
 from canon.runtime.plan_arguments import check_cast, checked_chunk
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]

@@ -36,6 +36,7 @@ from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
 from canon.masks import plan_cache
 from canon.masks.mask import Mask
+from canon.runtime.agreement import named_failures
 from canon.runtime.checks import (
     accumulate_dtype,
     batched,
@@ -49,8 +50,7 @@ from canon.runtime.checks import (
     under_autocast,
 )
 from canon.runtime.decode_call import agreed_decode
-from canon.runtime.group_arguments import Group
-from canon.runtime.group_state import named_failures
+from canon.runtime.group import Group
 from canon.runtime.operators import is_traced
 from canon.runtime.packing import attend_each
 from canon.runtime.passes import Passes

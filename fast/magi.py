@@ -62,14 +62,14 @@ from canon.fast.replay.recordings import replayed
 from canon.fast.tile_exchanges import cast_passes
 from canon.fast.transport import transport_for
 from canon.fast.twins import twin_of
+from canon.masks.cast_plan import CastPlan
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan import CastPlan
 from canon.masks.plan_cache import PLANS
 from canon.runtime.call import Call, agreed_call
 from canon.runtime.call_arguments import kinds_of
 from canon.runtime.checks import accumulate_dtype, under_autocast
-from canon.runtime.group_arguments import Group
+from canon.runtime.group import Group
 from canon.runtime.passes import Passes
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]

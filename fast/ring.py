@@ -26,7 +26,7 @@ which messages are in flight meanwhile:
 
 With NCCL, hops run on a stream of the process group. At the start of each pass, a rank posts 8 bytes, a digest of the
 call. On GPUs, a repeated call does not wait for the bytes of other ranks: it compares them at the next pass at the
-latest (`canon.runtime.group_state`; its cost is in paper/measured.md). Autograd keeps q, k, v, out and lse of the
+latest (`canon.runtime.agreement`; its cost is in paper/measured.md). Autograd keeps q, k, v, out and lse of the
 own tokens.
 
 `PLANS` caches one `_Ring` for each kind of call: the places of the blocks in a buffer, and each step's active queries
@@ -80,7 +80,7 @@ from canon.masks.plan_cache import PLANS
 from canon.runtime.call import Call, agreed_call
 from canon.runtime.call_arguments import kinds_of
 from canon.runtime.checks import accumulate_dtype, under_autocast
-from canon.runtime.group_arguments import Group
+from canon.runtime.group import Group
 from canon.runtime.passes import LAYOUTS, Passes
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]

@@ -55,7 +55,7 @@ from canon.reference.strides import Steps, strided_steps, suggest_strides
 from canon.runtime.call import Call, agreed_call
 from canon.runtime.call_arguments import kinds_of
 from canon.runtime.checks import batched, under_autocast
-from canon.runtime.group_arguments import Group
+from canon.runtime.group import Group
 from canon.runtime.passes import Passes
 
 __all__ = ["strided_attention", "suggest_strides"]

@@ -33,14 +33,13 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.masks.cast_plan import CastPlan, Piece, PlanReport, staged
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan import CastPlan, Piece, staged
 from canon.masks.plan_cache import cached_plan
-from canon.masks.report import PlanReport
+from canon.runtime.agreement import named_failures
 from canon.runtime.call import agreed_cast
-from canon.runtime.group_arguments import Group
-from canon.runtime.group_state import named_failures
+from canon.runtime.group import Group
 from canon.runtime.plan_arguments import check_cast, check_rows, checked_chunk
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]

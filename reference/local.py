@@ -34,6 +34,7 @@ from canon.masks.mask import Mask
 from canon.reference.backward import attention_backward
 from canon.reference.sinks import under_sink
 from canon.reference.tiles import read, read_keys, visible_tiles
+from canon.runtime.agreement import named_failures
 from canon.runtime.autograd import differentiable
 from canon.runtime.checks import (
     accumulate_dtype,
@@ -48,8 +49,7 @@ from canon.runtime.checks import (
     under_autocast,
 )
 from canon.runtime.decode_call import agreed_decode
-from canon.runtime.group_arguments import Group
-from canon.runtime.group_state import named_failures
+from canon.runtime.group import Group
 from canon.runtime.operators import call_operator, is_traced
 from canon.runtime.packing import attend_each
 from canon.runtime.passes import Passes, makes_passes

@@ -52,7 +52,7 @@ N = b g (d + dv) elements of e bytes: batch b, g key heads, widths d and dv. An 
               dk, dv     one all-to-all for each cast   S N E: gradients of the tokens sent
 
 Not counted: to compare the calls, in each pass every rank gets a digest of 8 bytes from each other rank
-(`group_state.py`). `plan_report` gives R, S and `volume`. In an all-gather or a ring over n tokens, all ranks
+(`agreement.py`). `plan_report` gives R, S and `volume`. In an all-gather or a ring over n tokens, all ranks
 together receive (W - 1) n tokens; here they receive the fraction `volume` of that. FLOPs are those of `local.py` and
 `backward.py` for the visible cells of the rank's queries. Peak memory beyond inputs, outputs, tiles and row
 statistics, at most:
@@ -83,9 +83,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.masks.cast_plan import CastPlan
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan import CastPlan
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
 from canon.reference.local import merge, tiled_forward
@@ -95,7 +95,7 @@ from canon.reference.sinks import under_sink
 from canon.runtime.autograd import differentiable
 from canon.runtime.call import Call, agreed_call
 from canon.runtime.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
-from canon.runtime.group_arguments import Group
+from canon.runtime.group import Group
 from canon.runtime.operators import call_operator, is_traced
 from canon.runtime.passes import Passes, makes_passes
 

@@ -10,7 +10,7 @@ have time for them. Threads of the training process share its cache: what `prepa
 The plans of the reference are local masks and, for `magi_attention`, the cast plan. Those of `canon.fast` also have the
 tables of its kernels. This is why `prepare` takes shapes, dtype and device.
 
-Cost for n bands and r ranks: as `local_masks.py`, for each rank's keys; for `magi_attention` also as `group_collectives.py`.
+Cost for n bands and r ranks: as `layout.py`, for each rank's keys; for `magi_attention` also as `group_collectives.py`.
 
 Source: the plans of MagiAttention (Tao and Huang, 2025) are also made once for each mask, ahead of the layers.
 """

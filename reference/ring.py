@@ -82,7 +82,7 @@ E in reduce_dtype and A in the accumulation dtype. A hop sends two messages, one
 
 With bfloat16 inputs and reduce_dtype float32 the table gives 2 (W - 1) N bytes forward and 6 (W - 1) N bytes backward.
 If neither k nor v needs a gradient, dk and dv make no hops. Not counted: to compare the calls, in each pass every rank
-gets a digest of 8 bytes from each other rank (`group_state.py`). FLOPs are those of `local.py` and `backward.py` for
+gets a digest of 8 bytes from each other rank (`agreement.py`). FLOPs are those of `local.py` and `backward.py` for
 the visible cells of this rank's queries. Peak memory beyond inputs, outputs, tiles, row statistics:
 
     K, V      2 N e bytes; 3 N e while a `Hop` starts: those sent by the previous hop, those in use, and the next ones
@@ -122,7 +122,7 @@ from canon.reference.sinks import under_sink
 from canon.runtime.autograd import differentiable
 from canon.runtime.call import Call, agreed_call
 from canon.runtime.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
-from canon.runtime.group_arguments import Group
+from canon.runtime.group import Group
 from canon.runtime.operators import call_operator, is_traced
 from canon.runtime.passes import LAYOUTS, Passes, makes_passes
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.masks.plan import CastPlan
+from canon.masks.cast_plan import CastPlan
 from canon.reference.group_collectives import GroupCast, cast_plan
 from canon.reference.owner_computes import owner_backward, owner_forward
 from canon.runtime.call import Call

@@ -91,7 +91,7 @@ from canon.reference.strides import Steps, strided_steps, suggest_strides
 from canon.runtime.autograd import differentiable
 from canon.runtime.call import Call, agreed_call
 from canon.runtime.checks import accumulate_dtype, check_sink, kind_of_sink, under_autocast
-from canon.runtime.group_arguments import Group
+from canon.runtime.group import Group
 from canon.runtime.operators import call_operator, is_traced
 from canon.runtime.passes import Passes, makes_passes
 

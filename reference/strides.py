@@ -20,7 +20,7 @@ from torch import Tensor
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.runtime.checks import accumulate_dtype, check_method
-from canon.runtime.group_arguments import Group, place_in
+from canon.runtime.group import Group, place_in
 
 __all__ = ["Steps", "head_groups", "strided_steps", "suggest_strides"]
 

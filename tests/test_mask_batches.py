@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Mask
-from canon.masks import mask_cells
+from canon.masks import mask as mask_cells
 
 
 @st.composite

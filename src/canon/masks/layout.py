@@ -13,28 +13,47 @@ A layout is the one source of four things that must agree: the shards of the dat
 the rotary embedding, and the masks between ranks (`local_mask`).
 
 Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brandon et al., Striped Attention (2023).
+
+The mask between the tokens of some ranges and those of others, in the coordinates of two buffers.
+
+A buffer holds the tokens of its ranges one after another. Here the causal mask, for queries 0 1 6 7 and keys 6 7 0 1:
+
+                keys  6 7 0 1
+    query 0           . . x .       three crops: q 0:2 with k 0:2, q 6:8 with k 6:8, q 6:8 with k 0:2
+    query 1           . . x x       two bands: the crops in the last two columns join
+    query 6           x . x x
+    query 7           x x x x
+
+Each pair of a query range and a key range gives a crop of the mask, which moves to its place in the buffers. Parts of a
+band that a seam between two ranges has cut are joined again.
+
+Cost: O(r log n + c log c) for r query ranges, n bands and c crops, if the bands of a range are neighbours in the mask, as
+in packed documents. In the worst case every range tests every band.
 """
 
+import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from canon.masks.arguments import plain_tensor, shown, whole
-from canon.masks.held_tokens import HeldTokens, positions_on
-from canon.masks.local_masks import mask_between
+from canon.masks.band import Band, IntervalIndex, joined, picked
 from canon.masks.mask import Mask
-from canon.masks.mask_inputs import Ints
+from canon.masks.mask_inputs import Ints, RangesPerRank, checked_ranges
 from canon.masks.opaque import OpaqueMeta
-from canon.masks.plan_cache import cached_plan
+from canon.masks.plan_cache import cached_plan, keep_for_stream
 
 if TYPE_CHECKING:
-    from canon.runtime.group_arguments import Group
+    from canon.runtime.group import Group
+
 
 TILE = 128  # tokens along each side of a tile of the reference, and the unit of rank-invariant layouts
 
 
-class Layout(HeldTokens, metaclass=OpaqueMeta):
+class Layout(metaclass=OpaqueMeta):
     """The tokens 0 .. ``tokens`` - 1, each on exactly one rank.
 
         Layout([[range(0, 2), range(6, 8)], [range(2, 6)]], 8)      rank 0: 0 1 6 7      rank 1: 2 3 4 5
@@ -47,9 +66,37 @@ class Layout(HeldTokens, metaclass=OpaqueMeta):
     Raises ValueError if a token is missing or held twice, or the steps differ; TypeError if a piece is not a range.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_digest", "_hash", "ranges_per_rank", "tokens")
+    ranges_per_rank: RangesPerRank
+    tokens: int
 
-    # ------------------------------------------------------------------ constructors
+    def __init__(self, ranges_per_rank: Sequence[Sequence[range]], tokens: int):
+        tokens = whole("tokens", tokens, 0)
+        held = checked_ranges(ranges_per_rank, tokens)
+        object.__setattr__(self, "ranges_per_rank", held)
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "_hash", hash((held, tokens)))
+        object.__setattr__(self, "_digest", None)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"a Layout is immutable: cannot set {name}")
+
+    def __eq__(self, other) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        mine, others = ((x._hash, x.tokens, x.ranges_per_rank) for x in (self, other))
+        return self is other or mine == others
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return type(self), (self.ranges_per_rank, self.tokens)
+
+    # constructors
     @classmethod
     def contiguous(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
         """Return one piece of n tokens for each rank; larger ones come first.
@@ -77,14 +124,55 @@ class Layout(HeldTokens, metaclass=OpaqueMeta):
         n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
         return cls([[range(r, n, ranks)] for r in range(ranks)], n)
 
-    # ------------------------------------------------------------------ operations
+    # content
+    def __repr__(self) -> str:
+        first = "; ".join(" ".join(f"{r.start}:{r.stop}:{r.step}" for r in held) for held in self.ranges_per_rank[:4])
+        return f"Layout({self.tokens} tokens on {self.ranks} ranks: {first}{'; ...' if self.ranks > 4 else ''})"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content, as hexadecimal digits. Equal layouts have equal digests in every process."""
+        if self._digest is None:
+            content = repr((self.ranges_per_rank, self.tokens))
+            object.__setattr__(self, "_digest", hashlib.sha256(content.encode()).hexdigest())
+        return self._digest
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.ranges_per_rank)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the layout on the host, in bytes (an estimate)."""
+        return 200 + 200 * sum(map(len, self.ranges_per_rank))
+
+    def size(self, rank: int) -> int:
+        """Return the number of tokens that ``rank`` holds. Raises ValueError if there is no such rank."""
+        return sum(map(len, self._held(rank)))
+
+    def positions(self, rank: int) -> Tensor:
+        """Return the position of each local token in the whole sequence: int64 [t], on the CPU.
+
+        ``Layout.zigzag(8, 2).positions(0)`` is ``[0, 1, 6, 7]``. Raises ValueError if there is no such rank.
+        """
+        pieces = [torch.arange(r.start, r.stop, r.step, device="cpu") for r in self._held(rank)]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def _held(self, rank: int) -> tuple[range, ...]:
+        """Return the ranges of a rank."""
+        if not 0 <= whole("rank", rank) < self.ranks:
+            raise ValueError(f"rank {rank} is not one of the layout's {self.ranks}: they count from 0")
+        return self.ranges_per_rank[rank]
+
+    # operations
     def document_positions(self, rank: int, cu_seqlens: Ints) -> Tensor:
         """Return the position of each local token in its own document, for the rotary embedding: int64 [t], on the CPU.
 
         With ``cu_seqlens=[0, 3, 8]``, rank 0 of ``Layout.zigzag(8, 2)`` gets ``[0, 1, 3, 4]``.
         Raises ValueError or TypeError if ``cu_seqlens`` is malformed or does not end at ``tokens``.
         """
-        from canon.runtime.layout_batches import document_positions, ends_of
+        from canon.runtime.movement import document_positions, ends_of
 
         return document_positions(self, rank, ends_of(self, cu_seqlens))
 
@@ -115,7 +203,7 @@ class Layout(HeldTokens, metaclass=OpaqueMeta):
 
         Raises ValueError for an entry of another shape, TypeError for one that is not a plain tensor. Both name it.
         """
-        from canon.runtime.layout_batches import sharded_batch
+        from canon.runtime.movement import sharded_batch
 
         return sharded_batch(self, batch, rank, cu_seqlens)
 
@@ -131,7 +219,7 @@ class Layout(HeldTokens, metaclass=OpaqueMeta):
 
         Raises ValueError if the shard or the group does not fit the layout, TypeError if ``x`` is not a plain tensor.
         """
-        from canon.runtime.layout_collectives import unsharded
+        from canon.runtime.movement import unsharded
 
         return unsharded(self, x, group, dim, partial_grad)
 
@@ -144,7 +232,7 @@ class Layout(HeldTokens, metaclass=OpaqueMeta):
         Args: ``x``, this rank's tokens along ``dim``; ``to``, a layout of as many tokens and ranks; ``group``, as in `unshard`.
         Raises ValueError or TypeError on every rank if the arguments of a rank do not fit or differ from those of others.
         """
-        from canon.runtime.layout_collectives import redistributed
+        from canon.runtime.movement import redistributed
 
         return redistributed(self, x, to, group, dim)
 
@@ -166,6 +254,21 @@ class Layout(HeldTokens, metaclass=OpaqueMeta):
         return _local_mask(self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several))
 
 
+def positions_on(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """Return `Layout.positions` on a device, from the cache. Do not change the tensor."""
+    layout._held(rank)  # raises for a wrong rank, before it becomes a key
+    if torch.compiler.is_compiling():  # a graph holds its own positions, because torch.compile does not trace the cache
+        return layout.positions(rank).to(device)
+    positions = _positions_on(layout, rank, device)
+    keep_for_stream(positions)
+    return positions
+
+
+@cached_plan
+def _positions_on(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    return layout.positions(rank).to(device)
+
+
 @cached_plan
 def _local_mask(layout: Layout, mask: Mask, q_rank: int, k_ranks: tuple[int, ...]) -> Mask:
     keys = [piece for rank in k_ranks for piece in layout._held(rank)]
@@ -177,3 +280,37 @@ def _pieces(n: int, count: int, multiple_of: int) -> list[range]:
     small, larger = divmod(-(-n // multiple_of), count)
     starts = [min(n, (i * small + min(i, larger)) * multiple_of) for i in range(count + 1)]
     return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) -> Mask:
+    """Return the mask between the tokens of the ranges ``queries`` and those of ``keys``, in buffer coordinates.
+
+    All ranges lie inside the mask and have one step >= 1. Raises ValueError if their steps differ.
+    """
+    rows, columns = _placed(queries), sorted(_placed(keys), key=lambda placed: placed[1].start)
+    index = IntervalIndex([(piece.start, piece.stop) for _, piece in columns])
+    bands: list[Band] = []
+    for q_offset, q_piece in rows:
+        touching: defaultdict[int, list[Band]] = defaultdict(list)  # by place in ``columns``
+        for band in mask.bands_near(q_piece):
+            near = index.near(band.k_start, band.k_stop)
+            for place in range(near.start, near.stop):
+                touching[place].append(band)
+        for place, some in touching.items():
+            k_offset, k_piece = columns[place]
+            bands += picked(some, q_piece, k_piece, q_offset, k_offset)
+    return mask.of_disjoint(joined(bands), sum(map(len, queries)), sum(map(len, keys)))
+
+
+def _placed(pieces: Sequence[range]) -> list[tuple[int, range]]:
+    """Return (offset in the buffer, tokens) of each piece. A piece that continues the previous one is joined to it."""
+    placed: list[tuple[int, range]] = []
+    end = 0
+    for piece in pieces:
+        offset, last = placed[-1] if placed else (0, range(0))
+        if len(last) and last[-1] + last.step == piece.start and last.step == piece.step:
+            placed[-1] = (offset, range(last.start, piece.stop, piece.step))
+        else:
+            placed.append((end, piece))
+        end += len(piece)
+    return placed

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.masks.arguments import plain_tensor
+from canon.masks.cast_plan import CastPlan
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan import CastPlan
 from canon.masks.plan_cache import PLANS
+from canon.runtime.agreement import GroupState, group_state, refused_together
 from canon.runtime.call_arguments import kind_of_call, kinds_of, mask_and_layout, reduce_dtype_of, tensor_fields
 from canon.runtime.checks import check_method, check_tensors, default_scale
 from canon.runtime.digests import Fields, digest_of
-from canon.runtime.group_arguments import Group, place_in
-from canon.runtime.group_state import GroupState, group_state, refused_together
+from canon.runtime.group import Group, place_in
 from canon.runtime.plan_arguments import Sizes, check_into, check_rows
 from canon.runtime.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from canon.masks.mask import Mask
+from canon.runtime.agreement import group_state, refused_together
 from canon.runtime.checks import cached, check_mask, check_sink, check_tensors, default_scale, kind_of_sink
-from canon.runtime.group_arguments import Group, place_in
-from canon.runtime.group_state import group_state, refused_together
+from canon.runtime.group import Group, place_in
 from canon.runtime.packing import check_masks
 
 NAME = "decode_attention"

@@ -28,7 +28,7 @@ from canon.masks.mask import Mask
 from canon.masks.opaque import registered
 from canon.runtime.autograd import NO_SECOND_DERIVATIVE, check_differentiation, surroundings
 from canon.runtime.checks import accumulate_dtype, batched, check_mask_type
-from canon.runtime.group_backends import group_named, name_of
+from canon.runtime.group import group_named, name_of
 from canon.runtime.passes import MAKERS, Passes
 
 MASK, LAYOUT = registered(Mask), registered(Layout)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.masks.arguments import shown, whole
+from canon.masks.cast_plan import CastPlan
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
-from canon.masks.plan import CastPlan
-from canon.runtime.group_arguments import place_in
+from canon.runtime.group import place_in
 
 LONGEST_CHUNK = 1024  # tokens
 CHUNKS_OF_A_RANK = 8

@@ -9,6 +9,8 @@ rank's own keys, and step i uses the keys of cast i - 1. If no rank needs a key 
 
 The keys of a step lie in one buffer: first the rank's own keys, if the step uses them, then the received ones by source.
 `cast_plan` (`group_collectives.py`) finds these keys: those that a rank's queries see and another rank holds.
+
+The quality of a plan: the work and the traffic of each rank, and their ratios to the bounds.
 """
 
 from array import array
@@ -18,8 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from canon.masks.layout import Layout
-from canon.masks.local_masks import mask_between
+from canon.masks.layout import Layout, mask_between
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
@@ -179,3 +180,53 @@ def staged(remote: list[list[tuple[Piece, ...]]], stages: int) -> tuple[tuple[tu
         for cast in range(max(1, stages))
     )
     return tuple(cast for cast in casts if any(cast))
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The quality of a plan: areas in visible cells, traffic in tokens. K and V of each token move."""
+
+    tokens: int
+    areas: tuple[int, ...]  # by rank
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+    largest_chunk: int  # the largest area of a chunk, which a plan may not divide
+
+    @property
+    def balance(self) -> float:
+        """The largest area divided by its lower bound; 1 is perfect."""
+        return max(self.areas) / self.lower_bound if self.lower_bound else 1.0
+
+    @property
+    def lower_bound(self) -> float:
+        """max(mean area, largest chunk): no plan of these chunks can have a smaller largest area."""
+        return float(max(sum(self.areas) / len(self.areas), self.largest_chunk))
+
+    @property
+    def volume(self) -> float:
+        """The tokens that all ranks receive, divided by those that an all-gather moves."""
+        return sum(self.received) / self._all_gather if self._all_gather else 0.0
+
+    @property
+    def worst_receive(self) -> float:
+        """The most tokens that a rank receives, divided by those that it receives in an all-gather."""
+        return max(self.received) * len(self.areas) / self._all_gather if self._all_gather else 0.0
+
+    @property
+    def worst_send(self) -> float:
+        """The most tokens that a rank sends, divided by those that it sends in an all-gather."""
+        return max(self.sent) * len(self.areas) / self._all_gather if self._all_gather else 0.0
+
+    @property
+    def _all_gather(self) -> int:
+        return (len(self.areas) - 1) * self.tokens
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.tokens} tokens on {len(self.areas)} ranks",
+            f"balance        {self.balance:.3f}   largest area / max(mean, largest chunk)",
+            f"volume         {self.volume:.3f}   of an all-gather",
+            f"worst receive  {self.worst_receive:.3f}   of a rank's part of it",
+            f"worst send     {self.worst_send:.3f}",
+        ]
+        return "\n".join(lines)
