@@ -22,6 +22,7 @@ from torch import Tensor
 
 from canon.masks.layout import Layout, mask_between
 from canon.masks.mask import Mask
+from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import cached_plan
 
 
@@ -60,7 +61,7 @@ class CastPlan:
             for rank, pieces in enumerate(received):
                 for p in pieces:
                     numbers.extend((cast, rank, p.source, p.tokens.start, p.tokens.stop, p.tokens.step, p.row))
-        return _unpickled, (self.mask, self.layout, self.stages, self.casts, numbers)
+        return _unpickled, (FORMAT, self.mask, self.layout, self.stages, self.casts, numbers)
 
     @property
     def nbytes(self) -> int:
@@ -138,8 +139,9 @@ class CastPlan:
         return sent
 
 
-def _unpickled(mask: Mask, layout: Layout, stages: int, casts: int, numbers: array) -> CastPlan:
+def _unpickled(version: int, mask: Mask, layout: Layout, stages: int, casts: int, numbers: array) -> CastPlan:
     """Return the plan of a pickle: ``numbers`` has seven for each piece."""
+    check_format("CastPlan", version)
     received: list[list[list[Piece]]] = [[[] for _ in range(layout.ranks)] for _ in range(casts)]
     for cast, rank, source, start, stop, step, row in zip(*[iter(numbers)] * 7, strict=True):
         received[cast][rank].append(Piece(source, range(start, stop, step), row))

@@ -44,6 +44,7 @@ from canon.masks.band import Band, IntervalIndex, joined, picked
 from canon.masks.mask import Mask
 from canon.masks.mask_inputs import Ints, RangesPerRank, checked_ranges
 from canon.masks.opaque import OpaqueMeta
+from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import cached_plan, keep_for_stream
 
 if TYPE_CHECKING:
@@ -94,7 +95,12 @@ class Layout(metaclass=OpaqueMeta):
         return self
 
     def __reduce__(self):
-        return type(self), (self.ranges_per_rank, self.tokens)
+        return self._unpickled, (FORMAT, self.ranges_per_rank, self.tokens)
+
+    @classmethod
+    def _unpickled(cls, version: int, ranges_per_rank: RangesPerRank, tokens: int) -> "Layout":
+        check_format("Layout", version)
+        return cls(ranges_per_rank, tokens)
 
     # constructors
     @classmethod

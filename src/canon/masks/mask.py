@@ -50,6 +50,7 @@ from canon.masks.mask_inputs import (
     window_bounds,
 )
 from canon.masks.opaque import OpaqueMeta
+from canon.masks.pickles import FORMAT, check_format
 
 
 class Mask(metaclass=OpaqueMeta):
@@ -116,11 +117,12 @@ class Mask(metaclass=OpaqueMeta):
 
     def __reduce__(self):
         numbers = array("q", chain.from_iterable(self.bands))  # much faster to pickle than objects
-        return self._of_numbers, (numbers, self.queries, self.keys, self._digest)
+        return self._unpickled, (FORMAT, self.queries, self.keys, self._digest, numbers)
 
     @classmethod
-    def _of_numbers(cls, numbers: array, queries: int, keys: int, digest: str | None) -> "Mask":
-        """Return a pickled mask again: six numbers for each band. They were disjoint and tight, so nothing is checked."""
+    def _unpickled(cls, version: int, queries: int, keys: int, digest: str | None, numbers: array) -> "Mask":
+        """Return a pickled mask. ``numbers``: six for each band, which were disjoint and tight, so they are not checked."""
+        check_format("Mask", version)
         mask = cls.of_disjoint(tight_bands(zip(*[iter(numbers)] * 6, strict=True)), queries, keys)
         object.__setattr__(mask, "_digest", digest)
         return mask

@@ -20,6 +20,7 @@ from canon.masks import plan_cache
 from canon.masks.arguments import shown, whole
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
+from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import sizes
 from canon.runtime.checks import DTYPES, check_mask_type, check_method
 
@@ -36,6 +37,14 @@ class PreparedPlans:
     mask: Mask
     layout: Layout | None
     plans: tuple[tuple[Any, Any], ...]
+
+    def __reduce__(self):  # the format is checked before the plans are read
+        return self._of_format, (FORMAT,), self.__dict__
+
+    @classmethod
+    def _of_format(cls, version: int) -> "PreparedPlans":
+        check_format("PreparedPlans", version)
+        return object.__new__(cls)
 
     def load(self) -> None:
         """Put the plans into the cache of this process. Calls with this mask and layout then upload them, and plan nothing.
