@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
-from canon.runtime import agreement as group_state_module
+from canon.runtime import agreement
 from canon.runtime.agreement import group_state
 from canon.runtime.call import agreed_call
 from canon.testing import process_groups
@@ -277,8 +277,8 @@ def written(path, program):
 
 def test_a_group_does_not_read_the_entries_of_another_in_the_store():
     store = dist.HashStore()
-    first = [group_state_module._own_store(store, 3) for _ in range(3)]
+    first = [agreement._own_store(store, 3) for _ in range(3)]
     first[0].set("memory", "a file that is gone")
-    second = [group_state_module._own_store(store, 3) for _ in range(3)]
+    second = [agreement._own_store(store, 3) for _ in range(3)]
     assert all(own.check(["memory"]) for own in first)
     assert not any(own.check(["memory"]) for own in second)

@@ -198,7 +198,7 @@ def test_messages_in_flight_are_aborted_if_a_rank_ends(tmp_path):
 ENDS = """
 import time
 import torch.distributed as dist
-from canon.runtime import agreement as liveness
+from canon.runtime import agreement
 
 class State:
     store = dist.TCPStore("localhost", 0, is_master=True)
@@ -207,9 +207,9 @@ class State:
         for _ in range(20000):
             self.store.check(["failure"])
 
-liveness.POLL_SECONDS = 0.01
+agreement.POLL_SECONDS = 0.01
 state = State()
-liveness.watch(state)
+agreement.watch(state)
 time.sleep(0.2)
 """
 

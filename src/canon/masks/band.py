@@ -7,25 +7,10 @@
                     |. x x x . . |
     q_stop   -      |. . x x x . |          (here lo = -1 and hi = +1, counted from the corner)
 
-Causal attention is hi = 0, a left window of w keys is lo = -w, and full attention has no bound. Context parallelism
-applies three operations to a mask, and each one turns a band into a band:
+Causal attention is hi = 0, a left window of w keys is lo = -w. A crop of a band, a band in local coordinates, and every
+W-th token of a band are bands.
 
-    a range of the queries or keys    changes the rectangle
-    local coordinates                 add an offset to lo and hi
-    every W-th token                  divides lo and hi by W
-
-Source: bands generalise the four slice types of MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025). Each type
-is a choice of lo and hi.
-
-Operations on the sorted bands of a mask: find them, crop them, check that they are disjoint, list visible keys.
-
-    IntervalIndex     finds the intervals that a range may overlap, by bisection
-    picked            crops bands to ranges of queries and keys
-    check_disjoint    raises if two bands share a cell
-    visible_keys      lists the keys that some queries see, as intervals
-
-Cost for n bands: a crop of m neighbouring bands takes O(log n + m). So crops that cover a packed sequence take O(n log n)
-together.
+Source: bands generalise the four slice types of MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025).
 """
 
 from bisect import bisect_left, bisect_right
@@ -49,16 +34,10 @@ class _Bounds(NamedTuple):
 
 
 class Band(_Bounds):
-    """The cells with q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi: query i sees key j.
+    """The cells with q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi. None is no bound.
 
-    ``lo=None`` and ``hi=None`` mean no bound. The constructor makes a band tight: it shrinks the rectangle and the
-    bounds to the cells inside. Then every query of the rectangle sees a key, and every key is seen. Two bands with the
-    same cells are therefore equal. A band without cells is (0, 0, 0, 0, 0, -1).
-
-        Band(0, 4, 0, 9, None, 0)    the causal square of four tokens, tight: Band(0, 4, 0, 4, -3, 0)
-
-    A band is an immutable tuple of its six numbers. It is cheap to compare, to sort and to hash.
-    Raises TypeError if a number is not whole.
+    The constructor makes a band tight: it shrinks the rectangle and the bounds to the cells inside. So bands with equal cells
+    are equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0). A band without cells is (0, 0, 0, 0, 0, -1).
     """
 
     __slots__ = ()
@@ -72,7 +51,7 @@ class Band(_Bounds):
             return cls(
                 *(None if value is None and name in ("lo", "hi") else whole(name, value) for name, value in names)
             )
-        lowest, highest = k_start - q_stop + 1, k_stop - 1 - q_start  # the range of j - i in the rectangle
+        lowest, highest = k_start - q_stop + 1, k_stop - 1 - q_start
         bounds = lowest if lo is None else lo, highest if hi is None else hi
         return _tight(q_start, q_stop, k_start, k_stop, *bounds)
 
@@ -81,10 +60,10 @@ class Band(_Bounds):
 
     @property
     def area(self) -> int:
-        """The number of cells, in closed form: the rectangle minus the two corners that the diagonals cut off."""
+        """The number of cells, in closed form: the rectangle minus two corners."""
         queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
-        below = self.lo - (self.k_start - self.q_stop + 1)  # diagonals under lo, from the lower left corner
-        above = (self.k_stop - 1 - self.q_start) - self.hi  # diagonals over hi, from the upper right corner
+        below = self.lo - (self.k_start - self.q_stop + 1)  # diagonals under lo
+        above = (self.k_stop - 1 - self.q_start) - self.hi  # diagonals over hi
         return queries * keys - _corner(queries, keys, below) - _corner(queries, keys, above)
 
     def intersect(self, other: "Band") -> "Band":
@@ -112,10 +91,7 @@ class Band(_Bounds):
     def pick(self, queries: range, keys: range) -> "Band":
         """Return the band between ``queries`` and ``keys``, numbered from 0: the slice ``matrix[queries][:, keys]``.
 
-        Both ranges have one step W >= 1. Raises ValueError for other steps. With i = queries.start + W i' and
-        j = keys.start + W j', the bounds of j' - i' follow from
-
-            lo <= (keys.start - queries.start) + W (j' - i') <= hi
+        Both ranges have one step W >= 1. Bounds follow from lo <= (keys.start - queries.start) + W (j' - i') <= hi.
         """
         if queries.step != keys.step or queries.step < 1:
             raise ValueError(f"pick needs two ascending ranges of one step, got {queries} and {keys}")
@@ -130,7 +106,7 @@ class Band(_Bounds):
         )
 
     def join(self, other: "Band") -> "Band | None":
-        """Return the band with exactly the cells of two disjoint bands, or None if their union is not a band."""
+        """Return the band with exactly the cells of two disjoint bands, or None if there is none."""
         q_start, q_stop, k_start, k_stop, lo, hi = other
         if q_start >= self.q_stop and k_start >= self.k_stop and not self.lo == self.hi == lo == hi:
             return None  # no common row or column: only two pieces of one diagonal make a band
@@ -146,7 +122,6 @@ class Band(_Bounds):
 
 
 def _tight(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Band:
-    """Return the band of these bounds, shrunk to its cells."""
     lo, hi = max(lo, k_start - q_stop + 1), min(hi, k_stop - 1 - q_start)
     if q_start >= q_stop or k_start >= k_stop or lo > hi:
         return Band._make((0, 0, 0, 0, 0, -1))
@@ -157,12 +132,12 @@ def _tight(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: in
 
 
 def tight_bands(numbers: Iterable[tuple[int, ...]]) -> list[Band]:
-    """Return the bands of six ints each, which are tight already. Nothing is checked."""
+    """Return the bands of six ints each, which must be tight."""
     return list(map(tuple.__new__, repeat(Band), numbers))
 
 
 def _corner(rows: int, columns: int, diagonals: int) -> int:
-    """Return the cells of a rows x columns rectangle on the first ``diagonals`` diagonals, counted from one corner."""
+    """Return the cells of a rectangle on the first ``diagonals`` diagonals from one corner."""
     return _triangle(diagonals) - _triangle(diagonals - rows) - _triangle(diagonals - columns)
 
 
@@ -171,13 +146,8 @@ def _triangle(n: int) -> int:
 
 
 def joined(bands: list[Band]) -> list[Band]:
-    """Return the same cells in fewer bands, by joining neighbours along the keys, then along the queries.
-
-    A band that a seam between two ranks has cut becomes one again if a gathered buffer holds both parts.
-    The bands must be disjoint. Their order does not matter: two disjoint bands never share the corner
-    (q_start, k_start), because a tight band contains the cell at its corner.
-    """
-    for order in (itemgetter(0, 1, 2), itemgetter(0, 2)):  # (q_start, q_stop, k_start), (q_start, k_start)
+    """Return the cells of disjoint bands in fewer bands: neighbours join along the keys, then along the queries."""
+    for order in (itemgetter(0, 1, 2), itemgetter(0, 2)):
         merged: list[Band] = []
         for band in sorted(bands, key=order):
             both = merged[-1].join(band) if merged else None
@@ -190,22 +160,19 @@ def joined(bands: list[Band]) -> list[Band]:
 
 
 class IntervalIndex:
-    """Half-open intervals (start, stop), sorted by start, that are searched by bisection. They may overlap."""
+    """Half-open intervals (start, stop), sorted by start, for search by bisection."""
 
     def __init__(self, intervals: Sequence[tuple[int, ...]]):
         self.starts = list(map(itemgetter(0), intervals))
         self.stops = list(accumulate(map(itemgetter(1), intervals), max))  # the largest stop so far
 
     def near(self, start: int, stop: int) -> slice:
-        """Return a slice of the places that holds every interval that overlaps start:stop. Others may be in it."""
+        """Return a slice with the places of all intervals that overlap start:stop, and perhaps others."""
         return slice(bisect_right(self.stops, start), bisect_left(self.starts, stop))
 
 
 def picked(bands: Iterable[Band], rows: range, columns: range, q_offset: int = 0, k_offset: int = 0) -> list[Band]:
-    """Return the bands between ``rows`` and ``columns``, numbered from the offsets. Bands without cells are dropped.
-
-    This is `Band.pick` followed by `Band.shift`. With step 1, a band inside both ranges stays tight and only moves.
-    """
+    """Return the bands between ``rows`` and ``columns``, numbered from the offsets, without empty ones."""
     kept: list[tuple[int, ...]] = []
     top, bottom, left, right = rows.start, rows.stop, columns.start, columns.stop
     down, across = q_offset - top, k_offset - left
@@ -235,10 +202,9 @@ def check_disjoint(bands: Sequence[Band]) -> None:
 
 
 def _check_rows(bands: Sequence[Band]) -> None:
-    """Sweep down the rows in which bands start or end, and compare the bands that are neighbours along the keys there.
+    """Compare the neighbours along the keys in each row in which a band starts or ends.
 
-    Only these rows can change the order of the bands that are open. In between, the two ends of a band move by at most
-    one column per row, so two bands cannot pass each other without sharing a cell.
+    In between, their ends move by at most one column per row, so they cannot pass each other unseen.
     """
     if len(bands) < 2:
         return
@@ -256,7 +222,7 @@ def _check_rows(bands: Sequence[Band]) -> None:
 
 
 def visible_keys(bands: Iterable[Band], rows: range) -> Iterator[tuple[int, int]]:
-    """Yield the keys that the bands show to the queries ``rows``, as intervals (start, stop) in any order."""
+    """Yield the keys that the queries ``rows`` see, as intervals (start, stop) in any order."""
     step = rows.step
     for q_start, q_stop, k_start, k_stop, lo, hi in bands:
         inside = rows[max(0, -((rows.start - q_start) // step)) : max(0, -((rows.start - q_stop) // step))]
@@ -269,7 +235,7 @@ def visible_keys(bands: Iterable[Band], rows: range) -> Iterator[tuple[int, int]
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of half-open intervals, ascending. No interval of the result touches the next one."""
+    """Return the union of half-open intervals, ascending and apart."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:

@@ -17,7 +17,7 @@ def check_format(kind: str, found: int) -> None:
 
 
 class OldModules(MetaPathFinder):
-    """Raise an error with a remedy if a pickle names a module of an older version. Python asks this finder last."""
+    """Raise an error with a remedy if a pickle names an old module. Python asks this finder last."""
 
     def find_spec(self, name, path=None, target=None):
         """Raise ModuleNotFoundError for the modules that old pickles name."""

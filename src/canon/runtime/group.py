@@ -1,12 +1,7 @@
-"""The argument ``group`` of every distributed function, and the place of this process in it.
+"""The argument ``group`` of every distributed function, and the backends of process groups.
 
-    ProcessGroup                   its ranks
-    DeviceMesh of one dimension    the ranks of that dimension, also as a slice of a larger mesh: ``mesh["cp"]``
-    None                           all ranks; this process alone without torch.distributed
-
-`place_in` resolves it at the start of a call. All other code gets a ProcessGroup or None.
-
-Process groups: names, backends and their errors, new groups of the same ranks, and the carrier of digests.
+A group is a ProcessGroup, a DeviceMesh of one dimension, also a slice (``mesh["cp"]``), or None: all ranks, or this process
+alone without torch.distributed.
 """
 
 from collections.abc import Iterator
@@ -22,13 +17,14 @@ from canon.masks.arguments import shown
 from canon.runtime.digests import GatheredDigests, SharedDigests, shared_memory
 
 Group = dist.ProcessGroup | dist.DeviceMesh | None
+GATHERING: set[str] = set()  # backends that always gather digests; tests add theirs
 
 
 def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
     """Return (process group or None, rank of this process in it, number of its ranks).
 
-    Raise TypeError unless ``group`` is a ProcessGroup, a DeviceMesh or None, and ValueError if the mesh has several
-    dimensions or this process is not a member. The error is raised on this rank only.
+    Raise TypeError for another type, ValueError for a mesh of several dimensions or a process that is no member, on this rank
+    only.
     """
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{name}: this process is not a member of group: call it on the members only")
@@ -51,7 +47,6 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
 
 
 def _group_of_mesh(name: str, mesh: dist.DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of a mesh of one dimension. Raise ValueError for other meshes, and outside the mesh."""
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         dimensions = f"dimensions {', '.join(map(repr, names))}" if names else f"{mesh.ndim} dimensions without names"
@@ -76,10 +71,7 @@ def new_group_of(group: Any, backend: str, options: Any = None, timeout: timedel
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Unbind the default group from its GPU inside.
-
-    A bound default group makes new NCCL groups by a split, in which all its ranks must take part.
-    """
+    """Unbind the default group from its GPU. A bound one makes NCCL groups by a split, which needs all its ranks."""
     default = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -89,12 +81,12 @@ def _unbound() -> Iterator[None]:
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """Return the name of the backend that moves tensors of the device in the group: "nccl", "gloo", "threads" or ""."""
+    """Return the name of the backend that moves tensors of the device in the group, for example "nccl", or ""."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(device.type, "")
 
 
 def name_of(group: Any) -> str:
-    """Return the name by which `group_named` finds a ProcessGroup or a DeviceMesh of one dimension; "" for None."""
+    """Return the name by which `group_named` finds a group; "" for None."""
     if group is None:
         return ""
     if isinstance(group, dist.ProcessGroup):
@@ -105,7 +97,7 @@ def name_of(group: Any) -> str:
 
 
 def group_named(name: str) -> dist.ProcessGroup | None:
-    """Return the process group of a name from `name_of`. Raise RuntimeError if it has ended."""
+    """Return the process group of a name. Raise RuntimeError if it has ended."""
     if not name:
         return None
     for group, its_name in dist.distributed_c10d._world.pg_names.items():
@@ -116,7 +108,7 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 
 def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
     """Return the carrier of the digests of a group: memory that all ranks share, or all-gathers. A collective."""
-    if backend_of(group, torch.device("cpu")) == "threads":
+    if backend_of(group, torch.device("cpu")) in GATHERING:
         return GatheredDigests(ref(group), ranks)
     timeout = dist.distributed_c10d.default_pg_timeout
     for device in ("cpu", "cuda"):

@@ -1,30 +1,18 @@
-"""The collectives of `Layout`: gather a sequence, or move it from one layout to another.
+"""Movement of tensors between layouts: `Layout.unshard`, `Layout.redistribute` and `Layout.shard_batch`.
 
     unshard      forward                 all-gather of shards, padded to the largest one
                  backward                take this rank's tokens of the gradient; nothing is sent
-                 backward, partial       all-to-all: a rank receives W summands for its tokens and adds them in rank order
-    redistribute forward                 all-to-all: each token moves to its rank in the other layout
-                 backward                the redistribution back
+                 backward, partial       all-to-all: a rank receives W summands and adds them in rank order
+    redistribute forward and backward    all-to-all: each token moves to its rank in the other layout
 
-Summands travel in the dtype of the tensor, because autograd has already rounded them to it. They are added in float32
-(float64 for float64), and the sum is rounded once.
+For W ranks with t tokens of N elements each, `unshard` receives (W - 1) max(t) N elements and holds W max(t) N besides the
+full tensor. `redistribute` receives at most t N elements and holds 3 t N. Its indices take 16 t bytes.
 
-Cost for W ranks with t tokens each, T in all, of N elements:
+The label of a rank's last token is on another rank. So `shard_batch` shifts labels before it divides the sequence:
 
-- `unshard`: in the forward pass a rank receives (W - 1) max(t) N elements. In the backward pass it receives (W - 1) t N
-  elements if gradients are partial. Memory: W max(t) N elements besides the full tensor; T N sent and W t N received in
-  the backward pass.
-- `redistribute`: a rank sends and receives at most t N elements, those of tokens that change their rank. Memory: t N sent,
-  t N received, t N reordered. Indices take 16 t bytes, and 16 T bytes while they are made; they are cached.
-
-The part of a rank in a training batch: `Layout.shard_batch`.
-
-    labels, n = 6, documents of 2 and 4      a0 a1 b0 b1 b2 b3      the token at each place
-    shift_labels                             a1 -100 b1 b2 b3 -100  the token after it, if the document has one
+    labels, n = 6, documents of 2 and 4      a0 a1 b0 b1 b2 b3
+    shift_labels                             a1 -100 b1 b2 b3 -100
     position_ids                             0 1 0 1 2 3
-
-A rank cannot shift its own labels, because the label of its last token is on another rank. So labels are shifted before the
-sequence is divided. transformers' loss functions accept them as ``shift_labels`` (`ForCausalLMLoss`).
 """
 
 from collections.abc import Mapping
@@ -44,7 +32,7 @@ from canon.runtime.group import Group, place_in
 
 
 def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: bool) -> Tensor:
-    """Return the full tensor. Arguments and errors are those of `Layout.unshard`."""
+    """Return the full tensor, as `Layout.unshard`."""
     group, rank, ranks = place_in("unshard", group)
     with refused_together("unshard", group, ranks):
         dim = _checked_dim("unshard", layout, x, dim, rank, ranks)
@@ -55,7 +43,7 @@ def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: b
 
 
 def redistributed(layout: Layout, x: Tensor, to: Layout, group: Group, dim: int) -> Tensor:
-    """Return this rank's tokens in the layout ``to``. Arguments and errors are those of `Layout.redistribute`."""
+    """Return this rank's tokens in the layout ``to``, as `Layout.redistribute`."""
     group, rank, ranks = place_in("redistribute", group)
     with refused_together("redistribute", group, ranks):
         dim = _checked_dim("redistribute", layout, x, dim, rank, ranks)
@@ -74,7 +62,6 @@ def _moved(x: Tensor, layout: Layout, to: Layout, rank: int, group: dist.Process
 
 
 def _checked_dim(name: str, layout: Layout, x: Any, dim: Any, rank: int, ranks: int) -> int:
-    """Return ``dim``. Raise unless ``x`` holds this rank's tokens along it and the group has the layout's ranks."""
     dim = plain_tensor(name, x, dim)
     if ranks != layout.ranks or x.shape[dim] != layout.size(rank):
         raise ValueError(
@@ -85,7 +72,7 @@ def _checked_dim(name: str, layout: Layout, x: Any, dim: Any, rank: int, ranks: 
 
 
 def _agree(name: str, group: dist.ProcessGroup | None, ranks: int, x: Tensor, **more: Any) -> None:
-    """Compare the call between all ranks. ``x`` has its tokens on dim 0; ``more`` are other arguments to compare."""
+    """Compare the call between all ranks. ``x`` has its tokens on dim 0."""
     if ranks > 1:
         fields = (
             ("function", name),
@@ -98,10 +85,7 @@ def _agree(name: str, group: dist.ProcessGroup | None, ranks: int, x: Tensor, **
 
 
 class Unshard(torch.autograd.Function):
-    """Gather the tokens of all ranks: x (t, ...) -> (tokens, ...).
-
-    A second derivative raises RuntimeError, because it would need the gradients of the other ranks.
-    """
+    """Gather the tokens of all ranks: x (t, ...) -> (tokens, ...). Differentiable once."""
 
     @staticmethod
     def forward(ctx, x, layout, rank, group, partial_grad):
@@ -145,10 +129,7 @@ def _sum_in_order(summands: Tensor) -> Tensor:
 
 
 class Redistribute(torch.autograd.Function):
-    """Move the tokens of x (t, ...) from one layout to another.
-
-    The backward pass is the same Function, so second derivatives work.
-    """
+    """Move the tokens of x (t, ...) from one layout to another. The backward pass is the same Function."""
 
     @staticmethod
     def forward(ctx, x, layout, to, rank, group):
@@ -171,11 +152,7 @@ class Redistribute(torch.autograd.Function):
 
 @cached_plan
 def _route(layout: Layout, to: Layout, rank: int, device: torch.device) -> tuple[Tensor, list[int], Tensor, list[int]]:
-    """Return (rows to send, their number for each receiver, order, number of arriving rows from each sender).
-
-    Rows are sent by receiver, and in the order of the receiver's rows. ``order`` has the place of each token of this rank in
-    ``to`` among the arrived rows.
-    """
+    """Return (rows to send, their number for each receiver, order of the arrived rows, their number from each sender)."""
     mine, wanted = layout.positions(rank), to.positions(rank)
     (receiver, row), (sender, _) = _owners(to), _owners(layout)
     send = torch.argsort(receiver[mine] * (to.tokens + 1) + row[mine])
@@ -200,7 +177,7 @@ IGNORED = -100  # the label that losses ignore
 
 
 def sharded_batch(layout: Layout, batch: Mapping[str, Tensor], rank: int, cu_seqlens: Ints | None) -> dict[str, Tensor]:
-    """Return this rank's part of the batch. Arguments and errors are those of `Layout.shard_batch`."""
+    """Return this rank's part of the batch, as `Layout.shard_batch`."""
     _check_batch(layout, batch)
     ends = None if cu_seqlens is None else ends_of(layout, cu_seqlens)
     full = dict(batch)
@@ -215,7 +192,7 @@ def sharded_batch(layout: Layout, batch: Mapping[str, Tensor], rank: int, cu_seq
 
 
 def ends_of(layout: Layout, cu_seqlens: Ints) -> list[int]:
-    """Return ``cu_seqlens`` as ints. Raise ValueError or TypeError if it is malformed or does not end at ``tokens``."""
+    """Return ``cu_seqlens`` as ints. Raise unless it is well formed and ends at the layout's tokens."""
     ends = document_ends(cu_seqlens)
     if ends[-1] != layout.tokens:
         raise ValueError(f"cu_seqlens ends at {ends[-1]}, the layout has {layout.tokens} tokens")
@@ -230,7 +207,6 @@ def document_positions(layout: Layout, rank: int, ends: list[int]) -> Tensor:
 
 
 def _check_batch(layout: Layout, batch: Any) -> None:
-    """Raise TypeError or ValueError unless all entries are plain tensors (b, n, ...) and the labels (b, n)."""
     if not isinstance(batch, Mapping) or not batch:
         raise TypeError(f"shard_batch: batch must be a dict of one or more tensors, got {shown(batch)}")
     for name, x in batch.items():
