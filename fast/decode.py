@@ -13,8 +13,8 @@ from canon.fast.local import attention_forward, forward_into, merge_into
 from canon.fast.transport import transport_for
 from canon.masks.mask import Mask
 from canon.runtime import public_local
+from canon.runtime.agreement import named_failures
 from canon.runtime.checks import accumulate_dtype
-from canon.runtime.group_state import named_failures
 from canon.runtime.sink_weights import weighted
 
 __all__ = ["decode_attention"]

@@ -27,11 +27,10 @@ from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import areas_and_needs, union_of_intervals
 from canon.fast.replay.recordings import replayed
 from canon.fast.transport import transport_for
+from canon.masks.cast_plan import CastPlan, Piece, PlanReport, staged
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan import CastPlan, Piece, staged
 from canon.masks.plan_cache import cached_plan
-from canon.masks.report import PlanReport
 from canon.runtime import public_plans
 from canon.runtime.plan_arguments import Sizes
 

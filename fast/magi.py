@@ -58,7 +58,7 @@ from canon.fast.replay.recordings import replayed
 from canon.fast.sinks import FAST
 from canon.fast.tile_exchanges import OwnTokens, TileCast
 from canon.fast.transport import transport_for
-from canon.masks.plan import CastPlan
+from canon.masks.cast_plan import CastPlan
 from canon.masks.plan_cache import PLANS
 from canon.runtime import public_ranks
 from canon.runtime.call import Algorithm, Call, kinds_of

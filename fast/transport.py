@@ -35,9 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import nccl
 
-from canon.runtime.group_arguments import Group, place_in
-from canon.runtime.group_backends import backend_of, new_group_of
-from canon.runtime.group_state import group_state
+from canon.runtime.agreement import group_state
+from canon.runtime.group import Group, backend_of, new_group_of, place_in
 
 COPY_ENGINE = "nccl copy engine"
 

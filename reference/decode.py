@@ -26,8 +26,8 @@ from torch import Tensor
 from canon.masks.mask import Mask
 from canon.reference.local import attention_forward, merged
 from canon.runtime import public_local
+from canon.runtime.agreement import named_failures
 from canon.runtime.checks import accumulate_dtype
-from canon.runtime.group_state import named_failures
 from canon.runtime.sink_weights import weighted
 
 __all__ = ["decode_attention"]

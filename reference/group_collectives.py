@@ -37,11 +37,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.masks.cast_plan import CastPlan, Piece, PlanReport, staged
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan import CastPlan, Piece, staged
 from canon.masks.plan_cache import cached_plan
-from canon.masks.report import PlanReport
 from canon.runtime import public_plans
 from canon.runtime.plan_arguments import check_rows
 

@@ -54,7 +54,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from canon.masks.plan import CastPlan
+from canon.masks.cast_plan import CastPlan
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
 from canon.reference.local import merged, tiled_forward

@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.masks.plan import CastPlan
+from canon.masks.cast_plan import CastPlan
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.group_collectives import GroupCast
 from canon.reference.local import tiled_forward

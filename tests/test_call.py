@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
 from canon.reference.magi import MAGI
-from canon.runtime import group_state as group_state_module
+from canon.runtime import agreement as group_state_module
+from canon.runtime.agreement import group_state
 from canon.runtime.call import ALGORITHMS, DEFAULTS
-from canon.runtime.group_state import group_state
 from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}

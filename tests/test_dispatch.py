@@ -252,8 +252,6 @@ def test_reports_equal_counts_of_cells_and_tokens(seed):
         casts = reference.cast_plan(mask, layout).received
         moved = sum(len(piece.tokens) for cast in casts for pieces in cast for piece in pieces)
         assert sum(report.sent) == sum(report.received) == moved
-        lines = report.picture().splitlines()
-        assert len(lines) == ranks + 1
         assert f"{report.volume:.3f}" in str(report)
 
 

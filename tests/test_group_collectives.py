@@ -12,7 +12,7 @@ from sharded import assert_agrees, on_this_rank
 
 from canon import Layout, Mask
 from canon.fast import magi as fast
-from canon.masks.plan import CastPlan
+from canon.masks.cast_plan import CastPlan
 from canon.reference import magi as reference
 from canon.testing import process_groups
 

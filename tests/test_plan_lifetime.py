@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from canon import Mask, fast, reference
+from canon.fast.kernels.work_tables import work_table
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache, sizes
 from canon.testing import process_groups
@@ -63,7 +64,7 @@ def test_a_call_has_one_key_however_it_passes_its_arguments(monkeypatch):
 def test_masks_and_tables_state_their_size():
     mask = Mask.documents(list(range(0, 3001, 3)))
     assert 100 * len(mask.bands) < sizes(mask)["cpu"] < 1000 * len(mask.bands)
-    table = fast.tiles.work_table(mask, 128, 128)
+    table = work_table(mask, 128, 128)
     assert sizes(table)["cpu"] >= table.tiles.nbytes + table.spans.nbytes
     plan = reference.cast_plan(Mask.full(3000), reference.Layout.zigzag(3000, 4))
     assert sizes(plan)["cpu"] > 100 * sum(len(pieces) for pieces in plan.received[0])

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from canon.masks.arguments import shown, whole
+from canon.runtime.agreement import group_state, refused_together
 from canon.runtime.checks import accumulate_dtype, check_tensor
-from canon.runtime.group_arguments import Group, place_in
-from canon.runtime.group_state import group_state, refused_together
+from canon.runtime.group import Group, place_in
 
 
 def sequence_loss(logits: Tensor, shift_labels: Tensor, *, group: Group = None, ignore_index: int = -100) -> Tensor:

@@ -33,10 +33,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from canon.masks.arguments import shown
-from canon.masks.band_lists import picked
+from canon.masks.band import picked
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.runtime.group_arguments import Group
+from canon.runtime.group import Group
 
 __all__ = ["register", "sharded"]
 

@@ -1,4 +1,4 @@
-"""The vocabulary of both halves: bands, masks, layouts, cast plans, and the cache of plans made from them."""
+"""Bands, masks, layouts and cast plans of both halves, and the cache of plans."""
 
 from canon.masks.band import Band
 from canon.masks.layout import Layout

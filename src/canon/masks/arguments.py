@@ -1,14 +1,6 @@
-"""Checks of arguments. An error names the argument, its value and the expectation, and suggests a remedy if there is one.
+"""Checks of arguments. A wrong type raises TypeError, a value out of range ValueError.
 
-    whole            checks a whole number
-    whole_numbers    checks a sequence or a tensor of whole numbers
-    nested           converts a tensor of any number of axes to lists, without a check
-    flag             checks True or False
-    list_of          checks an iterable of values of one class
-    plain_tensor     checks a tensor that is not a DTensor, and the axis of its tokens
-
-A wrong type raises TypeError, a value out of range raises ValueError. Booleans, floats and tensors are not accepted as
-whole numbers: rounding one would silently make a wrong mask or layout.
+Booleans, floats and tensors are not whole numbers: rounding one would silently make a wrong mask.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,10 +13,7 @@ LIMIT = 2**62
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
-    """Return ``value`` as an int. Raise TypeError unless it is a whole number.
-
-    With ``least``, also raise ValueError unless least <= value < 2^62. The sum of two such numbers fits in 64 bits.
-    """
+    """Return ``value`` as an int. With ``least``, it is also below 2^62: the sum of two such numbers fits in 64 bits."""
     expected = f"{name} must be a whole number" + ("" if least is None else f" >= {least}")
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{expected}, got {shown(value)}: pass an int")
@@ -35,11 +24,7 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
 
 def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int]:
-    """Return a sequence, or a tensor or array of one axis, as a list of ints.
-
-    ``booleans`` accepts booleans as 0 and 1. Raise TypeError for other types, ValueError for two axes or an entry of
-    2^62 or more in magnitude.
-    """
+    """Return a sequence, or a tensor or array of one axis, as ints within +-2^62."""
     if getattr(values, "ndim", 1) != 1:
         raise ValueError(f"{name} must have one axis, got shape {tuple(values.shape)}: pass one sequence, flattened")
     entries = nested(values)
@@ -57,7 +42,7 @@ def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return ``value``. Raise TypeError unless it is True or False."""
+    """Return ``value``, True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {shown(value)}")
     return value
@@ -69,7 +54,7 @@ def nested(values: Any) -> Any:
 
 
 def list_of(name: str, values: Any, kind: type) -> list[Any]:
-    """Return the values as a list. Raise TypeError unless each one is a ``kind``."""
+    """Return an iterable of ``kind`` as a list."""
     if not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a sequence of {kind.__name__}s, got {shown(values)}")
     values = list(values)
@@ -80,7 +65,7 @@ def list_of(name: str, values: Any, kind: type) -> list[Any]:
 
 
 def plain_tensor(name: str, x: Any, dim: Any) -> int:
-    """Return ``dim`` as an int. Raise unless ``x`` is a plain tensor, not a DTensor, with an axis ``dim``."""
+    """Return ``dim`` as an int. ``x`` must be a tensor with this axis, and no DTensor."""
     if not isinstance(x, Tensor) or hasattr(x, "to_local"):  # a DTensor
         remedy = "pass x.to_local()" if isinstance(x, Tensor) else "pass torch.as_tensor(x)"
         raise TypeError(f"{name}: x must be a plain tensor, got {type(x).__name__}: {remedy}")
@@ -93,7 +78,7 @@ def plain_tensor(name: str, x: Any, dim: Any) -> int:
 
 
 def shown(value: Any) -> str:
-    """Return a description of a value and its type for an error, cut after 60 characters."""
+    """Return a value and its type for an error, cut after 60 characters."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     text = repr(value)

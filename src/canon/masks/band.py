@@ -7,19 +7,15 @@
                     |. x x x . . |
     q_stop   -      |. . x x x . |          (here lo = -1 and hi = +1, counted from the corner)
 
-Causal attention is hi = 0, a left window of w keys is lo = -w, and full attention has no bound. Context parallelism
-applies three operations to a mask, and each one turns a band into a band:
+Causal attention is hi = 0, a left window of w keys is lo = -w. A crop of a band, a band in local coordinates, and every
+W-th token of a band are bands.
 
-    a range of the queries or keys    changes the rectangle
-    local coordinates                 add an offset to lo and hi
-    every W-th token                  divides lo and hi by W
-
-Source: bands generalise the four slice types of MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025). Each type
-is a choice of lo and hi.
+Source: bands generalise the four slice types of MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025).
 """
 
-from collections.abc import Iterable
-from itertools import repeat
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, repeat
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -38,16 +34,10 @@ class _Bounds(NamedTuple):
 
 
 class Band(_Bounds):
-    """The cells with q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi: query i sees key j.
+    """The cells with q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi. None is no bound.
 
-    ``lo=None`` and ``hi=None`` mean no bound. The constructor makes a band tight: it shrinks the rectangle and the
-    bounds to the cells inside. Then every query of the rectangle sees a key, and every key is seen. Two bands with the
-    same cells are therefore equal. A band without cells is (0, 0, 0, 0, 0, -1).
-
-        Band(0, 4, 0, 9, None, 0)    the causal square of four tokens, tight: Band(0, 4, 0, 4, -3, 0)
-
-    A band is an immutable tuple of its six numbers. It is cheap to compare, to sort and to hash.
-    Raises TypeError if a number is not whole.
+    The constructor makes a band tight: it shrinks the rectangle and the bounds to the cells inside. So bands with equal cells
+    are equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0). A band without cells is (0, 0, 0, 0, 0, -1).
     """
 
     __slots__ = ()
@@ -61,7 +51,7 @@ class Band(_Bounds):
             return cls(
                 *(None if value is None and name in ("lo", "hi") else whole(name, value) for name, value in names)
             )
-        lowest, highest = k_start - q_stop + 1, k_stop - 1 - q_start  # the range of j - i in the rectangle
+        lowest, highest = k_start - q_stop + 1, k_stop - 1 - q_start
         bounds = lowest if lo is None else lo, highest if hi is None else hi
         return _tight(q_start, q_stop, k_start, k_stop, *bounds)
 
@@ -70,10 +60,10 @@ class Band(_Bounds):
 
     @property
     def area(self) -> int:
-        """The number of cells, in closed form: the rectangle minus the two corners that the diagonals cut off."""
+        """The number of cells, in closed form: the rectangle minus two corners."""
         queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
-        below = self.lo - (self.k_start - self.q_stop + 1)  # diagonals under lo, from the lower left corner
-        above = (self.k_stop - 1 - self.q_start) - self.hi  # diagonals over hi, from the upper right corner
+        below = self.lo - (self.k_start - self.q_stop + 1)  # diagonals under lo
+        above = (self.k_stop - 1 - self.q_start) - self.hi  # diagonals over hi
         return queries * keys - _corner(queries, keys, below) - _corner(queries, keys, above)
 
     def intersect(self, other: "Band") -> "Band":
@@ -101,10 +91,7 @@ class Band(_Bounds):
     def pick(self, queries: range, keys: range) -> "Band":
         """Return the band between ``queries`` and ``keys``, numbered from 0: the slice ``matrix[queries][:, keys]``.
 
-        Both ranges have one step W >= 1. Raises ValueError for other steps. With i = queries.start + W i' and
-        j = keys.start + W j', the bounds of j' - i' follow from
-
-            lo <= (keys.start - queries.start) + W (j' - i') <= hi
+        Both ranges have one step W >= 1. Bounds follow from lo <= (keys.start - queries.start) + W (j' - i') <= hi.
         """
         if queries.step != keys.step or queries.step < 1:
             raise ValueError(f"pick needs two ascending ranges of one step, got {queries} and {keys}")
@@ -119,7 +106,7 @@ class Band(_Bounds):
         )
 
     def join(self, other: "Band") -> "Band | None":
-        """Return the band with exactly the cells of two disjoint bands, or None if their union is not a band."""
+        """Return the band with exactly the cells of two disjoint bands, or None if there is none."""
         q_start, q_stop, k_start, k_stop, lo, hi = other
         if q_start >= self.q_stop and k_start >= self.k_stop and not self.lo == self.hi == lo == hi:
             return None  # no common row or column: only two pieces of one diagonal make a band
@@ -135,7 +122,6 @@ class Band(_Bounds):
 
 
 def _tight(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Band:
-    """Return the band of these bounds, shrunk to its cells."""
     lo, hi = max(lo, k_start - q_stop + 1), min(hi, k_stop - 1 - q_start)
     if q_start >= q_stop or k_start >= k_stop or lo > hi:
         return Band._make((0, 0, 0, 0, 0, -1))
@@ -146,12 +132,12 @@ def _tight(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: in
 
 
 def tight_bands(numbers: Iterable[tuple[int, ...]]) -> list[Band]:
-    """Return the bands of six ints each, which are tight already. Nothing is checked."""
+    """Return the bands of six ints each, which must be tight."""
     return list(map(tuple.__new__, repeat(Band), numbers))
 
 
 def _corner(rows: int, columns: int, diagonals: int) -> int:
-    """Return the cells of a rows x columns rectangle on the first ``diagonals`` diagonals, counted from one corner."""
+    """Return the cells of a rectangle on the first ``diagonals`` diagonals from one corner."""
     return _triangle(diagonals) - _triangle(diagonals - rows) - _triangle(diagonals - columns)
 
 
@@ -160,13 +146,8 @@ def _triangle(n: int) -> int:
 
 
 def joined(bands: list[Band]) -> list[Band]:
-    """Return the same cells in fewer bands, by joining neighbours along the keys, then along the queries.
-
-    A band that a seam between two ranks has cut becomes one again if a gathered buffer holds both parts.
-    The bands must be disjoint. Their order does not matter: two disjoint bands never share the corner
-    (q_start, k_start), because a tight band contains the cell at its corner.
-    """
-    for order in (itemgetter(0, 1, 2), itemgetter(0, 2)):  # (q_start, q_stop, k_start), (q_start, k_start)
+    """Return the cells of disjoint bands in fewer bands: neighbours join along the keys, then along the queries."""
+    for order in (itemgetter(0, 1, 2), itemgetter(0, 2)):
         merged: list[Band] = []
         for band in sorted(bands, key=order):
             both = merged[-1].join(band) if merged else None
@@ -176,3 +157,89 @@ def joined(bands: list[Band]) -> list[Band]:
                 merged.append(band)
         bands = merged
     return bands
+
+
+class IntervalIndex:
+    """Half-open intervals (start, stop), sorted by start, for search by bisection."""
+
+    def __init__(self, intervals: Sequence[tuple[int, ...]]):
+        self.starts = list(map(itemgetter(0), intervals))
+        self.stops = list(accumulate(map(itemgetter(1), intervals), max))  # the largest stop so far
+
+    def near(self, start: int, stop: int) -> slice:
+        """Return a slice with the places of all intervals that overlap start:stop, and perhaps others."""
+        return slice(bisect_right(self.stops, start), bisect_left(self.starts, stop))
+
+
+def picked(bands: Iterable[Band], rows: range, columns: range, q_offset: int = 0, k_offset: int = 0) -> list[Band]:
+    """Return the bands between ``rows`` and ``columns``, numbered from the offsets, without empty ones."""
+    kept: list[tuple[int, ...]] = []
+    top, bottom, left, right = rows.start, rows.stop, columns.start, columns.stop
+    down, across = q_offset - top, k_offset - left
+    diagonal = across - down
+    whole = rows.step == columns.step == 1
+    for band in bands:
+        q_start, q_stop, k_start, k_stop, lo, hi = band
+        if q_start >= bottom or q_stop <= top or k_start >= right or k_stop <= left:
+            continue
+        if whole and top <= q_start and q_stop <= bottom and left <= k_start and k_stop <= right:
+            moved = q_start + down, q_stop + down, k_start + across, k_stop + across, lo + diagonal, hi + diagonal
+            kept.append(moved)
+        elif (cut := band.pick(rows, columns)).q_stop:
+            kept.append(cut.shift(q_offset, k_offset) if q_offset or k_offset else cut)
+    return tight_bands(kept)
+
+
+def check_disjoint(bands: Sequence[Band]) -> None:
+    """Raise ValueError if two of the sorted bands share a cell. Name both."""
+    first, reach = 0, 0  # the first band of a group that shares rows, and the largest end of the group's rows
+    for place, band in enumerate(bands):
+        if band.q_start >= reach:
+            _check_rows(bands[first:place])
+            first = place
+        reach = max(reach, band.q_stop)
+    _check_rows(bands[first:])
+
+
+def _check_rows(bands: Sequence[Band]) -> None:
+    """Compare the neighbours along the keys in each row in which a band starts or ends.
+
+    In between, their ends move by at most one column per row, so they cannot pass each other unseen.
+    """
+    if len(bands) < 2:
+        return
+    opened: list[Band] = []
+    coming = 0
+    for row in sorted({row for band in bands for row in (band.q_start, band.q_stop)}):
+        opened = [band for band in opened if band.q_stop > row]
+        while coming < len(bands) and bands[coming].q_start == row:
+            opened.append(bands[coming])
+            coming += 1
+        opened.sort(key=lambda band: max(band.k_start, row + band.lo))
+        for left, right in zip(opened, opened[1:], strict=False):
+            if left.k_stop > right.k_start and left.intersect(right).area:
+                raise ValueError(f"two bands of a mask share cells: {min(left, right)} and {max(left, right)}")
+
+
+def visible_keys(bands: Iterable[Band], rows: range) -> Iterator[tuple[int, int]]:
+    """Yield the keys that the queries ``rows`` see, as intervals (start, stop) in any order."""
+    step = rows.step
+    for q_start, q_stop, k_start, k_stop, lo, hi in bands:
+        inside = rows[max(0, -((rows.start - q_start) // step)) : max(0, -((rows.start - q_stop) // step))]
+        # With step <= hi - lo + 1 the keys of neighbouring rows overlap or touch, so they form one interval.
+        for part in [inside] if step <= hi - lo + 1 else [range(row, row + 1) for row in inside]:
+            if part:
+                start, stop = max(k_start, part[0] + lo), min(k_stop, part[-1] + hi + 1)
+                if start < stop:
+                    yield start, stop
+
+
+def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the union of half-open intervals, ascending and apart."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged

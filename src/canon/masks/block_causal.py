@@ -1,33 +1,21 @@
 """The bands of a block-causal mask, for ids in any order.
 
-Ids only order the tokens, so they are replaced by levels. Query i sees key j iff ``columns[j] < rows[i]``, where
+Ids only order the tokens, so levels replace them. Query i sees key j iff ``columns[j] < rows[i]``:
 
     rows        the number of valid keys that the query sees; 0 for an invalid query
     columns     the number of valid keys with a smaller id; the number of all valid keys for an invalid key
 
-A *stretch* is a run of keys that some queries see together, while they do not see the neighbours of the run. These
-queries are the ones with levels in an interval:
+A *stretch* is a run of keys that queries with an interval of levels see together, without the neighbours of the run:
 
     columns    2 0 1 3 1        0 < row <= 1   keys 1:2        2 < row <= 3   keys 0:3
     row = 1    . x . . .        1 < row <= 2   keys 1:3        3 < row        keys 0:5
     row = 2    . x x . x        1 < row <= 3   keys 4:5
     row = 3    x x x . x
 
-There are at most as many stretches as keys, and one pass finds all of them. Neighbouring queries that see a stretch make
-a rectangle. Rectangles that are the steps of a stair join to one band: ascending ids, one per token, give the causal band.
-The bands depend only on the cells of the mask, not on the ids. So equal cells make equal masks.
+Neighbouring queries that see a stretch make a rectangle, and the rectangles of a stair join to one band. Random ids in r
+runs make 0.105 r^2 bands; no mask of them has fewer than r^2 / 24.
 
-Number of bands: a *corner* of a set of cells is a cell without neighbours in the set to its left, above it, and
-diagonally above left. A band has one corner, and a corner of the mask is the corner of its band. So a mask has at least
-as many bands as corners:
-
-    cells (i, j) with q[i-1] < k[j] <= q[i] < k[j-1]        (q is -inf before the first and where invalid, k is +inf)
-
-Random ids in r runs make r^2 / 24 corners; r = n if each of n tokens has its own id. Rectangles without diagonals have
-four corners each, so at least r^2 / 12 are needed. This module makes r^2 / 9 rectangles and joins them to 0.105 r^2 bands.
-
-Cost: O(n log n + p log p) in tensors, plus one Python object for each band. Here p counts the pairs of a stretch and a run
-of queries that sees it: r^2 / 6 for random ids, at most r^2 / 2.
+Cost: O(n log n + p log p) for p <= r^2 / 2 pairs of a stretch and a run of queries.
 """
 
 from collections.abc import Iterator
@@ -35,14 +23,33 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from canon.masks.arguments import whole_numbers
 from canon.masks.band import Band, tight_bands
+from canon.masks.mask_inputs import Ints
+
+
+def block_bands(
+    q_blocks: Ints, k_blocks: Ints | None, q_valid: Ints | None, k_valid: Ints | None
+) -> tuple[list[Band], int, int]:
+    """Return the bands of the block-causal mask of one sequence, and its numbers of queries and keys."""
+    q_ids, q_flags = _block_ids("q", q_blocks, q_valid)
+    k_ids, k_flags = _block_ids("k", q_blocks if k_blocks is None else k_blocks, k_valid)
+    return bands_of_levels(*levels(q_ids, k_ids, q_flags, k_flags)), len(q_ids), len(k_ids)
+
+
+def _block_ids(name: str, blocks: Ints, valid: Ints | None) -> tuple[Tensor, Tensor]:
+    """Return the ids [n] (int64) and the validity [n] (bool) of one side's tokens, on the CPU."""
+    ids = whole_numbers(f"{name}_blocks", blocks, booleans=True)
+    flags = [1] * len(ids) if valid is None else whole_numbers(f"{name}_valid", valid, booleans=True)
+    if len(flags) != len(ids):
+        raise ValueError(f"{name}_valid has {len(flags)} entries for {len(ids)} {name}_blocks")
+    if not {0, 1}.issuperset(flags):
+        raise ValueError(f"{name}_valid must hold booleans, 0 or 1, got {max(flags, key=abs)}: one for each token")
+    return torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.tensor(flags, dtype=torch.bool, device="cpu")
 
 
 def levels(q_ids: Tensor, k_ids: Tensor, q_valid: Tensor, k_valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the levels (rows, columns), int64: columns[j] < rows[i] iff k_ids[j] <= q_ids[i] and both are valid.
-
-    Args: ids int64 [queries] and [keys]; validity bool of the same shapes.
-    """
+    """Return the levels (rows, columns), int64, of ids (int64) and validity (bool)."""
     ids = k_ids[k_valid].sort().values
     rows = torch.searchsorted(ids, q_ids, right=True).masked_fill(~q_valid, 0)
     columns = torch.searchsorted(ids, k_ids).masked_fill(~k_valid, len(ids))
@@ -69,8 +76,8 @@ def _runs(levels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stretches(columns: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, stop, above, upto) of every stretch: rows with above < row <= upto see exactly these columns together."""
-    # (start, highest column) of the stretches that are still open; each one lies inside the one before it
+    """Yield (start, stop, above, upto) of every stretch: rows with above < row <= upto see these columns together."""
+    # (start, highest column) of the stretches that are still open
     walls: list[tuple[int, int]] = []
     for place, wall in enumerate([*columns, 1 << 62]):  # the last wall is higher than every row
         start = place
@@ -97,14 +104,10 @@ def _seen_as_one(rows: Tensor, above: Tensor, upto: Tensor) -> tuple[Tensor, Ten
 
 
 def _stairs_joined(q_start: Tensor, q_stop: Tensor, k_start: Tensor, k_stop: Tensor) -> list[Band]:
-    """Return the bands of the sorted rectangles. Rectangles that are the steps of a stair become one band.
-
-    The next step of a stair starts in the row below the last one. Its left and right ends are the same or one column
-    further right. At most one rectangle fits.
-    """
+    """Return the bands of the sorted rectangles. The steps of a stair become one band."""
     lo, hi = k_start - q_stop + 1, k_stop - 1 - q_start
     numbers = (x.tolist() for x in (q_start, q_stop, k_start, k_stop, lo, hi))
-    bands: list[Band | None] = list(tight_bands(zip(*numbers, strict=True)))  # rectangles are tight
+    bands: list[Band | None] = list(tight_bands(zip(*numbers, strict=True)))
     width = int(k_stop.max()) + 1 if bands else 1
     # the first rectangle from the row below on that does not start further left
     below = torch.searchsorted(q_start * width + k_start, q_stop * width + k_start)

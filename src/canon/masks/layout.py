@@ -5,94 +5,152 @@
     zigzag                   0 1  10 11      2 3  8 9        4 5  6 7
     striped                  0 3 6 9         1 4 7 10        2 5 8 11
 
-Under a causal mask, contiguous shards are unbalanced. On W ranks the last one computes almost 2 W - 1 times the cells of
-the first. Zigzag and striped shards have nearly equal areas: a zigzag rank holds an early piece, with few visible keys,
-and a late piece, with many. Any number of tokens and ranks is supported, so shards may be uneven or empty.
-
-A layout is the one source of four things that must agree: the shards of the data loader, the labels, the positions for
-the rotary embedding, and the masks between ranks (`local_mask`).
+Under a causal mask, the last of W contiguous shards has almost 2 W - 1 times the cells of the first. Zigzag and striped
+shards have nearly equal areas. A layout is the one source of shards, labels, positions and the masks between ranks.
 
 Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brandon et al., Striped Attention (2023).
 """
 
+import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from canon.masks.arguments import plain_tensor, shown, whole
-from canon.masks.held_tokens import HeldTokens, positions_on
-from canon.masks.local_masks import mask_between
+from canon.masks.band import Band, IntervalIndex, joined, picked
 from canon.masks.mask import Mask
-from canon.masks.mask_inputs import Ints
+from canon.masks.mask_inputs import Ints, RangesPerRank, checked_ranges
 from canon.masks.opaque import OpaqueMeta
-from canon.masks.plan_cache import cached_plan
+from canon.masks.pickles import FORMAT, check_format
+from canon.masks.plan_cache import cached_plan, keep_for_stream
 
 if TYPE_CHECKING:
-    from canon.runtime.group_arguments import Group
+    from canon.runtime.group import Group
 
-TILE = 128  # tokens along each side of a tile of the reference, and the unit of rank-invariant layouts
+TILE = 128  # tokens along each side of a tile of the reference
 
 
-class Layout(HeldTokens, metaclass=OpaqueMeta):
-    """The tokens 0 .. ``tokens`` - 1, each on exactly one rank.
+class Layout(metaclass=OpaqueMeta):
+    """The tokens 0 .. ``tokens`` - 1, each on exactly one rank. Immutable, compared and hashed by content.
 
         Layout([[range(0, 2), range(6, 8)], [range(2, 6)]], 8)      rank 0: 0 1 6 7      rank 1: 2 3 4 5
 
-    Args:
-        ranges_per_rank: for each rank, its tokens as ranges in local order. All ranges have the same step.
-        tokens: the length of the whole sequence.
-
-    A layout is immutable, and compared and hashed by content.
-    Raises ValueError if a token is missing or held twice, or the steps differ; TypeError if a piece is not a range.
+    Raises ValueError if a token is missing or held twice, or steps differ.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_digest", "_hash", "ranges_per_rank", "tokens")
+    ranges_per_rank: RangesPerRank
+    tokens: int
 
-    # ------------------------------------------------------------------ constructors
+    def __init__(self, ranges_per_rank: Sequence[Sequence[range]], tokens: int):
+        tokens = whole("tokens", tokens, 0)
+        held = checked_ranges(ranges_per_rank, tokens)
+        object.__setattr__(self, "ranges_per_rank", held)
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "_hash", hash((held, tokens)))
+        object.__setattr__(self, "_digest", None)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"a Layout is immutable: cannot set {name}")
+
+    def __eq__(self, other) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        mine, others = ((x._hash, x.tokens, x.ranges_per_rank) for x in (self, other))
+        return self is other or mine == others
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return self._unpickled, (FORMAT, self.ranges_per_rank, self.tokens)
+
+    @classmethod
+    def _unpickled(cls, version: int, ranges_per_rank: RangesPerRank, tokens: int) -> "Layout":
+        check_format("Layout", version)
+        return cls(ranges_per_rank, tokens)
+
+    # constructors
     @classmethod
     def contiguous(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
-        """Return one piece of n tokens for each rank; larger ones come first.
+        """Return one piece for each rank; larger ones come first.
 
-        Pieces begin at multiples of ``multiple_of`` tokens; rank-invariant attention needs 128. Their sizes differ by at
-        most 2 ``multiple_of`` - 1, and by at most 1 by default. ``contiguous(300, 2, 128)`` has the pieces 0:256, 256:300.
+        Pieces begin at multiples of ``multiple_of`` tokens. Their sizes differ by at most 2 ``multiple_of`` - 1.
         """
         n, ranks, multiple_of = whole("n", n, 0), whole("ranks", ranks, 1), whole("multiple_of", multiple_of, 1)
         return cls([[piece] for piece in _pieces(n, ranks, multiple_of)], n)
 
     @classmethod
     def zigzag(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
-        """Return a layout of 2 ``ranks`` pieces of n tokens: rank r holds the pieces r and 2 ``ranks`` - 1 - r.
-
-        Under a causal mask an early piece sees few keys and a late one many, so all ranks compute nearly the same area.
-        Pieces begin at multiples of ``multiple_of`` tokens, as in `contiguous`.
-        """
+        """Return the layout of 2 ``ranks`` pieces, as in `contiguous`: rank r holds the pieces r and 2 ``ranks`` - 1 - r."""
         n, ranks, multiple_of = whole("n", n, 0), whole("ranks", ranks, 1), whole("multiple_of", multiple_of, 1)
         pieces = _pieces(n, 2 * ranks, multiple_of)
         return cls([[pieces[r], pieces[2 * ranks - 1 - r]] for r in range(ranks)], n)
 
     @classmethod
     def striped(cls, n: int, ranks: int) -> "Layout":
-        """Return a layout in which rank r holds the tokens r, r + ``ranks``, r + 2 ``ranks``, ... below n."""
+        """Return the layout in which rank r holds the tokens r, r + ``ranks``, r + 2 ``ranks``, ..."""
         n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
         return cls([[range(r, n, ranks)] for r in range(ranks)], n)
 
-    # ------------------------------------------------------------------ operations
+    # content
+    def __repr__(self) -> str:
+        first = "; ".join(" ".join(f"{r.start}:{r.stop}:{r.step}" for r in held) for held in self.ranges_per_rank[:4])
+        return f"Layout({self.tokens} tokens on {self.ranks} ranks: {first}{'; ...' if self.ranks > 4 else ''})"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content in hexadecimal, equal in every process."""
+        if self._digest is None:
+            content = repr((self.ranges_per_rank, self.tokens))
+            object.__setattr__(self, "_digest", hashlib.sha256(content.encode()).hexdigest())
+        return self._digest
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.ranges_per_rank)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the host (an estimate)."""
+        return 200 + 200 * sum(map(len, self.ranges_per_rank))
+
+    def size(self, rank: int) -> int:
+        """Return the number of tokens that ``rank`` holds."""
+        return sum(map(len, self._held(rank)))
+
+    def positions(self, rank: int) -> Tensor:
+        """Return the position of each local token in the whole sequence: int64 [t], on the CPU."""
+        pieces = [torch.arange(r.start, r.stop, r.step, device="cpu") for r in self._held(rank)]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def _held(self, rank: int) -> tuple[range, ...]:
+        """Return the ranges of a rank."""
+        if not 0 <= whole("rank", rank) < self.ranks:
+            raise ValueError(f"rank {rank} is not one of the layout's {self.ranks}: they count from 0")
+        return self.ranges_per_rank[rank]
+
+    # operations
     def document_positions(self, rank: int, cu_seqlens: Ints) -> Tensor:
         """Return the position of each local token in its own document, for the rotary embedding: int64 [t], on the CPU.
 
-        With ``cu_seqlens=[0, 3, 8]``, rank 0 of ``Layout.zigzag(8, 2)`` gets ``[0, 1, 3, 4]``.
-        Raises ValueError or TypeError if ``cu_seqlens`` is malformed or does not end at ``tokens``.
+        Raises ValueError or TypeError unless ``cu_seqlens`` ends at ``tokens``.
         """
-        from canon.runtime.layout_batches import document_positions, ends_of
+        from canon.runtime.movement import document_positions, ends_of
 
         return document_positions(self, rank, ends_of(self, cu_seqlens))
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Return the tokens of ``rank``, in local order, from a full tensor. Differentiable.
+        """Return the tokens of ``rank``, in local order, from a full tensor with its tokens on ``dim``. Differentiable.
 
-        Args: ``x``, any tensor with ``tokens`` entries along ``dim``; ``dim``, 1 for (b, s, ...), 0 for packed tensors.
-        Raises ValueError if ``x`` does not have ``tokens`` entries along ``dim``, TypeError if it is not a plain tensor.
+        Raises ValueError if ``x`` does not have ``tokens`` entries there.
         """
         dim = plain_tensor("shard", x, dim)
         if x.shape[dim] != self.tokens:
@@ -103,19 +161,13 @@ class Layout(HeldTokens, metaclass=OpaqueMeta):
         """Return the tokens of ``rank`` from each entry of a training batch, with positions and shifted labels.
 
         Args:
-            batch: tensors (b, n, ...) of the whole sequence, with all n = ``tokens`` tokens on dim 1, by name: ``input_ids``,
-                ``labels``, ``position_ids``, and any others. Entries without tokens, as a 4-D attention mask, raise.
-            cu_seqlens: 0, then the end of each document, for all b sequences. None: a document starts where
-                ``position_ids`` is 0, or without this entry the sequence is one document.
+            batch: tensors (b, n, ...) by name, with all tokens on dim 1: ``input_ids``, ``labels``, ``position_ids``, others.
+            cu_seqlens: 0, then the end of each document. None: documents start where ``position_ids`` is 0, or there is one.
 
-        Returns:
-            The rank's part of all entries, on their devices, and of two more unless given. ``position_ids`` (b, t) start at 0
-            in each document. ``shift_labels`` (b, t), for ``labels`` (b, n), have the label of the next token, -100 at the
-            end of each document.
-
-        Raises ValueError for an entry of another shape, TypeError for one that is not a plain tensor. Both name it.
+        ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are ``labels``: the label of the
+        next token, -100 at the end of each document. Raises ValueError or TypeError for an entry of another shape or type.
         """
-        from canon.runtime.layout_batches import sharded_batch
+        from canon.runtime.movement import sharded_batch
 
         return sharded_batch(self, batch, rank, cu_seqlens)
 
@@ -125,38 +177,30 @@ class Layout(HeldTokens, metaclass=OpaqueMeta):
         Args:
             x: this rank's tokens along ``dim``.
             group: a ProcessGroup or a DeviceMesh of one dimension, with ``ranks`` ranks; None is all ranks.
-            partial_grad: with False, the gradient of the full tensor must be equal on all ranks. Each rank takes its own
-                part and sends nothing. With True, the gradients of the ranks are summands. They travel in the dtype of
-                ``x``. The owner adds them in rank order, in float32 (float64 for float64), and rounds the sum once.
+            partial_grad: False: the gradient must be equal on all ranks. Nothing is sent. True: the owner of a token adds the
+                gradients of the ranks in rank order, in float32 (float64 for float64), and rounds once.
 
-        Raises ValueError if the shard or the group does not fit the layout, TypeError if ``x`` is not a plain tensor.
+        Raises ValueError if the shard or the group does not fit the layout.
         """
-        from canon.runtime.layout_collectives import unsharded
+        from canon.runtime.movement import unsharded
 
         return unsharded(self, x, group, dim, partial_grad)
 
     def redistribute(self, x: Tensor, to: "Layout", *, group: "Group" = None, dim: int = 1) -> Tensor:
         """Return this rank's tokens in the layout ``to`` from its tokens in this layout. A collective; differentiable.
 
-        One all-to-all moves the tokens; no rank holds the full tensor. The backward pass moves gradients back, so every rank
-        must call it. ``Layout.contiguous(8, 2).redistribute(x, Layout.zigzag(8, 2))`` has the tokens 0 1 6 7 on rank 0.
-
-        Args: ``x``, this rank's tokens along ``dim``; ``to``, a layout of as many tokens and ranks; ``group``, as in `unshard`.
-        Raises ValueError or TypeError on every rank if the arguments of a rank do not fit or differ from those of others.
+        One all-to-all moves the tokens. The backward pass moves gradients back, so every rank must call it. ``group`` is as in
+        `unshard`. Raises ValueError or TypeError on every rank if arguments do not fit or differ between ranks.
         """
-        from canon.runtime.layout_collectives import redistributed
+        from canon.runtime.movement import redistributed
 
         return redistributed(self, x, to, group, dim)
 
     def local_mask(self, mask: Mask, q_rank: int, k_ranks: int | Sequence[int]) -> Mask:
         """Return the mask between the queries of ``q_rank`` and the keys of ``k_ranks``, in local coordinates. Cached.
 
-        Row i is the i-th token of ``q_rank``. Column j is the j-th row of a buffer that holds the keys of ``k_ranks`` one
-        rank after another, each in local order. So a ring step or an all-gather needs no reordering.
-        ``Layout.zigzag(8, 2).local_mask(Mask.causal(8), 0, 1)`` has tokens 0 1 6 7 as rows and 2 3 4 5 as columns: rows 2
-        and 3 see all keys.
-
-        Raises ValueError if the mask is not ``tokens`` x ``tokens``, or a rank is not one of the layout's.
+        Column j is row j of a buffer with the keys of ``k_ranks``, rank after rank, each in local order.
+        Raises ValueError if the mask or a rank does not fit.
         """
         if not isinstance(mask, Mask):
             raise TypeError(f"local_mask: mask must be a Mask, got {shown(mask)}")
@@ -166,6 +210,21 @@ class Layout(HeldTokens, metaclass=OpaqueMeta):
         return _local_mask(self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several))
 
 
+def positions_on(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """Return `Layout.positions` on a device, from the cache. Do not change the tensor."""
+    layout._held(rank)  # raises for a wrong rank, before it becomes a key
+    if torch.compiler.is_compiling():  # a graph holds its own positions
+        return layout.positions(rank).to(device)
+    positions = _positions_on(layout, rank, device)
+    keep_for_stream(positions)
+    return positions
+
+
+@cached_plan
+def _positions_on(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    return layout.positions(rank).to(device)
+
+
 @cached_plan
 def _local_mask(layout: Layout, mask: Mask, q_rank: int, k_ranks: tuple[int, ...]) -> Mask:
     keys = [piece for rank in k_ranks for piece in layout._held(rank)]
@@ -173,7 +232,41 @@ def _local_mask(layout: Layout, mask: Mask, q_rank: int, k_ranks: tuple[int, ...
 
 
 def _pieces(n: int, count: int, multiple_of: int) -> list[range]:
-    """Return n tokens as ``count`` ranges that begin at multiples of ``multiple_of``. Larger ones come first."""
     small, larger = divmod(-(-n // multiple_of), count)
     starts = [min(n, (i * small + min(i, larger)) * multiple_of) for i in range(count + 1)]
     return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) -> Mask:
+    """Return the mask between the tokens of two lists of ranges, in the coordinates of buffers that hold them in order.
+
+    All ranges have one step >= 1. Cost: O(r log n + c log c) for r query ranges, n bands and c crops, if the bands of a
+    range are neighbours.
+    """
+    rows, columns = placed(queries), sorted(placed(keys), key=lambda placed: placed[1].start)
+    index = IntervalIndex([(piece.start, piece.stop) for _, piece in columns])
+    bands: list[Band] = []
+    for q_offset, q_piece in rows:
+        touching: defaultdict[int, list[Band]] = defaultdict(list)  # by place in ``columns``
+        for band in mask.bands_near(q_piece):
+            near = index.near(band.k_start, band.k_stop)
+            for place in range(near.start, near.stop):
+                touching[place].append(band)
+        for place, some in touching.items():
+            k_offset, k_piece = columns[place]
+            bands += picked(some, q_piece, k_piece, q_offset, k_offset)
+    return mask.of_disjoint(joined(bands), sum(map(len, queries)), sum(map(len, keys)))
+
+
+def placed(pieces: Sequence[range]) -> list[tuple[int, range]]:
+    """Return (first row, tokens) of each piece in a buffer. A piece that continues the previous one is joined to it."""
+    placed: list[tuple[int, range]] = []
+    end = 0
+    for piece in pieces:
+        offset, last = placed[-1] if placed else (0, range(0))
+        if len(last) and last[-1] + last.step == piece.start and last.step == piece.step:
+            placed[-1] = (offset, range(last.start, piece.stop, piece.step))
+        else:
+            placed.append((end, piece))
+        end += len(piece)
+    return placed

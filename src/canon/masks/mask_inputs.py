@@ -1,16 +1,4 @@
-"""Checks of the arguments of `Mask`, and their values as plain numbers, tensors and bands.
-
-    document_ends     cu_seqlens as a list of ints
-    document_bands    packed documents as bands
-    position_ends     position_ids as the ends of documents
-    by_sequence       the arguments of each sequence of a batch
-    window_bounds     (left, right) as the (lo, hi) of a band
-    block_ids         block ids and validity as tensors
-    slice_bands       the slices of MagiAttention as bands
-    crop_range        a range of `Mask.crop`
-
-Wrong types raise TypeError, wrong values ValueError. Each error names the argument and shows its value.
-"""
+"""Checks of the arguments of `Mask` and `Layout`, and their values as plain numbers, tensors, ranges and bands."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -31,7 +19,7 @@ SLICE_TYPES = ("full", "causal", "inverse_causal", "bi_causal")  # MagiAttention
 
 
 def document_ends(cu_seqlens: Ints) -> list[int]:
-    """Return cu_seqlens as a list of ints. Raise ValueError if it does not start at 0 or decreases."""
+    """Return cu_seqlens as ints. Raise ValueError if it does not start at 0 or decreases."""
     ends = whole_numbers("cu_seqlens", cu_seqlens)
     if not ends or ends[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {ends[:4]}")
@@ -44,7 +32,7 @@ def document_ends(cu_seqlens: Ints) -> list[int]:
 def document_bands(
     cu_seqlens: Ints, causal: bool, window: tuple[int | None, int | None] | None
 ) -> tuple[list[Band], int]:
-    """Return the bands of packed documents, and the number of their tokens. The arguments are those of `Mask.documents`."""
+    """Return the bands of packed documents, and the number of their tokens."""
     ends = document_ends(cu_seqlens)
     flag("causal", causal)
     if window is not None and (not isinstance(window, Sequence) or len(window) != 2):
@@ -60,10 +48,7 @@ def document_bands(
 
 
 def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
-    """Return cu_seqlens of each sequence of ``position_ids``, (n,) or (b, n), and whether they were (b, n).
-
-    Raise ValueError unless each position is 0 or one more than the position before it.
-    """
+    """Return cu_seqlens of each sequence, and whether ``position_ids`` were (b, n)."""
     several = _rows("position_ids", position_ids)
     found = []
     for row, numbers in enumerate([position_ids] if several is None else several):
@@ -83,7 +68,7 @@ def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
 
 
 def by_sequence(**arguments: Ints | Rows | None) -> list[dict[str, Ints | None]] | None:
-    """Return the arguments of each sequence of a batch, or None if no argument is (b, n). Those with one axis serve all."""
+    """Return the arguments of each sequence of a batch, or None if none is (b, n). Those with one axis serve all."""
     rows = {name: _rows(name, values) for name, values in arguments.items() if values is not None}
     sizes = {name: len(several) for name, several in rows.items() if several is not None}
     if not sizes:
@@ -107,7 +92,6 @@ def _rows(name: str, values: Any) -> list[Any] | None:
 
 
 def _numbers(name: str, values: Ints) -> Tensor:
-    """Return whole numbers as a tensor [n], int64, on the CPU."""
     if isinstance(values, Tensor) and values.ndim == 1 and values.dtype in INTEGERS:
         return values.to("cpu", torch.int64)
     return torch.tensor(whole_numbers(name, values), dtype=torch.int64, device="cpu")
@@ -119,17 +103,6 @@ def window_bounds(left: int | None, right: int | None) -> tuple[int | None, int 
         if value is not None and whole(f"window {name}", value) < -1:
             raise ValueError(f"window {name} must be >= 0, or None or -1 for no bound; got {value}")
     return None if left in (None, -1) else -int(left), None if right in (None, -1) else int(right)
-
-
-def block_ids(name: str, blocks: Ints, valid: Ints | None) -> tuple[Tensor, Tensor]:
-    """Return the block ids [n] (int64) and the validity [n] (bool) of one side's tokens, on the CPU."""
-    ids = whole_numbers(f"{name}_blocks", blocks, booleans=True)
-    flags = [1] * len(ids) if valid is None else whole_numbers(f"{name}_valid", valid, booleans=True)
-    if len(flags) != len(ids):
-        raise ValueError(f"{name}_valid has {len(flags)} entries for {len(ids)} {name}_blocks")
-    if not {0, 1}.issuperset(flags):
-        raise ValueError(f"{name}_valid must hold booleans, 0 or 1, got {max(flags, key=abs)}: one for each token")
-    return torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.tensor(flags, dtype=torch.bool, device="cpu")
 
 
 def slice_bands(q_ranges: Ranges, k_ranges: Ranges, types: Sequence[int | str] | Tensor) -> tuple[list[Band], int, int]:
@@ -148,7 +121,6 @@ def slice_bands(q_ranges: Ranges, k_ranges: Ranges, types: Sequence[int | str] |
 
 
 def _type_number(kind: int | str) -> int:
-    """Return a slice type as a number from 0 to 3."""
     if not isinstance(kind, str):
         number = whole("slice type", kind, 0)
         if number < len(SLICE_TYPES):
@@ -159,7 +131,6 @@ def _type_number(kind: int | str) -> int:
 
 
 def _pairs(name: str, ranges: Ranges) -> list[tuple[int, int]]:
-    """Return the (start, stop) of each range."""
     rows, pairs = nested(ranges), []
     for place, row in enumerate(rows if isinstance(rows, Iterable) else [rows]):
         pair = [row.start, row.stop, row.step][: 2 + (row.step != 1)] if isinstance(row, range) else row
@@ -173,7 +144,7 @@ def _pairs(name: str, ranges: Ranges) -> list[tuple[int, int]]:
 
 
 def crop_range(name: str, wanted: range | None, size: int) -> range:
-    """Return the range of one side of a crop; None is all ``size`` tokens. Raise unless it ascends inside them."""
+    """Return the range of one side of a crop; None is all ``size`` tokens."""
     if wanted is None:
         return range(size)
     if not isinstance(wanted, range):
@@ -181,3 +152,51 @@ def crop_range(name: str, wanted: range | None, size: int) -> range:
     if wanted.step < 1 or (len(wanted) and not 0 <= wanted.start <= wanted[-1] < size):
         raise ValueError(f"crop: {name} {wanted} is not an ascending range inside 0..{size}")
     return wanted
+
+
+RangesPerRank = tuple[tuple[range, ...], ...]
+
+
+def checked_ranges(ranges_per_rank: Any, tokens: int) -> RangesPerRank:
+    """Return the ranges of each rank, without empty ones, each with the common step and the smallest stop."""
+    _check_types(ranges_per_rank, tokens)
+    steps = {piece.step for ranges in ranges_per_rank for piece in ranges if len(piece) > 1} or {1}
+    if len(steps) > 1 or min(steps) < 1:
+        raise ValueError(f"the ranges of a layout must share one step >= 1, got {sorted(steps)}")
+    (step,) = steps
+    held = tuple(tuple(range(p[0], p[-1] + 1, step) for p in ranges if len(p)) for ranges in ranges_per_rank)
+    _check_partition(held, tokens, step)
+    return held
+
+
+def _check_types(ranges_per_rank: Any, tokens: int) -> None:
+    if not isinstance(ranges_per_rank, Sequence):
+        raise TypeError(f"ranges_per_rank must be a list with a list of ranges by rank, got {shown(ranges_per_rank)}")
+    if not ranges_per_rank:
+        raise ValueError("ranges_per_rank must hold a list of ranges for each of one or more ranks, got []")
+    for rank, ranges in enumerate(ranges_per_rank):
+        if not isinstance(ranges, Sequence) or isinstance(ranges, range):
+            raise TypeError(f"ranges_per_rank[{rank}] must be a list of ranges, got {shown(ranges)}: put it in a list")
+        for place, piece in enumerate(ranges):
+            name = f"ranges_per_rank[{rank}][{place}]"
+            if not isinstance(piece, range):
+                raise TypeError(f"{name} must be a range, got {shown(piece)}: write range(start, stop)")
+            if piece and not (0 <= piece[0] < tokens and 0 <= piece[-1] < tokens):
+                raise ValueError(f"{name} must lie inside the layout's {tokens} tokens, got {piece}")
+
+
+def _check_partition(held: RangesPerRank, tokens: int, step: int) -> None:
+    """Raise unless each token is held once: the pieces of each residue class of the step form one chain."""
+    pieces = sorted(((piece, rank) for rank, ranges in enumerate(held) for piece in ranges), key=lambda x: x[0].start)
+    expected = list(range(min(step, tokens)))  # the next token of each residue class
+    for piece, rank in pieces:
+        due = expected[piece.start % step] if piece.start % step < len(expected) else None
+        if piece.start != due or piece[-1] >= tokens:
+            raise ValueError(
+                f"a layout holds each of its {tokens} tokens once: {piece} of rank {rank} comes where "
+                f"token {due} is due"
+            )
+        expected[piece.start % step] = piece[-1] + step
+    missing = [token for token in expected if token < tokens]
+    if missing:
+        raise ValueError(f"a layout holds each of its {tokens} tokens once: no rank holds token {missing[0]}")

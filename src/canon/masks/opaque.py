@@ -1,7 +1,4 @@
-"""Register classes of Python objects as arguments of custom operators. torch calls them opaque types.
-
-torch 2.15 renames the function, the metaclass and the kind "reference". Both names are private.
-"""
+"""Register Python classes as arguments of custom operators: torch's opaque types. Its names are private."""
 
 from typing import TYPE_CHECKING
 
@@ -19,9 +16,9 @@ __all__ = ["OpaqueMeta", "registered"]
 
 
 def registered(kind: type) -> str:
-    """Register a class with metaclass `OpaqueMeta`. Return its name in the schemas of operators.
+    """Register a class with metaclass `OpaqueMeta`. Return its name in schemas.
 
-    Its objects become inputs of compiled graphs. A graph depends on the class of such an object, not on its content.
+    A compiled graph depends on the class of such an input, not on its content.
     """
     register = getattr(opaque_object, "register_custom_class", None)
     if register is not None:

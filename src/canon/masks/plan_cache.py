@@ -1,13 +1,7 @@
 """A cache of plans, limited by the bytes that they hold.
 
-A plan (a local mask, a work table, an index on the device) is a pure function of its arguments. So a dropped plan can be
-made again. The cache keeps the most recently used plans. All cached functions of a process share one limit for the host
-and one for each device. So memory does not grow with the number of masks in a program.
-
-A dropped plan stays valid while a caller, an autograd context or a stream uses it. `keep_for_stream` keeps its
-tensors for streams and captured graphs.
-
-`noted_plans` lists the plans that a thread looks up. So `prepare` finds all plans of a call, and another process can load them.
+A plan (a local mask, a work table, an index on the device) is a pure function of its arguments, so a dropped plan can be
+made again. It stays valid while a caller, an autograd context or a stream uses it.
 """
 
 import inspect
@@ -25,9 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HOST_LIMIT = 64 << 20  # bytes of plans on the host
-DEVICE_LIMIT = 256 << 20  # bytes of plans on each device
-ENTRY = 200  # bytes of a key and its entry in the cache (an estimate)
+HOST_LIMIT = 64 << 20  # bytes
+DEVICE_LIMIT = 256 << 20  # bytes
+ENTRY = 200  # bytes of a key (an estimate)
 
 
 class PlanCache:
@@ -38,7 +32,7 @@ class PlanCache:
         self.device_limit = device_limit
         self.plans: OrderedDict[Hashable, tuple[Any, Counter]] = OrderedDict()
         self.held: Counter = Counter()  # bytes by device
-        self.made = 0  # the number of plans made
+        self.made = 0
         self.lock = threading.RLock()
 
     def find(self, key: Hashable, make: Callable[[], R]) -> R:
@@ -80,7 +74,7 @@ class PlanCache:
             self.held.clear()
 
     def _shrink(self, newest: Hashable) -> None:
-        """Drop the least recently used plans until each device is within its limit. Keep the newest plan."""
+        """Drop the least recently used plans, but not the newest, until each device is within its limit."""
         for device in list(self.held):
             while self.held[device] > self.limits.get(device, self.device_limit):
                 oldest = next((key for key, (_, size) in self.plans.items() if size[device] and key != newest), None)
@@ -96,10 +90,7 @@ _notes = threading.local()
 
 @contextmanager
 def noted_plans() -> Iterator[dict[Hashable, Any]]:
-    """Note the plans that this thread finds in a cache or makes inside the block, by key.
-
-    The plans that another plan was made of are left out: a call that has the result does not look them up.
-    """
+    """Note the plans that this thread finds or makes inside, by key, but not their parts."""
     before, _notes.plans = getattr(_notes, "plans", None), {}
     try:
         yield _notes.plans
@@ -109,10 +100,7 @@ def noted_plans() -> Iterator[dict[Hashable, Any]]:
 
 @contextmanager
 def _making() -> Iterator[None]:
-    """Make a plan inside the block: nothing is noted.
-
-    Training may use the plan later, so it is made outside inference mode, of real tensors in every dispatch mode.
-    """
+    """Make a plan inside: outside inference mode, as training may use it later, of real tensors, and without notes."""
     if getattr(_notes, "making", False):  # a part of another plan
         yield
         return
@@ -130,11 +118,7 @@ def are_noted() -> bool:
 
 
 def cached_plan(function: Callable[P, R]) -> Callable[P, R]:
-    """Cache the results of a pure function of hashable arguments in `PLANS`.
-
-    A key has the decorated function and all arguments in order, with their defaults. So a call has one key however it passes
-    its arguments, and another process can find the function by its name.
-    """
+    """Cache the results of a pure function of hashable arguments in `PLANS`, by function and arguments."""
     signature, required = inspect.signature(function), inspect.Parameter.empty
     named = [(x.name, x.default) for x in signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
 
@@ -152,7 +136,7 @@ def cached_plan(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def keep_for_stream(*tensors: Tensor) -> None:
-    """Keep tensors valid for later kernels of the current stream."""
+    """Keep tensors valid for later kernels of the current stream, and for a graph that captures it."""
     for x in tensors:
         if not x.is_cuda:
             continue
@@ -163,11 +147,7 @@ def keep_for_stream(*tensors: Tensor) -> None:
 
 
 def sizes(plan: Any) -> Counter:
-    """Return the bytes that a plan holds, by device.
-
-    The bytes of tensors, tuples and lists are counted. Another object has a tuple ``held`` of its parts, its own
-    ``nbytes`` on the host, or both.
-    """
+    """Return bytes by device: of tensors, tuples, lists, and objects with ``held`` (a tuple of parts) or ``nbytes``."""
     total: Counter = Counter()
     _add_sizes(plan, total)
     return total

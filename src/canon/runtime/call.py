@@ -22,6 +22,7 @@ from torch import Tensor
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
+from canon.runtime.agreement import GroupState, group_state, refused_together
 from canon.runtime.checks import (
     DTYPES,
     accumulate_dtype,
@@ -33,8 +34,7 @@ from canon.runtime.checks import (
     default_scale,
 )
 from canon.runtime.digests import Fields, digest_of
-from canon.runtime.group_arguments import Group, place_in
-from canon.runtime.group_state import GroupState, group_state, refused_together
+from canon.runtime.group import Group, place_in
 from canon.runtime.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})  # types of options that a key may hold

@@ -1,10 +1,10 @@
 """The digest of a call, and its exchange with the other ranks: 8 bytes per rank, while the call continues.
 
     SharedDigests      one host: a word for each rank in shared memory; a few microseconds
-    GatheredDigests    several hosts, or ranks as threads: an all-gather in the background
+    GatheredDigests    several hosts: an all-gather in the background
 
 A word holds the number of the call (8 bits) and the digest (56 bits), so one store writes both. A rank posts call n + 1
-only after it has read the words of all ranks for call n. So no word is overwritten before it is read.
+after it has read all words for call n, so no word is overwritten too early.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 Fields = tuple[tuple[str, Any], ...]  # (name, value) of each argument
-SLOTS = 4  # words of each rank, for consecutive calls
-SPINS = 200  # reads without a pause, before a rank sleeps between two reads
+SLOTS = 4  # words of each rank
+SPINS = 200  # reads without a pause
 DIGEST = (1 << 56) - 1
 
 
@@ -41,7 +41,7 @@ class SharedDigests:
         self.words[self.place_of_process(rank) + 1] = os.getpid()
 
     def post(self, number: int, digest: int) -> "SharedPost":
-        """Write this rank's digest of call ``number`` (from 1). Return the post, to read the other digests from."""
+        """Write this rank's digest of call ``number`` (from 1). Return the post."""
         self.words[SLOTS * self.rank + number % SLOTS] = (number & 255) << 56 | digest
         return SharedPost(self, number)
 
@@ -65,7 +65,7 @@ class SharedPost:
         self.number = number & 255
 
     def digests(self) -> list[int] | None:
-        """Return the digests of all ranks, or None if one is missing yet."""
+        """Return the digests, or None if one is missing yet."""
         words = [self.shared.words[place] for place in self.places]
         return [word & DIGEST for word in words] if all(word >> 56 == self.number for word in words) else None
 
@@ -74,7 +74,7 @@ class SharedPost:
         self.shared.check_processes()
 
     def wait(self) -> list[int]:
-        """Wait for the digests of all ranks. Raises RuntimeError if a rank's process ends, or after the group's timeout."""
+        """Wait for the digests. Raises RuntimeError if a process ends, or after the group's timeout."""
         for _ in range(SPINS):
             if (digests := self.digests()) is not None:
                 return digests
@@ -90,16 +90,13 @@ class SharedPost:
 
 
 class GatheredDigests:
-    """All-gathers of digests, by a group that moves CPU tensors.
-
-    Args: ``channel``, a function that returns the group; ``ranks``, their number.
-    """
+    """All-gathers of digests, by a group that moves CPU tensors. ``channel`` returns it."""
 
     def __init__(self, channel: Any, ranks: int):
         self.channel, self.ranks = channel, ranks
 
     def post(self, number: int, digest: int) -> "GatheredPost":
-        """Start to gather the digests of a call. Return the post, to read them from."""
+        """Start to gather the digests of a call. Return the post."""
         return GatheredPost(self.channel(), self.ranks, digest)
 
 
@@ -112,27 +109,27 @@ class GatheredPost:
         self.work = channel.allgather([self.table], [self.sent])
 
     def digests(self) -> list[int] | None:
-        """Return the digests of all ranks, or None if one is missing yet. Raises RuntimeError if the all-gather fails."""
+        """Return the digests, or None if one is missing yet."""
         return self.wait() if self.work.is_completed() else None
 
     def check_ranks(self) -> None:
         """Do nothing: the all-gather fails if a rank is lost."""
 
     def wait(self) -> list[int]:
-        """Wait for the digests of all ranks. Raises RuntimeError if the all-gather fails."""
+        """Wait for the digests. Raises RuntimeError if the all-gather fails."""
         self.work.wait()
         return [x.item() for x in self.table]
 
 
 def pid_namespace() -> int:
-    """Return the number of this process's PID namespace. Only processes of one namespace have comparable PIDs."""
+    """Return this process's PID namespace. PIDs of others are not comparable."""
     with suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return 0
 
 
 def runs(process: int) -> bool:
-    """Return whether the process with this ID runs. A zombie, an ended process with a parent that has not waited, does not."""
+    """Return whether the process with this ID runs. A zombie does not."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -145,10 +142,9 @@ def runs(process: int) -> bool:
 
 
 def shared_memory(store: Any, rank: int, ranks: int) -> mmap.mmap | None:
-    """Return memory that all ranks of a group share, or None if one of them cannot reach it. A collective over the store.
+    """Return memory that all ranks of a group share, or None if one cannot reach it. A collective over the store.
 
-    Rank 0 creates a file, all ranks map it, and rank 0 removes its name. A secret in the first 16 bytes proves that a rank
-    has mapped this file.
+    A secret in the first 16 bytes identifies the file. Rank 0 removes its name.
     """
     size, folder = 8 * (SLOTS + 2) * ranks, "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
     if rank == 0:

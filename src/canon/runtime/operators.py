@@ -30,7 +30,7 @@ from canon.masks.opaque import registered
 from canon.runtime.autograd import NO_SECOND_DERIVATIVE, check_differentiation, surroundings
 from canon.runtime.call import ALGORITHMS, Algorithm, Call, Half, call_of
 from canon.runtime.checks import accumulate_dtype, batched, check_mask_type
-from canon.runtime.group_backends import group_named, name_of
+from canon.runtime.group import group_named, name_of
 
 MASK, LAYOUT = registered(Mask), registered(Layout)
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object

@@ -1,17 +1,7 @@
 """Attend with a mask for each sequence of a batch: the batch becomes one packed sequence under a block-diagonal mask.
 
-    two masks           Mask.concat of both
-
-    x .      x x        x . . .
-    x x      x x        x x . .
-                        . . x x
-                        . . x x
-
-q (b, t, h, d) is read as (1, b t, h, d), and k, v, out and their gradients in the same way. These are views if the strides
-of batch and tokens allow it, else copies. The lse (1, h, b t) of the packed sequence is returned as (b, h, t), a view.
-
-One call serves all masks, and computes their visible cells only. Equal masks are one mask: nothing is packed. The
-block-diagonal mask and its plans are cached by content.
+q (b, t, h, d) is read as (1, b t, h, d), and all other tensors alike: views if the strides allow it. If the masks are equal,
+nothing is packed.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +16,7 @@ from canon.runtime.checks import check_gradients, check_mask, check_tensors
 
 
 def attend_each(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any) -> Any:
-    """Return what ``attend(q, k, v, mask, **options)`` returns, out or (out, lse), with a mask for each sequence.
-
-    Raises TypeError or ValueError unless each of the b masks fits the tokens of q and k.
-    """
+    """Return the result of ``attend(q, k, v, mask, **options)``, out or (out, lse), with a mask for each sequence."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             "a compiled call of attention takes one Mask: build Mask.concat(masks) outside, and flatten batch and tokens"
@@ -59,10 +46,7 @@ def differentiate_each(
     delta: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dk and dv as `attention_backward`, here ``differentiate``, with a mask for each sequence.
-
-    Raises TypeError or ValueError unless all arguments fit together.
-    """
+    """Return dq, dk and dv as `attention_backward`, here ``differentiate``, with a mask for each sequence."""
     mask = _one_mask(q, k, v, masks)
     if mask is not None:
         return differentiate(dout, q, k, v, out, lse, mask, dlse=dlse, delta=delta, **options)
@@ -76,7 +60,7 @@ def differentiate_each(
 
 
 def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
-    """Raise TypeError or ValueError unless there is a mask for each sequence, and it fits the tokens of q and k."""
+    """Raise TypeError or ValueError unless each sequence has a mask that fits."""
     check_tensors(q, k, v)
     if q.ndim == 3:
         raise ValueError(
@@ -91,7 +75,7 @@ def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
 
 
 def _one_mask(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> Mask | None:
-    """Return the mask of all sequences if it is one mask, else None. Raise unless the masks fit the tensors."""
+    """Return the mask of all sequences if it is one mask, else None."""
     check_masks(q, k, v, masks)
     return masks[0] if len(set(masks)) == 1 else None
 

@@ -1,11 +1,8 @@
 """Plans that are made ahead of a call, perhaps in another process, and the checks of the arguments of `prepare`.
 
-    data-loader worker        plans = prepare("magi_attention", mask, layout, ...)
-    queue                     the plans are pickled: NumPy arrays, tuples, and functions by name
-    training process          plans.load(), then magi_attention(q, k, v, plans.mask, plans.layout, ...)
-
-A plan is a pure function of its arguments, and these are its key in the cache. So a call finds a loaded plan only if it needs
-exactly that plan. A call on another device, with another dtype or other options makes its own plans, as without `prepare`.
+data-loader worker        plans = prepare("magi_attention", mask, layout, ...)
+queue                     the plans are pickled: NumPy arrays, tuples, and functions by name
+training process          plans.load(), then magi_attention(q, k, v, plans.mask, plans.layout, ...)
 """
 
 import inspect
@@ -20,6 +17,7 @@ from canon.masks import plan_cache
 from canon.masks.arguments import shown, whole
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
+from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import sizes
 from canon.runtime.checks import DTYPES, check_mask_type, check_method
 
@@ -28,20 +26,24 @@ GIVEN_APART = ("mask", "layout", "group", "backward")  # arguments of a function
 
 @dataclass(frozen=True, eq=False)
 class PreparedPlans:
-    """The plans of one call on one rank. They can be pickled.
-
-    Attributes: ``mask`` and ``layout`` of the call (None for `attention`); ``plans``, pairs of a key in the cache and a plan.
-    """
+    """The plans of one call on one rank, as pairs of a key in the cache and a plan. They can be pickled."""
 
     mask: Mask
     layout: Layout | None
     plans: tuple[tuple[Any, Any], ...]
 
-    def load(self) -> None:
-        """Put the plans into the cache of this process. Calls with this mask and layout then upload them, and plan nothing.
+    def __reduce__(self):  # the format is checked before the plans are read
+        return self._of_format, (FORMAT,), self.__dict__
 
-        The cache keeps its limit of bytes. So load the plans of a step shortly before the step, and drop this object after it.
-        Pass ``mask`` and ``layout`` of this object to the call: other objects with equal contents take longer to compare.
+    @classmethod
+    def _of_format(cls, version: int) -> "PreparedPlans":
+        check_format("PreparedPlans", version)
+        return object.__new__(cls)
+
+    def load(self) -> None:
+        """Put the plans into the cache of this process, shortly before the call: the cache keeps its limit of bytes.
+
+        Pass ``mask`` and ``layout`` of this object to the call: other objects take longer to compare.
         """
         for key, plan in self.plans:
             plan_cache.PLANS.put(key, plan)
@@ -75,10 +77,7 @@ class Preparation:
         return given if given is not None else int(not self.options.get("rank_invariant"))
 
     def checked(self, functions: Sequence[Callable]) -> "Preparation":
-        """Return the arguments with the defaults of ``rank`` and of the ``options`` of the function, one of ``functions``.
-
-        Raises TypeError or ValueError if the arguments do not fit together.
-        """
+        """Return the arguments with the defaults of ``rank`` and ``options``. Raise unless they fit together."""
         by_name = {x.__name__: x for x in functions}
         if self.function not in by_name:
             expected = ", ".join(map(repr, by_name))
@@ -98,7 +97,7 @@ class Preparation:
         return replace(self, rank=rank, heads=heads, widths=widths, options=options)
 
     def prepared(self, plans: dict[Hashable, Any]) -> PreparedPlans:
-        """Return these plans. The digests, by which the ranks compare a call, are made ahead too."""
+        """Return these plans. Make the digests, by which the ranks compare a call, ahead too."""
         if self.layout is not None:
             _ = self.mask.digest, self.layout.digest
         return PreparedPlans(self.mask, self.layout, tuple(plans.items()))
@@ -111,7 +110,7 @@ def _pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def _checked_rank(function: str, mask: Mask, layout: Any, rank: Any) -> int:
-    """Return the rank: by default this process's rank, if it has a process group of as many ranks as the layout."""
+    """Return the rank: by default this process's rank, if its process group has as many ranks as the layout."""
     if function == "attention":
         if layout is not None or rank not in (None, 0):
             raise ValueError("prepare: attention runs on one rank: leave out layout and rank")

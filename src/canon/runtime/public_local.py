@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.masks.mask import Mask
+from canon.runtime.agreement import group_state, refused_together
 from canon.runtime.attend import attend
 from canon.runtime.binding import bound
 from canon.runtime.call import Algorithm
@@ -25,8 +26,7 @@ from canon.runtime.checks import (
     kind_of_sink,
     under_autocast,
 )
-from canon.runtime.group_arguments import Group, place_in
-from canon.runtime.group_state import group_state, refused_together
+from canon.runtime.group import Group, place_in
 from canon.runtime.packing import attend_each, check_masks, differentiate_each
 
 

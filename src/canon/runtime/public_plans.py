@@ -9,14 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.masks.arguments import plain_tensor
+from canon.masks.cast_plan import CastPlan, PlanReport
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan import CastPlan
 from canon.masks.plan_cache import noted_plans
-from canon.masks.report import PlanReport
+from canon.runtime.agreement import group_state, named_failures, refused_together
 from canon.runtime.binding import bound
-from canon.runtime.group_arguments import Group, place_in
-from canon.runtime.group_state import group_state, named_failures, refused_together
+from canon.runtime.group import Group, place_in
 from canon.runtime.plan_arguments import Sizes, check_cast, check_into, check_rows, checked_chunk, checked_dispatch
 from canon.runtime.prepared_plans import Preparation, PreparedPlans
 

@@ -33,7 +33,7 @@ from canon.masks.mask import Mask
 from canon.runtime.attend import attend
 from canon.runtime.binding import bound
 from canon.runtime.call import Algorithm
-from canon.runtime.group_arguments import Group
+from canon.runtime.group import Group
 
 
 def ring_attention(algorithm: Algorithm):

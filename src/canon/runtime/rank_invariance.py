@@ -1,23 +1,14 @@
 """The rules of ``rank_invariant=True``: out, lse, dq, dk and dv have the same bits on any number of ranks.
 
-A sum of floating-point numbers depends on the order of its terms. Attention adds over the keys of a query, the queries of a
-key, and the query heads of a key head. With the option, each sum has one order, which depends on the whole call only:
-
-    tiles     128 x 128 tokens, cut at multiples of 128 in the whole sequence
-    owner     each result has one owner, the rank that holds its token. It computes the whole sum
-    order     tiles are added in the order of the sequence, whatever the order of tokens in a buffer
-
-So each piece of a layout begins at a multiple of 128 tokens. `owner_computes.py` has the algorithm. This module checks the
-arguments for both halves, on every rank.
-
-`canon.fast` has smaller tiles, but their sides divide 128.
+The unit of each sum is 128 x 128 tokens, cut at multiples of 128 in the whole sequence. The owner of a result adds them in
+the order of the sequence. So each piece of a layout begins at a multiple of 128 tokens (`owner_computes.py`).
 """
 
 from typing import Any
 
 from canon.masks.arguments import shown
 from canon.masks.band import Band
-from canon.masks.layout import TILE, Layout
+from canon.masks.layout import TILE, Layout, placed
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
@@ -32,7 +23,7 @@ ALLOWED: dict[str, tuple[tuple, str, str]] = {
 
 
 def contiguous_tiles(tokens: int, ranks: int) -> Layout:
-    """Return the default layout of the option: contiguous, with pieces that begin at multiples of 128 tokens."""
+    """Return the default layout of the option."""
     return Layout.contiguous(tokens, ranks, TILE)
 
 
@@ -50,7 +41,7 @@ def check_rank_invariant(function: str, rank_invariant: Any, **options: Any) -> 
 
 
 def check_tiled(function: str, layout: Layout) -> None:
-    """Raise ValueError unless all pieces of the layout begin at multiples of 128 tokens, in the sequence and on their rank."""
+    """Raise ValueError unless all pieces begin at multiples of 128 tokens, in the sequence and on their rank."""
     if (wrong := _misplaced(layout)) is None:
         return
     rank, row, piece = wrong
@@ -70,21 +61,12 @@ def check_tiled(function: str, layout: Layout) -> None:
 @cached_plan
 def pieces_of(layout: Layout, rank: int) -> tuple[Piece, ...]:
     """Return (row, tokens) of each piece of a rank, in local order. A piece that continues the previous one is joined to it."""
-    pieces: list[Piece] = []
-    row = 0
-    for tokens in layout.ranges_per_rank[rank]:
-        if pieces and tokens.step == 1 and pieces[-1][1].stop == tokens.start:
-            first, joined = pieces.pop()
-            pieces.append((first, range(joined.start, tokens.stop)))
-        else:
-            pieces.append((row, tokens))
-        row += len(tokens)
-    return tuple(pieces)
+    return tuple(placed(layout.ranges_per_rank[rank]))
 
 
 @cached_plan
 def transposed(mask: Mask) -> Mask:
-    """Return the mask in which queries and keys have changed places: its `needed_keys` are the queries that see some keys."""
+    """Return the mask with queries and keys exchanged: its `needed_keys` are the queries that see some keys."""
     bands = [Band(b.k_start, b.k_stop, b.q_start, b.q_stop, -b.hi, -b.lo) for b in mask.bands]
     return Mask.of_disjoint(bands, mask.keys, mask.queries)
 

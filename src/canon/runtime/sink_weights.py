@@ -1,7 +1,4 @@
-"""The weight a = sigmoid(lse - sink) of attention under a sink, in operations that torch.compile and autograd can follow.
-
-`canon.reference.sinks` explains a. Both halves use this file in compiled programs, where a compiler fuses the operations.
-"""
+"""The weight a = sigmoid(lse - sink) of attention under a sink, for torch.compile. `canon.reference.sinks` explains it."""
 
 import torch
 from torch import Tensor

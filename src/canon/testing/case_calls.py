@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon import reference
-from canon.masks.local_masks import mask_between
+from canon.masks.layout import mask_between
 from canon.reference import Layout, Mask
 from canon.runtime.checks import accumulate_dtype
 from canon.testing.cases import DTYPES, REPLICATED, TAKE_A_LAYOUT, Case

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from canon import reference
-from canon.masks.plan import CastPlan
+from canon.masks.cast_plan import CastPlan
 from canon.reference import Layout, Mask
 from canon.runtime.checks import accumulate_dtype
 from canon.testing.cases import Case, interleaving

@@ -29,7 +29,7 @@ FUNCTIONS = {  # in every module that uses them: the part
     "replayed": "look-up",
 }
 METHODS = {  # module, class, method: the part
-    ("canon.runtime.group_state", "GroupState", "agree"): "digests",
+    ("canon.runtime.agreement", "GroupState", "agree"): "digests",
     ("canon.fast.replay.recordings", "PreparedPass", "replay"): "launches",
     ("canon.fast.transport", "Transport", "all_gather"): "messages",
     ("canon.fast.transport", "Transport", "all_to_all"): "messages",

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from canon.runtime.group import GATHERING
 from canon.testing.rank_processes import run_processes
 from canon.testing.rendezvous import Ended, Rendezvous, print_by_rank, rank_error
 from canon.testing.thread_group import ThreadGroup
@@ -164,6 +165,7 @@ def _thread_group(store, rank: int, size: int, timeout) -> ThreadGroup:
 
 
 dist.Backend.register_backend("threads", _thread_group, devices=["cpu", "cuda"])
+GATHERING.add("threads")
 
 
 class _OutputByRank:

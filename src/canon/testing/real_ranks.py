@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.masks.plan import CastPlan
+from canon.masks.cast_plan import CastPlan
 from canon.reference import Layout, Mask
 from canon.testing import process_groups
 from canon.testing.judge import Agreement, Attended, agreement, oracle, orders

@@ -1,42 +1,90 @@
 """The state of a process group, and the check that all its ranks make the same call.
 
-Ranks that pass different masks, shapes or options could deadlock, or compute wrong numbers without an error. So every
-call posts a digest of its arguments, 8 bytes per rank (`digests`), separately from its messages:
+Ranks that pass different arguments could deadlock, or compute wrong numbers without an error. So every call posts a digest
+of its arguments, 8 bytes per rank (`digests`):
 
     call n, forward     post digest n                       messages, kernels
     call n, backward    read all digests n, post n'         messages, kernels
     call n + 1          read all digests n', post n + 1     ...
 
-On CPUs, and if a call is new to a rank, the rank waits for all digests before it sends anything. On GPUs a known call
-continues at once, and its digests are read at the next call. A thread reads digests that are still unread after a second.
-If the ranks differ, or a rank's process has ended, it aborts the messages in flight, so no rank hangs. A replayed CUDA graph
-makes no call and checks nothing.
+On CPUs, and if a call is new to a rank, the rank waits for all digests before it sends. On GPUs a known call continues at
+once. Its digests are read at the next call, or after a second by a thread, which aborts the messages in flight if they
+cannot succeed. A replayed CUDA graph checks nothing.
 
-If a rank has died or stopped, the other ranks name it in their errors, because each running rank answers through the
-group's store (`liveness`). Later calls of the group raise the same error.
-
-This file exceeds 200 lines, so that the agreement and its failures stay on one page.
+After a failure, each running rank answers through the group's store, by its thread. So errors name the missing ranks.
 """
 
+import atexit
+import json
 import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
 from canon.runtime.digests import Fields, digest_of
-from canon.runtime.group_backends import digests_of, is_from_messages
-from canon.runtime.liveness import POLL_SECONDS, Liveness, watch
+from canon.runtime.group import digests_of, is_from_messages
 
 KNOWN = 65536  # the most digests that a group remembers
+ANSWER_SECONDS = 5.0
+POLL_SECONDS = 1.0
 
-_states: WeakKeyDictionary[Any, "GroupState"] = WeakKeyDictionary()
 _lock = threading.Lock()  # ranks may be threads
+_states: WeakKeyDictionary[Any, "GroupState"] = WeakKeyDictionary()
+_watched: WeakSet[Any] = WeakSet()
+_thread: list[threading.Thread] = []
+_ending = threading.Event()
+
+
+class Liveness:
+    """The entries of the ranks of a group in its store."""
+
+    def __init__(self, store: Any, rank: int, ranks: int):
+        self.store, self.rank, self.ranks = store, rank, ranks
+
+    def exchange(self, about: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
+        """Write ``mine`` under the name ``about``. Return the entries of the ranks that write within `ANSWER_SECONDS`.
+
+        Returns None if the store does not answer.
+        """
+        written = {self.rank: mine}
+        try:
+            self._write(about, mine)
+            limit = time.monotonic() + ANSWER_SECONDS
+            while len(written) < self.ranks and time.monotonic() < limit:
+                for rank in set(range(self.ranks)) - written.keys():
+                    if self.store.check([key := f"{about}/{rank}"]):
+                        written[rank] = json.loads(self.store.get(key))
+                time.sleep(0.01)
+        except RuntimeError:
+            return None
+        return dict(sorted(written.items()))
+
+    def missing(self, calls: int) -> str:
+        """Return a text that names the ranks that do not answer, or else those with fewer calls."""
+        answers = self.exchange("failure", {"calls": calls})
+        if answers is None:
+            return "the group's store does not answer, so the process that serves it is missing, often rank 0"
+        if missing := [str(rank) for rank in range(self.ranks) if rank not in answers]:
+            return f"rank {', '.join(missing)} is missing: it does not answer"
+        behind = {rank: answer["calls"] for rank, answer in answers.items() if answer["calls"] < calls}
+        if behind:
+            return "; ".join(f"rank {rank} is missing: it runs, but is at call {made}" for rank, made in behind.items())
+        return "all ranks still run"
+
+    def answer(self, calls: int) -> None:
+        """Write the number of calls of this rank if another rank has reported a failure."""
+        if self.store.check(["failure"]):
+            self._write("failure", {"calls": calls})
+
+    def _write(self, about: str, mine: dict[str, Any]) -> None:
+        self.store.set(f"{about}/{self.rank}", json.dumps(mine))
+        self.store.set(f"{about}", "1")
 
 
 class PendingCall:
@@ -53,8 +101,8 @@ class GroupState:
     def __init__(self, group: Any):
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.transports: dict[torch.device, Any] = {}  # of `canon.fast.transport`
-        self.aborted: list[Any] = []  # other groups, aborted together with this one
-        self._group = ref(group)  # a weak reference: the group may end before the state
+        self.aborted: list[Any] = []  # other groups, aborted with this one
+        self._group = ref(group)  # weak: the group may end before the state
         store = _own_store(dist.distributed_c10d._get_process_group_store(group), self.ranks)
         self.liveness = Liveness(store, self.rank, self.ranks)
         self.digests = digests_of(group, store, self.rank, self.ranks)
@@ -65,18 +113,12 @@ class GroupState:
         self.lock = threading.RLock()
         watch(self)
 
-    # ------------------------------------------------------------------ agreement
+    # agreement
     def agree(self, name: str, fields: Fields, wait: bool, digest: int | None = None) -> None:
-        """Compare a call named ``name`` with the other ranks' calls.
+        """Compare a call with the other ranks' calls, by its ``fields`` or their ``digest``.
 
-        Args:
-            fields: (name, value) of each argument that must be equal on all ranks. The value's ``digest`` or repr counts.
-            wait: compare now, even if this rank knows the call.
-            digest: `digest_of` the fields, if it is known.
-
-        Raises:
-            ValueError: the ranks differ, in this call or in the previous one.
-            RuntimeError: a rank is missing, or an error has broken the group.
+        ``wait``: compare now, even if this rank knows the call. Raises ValueError if the ranks differ, in this call or in the
+        previous one; RuntimeError if a rank is missing, or an error has broken the group.
         """
         digest = digest_of(fields) if digest is None else digest
         with self.lock:
@@ -90,9 +132,9 @@ class GroupState:
                 self.settle(before_messages=True)
 
     def settle(self, before_messages: bool = False, digests: list[int] | None = None) -> None:
-        """Compare the digests of the pending call. Wait for them unless they are given. Raise if the ranks differ.
+        """Compare the digests of the pending call. Wait for them unless they are given.
 
-        With ``before_messages``, the call has sent nothing yet, so the group stays usable.
+        With ``before_messages``, the group stays usable if the ranks differ.
         """
         with self.lock:
             if self.broken:
@@ -115,7 +157,7 @@ class GroupState:
             raise self.broken or problem
 
     def _difference(self, call: PendingCall) -> str:
-        """Exchange the fields of all ranks through the store. Return a text with the fields and ranks that differ."""
+        """Return a text with the fields and ranks that differ, from an exchange through the store."""
         fields = {name: value if isinstance(value, str) else repr(value) for name, value in call.fields}
         by_rank = self.liveness.exchange(f"call {call.number}", fields) or {self.rank: fields}
         if any(theirs.get("arguments") for theirs in by_rank.values()):  # a rank has refused its arguments
@@ -132,10 +174,10 @@ class GroupState:
             lines.append(f"  rank {', '.join(missing)} did not write its arguments")
         return "\n".join(lines)
 
-    # ------------------------------------------------------------------ missing ranks
+    # missing ranks
     @contextmanager
     def failures(self, name: str) -> Iterator[None]:
-        """Turn errors of the messages inside into errors that name the missing ranks, and mark the group as broken."""
+        """Turn errors of the messages inside into errors that name the missing ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -153,9 +195,9 @@ class GroupState:
         )
         raise self.broken from error
 
-    # ------------------------------------------------------------------ the watching thread
+    # the watching thread
     def look(self) -> None:
-        """Answer a liveness check. Abort the messages of an unread call if its digests differ or a rank's process has ended."""
+        """Answer a liveness check. Abort the messages of an unread call that cannot succeed."""
         if self.broken is None:
             self.liveness.answer(self.calls)
         call = self.pending
@@ -175,7 +217,7 @@ class GroupState:
             self.lock.release()
 
     def _read_late(self, call: PendingCall) -> None:
-        """Compare the digests of a call in flight if all have arrived. Raise and mark the group as broken if that cannot be."""
+        """Compare the digests of a call in flight if all have arrived."""
         try:
             if (digests := call.post.digests()) is None:
                 call.post.check_ranks()
@@ -204,10 +246,7 @@ def group_state(group: Any) -> GroupState:
 
 @contextmanager
 def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
-    """Check the arguments of a collective inside, so that an error on one rank raises on every rank.
-
-    The other ranks receive it when they compare their own arguments by `GroupState.agree`.
-    """
+    """Check the arguments of a collective inside: an error on one rank raises on every rank, in its next `GroupState.agree`."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -217,11 +256,40 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
 
 
 def named_failures(name: str, group: Any, ranks: int) -> AbstractContextManager[None]:
-    """Return `GroupState.failures` of a group. A single rank sends no messages, so it needs none."""
+    """Return `GroupState.failures` of a group, or an empty context for a single rank."""
     return group_state(group).failures(name) if ranks > 1 else nullcontext()
 
 
 def _own_store(store: Any, ranks: int) -> Any:
-    """Return a part of the store for this group only, because an ended group may have left entries of the same names."""
+    """Return a part of the store for this group: an ended group may have left the same names."""
     generation = (store.add("canon/generation", 1) - 1) // ranks
     return dist.PrefixStore(f"canon/{generation}", store)
+
+
+def watch(group_state: Any) -> None:
+    """Call ``group_state.look()`` once a second in a thread, as long as the object lives."""
+    with _lock:
+        _watched.add(group_state)
+        if not _thread or not _thread[0].is_alive():
+            _thread[:] = [threading.Thread(target=_look, name="canon-liveness", daemon=True)]
+            _thread[0].start()
+
+
+def _look() -> None:
+    while not _ending.wait(POLL_SECONDS):
+        with _lock:
+            states = list(_watched)
+        for state in states:
+            if _ending.is_set():
+                return
+            with suppress(Exception):  # a group may end meanwhile
+                state.look()
+        states = state = None  # hold no reference while the thread sleeps
+
+
+@atexit.register
+def _end() -> None:
+    """Wait until the thread has left the store: Python may end a daemon thread inside C++ code, which aborts the process."""
+    _ending.set()
+    for thread in _thread:
+        thread.join(ANSWER_SECONDS)

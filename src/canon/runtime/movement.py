@@ -1,23 +1,21 @@
-"""The collectives of `Layout`: gather a sequence, or move it from one layout to another.
+"""Movement of tensors between layouts: `Layout.unshard`, `Layout.redistribute` and `Layout.shard_batch`.
 
     unshard      forward                 all-gather of shards, padded to the largest one
                  backward                take this rank's tokens of the gradient; nothing is sent
-                 backward, partial       all-to-all: a rank receives W summands for its tokens and adds them in rank order
-    redistribute forward                 all-to-all: each token moves to its rank in the other layout
-                 backward                the redistribution back
+                 backward, partial       all-to-all: a rank receives W summands and adds them in rank order
+    redistribute forward and backward    all-to-all: each token moves to its rank in the other layout
 
-Summands travel in the dtype of the tensor, because autograd has already rounded them to it. They are added in float32
-(float64 for float64), and the sum is rounded once.
+For W ranks with t tokens of N elements each, `unshard` receives (W - 1) max(t) N elements and holds W max(t) N besides the
+full tensor. `redistribute` receives at most t N elements and holds 3 t N. Its indices take 16 t bytes.
 
-Cost for W ranks with t tokens each, T in all, of N elements:
+The label of a rank's last token is on another rank. So `shard_batch` shifts labels before it divides the sequence:
 
-- `unshard`: in the forward pass a rank receives (W - 1) max(t) N elements. In the backward pass it receives (W - 1) t N
-  elements if gradients are partial. Memory: W max(t) N elements besides the full tensor; T N sent and W t N received in
-  the backward pass.
-- `redistribute`: a rank sends and receives at most t N elements, those of tokens that change their rank. Memory: t N sent,
-  t N received, t N reordered. Indices take 16 t bytes, and 16 T bytes while they are made; they are cached.
+    labels, n = 6, documents of 2 and 4      a0 a1 b0 b1 b2 b3
+    shift_labels                             a1 -100 b1 b2 b3 -100
+    position_ids                             0 1 0 1 2 3
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,14 +24,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from canon.masks.arguments import flag, plain_tensor, shown
-from canon.masks.held_tokens import HeldTokens, positions_on
+from canon.masks.layout import Layout, positions_on
+from canon.masks.mask_inputs import Ints, document_ends
 from canon.masks.plan_cache import cached_plan, keep_for_stream
-from canon.runtime.group_arguments import Group, place_in
-from canon.runtime.group_state import group_state, named_failures, refused_together
+from canon.runtime.agreement import group_state, named_failures, refused_together
+from canon.runtime.group import Group, place_in
 
 
-def unsharded(layout: HeldTokens, x: Tensor, group: Group, dim: int, partial_grad: bool) -> Tensor:
-    """Return the full tensor. Arguments and errors are those of `Layout.unshard`."""
+def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: bool) -> Tensor:
+    """Return the full tensor, as `Layout.unshard`."""
     group, rank, ranks = place_in("unshard", group)
     with refused_together("unshard", group, ranks):
         dim = _checked_dim("unshard", layout, x, dim, rank, ranks)
@@ -43,12 +42,12 @@ def unsharded(layout: HeldTokens, x: Tensor, group: Group, dim: int, partial_gra
     return Unshard.apply(x, layout, rank, group, partial_grad).movedim(0, dim)
 
 
-def redistributed(layout: HeldTokens, x: Tensor, to: HeldTokens, group: Group, dim: int) -> Tensor:
-    """Return this rank's tokens in the layout ``to``. Arguments and errors are those of `Layout.redistribute`."""
+def redistributed(layout: Layout, x: Tensor, to: Layout, group: Group, dim: int) -> Tensor:
+    """Return this rank's tokens in the layout ``to``, as `Layout.redistribute`."""
     group, rank, ranks = place_in("redistribute", group)
     with refused_together("redistribute", group, ranks):
         dim = _checked_dim("redistribute", layout, x, dim, rank, ranks)
-        if not isinstance(to, HeldTokens):
+        if not isinstance(to, Layout):
             raise TypeError(f"redistribute: to must be a Layout, got {shown(to)}: build one with Layout.zigzag, ...")
         if (to.tokens, to.ranks) != (layout.tokens, layout.ranks):
             raise ValueError(
@@ -57,13 +56,12 @@ def redistributed(layout: HeldTokens, x: Tensor, to: HeldTokens, group: Group, d
     return _moved(x.movedim(dim, 0), layout, to, rank, group).movedim(0, dim)
 
 
-def _moved(x: Tensor, layout: HeldTokens, to: HeldTokens, rank: int, group: dist.ProcessGroup | None) -> Tensor:
+def _moved(x: Tensor, layout: Layout, to: Layout, rank: int, group: dist.ProcessGroup | None) -> Tensor:
     _agree("redistribute", group, layout.ranks, x, layout=layout, to=to)
     return Redistribute.apply(x, layout, to, rank, group)
 
 
-def _checked_dim(name: str, layout: HeldTokens, x: Any, dim: Any, rank: int, ranks: int) -> int:
-    """Return ``dim``. Raise unless ``x`` holds this rank's tokens along it and the group has the layout's ranks."""
+def _checked_dim(name: str, layout: Layout, x: Any, dim: Any, rank: int, ranks: int) -> int:
     dim = plain_tensor(name, x, dim)
     if ranks != layout.ranks or x.shape[dim] != layout.size(rank):
         raise ValueError(
@@ -74,7 +72,7 @@ def _checked_dim(name: str, layout: HeldTokens, x: Any, dim: Any, rank: int, ran
 
 
 def _agree(name: str, group: dist.ProcessGroup | None, ranks: int, x: Tensor, **more: Any) -> None:
-    """Compare the call between all ranks. ``x`` has its tokens on dim 0; ``more`` are other arguments to compare."""
+    """Compare the call between all ranks. ``x`` has its tokens on dim 0."""
     if ranks > 1:
         fields = (
             ("function", name),
@@ -87,10 +85,7 @@ def _agree(name: str, group: dist.ProcessGroup | None, ranks: int, x: Tensor, **
 
 
 class Unshard(torch.autograd.Function):
-    """Gather the tokens of all ranks: x (t, ...) -> (tokens, ...).
-
-    A second derivative raises RuntimeError, because it would need the gradients of the other ranks.
-    """
+    """Gather the tokens of all ranks: x (t, ...) -> (tokens, ...). Differentiable once."""
 
     @staticmethod
     def forward(ctx, x, layout, rank, group, partial_grad):
@@ -134,10 +129,7 @@ def _sum_in_order(summands: Tensor) -> Tensor:
 
 
 class Redistribute(torch.autograd.Function):
-    """Move the tokens of x (t, ...) from one layout to another.
-
-    The backward pass is the same Function, so second derivatives work.
-    """
+    """Move the tokens of x (t, ...) from one layout to another. The backward pass is the same Function."""
 
     @staticmethod
     def forward(ctx, x, layout, to, rank, group):
@@ -159,14 +151,8 @@ class Redistribute(torch.autograd.Function):
 
 
 @cached_plan
-def _route(
-    layout: HeldTokens, to: HeldTokens, rank: int, device: torch.device
-) -> tuple[Tensor, list[int], Tensor, list[int]]:
-    """Return (rows to send, their number for each receiver, order, number of arriving rows from each sender).
-
-    Rows are sent by receiver, and in the order of the receiver's rows. ``order`` has the place of each token of this rank in
-    ``to`` among the arrived rows.
-    """
+def _route(layout: Layout, to: Layout, rank: int, device: torch.device) -> tuple[Tensor, list[int], Tensor, list[int]]:
+    """Return (rows to send, their number for each receiver, order of the arrived rows, their number from each sender)."""
     mine, wanted = layout.positions(rank), to.positions(rank)
     (receiver, row), (sender, _) = _owners(to), _owners(layout)
     send = torch.argsort(receiver[mine] * (to.tokens + 1) + row[mine])
@@ -178,10 +164,85 @@ def _route(
     return send.to(device), sent, order.to(device), received
 
 
-def _owners(layout: HeldTokens) -> tuple[Tensor, Tensor]:
+def _owners(layout: Layout) -> tuple[Tensor, Tensor]:
     """Return the rank of each token, and its row on that rank: int64 [tokens]."""
     rank, row = torch.empty(2, layout.tokens, dtype=torch.int64, device="cpu")
     for owner in range(layout.ranks):
         positions = layout.positions(owner)
         rank[positions], row[positions] = owner, torch.arange(len(positions), device="cpu")
     return rank, row
+
+
+IGNORED = -100  # the label that losses ignore
+
+
+def sharded_batch(layout: Layout, batch: Mapping[str, Tensor], rank: int, cu_seqlens: Ints | None) -> dict[str, Tensor]:
+    """Return this rank's part of the batch, as `Layout.shard_batch`."""
+    _check_batch(layout, batch)
+    ends = None if cu_seqlens is None else ends_of(layout, cu_seqlens)
+    full = dict(batch)
+    if "labels" in batch and "shift_labels" not in batch:
+        full["shift_labels"] = _shifted(batch["labels"], _starts(layout, batch, ends))
+    part = {name: x.index_select(1, positions_on(layout, rank, x.device)) for name, x in full.items()}
+    if "position_ids" not in batch:
+        like = next(iter(batch.values()))
+        positions = document_positions(layout, rank, ends or [0, layout.tokens]).to(like.device)
+        part["position_ids"] = positions.repeat(len(like), 1)
+    return part
+
+
+def ends_of(layout: Layout, cu_seqlens: Ints) -> list[int]:
+    """Return ``cu_seqlens`` as ints. Raise unless it is well formed and ends at the layout's tokens."""
+    ends = document_ends(cu_seqlens)
+    if ends[-1] != layout.tokens:
+        raise ValueError(f"cu_seqlens ends at {ends[-1]}, the layout has {layout.tokens} tokens")
+    return ends
+
+
+def document_positions(layout: Layout, rank: int, ends: list[int]) -> Tensor:
+    """Return the position of each local token in its own document: int64 [t], on the CPU."""
+    starts = torch.tensor(ends, device="cpu")
+    positions = layout.positions(rank)
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def _check_batch(layout: Layout, batch: Any) -> None:
+    if not isinstance(batch, Mapping) or not batch:
+        raise TypeError(f"shard_batch: batch must be a dict of one or more tensors, got {shown(batch)}")
+    for name, x in batch.items():
+        entry = f"shard_batch: entry {name!r}"
+        if not isinstance(x, Tensor) or hasattr(x, "to_local"):  # a DTensor
+            raise TypeError(f"{entry} must be a plain tensor, got {shown(x)}: leave it out, or convert it")
+        if x.ndim < 2 or x.shape[1] != layout.tokens:
+            remedy = "pass x[None]" if x.ndim == 1 else "leave it out, or use Layout.shard with the dim of its tokens"
+            raise ValueError(
+                f"{entry} must be (b, {layout.tokens}, ...), with all tokens of the layout on dim 1, "
+                f"got {tuple(x.shape)}: {remedy}"
+            )
+    if (labels := batch.get("labels")) is None or "shift_labels" in batch:
+        return
+    if labels.ndim != 2 or labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"shard_batch: labels must be whole numbers (b, n), int64 or int32, got {shown(labels)}")
+
+
+def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None) -> Tensor:
+    """Return whether each token is the first one of a document: bool (b, n) or (1, n)."""
+    labels = batch["labels"]
+    if ends is None and "position_ids" in batch:
+        positions = batch["position_ids"]
+        if positions.ndim != 2 or len(positions) not in (1, len(labels)):
+            raise ValueError(
+                f"shard_batch: position_ids must be (b, n) or (1, n) to find documents, got {tuple(positions.shape)}: "
+                "pass cu_seqlens"
+            )
+        return positions.to(labels.device) == 0
+    starts = torch.zeros(1, layout.tokens, dtype=torch.bool, device="cpu")
+    starts[0, [start for start in ends or () if start < layout.tokens]] = True
+    return starts.to(labels.device)
+
+
+def _shifted(labels: Tensor, starts: Tensor) -> Tensor:
+    """Return the label of the next token at each place, -100 if it starts a document or there is none."""
+    shifted = torch.full_like(labels, IGNORED)
+    shifted[:, :-1] = labels[:, 1:].masked_fill(starts[:, 1:], IGNORED)
+    return shifted

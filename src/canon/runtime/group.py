@@ -1,0 +1,128 @@
+"""The argument ``group`` of every distributed function, and the backends of process groups.
+
+A group is a ProcessGroup, a DeviceMesh of one dimension, also a slice (``mesh["cp"]``), or None: all ranks, or this process
+alone without torch.distributed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from canon.masks.arguments import shown
+from canon.runtime.digests import GatheredDigests, SharedDigests, shared_memory
+
+Group = dist.ProcessGroup | dist.DeviceMesh | None
+GATHERING: set[str] = set()  # backends that always gather digests; tests add theirs
+
+
+def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
+    """Return (process group or None, rank of this process in it, number of its ranks).
+
+    Raise TypeError for another type, ValueError for a mesh of several dimensions or a process that is no member, on this rank
+    only.
+    """
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{name}: this process is not a member of group: call it on the members only")
+    if group is not None and not isinstance(group, dist.ProcessGroup | dist.DeviceMesh):
+        raise TypeError(
+            f"{name}: group must be a ProcessGroup, a DeviceMesh of one dimension or None, got {shown(group)}: "
+            "pass the result of dist.new_group"
+        )
+    if not dist.is_initialized():
+        if group is not None:
+            raise ValueError(f"{name}: a group was given, but torch.distributed has ended: call init_process_group")
+        return None, 0, 1
+    if isinstance(group, dist.DeviceMesh):
+        group = _group_of_mesh(name, group)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        members = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        raise ValueError(f"{name}: rank {dist.get_rank()} is not a member of the group, whose ranks are {members}")
+    return group, rank, dist.get_world_size(group)
+
+
+def _group_of_mesh(name: str, mesh: dist.DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        dimensions = f"dimensions {', '.join(map(repr, names))}" if names else f"{mesh.ndim} dimensions without names"
+        remedy = 'mesh["cp"]' if not names or "cp" in names else f'mesh["{names[-1]}"]'
+        raise ValueError(
+            f"{name}: group is a DeviceMesh with {dimensions}, expected one: pass the dimension of the sequence, "
+            f"for example {remedy}" + ("" if names else ", and give mesh_dim_names to init_device_mesh")
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{name}: rank {dist.get_rank()} is not a member of the mesh: call it on the members only")
+    return mesh.get_group()
+
+
+def new_group_of(group: Any, backend: str, options: Any = None, timeout: timedelta | None = None) -> Any:
+    """Return a new group of the same ranks, in ascending order. A collective of these ranks only."""
+    ranks = sorted(dist.get_process_group_ranks(group))
+    with _unbound():
+        return dist.new_group(
+            ranks, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+        )
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Unbind the default group from its GPU. A bound one makes NCCL groups by a split, which needs all its ranks."""
+    default = dist.group.WORLD
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def backend_of(group: Any, device: torch.device) -> str:
+    """Return the name of the backend that moves tensors of the device in the group, for example "nccl", or ""."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(device.type, "")
+
+
+def name_of(group: Any) -> str:
+    """Return the name by which `group_named` finds a group; "" for None."""
+    if group is None:
+        return ""
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if isinstance(group, dist.DeviceMesh):
+        return group.get_group().group_name
+    raise TypeError(f"group must be a ProcessGroup, a DeviceMesh of one dimension or None, got {type(group).__name__}")
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """Return the process group of a name. Raise RuntimeError if it has ended."""
+    if not name:
+        return None
+    for group, its_name in dist.distributed_c10d._world.pg_names.items():
+        if its_name == name:
+            return group
+    raise RuntimeError(f"the process group {name!r} of a compiled function has ended: compile the function again")
+
+
+def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
+    """Return the carrier of the digests of a group: memory that all ranks share, or all-gathers. A collective."""
+    if backend_of(group, torch.device("cpu")) in GATHERING:
+        return GatheredDigests(ref(group), ranks)
+    timeout = dist.distributed_c10d.default_pg_timeout
+    for device in ("cpu", "cuda"):
+        with suppress(AttributeError, RuntimeError):
+            timeout = group._get_backend(torch.device(device)).options._timeout
+    if (memory := shared_memory(store, rank, ranks)) is not None:
+        return SharedDigests(memory, rank, ranks, timeout.total_seconds())
+    if backend_of(group, torch.device("cpu")) in ("gloo", "mpi"):
+        return GatheredDigests(ref(group), ranks)
+    channel = new_group_of(group, "gloo", timeout=timeout)
+    return GatheredDigests(lambda: channel, ranks)
+
+
+def is_from_messages(error: RuntimeError) -> bool:
+    """Return whether an error comes from messages between ranks, by its type or its text."""
+    words = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)

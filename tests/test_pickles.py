@@ -1,0 +1,72 @@
+"""Claims about pickles: they work between processes, and those of other versions are refused with a remedy."""
+
+import base64
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from canon import Layout, Mask, reference
+from canon.masks import cast_plan, layout, mask
+from canon.runtime import prepared_plans
+
+# Mask.causal(4) and Layout.zigzag(8, 2), pickled by commit f3f00fb
+OLD_MASK = (
+    "gASVxQAAAAAAAACMCGJ1aWx0aW5zlIwHZ2V0YXR0cpSTlIwUY2Fub24ucmVmZXJlbmNlLm1hc2uUjARNYXNrlJOUjAtfb2ZfbnVtYmVyc5SGlF"
+    "KUKIwFYXJyYXmUjBRfYXJyYXlfcmVjb25zdHJ1Y3RvcpSTlCiMBWFycmF5lIwFYXJyYXmUk5SMAXGUSwxDMAAAAAAAAAAABAAAAAAAAAAAAAAA"
+    "AAAAAAQAAAAAAAAA/f////////8AAAAAAAAAAJR0lFKUSwRLBE50lFKULg=="
+)
+OLD_LAYOUT = (
+    "gASVdAAAAAAAAACMFmNhbm9uLnJlZmVyZW5jZS5sYXlvdXSUjAZMYXlvdXSUk5SMCGJ1aWx0aW5zlIwFcmFuZ2WUk5RLAEsCSwGHlFKUaAVLBk"
+    "sISwGHlFKUhpRoBUsCSwRLAYeUUpRoBUsESwZLAYeUUpSGlIaUSwiGlFKULg=="
+)
+OLD = [base64.b64decode(OLD_MASK), base64.b64decode(OLD_LAYOUT), *(
+    f"ccanon.reference.{place}\n.".encode()
+    for place in ("band\nBand", "plan\n_unpickled", "prepared_plans\nPreparedPlans")
+)]  # fmt: skip
+
+
+def objects():
+    """Return one object of each class with pickles of its own."""
+    window, zigzag = Mask.window(300, left=9, right=0), Layout.zigzag(300, 2)
+    _ = window.digest
+    ring = dict(rank=0, heads=(2, 1), widths=(8, 8), dtype=torch.float32, device="cpu")
+    plans = reference.prepare("ring_attention", window, zigzag, **ring)
+    return window, zigzag, reference.cast_plan(window, zigzag), plans
+
+
+@pytest.mark.parametrize("old", OLD, ids=["Mask", "Layout", "Band", "CastPlan", "PreparedPlans"])
+def test_pickles_with_the_module_names_of_older_versions_are_refused_with_a_remedy(old):
+    with pytest.raises(
+        ModuleNotFoundError, match="older version of Canon. A pickle of that version cannot be read: make"
+    ):
+        pickle.loads(old)
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_pickles_of_another_format_are_refused_with_a_remedy(monkeypatch, kind):
+    for module in (mask, layout, cast_plan, prepared_plans):
+        monkeypatch.setattr(module, "FORMAT", 2)
+    packed = pickle.dumps(objects()[kind])
+    with pytest.raises(ValueError, match="has format 2, this version of Canon reads format 1: make the masks"):
+        pickle.loads(packed)
+
+
+def test_another_process_reads_pickles():
+    window, zigzag, plan, plans = objects()
+    packed = pickle.dumps((window, zigzag, plan, plans))
+    program = (
+        "import pickle, sys; m, l, c, p = pickle.load(sys.stdin.buffer); p.load(); print(m.digest, l.digest, c.casts)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=packed, capture_output=True)
+    assert done.stdout.decode().split() == [window.digest, zigzag.digest, str(plan.casts)], done.stderr.decode()
+    copies = pickle.loads(packed)
+    assert copies[:3] == (window, zigzag, plan)
+    assert copies[3].plans == plans.plans
+
+
+def test_other_missing_modules_raise_as_ever():
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'canon.reference.missing'$"):
+        pickle.loads(b"ccanon.reference.missing\nMask\n.")
