@@ -65,7 +65,7 @@ def _fast_interpreter(pytestconfig):
 @pytest.fixture
 def deterministic():
     """Run the test with deterministic algorithms."""
-    from canon.testing import peers
+    from canon.bench import peers
 
     with peers.deterministic():
         yield
@@ -88,7 +88,7 @@ def run(tmp_path, monkeypatch, capsys):
     Only ``run(..., picture=True)`` draws the picture of the errors, which may take two seconds.
     """
     from canon.__main__ import main
-    from canon.testing import check_report
+    from canon.check import check_report
 
     monkeypatch.chdir(tmp_path)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from sharded import DEVICE, ON_HOPPER
 
+from canon import simulator
 from canon.fast import backend, backward, local
-from canon.testing import simulator
 from canon.testing.judge import Attended, agreement, dense, oracle
 
 HOPPER_ONLY = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper")]

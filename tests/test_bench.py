@@ -4,11 +4,11 @@ import pytest
 import torch
 from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
-from canon import Mask
+from canon import Mask, simulator
+from canon.bench import bench_command, kernels, layers, shapes, timing, tune
+from canon.bench.packs import sampled_packs
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
-from canon.testing import bench, kernels, layers, shapes, simulator, timing, tune
-from canon.testing.packs import sampled_packs
 
 
 # ---------------------------------------------------------------------- shapes
@@ -75,11 +75,11 @@ def test_jobs_are_what_the_options_ask_for():
 
 def test_an_option_of_another_command_is_refused():
     for what in ("kernels", "figure", "tune", "schedules", "plans"):
-        bench._check_owners(options_of(what))  # what is given by default belongs to all
+        bench_command._check_owners(options_of(what))  # what is given by default belongs to all
     with pytest.raises(ValueError, match="belongs to tune"):
-        bench._check_owners(options_of("kernels", "--config", "64,64,4,1"))
+        bench_command._check_owners(options_of("kernels", "--config", "64,64,4,1"))
     with pytest.raises(ValueError, match="belongs to kernels and layers and schedules"):
-        bench._check_owners(options_of("plans", "--rounds", "3"))
+        bench_command._check_owners(options_of("plans", "--rounds", "3"))
 
 
 # ---------------------------------------------------------------------- measuring

@@ -7,7 +7,8 @@ import torch
 from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
 from canon.__main__ import main
-from canon.testing import bench, figure, kernels, process_groups, record, roofline, shapes
+from canon.bench import bench_command, figure, kernels, roofline, shapes
+from canon.testing import process_groups, record
 
 
 # ---------------------------------------------------------------------- what speeds are worth
@@ -102,7 +103,7 @@ def test_without_a_gpu_it_says_so(what, monkeypatch, capsys):
 def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(process_groups, "kernel_gpus", lambda: 1)
-    monkeypatch.setattr(bench, "_device", lambda: CPU)
+    monkeypatch.setattr(bench_command, "_device", lambda: CPU)
     monkeypatch.setattr(kernels, "ceilings", lambda dtype, device: CEILINGS)
     monkeypatch.setattr(record, "machine", lambda: {"gpus": ["none"]})
     path = tmp_path / "kernels.json"

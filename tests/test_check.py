@@ -8,7 +8,8 @@ import torch
 
 import canon
 from canon import fast, reference
-from canon.testing import cases, check, record
+from canon.check import cases, check_command
+from canon.testing import record
 
 FAULTY = """
 from canon.reference import *
@@ -224,10 +225,10 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
                                   (8, 3, ("gpus", "cuda", 3)), (8, 9, ("threads", "cuda", 9))):  # fmt: skip
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         monkeypatch.delenv("TRITON_INTERPRET")
-        assert astuple(check._placement("auto", ranks)) == expected
-        assert astuple(check._placement("processes", ranks))[:2] == ("processes", "cpu")
+        assert astuple(check_command._placement("auto", ranks)) == expected
+        assert astuple(check_command._placement("processes", ranks))[:2] == ("processes", "cpu")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert astuple(check._placement("auto", ranks)) == ("threads", "cpu", ranks or 4)
+        assert astuple(check_command._placement("auto", ranks)) == ("threads", "cpu", ranks or 4)
 
 
 @pytest.mark.parametrize(

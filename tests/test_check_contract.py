@@ -13,10 +13,10 @@ import torch
 
 import canon
 from canon.__main__ import main
+from canon.check import cases, check_report, contract, run_cases
+from canon.check.cases import all_cases, covered
+from canon.check.places import place
 from canon.reference import Layout
-from canon.testing import cases, check_report, contract, run_cases
-from canon.testing.cases import all_cases, covered
-from canon.testing.places import place
 
 PLAIN = """
 import torch

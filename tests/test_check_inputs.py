@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from canon.check import cases
+from canon.check.documents import Documents, projected
+from canon.check.inputs import inputs, mask_of
 from canon.reference import Layout, Mask, cast_plan
-from canon.testing import cases
-from canon.testing.documents import Documents, projected
-from canon.testing.inputs import inputs, mask_of
 
 
 def test_inputs_are_the_same_for_every_layout():

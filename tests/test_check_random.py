@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from canon.check import case_runner, draws, random_check
+from canon.check.random_source import RandomSource
 from canon.reference import Layout, Mask
-from canon.testing import case_runner, draws, random_check
 from canon.testing.judge import Attended, agreement, dense, oracle, orders
-from canon.testing.random_source import RandomSource
 from canon.testing.roundings import roundings
 
 FAULTY = """
@@ -39,7 +39,7 @@ def test_fifty_random_cases_agree(run):
 
 
 def test_a_case_is_a_pure_function_of_seed_and_number():
-    program = "from canon.testing.draws import drawn; print([drawn(3, i) for i in range(40)])"
+    program = "from canon.check.draws import drawn; print([drawn(3, i) for i in range(40)])"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert other.strip() == str([draws.drawn(3, i) for i in range(40)])
     assert draws.drawn(3, 0) != draws.drawn(4, 0)

@@ -12,13 +12,12 @@ import pytest
 import torch
 from sharded import DEVICE, ON_HOPPER
 
-from canon import Band, Mask
+from canon import Band, Mask, simulator
 from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.tile_costs import BOX
 from canon.fast.kernels.triton.config import Config, forced
 from canon.fast.kernels.work_tables import work_table
-from canon.testing import simulator
 from canon.testing.judge import Attended
 
 pytestmark = [

@@ -5,11 +5,11 @@ import torch
 from hopper import HOPPER_ONLY, METHODS, assert_exact, attend, hopper, inputs
 from sharded import DEVICE, ON_HOPPER, assert_agrees, on_this_rank, whole
 
-from canon import Layout, Mask, fast
+from canon import Layout, Mask, fast, simulator
 from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config, launch
 from canon.fast.kernels.gluon.config import Config
-from canon.testing import process_groups, simulator
+from canon.testing import process_groups
 from canon.testing.judge import Attended, oracle
 
 pytestmark = HOPPER_ONLY

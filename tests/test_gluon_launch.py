@@ -9,13 +9,12 @@ from hopper import HOPPER_ONLY, METHODS, assert_exact, attend, hopper, inputs
 from sharded import DEVICE, ON_HOPPER
 from triton.runtime import driver
 
-from canon import Band, Layout, Mask
+from canon import Band, Layout, Mask, simulator
 from canon.fast import backend, local, ring_attention
 from canon.fast.kernels.gluon import config, launch, softmax_stats
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.tile_scheduler import TileSchedule
 from canon.fast.replay import recordings as prepared
-from canon.testing import simulator
 
 pytestmark = HOPPER_ONLY
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gluon_mutants import BETWEEN_CTAS, KERNELS, SURVIVORS, mutants
 
-from canon import Mask
+from canon import Mask, simulator
 from canon.fast.kernels.gluon import (
     config,
     dkdv,
@@ -33,7 +33,6 @@ from canon.fast.kernels.gluon import (
     tile_ring,
     tile_scheduler,
 )
-from canon.testing import simulator
 from canon.testing.judge import Attended, agreement, dense, oracle
 
 MODULES = (

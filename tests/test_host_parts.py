@@ -6,9 +6,10 @@ import time
 import torch
 
 from canon import Mask, fast
+from canon.bench import host_parts, host_time
+from canon.bench.shapes import shape_of
 from canon.fast import local
-from canon.testing import host_parts, host_time, process_groups
-from canon.testing.shapes import shape_of
+from canon.testing import process_groups
 
 SLEEP = 5e-3
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from canon.check.case_runner import CaseRunner
+from canon.check.cases import all_cases
+from canon.check.documents import Documents
+from canon.check.inputs import FromDocuments
 from canon.reference import Band, Mask
 from canon.testing import Attended, agreement, dense, oracle, orders, process_groups
-from canon.testing.case_runner import CaseRunner
-from canon.testing.cases import all_cases
-from canon.testing.documents import Documents
-from canon.testing.inputs import FromDocuments
 from canon.testing.roundings import roundings
 
 DOCUMENTS = Documents(("a", "b", "c"), tuple(bytes(range(n)) * 4 for n in (30, 1, 250)))

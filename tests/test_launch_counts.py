@@ -6,14 +6,13 @@ import pytest
 import torch
 from sharded import DEVICE
 
-from canon import Mask
+from canon import Mask, simulator
 from canon.fast import backward, local
 from canon.fast.device import backend, kernels_for
 from canon.fast.kernels.gluon import launch as gluon
 from canon.fast.kernels.gluon import softmax_stats
 from canon.fast.kernels.triton import launch as triton
 from canon.fast.replay import recordings as prepared
-from canon.testing import simulator
 
 MASK = Mask.documents([0, 20, 70])
 

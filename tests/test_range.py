@@ -6,12 +6,11 @@ import pytest
 import torch
 from sharded import DEVICE, ON_HOPPER
 
-from canon import Band, Mask
+from canon import Band, Mask, simulator
 from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon.config import Config as HopperConfig
 from canon.fast.kernels.triton.config import Config, forced
-from canon.testing import simulator
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from canon import simulator
 from canon.fast.kernels.gluon.ptx import wait_for_reductions
-from canon.testing import simulator
 
 
 @gluon.constexpr_function

@@ -194,7 +194,7 @@ def test_each_room_imports_the_rooms_below_it_only():
     ("canon.reference.planted", "import triton"),
     ("canon.fast.planted", "from canon.reference.ring import ring_forward"),
     ("canon.training.planted", "import canon.testing.judge"),
-    ("canon.integrations.planted", "from canon.testing import check"),
+    ("canon.integrations.planted", "from canon.check import cases"),
 ])  # fmt: skip
 def test_a_planted_forbidden_import_is_found(tmp_path, module, line):
     path = tmp_path / "planted.py"

@@ -20,7 +20,7 @@
     add_rounding_excess     vote.sync.any, sub.f32                       a branch for a whole warp
 
 A function that ends in ``_ptx`` returns assembly text; tests/test_ptx.py runs the text on an emulated warp. The simulator
-(`canon.testing.simulator`) replaces the other functions by Python equivalents. Where a function has no result, its text
+(`canon.simulator`) replaces the other functions by Python equivalents. Where a function has no result, its text
 ends in "mov.u32 $0, 0", because `gl.inline_asm_elementwise` must return a value.
 """
 

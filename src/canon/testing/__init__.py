@@ -1,4 +1,4 @@
-"""Test implementations of attention: a judge, process groups, and the cases that `canon check` runs.
+"""Test implementations of attention: a judge, ranks as threads and processes, recordings of messages.
 
     from canon.testing import agreement, oracle, orders, process_groups
 

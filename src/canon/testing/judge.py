@@ -45,7 +45,8 @@ import torch
 from torch import Tensor
 
 from canon.reference import Mask
-from canon.testing.cases import Masks
+
+Masks = Mask | tuple[Mask, ...]  # a tuple has a mask for each sequence of the batch
 
 EXACT = 1e-12
 UNIT = 2.0**-24  # one rounding of float32

@@ -28,8 +28,17 @@ Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), 
 import torch
 from torch import Tensor
 
-from canon.testing.cases import Masks
-from canon.testing.judge import EXACT, UNIT, Results, per_sequence, results_of, row_blocks, unbatched, visible_blocks
+from canon.testing.judge import (
+    EXACT,
+    UNIT,
+    Masks,
+    Results,
+    per_sequence,
+    results_of,
+    row_blocks,
+    unbatched,
+    visible_blocks,
+)
 
 
 def roundings(q, k, v, dout, mask: Masks, scale: float | None = None, dlse=None, sink=None) -> Results:

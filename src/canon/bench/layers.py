@@ -1,0 +1,105 @@
+"""`canon bench layers`: time and peak memory of both passes of 18 checkpointed attention layers, beside dense attention.
+
+    canon bench layers                                    the shape of a robot policy: a prefix language model
+    canon bench layers --shape 1,4096,8,1,256 --mask causal
+
+A layer is x + attention(q, k, v). Its queries are x, its keys the first heads of x, its values the last ones. It has no
+weights, so its memory is that of activations and gradients. `torch.utils.checkpoint` keeps the input of each layer, and
+computes the rest again in the backward pass.
+
+    kept       2 b n h d bytes a layer, in a dtype of two bytes
+    eager      also the scores, weights and their gradients of one layer at a time: several b h n n elements
+
+Each contender is judged on one layer first. A row has GPU time, wall and host time, and the peak memory beyond the input.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from canon.bench.peers import DECLINED, Attend, Contender, attention, contenders, forced
+from canon.bench.shapes import Shape, asked_for
+from canon.bench.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, take_turns
+from canon.testing.judge import Attended, dense, oracle
+
+SHAPES = ["2,1024,8,1,256,prefix:768"]
+LAYERS = 18
+PEERS = "eager|SDPA mask|canon auto"
+WITHOUT = "rank invariant"
+
+
+def measure(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str) -> list[dict[str, Any]]:
+    """Return a row per contender: agreement, milliseconds of both passes of all layers, and peak memory."""
+    q, k, v, dout = shape.inputs(dtype, device)
+    exact, honest = oracle(q, k, v, dout, shape.mask), dense(q, k, v, dout, shape.mask)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    rows, runs, eager = [], [], []
+    for contender in layer_contenders(shape, device, only):
+        row: dict[str, Any] = {"contender": contender.name, "shape": str(shape), "layers": LAYERS}
+        rows.append(row)
+        try:
+            attend = contender.make()
+            step = contender.inside(partial(both, attend, shape.g, q, dout))
+            got = contender.inside(partial(_one_layer, attend, leaves, dout))()
+            step()
+        except Exception as error:  # a backend may lack a width, a dtype or this GPU
+            declined = contender.declines and isinstance(error, DECLINED)
+            row["declined" if declined else "failed"] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        row |= contender.judged(got, exact, honest)
+        if "failed" in row:
+            continue
+        row |= {"peak_mb": peak_mb(step, device), "both_ms": []}
+        runs.append((step, row["both_ms"]))
+        eager.append(Eager.listed(row, "both", step))
+    take_turns(runs, rounds)
+    eager_rounds(eager, rounds, device)
+    return rows
+
+
+def layer_contenders(shape: Shape, device: torch.device, only: str) -> list[Contender]:
+    """Return the peers with dense masks, "canon auto", and every backend with its automatic method."""
+    from canon.fast.device import AVAILABLE
+
+    found = [one for one in contenders(shape, device, PEERS) if WITHOUT not in one.name]
+    for backend in AVAILABLE:
+        name, make = f"canon {backend}", partial(attention, shape, "auto")
+        found.append(Contender(name, make, name, declines=True, around=partial(forced, backend)))
+    return [contender for contender in found if asked_for(contender.name, only)]
+
+
+def both(attend: Attend, key_heads: int, q: Tensor, dout: Tensor) -> Tensor:
+    """Run both passes of all layers, and return the gradient of the input."""
+    x = q
+    for _ in range(LAYERS):
+        x = checkpoint(partial(layer, attend, key_heads), x, use_reentrant=False)
+    return torch.autograd.grad(x, q, dout)[0]
+
+
+def layer(attend: Attend, key_heads: int, x: Tensor) -> Tensor:
+    """Return x + attention(x, first heads of x, last heads of x)."""
+    return x + attend(x, x[:, :, :key_heads], x[:, :, -key_heads:])
+
+
+def _one_layer(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> Attended:
+    out = attend(*leaves)
+    return Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
+
+
+def table(rows: Sequence[dict]):
+    """Return a table of medians."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    columns = ("shape", "contender", "wall (host) ms", "GPU ms", "peak MB")
+    shown = Table(*columns, title=f"both passes of {LAYERS} checkpointed layers")
+    for row in rows:
+        reason = row.get("failed") or row.get("declined")
+        cells = [reason[:60], ""] if reason else [clocks(row, "both"), f"{median(row['both_ms']):.2f}"]
+        shown.add_row(row["shape"], row["contender"], *map(escape, cells), shown_mb(row))
+    return shown
