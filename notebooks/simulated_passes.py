@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from canon import fast, simulator
+from canon import fast
 from canon.bench import peers
 from canon.masks.mask import Mask
+from canon.testing import simulated_kernels
 
 INTERLEAVINGS = (("late", 0), ("early", 1), ("random", 2), ("random", 3))  # order and seed of `simulator.simulated`
 
@@ -24,7 +25,7 @@ def simulated_passes(
     """
     name = method.removesuffix(" in order")
     fixed = nullcontext() if name == method else peers.deterministic()
-    with fast.backend("gluon"), simulator.simulated(order, seed, log), fixed:
+    with fast.backend("gluon"), simulated_kernels.simulated(order, seed, log), fixed:
         out, lse = fast.attention_forward(q, k, v, mask, out_dtype=torch.float32)
         grads = fast.attention_backward(dout, q, k, v, out, lse, mask, method=name, grad_dtype=torch.float32)
     return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True))
@@ -52,7 +53,7 @@ def allocated_bytes(method: str, mask: Mask, *, b: int, h: int, g: int, d: int, 
     """Return the bytes of the float32 parts that a simulated backward pass allocates, for random bfloat16 inputs."""
     widths = (mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)
     q, k, v, dout = (torch.randn(b, *x).bfloat16() for x in widths)
-    with fast.backend("gluon"), simulator.simulated(), _Allocations() as allocations:
+    with fast.backend("gluon"), simulated_kernels.simulated(), _Allocations() as allocations:
         out, lse = fast.attention_forward(q, k, v, mask)
         fast.attention_backward(dout, q, k, v, out, lse, mask, method=method)
     return allocations.nbytes

@@ -114,7 +114,7 @@ class CaseRunner:
 
         simulate = nullcontext
         if self.backend == "gluon" and self.device == "cpu":
-            from canon.simulator import simulated as simulate
+            from canon.testing.simulated_kernels import simulated as simulate
         with fast.backend(self.backend), simulate():
             yield
 

@@ -48,25 +48,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from canon.fast.kernels.gluon.ptx import (
-    add_rounding_excess,
-    any_above,
-    back_off,
-    broadcast_rows,
-    declare_registers,
-    fence_async_global,
-    keep_where_nonzero,
-    load_acquire,
-    rescale_rows,
-    round_and_keep,
-    store_release,
-    tma_reduce_add,
-    transpose_words,
-    wait_for_reductions,
-    zero_rows,
-)
-from canon.fast.kernels.gluon.softmax import lane_sum
-from canon.fast.kernels.interpreter import parsing
 from canon.simulator import engines, language, memory, values
 from canon.simulator.aggregates import is_aggregate, python_class
 from canon.simulator.engines import await_written, fence_acquired, look, reduce_add
@@ -82,6 +63,7 @@ _stand_ins: dict[int, tuple[Any, Any]] = {}  # id of the real object: (real obje
 _simulations: list[tuple[str, int, list | None]] = []  # order, seed, log; the last one applies
 _threads: list[int] = []  # torch's number of threads outside simulations
 _changing = threading.Lock()
+parsing = threading.Lock()  # Python 3.11 shares one nesting counter between all threads that parse source
 _compiled: dict[int, tuple[Any, CodeType]] = {}  # id of the kernel: (kernel, to keep it alive, and its code)
 
 
@@ -116,20 +98,35 @@ def _register_all() -> None:
 
 
 _register_all()
-register(tma_reduce_add, reduce_add)
-register(wait_for_reductions, await_written)
-register(transpose_words, language.transpose_words)
-register(broadcast_rows, language.broadcast_rows)
-register(load_acquire, look)
-register(back_off, lambda: None)
-register(fence_async_global, fence_acquired)
-register(store_release, language.store)
-register(keep_where_nonzero, lambda x, p: language.where(p == 0.0, 0.0, x))
-register(rescale_rows, operator.mul)
-register(zero_rows, lambda x, factors: language.where(factors == 0.0, 0.0, x))
-register(declare_registers, lambda p, warpgroup: None)
-register(round_and_keep, lambda p, like, warpgroup: p.to(like.dtype))
-register(any_above, language.any_above)
+
+_PTX_STAND_INS: dict[str, Callable] = {
+    "tma_reduce_add": reduce_add,
+    "wait_for_reductions": await_written,
+    "transpose_words": language.transpose_words,
+    "broadcast_rows": language.broadcast_rows,
+    "load_acquire": look,
+    "back_off": lambda: None,
+    "fence_async_global": fence_acquired,
+    "store_release": language.store,
+    "keep_where_nonzero": lambda x, p: language.where(p == 0.0, 0.0, x),
+    "rescale_rows": operator.mul,
+    "zero_rows": lambda x, factors: language.where(factors == 0.0, 0.0, x),
+    "declare_registers": lambda p, warpgroup: None,
+    "round_and_keep": lambda p, like, warpgroup: p.to(like.dtype),
+    "any_above": language.any_above,
+}
+
+
+def adopt(ptx: ModuleType, lane_sum: GluonJITFunction) -> None:
+    """Register stand-ins for the functions of ``ptx``, which call PTX. ``lane_sum`` sums a row of a tile by lane."""
+
+    def add_rounding_excess(excess, p, sums, limit, warpgroup):
+        rounded_sums = _Function(lane_sum)(p.to(language.gl.float32))
+        return excess + language.where(sums > limit, sums - rounded_sums, 0.0)
+
+    register(ptx.add_rounding_excess, add_rounding_excess)
+    for name, stand_in in _PTX_STAND_INS.items():
+        register(getattr(ptx, name), stand_in)
 
 
 # The names that kernels use.
@@ -210,15 +207,6 @@ _BUILTINS = {
     "min": _extremum(language.minimum),
     "max": _extremum(language.maximum),
 }
-
-
-def _add_rounding_excess(excess, p, sums, limit, warpgroup):
-    """Stand-in: add to ``excess`` the lane sums minus those of p, where they exceed the limit."""
-    rounded_sums = _Function(lane_sum)(p.to(language.gl.float32))
-    return excess + language.where(sums > limit, sums - rounded_sums, 0.0)
-
-
-register(add_rounding_excess, _add_rounding_excess)
 
 
 # Kernels as Python functions.
