@@ -1,13 +1,13 @@
-"""`canon bench host`: measure the host time of eager calls on short sequences, for Canon and for peers.
+"""`canon bench host`: measure eager calls on short sequences, where the host limits the speed.
 
     forward        calls without gradients, back to back
-    both           forward and backward
-    chain          both passes of `LAYERS` layers, each with the output of the last as its queries; ms a layer
-    parts          the host time of both passes of a Canon call by part: `canon.bench.host_parts`
+    both           both passes, by `torch.autograd.grad`
+    chain          both passes of `LAYERS` layers in a row; milliseconds a layer
+    loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
+    parts          the host time of both passes by part: `canon.bench.host_parts`
 
-The contender "no kernels" is an `autograd.Function` in Python that allocates the results and gradients, and launches nothing.
-
-Every row has single times in milliseconds, wall time and host time apart (`canon.bench.timing.Eager`).
+"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides the median wall time of the loop by that
+of SDPA with the cuDNN backend.
 """
 
 import statistics
@@ -28,7 +28,8 @@ from canon.testing.judge import Attended, dense, oracle
 HOST_SHAPES = ["1,512,32,8,128,causal", "1,2048,32,8,128,causal", "2,1024,8,1,256,causal", "1,8192,32,8,128,causal"]
 CONTENDERS = "canon auto|SDPA cudnn|SDPA flash|flash-attn-4"
 LAYERS = 8
-MEASURES = ("forward", "both", "chain")
+MEASURES = ("forward", "both", "chain", "loop")
+CUDNN = "SDPA cudnn"
 NO_KERNELS = "no kernels"
 PART_CALLS = 20  # calls in one measurement of the parts
 
@@ -83,7 +84,15 @@ def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, on
     for row in rows:
         for name in ("chain_wall_ms", "chain_host_ms"):
             row[name] = [x / LAYERS for x in row.get(name, [])]
+    _compare_with_cudnn(rows)
     return rows
+
+
+def _compare_with_cudnn(rows: list[dict[str, Any]]) -> None:
+    medians = {row["contender"]: statistics.median(row["loop_wall_ms"]) for row in rows if row.get("loop_wall_ms")}
+    for row in rows if CUDNN in medians else []:
+        if row["contender"] in medians:
+            row["loop_to_cudnn"] = medians[row["contender"]] / medians[CUDNN]
 
 
 def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Tensor], dout: Tensor) -> Iterator[Eager]:
@@ -99,8 +108,14 @@ def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Te
             x = attend(x, k, v)
         torch.autograd.grad(x, leaves, dout)
 
+    def loop() -> None:
+        out = attend(q, k, v)
+        for x in leaves:
+            x.grad = None
+        out.backward(dout)
+
     row["peak_mb"] = peak_mb(contender.inside(chain), leaves[0].device)
-    for name, run in zip(MEASURES, (partial(attend, *plain), both, chain), strict=True):
+    for name, run in zip(MEASURES, (partial(attend, *plain), both, chain, loop), strict=True):
         yield Eager.listed(row, name, contender.inside(run))
 
 
@@ -110,10 +125,15 @@ def host_table(rows: Sequence[dict]):
     from rich.markup import escape
     from rich.table import Table
 
-    title = f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; memory of the whole chain"
-    shown = Table("shape", "contender", *MEASURES, "peak MB", title=title)
+    title = (
+        f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; loop: a training loop; memory of the whole chain"
+    )
+    shown = Table("shape", "contender", *MEASURES, "to cuDNN", "peak MB", title=title)
     for row in rows:
-        cells = [row["failed"][:60], "", ""] if "failed" in row else [clocks(row, name) for name in MEASURES]
+        cells = [clocks(row, name) for name in MEASURES]
+        cells += [f"{row['loop_to_cudnn']:.2f}" if "loop_to_cudnn" in row else "-"]
+        if "failed" in row:
+            cells = [row["failed"][:60], *[""] * len(MEASURES)]
         shown.add_row(row["shape"], row["contender"], *map(escape, cells), shown_mb(row))
     return shown
 
