@@ -1,32 +1,32 @@
-"""`canon bench`: measure speed against peers. A contender that disagrees gets no figure.
+"""`canon bench`: measure speed and memory beside peers. A contender that disagrees gets no figure.
 
-    canon bench kernels                        one GPU: forward, every backward, peers: `canon.bench.kernels`
-    canon bench layers                         one GPU: checkpointed layers, their time and memory: `canon.bench.layers`
-    canon bench host                           one GPU: wall and host time of eager calls: `canon.bench.host_time`
-    canon bench masks                          one GPU, or none: plans of a new mask: `canon.bench.mask_time`
-    canon bench beside                         one GPU: kernels beside messages that hold SMs: `canon.bench.held_sms`
-    canon bench figure RECORD --out FILE       their speeds against the length of the sequence: `canon.bench.figure`
-    canon bench tune                           one GPU: tile sizes: `canon.bench.tune`
-    canon bench schedules                      several GPUs: `canon.bench.schedules`
-    canon bench plans                          dispatch plans, without a GPU: `canon.bench.plans`
+    canon bench kernels      one GPU: forward, every backward, peers
+    canon bench layers       one GPU: checkpointed layers, their time and memory
+    canon bench host         one GPU: wall and host time of eager calls
+    canon bench masks        one GPU, or none: plans of a new mask
+    canon bench beside       one GPU: kernels while messages hold SMs
+    canon bench tune         one GPU: tile sizes
+    canon bench schedules    several GPUs
+    canon bench plans        dispatch plans, without a GPU
 
-A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells alone:
-forward 4 h d area, backward 2.5 times that. The record has every single time, the machine and the versions
-(`canon.testing.record`). It is written after each shape, so a later failure loses nothing.
+A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells alone: forward
+4 h d area, backward 2.5 times that. The record has every single time, and is written after each shape.
 """
 
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from canon.bench import figure, kernels, plans
+from canon.bench import kernels, plans
 from canon.bench.shapes import MASKS, Shape, shapes_of
 from canon.testing import process_groups, record
 
@@ -44,53 +44,52 @@ OWNERS = {
     "sweep": ("kernels",),
     "auto": ("kernels",),
     "partial": ("kernels",),
-    "records": ("figure",),
-    "out": ("figure",),
 }
 DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20}  # given to every command
 DISAGREES, MISUSED = 1, 2
+HELP = """kernels: forward, every backward and peers, on one GPU; layers: 18 checkpointed layers; host: time of eager calls;
+masks: time of a new mask, with or without a GPU; beside: kernels while others hold SMs; tune: each kernel in many tile sizes;
+schedules: ring, strided and Magi on several GPUs; plans: dispatch plans on a CPU"""
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A bench of one shape after another: its module, its rows (module, inputs, options) and its tables."""
+
+    module: str
+    measure: Callable[[ModuleType, tuple, argparse.Namespace], list[dict]]
+    tables: Callable[[ModuleType, list[dict]], Iterable[Any]]
+
+
+BENCHES = {
+    "layers": _Bench("layers", lambda m, x, o: m.measure(*x, o.rounds, o.only), lambda m, rows: [m.table(rows)]),
+    "host": _Bench("host_time", lambda m, x, o: m.host(*x, o.rounds, o.only),
+                   lambda m, rows: [m.host_table(rows), m.parts_table(rows)]),
+    "masks": _Bench("mask_time", lambda m, x, o: m.masks(*x, o.rounds), lambda m, rows: [m.mask_table(rows)]),
+    "beside": _Bench("held_sms", lambda m, x, o: m.beside(*x, o.rounds), lambda m, rows: [m.beside_table(rows, m.sms())]),
+    "tune": _Bench("tune", lambda m, x, o: m.tune(*x, o.only, m.candidates(o), o.backend), lambda m, rows: [m.table(rows)]),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
     add = parser.add_argument
-    what = (
-        "kernels: forward and every backward and peers, on one GPU; figure: draw their records; tune: each kernel in "
-    )
-    what += "many tile sizes; schedules: ring, strided and Magi on several GPUs; plans: dispatch plans on a CPU; "
-    what += (
-        "host: time of eager calls; masks: time of a new mask, with or without a GPU; layers: 18 checkpointed layers; "
-        "beside: kernels while others hold SMs"
-    )
-    add(
-        "what",
-        choices=["kernels", "layers", "figure", "tune", "schedules", "plans", "host", "masks", "beside"],
-        help=what,
-    )
+    add("what", choices=["kernels", *BENCHES, "schedules", "plans"], help=HELP)
     add("--shape", action="append", help="b,n,h,g,d or b,n,h,g,d,mask (repeatable)", metavar="SHAPE")
     add("--mask", action="append", help=MASKS, metavar="MASK")
     add("--dtype", default=DEFAULTS["dtype"], choices=["bfloat16", "float16", "float32"])
     add("--only", default="", help="contenders, or kernels, whose names hold this text, or one of several: A|B")
-    add(
-        "--rounds",
-        type=int,
-        default=DEFAULTS["rounds"],
-        help="how often all are timed (default 10)",
-    )
-    add(
-        "--backend",
-        choices=["triton", "gluon", "cuda"],
-        help="kernels: the only backend that is forced (default all); tune: triton or gluon (default triton)",
-    )
+    add("--rounds", type=int, default=DEFAULTS["rounds"], help="how often all are timed (default 10)")
+    text = "kernels: the only backend that is forced (default all); tune: triton or gluon (default triton)"
+    add("--backend", choices=["triton", "gluon", "cuda"], help=text)
     add("--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG")
     kernels.add_arguments(parser)
-    figure.add_arguments(parser)
     plans.add_arguments(parser)
     add("--record", type=Path, help="where to write JSON (default canon-bench/WHAT.json)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write the record. Returns 1 if Canon disagreed anywhere, 2 if it cannot be measured."""
+    """Measure, print, write the record. Return 1 if Canon disagreed anywhere, 2 if it cannot be measured."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 140)
@@ -103,57 +102,50 @@ def run(options: argparse.Namespace) -> int:
     return work()
 
 
-def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
-    """Return the rest of the work as a function. Raises ValueError if the options are wrong."""
-    if options.what == "figure":
-        path = figure.run(options)
-        return lambda: console.print(f"figure: {path}", markup=False) or 0
-    if options.what == "plans":
-        return lambda: _plans(options, console)
-    if options.what == "masks" and not torch.cuda.is_available():
-        return partial(_masks, options, _mask_shapes(options), None, console)
-    if not torch.cuda.is_available():
-        raise ValueError("it measures GPUs, and there is none here")
-    if not process_groups.kernel_gpus():
-        raise ValueError("it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU")
-    if options.what == "kernels":
-        return partial(_kernels, options, kernels.jobs(options), console)
-    if options.what == "layers":
-        from canon.bench import layers
-
-        return partial(_layers, options, shapes_of(options.shape or [], options.mask or [], layers.SHAPES), console)
-    if options.what == "tune":
-        return _tuning(options, console)
-    if options.what == "masks":
-        return partial(_masks, options, _mask_shapes(options), _device(), console)
-    if options.what == "host":
-        from canon.bench import host_time
-
-        found = shapes_of(options.shape or [], options.mask or [], host_time.HOST_SHAPES)
-        return partial(_host, options, found, console)
-    if options.what == "beside":
-        from canon.bench import held_sms
-
-        return partial(_beside, options, shapes_of(options.shape or [], options.mask or [], held_sms.SHAPES), console)
-    from canon.bench import schedules
-
-    return partial(_schedules, options, schedules.program(options), console)
-
-
-def _tuning(options: argparse.Namespace, console) -> Callable[[], int]:
-    from canon.bench import tune
-
-    options.backend = options.backend or "triton"
-    if options.backend not in tune.BACKENDS:
-        raise ValueError(f"tune has the backends {' and '.join(tune.BACKENDS)}, not {options.backend}")
-    found = shapes_of(options.shape or [], options.mask or [], tune.SHAPES)
-    return partial(_tune, options, found, [tune.config_of(text, options.backend) for text in options.config], console)
-
-
 def _check_owners(options: argparse.Namespace) -> None:
     for name, owners in OWNERS.items():
         if getattr(options, name) not in (None, "", False, [], DEFAULTS.get(name)) and options.what not in owners:
             raise ValueError(f"{name!r} belongs to {' and '.join(owners)}, not to {options.what}")
+
+
+def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
+    """Return the rest of the work as a function. Raises ValueError if the options are wrong."""
+    if options.what == "plans":
+        return lambda: _plans(options, console)
+    if not (torch.cuda.is_available() or options.what == "masks"):
+        raise ValueError("it measures GPUs, and there is none here")
+    if torch.cuda.is_available() and not process_groups.kernel_gpus():
+        raise ValueError("it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU")
+    if options.what == "kernels":
+        return partial(_kernels, options, kernels.jobs(options), console)
+    if options.what == "schedules":
+        from canon.bench import schedules
+
+        return partial(_schedules, options, schedules.program(options), console)
+    module = import_module(f"canon.bench.{BENCHES[options.what].module}")
+    found = shapes_of(options.shape or [], options.mask or [], module.SHAPES)
+    if options.what == "masks" and any(not shape.mask_name.startswith("documents:") for shape in found):
+        raise ValueError("masks needs packed documents: documents:MEAN")
+    if options.what == "tune":
+        options.backend = options.backend or "triton"
+        module.candidates(options)
+    return partial(_by_shape, options, module, found, console)
+
+
+def _by_shape(options: argparse.Namespace, module: ModuleType, found: list[Shape], console) -> int:
+    bench, rows = BENCHES[options.what], []
+    device = _device() if torch.cuda.is_available() else None
+    for shape in found:
+        some = bench.measure(module, (shape, getattr(torch, options.dtype), device), options)
+        for table in bench.tables(module, some):
+            console.print(table)
+        rows += some
+        _keep(options, rows)
+        if device is not None:
+            torch.cuda.empty_cache()
+    return _told(
+        console, options, any("failed" in row and row.get("contender", "").startswith("canon") for row in rows)
+    )
 
 
 def _kernels(options: argparse.Namespace, jobs: list, console) -> int:
@@ -167,81 +159,6 @@ def _kernels(options: argparse.Namespace, jobs: list, console) -> int:
         console.print(table)
     console.print(kernels.summary(more), markup=False)
     return _told(console, options, any(row["canon"] and "failed" in row for row in rows))
-
-
-def _tune(options: argparse.Namespace, shapes: list, candidates: list, console) -> int:
-    from canon.bench import tune
-
-    rows = []
-    for shape in shapes:
-        some = tune.tune(shape, getattr(torch, options.dtype), _device(), options.only, candidates, options.backend)
-        rows += some
-        console.print(tune.table(some))
-        _keep(options, rows)
-        torch.cuda.empty_cache()
-    return _told(console, options, False)
-
-
-def _layers(options: argparse.Namespace, found: list[Shape], console) -> int:
-    from canon.bench import layers
-
-    rows, dtype = [], getattr(torch, options.dtype)
-    for shape in found:
-        rows += layers.measure(shape, dtype, _device(), options.rounds, options.only)
-        console.print(layers.table(rows))
-        _keep(options, rows)
-        torch.cuda.empty_cache()
-    return _told(console, options, any("failed" in row and row["contender"].startswith("canon") for row in rows))
-
-
-def _host(options: argparse.Namespace, found: list[Shape], console) -> int:
-    from canon.bench import host_time
-
-    rows, dtype = [], getattr(torch, options.dtype)
-    for shape in found:
-        some = host_time.host(shape, dtype, _device(), options.rounds, options.only)
-        console.print(host_time.host_table(some))
-        console.print(host_time.parts_table(some))
-        rows += some
-        _keep(options, rows)
-        torch.cuda.empty_cache()
-    return _told(console, options, any("failed" in row and row["contender"].startswith("canon") for row in rows))
-
-
-def _mask_shapes(options: argparse.Namespace) -> list[Shape]:
-    from canon.bench import mask_time
-
-    found = shapes_of(options.shape or [], options.mask or [], mask_time.SHAPES)
-    if any(not shape.mask_name.startswith("documents:") for shape in found):
-        raise ValueError("masks needs packed documents: documents:MEAN")
-    return found
-
-
-def _masks(options: argparse.Namespace, found: list[Shape], device: torch.device | None, console) -> int:
-    from canon.bench import mask_time
-
-    rows = []
-    for shape in found:
-        some = mask_time.masks(shape, getattr(torch, options.dtype), device, options.rounds)
-        console.print(mask_time.mask_table(some))
-        rows += some
-        _keep(options, rows)
-        if device is not None:
-            torch.cuda.empty_cache()
-    return _told(console, options, False)
-
-
-def _beside(options: argparse.Namespace, found: list[Shape], console) -> int:
-    from canon.bench import held_sms
-    from canon.fast.kernels.launcher import multiprocessor_count
-
-    rows = []
-    for shape in found:
-        some = held_sms.beside(shape, getattr(torch, options.dtype), _device(), options.rounds)
-        console.print(held_sms.beside_table(some, multiprocessor_count(_device())))
-        rows += some
-        _keep(options, rows)
-    return _told(console, options, False)
 
 
 def _schedules(options: argparse.Namespace, program, console) -> int:
@@ -280,7 +197,6 @@ def _told(console, options: argparse.Namespace, wrong: bool) -> int:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """The command without the path of its record."""
     words = ["canon", "bench", options.what]
     for name, owners in OWNERS.items():
         value = getattr(options, name)

@@ -1,7 +1,7 @@
-"""Both passes of attention in a CUDA graph, captured as a training loop captures a layer.
+"""Capture both passes of attention in a CUDA graph, as a training loop captures a layer.
 
-Eager calls on a side stream come first: they plan, compile and open the connections of NCCL. The capture runs on the same
-stream. Its leaves are new, because autograd synchronises with the stream on which it first saw a leaf.
+Eager calls on a side stream come first: they plan, compile and open the connections of NCCL. The capture has new leaves,
+because autograd synchronises with the stream on which it first saw a leaf.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ DIFFERENT = 2**-7  # relative; one rounding to bfloat16 is 2^-8, and some backwa
 
 @dataclass(frozen=True)
 class CapturedPasses:
-    """A CUDA graph of both passes, the tensors that it reads and writes, and the results of an eager call."""
+    """A CUDA graph of both passes, its tensors, and the results of an eager call."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
@@ -25,7 +25,7 @@ class CapturedPasses:
     expected: list[Tensor]
 
     def check(self) -> None:
-        """Replay once, and compare out, dq, dk and dv with the eager call. Raises RuntimeError if they differ."""
+        """Replay once. Raises RuntimeError if out, dq, dk or dv differ from the eager call."""
         for x in self.results:
             x.zero_()
         self.graph.replay()
@@ -64,11 +64,7 @@ def captured(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dou
 
 
 def _abandon(before: torch.cuda.Stream, pool) -> None:
-    """Restore the current stream and the allocator.
-
-    If CUDA has invalidated a capture, `torch.cuda.graph` (2.11) leaves its stream current and its memory pool open. Then
-    `torch.cuda.empty_cache` fails for the rest of the process.
-    """
+    """Restore the stream and close the pool, which `torch.cuda.graph` (2.11) leaves open after an invalid capture."""
     torch.cuda.set_stream(before)
     with suppress(RuntimeError):  # the pool is closed: the capture ended, but a call inside raised
         device = torch.cuda.current_device()

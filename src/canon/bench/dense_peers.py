@@ -1,11 +1,7 @@
-"""Attention with a dense mask, as models write it: the contenders "eager", "eager float32" and "SDPA mask".
+"""Compute attention with a dense mask, as models write it.
 
-The scores of all heads are (b, h, n, keys). "eager" computes them in the dtype. "eager float32" computes them and the softmax
-in float32, as a robot policy does. A key head is repeated for each query head of its group, as in the eager attention of
-transformers. SDPA chooses a kernel that takes dense masks.
-
-"eager" rounds the scores to the dtype: a score s changes its weight by s roundings, while the judge expects one. So its
-bound is `EAGER_BOUND` times the judge's.
+The scores of all heads are (b, h, n, keys). "eager" rounds them to the dtype: a score s changes its weight by s roundings,
+while the judge expects one. So its bound is `EAGER_BOUND` times the judge's.
 """
 
 from collections.abc import Callable
@@ -21,7 +17,7 @@ EAGER_BOUND = 8.0  # the size of scores of normally distributed q and k is rarel
 
 
 def eager(scores_dtype: torch.dtype | None, shape: Shape, device: torch.device) -> Attend:
-    """Return softmax(q k^T / sqrt(d) + mask) v. ``scores_dtype``: of the scores and the softmax; None is the dtype of q."""
+    """Return softmax(q k^T / sqrt(d) + mask) v, with scores and softmax in ``scores_dtype`` (None: of q)."""
     hidden = ~shape.mask.dense().to(device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -35,7 +31,7 @@ def eager(scores_dtype: torch.dtype | None, shape: Shape, device: torch.device) 
 
 
 def masked_sdpa(shape: Shape, device: torch.device) -> Attend:
-    """Return `torch.nn.functional.scaled_dot_product_attention` with a dense mask."""
+    """Return SDPA with a dense mask."""
     seen = shape.mask.dense().to(device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -46,7 +42,6 @@ def masked_sdpa(shape: Shape, device: torch.device) -> Attend:
 
 
 def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Return q, k and v as (b, h, tokens, d), with a copy of its key head for each query head."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     return (q, k, v) if group == 1 else (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))

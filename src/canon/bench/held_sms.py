@@ -1,10 +1,7 @@
-"""`canon bench beside`: kernels while another stream holds SMs, as the messages of other ranks do.
+"""`canon bench beside`: measure kernels while another stream holds SMs, as NCCL's messages do.
 
-NCCL's kernels keep some SMs as long as a message lasts. The CTAs of an attention kernel that find no SM start when others
-end. With p SMs, h of them held, the kernel can at best take p / (p - h) times as long. One GPU has no messages, so a kernel
-that only waits stands for them: a CTA on each held SM, with so many threads that no CTA of a Hopper kernel fits beside it.
-
-Every row has single GPU times in milliseconds by number of held SMs, of the forward kernel or of one backward kernel.
+With p SMs, h of them held, a kernel can at best take p / (p - h) times as long. One GPU has no messages, so a kernel that
+only waits stands for them: a CTA on each held SM, with so many threads that no CTA of a Hopper kernel fits beside it.
 """
 
 import statistics
@@ -36,7 +33,7 @@ def _hold(nanoseconds):
 
 
 def beside(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each kernel of the shape."""
+    """Return a row for each kernel, with its GPU times in milliseconds by number of held SMs."""
     rows, side = [], torch.cuda.Stream(device)
     for name, run in _kernels(shape, dtype, device).items():
         times: dict[int, list[float]] = {held: [] for held in HELD}
@@ -63,7 +60,6 @@ def _kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str
 
 
 def _milliseconds(run: Callable[[], object], held: int, expected: float, side: torch.cuda.Stream) -> float:
-    """Return the GPU time of a call while ``held`` SMs are held. A call takes about ``expected`` milliseconds."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     torch.cuda.synchronize()
     if held:
@@ -79,8 +75,13 @@ def _milliseconds(run: Callable[[], object], held: int, expected: float, side: t
     return events[0].elapsed_time(events[1]) / CALLS
 
 
+def sms() -> int:
+    """Return the number of SMs of the current GPU."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
 def beside_table(rows: Sequence[dict], sms: int):
-    """Return a table of medians: milliseconds, and in brackets their ratio to the best possible."""
+    """Return a table of medians, in brackets over the best possible."""
     from rich.table import Table
 
     title = "GPU ms while other kernels hold SMs; in brackets: over the time without them x SMs / free SMs"

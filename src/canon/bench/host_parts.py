@@ -1,14 +1,14 @@
 """Split the host time of a call of `canon.fast` into parts.
 
-    arguments    checks of the arguments, or the look-up of arguments that were checked before
+    arguments    checks, or the look-up of arguments that were checked before
     digests      the comparison of the call between ranks
     results      allocation of results and gradients
     look-up      from the tensors of a pass to its recorded launches
-    launches     allocation of the workspace, tensor maps, kernels and memsets
+    launches     workspace, tensor maps, kernels and memsets
     messages     posts of messages, and waits for them
     other        autograd, and Python code between the parts
 
-A function of one part that calls another part does not count its time. The clocks themselves cost about 0.3 us a part.
+A part that calls another part does not count its time. A clock costs about 0.3 us.
 """
 
 import importlib
@@ -41,7 +41,7 @@ PARTS = ("arguments", "digests", "results", "look-up", "launches", "messages", "
 
 
 def host_parts(run: Callable[[], object], calls: int) -> dict[str, float]:
-    """Return the milliseconds of each part in a call, averaged over ``calls`` back to back. The parts add up to the call."""
+    """Return the milliseconds of each part in a call, averaged over ``calls``. They add up to the call."""
     with _clocks() as seconds:
         start = time.perf_counter()
         for _ in range(calls):
@@ -52,7 +52,6 @@ def host_parts(run: Callable[[], object], calls: int) -> dict[str, float]:
 
 @contextmanager
 def _clocks() -> Iterator[Counter]:
-    """Measure the parts inside the block. Yields the seconds of each part."""
     seconds, running = Counter(), threading.local()
 
     def timed(part: str, function: Callable) -> Callable:

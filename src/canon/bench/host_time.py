@@ -6,8 +6,8 @@
     loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
     parts          the host time of both passes by part: `canon.bench.host_parts`
 
-"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides the median wall time of the loop by that
-of SDPA with the cuDNN backend.
+"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides the median wall time of the loop by
+that of SDPA with the cuDNN backend.
 """
 
 import statistics
@@ -25,7 +25,7 @@ from canon.bench.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, s
 from canon.fast.local import empty_result
 from canon.testing.judge import Attended, dense, oracle
 
-HOST_SHAPES = ["1,512,32,8,128,causal", "1,2048,32,8,128,causal", "2,1024,8,1,256,causal", "1,8192,32,8,128,causal"]
+SHAPES = ["1,512,32,8,128,causal", "1,2048,32,8,128,causal", "2,1024,8,1,256,causal", "1,8192,32,8,128,causal"]
 CONTENDERS = "canon auto|SDPA cudnn|SDPA flash|flash-attn-4"
 LAYERS = 8
 MEASURES = ("forward", "both", "chain", "loop")

@@ -1,15 +1,12 @@
-"""`canon bench kernels`: time the forward and every backward on one GPU, and those of peers.
+"""`canon bench kernels`: measure forward and backward kernels of Canon and of peers on one GPU.
 
-    canon bench kernels                        the default shapes
-    canon bench kernels --shape 1,16384,32,8,128,causal --shape 1,65536,64,8,128,documents:4096 --only canon
-    canon bench kernels --sweep 128            512 to 131072 tokens at constant work for `canon bench figure`
-    canon bench kernels --auto                 is "auto" within 10 % of the fastest method?
-    canon bench kernels --partial              what do partial masks cost against an equal area of full tiles?
+    canon bench kernels                        9 shapes on which peers were measured
+    canon bench kernels --sweep 64,128         512 to 131072 causal tokens
+    canon bench kernels --auto                 is "auto" close to the fastest method?
+    canon bench kernels --partial              what do tiles on the diagonal cost?
 
-Every contender gets the same inputs in the same process, and rounds alternate between them. A row has its speed, its share
-of the roofline, its ratio to the fastest peer (`canon.bench.roofline`), and the peak memory of both passes beyond their
-inputs. A contender that disagrees has no figure. With --backend, Canon's other backends are left out.
-A captured CUDA graph of both passes is timed last, one contender after another. If the capture fails, the row has the reason.
+Agreement comes first. Then rounds alternate between all contenders, by GPU time and by wall time. A CUDA graph of both
+passes is timed last; if its capture fails, the row has the reason.
 """
 
 import argparse
@@ -40,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def jobs(options: argparse.Namespace) -> list[tuple[Shape, ...]]:
-    """Return the jobs in order; rounds alternate between the shapes of one job. Raises ValueError."""
+    """Return the jobs; rounds alternate between the shapes of one job. Raises ValueError."""
     texts, masks = options.shape or [], options.mask or []
     if (options.sweep or options.auto) and (texts or masks):
         raise ValueError("--sweep and --auto have shapes and masks of their own: leave --shape and --mask out")
@@ -88,7 +85,7 @@ def measure(
     others: bool = True,
     backend: str | None = None,
 ) -> list[list[dict]]:
-    """Return, for each shape, a row per contender: agreement, single times in milliseconds, and speeds."""
+    """Return, for each shape, a row per contender: agreement, times in milliseconds, and speeds."""
     timed = Timed()
     found = partial(contenders, device=device, only=only, others=others, backend=backend)
     rows = [_prepare(shape, dtype, device, found(shape), timed) for shape in job]
@@ -103,7 +100,7 @@ def measure(
 
 @dataclass
 class Timed:
-    """The measurements of a job: GPU runs with their lists, eager calls, and (row, contender, inputs) of CUDA graphs."""
+    """The measurements of a job: GPU runs with their lists, eager calls, and (row, contender, inputs) of graphs."""
 
     runs: list[tuple[Run, list[float]]] = field(default_factory=list)
     eager: list[Eager] = field(default_factory=list)
@@ -113,7 +110,6 @@ class Timed:
 def _prepare(
     shape: Shape, dtype: torch.dtype, device: torch.device, found: list[Contender], timed: Timed
 ) -> list[dict]:
-    """Return a judged row per contender, and add the measurements of those that agree to ``timed``."""
     q, k, v, dout = shape.inputs(dtype, device)
     group = shape.h // shape.g
     # The last sequence and the last key head with its queries: a wrong offset shows there.
@@ -154,10 +150,7 @@ def _both(forward: Callable, q, k, v, dout) -> None:
 
 
 def _replay(row: dict, contender: Contender, inputs: tuple, rounds: int, device: torch.device) -> None:
-    """Add wall and host milliseconds of a replayed graph of both passes, or the reason why there is none.
-
-    The graph and its memory pool are freed on return: the pools of all contenders together may exceed the GPU.
-    """
+    """Time a replayed graph, then free it: the pools of all contenders together may exceed the GPU."""
     try:
         made = contender.inside(captured)(*inputs)
         made.check()

@@ -1,16 +1,8 @@
-"""`canon bench layers`: time and peak memory of both passes of 18 checkpointed attention layers, beside dense attention.
+"""`canon bench layers`: measure time and peak memory of 18 checkpointed attention layers, beside dense attention.
 
-    canon bench layers                                    the shape of a robot policy: a prefix language model
-    canon bench layers --shape 1,4096,8,1,256 --mask causal
-
-A layer is x + attention(q, k, v). Its queries are x, its keys the first heads of x, its values the last ones. It has no
-weights, so its memory is that of activations and gradients. `torch.utils.checkpoint` keeps the input of each layer, and
-computes the rest again in the backward pass.
-
-    kept       2 b n h d bytes a layer, in a dtype of two bytes
-    eager      also the scores, weights and their gradients of one layer at a time: several b h n n elements
-
-Each contender is judged on one layer first. A row has GPU time, wall and host time, and the peak memory beyond the input.
+A layer is x + attention(q, k, v): queries x, keys the first heads of x, values its last ones. It has no weights, so its
+memory is that of activations and gradients: 2 b n h d bytes a layer in 16 bits. Dense attention also holds the scores,
+weights and gradients of one layer at a time.
 """
 
 from collections.abc import Sequence
@@ -63,7 +55,7 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int,
 
 
 def layer_contenders(shape: Shape, device: torch.device, only: str) -> list[Contender]:
-    """Return the peers with dense masks, "canon auto", and every backend with its automatic method."""
+    """Return the peers with dense masks, "canon auto", and every backend."""
     from canon.fast.device import AVAILABLE
 
     found = [one for one in contenders(shape, device, PEERS) if WITHOUT not in one.name]

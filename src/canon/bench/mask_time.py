@@ -1,15 +1,11 @@
-"""`canon bench masks`: what a new mask of packed documents costs on the host. Without a GPU, planning alone is timed.
+"""`canon bench masks`: measure what a new mask of packed documents costs on the host.
 
-    first        forward and backward with a mask that the process has not seen; kernels are compiled already
-    repeated     the same call again
-    ahead        the first call with a mask whose plans were loaded (`canon.fast.prepare`)
-    dispatch     the layout for 8 ranks, with an empty cache
-    plan         `prepare` for one rank: cast plan, masks and tables of both passes
-    pickle       pickle the plans and read them again, as a queue of a data loader does
-    load         put them into the cache
+    first, repeated   both passes with a mask that the process has not seen, and again
+    ahead             the first call with a mask whose plans were loaded (`canon.fast.prepare`)
+    dispatch, plan    the layout for 8 ranks; `prepare` for one of them, with an empty cache
+    pickle, load      move the plans between processes, as a data loader does
 
-Every row has single times in milliseconds. The row "magi, 8 ranks" has no call: each round plans for all ranks, and makes the
-tables of one. Without a GPU, the tables are those of an H200.
+Without a GPU only planning is timed, with the tables of an H200.
 """
 
 import pickle
@@ -33,7 +29,7 @@ H200 = (9, 0), 132, 232448  # capability, multiprocessors, bytes of shared memor
 
 
 def masks(shape: Shape, dtype: torch.dtype, device: torch.device | None, rounds: int) -> list[dict[str, Any]]:
-    """Return the rows "one GPU" and "magi, 8 ranks" with ``rounds`` new masks of the kind of ``shape``'s. None is no GPU."""
+    """Return the rows "one GPU" and "magi, 8 ranks" for ``rounds`` new masks. ``device``: None without a GPU."""
     mean = int(shape.mask_name.partition(":")[2])
     lists = [documents(shape.n, mean, seed=1000 + seed) for seed in range(2 * (rounds + WARMING))]
     given = {"heads": (shape.h, shape.g), "widths": (shape.d, shape.d), "batch": shape.b, "dtype": dtype}
@@ -66,7 +62,6 @@ def _both_passes(shape: Shape, dtype: torch.dtype, device: torch.device) -> Call
 def _one_gpu(
     call: Callable[[Mask], None] | None, device: torch.device | None, lists: Sequence, given: dict, _: int
 ) -> dict[str, float]:
-    """Return the times of one round: a first call with the first list, and one with plans made ahead with the second."""
     times = {}
     times["made_ms"], mask = _timed(partial(Mask.documents, lists[0]))
     if call and device:
@@ -86,7 +81,6 @@ def _one_gpu(
 
 
 def _magi(lists: Sequence, given: dict, place: int) -> dict[str, float]:
-    """Return the times of one round, for one of the ranks."""
     from canon import fast
 
     PLANS.clear()
@@ -99,7 +93,6 @@ def _magi(lists: Sequence, given: dict, place: int) -> dict[str, float]:
 
 
 def _planned(function: str, mask: Mask, layout: Any, rank: int | None, given: dict) -> tuple[dict[str, float], Any]:
-    """Return the times of making, pickling and loading the plans of a call, and the plans, as after a queue."""
     from canon import fast
 
     times = {}

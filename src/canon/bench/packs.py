@@ -1,14 +1,7 @@
-"""Sample packs of documents with a published distribution of lengths, for tests and figures of the planner.
+"""Sample packs of documents with a published distribution of lengths.
 
-A pack is a sequence of ``tokens`` tokens that documents fill one after another. Longer documents are first cut into
-pieces of a quarter pack and a rest. All pieces are shuffled and packed in order. A piece that crosses the end of a pack
-continues in the next pack.
-
-    tokens                         64K     128K     256K     512K      (means of the first 20 packs)
-    documents in a pack             45       77      150      308
-    longest document             14.5K    28.9K    45.2K    71.6K
-
-Every document gets the length in the middle of its bin. The module shuffles all 13 million documents.
+Longer documents are cut into pieces of a quarter pack and a rest. All pieces of 13 million documents are shuffled and
+packed in order. A piece that crosses the end of a pack continues in the next pack.
 
 Source: histogram and recipe of MagiAttention's benchmark (Zewei Tao and Yunpeng Huang, SandAI, 2025).
 """
@@ -36,10 +29,7 @@ HISTOGRAM = (  # shortest, longest, documents
 
 
 def sampled_packs(tokens: int, count: int, *, seed: int = 42) -> list[list[int]]:
-    """Return ``count`` packs of ``tokens`` tokens, each as its cu_seqlens. Equal seeds give equal packs.
-
-    Raises ValueError if ``tokens`` < 4, ``count`` < 0, or the distribution fills fewer packs.
-    """
+    """Return ``count`` packs of ``tokens`` tokens, each as its cu_seqlens. Equal seeds give equal packs. Raises ValueError."""
     if tokens < 4 or count < 0:
         raise ValueError(f"a pack needs at least 4 tokens and count >= 0, got {tokens} and {count}")
     ends, order = _shuffled(tokens, seed)
@@ -50,7 +40,7 @@ def sampled_packs(tokens: int, count: int, *, seed: int = 42) -> list[list[int]]
 
 @lru_cache(maxsize=4)
 def _shuffled(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the end positions of all pieces after the shuffle, and the indices of the packs in random order."""
+    """Return the ends of the shuffled pieces, and the indices of the packs in random order."""
     middles, documents = np.array([((shortest + longest) // 2, n) for shortest, longest, n in HISTOGRAM]).T
     whole, rest = np.divmod(np.repeat(middles, documents), tokens // 4)
     pieces = np.concatenate([np.full(whole.sum(), tokens // 4), rest[rest > 0]])

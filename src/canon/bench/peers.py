@@ -1,17 +1,12 @@
-"""The contenders of `canon bench kernels`: Canon's kernel backends and backward methods, and the peers.
+"""List the contenders of `canon bench kernels`: Canon's kernel backends and backward methods, and the peers.
 
-    canon BACKEND METHOD             every backend that there is, every backward method: forced, or declined with a reason;
-                                    "in order": under `torch.use_deterministic_algorithms(True)`
-    canon auto                      what a user gets who asks for nothing; and with ``rank_invariant=True``
-    SDPA cudnn, SDPA flash          torch's attention, causal or full; "flash" is FlashAttention-2
-    SDPA mask                       torch's attention with a dense mask, small shapes
-    eager, eager float32            softmax(q k^T + mask) v as operators, with the scores in the dtype or in float32,
-                                    small shapes
-    torch varlen                    `torch.nn.attention.varlen`, FlashAttention-2 too: packed documents
-    FlexAttention                   compiled, with the BlockMask of the same mask
-    flash-attn-4 (deterministic)    where it is installed: dense, windows, and packed documents by its varlen function
-
-A contender is made only when its turn comes: a block mask takes memory, a first call compiles.
+canon BACKEND METHOD             forced; "in order": under `torch.use_deterministic_algorithms(True)`
+canon auto                       a call without options; and with ``rank_invariant=True``
+SDPA cudnn, SDPA flash           torch's attention, causal or full
+SDPA mask, eager, eager float32  dense masks (`dense_peers`), small shapes
+torch varlen                     packed documents
+FlexAttention                    compiled, with the BlockMask of the same mask
+flash-attn-4 (deterministic)     where it is installed
 """
 
 import functools
@@ -40,7 +35,7 @@ LARGEST_EAGER = 1 << 28  # cells of the scores of all heads, for contenders with
 
 @dataclass(frozen=True)
 class Contender:
-    """``make()`` gives a function (q, k, v) -> out that autograd can differentiate; q (b, t, h, d)."""
+    """``make()`` returns a differentiable function (q, k, v) -> out; q (b, t, h, d)."""
 
     name: str
     make: Callable[[], Attend]
@@ -51,11 +46,9 @@ class Contender:
 
     @property
     def canon(self) -> bool:
-        """Whether it is Canon's."""
         return self.name.startswith("canon")
 
     def judged(self, got: Attended, exact: Attended, honest: Attended) -> dict[str, Any]:
-        """Return the fields of a row: whether the results agree, the worst measure, and the failure if they do not."""
         verdict = agreement(got, exact, honest)
         worst = verdict.worst
         agrees = verdict.agrees or bool(worst and worst.ratio <= self.bound)
@@ -63,8 +56,6 @@ class Contender:
         return row if agrees else row | {"failed": f"disagrees: {verdict}"}
 
     def inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs ``call`` inside ``around``."""
-
         def run(*arguments: Any) -> Any:
             with self.around():
                 return call(*arguments)
@@ -75,10 +66,7 @@ class Contender:
 def contenders(
     shape: Shape, device: torch.device, only: str, *, others: bool = True, backend: str | None = None
 ) -> list[Contender]:
-    """Canon and, with ``others``, every peer that has this kind of mask, filtered by a part of the name.
-
-    ``backend``: of Canon's contenders with a forced backend, keep these alone.
-    """
+    """Return Canon and, with ``others``, the peers for this mask. ``only`` filters names, ``backend`` Canon's backends."""
     found = [*_canon(shape, backend)]
     if others:
         found += [*_torch(shape, device), *_dense(shape, device), *_flash4(shape, device)]
@@ -86,7 +74,7 @@ def contenders(
 
 
 def installed() -> dict[str, str]:
-    """The peers that do not come with torch: their version, or why they are not there."""
+    """Return the version of each peer outside torch, or why it is absent."""
     return {FLASH4: _flash4_module()[1]}
 
 
@@ -120,7 +108,7 @@ def attention(shape: Shape, method: str, **options: bool) -> Attend:
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """Use a backend for both passes: the backward in this thread, where the choice is known, not in one of autograd's."""
+    """Use a backend for both passes: the backward runs in this thread, where the choice is set."""
     from canon import fast
 
     with fast.backend(backend), torch.autograd.set_multithreading_enabled(False):
@@ -135,7 +123,7 @@ def _in_order() -> Iterator[None]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """`torch.use_deterministic_algorithms(True)`, without its filling of new memory with NaN, which is for debugging."""
+    """Use deterministic algorithms, without filling new memory with NaN."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
@@ -200,7 +188,7 @@ def _varlen(shape: Shape, device: torch.device) -> Attend:
 
 
 def _cu_seqlens(shape: Shape, device: torch.device) -> tuple[Tensor, int]:
-    """Return cu_seqlens (int32) of the documents of all b sequences, one after another, and the longest document."""
+    """Return cu_seqlens (int32) of the documents of all sequences, and the longest document."""
     own = packed(shape.n, shape.mask_name)
     if own is None:
         raise ValueError(f"mask {shape.mask_name!r} has no documents")
@@ -252,7 +240,6 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
 # ---------------------------------------------------------------------- flash-attn-4
 @functools.cache
 def _flash4_module() -> tuple[Any, str]:
-    """The module, and its version; or None, and why it is not there."""
     try:
         module = importlib.import_module("flash_attn.cute")
     except ModuleNotFoundError as error:

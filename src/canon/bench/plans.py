@@ -1,12 +1,7 @@
-"""`canon bench plans`: how well packs are balanced, how little moves, and how long planning takes. Needs no GPU.
+"""`canon bench plans`: measure balance, volume and time of dispatch plans, without a GPU.
 
-    canon bench plans                              packs of the published lengths, 8192 tokens a rank, 8 to 64 ranks;
-                                                   and one pack of ten million tokens on 1024 ranks
-    canon bench plans --ranks 8 --packs 100
-
-Each pack (`canon.bench.packs`) is planned by `canon.fast.dispatch` on one thread, with an empty cache, and reported by
-`plan_report`. Balance is the largest area over max(mean, largest chunk). Volume is the part of an all-gather that moves. Four
-other sequences follow: one causal document, a window of 1024, and 1000 documents, equal ones and cut at random.
+Each pack is planned on one thread with an empty cache. Balance is the largest area over max(mean, largest chunk). Volume is
+the part of an all-gather that moves.
 """
 
 import argparse
@@ -36,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plans(options: argparse.Namespace) -> list[dict]:
-    """A row per number of ranks and kind of sequence, with each pack's balance, volume, worst receive and milliseconds."""
+    """Return a row per number of ranks and kind of sequence."""
     rows = []
     for ranks in options.ranks or [8, 16, 32, 64]:
         tokens = TOKENS * ranks

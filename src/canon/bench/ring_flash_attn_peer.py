@@ -1,8 +1,7 @@
-"""ring-flash-attn's zigzag ring as a contender of `canon bench schedules`, over the kernels that are installed.
+"""Run ring-flash-attn's zigzag ring over the kernels that are installed.
 
-ring-flash-attn 0.1.8 calls two private functions of FlashAttention 2. Where that is not installed, a module with the same two
-functions calls flash-attn-4's kernels instead. Its Hugging Face adapters import names that transformers 5 does not have, so an
-empty module replaces them.
+ring-flash-attn 0.1.8 calls two private functions of FlashAttention 2. Without it, a module with these functions calls
+flash-attn-4. An empty module replaces its Hugging Face adapters, which import names that transformers 5 lacks.
 
 Sources: zhuzilin/ring-flash-attention 0.1.8, zigzag_ring_flash_attn.py; flash-attn-4, flash_attn/cute/interface.py.
 """
@@ -19,7 +18,7 @@ NAME = "ring-flash-attn zigzag"
 
 
 def zigzag_function() -> Callable[..., Any] | None:
-    """Return zigzag attention as a function of q, k, v and ``return_lse``, or None where ring-flash-attn is not installed."""
+    """Return zigzag attention, or None where ring-flash-attn is not installed."""
     try:
         _provide_kernels()
         sys.modules.setdefault("ring_flash_attn.adapters", _adapters())
@@ -35,7 +34,6 @@ def zigzag_function() -> Callable[..., Any] | None:
 
 
 def _provide_kernels() -> None:
-    """Define `flash_attn.flash_attn_interface` over flash-attn-4, unless FlashAttention 2 has it. Raises ImportError."""
     try:
         importlib.import_module("flash_attn.flash_attn_interface")
         return

@@ -1,16 +1,11 @@
 """Convert milliseconds to TFLOP/s, shares of a roofline, ratios to peers, and two verdicts.
 
-    operations   forward 4 h d area of each sequence, backward 2.5 times that: visible cells alone, whatever a kernel does
-    roofline     min(product, copy x intensity): TFLOP/s that no kernel can pass, if it is bound by the products or by
-                 the bytes that must move; both ceilings are measured in the same run (`canon.bench.timing.ceilings`)
-    intensity    operations / compulsory bytes: every input read once, every output written once
-                     forward     read q k v, write out and lse
-                     backward    read q k v out dout and lse, write dq dk dv
-    to peer      TFLOP/s / that of the fastest contender that is not Canon's, on this shape, in this run
+    operations   forward 4 h d area of each sequence, backward 2.5 times that: visible cells alone
+    roofline     min(product, copy x intensity), both measured in the same run
+    intensity    operations / bytes, with every input read once and every output written once
+    to peer      TFLOP/s over that of the fastest peer on this shape in this run
 
-Rows are those of `canon.bench.kernels.measure`; nothing here measures.
-
-Source of the roofline: Williams, Waterman, Patterson, Roofline (2009).
+Source: Williams, Waterman, Patterson, Roofline (2009).
 """
 
 import statistics
@@ -37,7 +32,7 @@ def roofline(shape: Shape, itemsize: int, name: str, ceilings: dict[str, float])
 
 
 def add_speeds(rows: list[dict], shape: Shape, itemsize: int, ceilings: dict[str, float]) -> None:
-    """Adds to rows of one shape, for each pass that was timed: _tflops, _roofline (the share of it) and _to_peer."""
+    """Add _tflops, _roofline (the share of it) and _to_peer of each timed pass to the rows of one shape."""
     for name, factor in PASSES.items():
         best = roofline(shape, itemsize, name, ceilings)
         timed = [row for row in rows if row.get(f"{name}_ms")]
@@ -50,7 +45,7 @@ def add_speeds(rows: list[dict], shape: Shape, itemsize: int, ceilings: dict[str
 
 
 def auto_verdicts(rows: list[dict]) -> list[dict]:
-    """For each shape and pass: the fastest of Canon's methods, the time of "canon auto" over its, and whether that is close."""
+    """Return, for each shape and pass, the fastest method, the time of "canon auto" over it, and whether that is close."""
     verdicts = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
         for name in PASSES:
@@ -71,7 +66,7 @@ def auto_verdicts(rows: list[dict]) -> list[dict]:
 
 
 def partial_costs(partial: list[dict], full: list[dict]) -> list[dict]:
-    """For each contender in both and each pass: full TFLOP/s over partial TFLOP/s - 1, and whether that is little enough."""
+    """Return, for each contender and pass, full TFLOP/s over partial TFLOP/s - 1, and whether that is little enough."""
     costs = []
     others = {row["contender"]: row for row in full}
     for row in partial:

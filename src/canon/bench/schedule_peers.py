@@ -1,14 +1,7 @@
-"""The contenders of `canon bench schedules`: Canon's schedules, torch's own context parallel, and ring-flash-attn.
+"""List the contenders of `canon bench schedules`: Canon's, torch's context parallel, and ring-flash-attn.
 
-    ring, strided, magi                   every layout, stride and number of stages of `canon.fast`, keys kept or not;
-                                          "rank invariant": with ``rank_invariant=True``
-    torch BACKEND ROTATION                `torch.distributed.tensor.experimental.context_parallel` over SDPA: causal,
-                                          load balanced (head and tail pieces: the zigzag layout), keys by one all-gather
-                                          or round a ring of all-to-alls
-    ring-flash-attn zigzag                zhuzilin/ring-flash-attention over flash-attn-4 (`ring_flash_attn_peer`)
-
-torch's context parallel replaces SDPA while a context is open, in the backward pass too: ``around`` opens it, and is not timed.
-Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
+torch's context parallel replaces SDPA while a context is open, in the backward pass too: ``around`` opens it, and is not
+timed. Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
 """
 
 from collections.abc import Callable, Iterator
@@ -28,10 +21,7 @@ from canon.masks.layout import Layout
 
 @dataclass(frozen=True)
 class Schedule:
-    """A name, the layout of its tokens, and a function of this rank's q, k, v that takes ``return_lse``, as `attention`.
-
-    ``around`` opens what both passes must run in. A peer may have no lse.
-    """
+    """A function of this rank's q, k, v and ``return_lse``. ``around`` opens what both passes must run in."""
 
     name: str
     layout: Layout
@@ -41,7 +31,7 @@ class Schedule:
 
 
 def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
-    """Canon's schedules, filtered by a part of the name."""
+    """Return Canon's schedules, filtered by a part of the name."""
     from canon import fast
 
     n, mask = shape.n, shape.mask
@@ -69,7 +59,6 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
 
 
 def _rank_invariant(shape: Shape, ranks: int) -> list[Schedule]:
-    """Return the schedules whose results have the bits of one rank."""
     from canon import fast
 
     mask, zigzag = shape.mask, Layout.zigzag(shape.n, ranks, multiple_of=128)
@@ -83,7 +72,7 @@ def _rank_invariant(shape: Shape, ranks: int) -> list[Schedule]:
 
 
 def peer_schedules(shape: Shape, ranks: int, only: str, device: str) -> list[Schedule]:
-    """The peers that can compute the shape and are installed, filtered by a part of the name."""
+    """Return the installed peers for the shape, filtered by a part of the name."""
     if shape.mask_name != "causal" or shape.n % (2 * ranks) or ranks == 1:
         return []
     layout = Layout.zigzag(shape.n, ranks)
@@ -115,7 +104,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, backend: str, grouped: bool, retur
 
 @contextmanager
 def _context_parallel(rotation: str, device: str) -> Iterator[None]:
-    """SDPA over all ranks. The context shards a tensor of its own, of the least length that it balances; ours are shards."""
+    """Replace SDPA. The context shards an unused tensor of the least length that it balances."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method

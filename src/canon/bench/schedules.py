@@ -1,22 +1,15 @@
 """`canon bench schedules`: time every schedule of `canon.fast` and torch's context parallel on several GPUs.
 
-    canon bench schedules                                            all GPUs, causal, 32K and 128K tokens
-    canon bench schedules --shape 1,65536,64,8,128,documents:2048 --only magi
-    canon bench schedules --ranks 4 --only "strided|one GPU"
-
-A rank is a process with a GPU. First each schedule must agree with float64 on a short sequence, in out, lse and gradients.
-Then rounds alternate between the schedules. All times are those of the slowest rank:
+First each schedule must agree with float64 on a short sequence. Then rounds alternate between the schedules. All times are
+those of the slowest rank:
 
     wall, host    eager calls back to back, without a head start
-    graph         wall time of a replayed CUDA graph of both passes; if the capture fails, the record has the reason
+    graph         wall time of a replayed CUDA graph of both passes
     GPU           between events; the GPUs wait until the launches are queued, and then for one another
     exposed       the part of both passes in which only NCCL or copies run, by the profiler
 
-TFLOP/s per GPU count visible cells: 4 h d area / ranks forward, 3.5 times that for both passes. "one GPU" is `attention` of
-the whole sequence on each GPU alone, where it fits.
-
-torch's context parallel runs afterwards, in processes and under a time limit of its own, so its failures end nothing else.
-A schedule that raises on one rank is left out on all.
+TFLOP/s per GPU count visible cells: 4 h d area / ranks forward, 3.5 times that for both passes. Peers run in processes of
+their own, so their failures end nothing else. A schedule that raises on one rank is left out on all.
 """
 
 import argparse
@@ -56,7 +49,7 @@ AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results 
 # ---------------------------------------------------------------------- on every rank
 @dataclass(frozen=True)
 class Bench:
-    """A picklable program for every rank: returns a row per shape and schedule, the same on all ranks."""
+    """A picklable program for every rank. It returns a row per shape and schedule, the same on all ranks."""
 
     shapes: tuple[Shape, ...]
     dtype: torch.dtype
@@ -81,13 +74,11 @@ class Bench:
 def measure(
     shape: Shape, dtype: torch.dtype, device: torch.device, only: str, rounds: int, *, peers: bool = False, group=None
 ) -> list[dict]:
-    """A row per schedule: agreement, and the milliseconds of forward and of both passes, and of their launches, on the
-    slowest rank.
-
-    ``group`` is for words between the ranks about how it went: one that still works when a GPU's communicator does not.
+    """Return a row per schedule: agreement, and milliseconds of the slowest rank. ``group`` works even if a GPU's communicator
+    does not.
     """
     ranks, short = dist.get_world_size(), _shorter(shape)
-    way = "torch" if peers else _transport(device)
+    way = "torch" if peers else dist.get_backend()
     listed = partial(peer_schedules, device=device.type) if peers else schedules
     verdicts = {
         each.name: _tried(each, partial(_agrees, each, short, dtype, device), group)
@@ -127,7 +118,6 @@ def measure(
 def _eager(
     row: dict, name: str, each: Schedule, run: Callable, expected: float, rounds: int, device: torch.device
 ) -> None:
-    """Add wall and host milliseconds of calls back to back, those of the slowest rank. ``expected``: of one call."""
     wall, host = row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = [], []
     calls = max(2, min(30, round(EAGER_SPAN / expected)))  # the same on all ranks
     for _ in range(rounds):
@@ -139,10 +129,7 @@ def _eager(
 
 
 def _replay(row: dict, each: Schedule, inputs: list[Tensor], rounds: int, device: torch.device, group) -> None:
-    """Add wall and host milliseconds of a replayed graph of both passes, or the reason why there is none; alike on all ranks.
-
-    The graph is freed on return: the memory pools of all schedules together may exceed a GPU.
-    """
+    """Time a replayed graph, then free it: the pools of all schedules together may exceed a GPU."""
     made = _tried(each, lambda: {"passes": captured(each.attend, *inputs)}, group)
     if "failed" not in made:  # on any rank: a replay sends messages
         made |= _tried(each, made["passes"].check, group)
@@ -150,12 +137,6 @@ def _replay(row: dict, each: Schedule, inputs: list[Tensor], rounds: int, device
         row["graph_failed"] = made["failed"]
         return
     _eager(row, "graph", each, made["passes"].graph.replay, statistics.median(row["both_wall_ms"]), rounds, device)
-
-
-def _transport(device: torch.device) -> str:
-    from canon.fast.transport import transport_report
-
-    return transport_report(device)
 
 
 def _alone(shape: Shape, only: str) -> list[Schedule]:
@@ -191,7 +172,6 @@ def _shards(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devi
 
 
 def _agrees(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The judge's verdict on one key head and its queries."""
     q, k, v, dout = _shards(each, shape, dtype, device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = each.attend(*leaves, return_lse=True)
@@ -208,7 +188,6 @@ def _agrees(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devi
 
 
 def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Both passes, to be run again and again, and the time that is exposed."""
     q, k, v, dout = _shards(each, shape, dtype, device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -226,7 +205,6 @@ def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devic
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Milliseconds between events, all ranks having started together and launches being ahead; and of the launches."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     meet(device)
     first.record()
@@ -245,7 +223,7 @@ def _slowest(milliseconds: float, device: torch.device) -> float:
 
 
 def _exposed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds of a run in which only NCCL or copies ran, launches queued ahead; the longest rank's."""
+    """Return the milliseconds of a run in which only NCCL or copies ran, on the slowest rank."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
@@ -262,7 +240,7 @@ def _exposed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def meet(device: torch.device) -> None:
-    """All GPUs wait until launches are ahead, and then for one another: their clocks differ."""
+    """Let all GPUs wait until launches are queued, and then for one another: their clocks differ."""
     dist.barrier()
     torch.cuda.synchronize(device)
     torch.cuda._sleep(AHEAD)
@@ -270,7 +248,7 @@ def meet(device: torch.device) -> None:
 
 
 def uncovered(ran: list[tuple[float, float, str]]) -> float:
-    """Return how long only NCCL or copies ran after the GPUs had met. ``ran``: (start, end, name) of each activity."""
+    """Return how long only NCCL or copies ran after `meet`. ``ran``: (start, end, name) of each activity."""
     waited = max((end for _, end, name in ran if "spin_kernel" in name), default=0.0)
     met = min((end for start, end, name in ran if "nccl" in name.lower() and start >= waited), default=0.0)
     spans = sorted(span for span in ran if span[0] >= max(waited, met))
@@ -284,7 +262,7 @@ def uncovered(ran: list[tuple[float, float, str]]) -> float:
 
 # ---------------------------------------------------------------------- the command
 def program(options: argparse.Namespace) -> Bench:
-    """Return the program of ``canon bench schedules``. Raises ValueError if a shape is wrong or there are too few GPUs."""
+    """Return the program of the command. Raises ValueError if a shape is wrong or there are too few GPUs."""
     shapes = shapes_of(options.shape or [], options.mask or [], SHAPES)
     if any(shape.keys != shape.n for shape in shapes):
         raise ValueError("schedules needs as many keys as queries: full, not full:KEYS")
@@ -294,7 +272,7 @@ def program(options: argparse.Namespace) -> Bench:
 
 
 def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:
-    """Yield the rows of Canon's schedules, then those of torch's context parallel, or one row with its failure."""
+    """Yield the rows of Canon's schedules, then those of the peers, or one row with their failure."""
     yield process_groups.gpus(made, ranks, timeout=LIMIT)[0]
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if any(peer_schedules(shape, ranks, made.only, made.device) for shape in made.shapes):

@@ -1,11 +1,10 @@
-"""Shapes of the benches: sizes and a mask, read from text, and the named sets of `canon bench kernels`.
+"""Read shapes of the benches from text: sizes and a mask.
 
 1,16384,32,8,128,causal             b sequences of n tokens, h query heads, g key heads, d wide; the mask
 1,65536,64,8,128,documents:4096     packed documents of 4096 tokens on average, causal inside
 2,1024,8,1,256,prefix:768           the first 768 tokens see each other, the rest is causal
-1,1000,8,1,256,blocks:600+300+100   blocks of 600, 300 and 100 tokens; a token sees its block and those before it
-1,32768,64,8,128,pack:0             packed documents of the lengths that MagiAttention publishes: the first of these packs
-1,16384,32,8,128                    its mask comes from elsewhere (``--mask``)
+1,1000,8,1,256,blocks:600+300+100   a token sees its block and those before it
+1,32768,64,8,128,pack:0             packed documents of the lengths that MagiAttention publishes (`packs`)
 """
 
 from collections.abc import Sequence
@@ -58,23 +57,21 @@ class Shape:
 
     @property
     def keys(self) -> int:
-        """Keys of each sequence: n; KEYS with the mask "full:KEYS"."""
         return self.mask.keys
 
     @property
     def operations(self) -> float:
-        """Of the forward pass: two products over the visible cells."""
+        """FLOPs of the forward pass on visible cells."""
         return 4.0 * self.b * self.h * self.d * self.mask.area
 
     def inputs(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """q, k, v and dout, normally distributed, the same in every process with such a device."""
         draw = torch.Generator(device).manual_seed(0)
         sizes = [(self.n, self.h), (self.keys, self.g), (self.keys, self.g), (self.n, self.h)]
         return [torch.randn(self.b, *x, self.d, generator=draw, dtype=dtype, device=device) for x in sizes]
 
 
 def documents(n: int, mean: int, seed: int = 0) -> list[int]:
-    """cu_seqlens of n tokens in documents of exponentially distributed lengths, the same on every machine."""
+    """Return cu_seqlens of n tokens in documents of exponentially distributed lengths, the same on every machine."""
     draw = torch.Generator().manual_seed(seed)
     lengths = (-torch.log(torch.rand(4 * n // mean + 16, generator=draw, dtype=torch.float64)) * mean).long() + 1
     ends = [0, *lengths.cumsum(0).tolist()]
@@ -82,7 +79,7 @@ def documents(n: int, mean: int, seed: int = 0) -> list[int]:
 
 
 def packed(n: int, name: str) -> list[int] | None:
-    """Return the cu_seqlens of ``documents:MEAN`` and ``pack:NUMBER``, and None for a mask of another kind."""
+    """Return the cu_seqlens of ``documents:MEAN`` and ``pack:NUMBER``, and None for another mask."""
     kind, _, number = name.partition(":")
     if kind == "documents" and number.isdigit() and int(number):
         return documents(n, int(number))
@@ -92,7 +89,7 @@ def packed(n: int, name: str) -> list[int] | None:
 
 
 def blocks(n: int, name: str) -> list[int] | None:
-    """Return the block of each of n tokens for ``blocks:A+B``, and None for another mask or another sum of lengths."""
+    """Return the block of each of n tokens for ``blocks:A+B``, and None for another mask or sum of lengths."""
     kind, _, text = name.partition(":")
     lengths = text.split("+")
     if kind != "blocks" or not all(x.isdigit() for x in lengths) or sum(map(int, lengths)) != n:
@@ -101,7 +98,7 @@ def blocks(n: int, name: str) -> list[int] | None:
 
 
 def mask_of(n: int, name: str) -> Mask:
-    """The mask of n queries that ``name`` names: one of `MASKS`. Raises ValueError."""
+    """Return the mask of n queries with one of the names in `MASKS`. Raises ValueError."""
     kind, _, number = name.partition(":")
     if kind == "causal" and not number:
         return Mask.causal(n)
@@ -120,7 +117,7 @@ def mask_of(n: int, name: str) -> Mask:
 
 
 def shape_of(text: str, mask_name: str | None = None) -> Shape:
-    """``"b,n,h,g,d,mask"``, or ``"b,n,h,g,d"`` and the name of a mask. Raises ValueError."""
+    """Return the shape ``"b,n,h,g,d,mask"``, or ``"b,n,h,g,d"`` with a mask's name. Raises ValueError."""
     words = [word.strip() for word in text.split(",")]
     numbers, own = words[:5], ",".join(words[5:])
     if len(numbers) != 5 or not all(x.isdigit() and int(x) for x in numbers) or int(numbers[2]) % int(numbers[3]):
@@ -134,9 +131,8 @@ def shape_of(text: str, mask_name: str | None = None) -> Shape:
 
 
 def shapes_of(texts: Sequence[str], masks: Sequence[str], defaults: Sequence[str]) -> list[Shape]:
-    """Every text that names a mask, and every other with each of ``masks`` ("causal" if there are none).
-
-    Without texts the ``defaults``; with masks only, their sizes under each of these. Raises ValueError.
+    """Return each text with its mask, or with each of ``masks`` (default causal). Without texts, use ``defaults``. Raises
+    ValueError.
     """
     if not texts:
         texts = list(dict.fromkeys(bare(text) for text in defaults)) if masks else defaults
@@ -146,24 +142,24 @@ def shapes_of(texts: Sequence[str], masks: Sequence[str], defaults: Sequence[str
 
 
 def bare(text: str) -> str:
-    """The text of a shape without its mask."""
+    """Return the text of a shape without its mask."""
     return ",".join(text.split(",")[:5])
 
 
 def sweep(widths: Sequence[int]) -> list[Shape]:
-    """Causal sequences of 512 to 131072 tokens at constant tokens and constant h * d, for each width."""
+    """Return causal shapes of 512 to 131072 tokens at constant tokens and constant h * d, for each width."""
     lengths = [512 << i for i in range(9)]
     heads = {d: max(1, SWEEP_WIDTH // d) for d in widths}
     return [shape_of(f"{SWEEP_TOKENS // n},{n},{heads[d]},{heads[d]},{d},causal") for d in widths for n in lengths]
 
 
 def asked_for(name: str, only: str) -> bool:
-    """Whether a contender's name holds one of the texts of ``--only``, which are set apart by "|"."""
+    """Return whether a name has one of the texts of ``--only``, separated by "|"."""
     return any(part in name for part in only.split("|"))
 
 
 def auto() -> list[Shape]:
-    """The shapes of `AUTO`: causal, four query heads to a key head, 128 wide."""
+    """Return the shapes of `AUTO`: causal, four query heads to a key head, 128 wide."""
     found = []
     for lines, n in AUTO:
         h = min(32, lines)

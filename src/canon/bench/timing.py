@@ -1,9 +1,4 @@
-"""Two clocks for GPU work, and the ceilings of a device.
-
-GPU time     between events, launches queued ahead: what the kernels take
-wall time    eager calls back to back: what a user waits for, host included
-ceilings     a large matrix product and a large copy, measured in the same run
-"""
+"""Measure GPU time (between events, launches queued ahead), wall time (eager calls, host included) and ceilings."""
 
 import random
 import statistics
@@ -41,10 +36,8 @@ def milliseconds(run: Run, times: int = 10, *, warm: int = 2) -> list[float]:
 
 
 def take_turns(runs: list[tuple[Run, list[float]]], rounds: int) -> None:
-    """Append the milliseconds of each run to its list, in rounds of random order.
-
-    A clock that drifts then drifts for all. A GPU is faster after a slow kernel, which lets it cool, so the order changes.
-    A round runs a short run once to warm up and then three times, a long run once.
+    """Append the milliseconds of each run to its list, in rounds of random order: a drifting clock drifts for all, and
+    a GPU is faster after a slow kernel.
     """
     order = [(run, times, milliseconds(run, 1, warm=1)[0]) for run, times in runs]
     shuffled = random.Random(0)
@@ -56,7 +49,7 @@ def take_turns(runs: list[tuple[Run, list[float]]], rounds: int) -> None:
 
 @dataclass
 class Eager:
-    """Times of eager calls back to back, in milliseconds a call, one entry per round: host and device together, and host."""
+    """Milliseconds of an eager call: wall time and host time, one entry per round."""
 
     run: Run
     wall_ms: list[float] = field(default_factory=list)
@@ -64,7 +57,7 @@ class Eager:
 
     @classmethod
     def listed(cls, row: dict, name: str, run: Run) -> "Eager":
-        """Return calls to time. Their lists are also in the row, as NAME_wall_ms and NAME_host_ms."""
+        """Return calls to time, with their lists in the row, as NAME_wall_ms and NAME_host_ms."""
         made = cls(run)
         row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = made.wall_ms, made.host_ms
         return made
@@ -79,10 +72,8 @@ def clocks(row: dict, name: str) -> str:
 
 
 def eager(run: Run, calls: int, device: torch.device) -> tuple[float, float]:
-    """Return (wall, host) milliseconds of a call, averaged over ``calls`` back to back, as a training loop makes them.
-
-    Wall time ends when the device has finished. Host time ends when the last call has returned; where the device is slower,
-    its queue can fill up, and the host then waits for it.
+    """Return (wall, host) milliseconds of a call, averaged over ``calls`` back to back. Host time ends when the last call has
+    returned; if the queue of the device is full, the host waits for it.
     """
     synchronize(device)
     start = time.perf_counter()
@@ -111,7 +102,7 @@ def eager_rounds(runs: Sequence[Eager], rounds: int, device: torch.device) -> No
 
 
 def peak_mb(run: Run, device: torch.device) -> float | None:
-    """Return the most memory, in MB of 10^6 bytes, that a run holds beyond the memory held before it; None without a GPU."""
+    """Return the most memory (10^6 bytes) that a run holds beyond what was held before; None without a GPU."""
     if device.type != "cuda":
         return None
     before = torch.cuda.memory_allocated(device)
@@ -132,7 +123,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def ceilings(dtype: torch.dtype, device: torch.device, size: int = MATMUL, copied: int = COPIED) -> dict[str, float]:
-    """TFLOP/s of a square product of ``size`` in this dtype and TB/s of a copy on the device, read and written: medians."""
+    """Return medians: TFLOP/s of a square product, and TB/s of a copy, read and written."""
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     product = torch.empty_like(a)
     source = torch.zeros(copied, dtype=torch.uint8, device=device)

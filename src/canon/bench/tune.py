@@ -1,15 +1,14 @@
-"""`canon bench tune`: which tile sizes are fastest on this GPU, kernel by kernel.
+"""`canon bench tune`: measure kernels with many tile sizes on this GPU.
 
-    canon bench tune --shape 1,16384,32,8,128,causal --shape 1,16384,32,8,128,documents:1024
     canon bench tune --only dkdv --config 128,64,8,2 --config 64,64,4,3,tma,partial_columns=32
     canon bench tune --backend gluon --only forward --config 128,128,3,1,ping_pong
 
-A candidate is the first numbers of a configuration of the backend, then any of its other fields by name: rows, columns,
-warps, stages in `canon.fast.kernels.triton.config`; rows, columns, stages, buffers in `canon.fast.kernels.gluon.config`.
-Without any, a grid around the table is tried. Each result must be what the table's own configuration gives before it is timed.
-TFLOP/s count the products a kernel makes on visible cells: forward 2, dq 3, dkdv 4, fused 5, each 2 h d area.
+A candidate is the first numbers of a configuration of the backend, then any of its other fields by name. Without
+candidates, a grid around the table is tried. Results must be those of the table's own configuration. TFLOP/s count the MMAs
+of a kernel on visible cells: forward 2, dq 3, dkdv 4, fused 5, each 2 h d area.
 """
 
+import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -72,7 +71,6 @@ def _portable_table(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, 
 
 
 def _portable_grid(kernel: str, _: Config, __: Shape) -> list[Config]:
-    """Return the configurations to try. Those that do not fit fail, and those that spill are slow."""
     found: list[Config] = []
     for rows, columns, stages, tma in product((64, 128), (32, 64, 128), (1, 2, 3), (False, True)):
         if rows * columns * (2 if kernel == "forward" else 1) >= 64 * 64 and rows * columns <= 128 * 128:
@@ -87,10 +85,7 @@ def _hopper_table(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sh
 
 
 def _hopper_grid(kernel: str, table: Config, shape: Shape) -> list[Config]:
-    """Columns and the depth of rings; in "forward" also ping-pong scheduling, a stale maximum, and a third warpgroup.
-
-    A thread has half a register for each column of scores, and of out; three warpgroups have 160 registers a thread.
-    """
+    """Three warpgroups have 160 registers a thread; a thread has half a register for each column of scores, and of out."""
     assert isinstance(table, hopper_config.Config)
     forward = kernel == "forward"
     flags = (False, True) if forward else (False,)
@@ -124,6 +119,13 @@ BACKENDS = {
 }
 
 
+def candidates(options: argparse.Namespace) -> list[Config]:
+    """Return the configurations of --config. Raises ValueError."""
+    if options.backend not in BACKENDS:
+        raise ValueError(f"tune has the backends {' and '.join(BACKENDS)}, not {options.backend}")
+    return [config_of(text, options.backend) for text in options.config]
+
+
 def tune(
     shape: Shape,
     dtype: torch.dtype,
@@ -132,7 +134,7 @@ def tune(
     candidates: list[Config],
     backend: str = "triton",
 ) -> list[dict]:
-    """A row per kernel and configuration, the table's own first: milliseconds of each run, or why it failed."""
+    """Return a row per kernel and configuration, the table's own first: milliseconds of each run, or why it failed."""
     q, k, v, dout = shape.inputs(dtype, device)
     kernels, rows = BACKENDS[backend], []
     for kernel, (call, results) in _kernels(kernels.launch, q, k, v, dout, shape).items():
@@ -163,7 +165,6 @@ def tune(
 def _kernels(
     launch: ModuleType, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape
 ) -> dict[str, tuple[Callable[[], None], list[Tensor]]]:
-    """Return each kernel's launch and its results."""
     mask, scale = shape.mask, shape.d**-0.5
     out, lse = torch.empty_like(q), torch.empty(shape.b, shape.h, shape.n, device=q.device)
     launch.forward(q, k, v, mask, scale, out, lse)
@@ -184,7 +185,7 @@ def _kernels(
 
 
 def _agree(call: Callable[[], None], results: list[Tensor], expected: list[Tensor]) -> None:
-    """Raise ValueError if a configuration gives something else than the first one did, beyond roundings."""
+    """Raise ValueError if a configuration differs from the first one by more than roundings."""
     for x in results:
         x.fill_(torch.nan)
     call()

@@ -1,8 +1,4 @@
-"""Call the functions of a module for a case: its shards, its options, forward and backward.
-
-call               the results of this rank, of `canon.reference`'s functions or those of another module
-on_one_rank        the case that computes the same on one rank, with the same bits
-"""
+"""Call a function of a module for a case: its shards, its options, both passes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,13 +35,12 @@ def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Resul
 
 
 def on_one_rank(case: Case) -> Case:
-    """Return the case of `attention` that has the bits of ``case``, which has the option rank_invariant."""
+    """Return the case of `attention` that has the bits of the rank-invariant ``case``."""
     options = tuple((name, value) for name, value in case.options if name in ("sink", "rank_invariant"))
     return replace(case, function="attention", layout=None, options=options)
 
 
 def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Results:
-    """Call a differentiable function, forward and backward."""
     forward = case.used.startswith("forward")
     leaves = [t.detach().requires_grad_(not forward) for t in (q, k, v)]
     if case.variant == "plain":  # the mask is causal: None means the same
@@ -69,7 +64,6 @@ def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Results:
 
 
 def _options(case: Case) -> dict[str, Any]:
-    """Return the options of a case, with the dtype instead of its name."""
     options = dict(case.options)
     return options | {name: DTYPES[options[name]] for name in ("reduce_dtype",) if name in options}
 
@@ -91,7 +85,6 @@ def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Results:
 
 
 def _decode(module, case, q, k, v, dout, dlse, x, layout) -> Results:
-    """Return attention of all queries over the keys of all ranks; this rank has those of ``layout``."""
     of_rank = lambda mask: _of_rank(mask, layout, dist.get_rank())
     if case.variant == "plain":  # every query sees every key: None means the same
         return Attended(module.decode_attention(q, k, v))
@@ -103,12 +96,10 @@ def _decode(module, case, q, k, v, dout, dlse, x, layout) -> Results:
 
 
 def _of_rank(mask: Mask, layout: Layout, rank: int) -> Mask:
-    """Return the columns of the mask that are the keys of a rank, in its order."""
     return mask_between(mask, (range(mask.queries),), layout.ranges_per_rank[rank])
 
 
 def _prepare(module, case, q, k, v, dout, dlse, x, layout) -> Results:
-    """Make the plans of a call, load them, and return the results of this call."""
     batch = q.shape[0] if q.dim() == 4 else 1
     shape = dict(batch=batch, heads=case.shape.heads, widths=case.shape.widths, dtype=q.dtype, device=q.device)
     plans = module.prepare(case.variant, x.mask, layout, rank=dist.get_rank(), **shape)
@@ -117,7 +108,7 @@ def _prepare(module, case, q, k, v, dout, dlse, x, layout) -> Results:
 
 
 def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Results:
-    """Merge two parts of the keys, one third and two thirds, that the reference computed in float32 (or float64)."""
+    """Merge two parts of the keys, one third and two thirds, that the reference computed."""
     middle, n = x.mask.keys // 3, x.mask.keys
     parts: list[Tensor] = []
     for keys in (range(0, middle), range(middle, n)):

@@ -1,12 +1,10 @@
-"""Run cases on all ranks of a process group: every rank runs the module and the reference, and rank 0 judges.
+"""Run cases on all ranks of a process group.
 
-    each rank   inputs of the case -> its shards -> module, twice or more; reference, once -> gather
-    rank 0      gathered results -> judge -> one line of JSON into ``sink``
+    each rank   inputs -> shards -> module, twice or more; reference, once -> gather
+    rank 0      gathered results -> judge -> one line of JSON into ``sink``, as soon as the case is done
 
-In cases without attention (`exchanges`), every rank judges its own results, and rank 0 gathers the verdicts.
-
-Rank 0 writes a line as soon as a case is done. The reader of ``sink`` shows the progress, and finds the finished cases
-after a failure. An exception of the module ends all ranks, because the other ranks may be waiting inside the module.
+In cases without attention (`exchanges`) every rank judges its own results. An exception of the module ends all ranks, because
+the others may be waiting inside the module.
 """
 
 import json
@@ -38,21 +36,15 @@ _inputs_lock = threading.Lock()  # ranks that are threads share one cached set o
 class Source(Protocol):
     """Inputs and expected results of the cases."""
 
-    def mask(self, case: Case) -> Masks:
-        """Return the mask over the whole sequence, or one for each sequence."""
-        ...
+    def mask(self, case: Case) -> Masks: ...
 
-    def inputs(self, case: Case, device: str) -> Inputs:
-        """Return the tensors of the whole sequence, equal on every rank."""
-        ...
+    def inputs(self, case: Case, device: str) -> Inputs: ...
 
-    def expected(self, case: Case, layout: Layout, device: str) -> Expected:
-        """Return the expected results."""
-        ...
+    def expected(self, case: Case, layout: Layout, device: str) -> Expected: ...
 
 
 class CaseFailed(Exception):
-    """``CaseFailed(name, text)``: the name of a case that raised, and its exception as text."""
+    """The name of a case that raised, and its exception as text."""
 
     def __str__(self) -> str:
         return self.args[1]
@@ -106,7 +98,6 @@ class CaseRunner:
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
-        """Use ``backend`` within the block. On a CPU, Gluon kernels run in the simulator."""
         if self.backend is None:
             yield
             return
@@ -137,7 +128,6 @@ def _run(module: Any, case: Case, source: Source, device: str, runs: int) -> dic
 
 
 def _run_attention(module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs) -> dict[str, Any]:
-    """Gather the results of all ranks on rank 0, and return its verdict; other ranks return {}."""
     rank = dist.get_rank()
     program = lambda half: call(half, case, x, layout, rank)
     first, unequal_runs, seconds = _repeated(program, module, case, device, runs, _different_rows)
@@ -174,7 +164,7 @@ def _run_attention(module, case: Case, source: Source, device, runs, mask, layou
 def _run_exchange(
     module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs | None
 ) -> dict[str, Any]:
-    """Judge the results of each rank there. Return the worst of each measure, and each fault with its ranks."""
+    """Judge on each rank. Return the worst of each measure, and each fault with its ranks."""
     rank = dist.get_rank()
     program = lambda half: tables(half, case, mask, layout, x, rank)
     first, unequal_runs, seconds = _repeated(program, module, case, device, runs, _different_tables)
@@ -201,7 +191,7 @@ def _run_exchange(
 def _repeated(
     program: Callable[[Any], Any], module: Any, case: Case, device: str, runs: int, compare: Callable[[Any, Any], str]
 ) -> tuple[Any, list[str], list[float]]:
-    """Return the first run's result, a line for each run with other bits, and the seconds of the first and last run."""
+    """Return the first result, a line for each run with other bits, and the seconds of the first and last run."""
     first, cold = _timed(program, module, case, device)
     unequal_runs, warm = [], cold
     for number in range(2, runs + 1):
@@ -212,7 +202,7 @@ def _repeated(
 
 
 def _different_rows(a: Results, b: Results) -> str:
-    """Return the number of different rows of each tensor as text, "" for none. A row is one head of one token."""
+    """Return the number of different rows of each tensor as text. A row is one head of one token."""
     texts = []
     for name, x, y in zip(a._fields, a, b, strict=True):
         if x is not None and y is not None:
@@ -227,14 +217,13 @@ def _different_rows(a: Results, b: Results) -> str:
 
 
 def _unequal_ranks(mine: Results) -> list[str]:
-    """Return a line for each rank with other bits than rank 0 in a result that all ranks return."""
     by_rank = _gather_objects(type(mine)(*(None if x is None else x.cpu() for x in mine)))
     differ = {number: _different_rows(by_rank[0], other) for number, other in enumerate(by_rank)}
     return [f"rank {number} has other bits than rank 0, in {where}" for number, where in differ.items() if where]
 
 
 def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list[str]:
-    """Return a line if a call with rank_invariant=True has other bits than `attention` on one rank."""
+    """Return a line if a rank-invariant call has other bits than `attention` on one rank."""
     if not (case.distributed and dict(case.options).get("rank_invariant") and hasattr(module, "attention")):
         return []
     one = call(module, on_one_rank(case), x, Layout.contiguous(x.mask.queries, 1), 0)
@@ -243,7 +232,6 @@ def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list
 
 
 def _different_tables(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
-    """Return the number of different rows of each table as text, "" for none."""
     differ = {name: len(rows_that_differ(a[name], b[name])) for name in a}
     return ", ".join(f"{rows} of {len(a[name])} rows of {name}" for name, rows in differ.items() if rows)
 
@@ -257,11 +245,10 @@ def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) ->
 
 
 def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
-    """Return a fault for each result of the wrong dtype.
+    """Return a fault for each result of the wrong dtype, or that was rounded to 16 bits on its way to float32.
 
-    Expected is the dtype of the inputs, and float32 (float64 for float64) for lse and for parts. A float32 result is a
-    fault, too, if all its numbers fit the 16-bit dtype: it was rounded too early. One exception is correct: with a dout
-    of ones, and one query that sees a key, dv is the rounded operand P itself.
+    lse and parts are float32 (float64 for float64). One exception is correct: with a dout of ones, and one query that sees
+    a key, dv is the rounded operand P itself.
     """
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
@@ -280,14 +267,12 @@ def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
 
 
 def _difference(m: Measure, first: Results, of_reference: Results, exact: Results) -> float:
-    """Return the distance from the module's result to the reference's. Each has a bound on its distance to the oracle."""
     a, b, true = (getattr(x, m.tensor).double() for x in (first, of_reference, exact))
     unseen = true == -torch.inf
     return relative(m.tensor, m.norm, (a - b).masked_fill(unseen, 0), true.masked_fill(unseen, 0))
 
 
 def _wait_for_all(case: Case, device: str) -> None:
-    """Wait until the GPU is idle and, in a distributed case, until all ranks are here."""
     if device == "cuda":
         torch.cuda.synchronize()
     if case.distributed:
@@ -295,14 +280,13 @@ def _wait_for_all(case: Case, device: str) -> None:
 
 
 def _gather_objects(mine: Any) -> list[Any]:
-    """Return the objects of all ranks, by rank."""
     objects: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(objects, mine)
     return objects
 
 
 def _assembled(part: Results, layout: Layout) -> Results:
-    """Put the shards of all ranks together, and add their parts of dsink. `Layout.unshard` is under test, so not used."""
+    """Join the shards of all ranks, and add their parts of dsink. `Layout.unshard` is under test, so it is not used."""
 
     def assemble(name: str, local: Tensor | None) -> Tensor | None:
         if local is None:

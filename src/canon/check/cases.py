@@ -1,30 +1,13 @@
-"""List the cases of `canon check`: functions, masks, layouts, dtypes and shapes. `inputs` makes their tensors.
+"""List the cases of `canon check`: functions, masks, layouts, dtypes and shapes.
 
-    function           masks                                    layouts                       methods
-    attention          all five; plain causal; sink, sequences  -                             auto
-    attention_forward  documents, block_causal, sequences; part -                             -
-    attention_backward documents, window, sequences; part       -                             split, fused, head_parallel
-    merge              documents, block_causal                  -                             -
-    decode_attention   last, of sequences; plain last full; sink contiguous, zigzag           -
-    ring_attention     all five; plain causal; sink             contiguous, zigzag, striped   auto; fused, head_parallel
-    zigzag, striped    documents, causal, block_causal; sink    their own                     auto
-    strided_attention  all five; sink                           contiguous, zigzag, striped   auto, several strides
-    magi_attention     all five; sink                           planned by dispatch, zigzag   auto, several stages
-    prepare            documents: plans of four functions       planned, zigzag, contiguous   auto
-    group_cast, reduce documents, window                        planned, zigzag, striped      one stage, two stages
-    dispatch           all five                                 -                             -
-    cast_plan, report  all five                                 all four                      stages 0 to 3
-    Layout             all but full                             all four                      shard, unshard, their gradients
+plain         no mask is passed, and no lse is returned
+part          a partial result of a schedule: delta is given, and the results are float32
+sink          a sink is passed; its gradients are added over the ranks
+sequences     a tuple with a mask for each sequence
+last          a mask with the last queries only
 
-A *plain* case passes no mask and returns no lse. A *part* is a partial result of a schedule: delta is given, and the
-results are float32. A *sink* case passes a sink, whose gradients are added over the ranks. The mask *sequences* is a tuple
-with a mask for each sequence, and *last* has the last queries only. `prepare` makes the plans of a call and loads them, and
-the results of this call are judged. Results of attention and sums have an error bound. Plans and moved tokens must be
-equal (`exchanges`). A function without a parameter ``sink`` has no sink case (`accepts`).
-
-Each mask has its own shape: grouped heads, dv != d, packed or batched, contiguous or not. The dtypes alternate over
-masks, layouts and methods. Keys that no query sees, and queries that see no key, hold NaN. `covered` names the public
-functions without a case.
+Attention and sums have an error bound. Plans and moved tokens must be equal (`exchanges`). Each mask has its own shape:
+grouped heads, dv != d, packed or batched, contiguous or not. Dtypes alternate over masks, layouts and methods.
 """
 
 import inspect
@@ -104,10 +87,7 @@ VOCABULARY = {"Band", "Mask", "Layout", "backend", "suggest_strides", "warm_up"}
 
 
 def interleaving(mask: Mask, ranks: int) -> dict[str, Any]:
-    """Return arguments of `dispatch` with fast communication, so that the chunks of the ranks interleave.
-
-    With the default rates, communication would be too expensive for a few hundred tokens: shards would be contiguous.
-    """
+    """Return arguments of `dispatch` with fast communication. Otherwise the shards of so few tokens would be contiguous."""
     return dict(chunk=max(1, mask.queries // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000)
 
 
@@ -171,16 +151,12 @@ class Case:
         return dict(self.options).get("sink", False)
 
     def layout_of(self, mask: Masks, ranks: int) -> Layout:
-        """Return the layout of the keys, and of the queries of most functions."""
         one = mask[0] if isinstance(mask, tuple) else mask
         return LAYOUTS[self.layout or "contiguous"](one, ranks if self.distributed else 1)
 
 
 def declined_by(backend: str | None, case: Case) -> str:
-    """Return why a kernel backend of `canon.fast` does not support a case, "" if it does.
-
-    Only the CUDA backend declines cases. Functions without its kernels are supported.
-    """
+    """Return why a kernel backend does not support a case, "" if it does. Only the CUDA backend declines cases."""
     if backend != "cuda" or not case.dtype or case.function in EXCHANGES | {"merge"}:
         return ""
     if case.dtype not in ("bfloat16", "float16"):
@@ -270,10 +246,7 @@ def _add_exchanges(add: Callable[..., None]) -> None:
 
 
 def accepts(module: Any, case: Case) -> bool:
-    """Return False if the case passes ``sink`` or ``rank_invariant``, and the function has no such parameter.
-
-    A case with ``rank_invariant`` is also compared with the module's `attention` on one rank, which needs it too.
-    """
+    """Return False if the case needs ``sink`` or ``rank_invariant``, and a function that it calls has no such parameter."""
     options = dict(case.options)
     passed = [(case.function, name) for name in ("sink", "rank_invariant") if options.get(name)]
     passed += [("attention", "rank_invariant")] if options.get("rank_invariant") else []
@@ -286,7 +259,7 @@ def _takes(module: Any, function: str, name: str) -> bool:
 
 
 def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function of the module; none if the module lacks it or it has no signature."""
+    """Return the parameters of a function of the module, {} if there is none."""
     try:
         return inspect.signature(getattr(module, function)).parameters
     except (AttributeError, TypeError, ValueError):
@@ -302,7 +275,7 @@ def covered(module: Any, reference: Any) -> tuple[list[str], list[str], list[str
         return {name for name in names if callable(getattr(half, name, None))} - VOCABULARY
 
     def own(half: Any) -> set[str]:
-        """Return the public names that the module or its package defines. Re-exports of other packages do not count."""
+        """Return the public names that the module or its package defines, without re-exports."""
         package = half.__name__ if half.__name__.startswith("canon.") else half.__name__.partition(".")[0]
         home = {name: str(getattr(getattr(half, name), "__module__", "")) for name in public(half)}
         return {name for name, module in home.items() if f"{module}.".startswith(f"{package}.")}

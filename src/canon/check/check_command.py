@@ -1,8 +1,6 @@
-"""Run `canon check`: compare the functions of a module with the reference, on real documents and several ranks.
+"""Run `canon check`: choose the ranks, run the cases, report.
 
-choose the ranks    one process per GPU; or threads that share one GPU; or threads on the CPU
-run the cases       `CaseRunner` on every rank; after a failure, new ranks run the remaining cases
-report              print a table and the faults, draw a picture, write a record; exit with 0 only if all cases agree
+After a failure, new ranks run the remaining cases. The exit status is 0 only if all cases agree.
 """
 
 import argparse
@@ -38,14 +36,11 @@ class _Misuse(ValueError):
 
 @dataclass(frozen=True)
 class _Placement:
-    """The number of ranks and their place."""
-
     kind: str  # "threads", "processes" or "gpus": a function of `process_groups`
     device: str  # "cpu" or "cuda"
     ranks: int
 
     def describe(self, backend: str | None) -> str:
-        """Return the line that the summary and the record show."""
         gpu = torch.cuda.get_device_name() if self.device == "cuda" else ""
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         simulated = ", simulated" * (backend == "gluon" and self.device == "cpu")
@@ -59,8 +54,6 @@ class _Placement:
 
 @dataclass(frozen=True)
 class _Check:
-    """The cases of one check, and everything that its record says about them."""
-
     cases: list[Case]
     absent: list[str]  # functions that the module lacks
     untried: list[str]  # public functions without a case
@@ -97,7 +90,6 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
 
 
 def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placement, module: Any) -> int:
-    """Check the cases of `canon.check.cases` on documents."""
     if arguments.seed is not None or arguments.first is not None:
         raise _Misuse("--seed and --first need --random N")
     device, ranks = placement.device, placement.ranks
@@ -129,7 +121,6 @@ def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placemen
 def _digest_runner(
     arguments: argparse.Namespace, module: Any, documents: Documents, placement: _Placement
 ) -> rank_digests.DigestRunner:
-    """Return the program that compares the bits of calls with rank_invariant=True. Limited modules have no such calls."""
     dtypes = arguments.dtype or _default_dtypes(placement.device, arguments.backend)
     options = placement.ranks, dtypes, placement.device == "cuda", arguments.only
     calls = [] if arguments.features else rank_digests.calls_of(module, *options)
@@ -151,7 +142,6 @@ def _digests_alone(runner: rank_digests.DigestRunner, placement: _Placement, con
 def _run_cases(
     arguments: argparse.Namespace, console: Console, placement: _Placement, check: _Check
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return the results of all cases, in order, and whether Ctrl-C interrupted them."""
     known = _known_results(arguments, check.key)
     left = tuple(case for case in check.cases if case.name not in known)
     source, interrupted = FromDocuments(check.documents), False
@@ -181,7 +171,6 @@ def _known_results(arguments: argparse.Namespace, key: str) -> dict[str, dict[st
 
 
 def _random(arguments: argparse.Namespace, console: Console, placement: _Placement, module: Any) -> int:
-    """Check random cases."""
     given = {"--documents": arguments.documents, "--tokens": arguments.tokens, "--dtype": arguments.dtype,
              "--only": arguments.only, "--list": arguments.list, "--digest": arguments.digest, "--features": arguments.features,
              "--picture": arguments.picture, "--resume": arguments.resume}  # fmt: skip
@@ -211,7 +200,6 @@ def _merge(arguments: argparse.Namespace, console: Console) -> int:
 
 # ---------------------------------------------------------------------- arguments
 def _placement(world: str, ranks: int | None) -> _Placement:
-    """Return the placement for ``--world`` and ``--ranks``."""
     gpus = process_groups.kernel_gpus()
     if ranks is not None and ranks < 1:
         raise _Misuse(f"--ranks must be at least 1, got {ranks}")
@@ -250,7 +238,6 @@ def _module(name: str) -> Any:
 def _choose_cases(
     module: Any, arguments, device: str, even: bool, digests: rank_digests.DigestRunner
 ) -> tuple[list[Case], list[str], list[str]]:
-    """Return the cases, the functions that ``module`` lacks, and its public functions without a case."""
     dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
     functions, absent, untried = covered(module, reference)
     cases = [case for case in all_cases(dtypes, device == "cuda") if case.function in functions]
@@ -278,7 +265,6 @@ def _default_dtypes(device: str, backend: str | None) -> list[str]:
 def _report(
     arguments, console: Console, check: _Check, results: list[dict[str, Any]], invariance: list[dict[str, Any]]
 ) -> int:
-    """Print the results, write the record and the picture, and return the exit status."""
     console.print(check_report.table(results, arguments.module))
     check_report.faults(results, console)
     rank_digests.show(invariance, console)
@@ -323,7 +309,6 @@ def _write_record(arguments, check: _Check, results: list[dict[str, Any]], invar
 
 
 def _command(arguments, ranks: int) -> str:
-    """Return the command without the user's paths."""
     words = ["canon check", arguments.module, f"--ranks {ranks}", f"--world {arguments.world}"]
     words += [f"--dtype {name}" for name in arguments.dtype or ()]
     words += [f"--documents {' '.join(path.name for path in arguments.documents)}"] if arguments.documents else []

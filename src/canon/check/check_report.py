@@ -58,11 +58,7 @@ def picture(results: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
 
 
 def figure(results: Sequence[dict[str, Any]], title: str):
-    """Return a figure of error / bound for every tensor of every case, on a logarithmic axis.
-
-    Cases that do not agree have red names. A cross marks a wrong case without an error above its bound.
-    Raises ModuleNotFoundError without matplotlib.
-    """
+    """Return a figure of error / bound. A cross marks a wrong case without an error above its bound. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

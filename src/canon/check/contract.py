@@ -1,9 +1,4 @@
-"""State the calling conventions of `canon check MODULE`, and limit the cases to the features of a module.
-
-CONVENTIONS    calling conventions, for ``canon check --help``
-TEMPLATE       a module to start from, for ``canon check --template``; it passes the check
-limited        the cases that a module with ``--features`` can run
-"""
+"""State the calling conventions of `canon check MODULE`, and limit the cases to the features of a module."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -111,7 +106,7 @@ WORDS = (*MASKS, "no-mask", "one-mask", "no-lse", "no-options", "forward", *SHAP
 
 
 def features(text: str) -> frozenset[str]:
-    """Return the words of ``--features``. Raises ValueError for unknown words, and for words that contradict each other."""
+    """Return the words of ``--features``. Raises ValueError for unknown or contradictory words."""
     words = frozenset(word.strip() for word in text.split(",") if word.strip())
     if unknown := sorted(words - set(WORDS)):
         raise ValueError(f"--features {', '.join(unknown)}: expected one or more of {', '.join(WORDS)}")
@@ -123,10 +118,7 @@ def features(text: str) -> frozenset[str]:
 
 
 def limited(cases: Sequence[Case], words: frozenset[str], even: bool) -> list[Case]:
-    """Return the cases that fit the limits ``words``, changed where necessary, each name once.
-
-    ``even`` means that all ranks have shards of equal length.
-    """
+    """Return the cases that fit the limits ``words``, changed where necessary. ``even``: all shards have equal length."""
     adapted = [_adapted(case, words) for case in cases]
     # Without a mask, zigzag and striped attention compute the number of tokens from their own shard.
     if "no-mask" in words and not even:

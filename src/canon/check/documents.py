@@ -1,12 +1,8 @@
-"""Read real documents, and compute queries, keys and values from them with a small transformer layer.
+"""Read documents, and compute q, k and v from them with a small transformer layer.
 
-A token is a byte. The embeddings of the byte and of the byte before it are added, and fixed matrices project the sum to
-q, k and v. A rotary embedding rotates q and k by the position in the document. The position comes from the layout, so a
-wrong layout gives wrong inputs. Weights and embeddings are small integers: every sum is exact in float32, and the inputs
-have the same bits on every rank and every machine, with any BLAS.
-
-    Documents.of([Path("README.md"), Path("paper")])      this file, and all text files of this folder
-    Documents.of([], budget=600)                          short files of this repository, of various lengths
+A token is a byte. Fixed matrices project the sum of two byte embeddings to q, k and v. A rotary embedding rotates q and k
+by the position that the layout gives, so a wrong layout gives wrong inputs. Weights and embeddings are small integers:
+every sum is exact in float32, and the inputs have the same bits on every machine.
 """
 
 import subprocess
@@ -33,11 +29,10 @@ class Documents:
 
     @classmethod
     def of(cls, paths: Sequence[Path] = (), budget: int | None = None) -> "Documents":
-        """Read the files in ``paths`` and the text files in its folders, or those of this repository if it is empty.
+        """Read files, and the text files of folders; those of this repository if ``paths`` is empty.
 
-        A ``budget`` limits the number of tokens. The shortest file is first, then each file is at least a quarter longer
-        than the last one. Other files follow while they fit. At least one file is read. Raises ValueError if there is
-        no text.
+        A ``budget`` limits the tokens: lengths that grow by a quarter come first, then other files while they fit. Raises
+        ValueError if there is no text.
         """
         root = _home() if not paths else None
         files = _text_files([root]) if root else _text_files(paths)
@@ -86,7 +81,6 @@ def _hidden(path: Path) -> bool:
 
 
 def _tracked(folder: Path) -> list[Path]:
-    """Return the files that git tracks in the folder, or [] outside of a git checkout."""
     command = ["git", "-C", str(folder), "ls-files", "-z"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -113,9 +107,8 @@ def _within(texts: dict[str, bytes], budget: int) -> list[str]:
 
 
 def projected(documents: Documents, layout: Layout, heads: tuple[int, int], widths: tuple[int, int], seed: int = 0):
-    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence, in float32 on the CPU.
-
-    ``heads`` is (h, g) and ``widths`` is (d, dv), with even d. Each ``seed`` gives another sequence.
+    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence, in float32. Each ``seed`` gives another
+    sequence.
     """
     (h, g), (d, dv) = heads, widths
     generator = torch.Generator().manual_seed(seed)
@@ -133,7 +126,6 @@ def projected(documents: Documents, layout: Layout, heads: tuple[int, int], widt
 
 
 def _positions(layout: Layout, cu_seqlens: list[int]) -> Tensor:
-    """Return the positions inside the documents, for all tokens. Each rank's part comes from the layout."""
     positions = torch.empty(layout.tokens, dtype=torch.int64)
     for rank in range(layout.ranks):
         positions[layout.positions(rank)] = layout.document_positions(rank, cu_seqlens)

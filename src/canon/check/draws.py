@@ -1,19 +1,8 @@
 """Draw the random cases of `canon check --random`.
 
-Case i of seed S is a pure function of S, i, the table and the largest number of ranks.
-
-    mask      full, causal, window, documents, prefix, block_causal, ranges, concat; with other numbers of keys than
-              queries, where a function supports it; 0 and 1 tokens, empty documents, fully masked rows; one for each
-              sequence
-    layout    contiguous, zigzag, striped, planned, uneven, with empty ranks, any ranges, any steps; tiles of 128 tokens
-    tensors   dtypes, grouped heads, unequal and odd widths, packed or batched, any strides, an expanded dout
-    options   scales of both signs and 0, methods, reduce_dtype, strides, stages, keep_kv, sinks, differentiated results;
-              rank_invariant=True, whose results must also have the bits of `attention` on one rank
-
-A mask or layout is drawn as a Python expression, and the case evaluates it. A report shows the expression.
-A table bounds sizes, heads, widths and dtypes. "cpu" has many, because the interpreter compiles no kernel. "cuda" has
-few, because every combination must be compiled. "gluon" has widths and dtypes of the Hopper kernels. "cuda gluon" and
-"cuda cuda" are those of a GPU with a chosen backend.
+Case i of seed S is a pure function of S, i, the table and the largest number of ranks. A mask or layout is drawn as a Python
+expression, which a report shows. A table bounds sizes, heads, widths and dtypes: "cpu" has many, because the interpreter
+compiles no kernel; "cuda" has few, because each combination is compiled. Others have the limits of one backend.
 """
 
 from collections.abc import Callable
@@ -169,7 +158,7 @@ def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, mo
 
 
 def _size(draw: Random, most: int) -> int:
-    """Return a number of tokens up to ``most``: sometimes 0, 1 or 2, otherwise uniform on a logarithmic scale."""
+    """Return up to ``most`` tokens: sometimes 0, 1 or 2, otherwise uniform on a logarithmic scale."""
     if draw.random() < 0.06:
         return draw.choice([0, 1, 1, 2])
     return max(1, round(3 * (most / 3) ** draw.random()))
@@ -190,7 +179,6 @@ def _shape(draw: Random, limits: Table, ranks: int) -> tuple[str, Shape]:
 
 
 def _options(draw: Random, function: str, shape: Shape, dtype: str, invariant: bool) -> tuple[str, str, str, dict]:
-    """Return method, variant, used and options of a `Case`."""
     options: dict = {}
     if function in EXCHANGES:
         if function in {"cast_plan", "group_cast", "group_reduce"}:
@@ -240,7 +228,6 @@ def _strides(draw: Random, heads: int, invariant: bool) -> dict:
 
 # ---------------------------------------------------------------------- masks
 def _square(draw: Random, n: int, parts: bool = True) -> str:
-    """Return the expression of a mask with n queries and n keys."""
     left, right = (draw.choice([None, -1, 0, draw.randint(0, n)]) for _ in range(2))
     kinds: dict[str, Callable[[], str]] = {
         "full": lambda: f"Mask.full({n})",
@@ -257,7 +244,6 @@ def _square(draw: Random, n: int, parts: bool = True) -> str:
 
 
 def _any_mask(draw: Random, n: int) -> str:
-    """Return the expression of a mask, often with another number of keys than queries."""
     kind = draw.choice(["square", "square", "square", "ranges", "blocks", "crop", "shift", "concat"])
     keys = _size(draw, max(3, 2 * n))
     if kind == "ranges":
@@ -305,7 +291,7 @@ def _validity(draw: Random, n: int, sides: str) -> str:
 
 
 def _ranges(draw: Random, queries: int, keys: int) -> str:
-    """Return the expression of `Mask.ranges` with all four types. Slices come from the rows of a grid: none overlap."""
+    """Return `Mask.ranges` with all four types. Slices come from the rows of a grid: none overlap."""
     rows, columns, kinds = [], [], []
     cuts = sorted({0, queries, *(draw.randint(0, queries) for _ in range(draw.randint(0, 3)))})
     for start, stop in zip(cuts, cuts[1:], strict=False):
@@ -325,7 +311,7 @@ def _concat(draw: Random, n: int, part: Callable[[int], str]) -> str:
 
 # ---------------------------------------------------------------------- layouts
 def _tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> str:
-    """Return the expression of a layout whose pieces begin at multiples of 128 tokens, in the sequence and on their rank."""
+    """Return a layout whose pieces begin at multiples of 128 tokens, in the sequence and on their rank."""
     kind = draw.choice(["contiguous", "zigzag", "planned", "tiles"])
     if kind == "planned":
         return f"dispatch({mask}, {ranks}, rank_invariant=True)"

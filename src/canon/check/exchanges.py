@@ -1,13 +1,13 @@
 """Run and judge the cases without attention: plans, group casts and group reduces, and layouts.
 
     dispatch, plan_report    equal to the result of the reference
-    cast_plan                equal to the reference; and each rank receives once every token that the mask needs there
+    cast_plan                equal to the reference; each rank receives once every token that the mask needs there
     group_cast               rows equal to the plan's tokens of the full tensor, by source and by row there
     group_reduce             as close to the float64 sum as float32 sums in any order
-    Layout                   `shard`, `unshard` and their gradients equal to indexing by hand; sums as for group_reduce
+    Layout                   `shard`, `unshard` and their gradients equal to indexing by hand
 
-A case returns tables on every rank: named tensors, tokens outermost. A plan becomes a table of integers. Expected tables
-follow from the definitions, not from the functions under test. The tokens that move follow from the reference's plan.
+A case returns tables on every rank: named tensors, tokens outermost. Expected tables follow from the definitions, not from
+the functions under test.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,7 +98,7 @@ def _dispatch_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
 
 
 def _places(ranges_per_rank: Sequence[Sequence[range]]) -> Tensor:
-    """Return a row for each token of the plan: the token, its rank, its row there."""
+    """Return rows (token, its rank, its row there)."""
     rows = [
         (token, rank, row)
         for rank, ranges in enumerate(ranges_per_rank)
@@ -124,7 +124,7 @@ def _cast_plan_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
 
 
 def _moves(plan: CastPlan) -> Tensor:
-    """Return a row for each token that moves: cast, receiver, source, row at the source, token; in the plan's order."""
+    """Return rows (cast, receiver, source, row at the source, token), in the plan's order."""
     rows = [
         (cast, receiver, piece.source, piece.row + offset, token)
         for cast, received in enumerate(plan.received)
@@ -147,7 +147,6 @@ def _plan_report_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
 
 # ---------------------------------------------------------------------- group cast and group reduce
 def _rows(layout: Layout, x: Tensor, rank: int, case: Case) -> Tensor:
-    """Return a copy of this rank's rows of x (tokens, ...), with the strides of the case."""
     return placed(x[_positions(layout, rank).to(x.device)], case.shape)
 
 

@@ -1,8 +1,4 @@
-"""Make the inputs of a case from documents, and the expected results.
-
-All layouts and functions of one mask and dtype share one input, so they share the expected results, too. Those cost
-more time than the case itself.
-"""
+"""Make the inputs of a case from documents, and the expected results. Cases with equal masks and dtypes share them."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +25,7 @@ def with_gaps(x: Tensor) -> Tensor:
 
 
 def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
-    """Return x, or a copy with the strides that ``shape`` needs. ``heads_first`` places the heads before the tokens."""
+    """Return x with the strides that ``shape`` needs. ``heads_first`` places the heads before the tokens."""
     if shape.strides is not None:
         return with_random_strides(x, Random(shape.strides))
     if shape.contiguous:
@@ -38,7 +34,7 @@ def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
 
 
 def with_random_strides(x: Tensor, draw: Random) -> Tensor:
-    """Return a copy of x with its axes in random order, a random offset and random gaps. The gaps hold NaN."""
+    """Return a copy of x with its axes in random order, a random offset and random gaps of NaN."""
     axes = list(range(x.dim()))
     draw.shuffle(axes)
     offset, gaps = draw.choice([0, 1, 8]), [draw.choice([0, 0, 1, 8]) for _ in axes]
@@ -50,7 +46,7 @@ def with_random_strides(x: Tensor, draw: Random) -> Tensor:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of the whole sequence, equal on every rank. ``sink`` is used by cases with a sink only."""
+    """Tensors of the whole sequence, equal on every rank."""
 
     q: Tensor
     k: Tensor
@@ -98,7 +94,7 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
 
 
 def hide(masks: Sequence[Mask], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    """Write NaN to queries that see no key and to keys that no query sees. ``masks`` has one mask for each sequence."""
+    """Write NaN to queries that see no key and to keys that no query sees."""
     for row, mask in enumerate(masks):
         for axis, both in enumerate(((q, dout), (k, v))):
             unseen = unseen_tokens(mask, axis)
@@ -132,17 +128,15 @@ def _mask(name: str, documents: Documents) -> Masks:
 
 
 def _offset(documents: Documents) -> Tensor:
-    """Return an offset for v and dout: 3 in the outer quarters of each document, -3 in its middle half.
-
-    Sums over a whole document cancel, but sums over a part of it are large. So the rounding of partial sums to 16 bits
-    gives large errors. The honest error stays the same, because it comes from the rounding of single terms.
+    """Return 3 in the outer quarters of each document, -3 in its middle half: sums over a part of it are large, so rounding
+    of partial sums shows. The honest error stays the same, because it comes from single terms.
     """
     positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])
     return torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
 
 
 def unseen_tokens(mask: Mask, axis: int) -> Tensor:
-    """Return a boolean vector: queries that see no key (axis 0), or keys that no query sees (axis 1)."""
+    """Return booleans: queries that see no key (axis 0), or keys that no query sees (axis 1)."""
     unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
     for band in mask.bands:  # every row and column of a band is seen
         unseen[slice(band.k_start, band.k_stop) if axis else slice(band.q_start, band.q_stop)] = False
@@ -177,7 +171,7 @@ def expected(case: Case, documents: Documents, device: str) -> "Expected":
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's result, honest results in the dtype of the case, and optional distances from `roundings`."""
+    """The oracle's result, honest results, and optional distances from `roundings`."""
 
     exact: Results
     honest: list[Results]
@@ -191,13 +185,10 @@ class FromDocuments:
     documents: Documents
 
     def mask(self, case: Case) -> Masks:
-        """Return the mask of ``case``, or its masks."""
         return mask_of(case, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
-        """Return the tensors of the whole sequence, equal on every rank."""
         return inputs(case, self.documents, device)
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
-        """Return the expected results. They do not depend on ``layout``."""
         return expected(case, self.documents, device)

@@ -1,4 +1,4 @@
-"""Locate the largest error of a wrong result: the token, the rank that holds it, its row there, and the head."""
+"""Locate the largest error of a wrong result: the token, its rank, its row there, and the head."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def worst_places(faults: list[str], got: Results, exact: Results, layout: Layout
 
 
 def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
-    """Describe the worst token of a full tensor (b, t, h, width), or lse (b, h, t), or either without b; dsink (h,)."""
+    """Describe the worst token of a tensor (b, t, h, width), lse (b, h, t), or dsink (h,); b may be absent."""
     got, exact = got.to(exact.device).double(), exact.double()
     if name == "dsink":
         return f"dsink is worst at head {int((got - exact).abs().nan_to_num(torch.inf).argmax())}"
@@ -39,7 +39,7 @@ def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
 
 
 def holder(layout: Layout, token: int) -> tuple[int, int]:
-    """Return the rank that holds a token, and its row there. Raises ValueError if no rank holds it."""
+    """Return the rank that holds a token, and its row there."""
     for rank in range(layout.ranks):
         rows = (layout.positions(rank) == token).nonzero()
         if len(rows):

@@ -1,11 +1,6 @@
-"""Run `canon check --random N --seed S`: judge random cases of `canon.check.draws`, and write a compact record.
+"""Run `canon check --random N --seed S`: judge random cases, and write a compact record.
 
-    canon check --random 1000 --seed 7                 cases 0 to 999 of seed 7; the same command continues
-    canon check --random 1 --seed 7 --first 123        only case 123; the report of a failure prints this command
-    canon check --merge a.json b.json --record c.json  merge records
-
-Cases run in blocks. In a block, all cases with the same number of ranks share one process group. The record is written
-after each block.
+The cases of a block with the same number of ranks share one process group. The record is written after each block.
 """
 
 import argparse
@@ -42,10 +37,8 @@ def table_of(device: str, backend: str | None) -> str:
 
 
 def run(arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any) -> int:
-    """Check the cases of the module's functions, print failures and write the record.
-
-    Return the number of cases that do not agree.
-    Raises ValueError if the record is another file, and Interrupted at Ctrl-C. The record then holds the finished cases.
+    """Check the cases, print failures and write the record. Return the number of cases that do not agree. Raises ValueError if
+    the record is another file, and Interrupted at Ctrl-C.
     """
     path, ranks = arguments.record or RANDOM_RECORD, arguments.ranks or RANKS
     functions = covered(module, reference)[0]
@@ -76,7 +69,6 @@ def run(arguments: argparse.Namespace, console: Console, kind: str, device: str,
 
 
 def _head(arguments: argparse.Namespace, ranks: int, table: str) -> dict[str, Any]:
-    """Return the description of this run for the record."""
     return {
         "command": command(arguments, ranks, arguments.random, arguments.first),
         "source": record.source(arguments.module),
@@ -94,7 +86,6 @@ def _head(arguments: argparse.Namespace, ranks: int, table: str) -> dict[str, An
 def _run_block(
     arguments, console, kind: str, runner: CaseRunner, cases: list[Drawn], this_run: dict, done: int, total: int
 ) -> None:
-    """Run the cases, in order of their number of ranks, and add their results to ``this_run``."""
     by_ranks: dict[int, list[Drawn]] = defaultdict(list)
     for case in cases:
         by_ranks[case.ranks].append(case)
@@ -111,7 +102,6 @@ def _run_block(
 def _add(
     arguments, console: Console, this_run: dict, cases: Sequence[Drawn], results: Sequence[dict[str, Any]]
 ) -> None:
-    """Add the results to ``this_run``, and print the failures."""
     by_name = {case.name: case for case in cases}
     rows, failures = [], []
     for result in results:
@@ -126,7 +116,6 @@ def _add(
 
 
 def _print_failure(console: Console, failure: dict[str, Any]) -> None:
-    """Print the faults of a case, its arguments, and the command that repeats it."""
     console.print(f"[red]{failure['case']} {failure['verdict']}[/]")
     for fault in failure["faults"]:
         console.print(f"  {fault}", markup=False, highlight=False)
@@ -140,7 +129,6 @@ def _print_failure(console: Console, failure: dict[str, Any]) -> None:
 
 
 def _report(console: Console, path: Path, kept: dict, this_run: dict, wanted: range) -> int:
-    """Print a line for each function and the summary. Return the number of wanted cases that do not agree."""
     rows = [row for row in this_run["cases"] if row[0] in wanted]
     by_function: dict[str, list] = defaultdict(list)
     for row in rows:

@@ -3,8 +3,7 @@
     {"module", "runs": [{"command", "source", "commit", "date", "machine", "seed", "table", "ranks", "runs",
                          "cases": [[index, function, verdict, ratio], ...], "failures": [...]}, ...]}
 
-The key of a run consists of all values that determine its cases, and a digest of the code. Results with the same key are
-added to the same run. So the same command continues a run, and `merge` joins runs of several records.
+Results with equal `KEY` are added to the same run. So the same command continues a run.
 """
 
 import json
@@ -31,7 +30,7 @@ def read(path: Path, module: str | None = None) -> dict[str, Any]:
 
 
 def run_of(kept: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Return the run of ``kept`` with the key of ``run``. If there is none, add an empty one with the head of ``run``."""
+    """Return the run of ``kept`` with the key of ``run``; add an empty one if there is none."""
     for known in kept["runs"]:
         if all(known[name] == run[name] for name in KEY):
             return known

@@ -1,8 +1,7 @@
 """Make the inputs of a random case, and the expected results.
 
-Tensors are normally distributed, with NaN for keys that no query sees and queries that see no key. Random cases may have
-few elements, so one rounding of each intermediate result (`canon.testing.roundings`) widens the judge's bounds. If
-gradients travel in 16 bits, the honest evaluations round the sums of the ranks, too.
+Random cases may have few elements, so one rounding of each intermediate result widens the judge's bounds. If gradients
+travel in 16 bits, the honest evaluations round the sums of the ranks, too.
 """
 
 from dataclasses import dataclass
@@ -25,15 +24,12 @@ class RandomSource:
     """Inputs and expected results of the cases of `canon.check.draws`."""
 
     def mask(self, case: Drawn) -> Masks:
-        """Return the mask of ``case``, or its masks."""
         return evaluated(case.mask)
 
     def inputs(self, case: Drawn, device: str) -> Inputs:
-        """Return the tensors of the whole sequence, equal on every rank."""
         return _inputs(case, device)
 
     def expected(self, case: Drawn, layout: Layout, device: str) -> Expected:
-        """Return the expected results."""
         x = _inputs(case, device)
         wide = torch.promote_types(x.q.dtype, torch.float32) if case.function == "merge" else x.q.dtype
         tensors = [t.to(wide) for t in (x.q, x.k, x.v, x.dout)]
@@ -69,7 +65,7 @@ def _inputs(case: Drawn, device: str) -> Inputs:
 
 
 def _reduced(arguments: tuple, layout: Layout, reduce_dtype: torch.dtype, honest: Results, order: int) -> Results:
-    """Return ``honest`` with other dk and dv: the parts of all ranks' queries, rounded and added in ``reduce_dtype``."""
+    """Return ``honest`` with dk and dv from parts of the ranks, rounded and added in ``reduce_dtype``."""
     q, k, v, dout, mask, scale, dlse, sink = arguments
     ranks = torch.randperm(layout.ranks, generator=torch.Generator().manual_seed(order)).tolist()
     totals: list[Tensor] = []

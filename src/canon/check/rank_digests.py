@@ -1,11 +1,7 @@
-"""Compare the bits of calls with ``rank_invariant=True`` between numbers of ranks and layouts, and print their digests.
+"""Compare the bits of calls with ``rank_invariant=True`` between numbers of ranks and layouts.
 
-    calls_of      the calls of a module: each of its functions that has the option, on 1, 2, 3 and all ranks
-    compare       run them; for each input, the digest of one rank and the calls with other bits
-    show          print a line for each input
-
-A digest is the start of a SHA-256 of out, lse, dq, dk and dv of the whole sequence. Equal bits have equal digests on every
-machine. So two people with the same code, documents, versions and GPU model can compare runs by a short string.
+A digest is the start of a SHA-256 of out, lse, dq, dk and dv of the whole sequence. Two people with the same code, documents,
+versions and GPU model can compare runs by this short string.
 """
 
 import hashlib
@@ -39,7 +35,7 @@ FUNCTIONS = {"contiguous": "strided_attention", "zigzag": "strided_attention", "
 
 @dataclass(frozen=True)
 class RankedCall:
-    """A call with the option: its inputs, its function and its layout."""
+    """A call with the option. Calls with equal ``inputs`` must give equal bits."""
 
     case: Case
     ranks: int
@@ -47,7 +43,6 @@ class RankedCall:
 
     @property
     def inputs(self) -> str:
-        """The name of the inputs. Calls with equal inputs must give equal bits."""
         return f"rank_invariant/{self.case.mask}/{self.case.dtype}"
 
     @property
@@ -58,10 +53,7 @@ class RankedCall:
 
 
 def calls_of(module: Any, ranks: int, dtypes: Sequence[str], gpu: bool, only: str | None = None) -> list[RankedCall]:
-    """Return the calls of a module, those of one input together and its call on one rank first.
-
-    Inputs alternate between the ``dtypes``. ``only``: a pattern in the names of the inputs.
-    """
+    """Return the calls of a module, its call on one rank first. ``only``: a pattern in the names of the inputs."""
     dtypes = [name for name in dtypes if name != "float64"] or ["float64"]
     counts = sorted({count for count in (2, 3, ranks) if count <= ranks} - {1})
     worlds = [(1, ""), (1, "contiguous"), (1, "dispatch")]
@@ -87,7 +79,7 @@ def has_option(module: Any, function: str) -> bool:
 
 @dataclass(frozen=True)
 class DigestRunner(CaseRunner):
-    """A picklable program for every rank: it returns the digest of each tensor of each call, by the name of the call."""
+    """A picklable program for every rank: it returns the digest of each tensor of each call."""
 
     calls: tuple[RankedCall, ...] = ()
 
@@ -120,10 +112,7 @@ def digest(x: Tensor) -> str:
 
 
 def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
-    """Run the calls of ``runner`` on process groups of ``kind``, and return a result for each input.
-
-    A result has the ``inputs``, the ``digest`` on one rank, the names of all ``calls``, and the ``faults``.
-    """
+    """Run the calls, and return ``inputs``, ``digest`` on one rank, ``calls`` and ``faults`` for each input."""
     found: dict[RankedCall, tuple[str, ...]] = {}
     failures: dict[RankedCall, str] = {}
     for ranks in sorted({call.ranks for call in runner.calls}):
@@ -148,7 +137,7 @@ def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[dict[str, Any]], console: Console, alone: bool = False) -> None:
-    """Print the digest of each input, and the faults. ``alone``: only these, without the number of calls."""
+    """Print the digest of each input, and the faults. ``alone``: without the number of calls."""
     for result in results:
         if result["digest"]:
             equal = (

@@ -1,8 +1,4 @@
-"""Run the cases of `canon check` on a process group, show the progress, and continue after a failure.
-
-run_cases     return the results of all cases, in order; after an exception, a new process group runs the other cases
-Interrupted   raised at Ctrl-C, with the results of the finished cases
-"""
+"""Run the cases of `canon check` on a process group, show the progress, and continue after a failure."""
 
 import json
 import sys
@@ -25,7 +21,7 @@ _RESTARTS = 5  # new process groups after failures; there is no limit for thread
 
 
 class Interrupted(KeyboardInterrupt):
-    """``Interrupted(results)``: Ctrl-C, with the results of the finished cases."""
+    """Ctrl-C, with the results of the finished cases."""
 
     @property
     def results(self) -> list[dict[str, Any]]:
@@ -35,10 +31,10 @@ class Interrupted(KeyboardInterrupt):
 def run_cases(
     kind: str, ranks: int, runner: CaseRunner, before: int = 0, total: int = 0, verbose: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the results of all cases of ``runner``, in order. Raises Interrupted at Ctrl-C.
+    """Return the results of all cases, in order. After an exception a new process group runs the other cases.
 
-    ``kind`` names a function of `process_groups`. The progress starts at case ``before`` of ``total``. ``verbose``
-    prints a line for each case if standard error is no terminal.
+    ``kind`` names a function of `process_groups`. The progress starts at ``before`` of ``total``. ``verbose`` prints a line
+    for each case if standard error is no terminal. Raises Interrupted at Ctrl-C.
     """
     reasons = {case.name: declined_by(runner.backend, case) for case in runner.cases}
     results = {name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason}
@@ -65,7 +61,7 @@ def run_cases(
 
 
 def _failed_case(error: Exception, left: list[Case], results: dict[str, Any]) -> Case:
-    """Return the case that ``error`` names, or else the first case without a result. Raises ``error`` if there is none."""
+    """Return the case that ``error`` names, or the first case without a result. Raises ``error`` if there is none."""
     cause = error.__cause__
     name = cause.args[0] if isinstance(cause, CaseFailed) else None
     for case in left:
@@ -85,11 +81,7 @@ def _starter(kind: str, cases: int) -> Callable:
 
 
 def _failure(case: Case, error: Exception | str) -> dict[str, Any]:
-    """Return the result of a case that raised.
-
-    NotImplementedError declines a case. In float64, ValueError and TypeError decline it, too, because kernels need not
-    support float64. After any other exception the case has failed.
-    """
+    """Return the result of a case that raised. NotImplementedError declines it; in float64, ValueError and TypeError do, too."""
     cause = getattr(error, "__cause__", None)
     text = f"{str(error).split(':')[0]}: {cause}" if isinstance(cause, CaseFailed) else str(error)
     kinds = ("NotImplementedError", *(("ValueError", "TypeError") if case.dtype == "float64" else ()))
@@ -97,7 +89,6 @@ def _failure(case: Case, error: Exception | str) -> dict[str, Any]:
 
 
 def _without_run(name: str, verdict: str, reason: str) -> dict[str, Any]:
-    """Return the result of a case that has no results to judge."""
     return {
         "case": name,
         "verdict": verdict,
@@ -110,12 +101,10 @@ def _without_run(name: str, verdict: str, reason: str) -> dict[str, Any]:
 
 
 def _lines(sink: Path) -> list[str]:
-    """Return the complete lines of the file."""
     return sink.read_text().split("\n")[:-1]
 
 
 def _run_with_progress(start: Callable[[], Any], sink: Path, done: int, total: int, verbose: bool) -> Exception | None:
-    """Call ``start()`` and return its error. Show the progress as a bar, or as lines without a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console, ended = Console(stderr=True), threading.Event()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,11 +1,7 @@
 """Compile the kernels of a check before it runs, in parallel processes (`canon.fast.ahead.compilation`).
 
-A check has few cases of many models, so it collects the variants of its cases instead of all variants of each model
-(`canon.fast.warm_up`). The process that collects runs the module once on every case. Ranks that are threads launch one
-kernel at a time, so a check with an empty cache would compile one kernel at a time.
-
-Checks on several GPUs are collected as threads that share one GPU. Kernels of transports between GPUs compile when they
-run.
+Ranks that are threads launch one kernel at a time, so without this a check would also compile one kernel at a time. A check
+on several GPUs is collected as threads that share one GPU.
 """
 
 import os
@@ -38,7 +34,7 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
 
 
 def collect(groups: Sequence[tuple[int, CaseRunner]], progress: Callable[[int], None] = lambda cases: None) -> None:
-    """Run all cases, and call ``progress(cases)`` after each case. If a case raises, its later launches are not made."""
+    """Run all cases, and call ``progress(cases)`` after each case."""
     done = 0
     for ranks, runner in groups:
         for case in runner.cases:

@@ -5,11 +5,10 @@
     simulator.register(add_box, simulator.reduce_add)                       # a stand-in for your own builtin
     simulator.simulated(log=[])                                             # append all `Event` in order
 
-Triton's interpreter does not support Gluon. Here one program (CTA) runs at a time, with its partitions as alternating threads.
-Another program may continue when it ends, and at its atomic operations and volatile loads of global memory. TMA loads land,
-wgmma read their operands and stores are written "early" (at once), "late" (when nothing else can happen, or at a wait) or at
-"random" times. ``seed`` draws the interleaving.
-The simulator raises `Fault`, with the lines of the kernel, for
+One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue when it ends, and at its
+atomic operations and volatile loads of global memory. TMA loads land, wgmma read their operands and stores are written
+"early" (at once), "late" (when nothing else can happen, or at a wait) or at "random" times. The simulator raises `Fault`,
+with the lines of the kernel, for
 
     deadlocks                               the message names each wait, its barrier and phase
     reads of data that is not there yet,    by vector clocks, in every interleaving: a missing wait or an early arrival is
@@ -17,13 +16,9 @@ The simulator raises `Fault`, with the lines of the kernel, for
     results of wgmma used before a wait, missing fences, wrong barrier counts, unbalanced named barriers
     addresses out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
-Triton's own sanitizer, ConSan (``TRITON_INSTRUMENTATION_MODE=consan``), instruments compiled kernels. It checks the same
-hazards of barriers, TMA and wgmma on a GPU, in the one order of that run. The simulator needs no GPU, checks every order that
-the barriers allow, and computes the kernel's results. It does not see the changes that the compiler makes.
-
-Not simulated: layouts (compilation checks them), clusters, float8, tf32, tensor memory, races in global memory, and time.
-Other features raise NotImplementedError with their name. `canon.simulator.memory` defines a race, and
-`canon.simulator.values` the arithmetic.
+Triton's sanitizer ConSan checks the same hazards on a GPU, in the one order of that run. The simulator does not see the
+changes that the compiler makes. Not simulated: layouts, clusters, float8, tf32, tensor memory, races in global memory, and
+time. Other features raise NotImplementedError with their name.
 """
 
 import ast
@@ -88,7 +83,6 @@ _OTHER_NAMES = {
 
 
 def _register_all() -> None:
-    """Register each function of this package for the Gluon function of the same name."""
     stand_ins = dict(_OTHER_NAMES)
     for module in (language, memory, engines):
         stand_ins |= {name: f for name, f in vars(module).items() if getattr(f, "__module__", "") == module.__name__}
@@ -118,7 +112,7 @@ _PTX_STAND_INS: dict[str, Callable] = {
 
 
 def adopt(ptx: ModuleType, lane_sum: GluonJITFunction) -> None:
-    """Register stand-ins for the functions of ``ptx``, which call PTX. ``lane_sum`` sums a row of a tile by lane."""
+    """Register stand-ins for the functions of ``ptx``, which call PTX. ``lane_sum`` sums the rows of a tile by lane."""
 
     def add_rounding_excess(excess, p, sums, limit, warpgroup):
         rounded_sums = _Function(lane_sum)(p.to(language.gl.float32))
@@ -133,8 +127,6 @@ def adopt(ptx: ModuleType, lane_sum: GluonJITFunction) -> None:
 
 
 class _Module:
-    """A module with its contents replaced by stand-ins."""
-
     def __init__(self, module: ModuleType):
         self._module = module
 
@@ -144,8 +136,6 @@ class _Module:
 
 
 class _Function:
-    """A kernel function that another one calls."""
-
     def __init__(self, function: GluonJITFunction):
         self.function, self.name = function, function.fn.__name__
         self.constant = [i for i, parameter in enumerate(function.params) if parameter.is_constexpr]
@@ -225,10 +215,7 @@ def merged(condition: Any, value: Any) -> Any:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Turn constants that change in loops, or in branches on values, into values, as Triton's compiler does.
-
-    Example: t = 0 before a loop with t += 1. Then t // n truncates, t.to(...) exists and t can overflow.
-    """
+    """Turn constants that change in loops, or in branches on values, into values, as Triton's compiler does."""
 
     def __init__(self, tree: ast.AST):
         annotated = (node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
@@ -271,7 +258,6 @@ class _Rewriting(ast.NodeTransformer):
 
 
 def _code(kernel: GluonJITFunction) -> CodeType:
-    """Return the kernel's source, rewritten and compiled to Python, with the line numbers of its file."""
     with parsing:
         return _compiled_once(kernel)
 
@@ -313,7 +299,6 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _argument(value: Any) -> Any:
-    """Convert a launch argument to the value that the kernel gets."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             raise ValueError(f"simulated kernels take tensors on the CPU, got one on {value.device}")
@@ -356,7 +341,6 @@ def _launch(
 
 
 def _run(kernel: GluonJITFunction, *arguments, grid, warmup=False, **named) -> Any:
-    """Replace `GluonJITFunction.run`, which `kernel[grid](...)` calls, during a simulation."""
     if warmup:
         return JITFunction.run(kernel, *arguments, grid=grid, warmup=True, **named)
     raw, given, options = _bound(kernel, arguments, named)
@@ -365,10 +349,8 @@ def _run(kernel: GluonJITFunction, *arguments, grid, warmup=False, **named) -> A
 
 @contextmanager
 def simulated(order: str = "late", seed: int = 0, log: list[Event] | None = None) -> Iterator[None]:
-    """Simulate Gluon launches of all threads on the CPU. ``order`` decides when asynchronous operations happen.
-
-    ``seed`` draws all free choices. Events are appended to ``log`` in order. Exceptions of the kernel propagate, and `Fault` is
-    raised for errors that a GPU would not report.
+    """Simulate Gluon launches of all threads on the CPU. ``order`` decides when asynchronous operations happen, ``seed`` draws
+    all free choices, and ``log`` receives events. Raises the kernel's exceptions, and `Fault` for errors that a GPU hides.
     """
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")

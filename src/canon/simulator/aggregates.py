@@ -1,7 +1,7 @@
-"""Aggregates of Gluon on the CPU: classes whose fields are values of a kernel.
+"""Construct aggregates of Gluon on the CPU.
 
-Triton replaces a class decorated with `gluon.aggregate` by one that only its compiler can construct. `python_class` returns
-a Python class with the same constructor, fields and methods. Assigning a field checks its annotation, as Triton does.
+Only Triton's compiler can construct a class decorated with `gluon.aggregate`. `python_class` returns a Python class with
+the same constructor, fields and methods. Assigning a field checks its annotation, as Triton does.
 """
 
 import inspect
@@ -43,7 +43,6 @@ class Aggregate:
         super().__setattr__(name, value)
 
     def fields(self) -> tuple:
-        """Return the fields' values, in order."""
         return tuple(getattr(self, name) for name in self.annotations)
 
 

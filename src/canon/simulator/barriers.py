@@ -1,8 +1,8 @@
-"""Barriers of a simulated Gluon kernel: mbarriers in shared memory, and the hardware's named ones.
+"""Simulate mbarriers in shared memory, and the hardware's named barriers.
 
-Both count arrivals and release the waiting partitions when a phase is complete. Both carry vector clocks: a wait joins the
-clocks of the arrivals into the clock of the waiting partition. A wait does not join arrivals of a later phase, even if they
-happen before the partition resumes.
+Both release the waiting partitions when a phase is complete, and carry vector clocks: a wait joins the clocks of the
+arrivals into that of the waiting partition. A wait does not join arrivals of a later phase, even if they happen before the
+partition resumes.
 
 Source: NVIDIA, Parallel Thread Execution ISA 8.5 (2024), the sections on mbarrier and on barrier.
 """
@@ -27,13 +27,11 @@ class Barrier:
         return text + (f", {self.bytes} bytes missing)" if self.bytes else ")")
 
     def valid(self) -> "Barrier":
-        """Return this barrier. Raise Fault if it is not initialised."""
         if self.count is None:
             raise Fault(f"{self.name} is used before mbarrier.init, at {Place()}")
         return self
 
     def init(self, count: int) -> None:
-        """Start phase 0 with ``count`` arrivals a phase."""
         if self.count is not None:
             raise Fault(f"{self.name} is initialised twice, at {Place()}")
         if not 1 <= count <= MAX_COUNT:

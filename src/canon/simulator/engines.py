@@ -1,11 +1,9 @@
-"""Hopper's asynchronous operations for `canon.simulator`: mbarriers, TMA, wgmma, fences, named barriers.
+"""Simulate Hopper's asynchronous operations: mbarriers, TMA, wgmma, fences, named barriers.
 
-    operation          start                             end
-    TMA load           fills its tile with NaN           it lands: its barrier receives the bytes
-    wgmma              enters its partition's queue      the warpgroup_mma_wait that removes it from the queue
-    TMA store, add     enters its partition's queue      the store_wait (read), or the end of the program (written)
-
-The order of the simulation decides when data move in between: "early" at the start, "late" at the end, or "random".
+operation          start                             end
+TMA load           fills its tile with NaN           it lands: its barrier receives the bytes
+wgmma              enters its partition's queue      the warpgroup_mma_wait that removes it from the queue
+TMA store, add     enters its partition's queue      the store_wait (read), or the end of the program (written)
 """
 
 import re
@@ -110,7 +108,6 @@ class Load:
         return f"{self.access} of {self.coordinates}, for {self.barrier}"
 
     def land(self) -> None:
-        """Write the data to shared memory and count the bytes at the barrier."""
         self.view.data.fill_(self.descriptor.padding)
         source, mine = self.descriptor.box(self.coordinates, self.view.data)
         mine.copy_(source)
@@ -131,7 +128,6 @@ class Store:
             self.write(view.data)
 
     def write(self, data: torch.Tensor) -> None:
-        """Write or add data to global memory."""
         target, mine = self.descriptor.box(self.coordinates, data)
         target.copy_(target + mine if self.add else mine)
 
@@ -180,7 +176,7 @@ def async_copy_shared_to_global(tensor_desc, coord, src):
 
 
 def reduce_add(desc, coord, smem):
-    """global[coord] += shared memory: `tma.async_atomic_add` of Triton 3.8, or a project's own version for earlier releases."""
+    """Add shared memory to global[coord]: `tma.async_atomic_add` of Triton 3.8."""
     _store(desc, coord, smem, add=True)
 
 
@@ -192,7 +188,7 @@ def store_wait(pendings):
 
 
 def look(place):
-    """Stand-in for an acquiring load. TMA sees the acquired data only after `fence_acquired`."""
+    """Load with acquire. TMA sees the acquired data only after `fence_acquired`."""
     here().acquired = True
     return load(place, volatile=True)
 
@@ -237,7 +233,6 @@ class Product:
         return f"wgmma at {self.place}"
 
     def compute(self) -> torch.Tensor:
-        """Return the result, computed from the present contents of shared memory."""
         if self.value is None:
             if self.taint:
                 self.value = torch.full(self.shape, float("nan"))
@@ -251,7 +246,6 @@ class Product:
         return self.value
 
     def complete(self) -> None:
-        """End the reads of the operands and write the result."""
         self.compute()
         for allocation, access in self.reads:
             allocation.settle(access)
@@ -277,7 +271,6 @@ class Pending(Tensor):
 
     @property
     def shape(self):
-        """Return the sizes of the axes."""
         return self.product.shape
 
 
@@ -309,7 +302,7 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
 
 
 def warpgroup_mma_wait(num_outstanding=0, deps=None):
-    """`hopper.warpgroup_mma_wait`: return the results. Those of the ``num_outstanding`` newest wgmma stay pending."""
+    """Return the results. Those of the ``num_outstanding`` newest wgmma stay pending."""
     if deps is None:
         raise ValueError("warpgroup_mma_wait deps must be given")
     products = here().products

@@ -1,6 +1,6 @@
-"""Functions of Gluon's language on the CPU, under their own names: stand-ins for `gl.load`, `gl.where`, `gl.sum`.
+"""Define functions of Gluon's language on the CPU, under their own names: `gl.load`, `gl.where`, `gl.sum`.
 
-Layouts are accepted and ignored, because compilation checks them. Hints to the compiler are not checked at all.
+Layouts are accepted and ignored, because compilation checks them.
 """
 
 import builtins
@@ -34,7 +34,7 @@ UNDEFINED = -1  # result of a masked integer load without `other`, where it is m
 
 
 def _addresses(address: Tensor, mask: Any, what: str) -> tuple[Any, Any]:
-    """Check unmasked addresses. Return them and the mask: True (all), False (none), or a tensor of the addresses' shape."""
+    """Check unmasked addresses. Return them and the mask: True (all), False (none), or a tensor."""
     if address.memory is None:
         raise TypeError(f"{what} of {address.dtype}, which is no pointer, at {Place()}")
     at, keep = address.data, True if mask is None else tensor(mask).data
@@ -54,7 +54,6 @@ def _addresses(address: Tensor, mask: Any, what: str) -> tuple[Any, Any]:
 
 
 def _values(pointer: Tensor, value: Any, keep: Any) -> Any:
-    """Return the unmasked values to write, in the type of the memory."""
     value = tensor(value)
     if value.taint:
         raise Fault(value.taint)
@@ -280,7 +279,7 @@ def convert_layout(value, layout, assert_trivial=False):
 
 
 def transpose_words(x):
-    """Stand-in for an exchange: in each 32 columns, the pairs at 8 i + 2 j and 8 j + 2 i change places."""
+    """In each 32 columns, the pairs at 8 i + 2 j and 8 j + 2 i change places."""
     data = x.data.reshape(x.shape[0], -1, 4, 4, 2).transpose(2, 3)
     return Tensor(data.reshape(x.data.shape), x.dtype, x.taint)
 
@@ -291,7 +290,7 @@ def broadcast_rows(x, like):
 
 
 def any_above(x, limit, warpgroup):
-    """Stand-in for a vote of a warpgroup: return 1 if any x exceeds the limit."""
+    """Vote in a warpgroup: return 1 if any x exceeds the limit."""
     above = x > limit
     return Tensor(int(above.data.any()), gl.int32, above.taint)
 

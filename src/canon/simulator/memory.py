@@ -1,18 +1,18 @@
-"""Shared memory of a simulated Gluon kernel with race detection, and TMA descriptors of tensors.
+"""Simulate shared memory with race detection, and TMA descriptors of tensors.
 
-Each access is recorded until a later write covers it. Its epoch is the clock of its partition, or the phase of a barrier for
-TMA loads. An access in flight has no epoch. This finds three errors in every interleaving:
+Each access is recorded until a later write covers it. Its epoch is the clock of its partition, or the phase of a barrier
+for TMA loads. This finds three errors in every interleaving:
 
     a read that no barrier orders after the write        the value is tainted (NaN), and its use raises the fault
     a write that no barrier orders after a read          a fault at once, with both places
     a read by the async proxy (wgmma, TMA) of a store    a fault at once
       without fence_async_shared in between
 
-A kernel may compute with a tainted value and drop it, as pipelines do before the first tile arrives. To store it unmasked, to
-branch on it or to use it as an address raises the fault. An unordered read is not recorded as a read.
+A kernel may compute with a tainted value and drop it, as pipelines do before the first tile arrives. To store it unmasked,
+to branch on it or to use it as an address raises the fault.
 
-Not simulated: layouts, alignment, banks, clusters, and reuse of freed memory (all allocations count). Order through global
-memory (flags) is not simulated either, nor the fences after reads and after mbarrier.init, which Triton's tutorials omit.
+Not simulated: alignment, banks, reuse of freed memory, order through global memory (flags), and the fences after reads and
+after mbarrier.init, which Triton's tutorials omit.
 """
 
 from functools import lru_cache
@@ -90,7 +90,6 @@ class Access:
         return f"the {self} is still in flight" if self.epoch is None else f"no barrier says that the {self} is over"
 
     def visible(self, me: Partition) -> bool:
-        """Return whether the async proxy sees this write."""
         return self.asynchronous or (self.fenced is not None and me.clock.get(self.by.id, 0) >= self.fenced)
 
 
@@ -137,7 +136,7 @@ class Allocation:
         self._keep_latest(access)
 
     def _keep_latest(self, access: Access) -> None:
-        """Drop previous reads of the region by this partition: an access ordered after this one is ordered after them."""
+        """Drop previous reads of the region: an access ordered after this one is ordered after them."""
 
         def earlier(a: Access) -> bool:
             return not a.write and a.epoch is not None and (a.owner, a.region) == (access.owner, access.region)
@@ -178,22 +177,18 @@ class Shared:
 
     @property
     def dtype(self):
-        """Return the type of the elements."""
         return self.allocation.kind
 
     @property
     def rank(self) -> int:
-        """Return the number of axes."""
         return len(self.shape)
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return self.data.numel()
 
     @property
     def barrier(self) -> Barrier:
-        """Return the mbarrier in this memory. Raise TypeError if it is not exactly one."""
         if not self.allocation.barriers or self.numel != 1:
             raise TypeError(f"an mbarrier is one element of MBarrierLayout, got {self.shape} of {self.layout}")
         return self.allocation.barriers[self.data.storage_offset()]
@@ -204,14 +199,12 @@ class Shared:
         return self._views[key]
 
     def index(self, index):
-        """Return a view of one entry of the first axis."""
         i = number(index)
         if not 0 <= i < self.shape[0]:
             raise Fault(f"index {i} of {self.shape[0]} in {self.allocation.name}, at {Place()}")
         return self._view(("index", i), lambda data: data[i])
 
     def slice(self, start, length, dim=0):
-        """Return a view of ``length`` entries of an axis. All numbers must be compile-time constants."""
         if not all(isinstance(x, int) for x in (start, length, dim)):
             raise TypeError(f"slice takes constants, got {start}, {length}, {dim}")
         if start < 0 or start + length > self.shape[dim]:
@@ -219,11 +212,9 @@ class Shared:
         return self._view(("slice", start, length, dim), lambda data: data.narrow(dim, start, length))
 
     def permute(self, order):
-        """Return a view with the axes in another order."""
         return self._view(("permute", *order), lambda data: data.permute(*order))
 
     def reshape(self, shape):
-        """Return a view of the same elements with other axes."""
         return self._view(("reshape", *shape), lambda data: data.view(*shape))
 
     def _reinterpret(self, dtype, shape, layout):
@@ -232,12 +223,10 @@ class Shared:
         return Shared(self.allocation, self.data.view(*shape), layout)
 
     def load(self, layout=None):
-        """Return the values in registers."""
         _, taint = self.allocation.read(self.region, "load")
         return Tensor(held(garbage(self.data) if taint else self.data.clone()), self.dtype, taint)
 
     def store(self, value):
-        """Write values from registers. The async proxy sees them after fence_async_shared."""
         if value.shape != self.shape or value.dtype.name != self.dtype.name:
             raise TypeError(f"a store of {value.dtype}{value.shape} to {self.dtype}{self.shape}")
         if value.taint:
@@ -290,7 +279,7 @@ class Descriptor:
         raise NotImplementedError(f"tensor_descriptor.{name} is not simulated")
 
     def box(self, coordinates: list[int], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the intersection of the block at these coordinates with the tensor: as views of the tensor and of the tile."""
+        """Return the intersection of the block with the tensor: as views of the tensor and of the tile."""
         inside, outside = self._data, tile.view(self.block_shape)
         for axis, (c, n) in enumerate(zip(coordinates, self.block_shape, strict=True)):
             first = min(max(c, 0), self._data.shape[axis])
@@ -300,7 +289,6 @@ class Descriptor:
         return inside, outside
 
     def check(self, coordinates: list[int], view: Shared) -> None:
-        """Raise Fault if the hardware does not support this transfer."""
         size = self._data.element_size()
         if coordinates[-1] * size % 16:
             raise Fault(f"the innermost coordinate {coordinates[-1]} is no multiple of 16 bytes, at {Place()}")
@@ -311,5 +299,4 @@ class Descriptor:
 
     @property
     def padding(self) -> float:
-        """Return the value that loads give outside the tensor."""
         return float("nan") if self._padding == "nan" else 0.0

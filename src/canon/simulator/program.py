@@ -1,13 +1,10 @@
-"""The programs (CTAs) of a simulated Gluon kernel, their partitions, and the scheduler of both.
+"""Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
 
-A program runs until it ends, or until an atomic operation or a volatile load of global memory. There any program may
-continue, because a volatile load may poll for the result of another program.
-Partitions are threads, and exactly one of them holds the baton. A partition passes it on when it blocks, and sometimes after
-it starts or signals something. A seeded generator draws the next partition, so a seed determines an interleaving.
+Partitions are threads, and exactly one of them holds the baton. A partition passes it on when it blocks, and sometimes
+after it starts or signals something. A seeded generator draws the next partition, so a seed determines an interleaving.
 
-The simulator checks *order* as well as values. Each partition and each barrier has a vector clock. Arrivals join clocks into
-barriers, and waits join them into partitions. So `canon.simulator.memory` can decide whether barriers order two
-accesses to shared memory, independent of the simulated interleaving.
+Each partition and each barrier has a vector clock. Arrivals join clocks into barriers, and waits join them into partitions.
+So `canon.simulator.memory` can decide whether barriers order two accesses, independent of the simulated interleaving.
 
 Sources. Vector clocks: Colin Fidge, Timestamps in message-passing systems that preserve the partial ordering (1988). Races:
 Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection (2009).
@@ -62,16 +59,15 @@ class Place:
         return " < ".join(f"{code.co_name} ({code.co_filename.split('/')[-1]}:{n})" for code, n in self.lines)
 
     def source(self) -> list[str]:
-        """Return the source text of these lines."""
         return [linecache.getline(code.co_filename, n).strip() for code, n in self.lines]
 
 
 class Event(NamedTuple):
-    """An event of a program: an operation starts or ends, or a partition computes, arrives at a barrier or has waited.
+    """An operation starts or ends, or a partition computes, arrives at a barrier or has waited.
 
     ``kind`` is "load", "store", "add" or "wgmma" for the start of an operation, and "done" for its end, with the start in
-    ``of``. A wgmma ends at the wait for it. Other kinds are "exp2" and similar functions, "arrive" and "wait".
-    ``size`` is in bytes for boxes, operations for a wgmma and elements for functions. ``barrier`` is (name, phase).
+    ``of``. A wgmma ends at the wait for it. ``size`` is in bytes for boxes, FLOPs for a wgmma and elements for functions.
+    ``barrier`` is (name, phase).
     """
 
     kernel: str
@@ -92,7 +88,7 @@ def join(clock: dict[int, int], other: dict[int, int]) -> None:
 
 
 class Partition:
-    """Warps that run one function together. ``products`` and ``stores`` are started operations without a wait so far."""
+    """Warps that run one function together. ``products`` and ``stores`` are started operations without a wait."""
 
     def __init__(self, program: "Program", name: str, warps: int, clock: dict[int, int]):
         self.program, self.name, self.warps = program, name, warps
@@ -112,7 +108,6 @@ class Partition:
         self.finished = False
 
     def ready(self) -> bool:
-        """Return whether this partition can continue."""
         return not self.finished and (self.condition is None or self.condition())
 
     def released(self) -> dict[int, int]:
@@ -122,13 +117,12 @@ class Partition:
         return clock
 
     def block(self, condition: Callable[[], bool], waits_for: Callable[[], str]) -> None:
-        """Wait until the condition holds and this partition holds the baton."""
         self.condition, self.waits_for, self.place = condition, waits_for, Place()
         self.program.pass_baton(self)
         self.condition = None
 
     def look(self, place: Any, found: Any) -> None:
-        """Record a volatile load. Raise Deadlock after `IN_VAIN` loads of the same value from the same address."""
+        """Record a volatile load. Raise Deadlock after `IN_VAIN` loads of the same value."""
         self.looks = self.looks + 1 if self.seen == (place, found) else 0
         self.seen = place, found
         if self.looks and self.program.loads:  # a polling partition counts as blocked, so late TMA loads land
@@ -137,7 +131,6 @@ class Partition:
             raise Deadlock(f"{self.name} has found {found} {IN_VAIN} times, and nobody changes it, at {Place()}")
 
     def end(self) -> None:
-        """Raise Fault if a wgmma is still in flight."""
         if self.products:
             raise Fault(f"{self.name} ends with {len(self.products)} wgmma not waited for: {self.products[-1]}")
 
@@ -161,21 +154,17 @@ class Program:
         self.abandoned = self.ended = False
 
     def new_actor(self) -> int:
-        """Return a new index into vector clocks."""
         self.actors += 1
         return self.actors
 
     def draws(self, often: float = 0.5) -> bool:
-        """Draw whether an operation that may happen now happens now."""
         return self.order == "early" or (self.order == "random" and self.chance.random() < often)
 
     def step(self) -> None:
-        """Offer the baton, after the running partition has started or signalled something."""
         if len(self.partitions) > 1:
             self.pass_baton(here())
 
     def note(self, kind: str, size: int = 0, barrier: tuple[str, int] | None = None, of: Any = None) -> Event | None:
-        """Append an event to the log, if there is one."""
         if self.log is None:
             return None
         partition, place = (of.partition, of.place) if of else (here().name, Place())
@@ -183,11 +172,10 @@ class Program:
         return self.log[-1]
 
     def land(self) -> None:
-        """Complete one TMA load, drawn at random."""
         self.loads.pop(self.chance.randrange(len(self.loads))).land()
 
     def pass_baton(self, me: Partition) -> None:
-        """Pass the baton to a drawn partition and wait until ``me`` has it again. A ready partition often keeps it."""
+        """Pass the baton to a drawn partition and wait until ``me`` has it again."""
         if self.order == "random" and self.loads and self.draws(0.25):
             self.land()
         if me.ready() and self.chance.random() < self.inertia:
@@ -208,12 +196,10 @@ class Program:
         return self.chance.choice(ready)
 
     def deadlock(self) -> str:
-        """Return a message with the wait and the place of each partition."""
         waiting = [f"{p.name} waits for {p.waits_for()}, at {p.place}" for p in self.partitions if not p.finished]
         return f"deadlock in program {self.indices}:\n  " + "\n  ".join(waiting)
 
     def fail(self, failure: BaseException, me: Partition) -> None:
-        """Keep the first failure, and end the other partitions."""
         if self.failure is None:
             self.failure = failure
             if not isinstance(failure, Deadlock):  # its message names the partitions
@@ -248,14 +234,12 @@ class Program:
             raise Fault("another program has failed")
 
     def abandon(self) -> None:
-        """End a suspended program."""
         if self.thread is not None:
             self.abandoned = True
             self.going.release()
             self.thread.join()
 
     def run(self, name: str, warps: int, function: Callable[[], None]) -> None:
-        """Run the kernel function, then check the state at its end."""
         self.name = name
         main = Partition(self, name, warps, {})
         self.partitions = [main]
@@ -288,7 +272,7 @@ class Program:
                 raise Fault(f"{named.name} is out of balance: {named.present[0].name} has come to it in vain")
 
     def specialise(self, parts: list[tuple[str, Callable[[], Any]]], warps: list[int]) -> Any:
-        """Run the first part here and the others as workers. Wait for all, and return the result of the first."""
+        """Run the first part here and the others as workers. Return the result of the first."""
         main = here()
         if len(self.partitions) > 1:
             raise Fault("warp_specialize within warp_specialize")

@@ -1,9 +1,8 @@
-"""Values of simulated Gluon kernels: blocks are torch tensors, scalars Python numbers, each with its Triton type.
+"""Compute values of simulated kernels: blocks are torch tensors, scalars Python numbers, each with its Triton type.
 
-Arithmetic has the precision of each float type. Integers are stored in 64 bits. A signed overflow is a fault here, while a GPU
-continues with a wrong number; 64-bit blocks are not checked. Unsigned integers wrap. Types are promoted by Triton's own rules
-(`TritonSemantic.computation_type_impl`). `//` and `%` of values truncate, as in C. Constants are Python numbers with Python's
-own operators.
+Integers are stored in 64 bits. A signed overflow is a fault; 64-bit blocks are not checked. Unsigned integers wrap. Types
+are promoted by Triton's own rules. `//` and `%` of values truncate, as in C. Constants are Python numbers with Python's
+operators.
 """
 
 import ctypes
@@ -33,7 +32,7 @@ _promotions: dict[tuple, Any] = {}
 
 
 class Tensor:
-    """A value of a kernel. ``taint`` is the reason why it is garbage, or None. A pointer points into ``memory``."""
+    """A value of a kernel. ``taint`` is the reason why it is garbage. A pointer points into ``memory``."""
 
     __slots__ = ("data", "dtype", "memory", "taint")
 
@@ -51,12 +50,10 @@ class Tensor:
 
     @property
     def shape(self) -> list[int]:
-        """Return the sizes of the axes; none for a scalar."""
         return list(self.data.shape) if isinstance(self.data, torch.Tensor) else []
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
     def __bool__(self) -> bool:
@@ -85,26 +82,21 @@ class Tensor:
         return Tensor(self.data[keys], self.dtype, self.taint, self.memory)
 
     def to(self, dtype, fp_downcast_rounding=None, bitcast=False):
-        """Convert to another type, rounding to nearest even; with ``bitcast`` reinterpret the bits."""
         if fp_downcast_rounding is not None or self.memory is not None or dtype.is_ptr():
             raise NotImplementedError("other roundings than to nearest even, and casts of pointers")
         convert = bits_as if bitcast else cast
         return Tensor(convert(self.data, self.dtype, dtype), dtype, self.taint)
 
     def expand_dims(self, axis):
-        """Return the tensor with a new axis of size 1."""
         return Tensor(self.data.unsqueeze(axis), self.dtype, self.taint, self.memory)
 
     def reshape(self, *shape):
-        """Return the elements with other axes."""
         return Tensor(self.data.reshape(several(shape)), self.dtype, self.taint, self.memory)
 
     def permute(self, *order):
-        """Return the tensor with its axes in another order."""
         return Tensor(self.data.permute(several(order)), self.dtype, self.taint, self.memory)
 
     def trans(self, *order):
-        """Return the tensor with its axes reversed, or in the given order."""
         return self.permute(*(order or range(len(self.shape))[::-1]))
 
 

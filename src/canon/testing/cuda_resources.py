@@ -1,9 +1,6 @@
 """Compile every CUDA kernel without a GPU, and report registers, spills, shared memory and CTAs of an SM.
 
-    python -m canon.testing.cuda_resources --arch 80 86 89 90 [--json]
-
-NVRTC compiles the files as a launch does, and its assembler reports registers and spills. An SM holds as many CTAs as its
-registers, its shared memory and its 2048 (sm_86, sm_89: 1536) threads permit.
+python -m canon.testing.cuda_resources --arch 80 86 89 90 [--json]
 """
 
 import argparse
@@ -32,7 +29,7 @@ THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048}
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel of one architecture, dtype and pair of widths: its configuration and its resources."""
+    """A kernel of one architecture, dtype and pair of widths."""
 
     kernel: str
     arch: int
@@ -54,7 +51,7 @@ class Compiled:
 
 
 def main_cases(arch: int) -> Iterator[tuple[str, int, torch.dtype, int, int]]:
-    """Yield (kernel, arch, dtype, d, dv) of the main configurations: both dtypes at one width, bfloat16 at all."""
+    """Yield (kernel, arch, dtype, d, dv) of the main configurations."""
     for kernel in config.KERNELS:
         for d, dv in WIDTHS:
             yield kernel, arch, torch.bfloat16, d, dv
@@ -74,7 +71,7 @@ def compile_case(kernel: str, arch: int, dtype: torch.dtype, d: int, dv: int) ->
 
 
 def ctas(arch: int, warps: int, registers: int, shared: int) -> int:
-    """Return how many CTAs an SM holds."""
+    """Return how many CTAs an SM holds, by registers, shared memory and threads."""
     of_warp = -(-32 * registers // 256) * 256
     return min(REGISTERS // (warps * of_warp), SHARED_MEMORY[arch] // (shared + 1024), THREADS[arch] // (32 * warps))
 

@@ -12,7 +12,7 @@ class Ended(BaseException):
 
 
 class Rendezvous:
-    """State that all ranks share: running and waiting ranks, collectives in flight, messages in flight."""
+    """Running and waiting ranks, collectives in flight, messages in flight."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks
@@ -24,11 +24,7 @@ class Rendezvous:
         self.messages: dict[tuple, tuple[Tensor, Any]] = {}
 
     def wait(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Wait until ``ready()``. ``describe()`` names the event, for an error message.
-
-        One thread of a rank waits at a time. Others may call this for events that have happened.
-        Raises Ended if another rank has failed, or if no rank can continue.
-        """
+        """Wait until ``ready()``. Raises Ended if another rank has failed, or if no rank can continue."""
         with self.changed:
             if ready():
                 return
@@ -43,7 +39,7 @@ class Rendezvous:
                 del self.waiting[rank]
 
     def leave(self, rank: int, failure: str | None = None) -> None:
-        """Remove ``rank``, which has returned or failed. After a failure, all waiting ranks end."""
+        """Remove a rank that has returned or failed. After a failure, all waiting ranks end."""
         with self.changed:
             self.running.discard(rank)
             self.ended = self.ended or failure
