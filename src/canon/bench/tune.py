@@ -26,12 +26,7 @@ from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
 
-SHAPES = [
-    "1,16384,32,8,128,causal",
-    "8,2048,32,8,128,causal",
-    "1,16384,32,32,64,causal",
-    "1,16384,16,16,256,causal",
-]
+SHAPES = ["1,16384,32,8,128,causal", "8,2048,32,8,128,causal", "1,16384,32,32,64,causal", "1,16384,16,16,256,causal"]
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}
 Config = config.Config | hopper_config.Config
 
@@ -127,12 +122,7 @@ def candidates(options: argparse.Namespace) -> list[Config]:
 
 
 def tune(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    only: str,
-    candidates: list[Config],
-    backend: str = "triton",
+    shape: Shape, dtype: torch.dtype, device: torch.device, only: str, candidates: list[Config], backend: str = "triton"
 ) -> list[dict]:
     """Return a row per kernel and configuration, the table's own first: milliseconds of each run, or why it failed."""
     q, k, v, dout = shape.inputs(dtype, device)
