@@ -27,7 +27,7 @@ __all__ = ["backend"]
 
 AVAILABLE = ("triton", "gluon", "cuda")
 # The largest width at which "auto" takes the CUDA kernels, by capability. No such GPU was at hand, so this follows from
-# compiled resources in bfloat16 (canon.testing.cuda_resources, canon.testing.compile). "8 x 32": 8 warps of 32 rows on an SM.
+# compiled resources in bfloat16 (notebooks/cuda_resources.py, canon.testing.compile). "8 x 32": 8 warps of 32 rows on an SM.
 #
 #                     forward               dq                    dk and dv
 #     sm_80    64     8 x 32   8 x 16       8 x 32   8 x 16       8 x 32   8 x 16       first the CUDA kernel, then Triton's

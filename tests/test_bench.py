@@ -75,7 +75,7 @@ def test_jobs_are_what_the_options_ask_for():
 
 
 def test_an_option_of_another_command_is_refused():
-    for what in ("kernels", "figure", "tune", "schedules", "plans"):
+    for what in ("kernels", "tune", "schedules", "plans"):
         bench_command._check_owners(options_of(what))  # what is given by default belongs to all
     with pytest.raises(ValueError, match="belongs to tune"):
         bench_command._check_owners(options_of("kernels", "--config", "64,64,4,1"))

@@ -89,8 +89,8 @@ def verdicts(record):
     return {result["case"].split("/")[0]: result["verdict"] for result in record["results"]}
 
 
-def test_the_reference_agrees_with_itself(run, tmp_path):
-    status, printed, record = run("canon.reference", "--tokens", 120, picture=True)
+def test_the_reference_agrees_with_itself(run):
+    status, printed, record = run("canon.reference", "--tokens", 120)
     assert status == 0
     assert "cases agree." in printed.out
     tried = {result["case"].split("/")[0] for result in record["results"]}
@@ -105,7 +105,6 @@ def test_the_reference_agrees_with_itself(run, tmp_path):
         assert any(f"/{dtype}" in result["case"] for result in record["results"])
     assert record["command"].startswith("canon check canon.reference --ranks 4")
     assert record["machine"]["torch"] == torch.__version__
-    assert (tmp_path / "canon-check" / "errors.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("ranks", [3, 5])

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from excerpts import excerpt
+from ring_hops import recorded_hops
 from simulated_passes import allocated_bytes, different_bits, simulated_passes
 from tile_claims import claims_of
 from tile_walks import recorded_walk
@@ -12,7 +13,7 @@ from tile_walks import recorded_walk
 from canon import Layout, Mask, reference
 from canon.reference import backward
 from canon.testing import process_groups
-from canon.testing.recording import recorded_hops, recording
+from canon.testing.recording import recording
 
 
 def test_an_excerpt_has_the_lines_from_the_first_to_the_last_without_indentation():

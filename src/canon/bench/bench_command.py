@@ -109,7 +109,6 @@ def _check_owners(options: argparse.Namespace) -> None:
 
 
 def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
-    """Return the rest of the work as a function. Raises ValueError if the options are wrong."""
     if options.what == "plans":
         return lambda: _plans(options, console)
     if not (torch.cuda.is_available() or options.what == "masks"):

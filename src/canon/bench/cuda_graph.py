@@ -1,7 +1,7 @@
 """Capture both passes of attention in a CUDA graph, as a training loop captures a layer.
 
-Eager calls on a side stream come first: they plan, compile and open the connections of NCCL. The capture has new leaves,
-because autograd synchronises with the stream on which it first saw a leaf.
+Eager calls on a side stream plan and compile. The capture has new leaves, because autograd synchronises with the stream on
+which it first saw a leaf.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,6 @@ class CapturedPasses:
     expected: list[Tensor]
 
     def check(self) -> None:
-        """Replay once. Raises RuntimeError if out, dq, dk or dv differ from the eager call."""
         for x in self.results:
             x.zero_()
         self.graph.replay()

@@ -33,7 +33,7 @@ def _hold(nanoseconds):
 
 
 def beside(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each kernel, with its GPU times in milliseconds by number of held SMs."""
+    """Return a row for each kernel, with milliseconds by number of held SMs."""
     rows, side = [], torch.cuda.Stream(device)
     for name, run in _kernels(shape, dtype, device).items():
         times: dict[int, list[float]] = {held: [] for held in HELD}

@@ -41,7 +41,7 @@ PARTS = ("arguments", "digests", "results", "look-up", "launches", "messages", "
 
 
 def host_parts(run: Callable[[], object], calls: int) -> dict[str, float]:
-    """Return the milliseconds of each part in a call, averaged over ``calls``. They add up to the call."""
+    """Return the milliseconds of each part, averaged over ``calls``. They add up to the call."""
     with _clocks() as seconds:
         start = time.perf_counter()
         for _ in range(calls):

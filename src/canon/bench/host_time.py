@@ -49,7 +49,7 @@ class NoKernels(torch.autograd.Function):
 
 
 def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str) -> list[dict[str, Any]]:
-    """Return a row per contender: agreement, and wall and host times of each measure."""
+    """Return a row per contender."""
     q, k, v, dout = shape.inputs(dtype, device)
     exact, honest = oracle(q, k, v, dout, shape.mask), dense(q, k, v, dout, shape.mask)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -57,13 +57,10 @@ def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, on
     for contender in contenders(shape, device, only or CONTENDERS):
         row: dict[str, Any] = {"contender": contender.name, "shape": str(shape)}
         rows.append(row)
-        try:
-            attend = contender.make()
-            out = attend(*leaves)
-            got = Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
-        except Exception as error:
-            row["failed"] = f"{type(error).__name__}: {error}"[:300]
+        made = contender.tried(row, partial(_called, contender, leaves, dout))
+        if made is None:
             continue
+        attend, got = made
         row |= contender.judged(got, exact, honest)
         if "failed" in row:
             continue
@@ -95,6 +92,12 @@ def _compare_with_cudnn(rows: list[dict[str, Any]]) -> None:
             row["loop_to_cudnn"] = medians[row["contender"]] / medians[CUDNN]
 
 
+def _called(contender: Contender, leaves: list[Tensor], dout: Tensor) -> tuple[Callable, Attended]:
+    attend = contender.make()
+    out = attend(*leaves)
+    return attend, Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
+
+
 def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Tensor], dout: Tensor) -> Iterator[Eager]:
     q, k, v = leaves
     plain = [x.detach() for x in leaves]
@@ -119,9 +122,8 @@ def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Te
         yield Eager.listed(row, name, contender.inside(run))
 
 
-# ---------------------------------------------------------------------- shown
 def host_table(rows: Sequence[dict]):
-    """Return a table of medians: wall time, and host time in brackets."""
+    """Return a table of medians."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -139,7 +141,7 @@ def host_table(rows: Sequence[dict]):
 
 
 def parts_table(rows: Sequence[dict]):
-    """Return a table of medians: the host time of both passes by part, in microseconds."""
+    """Return a table of the parts' medians, in microseconds."""
     from rich.table import Table
 
     shown = Table("shape", "contender", *PARTS, title="host us of both passes, by part")

@@ -5,8 +5,7 @@
     canon bench kernels --auto                 is "auto" close to the fastest method?
     canon bench kernels --partial              what do tiles on the diagonal cost?
 
-Agreement comes first. Then rounds alternate between all contenders, by GPU time and by wall time. A CUDA graph of both
-passes is timed last; if its capture fails, the row has the reason.
+Agreement comes first, then GPU time and wall time in rounds. A CUDA graph of both passes is timed last.
 """
 
 import argparse
@@ -19,7 +18,7 @@ import torch
 
 from canon.bench import roofline, shapes
 from canon.bench.cuda_graph import captured
-from canon.bench.peers import DECLINED, Contender, contenders, installed
+from canon.bench.peers import Contender, contenders, installed
 from canon.bench.shapes import Shape
 from canon.bench.timing import Eager, Run, ceilings, clocks, eager_rounds, peak_mb, shown_mb, take_turns
 from canon.testing.judge import Attended, dense, oracle
@@ -58,7 +57,7 @@ def jobs(options: argparse.Namespace) -> list[tuple[Shape, ...]]:
 def measured(
     options: argparse.Namespace, found: list[tuple[Shape, ...]], device: torch.device
 ) -> Iterator[tuple[list[dict], dict[str, Any]]]:
-    """Yield the rows of each job, and the other fields of the record: ceilings, peers, verdicts."""
+    """Yield the rows of each job, and further fields of the record."""
     dtype = getattr(torch, options.dtype)
     others = not (options.auto or options.partial)
     more: dict[str, Any] = {"ceilings": ceilings(dtype, device), "peers": installed()}
@@ -85,7 +84,7 @@ def measure(
     others: bool = True,
     backend: str | None = None,
 ) -> list[list[dict]]:
-    """Return, for each shape, a row per contender: agreement, times in milliseconds, and speeds."""
+    """Return, for each shape, a row per contender."""
     timed = Timed()
     found = partial(contenders, device=device, only=only, others=others, backend=backend)
     rows = [_prepare(shape, dtype, device, found(shape), timed) for shape in job]
@@ -100,7 +99,7 @@ def measure(
 
 @dataclass
 class Timed:
-    """The measurements of a job: GPU runs with their lists, eager calls, and (row, contender, inputs) of graphs."""
+    """GPU runs with their lists, eager calls, and (row, contender, inputs) of graphs."""
 
     runs: list[tuple[Run, list[float]]] = field(default_factory=list)
     eager: list[Eager] = field(default_factory=list)
@@ -119,15 +118,10 @@ def _prepare(
     rows, forwards = [], set()
     for contender in found:
         rows.append(row := _row(shape, contender))
-        try:
-            forward = contender.inside(contender.make())
-            out = forward(q, k, v)
-            backward = contender.inside(partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True))
-            dq, dk, dv = backward()
-        except Exception as error:  # a peer may lack a width or a mask; its row has the reason
-            declined = contender.declines and isinstance(error, DECLINED)
-            row["declined" if declined else "failed"] = f"{type(error).__name__}: {error}"[:300]
+        made = contender.tried(row, partial(_passes, contender, (q, k, v), dout))
+        if made is None:
             continue
+        forward, backward, out, (dq, dk, dv) = made
         heads = out[-1:, :, -group:], None, dq[-1:, :, -group:], dk[-1:, :, -1:], dv[-1:, :, -1:]
         row |= contender.judged(Attended(*heads), exact, honest)
         if "failed" in row:
@@ -145,12 +139,19 @@ def _prepare(
     return rows
 
 
+def _passes(contender: Contender, leaves: tuple, dout: torch.Tensor) -> tuple:
+    forward = contender.inside(contender.make())
+    out = forward(*leaves)
+    backward = contender.inside(partial(torch.autograd.grad, out, leaves, dout, retain_graph=True))
+    return forward, backward, out, backward()
+
+
 def _both(forward: Callable, q, k, v, dout) -> None:
     torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
 
 
 def _replay(row: dict, contender: Contender, inputs: tuple, rounds: int, device: torch.device) -> None:
-    """Time a replayed graph, then free it: the pools of all contenders together may exceed the GPU."""
+    """Time a replayed graph, then free it: all pools together may exceed the GPU."""
     try:
         made = contender.inside(captured)(*inputs)
         made.check()
@@ -165,7 +166,6 @@ def _row(shape: Shape, contender: Contender) -> dict:
     return row | {name: getattr(shape, name) for name in ("b", "n", "h", "g", "d")} | {"mask": shape.mask_name}
 
 
-# ---------------------------------------------------------------------- shown
 def verdicts(more: dict[str, Any]) -> list:
     """Return the tables of --auto and --partial."""
     return [show(more[name]) for name, show in (("auto", _auto), ("partial", _partial)) if name in more]

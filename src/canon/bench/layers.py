@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from canon.bench.peers import DECLINED, Attend, Contender, attention, contenders, forced
+from canon.bench.peers import Attend, Contender, attention, contenders, forced
 from canon.bench.shapes import Shape, asked_for
-from canon.bench.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, take_turns
+from canon.bench.timing import Eager, Run, clocks, eager_rounds, peak_mb, shown_mb, take_turns
 from canon.testing.judge import Attended, dense, oracle
 
 SHAPES = ["2,1024,8,1,256,prefix:768"]
@@ -26,7 +26,7 @@ WITHOUT = "rank invariant"
 
 
 def measure(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str) -> list[dict[str, Any]]:
-    """Return a row per contender: agreement, milliseconds of both passes of all layers, and peak memory."""
+    """Return a row per contender."""
     q, k, v, dout = shape.inputs(dtype, device)
     exact, honest = oracle(q, k, v, dout, shape.mask), dense(q, k, v, dout, shape.mask)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -34,15 +34,10 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int,
     for contender in layer_contenders(shape, device, only):
         row: dict[str, Any] = {"contender": contender.name, "shape": str(shape), "layers": LAYERS}
         rows.append(row)
-        try:
-            attend = contender.make()
-            step = contender.inside(partial(both, attend, shape.g, q, dout))
-            got = contender.inside(partial(_one_layer, attend, leaves, dout))()
-            step()
-        except Exception as error:  # a backend may lack a width, a dtype or this GPU
-            declined = contender.declines and isinstance(error, DECLINED)
-            row["declined" if declined else "failed"] = f"{type(error).__name__}: {error}"[:300]
+        made = contender.tried(row, partial(_made, contender, shape, leaves, dout))
+        if made is None:
             continue
+        step, got = made
         row |= contender.judged(got, exact, honest)
         if "failed" in row:
             continue
@@ -66,7 +61,7 @@ def layer_contenders(shape: Shape, device: torch.device, only: str) -> list[Cont
 
 
 def both(attend: Attend, key_heads: int, q: Tensor, dout: Tensor) -> Tensor:
-    """Run both passes of all layers, and return the gradient of the input."""
+    """Return the gradient of the input of all layers."""
     x = q
     for _ in range(LAYERS):
         x = checkpoint(partial(layer, attend, key_heads), x, use_reentrant=False)
@@ -74,8 +69,16 @@ def both(attend: Attend, key_heads: int, q: Tensor, dout: Tensor) -> Tensor:
 
 
 def layer(attend: Attend, key_heads: int, x: Tensor) -> Tensor:
-    """Return x + attention(x, first heads of x, last heads of x)."""
+    """Return x + attention(x)."""
     return x + attend(x, x[:, :, :key_heads], x[:, :, -key_heads:])
+
+
+def _made(contender: Contender, shape: Shape, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Run, Attended]:
+    attend = contender.make()
+    step = contender.inside(partial(both, attend, shape.g, leaves[0], dout))
+    got = contender.inside(partial(_one_layer, attend, leaves, dout))()
+    step()
+    return step, got
 
 
 def _one_layer(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> Attended:

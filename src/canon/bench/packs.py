@@ -40,7 +40,6 @@ def sampled_packs(tokens: int, count: int, *, seed: int = 42) -> list[list[int]]
 
 @lru_cache(maxsize=4)
 def _shuffled(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of the shuffled pieces, and the indices of the packs in random order."""
     middles, documents = np.array([((shortest + longest) // 2, n) for shortest, longest, n in HISTOGRAM]).T
     whole, rest = np.divmod(np.repeat(middles, documents), tokens // 4)
     pieces = np.concatenate([np.full(whole.sum(), tokens // 4), rest[rest > 0]])

@@ -55,6 +55,14 @@ class Contender:
         row = {"agrees": agrees, "worst": f"{worst.tensor} {worst.norm} {worst.ratio:.2f}" if worst else ""}
         return row if agrees else row | {"failed": f"disagrees: {verdict}"}
 
+    def tried(self, row: dict[str, Any], call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:  # a peer may lack a width or a mask
+            declined = self.declines and isinstance(error, DECLINED)
+            row["declined" if declined else "failed"] = f"{type(error).__name__}: {error}"[:300]
+            return None
+
     def inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             with self.around():
@@ -66,7 +74,7 @@ class Contender:
 def contenders(
     shape: Shape, device: torch.device, only: str, *, others: bool = True, backend: str | None = None
 ) -> list[Contender]:
-    """Return Canon and, with ``others``, the peers for this mask. ``only`` filters names, ``backend`` Canon's backends."""
+    """Return Canon and, with ``others``, the peers for this mask. ``only`` and ``backend`` filter."""
     found = [*_canon(shape, backend)]
     if others:
         found += [*_torch(shape, device), *_dense(shape, device), *_flash4(shape, device)]
@@ -78,7 +86,6 @@ def installed() -> dict[str, str]:
     return {FLASH4: _flash4_module()[1]}
 
 
-# ---------------------------------------------------------------------- Canon
 def _canon(shape: Shape, chosen: str | None) -> Iterator[Contender]:
     from canon.fast import device
 
@@ -108,7 +115,7 @@ def attention(shape: Shape, method: str, **options: bool) -> Attend:
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """Use a backend for both passes: the backward runs in this thread, where the choice is set."""
+    """Use a backend for both passes: the backward runs in this thread, too."""
     from canon import fast
 
     with fast.backend(backend), torch.autograd.set_multithreading_enabled(False):
@@ -135,7 +142,6 @@ def deterministic() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-# ---------------------------------------------------------------------- torch's
 def _torch(shape: Shape, device: torch.device) -> Iterator[Contender]:
     if packed(shape.n, shape.mask_name):
         yield Contender("torch varlen", partial(_varlen, shape, device), "torch varlen")
@@ -188,7 +194,6 @@ def _varlen(shape: Shape, device: torch.device) -> Attend:
 
 
 def _cu_seqlens(shape: Shape, device: torch.device) -> tuple[Tensor, int]:
-    """Return cu_seqlens (int32) of the documents of all sequences, and the longest document."""
     own = packed(shape.n, shape.mask_name)
     if own is None:
         raise ValueError(f"mask {shape.mask_name!r} has no documents")
@@ -237,7 +242,6 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     raise ValueError(f"mask {shape.mask_name!r} has no mask function for FlexAttention")
 
 
-# ---------------------------------------------------------------------- flash-attn-4
 @functools.cache
 def _flash4_module() -> tuple[Any, str]:
     try:

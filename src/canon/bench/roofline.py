@@ -18,7 +18,7 @@ PARTIAL_COST = 0.08  # the most that partial masks may cost, relative to an equa
 
 
 def compulsory_bytes(shape: Shape, itemsize: int, name: str) -> float:
-    """Return the least bytes that the pass ``name`` must move; lse has 4 bytes."""
+    """Return the least bytes that a pass must move."""
     queries = shape.b * shape.n * shape.h
     keys = shape.b * shape.keys * shape.g
     times = {"forward": 2, "backward": 4}[name]  # q and out, k and v; q, out, dout and dq, k, v, dk and dv
@@ -26,13 +26,13 @@ def compulsory_bytes(shape: Shape, itemsize: int, name: str) -> float:
 
 
 def roofline(shape: Shape, itemsize: int, name: str, ceilings: dict[str, float]) -> float:
-    """TFLOP/s that the pass ``name`` cannot exceed."""
+    """Return the TFLOP/s that a pass cannot exceed."""
     intensity = PASSES[name] * shape.operations / compulsory_bytes(shape, itemsize, name)
     return min(ceilings["matmul_tflops"], ceilings["copy_tbs"] * intensity)
 
 
 def add_speeds(rows: list[dict], shape: Shape, itemsize: int, ceilings: dict[str, float]) -> None:
-    """Add _tflops, _roofline (the share of it) and _to_peer of each timed pass to the rows of one shape."""
+    """Add _tflops, _roofline and _to_peer of each timed pass to the rows of one shape."""
     for name, factor in PASSES.items():
         best = roofline(shape, itemsize, name, ceilings)
         timed = [row for row in rows if row.get(f"{name}_ms")]
@@ -45,7 +45,7 @@ def add_speeds(rows: list[dict], shape: Shape, itemsize: int, ceilings: dict[str
 
 
 def auto_verdicts(rows: list[dict]) -> list[dict]:
-    """Return, for each shape and pass, the fastest method, the time of "canon auto" over it, and whether that is close."""
+    """Compare "canon auto" with the fastest method of each shape and pass."""
     verdicts = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
         for name in PASSES:
@@ -66,7 +66,7 @@ def auto_verdicts(rows: list[dict]) -> list[dict]:
 
 
 def partial_costs(partial: list[dict], full: list[dict]) -> list[dict]:
-    """Return, for each contender and pass, full TFLOP/s over partial TFLOP/s - 1, and whether that is little enough."""
+    """Return full TFLOP/s over partial TFLOP/s - 1, for each contender and pass."""
     costs = []
     others = {row["contender"]: row for row in full}
     for row in partial:

@@ -1,4 +1,4 @@
-"""List the contenders of `canon bench schedules`: Canon's, torch's context parallel, and ring-flash-attn.
+"""List the contenders of `canon bench schedules`: Canon's and torch's context parallel.
 
 torch's context parallel replaces SDPA while a context is open, in the backward pass too: ``around`` opens it, and is not
 timed. Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.bench import ring_flash_attn_peer
 from canon.bench.shapes import Shape, asked_for
 from canon.masks.layout import Layout
 
@@ -87,8 +86,6 @@ def peer_schedules(shape: Shape, ranks: int, only: str, device: str) -> list[Sch
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION")
         for rotation in ("allgather", "alltoall")
     ]
-    if device == "cuda" and (attend := ring_flash_attn_peer.zigzag_function()) is not None:
-        found.append(Schedule(ring_flash_attn_peer.NAME, layout, attend, peer=True))
     return [schedule for schedule in found if asked_for(schedule.name, only)]
 
 
@@ -104,7 +101,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, backend: str, grouped: bool, retur
 
 @contextmanager
 def _context_parallel(rotation: str, device: str) -> Iterator[None]:
-    """Replace SDPA. The context shards an unused tensor of the least length that it balances."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method

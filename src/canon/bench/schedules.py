@@ -46,10 +46,9 @@ EAGER_SPAN = 60.0  # milliseconds of eager calls in one measurement
 AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results of the others
 
 
-# ---------------------------------------------------------------------- on every rank
 @dataclass(frozen=True)
 class Bench:
-    """A picklable program for every rank. It returns a row per shape and schedule, the same on all ranks."""
+    """A picklable program for every rank. It returns the same rows on all ranks."""
 
     shapes: tuple[Shape, ...]
     dtype: torch.dtype
@@ -129,7 +128,7 @@ def _eager(
 
 
 def _replay(row: dict, each: Schedule, inputs: list[Tensor], rounds: int, device: torch.device, group) -> None:
-    """Time a replayed graph, then free it: the pools of all schedules together may exceed a GPU."""
+    """Time a replayed graph, then free it: all pools together may exceed a GPU."""
     made = _tried(each, lambda: {"passes": captured(each.attend, *inputs)}, group)
     if "failed" not in made:  # on any rank: a replay sends messages
         made |= _tried(each, made["passes"].check, group)
@@ -148,7 +147,7 @@ def _alone(shape: Shape, only: str) -> list[Schedule]:
 
 
 def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> dict[str, Any]:
-    """Return the result of ``call`` if it succeeds on all ranks, else the reason; the same decision on every rank."""
+    """Return the result of ``call``, or the reason if it fails on any rank; the same decision on every rank."""
     told: dict[str, Any] = {}
     error = ""
     try:
@@ -223,7 +222,6 @@ def _slowest(milliseconds: float, device: torch.device) -> float:
 
 
 def _exposed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds of a run in which only NCCL or copies ran, on the slowest rank."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
@@ -260,9 +258,8 @@ def uncovered(ran: list[tuple[float, float, str]]) -> float:
     return max((end for _, end, _ in spans), default=0.0) - (spans[0][0] if spans else 0.0) - covered
 
 
-# ---------------------------------------------------------------------- the command
 def program(options: argparse.Namespace) -> Bench:
-    """Return the program of the command. Raises ValueError if a shape is wrong or there are too few GPUs."""
+    """Return the program of the command. Raises ValueError."""
     shapes = shapes_of(options.shape or [], options.mask or [], SHAPES)
     if any(shape.keys != shape.n for shape in shapes):
         raise ValueError("schedules needs as many keys as queries: full, not full:KEYS")
@@ -272,7 +269,7 @@ def program(options: argparse.Namespace) -> Bench:
 
 
 def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:
-    """Yield the rows of Canon's schedules, then those of the peers, or one row with their failure."""
+    """Yield the rows of Canon's schedules, then those of the peers."""
     yield process_groups.gpus(made, ranks, timeout=LIMIT)[0]
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if any(peer_schedules(shape, ranks, made.only, made.device) for shape in made.shapes):

@@ -71,7 +71,7 @@ class Shape:
 
 
 def documents(n: int, mean: int, seed: int = 0) -> list[int]:
-    """Return cu_seqlens of n tokens in documents of exponentially distributed lengths, the same on every machine."""
+    """Return cu_seqlens of documents of exponentially distributed lengths, the same on every machine."""
     draw = torch.Generator().manual_seed(seed)
     lengths = (-torch.log(torch.rand(4 * n // mean + 16, generator=draw, dtype=torch.float64)) * mean).long() + 1
     ends = [0, *lengths.cumsum(0).tolist()]
@@ -147,7 +147,7 @@ def bare(text: str) -> str:
 
 
 def sweep(widths: Sequence[int]) -> list[Shape]:
-    """Return causal shapes of 512 to 131072 tokens at constant tokens and constant h * d, for each width."""
+    """Return causal shapes of 512 to 131072 tokens at constant tokens and constant h * d."""
     lengths = [512 << i for i in range(9)]
     heads = {d: max(1, SWEEP_WIDTH // d) for d in widths}
     return [shape_of(f"{SWEEP_TOKENS // n},{n},{heads[d]},{heads[d]},{d},causal") for d in widths for n in lengths]
@@ -168,5 +168,5 @@ def auto() -> list[Shape]:
 
 
 def partial_pairs(texts: Sequence[str]) -> list[tuple[Shape, Shape]]:
-    """Return pairs of a causal mask and a full one of n queries and n / 2 keys: equal areas without the diagonal."""
+    """Return pairs of a causal mask and a full one of n / 2 keys: equal areas without the diagonal."""
     return [(shape_of(text, "causal"), shape_of(text, f"full:{shape_of(text, 'causal').n // 2}")) for text in texts]

@@ -57,7 +57,6 @@ class Eager:
 
     @classmethod
     def listed(cls, row: dict, name: str, run: Run) -> "Eager":
-        """Return calls to time, with their lists in the row, as NAME_wall_ms and NAME_host_ms."""
         made = cls(run)
         row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = made.wall_ms, made.host_ms
         return made
@@ -86,7 +85,7 @@ def eager(run: Run, calls: int, device: torch.device) -> tuple[float, float]:
 
 
 def eager_rounds(runs: Sequence[Eager], rounds: int, device: torch.device) -> None:
-    """Measure all runs ``rounds`` times in random order; each measurement takes about `SPAN` milliseconds."""
+    """Measure all runs in rounds of random order, about `SPAN` milliseconds each."""
     order = []
     for one in runs:
         one.run()

@@ -124,7 +124,7 @@ def candidates(options: argparse.Namespace) -> list[Config]:
 def tune(
     shape: Shape, dtype: torch.dtype, device: torch.device, only: str, candidates: list[Config], backend: str = "triton"
 ) -> list[dict]:
-    """Return a row per kernel and configuration, the table's own first: milliseconds of each run, or why it failed."""
+    """Return a row per kernel and configuration, the table's own first."""
     q, k, v, dout = shape.inputs(dtype, device)
     kernels, rows = BACKENDS[backend], []
     for kernel, (call, results) in _kernels(kernels.launch, q, k, v, dout, shape).items():

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,24 +23,16 @@ from torch import Tensor
 
 from canon import reference
 from canon.check.case_calls import call, on_one_rank
-from canon.check.cases import DTYPES, EXCHANGES, REPLICATED, Case, Masks, declined_by
+from canon.check.cases import DTYPES, EXCHANGES, REPLICATED, Case, declined_by
 from canon.check.exchanges import answers, compared, rows_that_differ, tables
-from canon.check.inputs import Expected, Inputs
+from canon.check.inputs import FromDocuments, Inputs
 from canon.check.places import worst_places
+from canon.check.random_source import RandomSource
 from canon.reference import Layout
 from canon.testing.judge import Attended, Measure, Results, agreement, relative
 
+Source = FromDocuments | RandomSource  # inputs and expected results of the cases
 _inputs_lock = threading.Lock()  # ranks that are threads share one cached set of inputs
-
-
-class Source(Protocol):
-    """Inputs and expected results of the cases."""
-
-    def mask(self, case: Case) -> Masks: ...
-
-    def inputs(self, case: Case, device: str) -> Inputs: ...
-
-    def expected(self, case: Case, layout: Layout, device: str) -> Expected: ...
 
 
 class CaseFailed(Exception):
@@ -80,7 +72,7 @@ class CaseRunner:
                         lines.write(json.dumps(result) + "\n")  # one write: another thread reads the lines meanwhile
 
     def rehearse(self) -> None:
-        """Run the module once on every case, without the reference and the judge. `warming` collects its kernels."""
+        """Run the module once on every case, without the reference and the judge."""
         module, rank, ranks = import_module(self.module), dist.get_rank(), dist.get_world_size()
         with self._kernels():
             for case in self.cases:
@@ -164,7 +156,6 @@ def _run_attention(module, case: Case, source: Source, device, runs, mask, layou
 def _run_exchange(
     module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs | None
 ) -> dict[str, Any]:
-    """Judge on each rank. Return the worst of each measure, and each fault with its ranks."""
     rank = dist.get_rank()
     program = lambda half: tables(half, case, mask, layout, x, rank)
     first, unequal_runs, seconds = _repeated(program, module, case, device, runs, _different_tables)
@@ -191,7 +182,7 @@ def _run_exchange(
 def _repeated(
     program: Callable[[Any], Any], module: Any, case: Case, device: str, runs: int, compare: Callable[[Any, Any], str]
 ) -> tuple[Any, list[str], list[float]]:
-    """Return the first result, a line for each run with other bits, and the seconds of the first and last run."""
+    """Return the first result, the runs with other bits, and the seconds of the first and last run."""
     first, cold = _timed(program, module, case, device)
     unequal_runs, warm = [], cold
     for number in range(2, runs + 1):
@@ -202,7 +193,6 @@ def _repeated(
 
 
 def _different_rows(a: Results, b: Results) -> str:
-    """Return the number of different rows of each tensor as text. A row is one head of one token."""
     texts = []
     for name, x, y in zip(a._fields, a, b, strict=True):
         if x is not None and y is not None:
@@ -223,7 +213,6 @@ def _unequal_ranks(mine: Results) -> list[str]:
 
 
 def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list[str]:
-    """Return a line if a rank-invariant call has other bits than `attention` on one rank."""
     if not (case.distributed and dict(case.options).get("rank_invariant") and hasattr(module, "attention")):
         return []
     one = call(module, on_one_rank(case), x, Layout.contiguous(x.mask.queries, 1), 0)

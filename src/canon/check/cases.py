@@ -6,8 +6,7 @@ sink          a sink is passed; its gradients are added over the ranks
 sequences     a tuple with a mask for each sequence
 last          a mask with the last queries only
 
-Attention and sums have an error bound. Plans and moved tokens must be equal (`exchanges`). Each mask has its own shape:
-grouped heads, dv != d, packed or batched, contiguous or not. Dtypes alternate over masks, layouts and methods.
+Each mask has its own shape. Dtypes alternate over masks, layouts and methods.
 """
 
 import inspect
@@ -87,7 +86,7 @@ VOCABULARY = {"Band", "Mask", "Layout", "backend", "suggest_strides", "warm_up"}
 
 
 def interleaving(mask: Mask, ranks: int) -> dict[str, Any]:
-    """Return arguments of `dispatch` with fast communication. Otherwise the shards of so few tokens would be contiguous."""
+    """Return arguments of `dispatch` with fast communication, so that chunks of few tokens interleave."""
     return dict(chunk=max(1, mask.queries // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000)
 
 
@@ -246,7 +245,7 @@ def _add_exchanges(add: Callable[..., None]) -> None:
 
 
 def accepts(module: Any, case: Case) -> bool:
-    """Return False if the case needs ``sink`` or ``rank_invariant``, and a function that it calls has no such parameter."""
+    """Return whether the functions that a case calls have the parameters ``sink`` and ``rank_invariant`` that it passes."""
     options = dict(case.options)
     passed = [(case.function, name) for name in ("sink", "rank_invariant") if options.get(name)]
     passed += [("attention", "rank_invariant")] if options.get("rank_invariant") else []
@@ -267,7 +266,7 @@ def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]
 
 
 def covered(module: Any, reference: Any) -> tuple[list[str], list[str], list[str]]:
-    """Return three lists: functions with cases, those that ``module`` lacks, and public functions without a case."""
+    """Return functions with cases, those that ``module`` lacks, and public functions without a case."""
     tried = {case.function for case in all_cases(["float32"], False)} & set(vars(reference))
 
     def public(half: Any) -> set[str]:
@@ -275,7 +274,6 @@ def covered(module: Any, reference: Any) -> tuple[list[str], list[str], list[str
         return {name for name in names if callable(getattr(half, name, None))} - VOCABULARY
 
     def own(half: Any) -> set[str]:
-        """Return the public names that the module or its package defines, without re-exports."""
         package = half.__name__ if half.__name__.startswith("canon.") else half.__name__.partition(".")[0]
         home = {name: str(getattr(getattr(half, name), "__module__", "")) for name in public(half)}
         return {name for name, module in home.items() if f"{module}.".startswith(f"{package}.")}

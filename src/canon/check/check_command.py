@@ -17,12 +17,12 @@ import torch
 from rich.console import Console
 
 from canon import reference
-from canon.check import check_report, contract, random_check, random_record, rank_digests, warming
+from canon.check import check_report, contract, random_check, rank_digests, warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import Case, accepts, all_cases, covered, declined_by
 from canon.check.documents import Documents
 from canon.check.inputs import FromDocuments
-from canon.check.options import BUDGET, PICTURE, RECORD, add_arguments
+from canon.check.options import BUDGET, RECORD, add_arguments
 from canon.check.run_cases import Interrupted, run_cases
 from canon.testing import process_groups, record
 
@@ -70,8 +70,6 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         if arguments.template:
             console.print(contract.TEMPLATE, markup=False, highlight=False, soft_wrap=True, end="")
             return AGREES
-        if arguments.merge:
-            return _merge(arguments, console)
         placement = _placement(arguments.world, arguments.ranks)
         _interpret_if(placement.device == "cpu", None if arguments.digest else console)
         module = _module(arguments.module)
@@ -173,7 +171,7 @@ def _known_results(arguments: argparse.Namespace, key: str) -> dict[str, dict[st
 def _random(arguments: argparse.Namespace, console: Console, placement: _Placement, module: Any) -> int:
     given = {"--documents": arguments.documents, "--tokens": arguments.tokens, "--dtype": arguments.dtype,
              "--only": arguments.only, "--list": arguments.list, "--digest": arguments.digest, "--features": arguments.features,
-             "--picture": arguments.picture, "--resume": arguments.resume}  # fmt: skip
+             "--resume": arguments.resume}  # fmt: skip
     if useless := [name for name, value in given.items() if value]:
         raise _Misuse(f"--random draws its own cases and always resumes: leave {', '.join(useless)} out")
     arguments.seed, arguments.first = arguments.seed or 0, arguments.first or 0
@@ -188,17 +186,6 @@ def _random(arguments: argparse.Namespace, console: Console, placement: _Placeme
     return DISAGREES if wrong else AGREES
 
 
-def _merge(arguments: argparse.Namespace, console: Console) -> int:
-    if not arguments.record:
-        raise _Misuse("--merge needs --record PATH, the file for the merged record")
-    kept = random_record.merge(arguments.merge)
-    random_record.write(arguments.record, kept)
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in random_record.counts(kept).items())
-    console.print(f"Record: {arguments.record}, {len(kept['runs'])} runs: {counts}.", highlight=False)
-    return AGREES
-
-
-# ---------------------------------------------------------------------- arguments
 def _placement(world: str, ranks: int | None) -> _Placement:
     gpus = process_groups.kernel_gpus()
     if ranks is not None and ranks < 1:
@@ -261,7 +248,6 @@ def _default_dtypes(device: str, backend: str | None) -> list[str]:
     return ["bfloat16", "float32", "float64"] if device == "cpu" else ["bfloat16", "float16", "float32"]
 
 
-# ---------------------------------------------------------------------- report
 def _report(
     arguments, console: Console, check: _Check, results: list[dict[str, Any]], invariance: list[dict[str, Any]]
 ) -> int:
@@ -273,11 +259,7 @@ def _report(
     if check.untried:
         console.print(f"Public functions without a case: {', '.join(check.untried)}.")
     kept = _write_record(arguments, check, results, invariance)
-    picture = arguments.picture or PICTURE
-    if check_report.picture(results, picture, f"{arguments.module} on {check.where}"):
-        console.print(f"Record: {kept}. Picture: {picture}.", highlight=False)
-    else:
-        console.print(f"Record: {kept}. No picture: it needs matplotlib (pip install matplotlib).", highlight=False)
+    console.print(f"Record: {kept}.", highlight=False)
     verdicts = [result["verdict"] for result in results]
     agree, declined = verdicts.count("agrees"), verdicts.count("declined")
     wrong = len(results) - agree - declined

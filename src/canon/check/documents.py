@@ -1,8 +1,8 @@
 """Read documents, and compute q, k and v from them with a small transformer layer.
 
-A token is a byte. Fixed matrices project the sum of two byte embeddings to q, k and v. A rotary embedding rotates q and k
-by the position that the layout gives, so a wrong layout gives wrong inputs. Weights and embeddings are small integers:
-every sum is exact in float32, and the inputs have the same bits on every machine.
+A token is a byte. A rotary embedding rotates q and k by the position that the layout gives, so a wrong layout gives wrong
+inputs. Weights and embeddings are small integers: every sum is exact in float32, and the inputs have the same bits on every
+machine.
 """
 
 import subprocess

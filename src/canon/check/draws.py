@@ -1,8 +1,7 @@
 """Draw the random cases of `canon check --random`.
 
-Case i of seed S is a pure function of S, i, the table and the largest number of ranks. A mask or layout is drawn as a Python
-expression, which a report shows. A table bounds sizes, heads, widths and dtypes: "cpu" has many, because the interpreter
-compiles no kernel; "cuda" has few, because each combination is compiled. Others have the limits of one backend.
+Case i of seed S is a pure function of S, i, the table and the largest number of ranks. A mask or layout is a Python
+expression, which a report shows. On GPUs a table has few shapes, because each is compiled.
 """
 
 from collections.abc import Callable
@@ -84,7 +83,6 @@ class Drawn(Case):
 
     @property
     def draws(self) -> dict[str, str]:
-        """Return the value of each argument as text, for the report of a failure."""
         shape, draws = self.shape, {"ranks": str(self.ranks), "mask": self.mask}
         draws |= {"layout": self.layout} if self.layout else {}
         if self.dtype:
@@ -112,7 +110,6 @@ def drawn(seed: int, index: int, table: str = "cpu", most_ranks: int = 8) -> Dra
 
 
 def _work(case: Drawn) -> int:
-    """Estimate the tiles of an interpreted kernel: bands of all ranks' masks and steps of a ring, for each head."""
     if not case.distributed or not case.dtype or case.function in REPLICATED:
         return 0
     mask, layout = evaluated(case.mask), evaluated(case.layout)
@@ -158,7 +155,6 @@ def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, mo
 
 
 def _size(draw: Random, most: int) -> int:
-    """Return up to ``most`` tokens: sometimes 0, 1 or 2, otherwise uniform on a logarithmic scale."""
     if draw.random() < 0.06:
         return draw.choice([0, 1, 1, 2])
     return max(1, round(3 * (most / 3) ** draw.random()))
@@ -226,7 +222,6 @@ def _strides(draw: Random, heads: int, invariant: bool) -> dict:
     return options
 
 
-# ---------------------------------------------------------------------- masks
 def _square(draw: Random, n: int, parts: bool = True) -> str:
     left, right = (draw.choice([None, -1, 0, draw.randint(0, n)]) for _ in range(2))
     kinds: dict[str, Callable[[], str]] = {
@@ -275,7 +270,6 @@ def _documents(draw: Random, n: int) -> str:
 
 
 def _runs(draw: Random, n: int, most: int, values: Callable[[], int]) -> str:
-    """Return the expression of a list of n numbers, which is constant in up to ``most`` + 1 runs."""
     cuts = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, most))), n]
     runs = [(values(), b - a) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
     return " + ".join(f"[{value}] * {length}" for value, length in runs) or "[]"
@@ -309,7 +303,6 @@ def _concat(draw: Random, n: int, part: Callable[[int], str]) -> str:
     return f"Mask.concat([{', '.join(part(b - a) for a, b in zip(cuts, cuts[1:], strict=False))}])"
 
 
-# ---------------------------------------------------------------------- layouts
 def _tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> str:
     """Return a layout whose pieces begin at multiples of 128 tokens, in the sequence and on their rank."""
     kind = draw.choice(["contiguous", "zigzag", "planned", "tiles"])

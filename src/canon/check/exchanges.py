@@ -49,7 +49,7 @@ def answers(case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int)
 
 
 def compared(got: Tables, expected: dict[str, Answer]) -> tuple[list[Measure], list[str]]:
-    """Return all measures, and all faults as text. If a table must be equal, its error is the number of wrong rows."""
+    """Return all measures and faults. If a table must be equal, its error is the number of wrong rows."""
     measures, faults = [], []
     for name, answer in expected.items():
         mine, exact, like = got[name], answer.exact, (answer.honest or [answer.exact])[0]
@@ -69,7 +69,6 @@ def compared(got: Tables, expected: dict[str, Answer]) -> tuple[list[Measure], l
 
 
 def _worst(name: str, got: Tensor, answer: Answer) -> str:
-    """Describe the row and head with the largest error of a sum (tokens, ..., heads, width)."""
     error = (got.double() - answer.exact.double()).norm(dim=-1).nan_to_num(torch.inf)
     error = error.flatten(1, -2).amax(1) if error.dim() > 2 else error
     row, head = divmod(int(error.argmax()), error.shape[-1])
@@ -87,7 +86,6 @@ def _form(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
 
 
-# ---------------------------------------------------------------------- plans
 def _dispatch(module, case, mask, layout, x, rank) -> Tables:
     plan = module.dispatch(mask, layout.ranks, **interleaving(mask, layout.ranks))
     return {"plan": _places(plan.ranges_per_rank)}
@@ -145,7 +143,6 @@ def _plan_report_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
     return {name: Answer(table) for name, table in _plan_report(reference, case, mask, layout, x, rank).items()}
 
 
-# ---------------------------------------------------------------------- group cast and group reduce
 def _rows(layout: Layout, x: Tensor, rank: int, case: Case) -> Tensor:
     return placed(x[_positions(layout, rank).to(x.device)], case.shape)
 
@@ -155,7 +152,6 @@ def _positions(layout: Layout, rank: int) -> Tensor:
 
 
 def _tokens_received(plan: CastPlan, cast: int, rank: int) -> Tensor:
-    """Return the tokens that a rank receives in a cast, by source and by row there."""
     pieces = sorted(plan.received[cast][rank], key=lambda piece: (piece.source, piece.row))
     return torch.tensor([token for piece in pieces for token in piece.tokens], dtype=torch.int64)
 
@@ -174,14 +170,13 @@ def _group_cast_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
 
 
 def _summands(like: Tensor, ranks: int) -> tuple[Tensor, list[Tensor]]:
-    """Return the start of a sum in float32 (float64 for float64), and each rank's part in the dtype of ``like``."""
     generator = torch.Generator().manual_seed(2)
     start, *parts = (torch.randn(like.shape, generator=generator).to(like.device) for _ in range(1 + ranks))
     return start.to(accumulate_dtype(like.dtype)), [part.to(like.dtype) for part in parts]
 
 
 def _summed(start: Tensor, parts: list[Tensor]) -> Answer:
-    """Return the sum in float64, and four sums in the dtype of ``start``, each in another order."""
+    """Return the sum in float64, and four sums in other orders."""
     generator, parts = torch.Generator().manual_seed(3), [part.to(start.dtype) for part in parts]
     honest = []
     for _ in range(4):
@@ -217,7 +212,6 @@ def _group_reduce_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
     return {"sum": answer, "into": answer}
 
 
-# ---------------------------------------------------------------------- layouts
 def _layout(module, case, mask, layout, x, rank) -> Tables:
     made = module.Layout(layout.ranges_per_rank, layout.tokens)
     full = x.k.detach().requires_grad_()

@@ -58,16 +58,6 @@ class Inputs:
     sink: Tensor
 
 
-def inputs(case: Case, documents: Documents, device: str) -> Inputs:
-    """Return the inputs of ``case``, equal for all layouts and functions of one mask and dtype."""
-    return _inputs(case.mask, case.dtype, case.shape, documents, device)
-
-
-def mask_of(case: Case, documents: Documents) -> Masks:
-    """Return the mask of ``case``, or its masks."""
-    return _mask(case.mask, documents)
-
-
 @lru_cache(maxsize=12)
 def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str) -> Inputs:
     dtype, tokens = DTYPES[dtype_name], documents.tokens
@@ -128,9 +118,7 @@ def _mask(name: str, documents: Documents) -> Masks:
 
 
 def _offset(documents: Documents) -> Tensor:
-    """Return 3 in the outer quarters of each document, -3 in its middle half: sums over a part of it are large, so rounding
-    of partial sums shows. The honest error stays the same, because it comes from single terms.
-    """
+    """Return 3 in the outer quarters of each document, -3 in its middle half: rounding of partial sums shows."""
     positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])
     return torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
 
@@ -162,13 +150,6 @@ def _expected(
     return Expected(oracle(*arguments), orders(*arguments), few)
 
 
-def expected(case: Case, documents: Documents, device: str) -> "Expected":
-    """Return the oracle's result, and honest results in the dtype of the case (float32 for a 16-bit merge)."""
-    wide = case.function == "merge"
-    with_lse = case.variant != "plain" and case.used in {"both", "lse"}
-    return _expected(case.mask, case.dtype, case.shape, documents, device, wide, with_lse, case.has_sink)
-
-
 @dataclass(frozen=True)
 class Expected:
     """The oracle's result, honest results, and optional distances from `roundings`."""
@@ -185,10 +166,12 @@ class FromDocuments:
     documents: Documents
 
     def mask(self, case: Case) -> Masks:
-        return mask_of(case, self.documents)
+        return _mask(case.mask, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
-        return inputs(case, self.documents, device)
+        return _inputs(case.mask, case.dtype, case.shape, self.documents, device)
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
-        return expected(case, self.documents, device)
+        wide = case.function == "merge"
+        with_lse = case.variant != "plain" and case.used in {"both", "lse"}
+        return _expected(case.mask, case.dtype, case.shape, self.documents, device, wide, with_lse, case.has_sink)

@@ -6,7 +6,7 @@ from pathlib import Path
 from canon.check.cases import DTYPES
 
 BUDGET = {"cpu": 600, "cuda": 4096}  # tokens of the repository's documents
-RECORD, PICTURE = Path("canon-check/record.json"), Path("canon-check/errors.png")
+RECORD = Path("canon-check/record.json")
 RANDOM_RECORD = Path("canon-check/random.json")
 
 
@@ -26,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--record", type=Path, metavar="PATH",
         help=f"write the results to PATH; --resume and --random continue PATH (default: {RECORD}, "
              f"with --random {RANDOM_RECORD})")  # fmt: skip
-    add("--picture", type=Path, metavar="PATH", help=f"draw the errors into PATH (default: {PICTURE})")
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -68,5 +67,3 @@ def _add_random(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="S",
         help="seed of the random cases (default: 0); --ranks, the device and --backend change the cases, too")  # fmt: skip
     add("--first", type=int, metavar="I", help="number of the first random case (default: 0)")
-    add("--merge", type=Path, nargs="+", metavar="RECORD",
-        help="merge several records of --random into one, written to --record, and stop")  # fmt: skip

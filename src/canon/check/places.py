@@ -18,7 +18,7 @@ def worst_places(faults: list[str], got: Results, exact: Results, layout: Layout
 
 
 def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
-    """Describe the worst token of a tensor (b, t, h, width), lse (b, h, t), or dsink (h,); b may be absent."""
+    """Describe the worst token of a tensor (b, t, h, width), lse (b, h, t), or dsink (h,)."""
     got, exact = got.to(exact.device).double(), exact.double()
     if name == "dsink":
         return f"dsink is worst at head {int((got - exact).abs().nan_to_num(torch.inf).argmax())}"

@@ -37,9 +37,7 @@ def table_of(device: str, backend: str | None) -> str:
 
 
 def run(arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any) -> int:
-    """Check the cases, print failures and write the record. Return the number of cases that do not agree. Raises ValueError if
-    the record is another file, and Interrupted at Ctrl-C.
-    """
+    """Check the cases, print failures, write the record. Return the number of wrong cases. Raises ValueError, Interrupted."""
     path, ranks = arguments.record or RANDOM_RECORD, arguments.ranks or RANKS
     functions = covered(module, reference)[0]
     table = table_of(device, arguments.backend)

@@ -1,4 +1,4 @@
-"""Read, write and merge the records of `canon check --random`: one row per case, and details only of failures.
+"""Read and write the records of `canon check --random`: one row per case, and details only of failures.
 
     {"module", "runs": [{"command", "source", "commit", "date", "machine", "seed", "table", "ranks", "runs",
                          "cases": [[index, function, verdict, ratio], ...], "failures": [...]}, ...]}
@@ -7,7 +7,7 @@ Results with equal `KEY` are added to the same run. So the same command continue
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,6 @@ def add(run: dict[str, Any], rows: Iterable[list], failures: Iterable[dict[str, 
     known = {row[0] for row in run["cases"]}
     run["cases"] = sorted([*run["cases"], *(row for row in rows if row[0] not in known)], key=lambda row: row[0])
     run["failures"] += [failure for failure in failures if failure["index"] not in known]
-
-
-def merge(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return one record with the cases of all records. Raises ValueError if their modules differ."""
-    first, *others = [read(path) for path in paths]
-    for path, other in zip(paths[1:], others, strict=True):
-        if other["module"] != first["module"]:
-            modules = f"{path} is a record of {other['module']}, {paths[0]} of {first['module']}"
-            raise ValueError(f"cannot merge records of different modules: {modules}")
-        for run in other["runs"]:
-            add(run_of(first, run), run["cases"], run["failures"])
-    return first
 
 
 def write(path: Path, kept: dict[str, Any]) -> None:

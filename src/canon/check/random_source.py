@@ -65,7 +65,6 @@ def _inputs(case: Drawn, device: str) -> Inputs:
 
 
 def _reduced(arguments: tuple, layout: Layout, reduce_dtype: torch.dtype, honest: Results, order: int) -> Results:
-    """Return ``honest`` with dk and dv from parts of the ranks, rounded and added in ``reduce_dtype``."""
     q, k, v, dout, mask, scale, dlse, sink = arguments
     ranks = torch.randperm(layout.ranks, generator=torch.Generator().manual_seed(order)).tolist()
     totals: list[Tensor] = []

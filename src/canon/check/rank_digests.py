@@ -47,7 +47,6 @@ class RankedCall:
 
     @property
     def name(self) -> str:
-        """The function, the layout and the ranks."""
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         return f"{self.case.function} ({self.layout}, {ranks})" if self.layout else f"{self.case.function} ({ranks})"
 
@@ -112,7 +111,7 @@ def digest(x: Tensor) -> str:
 
 
 def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
-    """Run the calls, and return ``inputs``, ``digest`` on one rank, ``calls`` and ``faults`` for each input."""
+    """Run the calls, and return a result for each input."""
     found: dict[RankedCall, tuple[str, ...]] = {}
     failures: dict[RankedCall, str] = {}
     for ranks in sorted({call.ranks for call in runner.calls}):

@@ -31,10 +31,10 @@ class Interrupted(KeyboardInterrupt):
 def run_cases(
     kind: str, ranks: int, runner: CaseRunner, before: int = 0, total: int = 0, verbose: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the results of all cases, in order. After an exception a new process group runs the other cases.
+    """Return the results of all cases, in order. ``kind`` names a function of `process_groups`.
 
-    ``kind`` names a function of `process_groups`. The progress starts at ``before`` of ``total``. ``verbose`` prints a line
-    for each case if standard error is no terminal. Raises Interrupted at Ctrl-C.
+    After an exception a new process group runs the other cases. The progress starts at ``before`` of ``total``. ``verbose``
+    prints a line for each case if standard error is no terminal. Raises Interrupted at Ctrl-C.
     """
     reasons = {case.name: declined_by(runner.backend, case) for case in runner.cases}
     results = {name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason}
@@ -61,7 +61,6 @@ def run_cases(
 
 
 def _failed_case(error: Exception, left: list[Case], results: dict[str, Any]) -> Case:
-    """Return the case that ``error`` names, or the first case without a result. Raises ``error`` if there is none."""
     cause = error.__cause__
     name = cause.args[0] if isinstance(cause, CaseFailed) else None
     for case in left:
@@ -81,7 +80,7 @@ def _starter(kind: str, cases: int) -> Callable:
 
 
 def _failure(case: Case, error: Exception | str) -> dict[str, Any]:
-    """Return the result of a case that raised. NotImplementedError declines it; in float64, ValueError and TypeError do, too."""
+    """Return the result of a case that raised. NotImplementedError declines it. In float64 ValueError and TypeError do, too."""
     cause = getattr(error, "__cause__", None)
     text = f"{str(error).split(':')[0]}: {cause}" if isinstance(cause, CaseFailed) else str(error)
     kinds = ("NotImplementedError", *(("ValueError", "TypeError") if case.dtype == "float64" else ()))

@@ -1,7 +1,6 @@
 """Compile the kernels of a check before it runs, in parallel processes (`canon.fast.ahead.compilation`).
 
-Ranks that are threads launch one kernel at a time, so without this a check would also compile one kernel at a time. A check
-on several GPUs is collected as threads that share one GPU.
+Ranks that are threads launch one kernel at a time, so they would also compile one kernel at a time.
 """
 
 import os

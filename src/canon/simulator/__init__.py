@@ -167,7 +167,6 @@ def _unknown(name: str) -> Callable:
 
 
 def _seen(value: Any, name: str) -> Any:
-    """Return the value that a simulated kernel gets under a name."""
     if id(value) in _stand_ins:
         return _stand_ins[id(value)][1]
     if isinstance(value, ModuleType):
@@ -279,7 +278,6 @@ def _compiled_once(kernel: GluonJITFunction) -> CodeType:
 
 
 def _rebuilt(kernel: GluonJITFunction) -> Callable:
-    """Return the kernel's function with stand-ins for all its global names."""
     function, code = kernel.fn, _code(kernel)
     known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     names: dict[str, Any] = {name: _seen(known[name], name) for name in _names(code) if name in known}

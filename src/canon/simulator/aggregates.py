@@ -57,13 +57,13 @@ def _fits(value: Any, kind: type) -> bool:
 
 
 def is_aggregate(value: Any) -> bool:
-    """Return whether ``value`` is a class that Triton made of one decorated with `gluon.aggregate`."""
+    """Return whether ``value`` is an aggregate of Triton."""
     return getattr(value, "__triton_aggregate__", False)
 
 
 @cache
 def python_class(real: type, as_function: Callable[[GluonJITFunction], Callable]) -> type[Aggregate]:
-    """Return the Python class for an aggregate; ``as_function`` converts a kernel function into a callable."""
+    """Return the Python class for an aggregate."""
     declared = inspect.getclosurevars(real.__new__).nonlocals["cls"]
     constructor = declared.__init__
     members: dict[str, Any] = {

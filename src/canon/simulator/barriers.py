@@ -41,7 +41,6 @@ class Barrier:
         self.bytes = self.phase = self.landed = 0
 
     def arrive(self, count: int, expected: int = 0) -> None:
-        """Add ``expected`` bytes to the phase, then count arrivals of the running partition."""
         if not 0 <= expected <= MAX_COUNT:
             raise Fault(f"an mbarrier expects at most {MAX_COUNT} bytes, got {expected}, at {Place()}")
         if count > self.valid().pending:

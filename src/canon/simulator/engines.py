@@ -199,7 +199,7 @@ def fence_acquired() -> None:
 
 
 def await_written() -> None:
-    """Stand-in for a wait until all stores of this partition have written to global memory."""
+    """Wait until all stores of this partition have written to global memory."""
     store_wait(0)
     me, program = here(), here().program
     mine, program.late = [x for x in program.late if x[0] is me], [x for x in program.late if x[0] is not me]

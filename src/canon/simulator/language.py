@@ -34,7 +34,6 @@ UNDEFINED = -1  # result of a masked integer load without `other`, where it is m
 
 
 def _addresses(address: Tensor, mask: Any, what: str) -> tuple[Any, Any]:
-    """Check unmasked addresses. Return them and the mask: True (all), False (none), or a tensor."""
     if address.memory is None:
         raise TypeError(f"{what} of {address.dtype}, which is no pointer, at {Place()}")
     at, keep = address.data, True if mask is None else tensor(mask).data
@@ -285,7 +284,7 @@ def transpose_words(x):
 
 
 def broadcast_rows(x, like):
-    """Stand-in for a broadcast of one number per column to all rows."""
+    """Broadcast one number per column to all rows."""
     return Tensor(x.data.expand(like.shape).clone(), x.dtype, x.taint)
 
 

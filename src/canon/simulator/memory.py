@@ -67,7 +67,7 @@ def covers(a: Region, b: Region) -> bool:
 
 
 class Access:
-    """A read or a write of a region. It ended at ``epoch`` of the clock of ``owner``; None while it is in flight."""
+    """A read or a write. It ended at ``epoch`` of the clock of ``owner``; None while it is in flight."""
 
     __slots__ = ("asynchronous", "by", "epoch", "fenced", "owner", "place", "region", "what", "write")
 
@@ -82,11 +82,9 @@ class Access:
         return f"{self.what} of {self.by.name} at {self.place}"
 
     def before(self, me: Partition) -> bool:
-        """Return whether the end of this access is ordered before the present point of a partition."""
         return self.epoch is not None and me.clock.get(self.owner, 0) >= self.epoch
 
     def unfinished(self) -> str:
-        """Return the message for an access that is not `before`."""
         return f"the {self} is still in flight" if self.epoch is None else f"no barrier says that the {self} is over"
 
     def visible(self, me: Partition) -> bool:
@@ -131,7 +129,6 @@ class Allocation:
         return access, None
 
     def settle(self, access: Access) -> None:
-        """End an asynchronous read at the present epoch of its partition."""
         access.epoch = access.by.clock[access.by.id]
         self._keep_latest(access)
 

@@ -111,7 +111,6 @@ class Partition:
         return not self.finished and (self.condition is None or self.condition())
 
     def released(self) -> dict[int, int]:
-        """Return a copy of the clock for a release, and advance the own epoch past it."""
         clock = self.clock.copy()
         self.clock[self.id] += 1
         return clock
@@ -136,7 +135,7 @@ class Partition:
 
 
 class Program:
-    """The shared state of the partitions of one program, and the baton."""
+    """The state of the partitions of one program, and the baton."""
 
     def __init__(self, indices: tuple, grid: tuple, order: str, chance: random.Random, log: list[Event] | None = None):
         self.indices, self.grid, self.order, self.chance, self.log = indices, grid, order, chance, log
@@ -175,7 +174,6 @@ class Program:
         self.loads.pop(self.chance.randrange(len(self.loads))).land()
 
     def pass_baton(self, me: Partition) -> None:
-        """Pass the baton to a drawn partition and wait until ``me`` has it again."""
         if self.order == "random" and self.loads and self.draws(0.25):
             self.land()
         if me.ready() and self.chance.random() < self.inertia:
@@ -209,7 +207,7 @@ class Program:
                     other.baton.release()
 
     def go_on(self, *arguments: Any) -> None:
-        """Run until the program ends or offers a switch (`let_others`). ``arguments`` are those of `run`."""
+        """Run until the program ends or offers a switch (`let_others`)."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._begin, args=arguments, daemon=True)
             self.thread.start()
@@ -227,7 +225,7 @@ class Program:
             self.paused.release()
 
     def let_others(self) -> None:
-        """Offer a switch to another program, after an access to memory that programs share."""
+        """Offer a switch to another program."""
         self.paused.release()
         self.going.acquire()
         if self.abandoned:
@@ -272,7 +270,6 @@ class Program:
                 raise Fault(f"{named.name} is out of balance: {named.present[0].name} has come to it in vain")
 
     def specialise(self, parts: list[tuple[str, Callable[[], Any]]], warps: list[int]) -> Any:
-        """Run the first part here and the others as workers. Return the result of the first."""
         main = here()
         if len(self.partitions) > 1:
             raise Fault("warp_specialize within warp_specialize")
@@ -323,7 +320,7 @@ class Program:
 
 
 def take_turns(programs: list[Program], chance: random.Random, *arguments: Any) -> None:
-    """Run all programs to their ends. ``arguments`` are those of `Program.run`. Raise the first failure of a program."""
+    """Run all programs to their ends. Raise the first failure of a program."""
     left = list(programs)
     try:
         while left:

@@ -115,12 +115,12 @@ Tensor.__rsub__ = _operator(operator.sub)[1]
 
 
 def several(values: tuple) -> list[int]:
-    """Return arguments as a list. They are numbers or one list of numbers."""
+    """Return arguments as a list."""
     return list(values[0]) if len(values) == 1 and isinstance(values[0], list | tuple) else list(values)
 
 
 def number(x: Any) -> Any:
-    """Return the Python number of a scalar, for a branch, an address or a count. Raise Fault if it is tainted."""
+    """Return the Python number of a scalar. Raise Fault if it is tainted."""
     if not isinstance(x, Tensor):
         return x
     if isinstance(x.data, torch.Tensor):
@@ -131,7 +131,7 @@ def number(x: Any) -> Any:
 
 
 def tensor(x: Any) -> Tensor:
-    """Return a constant as a value, in the type that Triton gives it."""
+    """Return a constant in the type that Triton gives it."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, bool):
@@ -161,7 +161,7 @@ def type_of(memory: torch.Tensor) -> Any:
 
 
 def held(data: torch.Tensor) -> torch.Tensor:
-    """Convert data from memory to the type of values: integers become int64."""
+    """Convert data from memory: integers become int64."""
     return data if data.dtype.is_floating_point or data.dtype is torch.bool else data.long()
 
 
@@ -180,7 +180,7 @@ def cast(data: Any, source: Any, target: Any) -> Any:
 
 
 def bits_as(data: Any, source: Any, target: Any) -> Any:
-    """Reinterpret the bits of a block as another type of the same size."""
+    """Reinterpret the bits of a block as another type."""
     if not isinstance(data, torch.Tensor) or source.primitive_bitwidth != target.primitive_bitwidth:
         raise NotImplementedError(f"bits of {source} as {target}: of blocks alone, and to types of the same size")
     return held(data.to(MEMORY[source.name]).contiguous().view(MEMORY[target.name]))
@@ -202,7 +202,7 @@ def wrapped(x: Any, kind: Any) -> Any:
 
 
 def fitted(x: Any, kind: Any, what: str) -> Any:
-    """Return the result of an operation in its type. Raise Fault on overflow of a signed integer."""
+    """Return a result in its type. Raise Fault on overflow of a signed integer."""
     is_block = isinstance(x, torch.Tensor)
     if kind.is_floating():
         return x if is_block else rounded(x, kind)
@@ -283,7 +283,7 @@ def truncated(function: Callable, left: torch.Tensor, right: torch.Tensor, kind:
 
 
 def pointer(memory: torch.Tensor) -> Tensor:
-    """Return a pointer to the first element of a tensor on the CPU."""
+    """Return a pointer to a tensor on the CPU."""
     whole = torch.empty(0, dtype=memory.dtype).set_(memory.untyped_storage())
     return Tensor(memory.storage_offset(), gl.pointer_type(type_of(memory)), None, whole)
 

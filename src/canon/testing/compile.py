@@ -86,7 +86,7 @@ class Compiled:
 
 
 def main_cases(arch: int) -> list[Case]:
-    """Return the cases of one architecture: all kernels, widths that are padded or unequal, and four dtypes."""
+    """Return the cases of one architecture."""
     cases = [Case(kernel, arch, "bfloat16", d, d) for kernel in config.KERNELS for d in (64, 128, 256)]
     if arch >= 90:
         cases += [Case(kernel, arch, "bfloat16", d, d, True) for kernel in config.KERNELS for d in (64, 128, 256)]
@@ -113,7 +113,7 @@ def _hopper_cases() -> list[Case]:
 
 
 def compile_case(case: Case) -> list[Compiled]:
-    """Compile the kernels of a case. Two kernels may compute dk and dv. Raises Triton's errors."""
+    """Compile the kernels of a case. Two kernels may compute dk and dv."""
     return _compile_hopper(case) if case.backend == "gluon" else _compile_portable(case)
 
 

@@ -5,28 +5,26 @@
     verdict = agreement(got, exact, honest)      error <= 2 x honest error + one rounding, for each tensor and norm
 
 **Bound.** The honest error is the largest of four evaluations, which sum in different orders and merge 1, 2, 4 and 8 parts
-of the keys through lse, as a ring does. One evaluation alone may by chance have no error in the token that decides the
-maximum. The factor 2 allows for other roundings of a kernel. The last term is one rounding of the oracle. For float64 the
-bound is 1e-12.
+of the keys through lse, as a ring does. The factor 2 allows for other roundings of a kernel. For float64 the bound is
+1e-12.
 
 **Norms.** L2, maximum, and worst token: ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``, with L2 over the heads
 and width of a token. Attention over n keys has size 1 / sqrt(n), so the first two norms may miss the loss of a late token.
 
-**Roundings of `dense`.** Operands of every matrix product are rounded to the dtype; sums and the softmax are float32, in
-base 2. P is rounded before P V and P^T dO, dS before dS K and dS^T Q, each result once at the end.
+**Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums and the softmax are float32, in base 2.
 
-**lse** is never rounded to 16 bits. Its error is that of q k^T. The products are exact in float32, so the sum over d makes
-the error. A tensor core adds 16 products at a time and truncates the sum to float32, as `dense` does for 16-bit inputs
-(Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
+**lse** is never rounded to 16 bits. Its error is that of q k^T. Products are exact in float32, so the sum over d makes the
+error. A tensor core adds 16 products at a time and truncates the sum, as `dense` does for 16-bit inputs (Fasi, Higham,
+Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
 
-**Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO * out), never rounded to
-16 bits. lse stays that of the keys.
+**Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO * out). lse stays that of
+the keys.
 
-``mask=None`` is causal. Fully masked rows have out 0, lse -inf and zero gradients. Keys that no query sees, and queries
-that see no key, may hold NaN.
+``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -161,7 +159,6 @@ def _attend(
 
 
 def _softmax(scores: Tensor, v: Tensor, parts: int, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return out and the natural lse, from scores in base 2. Parts of the keys are merged through lse."""
     out = v.new_zeros(*scores.shape[:-1], v.shape[-1])
     lse = v.new_full((*scores.shape[:-1], 1), -torch.inf)
     for scores_part, v_part in zip(scores.tensor_split(parts, -1), v.tensor_split(parts, -2), strict=True):
@@ -239,20 +236,19 @@ def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
     return total
 
 
-class _no_tf32:
-    def __enter__(self):
-        self.before = torch.get_float32_matmul_precision()
-        self._set("highest")
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":  # the setting is global, so change it only if necessary
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
-    def __exit__(self, *_):
-        self._set(self.before)
 
-    def _set(self, precision: str):
-        if precision != torch.get_float32_matmul_precision():  # the setting is global, so change it only if necessary
-            torch.set_float32_matmul_precision(precision)
-
-
-# ---------------------------------------------------------------------- the verdict
 @dataclass(frozen=True)
 class Measure:
     """The error of one tensor in one norm, and its bound."""
@@ -340,7 +336,7 @@ def judged(
 
 
 def relative(name: str, norm: str, error: Tensor, exact: Tensor) -> float:
-    """Return the size of ``error`` relative to ``exact``. "lse" is (..., h, t). The worst token of "dsink" is its worst head."""
+    """Return the size of ``error`` relative to ``exact``. "lse" is (..., h, t), "dsink" (h,)."""
     if not error.numel():
         return 0.0
     if norm == "max":

@@ -144,7 +144,6 @@ def _one_launch_at_a_time() -> Iterator[None]:
 
 
 def _thread_local_world() -> Any:
-    """Return torch's per-thread state. torch 2.11 lacks one field that it reads."""
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
     world = ThreadLocalWorld()

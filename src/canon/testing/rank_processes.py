@@ -152,7 +152,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _stack(path: Path, pid: int) -> str:
-    """Return the stack of an unfinished process, innermost call first."""
     if path.exists() and hasattr(signal, "SIGUSR1"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)

@@ -41,7 +41,7 @@ def now() -> str:
 
 
 def source(module: str) -> str:
-    """Return a digest of the code that a check runs: the files of canon, and those of ``module``'s package."""
+    """Return a digest of the files of canon, and of ``module``'s package."""
     roots = [Path(canon.__file__).parent]
     found = importlib.util.find_spec(module)
     if found is not None and found.origin and module.partition(".")[0] != "canon":

@@ -125,34 +125,6 @@ def recording(*modules: ModuleType) -> Iterator[Log]:
             patch.stop()
 
 
-@dataclass(frozen=True)
-class SentHop:
-    """A message of a reference ring: the ``tensors`` of the keys of ``owner``."""
-
-    step: int
-    sender: int
-    owner: int
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors)
-
-
-@contextmanager
-def recorded_hops(ring: ModuleType) -> Iterator[list[SentHop]]:
-    """Yield a list of every hop that `canon.reference.ring` sends inside the block, on all ranks."""
-    hops: list[SentHop] = []
-
-    class RecordedHop(ring.Hop):
-        def __init__(self, tensors, step, call):
-            hops.append(SentHop(step - 1, call.rank, (call.rank - step + 1) % call.ranks, tuple(tensors)))
-            super().__init__(tensors, step, call)
-
-    with mock.patch.object(ring, "Hop", RecordedHop):
-        yield hops
-
-
 def _gather(log: Log, gather: Callable) -> Callable:
     def noted(output, own, group=None, async_op=False):
         if not async_op:
@@ -235,8 +207,8 @@ class Bar:
 def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list[Bar]:
     """Lay the events of one rank out in time by the rules of streams. ``seconds`` is the duration of an event.
 
-    Computations follow one another. A message starts after the computations before it and the last message of its kind.
-    A computation after a wait starts once the message has arrived. A "finished" event takes no time of its own.
+    Computations follow one another. A message starts after the computations before it and the last message of its kind. A
+    computation after a wait starts once the message has arrived. A "finished" event takes no time.
     """
     computing, free, arrival, bars = 0.0, Counter(), {}, []
     for event in events:

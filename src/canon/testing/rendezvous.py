@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Ended(BaseException):
-    """Ends a rank that waits for an event that cannot happen. It is no Exception, so that no program catches it."""
+    """Ends a rank that waits for an event that cannot happen. It is no Exception, so no program catches it."""
 
 
 class Rendezvous:
@@ -39,7 +39,6 @@ class Rendezvous:
                 del self.waiting[rank]
 
     def leave(self, rank: int, failure: str | None = None) -> None:
-        """Remove a rank that has returned or failed. After a failure, all waiting ranks end."""
         with self.changed:
             self.running.discard(rank)
             self.ended = self.ended or failure

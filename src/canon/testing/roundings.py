@@ -39,7 +39,7 @@ from canon.testing.judge import (
 
 
 def roundings(q, k, v, dout, mask: Masks, scale: float | None = None, dlse=None, sink=None) -> Results:
-    """Return the distances in float64. Arguments are those of `judge.oracle`. The whole score matrix must fit into memory."""
+    """Return the distances in float64. The whole score matrix must fit into memory."""
     if q.dim() == 3:
         packed, dlse = (x[None] for x in (q, k, v, dout)), None if dlse is None else dlse[None]
         return unbatched(roundings(*packed, mask, scale, dlse, sink))
@@ -81,7 +81,7 @@ def roundings(q, k, v, dout, mask: Masks, scale: float | None = None, dlse=None,
 
 
 def sink_roundings(q, k, v, dout, mask: Masks, scale: float | None, sink) -> Tensor:
-    """Return the distances of dsink (h,), in float64, computed for some rows of the mask at a time."""
+    """Return the distances of dsink (h,), for some rows of the mask at a time."""
     if q.dim() == 3:
         return sink_roundings(*(x[None] for x in (q, k, v, dout)), mask, scale, sink)
     if isinstance(mask, tuple):
@@ -110,7 +110,6 @@ def sink_roundings(q, k, v, dout, mask: Masks, scale: float | None, sink) -> Ten
 
 
 def _wide(q, k, v, dout, p, lse, dlse, share, scale: float) -> tuple[Tensor, ...]:
-    """Return the first table. All arguments are absolute values; ``share`` is the factor of P."""
     scores = scale * q @ k.mT
     weights = p * (1 + scores + lse[..., None])
     out = weights @ v
@@ -119,7 +118,7 @@ def _wide(q, k, v, dout, p, lse, dlse, share, scale: float) -> tuple[Tensor, ...
 
 
 def _narrow(q, k, v, dout, p, dlse, scale: float, least: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the second table. lse is not rounded. The rounding error of p and ds is at least that of size ``least``."""
+    """Return the second table. The rounding error of p and ds is at least that of size ``least``."""
     out, out_error = p @ v, _rss(p + least, v)
     delta = (dout * (out.abs() + out_error)).norm(dim=-1, keepdim=True)
     ds = (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])).abs() + least

@@ -130,7 +130,6 @@ class ThreadGroup(dist.ProcessGroup):
         return dist.get_process_group_ranks(self)
 
     def _call(self, name: str, tensors: list[Tensor], data: Any, move: Callable[[list], None]) -> _Work:
-        """Post ``data``. The last rank calls ``move`` with the data of all ranks."""
         key, global_ranks = (self.pg_name, self.calls), self._global_ranks()
         self.calls += 1
         with self.rendezvous.changed:
@@ -150,7 +149,6 @@ class ThreadGroup(dist.ProcessGroup):
 
         return _Work(self, lambda: call.done, lambda: call.describe(global_ranks), finish)
 
-    # ------------------------------------------------------------------ gathering and scattering
     def allgather(self, outputs, inputs, opts=None):
         def move(data):
             for outs, _ in data:
@@ -249,7 +247,6 @@ class ThreadGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # ------------------------------------------------------------------ send and receive
     def send(self, tensors, to, tag=0):
         message = tensors[0].detach().clone()
         posted = _event() if message.is_cuda else None

@@ -1,6 +1,6 @@
 """Compile every CUDA kernel without a GPU, and report registers, spills, shared memory and CTAs of an SM.
 
-python -m canon.testing.cuda_resources --arch 80 86 89 90 [--json]
+python notebooks/cuda_resources.py --arch 80 86 89 90 [--json]
 """
 
 import argparse
