@@ -26,7 +26,7 @@ def _text(ax, x, y, text, colour="white", size=9):
 def walks(panels, size):
     """Draw tiles of scores, numbered in the order of computation and coloured by owner, and the owners of each gradient.
 
-    panels[title] is (visits, adding): `order` and `owners` of a `canon.testing.tile_walks.TileWalk`.
+    panels[title] is (visits, adding): `order` and `owners` of a `tile_walks.TileWalk`.
     """
     figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 3.4), squeeze=False)
     for ax, (title, (visits, adding)) in zip(axes.flat, panels.items(), strict=True):

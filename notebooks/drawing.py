@@ -237,7 +237,7 @@ KIND_COLOURS = {"forward": RANKS[0], "backward": RANKS[3], "other": "#8f8f8a", "
 
 
 def measured(results):
-    """Draw the results of `canon.testing.real_ranks`, one panel for each call."""
+    """Draw the results of `real_ranks`, one panel for each call."""
     panels = {}
     for name, ranks in results.items():
         drawn = [one for one in ranks if one.spans]

@@ -40,8 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import canon
 from canon import Layout, Mask
+from canon.check.documents import Documents
 from canon.testing import record
-from canon.testing.documents import Documents
 
 MODULES = ("argparse", "ast", "bisect", "calendar", "copy", "csv", "datetime", "decimal", "difflib", "enum", "fractions",
            "functools", "heapq", "inspect", "locale", "os", "pathlib", "pickle", "random", "shutil", "statistics", "string",

@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 import pytest
 import torch
 
-from canon.testing import bench, timing, tune
+from canon.bench import bench_command, timing, tune
 
 CPU = torch.device("cpu")
 CEILINGS = {"matmul_tflops": 800.0, "copy_tbs": 4.0}
@@ -26,5 +26,5 @@ def no_clock(monkeypatch):
 def options_of(*words):
     """Return the options that `canon bench` reads from these words."""
     parser = ArgumentParser()
-    bench.add_arguments(parser)
+    bench_command.add_arguments(parser)
     return parser.parse_args(words)

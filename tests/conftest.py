@@ -65,7 +65,7 @@ def _fast_interpreter(pytestconfig):
 @pytest.fixture
 def deterministic():
     """Run the test with deterministic algorithms."""
-    from canon.testing import peers
+    from canon.bench import peers
 
     with peers.deterministic():
         yield
@@ -83,20 +83,13 @@ def own_errors():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Return ``run(*words)``: run `canon check` in an empty folder, and return (status, output, record).
-
-    Only ``run(..., picture=True)`` draws the picture of the errors, which may take two seconds.
-    """
+    """Return ``run(*words)``: run `canon check` in an empty folder, and return (status, output, record)."""
     from canon.__main__ import main
-    from canon.testing import check_report
 
     monkeypatch.chdir(tmp_path)
 
-    def run(*words, picture=False):
-        with monkeypatch.context() as patch:
-            if not picture:
-                patch.setattr(check_report, "picture", lambda *_: True)
-            status = main(["check", *map(str, words)])
+    def run(*words):
+        status = main(["check", *map(str, words)])
         name = "random.json" if "--random" in words else "record.json"
         kept = tmp_path / "canon-check" / name
         return status, capsys.readouterr(), json.loads(kept.read_text()) if kept.exists() else None

@@ -11,7 +11,7 @@ import torch
 from sharded import DEVICE, ON_HOPPER
 
 from canon.fast import backend, backward, local
-from canon.testing import simulator
+from canon.testing import simulated_kernels
 from canon.testing.judge import Attended, agreement, dense, oracle
 
 HOPPER_ONLY = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper")]
@@ -21,7 +21,7 @@ METHODS = ("split", "fused", "head_parallel")
 @contextmanager
 def hopper(order="random", seed=0):
     """Compute with the Hopper kernels."""
-    with backend("gluon"), nullcontext() if ON_HOPPER else simulator.simulated(order=order, seed=seed):
+    with backend("gluon"), nullcontext() if ON_HOPPER else simulated_kernels.simulated(order=order, seed=seed):
         yield
 
 

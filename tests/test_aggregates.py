@@ -5,8 +5,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from canon import simulator
 from canon.fast.kernels.gluon.tile_ring import RingPosition, aggregate
-from canon.testing import simulator
 
 
 @aggregate

@@ -5,10 +5,11 @@ import torch
 from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
+from canon.bench import bench_command, kernels, layers, shapes, timing, tune
+from canon.bench.packs import sampled_packs
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
-from canon.testing import bench, kernels, layers, shapes, simulator, timing, tune
-from canon.testing.packs import sampled_packs
+from canon.testing import simulated_kernels
 
 
 # ---------------------------------------------------------------------- shapes
@@ -74,12 +75,12 @@ def test_jobs_are_what_the_options_ask_for():
 
 
 def test_an_option_of_another_command_is_refused():
-    for what in ("kernels", "figure", "tune", "schedules", "plans"):
-        bench._check_owners(options_of(what))  # what is given by default belongs to all
+    for what in ("kernels", "tune", "schedules", "plans"):
+        bench_command._check_owners(options_of(what))  # what is given by default belongs to all
     with pytest.raises(ValueError, match="belongs to tune"):
-        bench._check_owners(options_of("kernels", "--config", "64,64,4,1"))
+        bench_command._check_owners(options_of("kernels", "--config", "64,64,4,1"))
     with pytest.raises(ValueError, match="belongs to kernels and layers and schedules"):
-        bench._check_owners(options_of("plans", "--rounds", "3"))
+        bench_command._check_owners(options_of("plans", "--rounds", "3"))
 
 
 # ---------------------------------------------------------------------- measuring
@@ -221,7 +222,7 @@ def test_candidates_are_read():
 def test_the_hopper_kernels_are_tuned_alike():
     shape = shapes.shape_of("1,140,2,1,64", "causal")
     candidates = [hopper_config.Config(128, 64, 2), hopper_config.Config(128, 128, 9)]
-    with simulator.simulated():
+    with simulated_kernels.simulated():
         rows = tune.tune(shape, torch.bfloat16, CPU, "forward", candidates, "gluon")
     assert [row["config"] for row in rows] == ["128,128,4,2,ping_pong", "128,64,2,1", "128,128,9,1"]
     assert rows[1]["tflops"] > 0

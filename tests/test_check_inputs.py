@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from canon.check import cases
+from canon.check.documents import Documents, projected
+from canon.check.inputs import FromDocuments
 from canon.reference import Layout, Mask, cast_plan
-from canon.testing import cases
-from canon.testing.documents import Documents, projected
-from canon.testing.inputs import inputs, mask_of
 
 
 def test_inputs_are_the_same_for_every_layout():
@@ -35,7 +35,7 @@ def test_documents_are_chosen_whole_and_of_various_lengths(tmp_path):
 def test_unseen_tokens_hold_nan():
     documents = Documents(("a", "b"), (b"0123456789" * 8, b"abcdef" * 9))
     case = next(c for c in cases.all_cases(["float32"], gpu=False) if c.mask == "block_causal")
-    x = inputs(case, documents, "cpu")
+    x = FromDocuments(documents).inputs(case, "cpu")
     assert x.q.isnan().any()
     assert x.k.isnan().any()
     assert not x.q.isnan().all()
@@ -48,7 +48,7 @@ def test_planned_cases_interleave_the_chunks_of_their_ranks_and_cast_something(r
     planned = [case for case in cases.all_cases(["float32"], gpu=False) if case.layout == "planned"]
     assert {case.mask for case in planned} == set(cases.MASKS) - {"full"}
     for case in planned:
-        mask = mask_of(case, documents)
+        mask = FromDocuments(documents).mask(case)
         layout = case.layout_of(mask, ranks)
         assert layout != Layout.contiguous(mask.queries, ranks)
         pieces = [len(ranges) for ranges in layout.ranges_per_rank]

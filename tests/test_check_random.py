@@ -1,4 +1,4 @@
-"""Claims about `canon check --random`: seed and number determine a case, faults are found, records resume and merge."""
+"""Claims about `canon check --random`: seed and number determine a case, faults are found, records resume."""
 
 import json
 import re
@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from canon.check import case_runner, draws, random_check
+from canon.check.random_source import RandomSource
 from canon.reference import Layout, Mask
-from canon.testing import case_runner, draws, random_check
 from canon.testing.judge import Attended, agreement, dense, oracle, orders
-from canon.testing.random_source import RandomSource
 from canon.testing.roundings import roundings
 
 FAULTY = """
@@ -39,7 +39,7 @@ def test_fifty_random_cases_agree(run):
 
 
 def test_a_case_is_a_pure_function_of_seed_and_number():
-    program = "from canon.testing.draws import drawn; print([drawn(3, i) for i in range(40)])"
+    program = "from canon.check.draws import drawn; print([drawn(3, i) for i in range(40)])"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert other.strip() == str([draws.drawn(3, i) for i in range(40)])
     assert draws.drawn(3, 0) != draws.drawn(4, 0)
@@ -150,7 +150,7 @@ def test_an_exception_fails_its_case_and_the_other_cases_run(run, write_module):
     assert "AssertionError: bfloat16 alone" in printed.out
 
 
-def test_records_resume_and_merge(run, tmp_path, monkeypatch):
+def test_records_resume(run, monkeypatch):
     status, printed, record = run("canon.reference", "--random", 6, "--seed", 5)
     assert status == 0
     assert sorted(kept_cases(record)) == list(range(6))
@@ -161,13 +161,6 @@ def test_records_resume_and_merge(run, tmp_path, monkeypatch):
     assert "6 of these cases are in" in printed.out
     assert sorted(kept_cases(record)) == list(range(9))
     assert len(record["runs"]) == 1
-    other = tmp_path / "other.json"
-    run("canon.reference", "--random", 4, "--seed", 5, "--first", 7, "--record", other)
-    merged = tmp_path / "merged.json"
-    status, printed, _ = run("--merge", tmp_path / "canon-check" / "random.json", other, "--record", merged)
-    assert status == 0
-    assert "11 agrees" in printed.out
-    assert sorted(kept_cases(json.loads(merged.read_text()))) == list(range(11))
 
 
 def test_a_record_of_ten_thousand_cases_is_small(tmp_path):
@@ -187,8 +180,6 @@ def test_a_record_of_ten_thousand_cases_is_small(tmp_path):
         (["--random", "1", "--only", "ring"], "leave --only out"),
         (["--random", "1", "--dtype", "float32", "--resume"], "leave --dtype, --resume out"),
         (["canon.reference", "--seed", "3"], "--seed and --first need --random N"),
-        (["--merge", "a.json"], "--merge needs --record"),
-        (["--merge", "a.json", "--record", "b.json"], "cannot read the record a.json"),
     ],
 )
 def test_invalid_arguments_of_random_checks_are_errors(run, words, message):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from canon.check import warming
+from canon.check.case_runner import CaseRunner
+from canon.check.cases import all_cases
+from canon.check.documents import Documents
+from canon.check.inputs import FromDocuments
 from canon.fast.ahead import compilation
-from canon.testing import warming
-from canon.testing.case_runner import CaseRunner
-from canon.testing.cases import all_cases
-from canon.testing.documents import Documents
-from canon.testing.inputs import FromDocuments
 
 DOCUMENTS = Documents(("a", "b"), (b"some text, and " * 3, b"some more"))
 JOBS = """
@@ -35,12 +35,12 @@ import json
 from pathlib import Path
 from canon.fast import backward, local
 from canon.fast.ahead.compilation import compile_all, recorded_jobs
-from canon.testing import warming
-from canon.testing.cases import all_cases
+from canon.check import warming
+from canon.check.cases import all_cases
 from canon.testing.compile import _target
-from canon.testing.documents import Documents
-from canon.testing.inputs import FromDocuments
-from canon.testing.case_runner import CaseRunner
+from canon.check.documents import Documents
+from canon.check.inputs import FromDocuments
+from canon.check.case_runner import CaseRunner
 
 local.check_device = backward.check_device = lambda x: None
 documents = Documents(("a", "b"), (b"some text, and " * 3, b"some more"))

@@ -18,7 +18,7 @@ from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.tile_costs import BOX
 from canon.fast.kernels.triton.config import Config, forced
 from canon.fast.kernels.work_tables import work_table
-from canon.testing import simulator
+from canon.testing import simulated_kernels
 from canon.testing.judge import Attended
 
 pytestmark = [
@@ -95,7 +95,7 @@ def reached(planted: str, token: int, seen: torch.Tensor, shared: Shared, fused:
 def attend(tensors: dict[str, torch.Tensor], mask: Mask, method: str, name: str) -> Attended:
     q, k, v, dout = tensors.values()
     simulate = name == "gluon" and not ON_HOPPER
-    with backend(name), simulator.simulated("late") if simulate else nullcontext():
+    with backend(name), simulated_kernels.simulated("late") if simulate else nullcontext():
         out, lse = local.attention_forward(q, k, v, mask)
         return Attended(out, lse, *backward.attention_backward(dout, q, k, v, out, lse, mask, method=method))
 
@@ -228,7 +228,7 @@ def test_a_nan_in_v_of_the_backward_alone_reaches_its_queries_and_its_key(name, 
     mask, token = Mask.documents([0, 70, 290]), 20
     q, k, v, dout = (torch.randn(1, 290, 1, d, generator=draw).bfloat16().to(DEVICE) for _ in range(4))
     simulate = name == "gluon" and not ON_HOPPER
-    with backend(name), simulator.simulated("late") if simulate else nullcontext():
+    with backend(name), simulated_kernels.simulated("late") if simulate else nullcontext():
         out, lse = local.attention_forward(q, k, v, mask)
         v[:, token] = torch.nan
         dq, dk, dv = backward.attention_backward(dout, q, k, v, out, lse, mask, method=method)

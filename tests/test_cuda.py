@@ -135,7 +135,7 @@ def test_distributed_functions_agree_and_rank_invariant_calls_repeat_the_bits_of
 
 @pytest.mark.gpus(1)
 def test_a_captured_graph_replays_both_passes():
-    from canon.testing.cuda_graph import captured
+    from canon.bench.cuda_graph import captured
 
     mask = Mask.prefix(700, 300)
     q, k, v, dout, _ = inputs(mask, h=8, d=64, dv=64)

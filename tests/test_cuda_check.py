@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from canon.testing import cases, draws, random_check
-from canon.testing.case_runner import CaseRunner
-from canon.testing.cases import Case, all_cases, declined_by
-from canon.testing.documents import Documents
-from canon.testing.inputs import FromDocuments
-from canon.testing.run_cases import run_cases
+from canon.check import cases, draws, random_check
+from canon.check.case_runner import CaseRunner
+from canon.check.cases import Case, all_cases, declined_by
+from canon.check.documents import Documents
+from canon.check.inputs import FromDocuments
+from canon.check.run_cases import run_cases
 
 
 def test_other_dtypes_and_the_fused_method_are_declined():

@@ -6,10 +6,11 @@ import pytest
 import torch
 from benching import CEILINGS, CPU, no_clock  # noqa: F401 (a fixture)
 
+from canon.bench import kernels, schedules, shapes
+from canon.bench.cuda_graph import CapturedPasses, captured
 from canon.fast import attention
 from canon.reference import Mask
-from canon.testing import kernels, process_groups, schedules, shapes
-from canon.testing.cuda_graph import CapturedPasses, captured
+from canon.testing import process_groups
 
 SHAPE = shapes.shape_of("1,40,2,2,16,causal")
 

@@ -1,11 +1,11 @@
 """Every CUDA kernel compiles by NVRTC for sm_80 to sm_90, and its main configurations spill no register and fit the SM."""
 
+import cuda_resources
 import pytest
+from cuda_resources import compile_all, ctas, main_cases
 
 from canon.fast.kernels.cuda import config
-from canon.testing import cuda_resources
 from canon.testing.compile import SHARED_LIMIT
-from canon.testing.cuda_resources import compile_all, ctas, main_cases
 
 pytest.importorskip("cuda.core", reason="needs the extra cuda")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from canon import Layout, Mask
+from canon.bench.packs import sampled_packs
 from canon.fast import magi as fast
 from canon.reference import magi as reference
-from canon.testing.packs import sampled_packs
 
 HALVES = {"reference": reference, "fast": fast}
 

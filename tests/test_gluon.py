@@ -9,7 +9,7 @@ from canon import Layout, Mask, fast
 from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config, launch
 from canon.fast.kernels.gluon.config import Config
-from canon.testing import process_groups, simulator
+from canon.testing import process_groups, simulated_kernels
 from canon.testing.judge import Attended, oracle
 
 pytestmark = HOPPER_ONLY
@@ -180,6 +180,6 @@ def test_every_schedule_runs_on_them(name):
 
         return on_this_rank(attend, layout, tensors)
 
-    with simulator.simulated(order="random"):
+    with simulated_kernels.simulated(order="random"):
         for got in process_groups.threads(run, 3):
             assert_agrees(got, mask, *tensors)

@@ -15,7 +15,7 @@ from canon.fast.kernels.gluon import config, launch, softmax_stats
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.tile_scheduler import TileSchedule
 from canon.fast.replay import recordings as prepared
-from canon.testing import simulator
+from canon.testing import simulated_kernels
 
 pytestmark = HOPPER_ONLY
 
@@ -58,7 +58,7 @@ def test_a_counter_is_made_for_each_launch_that_claims():
 def test_ctas_share_the_work_tiles():
     mask, log = Mask.causal(300), []
     q, k, v, _, _ = inputs(mask, h=4)
-    with backend("gluon"), simulator.simulated("random", 1, log):
+    with backend("gluon"), simulated_kernels.simulated("random", 1, log):
         local.attention_forward(q, k, v, mask)
     done = Counter(event.program[0] for event in log if event.kind == "wgmma")
     assert sorted(done) == [0, 1, 2]
@@ -96,7 +96,7 @@ def test_the_backward_pass_uses_the_backend_of_the_forward_pass(monkeypatch):
         with hopper():
             out = attend_to()
         assert calls == ["forward_kernel"]
-        with nullcontext() if ON_HOPPER else simulator.simulated():  # but not backend("gluon")
+        with nullcontext() if ON_HOPPER else simulated_kernels.simulated():  # but not backend("gluon")
             out.backward(dout)
         assert calls == ["forward_kernel", "dkdv_kernel", "dq_kernel"]
 

@@ -6,11 +6,10 @@ from hopper import HOPPER_ONLY, assert_exact, hopper, inputs
 from sharded import DEVICE, ON_HOPPER
 from triton.experimental.gluon import language as gl
 
-from canon import Band, Mask
+from canon import Band, Mask, simulator
 from canon.fast import local
 from canon.fast.kernels.gluon import config, ptx, stale_maximum
 from canon.fast.kernels.gluon.config import Config
-from canon.testing import simulator
 from canon.testing.judge import Attended
 
 pytestmark = HOPPER_ONLY

@@ -5,9 +5,8 @@ import torch
 from hopper import HOPPER_ONLY, METHODS, assert_exact, attend, inputs
 from sharded import ON_HOPPER
 
-from canon import Mask
+from canon import Mask, simulator
 from canon.fast.kernels.gluon import dq_order, launch, tile_scheduler
-from canon.testing import simulator
 
 pytestmark = HOPPER_ONLY
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gluon_mutants import BETWEEN_CTAS, KERNELS, SURVIVORS, mutants
 
-from canon import Mask
+from canon import Mask, simulator
 from canon.fast.kernels.gluon import (
     config,
     dkdv,
@@ -33,7 +33,7 @@ from canon.fast.kernels.gluon import (
     tile_ring,
     tile_scheduler,
 )
-from canon.testing import simulator
+from canon.testing import simulated_kernels
 from canon.testing.judge import Attended, agreement, dense, oracle
 
 MODULES = (
@@ -95,7 +95,7 @@ def run(name: str, order: str, seed: int) -> Attended:
     method = "fused" if ordered else method
     out, dq, dk, dv = (torch.full_like(x, torch.nan, dtype=torch.float32) for x in (dout, q, k, v))
     lse = torch.full((1, 4, TOKENS), torch.nan)
-    with config.forced(**{method: kernel.config}), simulator.simulated(order, seed):
+    with config.forced(**{method: kernel.config}), simulated_kernels.simulated(order, seed):
         if method == "forward":
             launch.forward(q, k, v, MASK, SCALE, out, lse)
             return Attended(out, lse)

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from canon import Mask
 from canon.__main__ import main
+from canon.bench import held_sms
 from canon.fast.kernels.gluon import tile_scheduler
 from canon.fast.kernels.gluon.tile_scheduler import LATE, SEVERAL, WORK_TILE, Heads, Traversal, tile_schedule
-from canon.testing import held_sms
 
 CPU, SMS = torch.device("cpu"), 132
 MASKS = {

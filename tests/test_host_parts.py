@@ -6,9 +6,11 @@ import time
 import torch
 
 from canon import Mask, fast
+from canon.bench import host_parts, host_time
+from canon.bench.peers import Contender
+from canon.bench.shapes import shape_of
 from canon.fast import local
-from canon.testing import host_parts, host_time, process_groups
-from canon.testing.shapes import shape_of
+from canon.testing import process_groups
 
 SLEEP = 5e-3
 
@@ -57,3 +59,27 @@ def test_the_bench_has_a_row_of_parts_for_each_call_of_canon():
     assert host_time.parts_table(rows).row_count == len(split) > 0
     assert rows[-1]["contender"] == host_time.NO_KERNELS
     assert all(rows[-1][f"{name}_wall_ms"] for name in host_time.MEASURES)
+
+
+def test_the_training_loop_is_timed_and_compared_with_cudnn(monkeypatch):
+    """A CPU has no cuDNN: another contender has its name here."""
+    monkeypatch.setattr(host_time, "CUDNN", "SDPA flash")
+    shape = shape_of("1,16,2,1,16,causal")
+    rows = host_time.host(shape, torch.float32, torch.device("cpu"), 3, "canon auto|SDPA flash")
+    timed = {row["contender"]: row for row in rows if "failed" not in row}
+    assert {"canon auto", "SDPA flash"} <= set(timed)
+    assert all(len(row["loop_wall_ms"]) == 3 for row in timed.values())
+    assert timed["SDPA flash"]["loop_to_cudnn"] == 1.0
+    assert timed["canon auto"]["loop_to_cudnn"] > 0
+    assert host_time.host_table(rows).row_count == len(rows)
+
+
+def test_an_iteration_of_the_loop_replaces_the_gradients():
+    q, k, v = (torch.randn(1, 8, 1, 16, requires_grad=True) for _ in range(3))
+    contender = Contender("canon auto", lambda: fast.attention, "canon auto")
+    measures = host_time._measures({}, contender, fast.attention, [q, k, v], torch.ones_like(q))
+    loop = dict(zip(host_time.MEASURES, measures, strict=True))["loop"].run
+    loop()
+    first = q.grad.clone()
+    loop()
+    assert torch.equal(q.grad, first)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from canon.check.case_runner import CaseRunner
+from canon.check.cases import all_cases
+from canon.check.documents import Documents
+from canon.check.inputs import FromDocuments
 from canon.reference import Band, Mask
 from canon.testing import Attended, agreement, dense, oracle, orders, process_groups
-from canon.testing.case_runner import CaseRunner
-from canon.testing.cases import all_cases
-from canon.testing.documents import Documents
-from canon.testing.inputs import FromDocuments
 from canon.testing.roundings import roundings
 
 DOCUMENTS = Documents(("a", "b", "c"), tuple(bytes(range(n)) * 4 for n in (30, 1, 250)))
@@ -24,6 +24,7 @@ LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring
 CASTS = "group_collectives"
 CAST, REDUCE = "group_cast/planned/documents/two_stages", "group_reduce/striped/documents/one_stage"
 FILES = ("checks", "tiles", "backward", "local", "group_collectives", "ring")  # of a faulty module, in order of imports
+HOMES = {"checks": "canon.runtime"}  # package of a file that is not in canon.reference
 
 # fault: (case, file, text, replacement of the first occurrence)
 FAULTS = {
@@ -83,22 +84,26 @@ def moved(mask, k_start=0, hi=0):
     return Mask(bands, mask.queries, mask.keys)
 
 
+def home(name):
+    return HOMES.get(name, "canon.reference")
+
+
 def with_fault(file, text, replacement):
     """Return a module with the reference's public functions, from its source with one text of one file replaced."""
     module, changed = types.ModuleType("faulty"), 0
     for name in FILES:
-        source = inspect.getsource(importlib.import_module(f"canon.reference.{name}"))
+        source = inspect.getsource(importlib.import_module(f"{home(name)}.{name}"))
         if name == file:
             changed += source.count(text)
             source = source.replace(text, replacement, 1)
         scope = {"__name__": f"faulty_{name}", "moved": moved}
         sys.modules[f"faulty_{name}"] = types.ModuleType(f"faulty_{name}")
         for imported in FILES:
-            source = source.replace(f"from canon.reference.{imported} import", f"from faulty_{imported} import")
+            source = source.replace(f"from {home(imported)}.{imported} import", f"from faulty_{imported} import")
         exec(compile(source, f"faulty {name}", "exec"), scope)
         vars(sys.modules[f"faulty_{name}"]).update(scope)
         vars(module).update({public: scope[public] for public in scope.get("__all__", ())})
-    assert changed, f"reference/{file}.py does not contain {text!r}: adapt this fault to the source"
+    assert changed, f"{file}.py does not contain {text!r}: adapt this fault to the source"
     return module
 
 

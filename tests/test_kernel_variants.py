@@ -28,10 +28,11 @@ from canon.fast.ahead.compilation import recorded_jobs
 from canon.fast.kernels.cuda import kernel, launch as cuda
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.kernels.triton import config, launch
-from canon.testing import draws, process_groups
-from canon.testing.case_runner import CaseRunner
+from canon.check import draws
+from canon.testing import process_groups
+from canon.check.case_runner import CaseRunner
 from canon.testing.compile import SHARED_LIMIT, _target
-from canon.testing.random_source import RandomSource
+from canon.check.random_source import RandomSource
 
 arch, count, backend, dtype, heads, widths, method, functions = json.loads(sys.argv[1])
 draw = Random(0)
@@ -78,9 +79,10 @@ from pathlib import Path
 import torch
 from triton import knobs
 from canon.fast import warm_up
-from canon.testing import draws, process_groups
-from canon.testing.case_runner import CaseRunner
-from canon.testing.random_source import RandomSource
+from canon.check import draws
+from canon.testing import process_groups
+from canon.check.case_runner import CaseRunner
+from canon.check.random_source import RandomSource
 
 count, dtype, heads, widths, functions, ahead = json.loads(sys.argv[1])
 draws.TABLES["model"] = draws.Table(900, 900, (), (), (), ((tuple(heads), tuple(widths), dtype),), unusual=False)

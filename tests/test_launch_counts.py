@@ -13,7 +13,7 @@ from canon.fast.kernels.gluon import launch as gluon
 from canon.fast.kernels.gluon import softmax_stats
 from canon.fast.kernels.triton import launch as triton
 from canon.fast.replay import recordings as prepared
-from canon.testing import simulator
+from canon.testing import simulated_kernels
 
 MASK = Mask.documents([0, 20, 70])
 
@@ -22,7 +22,7 @@ MASK = Mask.documents([0, 20, 70])
 def using(name):
     """Force a kernel backend; simulate Gluon kernels on a CPU."""
     simulated = name == "gluon" and DEVICE == "cpu"
-    with backend(name), simulator.simulated() if simulated else nullcontext():
+    with backend(name), simulated_kernels.simulated() if simulated else nullcontext():
         yield
 
 

@@ -1,17 +1,19 @@
 """Claims about the instrumentation of the notebooks: excerpts, walks over tiles, claims of SMs, and events of a kernel."""
 
+import kernel_events
 import pytest
 import torch
 import torch.distributed as dist
+from excerpts import excerpt
+from ring_hops import recorded_hops
+from simulated_passes import allocated_bytes, different_bits, simulated_passes
+from tile_claims import claims_of
+from tile_walks import recorded_walk
 
 from canon import Layout, Mask, reference
 from canon.reference import backward
-from canon.testing import kernel_events, process_groups
-from canon.testing.excerpts import excerpt
-from canon.testing.recording import recorded_hops, recording
-from canon.testing.simulated_passes import allocated_bytes, different_bits, simulated_passes
-from canon.testing.tile_claims import claims_of
-from canon.testing.tile_walks import recorded_walk
+from canon.testing import process_groups
+from canon.testing.recording import recording
 
 
 def test_an_excerpt_has_the_lines_from_the_first_to_the_last_without_indentation():

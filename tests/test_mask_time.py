@@ -3,7 +3,7 @@
 import json
 
 from canon.__main__ import main
-from canon.testing import mask_time
+from canon.bench import mask_time
 
 
 def test_planning_is_timed_without_a_gpu(tmp_path, capsys, monkeypatch):

@@ -8,8 +8,8 @@ import torch
 from torch.nn.attention import flex_attention, varlen
 
 from canon import Band, Mask, fast
+from canon.bench import kernels, peers, shapes, timing
 from canon.fast import device as fast_device
-from canon.testing import kernels, peers, shapes, timing
 from canon.testing.judge import dense
 
 CPU = torch.device("cpu")

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import real_ranks
 import torch
+from real_ranks import FunctionCall, Place, Span
 
 from canon import Layout, Mask
-from canon.testing import process_groups, real_ranks
-from canon.testing.real_ranks import FunctionCall, Place, Span
+from canon.testing import process_groups
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 SMALL = Place("cpu", 2, 64, h=2, g=2, d=16)

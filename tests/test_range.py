@@ -11,7 +11,7 @@ from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon.config import Config as HopperConfig
 from canon.fast.kernels.triton.config import Config, forced
-from canon.testing import simulator
+from canon.testing import simulated_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ def kernels(request):
         pytest.skip("this GPU is not a Hopper")
     small = dict.fromkeys(("forward", "dq", "dkdv"), Config(32, 32, 4, 1))
     tiled = hopper_config.forced(forward=tiles) if tiles else forced(**small)
-    simulated = simulator.simulated("late") if name == "gluon" and not ON_HOPPER else nullcontext()
+    simulated = simulated_kernels.simulated("late") if name == "gluon" and not ON_HOPPER else nullcontext()
     with backend(name), tiled, simulated:
         yield name
 

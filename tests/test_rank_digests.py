@@ -5,7 +5,7 @@ import re
 import pytest
 
 from canon import fast, reference
-from canon.testing import rank_digests
+from canon.check import rank_digests
 
 IGNORES_RANKS = """
 from canon import reference

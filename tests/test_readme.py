@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, __main__, fast, reference
-from canon.testing import check, process_groups
+from canon.check import check_command
+from canon.testing import process_groups
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -111,7 +112,7 @@ def test_each_command_of_the_readme_exists(command, monkeypatch):
         assert "Nothing to be done" not in done.stdout, "a file or folder, not a target"
     elif words[0] == "canon":
         accepted = []
-        monkeypatch.setattr(check, "run", lambda arguments: accepted.append(arguments.module) or 0)
+        monkeypatch.setattr(check_command, "run", lambda arguments: accepted.append(arguments.module) or 0)
         assert __main__.main(words[1 : words.index(">") if ">" in words else None]) == 0
         assert len(accepted) == 1
     else:

@@ -8,7 +8,8 @@ from argparse import ArgumentParser
 import torch
 
 from canon import reference
-from canon.testing import bench, process_groups, schedule_peers, schedules, shapes
+from canon.bench import bench_command, schedule_peers, schedules, shapes
+from canon.testing import process_groups
 from canon.testing.judge import dense
 
 CPU = torch.device("cpu")
@@ -53,11 +54,11 @@ def test_what_was_measured_is_kept_after_each_shape(monkeypatch, tmp_path):
     monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
     monkeypatch.setattr(schedules, "eager", lambda run, calls, device: (1.0, 0.5))
     parser, path, told = ArgumentParser(), tmp_path / "record.json", []
-    bench.add_arguments(parser)
+    bench_command.add_arguments(parser)
     options = parser.parse_args(["schedules", "--record", str(path)])
 
     def keep(rows):
-        pickle.loads(pickle.dumps(functools.partial(bench._keep, options)))(rows)  # as it comes to a rank
+        pickle.loads(pickle.dumps(functools.partial(bench_command._keep, options)))(rows)  # as it comes to a rank
         told.append([row["shape"] for row in json.loads(path.read_text())["results"]])
 
     program = schedules.Bench((SHAPE, SHORT), torch.float32, "ring", 1, "cpu", keep=keep)

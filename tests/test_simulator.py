@@ -13,8 +13,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from canon import simulator
 from canon.fast.kernels.gluon.ptx import wait_for_reductions
-from canon.testing import simulator
+from canon.testing import simulated_kernels
 
 
 @gluon.constexpr_function
@@ -60,7 +61,7 @@ def copy_kernel(source, target, row, column, HOW: gl.constexpr):
 @pytest.mark.parametrize("how", ["copied", "stored and fenced", "added"])
 def test_tma_moves_boxes_with_zeros_around_the_tensor(how, order, seed):
     x, y = numbers(100, 3, 64)[:, 1], torch.full((110, 64), 1 if how == "added" else math.nan, dtype=torch.bfloat16)
-    with simulator.simulated(order, seed):
+    with simulated_kernels.simulated(order, seed):
         copy_kernel[(1,)](box(x), box(y), -10, 8, HOW=how, num_warps=4)
     assert torch.equal(y, torch.nn.functional.pad(x[:, 8:], (0, 8, 10, 0)) + (1 if how == "added" else 0))
 
@@ -83,7 +84,7 @@ def test_what_is_added_is_there_once_that_was_waited_for(waits):
     seen = set()
     for order, seed in INTERLEAVINGS:
         x, found = torch.zeros(64, 64, dtype=torch.bfloat16), torch.full((1,), 7.0).bfloat16()
-        with simulator.simulated(order, seed):
+        with simulated_kernels.simulated(order, seed):
             add_kernel[(1,)](box(x), x, found, waits)
         assert (x == 1).all(), "at the end at the latest"
         seen.add(found.item())
@@ -101,7 +102,7 @@ FAULTS_OF_TMA = {
 @pytest.mark.parametrize("how", FAULTS_OF_TMA)
 def test_faults_of_tma_are_found(how, order, seed):
     x, column = numbers(128, 64), 3 if how == "misaligned" else 0
-    with simulator.simulated(order, seed), pytest.raises(simulator.Fault, match=FAULTS_OF_TMA[how]):
+    with simulated_kernels.simulated(order, seed), pytest.raises(simulator.Fault, match=FAULTS_OF_TMA[how]):
         copy_kernel[(1,)](box(x), box(x.clone()), 0, column, HOW=how)
 
 
@@ -156,7 +157,7 @@ def product_kernel(a, b, out, steps, STAGES: gl.constexpr, FAULT: gl.constexpr):
 
 def product(order, seed, fault="", stages=2, steps=5, log=None):
     a, b, out = numbers(64, 64 * steps), numbers(64 * steps, 64), torch.full((64, 64), math.nan)
-    with simulator.simulated(order, seed, log):
+    with simulated_kernels.simulated(order, seed, log):
         product_kernel[(1,)](box(a), box(b), out, steps, STAGES=stages, FAULT=fault, num_warps=4)
     exact = a.double() @ b.double()
     assert (out - exact).norm() <= 1e-6 * exact.norm()  # sums of 320 products in float32
@@ -220,7 +221,7 @@ def rash_kernel(out, rows):
 
 
 def test_what_is_read_too_early_may_be_dropped_but_not_stored():
-    with simulator.simulated():
+    with simulated_kernels.simulated():
         rash_kernel[(1,)](torch.zeros(64), 0)
         with pytest.raises(simulator.Fault, match="no store has reached it"):
             rash_kernel[(1,)](torch.zeros(64), 2)

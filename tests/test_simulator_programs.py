@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from canon.testing import simulator
+from canon import simulator
 
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 

@@ -10,7 +10,7 @@ from interleavings import BLOCKED, numbers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from canon.testing import simulator
+from canon import simulator
 
 
 @gluon.jit

@@ -26,11 +26,16 @@ ROOMS = {
     "fast": {"masks", "runtime"},
     "training": {"masks", "runtime"},
     "integrations": {"masks", "runtime", "reference", "fast", "training"},
+    "simulator": set(),
+    "testing": {"masks", "runtime", "reference", "fast", "simulator"},
+    "check": {"masks", "runtime", "reference", "fast", "testing"},
+    "bench": {"masks", "runtime", "reference", "fast", "testing"},
 }
 OUTSIDE = {
     "masks": {"torch", "numpy", "jaxtyping"},
     "runtime": {"torch", "numpy", "jaxtyping"},
     "reference": {"torch", "jaxtyping"},
+    "simulator": {"torch", "numpy", "triton"},
 }
 
 # Package of the files in each folder.
@@ -194,7 +199,12 @@ def test_each_room_imports_the_rooms_below_it_only():
     ("canon.reference.planted", "import triton"),
     ("canon.fast.planted", "from canon.reference.ring import ring_forward"),
     ("canon.training.planted", "import canon.testing.judge"),
-    ("canon.integrations.planted", "from canon.testing import check"),
+    ("canon.fast.planted", "from canon import simulator"),
+    ("canon.runtime.planted", "import canon.bench.timing"),
+    ("canon.simulator.planted", "from canon.fast.kernels.gluon import ptx"),
+    ("canon.testing.planted", "from canon.check.cases import Case"),
+    ("canon.bench.planted", "from canon.check import documents"),
+    ("canon.integrations.planted", "from canon.check import cases"),
 ])  # fmt: skip
 def test_a_planted_forbidden_import_is_found(tmp_path, module, line):
     path = tmp_path / "planted.py"

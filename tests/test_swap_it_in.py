@@ -20,14 +20,6 @@ SMALL = dict(steps=4, tokens=256, width=64)
 SCHEDULES = ("zigzag", "strided", "magi")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def notebooks_folder():
-    """Import modules from the folder of the notebooks, also on the ranks."""
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
-
-
 @pytest.fixture(scope="module")
 def swapping():
     return importlib.import_module("swapping")

@@ -40,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():  # Triton reads the variable when canon.fast defines its kernels
         os.environ.setdefault("TRITON_INTERPRET", "1")
     from canon import warm_command
-    from canon.testing import bench, check
-    from canon.testing.contract import CONVENTIONS
+    from canon.bench import bench_command
+    from canon.check import check_command
+    from canon.check.contract import CONVENTIONS
 
     parser = argparse.ArgumentParser(
         prog="canon", description="Exact attention over a sequence that several GPUs hold together."
@@ -51,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     purpose, raw = "compare the functions of a module with the reference", argparse.RawDescriptionHelpFormatter
     epilog = EPILOG.format(conventions=CONVENTIONS)
     command = commands.add_parser("check", help=purpose, description=DESCRIPTION, epilog=epilog, formatter_class=raw)
-    check.add_arguments(command)
+    check_command.add_arguments(command)
     purpose = "measure the speed of kernels and schedules, after checking their results"
-    bench.add_arguments(commands.add_parser("bench", help=purpose, description=bench.__doc__, formatter_class=raw))
+    bench = commands.add_parser("bench", help=purpose, description=bench_command.__doc__, formatter_class=raw)
+    bench_command.add_arguments(bench)
     purpose = "compile every kernel variant that a model can need"
     warm = commands.add_parser("warm", help=purpose, description=warm_command.__doc__, formatter_class=raw)
     warm_command.add_arguments(warm)
@@ -61,8 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
     except SystemExit as ended:  # argparse has printed the help or the error
         return int(ended.code or 0)
+    run = {"check": check_command.run, "bench": bench_command.run, "warm": warm_command.run}[arguments.command]
     try:
-        return {"check": check.run, "bench": bench.run, "warm": warm_command.run}[arguments.command](arguments)
+        return run(arguments)
     except KeyboardInterrupt:
         print("canon: interrupted", file=sys.stderr)
         return 130

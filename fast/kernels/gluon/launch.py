@@ -358,4 +358,6 @@ def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **
     except RuntimeError as error:
         if q.device.type != "cpu" or "active drivers" not in str(error):
             raise
-        raise RuntimeError("the Hopper kernels need an sm_90; on a CPU, canon.testing.simulator.simulated()") from error
+        raise RuntimeError(
+            "the Hopper kernels need an sm_90, or the simulator: canon.testing.simulated_kernels"
+        ) from error

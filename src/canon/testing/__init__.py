@@ -1,8 +1,6 @@
-"""Test implementations of attention: a judge, process groups, and the cases that `canon check` runs.
+"""Test implementations of attention: a judge, ranks as threads and processes, recordings of messages.
 
-    from canon.testing import agreement, oracle, orders, process_groups
-
-Importing it needs torch only.
+from canon.testing import agreement, oracle, orders, process_groups
 """
 
 from canon.testing.judge import Agreement, Attended, agreement, dense, oracle, orders

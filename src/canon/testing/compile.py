@@ -2,10 +2,8 @@
 
     python -m canon.testing.compile --arch 80 90 [--json] [--record PATH]
 
-The launcher of `canon.fast` gets CPU tensors instead of device tensors, and a driver that only returns a target. So
-types, alignment and specialisation are those of a real launch. The ptxas in Triton's wheel assembles the PTX again and
-prints its statistics. The nvdisasm in the wheel disassembles the result, so that `canon.testing.sass` can check
-asynchronous MMAs. Raises RuntimeError under TRITON_INTERPRET=1.
+The launcher of `canon.fast` gets CPU tensors and a driver that only returns a target, so types, alignment and
+specialisation are those of a real launch. `canon.testing.sass` checks the asynchronous MMAs of the disassembled result.
 """
 
 import argparse
@@ -88,7 +86,7 @@ class Compiled:
 
 
 def main_cases(arch: int) -> list[Case]:
-    """Return the cases of one architecture: bfloat16 at 64, 128 and 256, padded and unequal widths, float32, float64."""
+    """Return the cases of one architecture."""
     cases = [Case(kernel, arch, "bfloat16", d, d) for kernel in config.KERNELS for d in (64, 128, 256)]
     if arch >= 90:
         cases += [Case(kernel, arch, "bfloat16", d, d, True) for kernel in config.KERNELS for d in (64, 128, 256)]
@@ -115,7 +113,7 @@ def _hopper_cases() -> list[Case]:
 
 
 def compile_case(case: Case) -> list[Compiled]:
-    """Compile the kernels of a case. Two kernels may compute dk and dv. Raises Triton's errors."""
+    """Compile the kernels of a case. Two kernels may compute dk and dv."""
     return _compile_hopper(case) if case.backend == "gluon" else _compile_portable(case)
 
 
@@ -203,8 +201,6 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
 
 
 class _CompileOnly:
-    """A Triton driver without a device."""
-
     def __init__(self, arch: int):
         self.arch = arch
 

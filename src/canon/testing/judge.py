@@ -1,43 +1,30 @@
-"""Judge whether a result of attention is correct: compare its error with the error of dense attention in the same dtype.
+"""Judge whether a result of attention is correct: compare its error with that of dense attention in the same dtype.
 
     exact = oracle(q, k, v, dout, mask)          float64 dense attention on the same rounded inputs
     honest = orders(q, k, v, dout, mask)         dense attention in the dtype of q, in four orders of summation
     verdict = agreement(got, exact, honest)      error <= 2 x honest error + one rounding, for each tensor and norm
 
-**Bound.** No tolerance is chosen by hand. The honest error is the cost of the dtype on these inputs. It is the largest
-error of four evaluations. They sum in different orders, and merge 1, 2, 4 and 8 parts of the keys through lse, as a
-ring does. (One evaluation alone may by chance have no error in the token that decides the maximum. In float32 a merge
-adds |lse| roundings to a whole row.) The factor 2 allows for other roundings of a kernel. The last term is one rounding
-of the oracle to the output dtype.
+**Bound.** The honest error is the largest of four evaluations, which sum in different orders and merge 1, 2, 4 and 8 parts
+of the keys through lse, as a ring does. The factor 2 allows for other roundings of a kernel. For float64 the bound is
+1e-12.
 
-**Norms.** Each tensor (out, lse, dq, dk, dv) must satisfy the rule in three norms, relative to the oracle: L2, maximum,
-and worst token. The worst token is ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``, with L2 over the heads
-and width of a token. It is needed because attention over n keys has size 1 / sqrt(n): the first two norms may miss the
-loss of a late token. Numbers that are not finite fail, and so does a tensor of zeros where the oracle is not zero. lse
-must be -inf at exactly the same places.
+**Norms.** L2, maximum, and worst token: ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``, with L2 over the heads
+and width of a token. Attention over n keys has size 1 / sqrt(n), so the first two norms may miss the loss of a late token.
 
-**Roundings of `dense`.** Operands of every matrix product are rounded to the dtype. Sums are float32. The softmax is
-float32, too, in base 2, like the exponential of a GPU. Then `lse` is converted to a natural logarithm and back. `out`,
-dq, dk and dv are rounded once, at the end. The backward pass starts from the rounded out and from lse: delta =
-rowsum(dO * out), P = exp(S - lse). P is rounded before P V and P^T dO, and dS before dS K and dS^T Q.
+**Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums and the softmax are float32, in base 2.
 
-**lse** is never rounded to 16 bits, so its bound is one of float32 for every dtype. It is 1-Lipschitz in the scores: its
-error is that of q k^T. The products are exact in float32 (8 + 8 or 11 + 11 bits), so the sum over d makes the error. A
-tensor core adds 16 products at a time and truncates the sum to float32 (Fasi, Higham, Mikaitis, Pranesh, Numerical
-behavior of NVIDIA tensor cores, 2021). `dense` does the same for 16-bit inputs, with d / 16 truncations. The bound is a
-few units of float32. An lse that was rounded to bfloat16 anywhere exceeds it by far.
+**lse** is never rounded to 16 bits. Its error is that of q k^T. Products are exact in float32, so the sum over d makes the
+error. A tensor core adds 16 products at a time and truncates the sum, as `dense` does for 16-bit inputs (Fasi, Higham,
+Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
 
-**Small sums.** `canon.testing.roundings` returns the distances by which one rounding of each intermediate result moves a
-result. For few numbers, and for sums whose terms cancel, they can be added to the bound.
+**Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO * out). lse stays that of
+the keys.
 
-**Sinks.** A sink z of a query head joins the denominator: out has the factor a = sigmoid(lse - z), and lse stays that of the
-keys. dsink is -sum of sigmoid(z - lse) rowsum(dO * out) over batch and tokens, never rounded to 16 bits.
-
-For float64 the bound is 1e-12. ``mask=None`` is causal. Fully masked rows have out 0, lse -inf and zero gradients. Keys
-that no query sees, and queries that see no key, may hold NaN.
+``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,7 +32,8 @@ import torch
 from torch import Tensor
 
 from canon.reference import Mask
-from canon.testing.cases import Masks
+
+Masks = Mask | tuple[Mask, ...]  # a tuple has a mask for each sequence of the batch
 
 EXACT = 1e-12
 UNIT = 2.0**-24  # one rounding of float32
@@ -65,7 +53,7 @@ class Attended(NamedTuple):
 
 
 class AttendedWithSink(NamedTuple):
-    """The same with the gradient of a sink: dsink (h,). On several ranks it is the sum of their gradients."""
+    """The same with dsink (h,). On several ranks it is the sum of their gradients."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -95,10 +83,7 @@ def oracle(q, k, v, dout, mask: Masks | None = None, scale: float | None = None,
 def dense(
     q, k, v, dout, mask: Masks | None = None, scale: float | None = None, dlse=None, sink=None, *, order: int = 0
 ) -> Results:
-    """Return the same in the dtype of q, with the roundings in the module's docstring.
-
-    ``order`` > 0 shuffles d and the keys, and merges 2 ** order parts of the keys.
-    """
+    """Return the same in the dtype of q. ``order`` > 0 shuffles d and the keys, and merges 2 ** order parts of the keys."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return _attend(q, k, v, dout, mask, scale, dlse, sink, wide, q.dtype, order)
 
@@ -109,7 +94,7 @@ def orders(q, k, v, dout, mask: Masks | None = None, scale: float | None = None,
 
 
 def per_sequence(function: Callable[..., Results], q, k, v, dout, masks: Sequence[Mask], dlse, sink) -> Results:
-    """Return ``function(q, k, v, dout, mask, dlse, sink)`` for each sequence with its own mask, as one result of all."""
+    """Call the function for each sequence with its own mask, and join the results."""
     parts = []
     for i, mask in enumerate(masks):
         own, own_dlse = (x[i : i + 1] for x in (q, k, v, dout)), None if dlse is None else dlse[i : i + 1]
@@ -174,7 +159,6 @@ def _attend(
 
 
 def _softmax(scores: Tensor, v: Tensor, parts: int, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return out, and lse as a natural logarithm, from scores in base 2. Parts of the keys are merged through lse."""
     out = v.new_zeros(*scores.shape[:-1], v.shape[-1])
     lse = v.new_full((*scores.shape[:-1], 1), -torch.inf)
     for scores_part, v_part in zip(scores.tensor_split(parts, -1), v.tensor_split(parts, -2), strict=True):
@@ -199,14 +183,13 @@ def _heads_first(x: Tensor, seen: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _shuffled(n: int, order: int, device) -> Tensor:
-    """Return a permutation of n indices with seed ``order``; 0 is the identity."""
     if order == 0:
         return torch.arange(n, device=device)
     return torch.randperm(n, generator=torch.Generator().manual_seed(order)).to(device)
 
 
 def row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield blocks (queries, bool [queries, keys]), so that the whole score matrix need not fit into memory."""
+    """Yield (queries, bool [queries, keys]), so that the whole score matrix need not fit into memory."""
     step = max(1, _BLOCK[q.device.type] // max(1, q.shape[0] * q.shape[1] * mask.keys))
     for start in range(0, mask.queries, step):
         rows = slice(start, min(start + step, mask.queries))
@@ -214,7 +197,6 @@ def row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _visible(mask: Mask, rows: slice, device) -> Tensor:
-    """Return rows of the mask as booleans, from the definition of a band."""
     visible = torch.zeros(rows.stop - rows.start, mask.keys, dtype=torch.bool, device=device)
     for band in mask.bands:
         start, stop = max(band.q_start, rows.start), min(band.q_stop, rows.stop)
@@ -227,7 +209,6 @@ def _visible(mask: Mask, rows: slice, device) -> Tensor:
 
 
 def _seen(mask: Mask, device) -> tuple[Tensor, Tensor]:
-    """Return two boolean vectors: queries that see a key, and keys that a query sees."""
     queries = torch.zeros(mask.queries, dtype=torch.bool, device=device)
     keys = torch.zeros(mask.keys, dtype=torch.bool, device=device)
     for rows, visible in visible_blocks(mask, device):
@@ -255,22 +236,19 @@ def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
     return total
 
 
-class _no_tf32:
-    """Within the block, multiply float32 matrices in float32, not in TF32."""
-
-    def __enter__(self):
-        self.before = torch.get_float32_matmul_precision()
-        self._set("highest")
-
-    def __exit__(self, *_):
-        self._set(self.before)
-
-    def _set(self, precision: str):
-        if precision != torch.get_float32_matmul_precision():  # the setting is global, so change it only if necessary
-            torch.set_float32_matmul_precision(precision)
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":  # the setting is global, so change it only if necessary
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
-# ---------------------------------------------------------------------- the verdict
 @dataclass(frozen=True)
 class Measure:
     """The error of one tensor in one norm, and its bound."""
@@ -282,7 +260,6 @@ class Measure:
 
     @property
     def ratio(self) -> float:
-        """Return error / bound. A ratio up to 1 agrees."""
         return self.error / self.bound if self.bound else 0.0 if self.error == 0 else float("inf")
 
 
@@ -299,7 +276,6 @@ class Agreement:
 
     @property
     def worst(self) -> Measure | None:
-        """Return the measure with the largest ratio."""
         return max(self.measures, key=lambda m: m.ratio, default=None)
 
     def __str__(self) -> str:
@@ -314,10 +290,8 @@ def agreement(
 ) -> Agreement:
     """Compare the error of ``got`` with the error of ``honest``, both against ``exact``.
 
-    ``exact`` is the result of `oracle`, and ``honest`` of `orders` or one `dense`. Tensors of ``got`` that are None are
-    not judged. The distances in ``roundings`` (`canon.testing.roundings`) widen the bounds.
-
-    Raises ValueError if all tensors of ``got`` are None, or a shape is wrong.
+    Tensors of ``got`` that are None are not judged. The distances in ``roundings`` (`canon.testing.roundings`) widen the
+    bounds. Raises ValueError if all tensors of ``got`` are None, or a shape is wrong.
     """
     measures, faults = [], []
     honest = honest if isinstance(honest, list) else [honest]
@@ -362,10 +336,7 @@ def judged(
 
 
 def relative(name: str, norm: str, error: Tensor, exact: Tensor) -> float:
-    """Return the size of ``error`` relative to ``exact`` in one norm.
-
-    ``name`` is "lse" for tensors (..., h, t), and "dsink" for (h,). The worst token of dsink is its worst head.
-    """
+    """Return the size of ``error`` relative to ``exact``. "lse" is (..., h, t), "dsink" (h,)."""
     if not error.numel():
         return 0.0
     if norm == "max":

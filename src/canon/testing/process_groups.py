@@ -4,12 +4,9 @@
     process_groups.processes(program, ranks=4)    ranks are processes on the CPU: takes seconds, and sends may block
     process_groups.gpus(program)                  ranks are processes, each with its own GPU
 
-``program()`` takes no arguments and gets its rank from ``torch.distributed.get_rank()``. All three functions return the
-results of all ranks, by rank. If a rank fails, RuntimeError names the first such rank, with its exception as the cause.
-
-No function hangs. Threads that all wait for each other raise at once. Processes end at a timeout, and its error names
-the unfinished ranks and their stacks. Programs for processes must be picklable: a function of a module, or a
-``functools.partial`` of one.
+All three return the results by rank. If a rank fails, RuntimeError names the first such rank, with its exception as the
+cause. No function hangs: threads that all wait for each other raise at once, and processes end at a timeout, whose error
+has the stacks of the unfinished ranks. Programs for processes must be picklable.
 """
 
 import contextvars
@@ -34,9 +31,9 @@ Program = Callable[[], Any]
 def threads(program: Program, ranks: int = 4) -> list[Any]:
     """Run ``program()`` on threads of this process, on the CPU or one shared GPU. Return the results by rank.
 
-    Prints the output of the ranks in rank order. A backward pass runs in the thread of its rank, also on a GPU, so its
-    collectives use the right group. The ranks get a copy of the caller's context variables.
-    Raises RuntimeError that names the first rank that failed, or the waits of all ranks if none can continue.
+    A backward pass runs in the thread of its rank, also on a GPU, so its collectives use the right group. The ranks get a
+    copy of the caller's context variables. Raises RuntimeError that names the first rank that failed, or the waits of all
+    ranks.
     """
     _check_ranks(ranks)
     if hasattr(_thread, "rank"):
@@ -50,8 +47,6 @@ _thread = threading.local()
 
 
 class _Threads:
-    """Threads that run ``program()``, and their results."""
-
     def __init__(self, program: Program, ranks: int):
         self.program, self.ranks = program, ranks
         self.rendezvous, self.store = Rendezvous(ranks), dist.HashStore()
@@ -118,7 +113,6 @@ class _Threads:
 
 @contextmanager
 def _state_per_thread(output: "_OutputByRank") -> Iterator[None]:
-    """Within the block, keep the state of torch.distributed and the standard output per thread."""
     cores, shared = torch.get_num_threads(), dist.distributed_c10d._world
     dist.distributed_c10d._world = _thread_local_world()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
@@ -134,7 +128,7 @@ def _state_per_thread(output: "_OutputByRank") -> Iterator[None]:
 
 @contextmanager
 def _one_launch_at_a_time() -> Iterator[None]:
-    """Let one thread compile a kernel. Otherwise every thread compiles it at its first launch, and all are slow."""
+    """Let one thread compile a kernel. Otherwise every thread compiles it at its first launch."""
     from triton.runtime.jit import JITFunction
 
     lock, launch = threading.Lock(), JITFunction.run
@@ -151,7 +145,6 @@ def _one_launch_at_a_time() -> Iterator[None]:
 
 
 def _thread_local_world() -> Any:
-    """Return torch's per-thread state of torch.distributed. torch 2.11 lacks one field that it reads."""
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
     world = ThreadLocalWorld()
@@ -169,8 +162,6 @@ GATHERING.add("threads")
 
 
 class _OutputByRank:
-    """Standard output that collects the text of each rank. Text of other threads is written at once."""
-
     def __init__(self, real, ranks: int):
         self.real, self.local = real, threading.local()
         self.texts: list[list[str]] = [[] for _ in range(ranks)]
@@ -189,18 +180,17 @@ class _OutputByRank:
 def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list[Any]:
     """Run the picklable ``program()`` on processes on the CPU, over gloo. Return the results by rank.
 
-    Raises RuntimeError that names the first rank that failed. Raises TimeoutError ``timeout`` seconds after the
-    processes have started, with the unfinished ranks and their stacks. No process outlives the call.
+    Raises RuntimeError that names the first rank that failed, and TimeoutError ``timeout`` seconds after the processes have
+    started. No process outlives the call.
     """
     _check_ranks(ranks)
     return run_processes(program, ranks, "gloo", timeout)
 
 
 def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) -> list[Any]:
-    """Run the picklable ``program()`` on processes, each with its own GPU, over NCCL. Return the results by rank.
+    """Run the picklable ``program()`` on processes, each with its own GPU, over NCCL. Return the results by rank, on the CPU.
 
-    ``ranks`` defaults to the number of GPUs. Returned tensors are on the CPU. Raises the errors of `processes`, and
-    ValueError if there are fewer GPUs than ranks.
+    Raises the errors of `processes`, and ValueError if there are fewer GPUs than ranks.
     """
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if ranks > torch.cuda.device_count():
@@ -210,7 +200,7 @@ def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) ->
 
 
 def kernel_gpus() -> int:
-    """Return the number of GPUs that Triton's kernels can run on: 0 if TRITON_INTERPRET keeps them on the CPU."""
+    """Return the number of GPUs for Triton's kernels: 0 if TRITON_INTERPRET keeps them on the CPU."""
     values = ("1", "true", "on", "yes", "y")  # Triton reads these as true
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in values
     return torch.cuda.device_count() if torch.cuda.is_available() and not interpreted else 0

@@ -1,9 +1,7 @@
-"""Run a program on processes as ranks, with a hard timeout, and read back their results, output and errors.
+"""Run a program on processes as ranks, with a timeout, and read back their results, output and errors.
 
-    parent    starts the ranks; waits for all of them, for a few seconds after a failure, or for the timeout
-    child     joins the group through a file (no ports), runs the program, writes result, output and error into a file
-
-A finished rank stays alive until all ranks have finished, because other ranks may still read from its connections.
+A child joins the group through a file (no ports), and writes its result, output and error into a file. It stays alive until
+all ranks have finished, because other ranks may still read from its connections.
 """
 
 import contextlib
@@ -63,7 +61,6 @@ def run_processes(program: Callable[[], Any], ranks: int, backend: str, timeout:
 
 
 def _results(reports: list, stuck: dict[int, str], codes: list, timeout: float) -> list[Any]:
-    """Return the results of the ranks. Raises the error of the first rank that failed, died or did not finish."""
     print_by_rank([report["output"] if report else "" for report in reports])
     for _, rank in sorted((report["time"], rank) for rank, report in enumerate(reports) if report and report["error"]):
         raise rank_error(rank, reports[rank]["error"], reports[rank]["traceback"]) from reports[rank]["error"]
@@ -90,7 +87,7 @@ def _starter(backend: str):
 
 
 def _until_started(children: list, where: Path) -> None:
-    """Wait until all ranks have imported torch, which takes seconds: the timeout limits the program only."""
+    """Wait until all ranks have imported torch: the timeout limits the program only."""
     limit = time.monotonic() + STARTING
     while time.monotonic() < limit and all(child.is_alive() for child in children):
         if all((where / f"stack{rank}").exists() for rank in range(len(children))):
@@ -99,7 +96,6 @@ def _until_started(children: list, where: Path) -> None:
 
 
 def _watch(children: list, deadline: float) -> None:
-    """Wait until all children have ended, until the deadline, or for GRACE seconds after the first failure."""
     alive = {child.sentinel: child for child in children}
     while alive and (left := deadline - time.monotonic()) > 0:
         for sentinel in wait_for_any(list(alive), left):
@@ -156,7 +152,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _stack(path: Path, pid: int) -> str:
-    """Return the stack of an unfinished process, innermost call first."""
     if path.exists() and hasattr(signal, "SIGUSR1"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)

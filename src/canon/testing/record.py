@@ -20,7 +20,7 @@ SOURCES = (".py", ".c", ".cu", ".cuh")
 
 
 def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> Path:
-    """Write ``path``: the command, the commit, the date, the machine, ``more`` and one entry per result."""
+    """Write the command, the commit, the date, the machine, ``more`` and one entry per result."""
     entry = {
         "command": command,
         "canon": canon.__version__,
@@ -36,12 +36,12 @@ def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: A
 
 
 def now() -> str:
-    """Return the date and time, UTC, to the second."""
+    """Return the date and time, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def source(module: str) -> str:
-    """Return a digest of the code that a check runs: the files of canon, and those of ``module``'s package."""
+    """Return a digest of the files of canon, and of ``module``'s package."""
     roots = [Path(canon.__file__).parent]
     found = importlib.util.find_spec(module)
     if found is not None and found.origin and module.partition(".")[0] != "canon":
@@ -63,7 +63,7 @@ def digest(*parts: Any) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Platform, GPUs and versions; no names of hosts, users or folders."""
+    """Return platform, GPUs and versions; no names of hosts, users or folders."""
     on_gpu = torch.cuda.is_available()
     return {
         "platform": f"{platform.system()} {platform.machine()}",
@@ -82,7 +82,6 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str | None:
-    """Return the model name of the processor, if the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -91,7 +90,7 @@ def _processor() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, with "+changes" where tracked files differ from it; None outside of git."""
+    """Return the commit, with "+changes" if tracked files differ from it; None outside of git."""
     here = ["git", "-C", str(Path(__file__).resolve().parent)]
     found = _told([*here, "rev-parse", "HEAD"])
     if found is None:
@@ -100,7 +99,6 @@ def commit() -> str | None:
 
 
 def _told(command: list[str]) -> str | None:
-    """The first line that a command prints, None where it fails or does not exist."""
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -116,7 +114,7 @@ def _version(name: str) -> str | None:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinities: they become strings."""
+    """Replace infinities, which JSON lacks, by strings."""
     if isinstance(value, dict):
         return {key: finite(some) for key, some in value.items()}
     if isinstance(value, (list, tuple)):

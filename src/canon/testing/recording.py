@@ -4,14 +4,9 @@
         process_groups.threads(program, ranks=4)
     log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
 
-Messages are recorded at torch.distributed: the asynchronous all_gather, all_to_all_single and batch_isend_irecv. Hops of
-`canon.fast` are recorded at `BlockRing.hop`. Computations are recorded at the names of `KINDS` in the given modules.
-Those of a `PartialBackward` are recorded at `dkdv`, as "computed", and at `dq`, as "finished". The run and its messages are
-real. Ranks that are threads share one recording, made outside their process group. Ranks that are processes record for
-themselves.
-
-`Log.spans` has the times of the calls on the CPU. `timeline` lays a recording out in time, with given costs and the rules of
-streams. `recorded_hops` records the hops of a reference ring with their tensors.
+Messages are recorded at torch.distributed and at `BlockRing.hop`, computations at the names of `KINDS` in the given
+modules. Those of a `PartialBackward` are recorded at `dkdv`, as "computed", and at `dq`, as "finished". Ranks that are
+threads share one recording, made outside their process group. Ranks that are processes record for themselves.
 """
 
 import sys
@@ -43,10 +38,11 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that a rank did: ``what`` ("posted", "waited", "computed", "finished") to the ``number``-th of a ``kind``.
+    """``what`` ("posted", "waited", "computed", "finished") a rank did to the ``number``-th message or computation of a
+    ``kind``.
 
-    Kinds of messages are "gather", "reduce" and "hop", of computations "forward" and "backward". For messages, ``items`` and
-    ``nbytes`` count what this rank receives. For computations, ``items`` counts visible cells times query heads.
+    For messages ("gather", "reduce", "hop"), ``items`` and ``nbytes`` count what this rank receives. For computations
+    ("forward", "backward"), ``items`` counts visible cells times query heads.
     """
 
     rank: int
@@ -61,10 +57,7 @@ class Event:
 
 
 class Log:
-    """The events of all ranks; those of one rank in its own order.
-
-    ``spans`` lists (event, start, stop) in seconds of `time.perf_counter`. A message ends with the wait for it.
-    """
+    """The events of all ranks. ``spans`` lists (event, start, stop) in seconds. A message ends with the wait for it."""
 
     def __init__(self):
         self.events: list[Event] = []
@@ -73,11 +66,9 @@ class Log:
         self._lock = threading.Lock()
 
     def of(self, rank: int, *kinds: str) -> list[Event]:
-        """The events of one rank, of these kinds (all by default)."""
         return [e for e in self.events if e.rank == rank and (not kinds or e.kind in kinds)]
 
     def add(self, what: str, kind: str, number: int | None = None, items: int = 0, nbytes: int = 0) -> Event:
-        """Note what the calling rank does; ``number`` counts its events of this sort if it is not given."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         with self._lock:
             if number is None:
@@ -89,15 +80,12 @@ class Log:
 
     @contextmanager
     def timed(self, event: Event) -> Iterator[None]:
-        """Add the time of the block to ``spans``."""
         start = time.perf_counter()
         yield
         self.spans.append((event, start, time.perf_counter()))
 
 
 class _Noted:
-    """A request of torch.distributed whose first `wait` is noted."""
-
     def __init__(self, requests: Sequence[Any], log: Log, event: Event):
         self.requests, self.log, self.event = requests, log, event
         self.start = time.perf_counter()
@@ -113,7 +101,7 @@ class _Noted:
 
 @contextmanager
 def recording(*modules: ModuleType) -> Iterator[Log]:
-    """Record what happens inside the block: the computations of ``modules``, and all messages that do not block."""
+    """Record the computations of ``modules`` inside the block, and all messages that do not block."""
     log = Log()
     patches = [
         mock.patch.object(dist, name, _gather(log, getattr(dist, name))) for name in GATHERS if hasattr(dist, name)
@@ -135,34 +123,6 @@ def recording(*modules: ModuleType) -> Iterator[Log]:
     finally:
         for patch in reversed(patches):
             patch.stop()
-
-
-@dataclass(frozen=True)
-class SentHop:
-    """A message of a reference ring: sent by ``sender`` in ``step``, it holds the ``tensors`` of the keys of ``owner``."""
-
-    step: int
-    sender: int
-    owner: int
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors)
-
-
-@contextmanager
-def recorded_hops(ring: ModuleType) -> Iterator[list[SentHop]]:
-    """Yield a list that receives every hop which `canon.reference.ring` sends inside the block, of all ranks."""
-    hops: list[SentHop] = []
-
-    class RecordedHop(ring.Hop):
-        def __init__(self, tensors, step, call):
-            hops.append(SentHop(step - 1, call.rank, (call.rank - step + 1) % call.ranks, tuple(tensors)))
-            super().__init__(tensors, step, call)
-
-    with mock.patch.object(ring, "Hop", RecordedHop):
-        yield hops
 
 
 def _gather(log: Log, gather: Callable) -> Callable:
@@ -245,10 +205,10 @@ class Bar:
 
 
 def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list[Bar]:
-    """Return one rank's events laid out in time by the rules of streams. ``seconds`` is the duration of an event.
+    """Lay the events of one rank out in time by the rules of streams. ``seconds`` is the duration of an event.
 
-    Computations follow one another. A message starts after the computations before it and the last message of its kind.
-    A computation after a wait starts once the message has arrived. A "finished" event takes no time of its own.
+    Computations follow one another. A message starts after the computations before it and the last message of its kind. A
+    computation after a wait starts once the message has arrived. A "finished" event takes no time.
     """
     computing, free, arrival, bars = 0.0, Counter(), {}, []
     for event in events:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class Ended(BaseException):
-    """Ends a rank that waits for an event that cannot happen. It is no Exception, so that no program catches it."""
+    """Ends a rank that waits for an event that cannot happen. It is no Exception, so no program catches it."""
 
 
 class Rendezvous:
-    """State that all ranks share: running and waiting ranks, collectives in flight, messages in flight."""
+    """Running and waiting ranks, collectives in flight, messages in flight."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks
@@ -24,11 +24,7 @@ class Rendezvous:
         self.messages: dict[tuple, tuple[Tensor, Any]] = {}
 
     def wait(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Wait until ``ready()``. ``describe()`` names the event, for an error message.
-
-        One thread of a rank waits at a time. Others may call this for events that have happened.
-        Raises Ended if another rank has failed, or if no rank can continue.
-        """
+        """Wait until ``ready()``. Raises Ended if another rank has failed, or if no rank can continue."""
         with self.changed:
             if ready():
                 return
@@ -43,7 +39,6 @@ class Rendezvous:
                 del self.waiting[rank]
 
     def leave(self, rank: int, failure: str | None = None) -> None:
-        """Remove ``rank``, which has returned or failed. After a failure, all waiting ranks end."""
         with self.changed:
             self.running.discard(rank)
             self.ended = self.ended or failure

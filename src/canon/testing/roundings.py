@@ -16,11 +16,8 @@ Under a sink z, P has the factor a = sigmoid(lse - z), and with r = rowsum(dout 
     dsink    u sum_i a (1 - a) (sum_e |dout| W |v| + |r| (2 + |lse| + |z| + sum_j P_ij (1 + A_ij)))
              u (16 bits) rss_i a (1 - a) rss_e dout (|out| + rss_j P v)
 
-A kernel rounds both out and dout a second time, so the distances of 16 bits are doubled.
-
-To first order, a rounding changes a score by u A, and P by u P (A + |lse|). The measured errors of honest evaluations
-show the same if there are many elements. With few elements an honest evaluation may be exact by chance. If terms cancel,
-the size of a sum gives no scale for its error: dq of a query with one key is 0.
+A kernel rounds both out and dout a second time, so the distances of 16 bits are doubled. With few elements an honest
+evaluation may be exact by chance, and if terms cancel, the size of a sum gives no scale for its error.
 
 Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running error analysis.
 """
@@ -28,15 +25,21 @@ Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), 
 import torch
 from torch import Tensor
 
-from canon.testing.cases import Masks
-from canon.testing.judge import EXACT, UNIT, Results, per_sequence, results_of, row_blocks, unbatched, visible_blocks
+from canon.testing.judge import (
+    EXACT,
+    UNIT,
+    Masks,
+    Results,
+    per_sequence,
+    results_of,
+    row_blocks,
+    unbatched,
+    visible_blocks,
+)
 
 
 def roundings(q, k, v, dout, mask: Masks, scale: float | None = None, dlse=None, sink=None) -> Results:
-    """Return the distances in float64, in the shapes of the results. Arguments are those of `judge.oracle`.
-
-    The whole score matrix must fit into memory.
-    """
+    """Return the distances in float64. The whole score matrix must fit into memory."""
     if q.dim() == 3:
         packed, dlse = (x[None] for x in (q, k, v, dout)), None if dlse is None else dlse[None]
         return unbatched(roundings(*packed, mask, scale, dlse, sink))
@@ -78,7 +81,7 @@ def roundings(q, k, v, dout, mask: Masks, scale: float | None = None, dlse=None,
 
 
 def sink_roundings(q, k, v, dout, mask: Masks, scale: float | None, sink) -> Tensor:
-    """Return the distances of dsink (h,), in float64. They are computed for some rows of the mask at a time."""
+    """Return the distances of dsink (h,), for some rows of the mask at a time."""
     if q.dim() == 3:
         return sink_roundings(*(x[None] for x in (q, k, v, dout)), mask, scale, sink)
     if isinstance(mask, tuple):
@@ -107,7 +110,6 @@ def sink_roundings(q, k, v, dout, mask: Masks, scale: float | None, sink) -> Ten
 
 
 def _wide(q, k, v, dout, p, lse, dlse, share, scale: float) -> tuple[Tensor, ...]:
-    """Return out, lse, dq, dk and dv by the first table. All arguments are absolute values; ``share`` is the factor of P."""
     scores = scale * q @ k.mT
     weights = p * (1 + scores + lse[..., None])
     out = weights @ v
@@ -116,10 +118,7 @@ def _wide(q, k, v, dout, p, lse, dlse, share, scale: float) -> tuple[Tensor, ...
 
 
 def _narrow(q, k, v, dout, p, dlse, scale: float, least: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the same by the second table. lse is None, because it is not rounded.
-
-    The rounding error of p and ds is at least that of numbers of size ``least``.
-    """
+    """Return the second table. The rounding error of p and ds is at least that of size ``least``."""
     out, out_error = p @ v, _rss(p + least, v)
     delta = (dout * (out.abs() + out_error)).norm(dim=-1, keepdim=True)
     ds = (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])).abs() + least

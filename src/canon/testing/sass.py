@@ -1,14 +1,13 @@
 """Find instructions in SASS that write a register of an asynchronous MMA in flight.
 
-A warpgroup starts MMAs (HGMMA in SASS), continues, and waits for them later. Until then the tensor cores write the
-accumulator registers, and read the left operand if it is in registers. The assembler chooses these registers. So tests of
-the source cannot find a mistake, and a run shows it only sometimes.
+Until a wait, the tensor cores write the accumulator registers, and read the left operand if it is in registers. The assembler
+chooses these registers, so tests of the source cannot find a mistake, and a run shows it only sometimes.
 
     HGMMA.64x128x16.F32 R88, R152, gdesc[UR16].tnspB, R88          writes R88 to R151, reads R152 to R155
     HGMMA.64x128x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0    the last MMA of a group
     WARPGROUP.DEPBAR.LE gsb0, 0x1                                  waits until at most the newest group is in flight
 
-Limit: the listing is read once from top to bottom. Jumps are not followed and loops are not repeated.
+Limit: jumps are not followed, and loops are not repeated.
 """
 
 import re
@@ -26,7 +25,7 @@ def waits(listing: str) -> int:
 
 
 def overwritten(listing: str) -> list[str]:
-    """Return the instructions, with addresses, that write registers of an MMA in flight in a disassembled kernel."""
+    """Return the instructions, with addresses, that write registers of an MMA in flight."""
     groups: list[set[int]] = []  # registers of the groups in flight, oldest first
     started: set[int] = set()  # registers of the incomplete group
     found = []

@@ -4,12 +4,8 @@
     rank 1   all_gather ──┤ posts, waits               of all ranks and wakes the others. A send leaves a copy of
     rank 2   all_gather ──┘ posts last: moves, wakes   its tensor for the receive with the same number.
 
-torch's private ThreadLocalWorld keeps the state of torch.distributed per thread. torch's own private group of threads
-has no send and receive. It waits forever for a rank that has returned, and casts silently if ranks disagree on a dtype.
-Its asynchronous calls block if a rank is late, and its method names change between releases. So it is not used.
-
-`Rendezvous` handles every wait. If all ranks wait for each other, it raises at once.
-Events order the work of ranks that share one GPU, on any streams.
+torch's private group of threads has no send and receive, waits forever for a rank that has returned, and casts silently if
+ranks disagree on a dtype. So it is not used. CUDA events order the work of ranks that share one GPU.
 
 Limits: Sends are buffered, so a blocking send without a receive returns; tests over gloo processes use real sends. A
 receive must name its source. Reductions are SUM, AVG, PRODUCT, MIN and MAX, in rank order, in the dtype of the tensors.
@@ -71,8 +67,6 @@ def _await(*events: Any) -> None:
 
 
 class _Work(dist.Work):
-    """A call in flight: ``wait`` blocks this rank until ``ready``, then runs ``finish`` once."""
-
     def __init__(self, group: "ThreadGroup", ready: Callable[[], bool], describe: Callable[[], str], finish):
         super().__init__()
         self.group, self.ready, self.describe, self.finish = group, ready, describe, finish
@@ -105,7 +99,6 @@ _REDUCTIONS = {"SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": 
 
 
 def _reduced(tensors: list[Tensor], op: Any) -> Tensor:
-    """Return the reduction of the ranks' tensors, in rank order, as a new tensor."""
     name = next((name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), None)
     if name is None:
         raise NotImplementedError(f"a group of threads cannot reduce by {op}: use one of {', '.join(_REDUCTIONS)}")
@@ -126,7 +119,7 @@ class ThreadGroup(dist.ProcessGroup):
         return "threads"
 
     def _get_backend(self, device) -> "ThreadGroup":
-        """Return the group itself, for every device: torch 2.15 looks up the backend of a batch of sends."""
+        """Return the group itself: torch 2.15 looks up the backend of a batch of sends."""
         return self
 
     @property
@@ -137,7 +130,6 @@ class ThreadGroup(dist.ProcessGroup):
         return dist.get_process_group_ranks(self)
 
     def _call(self, name: str, tensors: list[Tensor], data: Any, move: Callable[[list], None]) -> _Work:
-        """Post ``data`` for the collective ``name``. The last rank calls ``move`` with the data of all ranks."""
         key, global_ranks = (self.pg_name, self.calls), self._global_ranks()
         self.calls += 1
         with self.rendezvous.changed:
@@ -157,7 +149,6 @@ class ThreadGroup(dist.ProcessGroup):
 
         return _Work(self, lambda: call.done, lambda: call.describe(global_ranks), finish)
 
-    # ------------------------------------------------------------------ gathering and scattering
     def allgather(self, outputs, inputs, opts=None):
         def move(data):
             for outs, _ in data:
@@ -256,7 +247,6 @@ class ThreadGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # ------------------------------------------------------------------ send and receive
     def send(self, tensors, to, tag=0):
         message = tensors[0].detach().clone()
         posted = _event() if message.is_cuda else None

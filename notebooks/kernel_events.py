@@ -1,0 +1,96 @@
+"""Name the events of a simulated backward kernel, and number them for a figure.
+
+    log = []
+    simulated_passes(..., "split", log=log)
+    steps, waits = steps_of(backward_events(log), LANES["split"])
+
+Names are those of the mathematics (S, dP, dV, dK, dQ). They are read from the line of the kernel's source of each event. The
+number of a step is its place in the order of the run. It is not a time: the simulator has no clock.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from canon.simulator import Event
+
+NAMES = {
+    "q": "Q", "dout": "dO", "k": "K", "v": "V", "s": "S", "p": "exp", "dp": "dP",
+    "acc_v": "dV", "acc_k": "dK", "dq": "dQ", "acc": "dQ",
+}  # fmt: skip
+LANES = {  # partition of the kernel: the name of its lane
+    "split": {"load_tiles [0]": "loader", "differentiate [1]": "warpgroup 0", "differentiate [2]": "warpgroup 1"},
+    "fused": {"load_tiles [2]": "loader", "differentiate [0]": "warpgroup 0", "differentiate [1]": "warpgroup 1"},
+}
+_SOURCE = re.compile(r"(\w+) = |.*\bfetch\((\w+)_desc|.*tma_load\((\w+)_desc")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a run: an operation starts, ("start"), has ended ("end"), or a warpgroup computes exponentials ("exp").
+
+    ``tile`` counts the tiles of queries, None for K and V. ``begun`` is the number of the start, for an end.
+    """
+
+    lane: str
+    number: int
+    kind: str
+    text: str
+    tile: int | None
+    begun: int | None = None
+
+
+Place = tuple[str, int]  # a lane and the number of a step
+
+
+def backward_events(log: Sequence[Event], kernel: str = "dkdv_kernel") -> list[Event]:
+    """Return the events of one kernel of the backward pass."""
+    return [event for event in log if event.kernel == kernel]
+
+
+def name_of(event: Event) -> str:
+    """Return the name of an MMA's result, or of the tensor that is loaded; "" for other events."""
+    for line in event.place.source():
+        if match := _SOURCE.match(line):
+            return NAMES.get(next(filter(None, match.groups())), "")
+    return ""
+
+
+def mma_names(events: Sequence[Event]) -> list[str]:
+    """Return the names of the MMAs' results, in the order of their first start."""
+    return list(dict.fromkeys(name_of(event) for event in events if event.kind == "wgmma"))
+
+
+def total(events: Sequence[Event], kind: str) -> int:
+    """Return the sizes of all events of a kind: FLOPs of "wgmma", elements of "exp2"."""
+    return sum(event.size for event in events if event.kind == kind)
+
+
+def steps_of(events: Sequence[Event], lanes: dict[str, str]) -> tuple[list[Step], list[tuple[Place, Place]]]:
+    """Return the steps of the partitions in ``lanes``, and the waits between lanes.
+
+    A wait is (lane and next step of the partition that arrives last at the barrier, lane and next step of the waiting one).
+    Waits for data that had already arrived, and waits after the last step, are left out.
+    """
+    steps, waits = [], []
+    counts, starts = Counter(), {}
+    published, last = {}, {}
+    for place, event in enumerate(event for event in events if event.partition in lanes):
+        lane, name, landed = lanes[event.partition], name_of(event), event.kind == "done" and event.of.kind == "load"
+        if name and event.kind in ("load", "wgmma", "exp2"):
+            tile = None if name in ("K", "V") else counts[lane, event.kind, name]
+            counts[lane, event.kind, name] += 1
+            starts[event] = step = Step(lane, len(steps), "exp" if event.kind == "exp2" else "start", name, tile)
+            steps.append(step)
+        elif event.kind == "done" and event.of in starts:
+            of = starts[event.of]
+            steps.append(Step(lane, len(steps), "end", of.text, of.tile, of.number))
+        arrival, source, number = published.get(event.barrier, (-1, lane, 0))
+        if event.kind == "wait" and arrival > last.get(lane, -1) and source != lane:
+            waits.append(((source, number), (lane, len(steps))))
+        if event.kind != "wait" and event.barrier:
+            published[event.barrier] = place, lane, len(steps)
+        if not landed:
+            last[lane] = place
+    return steps, [(source, wait) for source, wait in waits if wait[1] < len(steps)]

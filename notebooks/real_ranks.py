@@ -1,0 +1,346 @@
+"""Run one public function of both halves on real ranks, forward and backward, and judge the results of every rank.
+
+    two or more GPUs    one process for each GPU, over NCCL
+    one GPU             ranks are threads that share it
+    none                processes over gloo; Triton's interpreter runs the kernels, on a short sequence
+
+    place = real_ranks.here()
+    results = place.compare({"zigzag ring": FunctionCall("zigzag_attention", mask, layout)})
+    print(real_ranks.table(results))
+    assert all(result.agrees and result.same_bits for result in results["zigzag ring"])
+
+Every rank runs reference and fast twice on bfloat16 inputs. The caller's process then compares each shard with the shards of
+the judge's oracle and honest results. A third run of fast is the timeline. On GPUs, torch's profiler gives the kernels. On
+the CPU, `recording` gives the steps: a message lasts from its post to the end of the wait for it.
+
+The error of a rank reaches the caller as RuntimeError, with the traceback of that rank.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canon.bench.schedules import meet
+from canon.masks.cast_plan import CastPlan
+from canon.reference import Layout, Mask
+from canon.testing import process_groups
+from canon.testing.judge import Agreement, Attended, agreement, oracle, orders
+from canon.testing.recording import recording
+
+HALVES = ("reference", "fast")
+KINDS = {"nccl": "message", "memcpy": "message", "forward": "forward", "dkdv": "backward", "dq": "backward"}
+KINDS |= {"fused": "backward", "backward": "backward"}  # part of a kernel's name -> kind of its span
+STEPS = ("forward", "backward")
+NOT_DRAWN = ("Memset", "HtoD", "DtoH")
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A public function by its name, the mask and the layout of the whole sequence, and further options."""
+
+    function: str
+    mask: Mask
+    layout: Layout
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A kernel, a step or a message of a rank: "message", "forward", "backward" or "other", from start to stop in ms."""
+
+    kind: str
+    name: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """The verdicts, bits and times of one rank. Dicts are by half. ``milliseconds``: wall time of both passes, second run."""
+
+    rank: int
+    device: str
+    tokens: int
+    verdicts: dict[str, Agreement]
+    equal_runs: dict[str, bool]
+    milliseconds: dict[str, float]
+    spans: list[Span]
+
+    @property
+    def agrees(self) -> bool:
+        return all(verdict.agrees for verdict in self.verdicts.values())
+
+    @property
+    def same_bits(self) -> bool:
+        return all(self.equal_runs.values())
+
+    @property
+    def exposed(self) -> float:
+        """Return the milliseconds of messages during which no kernel of this rank runs."""
+        return _uncovered(*(_union(x for x in self.spans if (x.kind == "message") == sent) for sent in (True, False)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ranks of this machine, and the sizes that suit it."""
+
+    device: str
+    ranks: int
+    tokens: int
+    h: int
+    g: int
+    d: int
+
+    @property
+    def shared(self) -> bool:
+        """True if all ranks are threads on one GPU."""
+        return self.device == "cuda" and torch.cuda.device_count() == 1
+
+    def __str__(self) -> str:
+        if self.device == "cpu":
+            how = "processes over gloo on the CPU, kernels in Triton's interpreter"
+        else:
+            how = "threads that share one GPU" if self.shared else "processes over NCCL, one for each GPU"
+            how += f" ({torch.cuda.get_device_name(0)})"
+        sizes = f"{self.tokens} tokens, {self.h} query heads, {self.g} key heads, width {self.d}, bfloat16"
+        return f"{self.ranks} ranks: {how}\n{sizes}"
+
+    def inputs(self, mask: Mask) -> list[Tensor]:
+        """Return q, k, v and dout of the whole sequence on the CPU, equal on all ranks."""
+        draw = torch.Generator().manual_seed(0)
+        sizes = [(1, mask.queries, heads, self.d) for heads in (self.h, self.g, self.g, self.h)]
+        return [torch.randn(size, generator=draw).bfloat16() for size in sizes]
+
+    def compare(self, calls: Mapping[str, FunctionCall]) -> dict[str, list[RankResult]]:
+        """Run all calls on all ranks, and return the judged results by name and rank. Raises the error of a rank."""
+        by_rank = self._run(partial(_results, self, dict(calls)))
+        expected_of = {mask: _expected(self, mask) for mask in {call.mask for call in calls.values()}}
+        results = {}
+        for name, call in calls.items():
+            expected = expected_of[call.mask]
+            found = [results_of_rank[name] for results_of_rank in by_rank]
+            results[name] = [_judged(rank, call.layout, *one, *expected) for rank, one in enumerate(found)]
+            if self.shared:  # the kernels of all ranks are in one queue
+                results[name][0].spans.extend(_spans_of_threads(self, call))
+        return results
+
+    def exchange(self, plan: CastPlan) -> list[dict[str, Tensor]]:
+        """Run group_cast and group_reduce of both halves on all ranks. Return the tensors by "function half", of each rank.
+
+        A row of the first cast has the position of its token. The reduce returns it, and the owner adds it to 1000.
+        """
+        return self._run(partial(_exchanged, self, plan))
+
+    def _run(self, program: Callable[[], Any]) -> list[Any]:
+        if self.shared:
+            return process_groups.threads(program, self.ranks)
+        if self.device == "cuda":
+            return process_groups.gpus(program, self.ranks)
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):  # the processes get it before they import Triton
+            return process_groups.processes(program, self.ranks)
+
+
+def here() -> Place:
+    """Return the ranks of this machine: all GPUs, threads on one GPU, or four processes on the CPU."""
+    gpus = process_groups.kernel_gpus()
+    if gpus:
+        return Place("cuda", gpus if gpus > 1 else 4, 16384, h=16, g=8, d=128)
+    return Place("cpu", 4, 192, h=4, g=2, d=16)
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of a `Span` for the name of a kernel or a copy."""
+    return next((kind for part, kind in KINDS.items() if part in kernel.lower()), "other")
+
+
+def table(results: Mapping[str, list[RankResult]]) -> str:
+    """Return one line for each call and rank: the worst error over its bound, the bits, and the times.
+
+    "exposed" is the time of messages without a kernel, in the timeline of fast. Ranks that share a GPU share one timeline.
+    """
+    lines = [f"{'':27} {'error / bound':^25}  {'two runs':^15}  {'ms of both passes':^21} {'exposed':>9}"]
+    lines.append(f"{'':27} {'reference':>12} {'fast':>12}  reference  fast   {'reference':>10} {'fast':>10} {'ms':>9}")
+    for name, of_ranks in results.items():
+        for one in of_ranks:
+            worst = [_worst(one.verdicts[half]) for half in HALVES]
+            bits = ["equal" if one.equal_runs[half] else "differ" for half in HALVES]
+            times = [one.milliseconds[half] for half in HALVES]
+            first = f"{name:20} rank {one.rank:<2}{worst[0]:>12} {worst[1]:>12}"
+            exposed = f"{one.exposed:.2f}" if one.spans else "-"
+            lines.append(f"{first}  {bits[0]:9}  {bits[1]:6} {times[0]:10.2f} {times[1]:10.2f} {exposed:>9}")
+    return "\n".join(lines)
+
+
+def _worst(verdict: Agreement) -> str:
+    worst = verdict.worst
+    return f"{worst.ratio:.2f} ({worst.tensor})" if worst and verdict.agrees else "disagrees"
+
+
+def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Return the times of the spans as disjoint intervals, in order."""
+    union: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if union and span.start <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], span.stop)
+        else:
+            union.append((span.start, span.stop))
+    return union
+
+
+def _uncovered(intervals: list[tuple[float, float]], cover: list[tuple[float, float]]) -> float:
+    covered = sum(max(0.0, min(b, d) - max(a, c)) for a, b in intervals for c, d in cover)
+    return sum(b - a for a, b in intervals) - covered
+
+
+# ---------------------------------------------------------------------- on every rank
+def _results(place: Place, calls: Mapping[str, FunctionCall]) -> dict[str, tuple]:
+    """Return for each call (results by half, equal bits by half, milliseconds by half, spans, name of the device)."""
+    if place.device == "cpu":
+        from canon.fast.kernels.interpreter import repair
+
+        repair()
+    return {name: _result(place, call) for name, call in calls.items()}
+
+
+def _result(place: Place, call: FunctionCall) -> tuple:
+    shards = _shards(place, call)
+    results, equal, milliseconds = {}, {}, {}
+    for half in HALVES:
+        first, _ = _timed(place, half, call, shards)
+        second, milliseconds[half] = _timed(place, half, call, shards)
+        equal[half] = all(map(torch.equal, first, second))
+        results[half] = [x.cpu() for x in first]
+    spans = [] if place.shared else _timeline(place, call, shards)
+    device = torch.cuda.get_device_name() if place.device == "cuda" else "CPU"
+    return results, equal, milliseconds, spans, device
+
+
+def _shards(place: Place, call: FunctionCall) -> list[Tensor]:
+    return [call.layout.shard(x, dist.get_rank()).to(place.device) for x in place.inputs(call.mask)]
+
+
+def _attended(half: str, call: FunctionCall, shards: list[Tensor]) -> list[Tensor]:
+    """Return out, lse, dq, dk, dv of this rank, from the public function of a half."""
+    function = getattr(import_module(f"canon.{half}"), call.function)
+    takes_layout = "layout" in signature(getattr(import_module("canon.reference"), call.function)).parameters
+    layout = {"layout": call.layout} if takes_layout else {}
+    leaves, dout = [x.detach().requires_grad_() for x in shards[:3]], shards[3]
+    out, lse = function(*leaves, mask=call.mask, **layout, **call.options, return_lse=True)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def _timed(place: Place, half: str, call: FunctionCall, shards: list[Tensor]) -> tuple[list[Tensor], float]:
+    dist.barrier()
+    _synchronize(place)
+    start = time.perf_counter()
+    found = _attended(half, call, shards)
+    _synchronize(place)
+    return found, 1e3 * (time.perf_counter() - start)
+
+
+def _exchanged(place: Place, plan: CastPlan) -> dict[str, Tensor]:
+    positions = plan.layout.positions(dist.get_rank()).to(place.device, torch.float32)[:, None]
+    found = {}
+    for half in HALVES:
+        module = import_module(f"canon.{half}")
+        cast = module.group_cast(positions, plan, 0)
+        into = module.group_reduce(cast, plan, 0, torch.full_like(positions, 1000.0))
+        found |= {f"group_cast {half}": cast.cpu(), f"group_reduce {half}": into.cpu()}
+    return found
+
+
+def _synchronize(place: Place) -> None:
+    if place.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _timeline(place: Place, call: FunctionCall, shards: list[Tensor]) -> list[Span]:
+    """Run fast a third time, and return its spans. Time 0 is the first one of this rank."""
+    if place.device == "cuda":
+        with _profiled() as spans:
+            meet(torch.device("cuda", torch.cuda.current_device()))
+            _attended("fast", call, shards)
+            torch.cuda.synchronize()
+        return spans
+    modules = [import_module(f"canon.fast.{name}") for name in ("ring", "strided", "magi")]
+    dist.barrier()
+    with recording(*modules) as log:
+        start = time.perf_counter()
+        _attended("fast", call, shards)
+    return [
+        Span(
+            event.kind if event.kind in STEPS else "message",
+            f"{event.kind} {event.number}",
+            *(1e3 * (x - start) for x in span),
+        )
+        for event, *span in log.spans
+    ]
+
+
+def _spans_of_threads(place: Place, call: FunctionCall) -> list[Span]:
+    """Run fast on all threads a third time, and return the kernels of the GPU that they share."""
+
+    def program() -> None:
+        shards = _shards(place, call)
+        dist.barrier()
+        _attended("fast", call, shards)
+        torch.cuda.synchronize()
+
+    with _profiled() as spans:
+        process_groups.threads(program, place.ranks)
+    return spans
+
+
+@contextmanager
+def _profiled() -> Iterator[list[Span]]:
+    """Yield a list that receives the spans of the block's kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    spans: list[Span] = []
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        yield spans
+    on_gpu = [event for event in profiled.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans += spans_of([(event.name, event.time_range.start, event.time_range.end) for event in on_gpu])
+
+
+def spans_of(ran: list[tuple[str, float, float]]) -> list[Span]:
+    """Return the spans of (name, start, end) in microseconds: kernels, and copies between GPUs, after `meet` if it ran.
+
+    Time 0 is the start of the first one.
+    """
+    paused = max((end for name, _, end in ran if "spin_kernel" in name), default=None)
+    if paused is not None:
+        met = min((end for name, start, end in ran if "nccl" in name.lower() and start >= paused), default=paused)
+        ran = [one for one in ran if one[1] >= met]
+    ran = [one for one in ran if not any(name in one[0] for name in NOT_DRAWN)]
+    zero = min((start for _, start, _ in ran), default=0.0)
+    return [Span(kind_of(name), name, (start - zero) / 1e3, (end - zero) / 1e3) for name, start, end in ran]
+
+
+# ---------------------------------------------------------------------- in the caller's process
+def _expected(place: Place, mask: Mask) -> tuple[Attended, list[Attended]]:
+    tensors = [x.to(place.device) for x in place.inputs(mask)]
+    return oracle(*tensors, mask), orders(*tensors, mask)
+
+
+def _judged(rank, layout: Layout, results, equal, milliseconds, spans, device, exact, honest) -> RankResult:
+    """Judge the shard of a rank: its oracle and honest results are the same rows of those of the whole sequence."""
+    exact, *honest = (_shard_of(whole, layout, rank) for whole in (exact, *honest))
+    verdicts = {half: agreement(Attended(*results[half]), exact, honest) for half in HALVES}
+    return RankResult(rank, device, layout.size(rank), verdicts, equal, milliseconds, spans)
+
+
+def _shard_of(whole: Attended, layout: Layout, rank: int) -> Attended:
+    dims = {"lse": 2}
+    return Attended(*(layout.shard(x, rank, dims.get(n, 1)) for n, x in zip(whole._fields, whole, strict=True)))

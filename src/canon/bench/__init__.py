@@ -1,0 +1,1 @@
+"""`canon bench`: shapes, clocks, peers and tables."""

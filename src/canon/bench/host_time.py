@@ -1,0 +1,153 @@
+"""`canon bench host`: measure eager calls on short sequences, where the host limits the speed.
+
+    forward        calls without gradients, back to back
+    both           both passes, by `torch.autograd.grad`
+    chain          both passes of `LAYERS` layers in a row; milliseconds a layer
+    loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
+    parts          the host time of both passes by part: `canon.bench.host_parts`
+
+"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides the median wall time of the loop by
+that of SDPA with the cuDNN backend.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canon.bench.host_parts import PARTS, host_parts
+from canon.bench.peers import Contender, contenders
+from canon.bench.shapes import Shape
+from canon.bench.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, synchronize
+from canon.fast.local import empty_result
+from canon.testing.judge import Attended, dense, oracle
+
+SHAPES = ["1,512,32,8,128,causal", "1,2048,32,8,128,causal", "2,1024,8,1,256,causal", "1,8192,32,8,128,causal"]
+CONTENDERS = "canon auto|SDPA cudnn|SDPA flash|flash-attn-4"
+LAYERS = 8
+MEASURES = ("forward", "both", "chain", "loop")
+CUDNN = "SDPA cudnn"
+NO_KERNELS = "no kernels"
+PART_CALLS = 20  # calls in one measurement of the parts
+
+
+class NoKernels(torch.autograd.Function):
+    """The allocations of attention, and nothing else."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out, lse = empty_result(q, v, q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str) -> list[dict[str, Any]]:
+    """Return a row per contender."""
+    q, k, v, dout = shape.inputs(dtype, device)
+    exact, honest = oracle(q, k, v, dout, shape.mask), dense(q, k, v, dout, shape.mask)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    rows, runs, split = [], [], []
+    for contender in contenders(shape, device, only or CONTENDERS):
+        row: dict[str, Any] = {"contender": contender.name, "shape": str(shape)}
+        rows.append(row)
+        made = contender.tried(row, partial(_called, contender, leaves, dout))
+        if made is None:
+            continue
+        attend, got = made
+        row |= contender.judged(got, exact, honest)
+        if "failed" in row:
+            continue
+        measured = [*_measures(row, contender, attend, leaves, dout)]
+        runs += measured
+        if contender.canon:
+            split.append((row, measured[MEASURES.index("both")].run))
+    rows.append({"contender": NO_KERNELS, "shape": str(shape)})
+    runs += _measures(
+        rows[-1], Contender(NO_KERNELS, lambda: NoKernels.apply, NO_KERNELS), NoKernels.apply, leaves, dout
+    )
+    eager_rounds(runs, rounds, device)
+    for _ in range(rounds):
+        for row, both in split:
+            for part, milliseconds in host_parts(both, PART_CALLS).items():
+                row.setdefault("part_ms", {}).setdefault(part, []).append(milliseconds)
+            synchronize(device)
+    for row in rows:
+        for name in ("chain_wall_ms", "chain_host_ms"):
+            row[name] = [x / LAYERS for x in row.get(name, [])]
+    _compare_with_cudnn(rows)
+    return rows
+
+
+def _compare_with_cudnn(rows: list[dict[str, Any]]) -> None:
+    medians = {row["contender"]: statistics.median(row["loop_wall_ms"]) for row in rows if row.get("loop_wall_ms")}
+    for row in rows if CUDNN in medians else []:
+        if row["contender"] in medians:
+            row["loop_to_cudnn"] = medians[row["contender"]] / medians[CUDNN]
+
+
+def _called(contender: Contender, leaves: list[Tensor], dout: Tensor) -> tuple[Callable, Attended]:
+    attend = contender.make()
+    out = attend(*leaves)
+    return attend, Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
+
+
+def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Tensor], dout: Tensor) -> Iterator[Eager]:
+    q, k, v = leaves
+    plain = [x.detach() for x in leaves]
+
+    def both() -> None:
+        torch.autograd.grad(attend(q, k, v), leaves, dout)
+
+    def chain() -> None:
+        x = q
+        for _ in range(LAYERS):
+            x = attend(x, k, v)
+        torch.autograd.grad(x, leaves, dout)
+
+    def loop() -> None:
+        out = attend(q, k, v)
+        for x in leaves:
+            x.grad = None
+        out.backward(dout)
+
+    row["peak_mb"] = peak_mb(contender.inside(chain), leaves[0].device)
+    for name, run in zip(MEASURES, (partial(attend, *plain), both, chain, loop), strict=True):
+        yield Eager.listed(row, name, contender.inside(run))
+
+
+def host_table(rows: Sequence[dict]):
+    """Return a table of medians."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = (
+        f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; loop: a training loop; memory of the whole chain"
+    )
+    shown = Table("shape", "contender", *MEASURES, "to cuDNN", "peak MB", title=title)
+    for row in rows:
+        cells = [clocks(row, name) for name in MEASURES]
+        cells += [f"{row['loop_to_cudnn']:.2f}" if "loop_to_cudnn" in row else "-"]
+        if "failed" in row:
+            cells = [row["failed"][:60], *[""] * len(MEASURES)]
+        shown.add_row(row["shape"], row["contender"], *map(escape, cells), shown_mb(row))
+    return shown
+
+
+def parts_table(rows: Sequence[dict]):
+    """Return a table of the parts' medians, in microseconds."""
+    from rich.table import Table
+
+    shown = Table("shape", "contender", *PARTS, title="host us of both passes, by part")
+    for row in rows:
+        if "part_ms" in row:
+            shown.add_row(
+                row["shape"], row["contender"], *(f"{1e3 * statistics.median(row['part_ms'][x]):.0f}" for x in PARTS)
+            )
+    return shown

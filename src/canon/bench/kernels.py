@@ -1,0 +1,219 @@
+"""`canon bench kernels`: measure forward and backward kernels of Canon and of peers on one GPU.
+
+    canon bench kernels                        9 shapes on which peers were measured
+    canon bench kernels --sweep 64,128         512 to 131072 causal tokens
+    canon bench kernels --auto                 is "auto" close to the fastest method?
+    canon bench kernels --partial              what do tiles on the diagonal cost?
+
+Agreement comes first, then GPU time and wall time in rounds. A CUDA graph of both passes is timed last.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from canon.bench import roofline, shapes
+from canon.bench.cuda_graph import captured
+from canon.bench.peers import Contender, contenders, installed
+from canon.bench.shapes import Shape
+from canon.bench.timing import Eager, Run, ceilings, clocks, eager_rounds, peak_mb, shown_mb, take_turns
+from canon.testing.judge import Attended, dense, oracle
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``canon bench kernels``."""
+    widths = "64,128,256"
+    text = f"kernels: 512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths (default {widths})"
+    sets = parser.add_mutually_exclusive_group()
+    sets.add_argument("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
+    sets.add_argument("--auto", action="store_true", help="kernels: the automatic choice and all methods on 12 shapes")
+    text = "kernels: a causal mask and a full one of equal area; --shape without masks"
+    sets.add_argument("--partial", action="store_true", help=text)
+
+
+def jobs(options: argparse.Namespace) -> list[tuple[Shape, ...]]:
+    """Return the jobs; rounds alternate between the shapes of one job. Raises ValueError."""
+    texts, masks = options.shape or [], options.mask or []
+    if (options.sweep or options.auto) and (texts or masks):
+        raise ValueError("--sweep and --auto have shapes and masks of their own: leave --shape and --mask out")
+    if options.sweep:
+        widths = options.sweep.split(",")
+        if not all(width.strip().isdigit() and int(width) for width in widths):
+            raise ValueError(f"--sweep {options.sweep!r}: expected widths, for example 64,128")
+        return [(shape,) for shape in shapes.sweep([int(width) for width in widths])]
+    if options.auto:
+        return [(shape,) for shape in shapes.auto()]
+    if options.partial:
+        if masks:
+            raise ValueError("--partial has masks of its own: leave --mask out")
+        return list(shapes.partial_pairs(texts or shapes.PARTIAL))
+    return [(shape,) for shape in shapes.shapes_of(texts, masks, shapes.KERNELS)]
+
+
+def measured(
+    options: argparse.Namespace, found: list[tuple[Shape, ...]], device: torch.device
+) -> Iterator[tuple[list[dict], dict[str, Any]]]:
+    """Yield the rows of each job, and further fields of the record."""
+    dtype = getattr(torch, options.dtype)
+    others = not (options.auto or options.partial)
+    more: dict[str, Any] = {"ceilings": ceilings(dtype, device), "peers": installed()}
+    for job in found:
+        chosen: dict[str, Any] = {"others": others, "backend": options.backend}
+        parts = measure(job, dtype, device, options.only, options.rounds, more["ceilings"], **chosen)
+        rows = [row for part in parts for row in part]
+        if options.auto:
+            more["auto"] = [*more.get("auto", []), *roofline.auto_verdicts(rows)]
+        if options.partial:
+            more["partial"] = [*more.get("partial", []), *roofline.partial_costs(*parts)]
+        yield rows, more
+        torch.cuda.empty_cache()
+
+
+def measure(
+    job: Sequence[Shape],
+    dtype: torch.dtype,
+    device: torch.device,
+    only: str,
+    rounds: int,
+    ceilings: dict[str, float],
+    *,
+    others: bool = True,
+    backend: str | None = None,
+) -> list[list[dict]]:
+    """Return, for each shape, a row per contender."""
+    timed = Timed()
+    found = partial(contenders, device=device, only=only, others=others, backend=backend)
+    rows = [_prepare(shape, dtype, device, found(shape), timed) for shape in job]
+    take_turns(timed.runs, rounds)
+    eager_rounds(timed.eager, rounds, device)
+    for row, contender, inputs in timed.graphs:
+        _replay(row, contender, inputs, rounds, device)
+    for shape, some in zip(job, rows, strict=True):
+        roofline.add_speeds(some, shape, dtype.itemsize, ceilings)
+    return rows
+
+
+@dataclass
+class Timed:
+    """GPU runs with their lists, eager calls, and (row, contender, inputs) of graphs."""
+
+    runs: list[tuple[Run, list[float]]] = field(default_factory=list)
+    eager: list[Eager] = field(default_factory=list)
+    graphs: list[tuple[dict, Contender, tuple]] = field(default_factory=list)
+
+
+def _prepare(
+    shape: Shape, dtype: torch.dtype, device: torch.device, found: list[Contender], timed: Timed
+) -> list[dict]:
+    q, k, v, dout = shape.inputs(dtype, device)
+    group = shape.h // shape.g
+    # The last sequence and the last key head with its queries: a wrong offset shows there.
+    one = [q[-1:, :, -group:], k[-1:, :, -1:], v[-1:, :, -1:], dout[-1:, :, -group:]]
+    exact, honest = oracle(*one, shape.mask), dense(*one, shape.mask)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    rows, forwards = [], set()
+    for contender in found:
+        rows.append(row := _row(shape, contender))
+        made = contender.tried(row, partial(_passes, contender, (q, k, v), dout))
+        if made is None:
+            continue
+        forward, backward, out, (dq, dk, dv) = made
+        heads = out[-1:, :, -group:], None, dq[-1:, :, -group:], dk[-1:, :, -1:], dv[-1:, :, -1:]
+        row |= contender.judged(Attended(*heads), exact, honest)
+        if "failed" in row:
+            continue
+        both = contender.inside(partial(_both, forward, q, k, v, dout))
+        row |= {"peak_mb": peak_mb(both, device), "backward_ms": []}
+        timed.runs.append((backward, row["backward_ms"]))
+        timed.graphs.append((row, contender, (forward, q, k, v, dout)))
+        timed.eager.append(Eager.listed(row, "both", both))
+        if contender.forward not in forwards:
+            forwards.add(contender.forward)
+            row["forward_ms"] = []
+            timed.runs.append((partial(forward, q, k, v), row["forward_ms"]))
+            timed.eager.append(Eager.listed(row, "forward", partial(forward, *(x.detach() for x in (q, k, v)))))
+    return rows
+
+
+def _passes(contender: Contender, leaves: tuple, dout: torch.Tensor) -> tuple:
+    forward = contender.inside(contender.make())
+    out = forward(*leaves)
+    backward = contender.inside(partial(torch.autograd.grad, out, leaves, dout, retain_graph=True))
+    return forward, backward, out, backward()
+
+
+def _both(forward: Callable, q, k, v, dout) -> None:
+    torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
+
+
+def _replay(row: dict, contender: Contender, inputs: tuple, rounds: int, device: torch.device) -> None:
+    """Time a replayed graph, then free it: all pools together may exceed the GPU."""
+    try:
+        made = contender.inside(captured)(*inputs)
+        made.check()
+    except Exception as error:  # many peers cannot be captured; the row has the reason
+        row["graph_failed"] = f"{type(error).__name__}: {error}"[:300]
+        return
+    eager_rounds([Eager.listed(row, "graph", made.graph.replay)], rounds, device)
+
+
+def _row(shape: Shape, contender: Contender) -> dict:
+    row = {"contender": contender.name, "forward_of": contender.forward, "canon": contender.canon, "shape": str(shape)}
+    return row | {name: getattr(shape, name) for name in ("b", "n", "h", "g", "d")} | {"mask": shape.mask_name}
+
+
+def verdicts(more: dict[str, Any]) -> list:
+    """Return the tables of --auto and --partial."""
+    return [show(more[name]) for name, show in (("auto", _auto), ("partial", _partial)) if name in more]
+
+
+def summary(more: dict[str, Any]) -> str:
+    """Return a line with the ceilings and the peers."""
+    measured = "{matmul_tflops:.0f} TFLOP/s in a product, {copy_tbs:.2f} TB/s in a copy".format(**more["ceilings"])
+    return "; ".join([f"ceilings: {measured}", *(f"{name}: {text}" for name, text in more["peers"].items())])
+
+
+def speeds(rows: list[dict]) -> Iterator[Any]:
+    """Yield a table for each shape."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    times, shares = ("forward ms", "both ms", "graph ms"), ("of roof", "to peer")
+    columns = ("contender", "agrees", *times, "forward", *shares, "backward", *shares, "peak MB")
+    text = "wall (host) ms: eager calls, replayed graph; TFLOP/s of GPU time, share of the roofline, ratio to the fastest peer"
+    text += "; memory of both passes"
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        shown = Table(*columns, title=f"{shape}: {text}")
+        for row in (row for row in rows if row["shape"] == shape):
+            speeds = [clocks(row, name) for name in ("forward", "both", "graph")]
+            for name in roofline.PASSES:
+                for kind, form in (("tflops", ".0f"), ("roofline", ".0%"), ("to_peer", ".2f")):
+                    key = f"{name}_{kind}"
+                    speeds.append(format(row[key], form) if key in row else "-")
+            verdict = row.get("failed") or row.get("declined") or f"{row['agrees']} ({row['worst']})"
+            shown.add_row(row["contender"], escape(verdict), *speeds, shown_mb(row))
+        yield shown
+
+
+def _auto(verdicts: list[dict]):
+    from rich.table import Table
+
+    shown = Table("shape", "pass", "fastest", "auto takes", "within 10 %", title='"auto" against the fastest method')
+    for row in verdicts:
+        shown.add_row(row["shape"], row["pass"], row["best"], f"{row['auto_to_best']:.2f} x", str(row["within"]))
+    return shown
+
+
+def _partial(costs: list[dict]):
+    from rich.table import Table
+
+    shown = Table("partial", "full", "contender", "pass", "cost", "within 8 %", title="partial masks, equal area")
+    for row in costs:
+        shown.add_row(
+            row["partial"], row["full"], row["contender"], row["pass"], f"{row['cost']:+.1%}", str(row["within"])
+        )
+    return shown

@@ -1,0 +1,100 @@
+"""`canon bench layers`: measure time and peak memory of 18 checkpointed attention layers, beside dense attention.
+
+A layer is x + attention(q, k, v): queries x, keys the first heads of x, values its last ones. It has no weights, so its
+memory is that of activations and gradients: 2 b n h d bytes a layer in 16 bits. Dense attention also holds the scores,
+weights and gradients of one layer at a time.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from canon.bench.peers import Attend, Contender, attention, contenders, forced
+from canon.bench.shapes import Shape, asked_for
+from canon.bench.timing import Eager, Run, clocks, eager_rounds, peak_mb, shown_mb, take_turns
+from canon.testing.judge import Attended, dense, oracle
+
+SHAPES = ["2,1024,8,1,256,prefix:768"]
+LAYERS = 18
+PEERS = "eager|SDPA mask|canon auto"
+WITHOUT = "rank invariant"
+
+
+def measure(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str) -> list[dict[str, Any]]:
+    """Return a row per contender."""
+    q, k, v, dout = shape.inputs(dtype, device)
+    exact, honest = oracle(q, k, v, dout, shape.mask), dense(q, k, v, dout, shape.mask)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    rows, runs, eager = [], [], []
+    for contender in layer_contenders(shape, device, only):
+        row: dict[str, Any] = {"contender": contender.name, "shape": str(shape), "layers": LAYERS}
+        rows.append(row)
+        made = contender.tried(row, partial(_made, contender, shape, leaves, dout))
+        if made is None:
+            continue
+        step, got = made
+        row |= contender.judged(got, exact, honest)
+        if "failed" in row:
+            continue
+        row |= {"peak_mb": peak_mb(step, device), "both_ms": []}
+        runs.append((step, row["both_ms"]))
+        eager.append(Eager.listed(row, "both", step))
+    take_turns(runs, rounds)
+    eager_rounds(eager, rounds, device)
+    return rows
+
+
+def layer_contenders(shape: Shape, device: torch.device, only: str) -> list[Contender]:
+    """Return the peers with dense masks, "canon auto", and every backend."""
+    from canon.fast.device import AVAILABLE
+
+    found = [one for one in contenders(shape, device, PEERS) if WITHOUT not in one.name]
+    for backend in AVAILABLE:
+        name, make = f"canon {backend}", partial(attention, shape, "auto")
+        found.append(Contender(name, make, name, declines=True, around=partial(forced, backend)))
+    return [contender for contender in found if asked_for(contender.name, only)]
+
+
+def both(attend: Attend, key_heads: int, q: Tensor, dout: Tensor) -> Tensor:
+    """Return the gradient of the input of all layers."""
+    x = q
+    for _ in range(LAYERS):
+        x = checkpoint(partial(layer, attend, key_heads), x, use_reentrant=False)
+    return torch.autograd.grad(x, q, dout)[0]
+
+
+def layer(attend: Attend, key_heads: int, x: Tensor) -> Tensor:
+    """Return x + attention(x)."""
+    return x + attend(x, x[:, :, :key_heads], x[:, :, -key_heads:])
+
+
+def _made(contender: Contender, shape: Shape, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Run, Attended]:
+    attend = contender.make()
+    step = contender.inside(partial(both, attend, shape.g, leaves[0], dout))
+    got = contender.inside(partial(_one_layer, attend, leaves, dout))()
+    step()
+    return step, got
+
+
+def _one_layer(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> Attended:
+    out = attend(*leaves)
+    return Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
+
+
+def table(rows: Sequence[dict]):
+    """Return a table of medians."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    columns = ("shape", "contender", "wall (host) ms", "GPU ms", "peak MB")
+    shown = Table(*columns, title=f"both passes of {LAYERS} checkpointed layers")
+    for row in rows:
+        reason = row.get("failed") or row.get("declined")
+        cells = [reason[:60], ""] if reason else [clocks(row, "both"), f"{median(row['both_ms']):.2f}"]
+        shown.add_row(row["shape"], row["contender"], *map(escape, cells), shown_mb(row))
+    return shown

@@ -1,0 +1,136 @@
+"""`canon bench masks`: measure what a new mask of packed documents costs on the host.
+
+    first, repeated   both passes with a mask that the process has not seen, and again
+    ahead             the first call with a mask whose plans were loaded (`canon.fast.prepare`)
+    dispatch, plan    the layout for 8 ranks; `prepare` for one of them, with an empty cache
+    pickle, load      move the plans between processes, as a data loader does
+
+Without a GPU only planning is timed, with the tables of an H200.
+"""
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from canon.bench.shapes import Shape, documents
+from canon.bench.timing import eager, peak_mb
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import PLANS
+
+SHAPES = ["1,65536,32,8,128,documents:131", "1,65536,32,8,128,documents:900", "1,1048576,8,1,128,documents:2048"]
+RANKS = 8
+WARMING = 2  # rounds that may compile and import
+H200 = (9, 0), 132, 232448  # capability, multiprocessors, bytes of shared memory of a CTA
+
+
+def masks(shape: Shape, dtype: torch.dtype, device: torch.device | None, rounds: int) -> list[dict[str, Any]]:
+    """Return the rows "one GPU" and "magi, 8 ranks" for ``rounds`` new masks. ``device``: None without a GPU."""
+    mean = int(shape.mask_name.partition(":")[2])
+    lists = [documents(shape.n, mean, seed=1000 + seed) for seed in range(2 * (rounds + WARMING))]
+    given = {"heads": (shape.h, shape.g), "widths": (shape.d, shape.d), "batch": shape.b, "dtype": dtype}
+    given["device"] = _h200() if device is None else device
+    rows: list[dict[str, Any]] = []
+    call = None if device is None else _both_passes(shape, dtype, device)
+    for case, measure in (("one GPU", partial(_one_gpu, call, device)), (f"magi, {RANKS} ranks", _magi)):
+        times = [measure(lists[2 * place : 2 * place + 2], given, place) for place in range(rounds + WARMING)]
+        rows.append(
+            {"shape": str(shape), "case": case, "documents": [len(ends) - 1 for ends in lists[2 * WARMING :: 2]]}
+        )
+        rows[-1] |= {name: [each[name] for each in times[WARMING:]] for name in times[0]}
+    return rows
+
+
+def _h200() -> Any:
+    from canon.fast.kernels.launcher import Gpu
+
+    return Gpu(*H200)
+
+
+def _both_passes(shape: Shape, dtype: torch.dtype, device: torch.device) -> Callable[[Mask], None]:
+    from canon import fast
+
+    q, k, v, dout = shape.inputs(dtype, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    return lambda mask: torch.autograd.grad(fast.attention(*leaves, mask), leaves, dout)
+
+
+def _one_gpu(
+    call: Callable[[Mask], None] | None, device: torch.device | None, lists: Sequence, given: dict, _: int
+) -> dict[str, float]:
+    times = {}
+    times["made_ms"], mask = _timed(partial(Mask.documents, lists[0]))
+    if call and device:
+        times["first_ms"], _ = eager(partial(call, mask), 1, device)
+        times["peak_mb"] = peak_mb(partial(call, mask), device)
+        call(mask)
+        times["repeated_ms"], _ = eager(partial(call, mask), 2, device)
+        times["new_mask_ms"] = times["made_ms"] + times["first_ms"] - times["repeated_ms"]
+    some, plans = _planned("attention", Mask.documents(lists[1]), None, None, given)
+    times |= some
+    if call and device:
+        times["ahead_ms"], _ = eager(partial(call, plans.mask), 1, device)
+        call(plans.mask)
+        repeated, _ = eager(partial(call, plans.mask), 2, device)
+        times["ahead_mask_ms"] = times["load_ms"] + times["ahead_ms"] - repeated
+    return times
+
+
+def _magi(lists: Sequence, given: dict, place: int) -> dict[str, float]:
+    from canon import fast
+
+    PLANS.clear()
+    mask, times = Mask.documents(lists[0]), {}
+    times["dispatch_ms"], layout = _timed(partial(fast.dispatch, mask, RANKS))
+    some, _ = _planned("magi_attention", mask, layout, place % RANKS, given | {"stages": 0})
+    times |= some
+    times["all_ms"] = times["dispatch_ms"] + times["plan_ms"]
+    return times
+
+
+def _planned(function: str, mask: Mask, layout: Any, rank: int | None, given: dict) -> tuple[dict[str, float], Any]:
+    from canon import fast
+
+    times = {}
+    times["plan_ms"], plans = _timed(partial(fast.prepare, function, mask, layout, rank=rank, **given))
+    times["pickle_ms"], copy = _timed(lambda: pickle.loads(pickle.dumps(plans, pickle.HIGHEST_PROTOCOL)))
+    PLANS.clear()  # the plans of this process: those of the copy are loaded instead
+    times["load_ms"], _ = _timed(copy.load)
+    return times | {"pickle_kb": len(pickle.dumps(plans, pickle.HIGHEST_PROTOCOL)) / 1000}, copy
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = run()
+    return 1e3 * (time.perf_counter() - start), result
+
+
+def mask_table(rows: Sequence[dict]):
+    """Return a table of medians."""
+    from rich.table import Table
+
+    names = (
+        "made",
+        "first",
+        "repeated",
+        "new_mask",
+        "ahead",
+        "ahead_mask",
+        "dispatch",
+        "plan",
+        "all",
+        "pickle",
+        "load",
+    )
+    shown = Table(
+        "shape", "case", "documents", *names, "peak MB", title="new packed masks: milliseconds; memory of a call"
+    )
+    for row in rows:
+        medians = [f"{median(row[f'{name}_ms']):.2f}" if f"{name}_ms" in row else "" for name in names]
+        peak = f"{median(row['peak_mb']):.0f}" if "peak_mb" in row else ""
+        shown.add_row(row["shape"], row["case"], f"{median(row['documents']):.0f}", *medians, peak)
+    return shown

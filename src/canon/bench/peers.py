@@ -1,0 +1,292 @@
+"""List the contenders of `canon bench kernels`: Canon's kernel backends and backward methods, and the peers.
+
+canon BACKEND METHOD             forced; "in order": under `torch.use_deterministic_algorithms(True)`
+canon auto                       a call without options; and with ``rank_invariant=True``
+SDPA cudnn, SDPA flash           torch's attention, causal or full
+SDPA mask, eager, eager float32  dense masks (`dense_peers`), small shapes
+torch varlen                     packed documents
+FlexAttention                    compiled, with the BlockMask of the same mask
+flash-attn-4 (deterministic)     where it is installed
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canon.bench import dense_peers
+from canon.bench.shapes import Shape, asked_for, blocks, packed
+from canon.testing.judge import Attended, agreement
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+FLASH4 = "flash-attn-4"
+LARGEST_DENSE = 1 << 32  # cells of a mask that may be written out to make a BlockMask
+DECLINED = ValueError, NotImplementedError, ModuleNotFoundError  # the last one: a backend is not installed
+LARGEST_EAGER = 1 << 28  # cells of the scores of all heads, for contenders with dense masks
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``make()`` returns a differentiable function (q, k, v) -> out; q (b, t, h, d)."""
+
+    name: str
+    make: Callable[[], Attend]
+    forward: str  # contenders with equal names here share one forward pass, which is timed once
+    declines: bool = False  # errors of `DECLINED` are no failure: this shape is not supported
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # both passes run inside
+    bound: float = 1.0  # the largest ratio to the judge's bound
+
+    @property
+    def canon(self) -> bool:
+        return self.name.startswith("canon")
+
+    def judged(self, got: Attended, exact: Attended, honest: Attended) -> dict[str, Any]:
+        verdict = agreement(got, exact, honest)
+        worst = verdict.worst
+        agrees = verdict.agrees or bool(worst and worst.ratio <= self.bound)
+        row = {"agrees": agrees, "worst": f"{worst.tensor} {worst.norm} {worst.ratio:.2f}" if worst else ""}
+        return row if agrees else row | {"failed": f"disagrees: {verdict}"}
+
+    def tried(self, row: dict[str, Any], call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:  # a peer may lack a width or a mask
+            declined = self.declines and isinstance(error, DECLINED)
+            row["declined" if declined else "failed"] = f"{type(error).__name__}: {error}"[:300]
+            return None
+
+    def inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            with self.around():
+                return call(*arguments)
+
+        return run
+
+
+def contenders(
+    shape: Shape, device: torch.device, only: str, *, others: bool = True, backend: str | None = None
+) -> list[Contender]:
+    """Return Canon and, with ``others``, the peers for this mask. ``only`` and ``backend`` filter."""
+    found = [*_canon(shape, backend)]
+    if others:
+        found += [*_torch(shape, device), *_dense(shape, device), *_flash4(shape, device)]
+    return [contender for contender in found if asked_for(contender.name, only)]
+
+
+def installed() -> dict[str, str]:
+    """Return the version of each peer outside torch, or why it is absent."""
+    return {FLASH4: _flash4_module()[1]}
+
+
+def _canon(shape: Shape, chosen: str | None) -> Iterator[Contender]:
+    from canon.fast import device
+
+    methods = ["split", "fused", "head_parallel"]
+    if shape.h == shape.g:
+        methods.remove("head_parallel")  # is split where every head has keys of its own
+    for backend in [chosen] if chosen else device.AVAILABLE:
+        for method in methods:
+            if (backend, method) == ("cuda", "fused"):
+                continue  # this backend has no fused kernel
+            name, make, around = f"canon {backend}", partial(attention, shape, method), partial(forced, backend)
+            yield Contender(f"{name} {method}", make, name, declines=True, around=around)
+        if backend == "gluon":
+            make = partial(attention, shape, "fused")
+            yield Contender(f"{name} fused in order", make, name, declines=True, around=_in_order)
+    yield Contender("canon auto", partial(attention, shape, "auto"), "canon auto")
+    name = "canon auto, rank invariant"
+    yield Contender(name, partial(attention, shape, "auto", rank_invariant=True), name)
+
+
+def attention(shape: Shape, method: str, **options: bool) -> Attend:
+    """Return `canon.fast.attention` with this backward method."""
+    from canon import fast
+
+    return lambda q, k, v: fast.attention(q, k, v, shape.mask, backward=method, **options)
+
+
+@contextmanager
+def forced(backend: str) -> Iterator[None]:
+    """Use a backend for both passes: the backward runs in this thread, too."""
+    from canon import fast
+
+    with fast.backend(backend), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+@contextmanager
+def _in_order() -> Iterator[None]:
+    with deterministic(), forced("gluon"):
+        yield
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Use deterministic algorithms, without filling new memory with NaN."""
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def _torch(shape: Shape, device: torch.device) -> Iterator[Contender]:
+    if packed(shape.n, shape.mask_name):
+        yield Contender("torch varlen", partial(_varlen, shape, device), "torch varlen")
+    if shape.mask_name.partition(":")[0] in ("causal", "full"):
+        for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+            name = f"SDPA {backend.split('_')[0].lower()}"
+            yield Contender(name, partial(_sdpa_by, backend, shape), name)
+    yield Contender("FlexAttention", partial(_flex, shape, device), "FlexAttention")
+
+
+def _sdpa_by(backend: str, shape: Shape) -> Attend:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    options: dict[str, Any] = {"is_causal": shape.mask_name == "causal", "enable_gqa": shape.h != shape.g}
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+    return attend
+
+
+def _dense(shape: Shape, device: torch.device) -> Iterator[Contender]:
+    if shape.b * shape.h * shape.n * shape.keys > LARGEST_EAGER:
+        return
+    for name, make in dense_peers.MAKERS.items():
+        bound = dense_peers.EAGER_BOUND if name == "eager" else 1.0
+        yield Contender(name, partial(make, shape, device), name, bound=bound)
+
+
+def _varlen(shape: Shape, device: torch.device) -> Attend:
+    from torch.nn.attention import varlen
+
+    cu_seqlens, longest = _cu_seqlens(shape, device)
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    repeated = 1  # torch 2.11 has no grouped heads here: it gets a copy of each key head for each query head
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+        options["enable_gqa"] = shape.h != shape.g
+    else:
+        repeated = shape.h // shape.g
+
+    def attend(q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        k, v = (x.repeat_interleave(repeated, 1) if repeated > 1 else x for x in (k, v))
+        out = varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        return out.unflatten(0, (shape.b, shape.n))
+
+    return attend
+
+
+def _cu_seqlens(shape: Shape, device: torch.device) -> tuple[Tensor, int]:
+    own = packed(shape.n, shape.mask_name)
+    if own is None:
+        raise ValueError(f"mask {shape.mask_name!r} has no documents")
+    ends = [0, *(i * shape.n + end for i in range(shape.b) for end in own[1:])]
+    longest = max(b - a for a, b in zip(own, own[1:], strict=False))
+    return torch.tensor(ends, dtype=torch.int32, device=device), longest
+
+
+def _flex(shape: Shape, device: torch.device) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()  # a function is compiled for eight shapes, and then no more
+    block_mask = None
+    if shape.mask.area < shape.n * shape.keys:
+        make = torch.compile(create_block_mask) if shape.n * shape.keys > LARGEST_DENSE else create_block_mask
+        block_mask = make(visible(shape, device), None, None, shape.n, shape.keys, device=device.type)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(q, k, v, block_mask=block_mask, enable_gqa=shape.h != shape.g).transpose(1, 2)
+
+    return attend
+
+
+def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
+    """Return the mask as FlexAttention's function of batch, head, query i and key j."""
+    if cu_seqlens := packed(shape.n, shape.mask_name):
+        ends = torch.tensor(cu_seqlens, device=device)
+        document = (torch.searchsorted(ends, torch.arange(shape.n, device=device), right=True) - 1).int()
+        return lambda b, h, i, j: (i >= j) & (document[i] == document[j])
+    kind, _, number = shape.mask_name.partition(":")
+    if kind == "causal":
+        return lambda b, h, i, j: i >= j
+    if kind == "window":
+        left = int(number)
+        return lambda b, h, i, j: (i >= j) & (j >= i - left)
+    if kind == "full":
+        return lambda b, h, i, j: i >= 0
+    if kind == "prefix":
+        end = int(number)
+        return lambda b, h, i, j: (i >= j) | (j < end)
+    if (of_blocks := blocks(shape.n, shape.mask_name)) is not None:
+        block = torch.tensor(of_blocks, device=device)
+        return lambda b, h, i, j: block[i] >= block[j]
+    raise ValueError(f"mask {shape.mask_name!r} has no mask function for FlexAttention")
+
+
+@functools.cache
+def _flash4_module() -> tuple[Any, str]:
+    try:
+        module = importlib.import_module("flash_attn.cute")
+    except ModuleNotFoundError as error:
+        return None, f"not installed ({error})"
+    except Exception as error:  # for example an ImportError of a compiled dependency
+        return None, f"cannot be imported ({type(error).__name__}: {error})"[:300]
+    try:
+        return module, version(FLASH4)
+    except PackageNotFoundError:
+        return module, "unknown version"
+
+
+def _flash4(shape: Shape, device: torch.device) -> list[Contender]:
+    module, _ = _flash4_module()
+    if module is None or shape.mask_name.partition(":")[0] in ("prefix", "blocks"):  # it has no such masks
+        return []
+    make = partial(_flash4_packed if packed(shape.n, shape.mask_name) else _flash4_dense, module, shape, device)
+    names = {FLASH4: False, f"{FLASH4} deterministic": True}  # the same forward pass
+    return [Contender(name, partial(make, deterministic), FLASH4) for name, deterministic in names.items()]
+
+
+def _flash4_dense(module, shape: Shape, device: torch.device, deterministic: bool) -> Attend:
+    kind, _, number = shape.mask_name.partition(":")
+    options: dict[str, Any] = {"causal": kind == "causal", "deterministic": deterministic}
+    if kind == "window":
+        options["window_size"] = (int(number), 0)
+    elif kind not in ("causal", "full"):
+        raise ValueError(f"mask {shape.mask_name!r} has no arguments for {FLASH4}")
+    return lambda q, k, v: _first(module.flash_attn_func(q, k, v, **options))
+
+
+def _flash4_packed(module, shape: Shape, device: torch.device, deterministic: bool) -> Attend:
+    cu_seqlens, longest = _cu_seqlens(shape, device)
+    options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "causal": True}
+    options |= {"max_seqlen_q": longest, "max_seqlen_k": longest, "deterministic": deterministic}
+
+    def attend(q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        return _first(module.flash_attn_varlen_func(q, k, v, **options)).unflatten(0, (shape.b, shape.n))
+
+    return attend
+
+
+def _first(result) -> Tensor:
+    """out: some versions return (out, lse)."""
+    return result[0] if isinstance(result, tuple) else result

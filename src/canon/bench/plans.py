@@ -1,0 +1,88 @@
+"""`canon bench plans`: measure balance, volume and time of dispatch plans, without a GPU.
+
+Each pack is planned on one thread with an empty cache. Balance is the largest area over max(mean, largest chunk). Volume is
+the part of an all-gather that moves.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from canon.bench.packs import sampled_packs
+from canon.masks.mask import Mask
+
+TOKENS = 8192  # a rank
+CHUNK = 1024
+LARGE = 1024, 10_000_000  # ranks, tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``canon bench plans`` besides those of ``canon bench``."""
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        action="append",
+        metavar="N",
+        help="plans: repeatable (8, 16, 32 and 64); schedules: GPUs (all)",
+    )
+    parser.add_argument("--packs", type=int, default=20, metavar="N", help="plans: packs for each number of ranks (20)")
+
+
+def plans(options: argparse.Namespace) -> list[dict]:
+    """Return a row per number of ranks and kind of sequence."""
+    rows = []
+    for ranks in options.ranks or [8, 16, 32, 64]:
+        tokens = TOKENS * ranks
+        even = torch.linspace(0, tokens, 1001, dtype=torch.float64).round().long()
+        cuts = torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(0))[:999] + 1
+        random = [0, *sorted(cuts.tolist()), tokens]
+        rows += [
+            _row("packs", ranks, [Mask.documents(ends) for ends in sampled_packs(tokens, options.packs)]),
+            _row("one causal document", ranks, [Mask.causal(tokens)]),
+            _row("a window of 1024", ranks, [Mask.window(tokens, 1024, 0)]),
+            _row("1000 documents", ranks, [Mask.documents(even)]),
+            _row("1000 documents, cut at random", ranks, [Mask.documents(random)]),
+        ]
+    if not options.ranks:
+        ranks, tokens = LARGE
+        rows.append(_row("a large pack", ranks, [Mask.documents(sampled_packs(tokens, 1)[0])]))
+    return rows
+
+
+def _row(kind: str, ranks: int, masks: list[Mask]) -> dict:
+    from canon.fast import magi, planner  # loads Triton: not before it is needed
+    from canon.masks.plan_cache import PLANS
+
+    balance, volume, receive, milliseconds = [], [], [], []
+    for mask in masks:
+        PLANS.clear()
+        start = time.perf_counter()
+        layout = planner.dispatch(mask, ranks, chunk=CHUNK)
+        milliseconds.append(1e3 * (time.perf_counter() - start))
+        report = magi.plan_report(mask, layout, chunk=CHUNK)
+        balance.append(report.balance)
+        volume.append(report.volume)
+        receive.append(report.worst_receive)
+    return {
+        "kind": kind,
+        "ranks": ranks,
+        "tokens": masks[0].queries,
+        "chunk": CHUNK,
+        "balance": balance,
+        "volume": volume,
+        "worst_receive": receive,
+        "ms": milliseconds,
+    }
+
+
+def table(rows: list[dict]):
+    """Means over the packs, and the median time."""
+    from rich.table import Table
+
+    shown = Table("sequence", "ranks", "tokens", "balance", "volume", "worst receive", "ms", title="plans (means)")
+    for row in rows:
+        means = [f"{statistics.mean(row[name]):.3f}" for name in ("balance", "volume", "worst_receive")]
+        shown.add_row(row["kind"], str(row["ranks"]), str(row["tokens"]), *means, f"{statistics.median(row['ms']):.0f}")
+    return shown

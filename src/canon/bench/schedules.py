@@ -1,0 +1,315 @@
+"""`canon bench schedules`: time every schedule of `canon.fast` and torch's context parallel on several GPUs.
+
+First each schedule must agree with float64 on a short sequence. Then rounds alternate between the schedules. All times are
+those of the slowest rank:
+
+    wall, host    eager calls back to back, without a head start
+    graph         wall time of a replayed CUDA graph of both passes
+    GPU           between events; the GPUs wait until the launches are queued, and then for one another
+    exposed       the part of both passes in which only NCCL or copies run, by the profiler
+
+TFLOP/s per GPU count visible cells: 4 h d area / ranks forward, 3.5 times that for both passes. Peers run in processes of
+their own, so their failures end nothing else. A schedule that raises on one rank is left out on all.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canon.bench.cuda_graph import captured
+from canon.bench.schedule_peers import Schedule, peer_schedules, schedules
+from canon.bench.shapes import Shape, asked_for, shape_of, shapes_of
+from canon.bench.timing import eager, peak_mb, shown_mb
+from canon.masks.layout import Layout
+from canon.testing import process_groups
+from canon.testing.judge import Attended, agreement, dense, oracle
+
+SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
+CHECKED = 4096  # tokens of the sequence on which agreement is checked
+LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
+LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context parallel
+AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms
+MEETING = (
+    1 << 22
+)  # elements of the message that synchronises the ranks; the first message after a pause is 75 us slower on H200s
+EAGER_SPAN = 60.0  # milliseconds of eager calls in one measurement
+AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results of the others
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A picklable program for every rank. It returns the same rows on all ranks."""
+
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+    only: str
+    rounds: int
+    device: str = "cuda"
+    peers: bool = False  # torch's context parallel instead of Canon's schedules
+    keep: Callable[[list[dict]], object] | None = None  # called on rank 0 after each shape, with all rows so far
+
+    def __call__(self) -> list[dict]:
+        on_gpu = self.device == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        group = dist.new_group(backend="gloo", timeout=AGREEING) if on_gpu else None
+        rows = []
+        for shape in self.shapes:
+            rows += measure(shape, self.dtype, device, self.only, self.rounds, peers=self.peers, group=group)
+            if self.keep and not dist.get_rank():
+                self.keep(rows)
+        return rows
+
+
+def measure(
+    shape: Shape, dtype: torch.dtype, device: torch.device, only: str, rounds: int, *, peers: bool = False, group=None
+) -> list[dict]:
+    """Return a row per schedule: agreement, and milliseconds of the slowest rank. ``group`` works even if a GPU's communicator
+    does not.
+    """
+    ranks, short = dist.get_world_size(), _shorter(shape)
+    way = "torch" if peers else dist.get_backend()
+    listed = partial(peer_schedules, device=device.type) if peers else schedules
+    verdicts = {
+        each.name: _tried(each, partial(_agrees, each, short, dtype, device), group)
+        for each in listed(short, ranks, only)
+    }
+    contenders = listed(shape, ranks, only) + ([] if peers else _alone(shape, only))
+    rows, runs = [], []
+    for each in contenders:
+        row = {"schedule": each.name, "shape": str(shape), "ranks": ranks, "transport": way, "peer": each.peer}
+        rows.append(row := row | verdicts.get(each.name, {}))
+        if "failed" in row:
+            continue
+        ready = _tried(each, partial(_ready, each, shape, dtype, device), group)
+        for name, run in ready.pop("passes", {}).items():
+            row[f"{name}_ms"], row[f"{name}_launches_ms"] = times = [], []
+            runs.append((each, run, times, row, name))
+        row |= ready
+    for turn in range(rounds + 1):  # the first one is not counted
+        for each, run, times, _, _ in runs:
+            with each.around():
+                taken = [_slowest(x, device) for x in _timed(run, device)]
+            for some, x in zip(times, taken, strict=True):
+                some += [x] if turn else []
+    for each, run, times, row, name in runs:
+        _eager(row, name, each, run, statistics.median(times[0]), rounds, device)
+    for each, _, _, row, name in runs:
+        if name == "both" and not each.peer:
+            _replay(row, each, _shards(each, shape, dtype, device), rounds, device, group)
+    for row in rows:
+        share = 1 if row["schedule"] == "one GPU" else ranks
+        for name, factor in (("forward", 1.0), ("both", 3.5)):
+            if times := row.get(f"{name}_ms"):
+                row[f"{name}_tflops"] = factor * shape.operations / share / statistics.median(times) / 1e9
+    return rows
+
+
+def _eager(
+    row: dict, name: str, each: Schedule, run: Callable, expected: float, rounds: int, device: torch.device
+) -> None:
+    wall, host = row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = [], []
+    calls = max(2, min(30, round(EAGER_SPAN / expected)))  # the same on all ranks
+    for _ in range(rounds):
+        with each.around():
+            dist.barrier()
+            taken = eager(run, calls, device)
+        for some, x in zip((wall, host), taken, strict=True):
+            some.append(_slowest(x, device))
+
+
+def _replay(row: dict, each: Schedule, inputs: list[Tensor], rounds: int, device: torch.device, group) -> None:
+    """Time a replayed graph, then free it: all pools together may exceed a GPU."""
+    made = _tried(each, lambda: {"passes": captured(each.attend, *inputs)}, group)
+    if "failed" not in made:  # on any rank: a replay sends messages
+        made |= _tried(each, made["passes"].check, group)
+    if "failed" in made:
+        row["graph_failed"] = made["failed"]
+        return
+    _eager(row, "graph", each, made["passes"].graph.replay, statistics.median(row["both_wall_ms"]), rounds, device)
+
+
+def _alone(shape: Shape, only: str) -> list[Schedule]:
+    from canon.fast import attention
+
+    if not asked_for("one GPU", only) or shape.n > LARGEST_ALONE:
+        return []
+    return [Schedule("one GPU", Layout([[range(shape.n)]], shape.n), partial(attention, mask=shape.mask))]
+
+
+def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> dict[str, Any]:
+    """Return the result of ``call``, or the reason if it fails on any rank; the same decision on every rank."""
+    told: dict[str, Any] = {}
+    error = ""
+    try:
+        with each.around():
+            told = call() or {}
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"[:300]
+    fine = torch.tensor([int(not error)])
+    dist.all_reduce(fine, dist.ReduceOp.MIN, group=group)
+    return told if fine.item() else {"failed": error or "another rank failed"}
+
+
+def _shorter(shape: Shape) -> Shape:
+    text = f"{shape.b},{min(shape.n, CHECKED)},{shape.h},{shape.g},{shape.d}"
+    return shape_of(text, shape.mask_name)
+
+
+def _shards(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    rank = dist.get_rank() if each.layout.ranks > 1 else 0
+    return [each.layout.shard(x, rank) for x in shape.inputs(dtype, device)]
+
+
+def _agrees(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    q, k, v, dout = _shards(each, shape, dtype, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = each.attend(*leaves, return_lse=True)
+    got = [out, *torch.autograd.grad(out, leaves, dout)]
+    group = shape.h // shape.g
+    full = [each.layout.unshard(x.detach())[:, :, :h] for x, h in zip(got, (group, group, 1, 1), strict=True)]
+    if lse is not None:
+        lse = each.layout.unshard(lse.detach(), dim=2)[:, :group]
+    one = [x[:, :, :h] for x, h in zip(shape.inputs(dtype, device), (group, 1, 1, group), strict=True)]
+    verdict = agreement(Attended(full[0], lse, *full[1:]), oracle(*one, shape.mask), dense(*one, shape.mask))
+    worst = verdict.worst
+    told = {"agrees": verdict.agrees, "worst": f"{worst.tensor} {worst.norm} {worst.ratio:.2f}" if worst else ""}
+    return told if verdict.agrees else told | {"failed": f"disagrees: {verdict}"}
+
+
+def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    q, k, v, dout = _shards(each, shape, dtype, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def forward() -> None:
+        with torch.no_grad():
+            each.attend(*leaves)
+
+    def both() -> None:
+        torch.autograd.grad(each.attend(*leaves), leaves, dout)
+
+    exposed = _exposed(both, device)
+    peak = peak_mb(both, device)
+    more = {} if peak is None else {"peak_mb": _slowest(peak, device)}  # of the rank with the most
+    return {"passes": {"forward": forward, "both": both}, "exposed_ms": exposed, **more}
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    meet(device)
+    first.record()
+    start = time.perf_counter()
+    run()
+    launched = time.perf_counter() - start
+    last.record()
+    torch.cuda.synchronize(device)
+    return first.elapsed_time(last), 1e3 * launched
+
+
+def _slowest(milliseconds: float, device: torch.device) -> float:
+    longest = torch.tensor([milliseconds], dtype=torch.float64, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.item()
+
+
+def _exposed(run: Callable[[], object], device: torch.device) -> float:
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        meet(device)
+        run()
+        torch.cuda.synchronize(device)
+    ran = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiled.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return _slowest(uncovered(ran) / 1e3, device)
+
+
+def meet(device: torch.device) -> None:
+    """Let all GPUs wait until launches are queued, and then for one another: their clocks differ."""
+    dist.barrier()
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(AHEAD)
+    dist.all_reduce(torch.zeros(MEETING, device=device))
+
+
+def uncovered(ran: list[tuple[float, float, str]]) -> float:
+    """Return how long only NCCL or copies ran after `meet`. ``ran``: (start, end, name) of each activity."""
+    waited = max((end for _, end, name in ran if "spin_kernel" in name), default=0.0)
+    met = min((end for start, end, name in ran if "nccl" in name.lower() and start >= waited), default=0.0)
+    spans = sorted(span for span in ran if span[0] >= max(waited, met))
+    covered, reach = 0.0, spans[0][0] if spans else 0.0
+    for start, end, name in spans:
+        if "nccl" not in name.lower() and "memcpy" not in name.lower():
+            covered += max(0.0, end - max(start, reach))
+            reach = max(reach, end)
+    return max((end for _, end, _ in spans), default=0.0) - (spans[0][0] if spans else 0.0) - covered
+
+
+def program(options: argparse.Namespace) -> Bench:
+    """Return the program of the command. Raises ValueError."""
+    shapes = shapes_of(options.shape or [], options.mask or [], SHAPES)
+    if any(shape.keys != shape.n for shape in shapes):
+        raise ValueError("schedules needs as many keys as queries: full, not full:KEYS")
+    if options.ranks and (len(options.ranks) > 1 or options.ranks[0] > torch.cuda.device_count()):
+        raise ValueError(f"--ranks {options.ranks}: expected one number, of the {torch.cuda.device_count()} GPUs here")
+    return Bench(tuple(shapes), getattr(torch, options.dtype), options.only, options.rounds)
+
+
+def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:
+    """Yield the rows of Canon's schedules, then those of the peers."""
+    yield process_groups.gpus(made, ranks, timeout=LIMIT)[0]
+    ranks = torch.cuda.device_count() if ranks is None else ranks
+    if any(peer_schedules(shape, ranks, made.only, made.device) for shape in made.shapes):
+        yield peer_rows(partial(process_groups.gpus, replace(made, peers=True, keep=None), ranks, timeout=PEERS_LIMIT))
+
+
+def peer_rows(run: Callable[[], list[list[dict]]]) -> list[dict]:
+    """Return the rows of the peers, or one row with their failure."""
+    try:
+        return run()[0]
+    except (RuntimeError, TimeoutError) as error:
+        return [{"schedule": "torch", "shape": "all", "peer": True, "failed": f"{type(error).__name__}: {error}"[:300]}]
+
+
+def table(rows: list[dict]):
+    """Return a table of medians."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    columns = (
+        "shape",
+        "schedule",
+        "agrees",
+        "wall ms",
+        "host ms",
+        "graph ms",
+        "both ms",
+        "exposed ms",
+        "forward",
+        "both",
+        "peak MB",
+    )
+    shown = Table(
+        *columns,
+        title="both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU time; memory",
+    )
+    for row in rows:
+        speeds = [f"{row[x]:.0f}" if x in row else "-" for x in ("forward_tflops", "both_tflops")]
+        verdict = row.get("failed") or (f"{row['agrees']} ({row['worst']})" if "agrees" in row else "-")
+        spent = [row.get(name) for name in ("both_wall_ms", "both_host_ms", "graph_wall_ms", "both_ms", "exposed_ms")]
+        shown_ms = ["-" if x is None else f"{np.median(x):.2f}" for x in spent]
+        shown.add_row(row["shape"], row["schedule"], escape(verdict), *shown_ms, *speeds, shown_mb(row))
+    return shown

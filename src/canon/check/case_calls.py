@@ -1,0 +1,123 @@
+"""Call a function of a module for a case: its shards, its options, both passes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canon import reference
+from canon.check.cases import DTYPES, REPLICATED, TAKE_A_LAYOUT, Case
+from canon.check.inputs import Inputs, placed
+from canon.masks.layout import mask_between
+from canon.reference import Layout, Mask
+from canon.runtime.checks import accumulate_dtype
+from canon.testing.judge import Attended, AttendedWithSink, Results, results_of
+
+DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}  # arguments with these values are not passed
+
+
+def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Results:
+    """Return the results of ``module`` for this rank's shard of ``x``. Local functions get the whole sequence."""
+    whole = lambda full, rank, dim: full
+    of_keys = layout.shard if case.distributed else whole
+    of_queries = whole if case.function in REPLICATED else of_keys
+    sharders = zip((x.q, x.k, x.v, x.dout), (of_queries, of_keys, of_keys, of_queries), strict=True)
+    shards = (shard(t, rank, t.dim() - 3) for t, shard in sharders)
+    q, k, v, dout = (placed(t, case.shape, heads_first=True) for t in shards)
+    if case.used == "sum":  # autograd passes the gradient of out.sum() as one number with strides of 0
+        dout = dout.new_ones(()).expand(dout.shape)
+    dlse = of_queries(x.dlse, rank, x.dlse.dim() - 1)
+    function: Callable = _CALLS.get(case.function, _attention)
+    return function(module, case, q, k, v, dout, dlse, x, layout)
+
+
+def on_one_rank(case: Case) -> Case:
+    """Return the case of `attention` that has the bits of the rank-invariant ``case``."""
+    options = tuple((name, value) for name, value in case.options if name in ("sink", "rank_invariant"))
+    return replace(case, function="attention", layout=None, options=options)
+
+
+def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Results:
+    forward = case.used.startswith("forward")
+    leaves = [t.detach().requires_grad_(not forward) for t in (q, k, v)]
+    if case.variant == "plain":  # the mask is causal: None means the same
+        out = getattr(module, case.function)(*leaves, *((None, layout) if case.function in TAKE_A_LAYOUT else ()))
+        return Attended(out) if forward else Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
+    arguments = (*leaves, x.mask, layout) if case.function in TAKE_A_LAYOUT else (*leaves, x.mask)
+    options = _options(case) | {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
+    options = {name: value for name, value in options.items() if value != DEFAULTS.get(name, ...)}
+    if case.has_sink:
+        leaves.append(x.sink.detach().requires_grad_(not forward))
+        options["sink"] = leaves[3]
+    results = getattr(module, case.function)(*arguments, **options)
+    out, lse = results if case.returns_lse else (results, None)
+    if forward:
+        return AttendedWithSink(out, lse) if case.has_sink else Attended(out, lse)
+    outputs, grads = {"both": ((out, lse), (dout, dlse)), "lse": (lse, dlse)}.get(case.used, (out, dout))
+    unused = case.has_sink and case.used == "lse"  # lse does not depend on the sink: its gradient is 0
+    grads = torch.autograd.grad(outputs, leaves, grads, allow_unused=unused, materialize_grads=unused)
+    dq, dk, dv, *dsink = grads
+    return results_of((out.detach(), None if lse is None else lse.detach(), dq, dk, dv), *(dsink or [None]))
+
+
+def _options(case: Case) -> dict[str, Any]:
+    options = dict(case.options)
+    return options | {name: DTYPES[options[name]] for name in ("reduce_dtype",) if name in options}
+
+
+def _forward(module, case, q, k, v, dout, dlse, x, layout) -> Results:
+    options = {"out_dtype": accumulate_dtype(q.dtype)} if case.variant == "part" else {}
+    return Attended(*module.attention_forward(q, k, v, x.mask, scale=x.scale, **options))
+
+
+def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Results:
+    forward = module if hasattr(module, "attention_forward") else reference
+    out, lse = forward.attention_forward(q, k, v, x.mask, scale=x.scale)
+    options: dict[str, Any] = {"dlse": dlse if case.used in {"both", "lse"} else None}
+    if case.variant == "part":
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2) - dlse
+        options = {"delta": delta, "grad_dtype": accumulate_dtype(q.dtype)}
+    grads = module.attention_backward(dout, q, k, v, out, lse, x.mask, scale=x.scale, method=case.method, **options)
+    return Attended(None, None, *grads)
+
+
+def _decode(module, case, q, k, v, dout, dlse, x, layout) -> Results:
+    of_rank = lambda mask: _of_rank(mask, layout, dist.get_rank())
+    if case.variant == "plain":  # every query sees every key: None means the same
+        return Attended(module.decode_attention(q, k, v))
+    mask = tuple(map(of_rank, x.mask)) if isinstance(x.mask, tuple) else of_rank(x.mask)
+    sink = {"sink": x.sink} if case.has_sink else {}
+    results = module.decode_attention(q, k, v, mask, scale=x.scale, return_lse=case.returns_lse, **sink)
+    out, lse = results if case.returns_lse else (results, None)
+    return AttendedWithSink(out, lse) if case.has_sink else Attended(out, lse)
+
+
+def _of_rank(mask: Mask, layout: Layout, rank: int) -> Mask:
+    return mask_between(mask, (range(mask.queries),), layout.ranges_per_rank[rank])
+
+
+def _prepare(module, case, q, k, v, dout, dlse, x, layout) -> Results:
+    batch = q.shape[0] if q.dim() == 4 else 1
+    shape = dict(batch=batch, heads=case.shape.heads, widths=case.shape.widths, dtype=q.dtype, device=q.device)
+    plans = module.prepare(case.variant, x.mask, layout, rank=dist.get_rank(), **shape)
+    plans.load()
+    return _attention(module, replace(case, function=case.variant), q, k, v, dout, dlse, x, layout)
+
+
+def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Results:
+    """Merge two parts of the keys, one third and two thirds, that the reference computed."""
+    middle, n = x.mask.keys // 3, x.mask.keys
+    parts: list[Tensor] = []
+    for keys in (range(0, middle), range(middle, n)):
+        kv_part = (t[..., keys.start : keys.stop, :, :] for t in (k, v))
+        parts += reference.attention_forward(
+            q, *kv_part, x.mask.crop(keys=keys), scale=x.scale, out_dtype=accumulate_dtype(q.dtype)
+        )
+    return Attended(*module.merge(*parts))
+
+
+_CALLS = {"attention_forward": _forward, "attention_backward": _backward, "merge": _merge,
+          "decode_attention": _decode, "prepare": _prepare}  # fmt: skip

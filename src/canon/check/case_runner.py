@@ -1,0 +1,299 @@
+"""Run cases on all ranks of a process group.
+
+    each rank   inputs -> shards -> module, twice or more; reference, once -> gather
+    rank 0      gathered results -> judge -> one line of JSON into ``sink``, as soon as the case is done
+
+In cases without attention (`exchanges`) every rank judges its own results. An exception of the module ends all ranks, because
+the others may be waiting inside the module.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canon import reference
+from canon.check.case_calls import call, on_one_rank
+from canon.check.cases import DTYPES, EXCHANGES, REPLICATED, Case, declined_by
+from canon.check.exchanges import answers, compared, rows_that_differ, tables
+from canon.check.inputs import FromDocuments, Inputs
+from canon.check.places import worst_places
+from canon.check.random_source import RandomSource
+from canon.reference import Layout
+from canon.testing.judge import Attended, Measure, Results, agreement, relative
+
+Source = FromDocuments | RandomSource  # inputs and expected results of the cases
+_inputs_lock = threading.Lock()  # ranks that are threads share one cached set of inputs
+
+
+class CaseFailed(Exception):
+    """The name of a case that raised, and its exception as text."""
+
+    def __str__(self) -> str:
+        return self.args[1]
+
+
+@dataclass(frozen=True)
+class CaseRunner:
+    """A picklable program for every rank: it runs ``cases`` on ``module``."""
+
+    module: str
+    cases: tuple[Case, ...]
+    source: Source
+    device: str
+    sink: Path
+    backend: str | None = None  # kernel backend of canon.fast
+    runs: int = 2  # runs of the module for each case
+
+    def __call__(self) -> None:
+        if self.device == "cpu":
+            with suppress(ModuleNotFoundError):  # the reference needs no Triton
+                from canon.fast.kernels.interpreter import repair
+
+                repair()  # once in each process
+        module = import_module(self.module)
+        with self._kernels():
+            for case in self.cases:
+                try:
+                    result = _run(module, case, self.source, self.device, self.runs)
+                except Exception as error:
+                    raise CaseFailed(case.name, f"{type(error).__name__}: {error}") from error
+                if result is not None:
+                    with self.sink.open("a") as lines:
+                        lines.write(json.dumps(result) + "\n")  # one write: another thread reads the lines meanwhile
+
+    def rehearse(self) -> None:
+        """Run the module once on every case, without the reference and the judge."""
+        module, rank, ranks = import_module(self.module), dist.get_rank(), dist.get_world_size()
+        with self._kernels():
+            for case in self.cases:
+                if (rank and not case.distributed) or declined_by(self.backend, case):
+                    continue
+                mask, x = self.source.mask(case), None
+                layout = case.layout_of(mask, ranks)
+                if case.dtype:
+                    with _inputs_lock:
+                        x = self.source.inputs(case, self.device)
+                if case.function in EXCHANGES:
+                    tables(module, case, mask, layout, x, rank)
+                else:
+                    call(module, case, x, layout, rank)
+
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        if self.backend is None:
+            yield
+            return
+        from canon import fast
+
+        simulate = nullcontext
+        if self.backend == "gluon" and self.device == "cpu":
+            from canon.testing.simulated_kernels import simulated as simulate
+        with fast.backend(self.backend), simulate():
+            yield
+
+
+def _run(module: Any, case: Case, source: Source, device: str, runs: int) -> dict[str, Any] | None:
+    if dist.get_rank() and not case.distributed:
+        return None
+    mask, x = source.mask(case), None
+    if case.dtype:
+        with _inputs_lock:
+            x = source.inputs(case, device)
+    layout = case.layout_of(mask, dist.get_world_size())
+    run = _run_exchange if case.function in EXCHANGES else _run_attention
+    result = run(module, case, source, device, runs, mask, layout, x)
+    if dist.get_rank():
+        return None
+    verdict = "disagrees" if result["faults"] else "agrees"
+    shape = {"heads": case.shape.heads, "widths": case.shape.widths} if case.dtype else {}
+    return {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict, **result}
+
+
+def _run_attention(module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs) -> dict[str, Any]:
+    rank = dist.get_rank()
+    program = lambda half: call(half, case, x, layout, rank)
+    first, unequal_runs, seconds = _repeated(program, module, case, device, runs, _different_rows)
+    of_reference, reference_seconds = _timed(program, reference, case, device)
+    unequal_ranks = _unequal_ranks(first) if case.function in REPLICATED else []
+    if case.distributed:
+        by_rank = enumerate(_gather_objects(unequal_runs))
+        unequal_runs = [f"rank {number}: {text}" for number, texts in by_rank for text in texts]
+    if case.distributed and case.function not in REPLICATED:
+        first, of_reference = (_assembled(part, layout) for part in (first, of_reference))
+    if rank:
+        return {}
+    expected = source.expected(case, layout, device)
+    exact, judge = expected.exact, lambda got: agreement(got, expected.exact, expected.honest, expected.roundings)
+    verdict, reference_verdict = judge(first), judge(of_reference)
+    faults = _wrong_dtypes(case, first, exact) + list(verdict.faults)
+    faults += worst_places(list(verdict.faults), first, exact, layout if case.distributed else None)
+    faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
+    faults += unequal_ranks + _unlike_one_rank(module, case, x, first)
+    if not (case.method == "fused" and device == "cuda"):  # its atomics add dq in no fixed order
+        faults += unequal_runs
+    errors = {(m.tensor, m.norm): m.error for m in reference_verdict.measures}
+    measures = []
+    for m in verdict.measures:
+        between = {
+            "difference": _difference(m, first, of_reference, exact),
+            "reference_error": errors.get((m.tensor, m.norm)),
+        }
+        measures.append(asdict(m) | {"ratio": m.ratio} | between)
+    seconds = {"seconds": seconds, "reference_seconds": [reference_seconds]}
+    return {"faults": faults, "measures": measures, "same_bits": not unequal_runs, **seconds}
+
+
+def _run_exchange(
+    module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs | None
+) -> dict[str, Any]:
+    rank = dist.get_rank()
+    program = lambda half: tables(half, case, mask, layout, x, rank)
+    first, unequal_runs, seconds = _repeated(program, module, case, device, runs, _different_tables)
+    of_reference, reference_seconds = _timed(program, reference, case, device)
+    expected = answers(case, mask, layout, x, rank)
+    measures, faults = compared(first, expected)
+    faults += [f"the reference itself: {fault}" for fault in compared(of_reference, expected)[1]]
+    by_rank = _gather_objects((measures, faults + unequal_runs, not unequal_runs))
+    seconds = {"seconds": seconds, "reference_seconds": [reference_seconds]}
+    worst, ranks_of = {}, {}
+    for m in sorted((m for measures, _, _ in by_rank for m in measures), key=lambda m: m.ratio):
+        worst[m.tensor, m.norm] = asdict(m) | {"ratio": m.ratio}
+    for number, (_, faults, _) in enumerate(by_rank):
+        for fault in faults:
+            ranks_of.setdefault(fault, []).append(str(number))
+    return {
+        "faults": [f"rank {', '.join(ranks)}: {fault}" for fault, ranks in ranks_of.items()],
+        "measures": list(worst.values()),
+        "same_bits": all(same for _, _, same in by_rank),
+        **seconds,
+    }
+
+
+def _repeated(
+    program: Callable[[Any], Any], module: Any, case: Case, device: str, runs: int, compare: Callable[[Any, Any], str]
+) -> tuple[Any, list[str], list[float]]:
+    """Return the first result, the runs with other bits, and the seconds of the first and last run."""
+    first, cold = _timed(program, module, case, device)
+    unequal_runs, warm = [], cold
+    for number in range(2, runs + 1):
+        other, warm = _timed(program, module, case, device)
+        if where := compare(first, other):
+            unequal_runs.append(f"run {number} gave other bits than the first, in {where}")
+    return first, unequal_runs, [cold, warm]
+
+
+def _different_rows(a: Results, b: Results) -> str:
+    texts = []
+    for name, x, y in zip(a._fields, a, b, strict=True):
+        if x is not None and y is not None:
+            differ = (x != y) & ~((x != x) & (y != y))  # a NaN equals a NaN
+            rows = differ if name in {"lse", "dsink"} else differ.any(-1)
+            if not rows.any():
+                continue
+            texts.append(f"{int(rows.sum())} of {rows.numel()} rows of {name}")
+        elif (x is None) != (y is None):
+            texts.append(f"{name}, which only one run returned")
+    return ", ".join(texts)
+
+
+def _unequal_ranks(mine: Results) -> list[str]:
+    by_rank = _gather_objects(type(mine)(*(None if x is None else x.cpu() for x in mine)))
+    differ = {number: _different_rows(by_rank[0], other) for number, other in enumerate(by_rank)}
+    return [f"rank {number} has other bits than rank 0, in {where}" for number, where in differ.items() if where]
+
+
+def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list[str]:
+    if not (case.distributed and dict(case.options).get("rank_invariant") and hasattr(module, "attention")):
+        return []
+    one = call(module, on_one_rank(case), x, Layout.contiguous(x.mask.queries, 1), 0)
+    where = _different_rows(*(Attended(*part[:5]) for part in (one, first)))  # the check adds dsink over the ranks
+    return [f"other bits than attention(..., rank_invariant=True) on one rank, in {where}"] if where else []
+
+
+def _different_tables(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
+    differ = {name: len(rows_that_differ(a[name], b[name])) for name in a}
+    return ", ".join(f"{rows} of {len(a[name])} rows of {name}" for name, rows in differ.items() if rows)
+
+
+def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) -> tuple[Any, float]:
+    _wait_for_all(case, device)
+    start = time.perf_counter()
+    result = program(half)
+    _wait_for_all(case, device)
+    return result, time.perf_counter() - start
+
+
+def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
+    """Return a fault for each result of the wrong dtype, or that was rounded to 16 bits on its way to float32.
+
+    lse and parts are float32 (float64 for float64). One exception is correct: with a dout of ones, and one query that sees
+    a key, dv is the rounded operand P itself.
+    """
+    narrow, faults = DTYPES[case.dtype], []
+    rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
+    for name, x, true in zip(got._fields, got, exact, strict=True):
+        if x is None:
+            continue
+        wide = name in {"lse", "dsink"} or case.variant == "part" or case.function == "merge"
+        expected = torch.promote_types(narrow, torch.float32) if wide else narrow
+        if x.dtype != expected:
+            faults.append(f"{name} is {x.dtype}, expected {expected}")
+        elif name == "dv" and getattr(case, "used", "") == "sum":
+            continue
+        elif expected != narrow and rounded(x) and not rounded(true.float()):
+            faults.append(f"{name} has dtype {x.dtype}, but was rounded to {narrow} before")
+    return faults
+
+
+def _difference(m: Measure, first: Results, of_reference: Results, exact: Results) -> float:
+    a, b, true = (getattr(x, m.tensor).double() for x in (first, of_reference, exact))
+    unseen = true == -torch.inf
+    return relative(m.tensor, m.norm, (a - b).masked_fill(unseen, 0), true.masked_fill(unseen, 0))
+
+
+def _wait_for_all(case: Case, device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    if case.distributed:
+        dist.barrier()
+
+
+def _gather_objects(mine: Any) -> list[Any]:
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, mine)
+    return objects
+
+
+def _assembled(part: Results, layout: Layout) -> Results:
+    """Join the shards of all ranks, and add their parts of dsink. `Layout.unshard` is under test, so it is not used."""
+
+    def assemble(name: str, local: Tensor | None) -> Tensor | None:
+        if local is None:
+            return None
+        if name == "dsink":
+            parts = [torch.empty_like(local) for _ in range(layout.ranks)]
+            dist.all_gather(parts, local)
+            return torch.stack(parts).double().sum(0).to(local.dtype)
+        dim = -1 if name == "lse" else -3
+        rows = local.movedim(dim, 0).contiguous()
+        sizes = [len(layout.positions(rank)) for rank in range(layout.ranks)]
+        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        shards = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(shards, padded)
+        full = rows.new_empty(layout.tokens, *rows.shape[1:])
+        for rank, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
+            full[layout.positions(rank).to(full.device)] = shard[:size]
+        return full.movedim(0, dim)
+
+    return type(part)(*map(assemble, part._fields, part))

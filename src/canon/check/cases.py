@@ -1,0 +1,281 @@
+"""List the cases of `canon check`: functions, masks, layouts, dtypes and shapes.
+
+plain         no mask is passed, and no lse is returned
+part          a partial result of a schedule: delta is given, and the results are float32
+sink          a sink is passed; its gradients are added over the ranks
+sequences     a tuple with a mask for each sequence
+last          a mask with the last queries only
+
+Each mask has its own shape. Dtypes alternate over masks, layouts and methods.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from canon import reference
+from canon.reference import Layout, Mask
+from canon.testing.judge import Masks
+
+LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
+    "contiguous": lambda mask, ranks: Layout.contiguous(mask.keys, ranks),
+    "zigzag": lambda mask, ranks: Layout.zigzag(mask.keys, ranks),
+    "striped": lambda mask, ranks: Layout.striped(mask.keys, ranks),
+    "planned": lambda mask, ranks: reference.dispatch(mask, ranks, **interleaving(mask, ranks)),
+}
+METHODS = ("split", "fused", "head_parallel")
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TAKE_A_LAYOUT = {"ring_attention", "strided_attention", "magi_attention"}
+PLANS = {"dispatch", "cast_plan", "plan_report"}  # pure functions of masks: their cases have no dtype
+EXCHANGES = PLANS | {"group_cast", "group_reduce", "Layout"}  # cases without attention: `canon.check.exchanges`
+FIXED_LAYOUTS = {"zigzag_attention": "zigzag", "striped_attention": "striped"}
+REPLICATED = {"decode_attention"}  # all ranks hold the queries, and return the same bits
+ATTEND = ("attention", "ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention")
+DISTRIBUTED = {*ATTEND[1:], "prepare"} | REPLICATED | EXCHANGES
+STRIDED = {  # variant: mask, layout, options
+    "": ("documents", "contiguous", {}),
+    "split_last": ("documents", "zigzag", {"head_stride": 2, "backward_last_stride": 1}),
+    "ring_backward": ("causal", "striped", {"backward_schedule": "ring"}),
+    "split_first": ("window", "zigzag", {"head_stride": 2, "forward_first_stride": 1, "backward_first_stride": 1}),
+    "one_by_one": ("full", "striped", {}),
+    "sink": ("documents", "zigzag", {"sink": True, "head_stride": 2}),
+}
+MAGI = {
+    "": ("documents", "planned", {}),
+    "one_cast": ("causal", "planned", {"stages": 0}),
+    "two_stages": ("window", "planned", {"stages": 2}),
+    "kept": ("block_causal", "planned", {"stages": 2, "keep_kv": True}),
+    "three_stages": ("full", "zigzag", {"stages": 3}),
+    "sink": ("documents", "planned", {"sink": True, "stages": 2}),
+}
+PREPARED = {  # function: layout
+    "ring_attention": "zigzag",
+    "striped_attention": "striped",
+    "strided_attention": "contiguous",
+    "magi_attention": "planned",
+}
+CASTS = (  # variant, mask, layout
+    ("one_stage", "documents", "planned"),
+    ("two_stages", "documents", "planned"),
+    ("one_stage", "documents", "striped"),
+    ("two_stages", "documents", "striped"),
+    ("two_stages", "window", "zigzag"),
+)
+CAST_PLANS = {  # mask: layout, stages
+    "documents": ("planned", 2),
+    "causal": ("zigzag", 0),
+    "window": ("striped", 1),
+    "block_causal": ("planned", 3),
+    "full": ("contiguous", 1),
+}
+USES = (  # results that are differentiated
+    "both",  # out and lse
+    "out",  # lse is returned, too
+    "lse",  # out is returned, too
+    "no lse",  # out; lse is not returned
+    "sum",  # out.sum(); lse is not returned
+    "forward",  # none; out and lse are returned
+    "forward, no lse",  # none; only out is returned
+)
+# Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`).
+VOCABULARY = {"Band", "Mask", "Layout", "backend", "warm_up"}
+
+
+def interleaving(mask: Mask, ranks: int) -> dict[str, Any]:
+    """Return arguments of `dispatch` with fast communication, so that chunks of few tokens interleave."""
+    return dict(chunk=max(1, mask.queries // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads (h, g), widths (d, dv), batch and strides of the tensors."""
+
+    heads: tuple[int, int]
+    widths: tuple[int, int]
+    batch: int = 0  # 0 means packed
+    contiguous: bool = True
+    scale: float | None = None
+    strides: int | None = None  # seed of random strides
+
+
+SHAPES = {  # by mask: (on the CPU, on GPUs)
+    "documents": (Shape((4, 2), (32, 32)), Shape((8, 2), (128, 128))),
+    "causal": (Shape((2, 1), (64, 32), batch=1), Shape((4, 1), (128, 64), batch=1)),
+    "window": (Shape((2, 2), (48, 48), contiguous=False), Shape((4, 4), (96, 96), contiguous=False)),
+    "block_causal": (Shape((3, 1), (32, 32), scale=0.15), Shape((6, 1), (64, 64), scale=0.11)),
+    "full": (Shape((1, 1), (64, 64), batch=2), Shape((8, 1), (64, 64), batch=2)),
+}
+MASKS = tuple(SHAPES)
+SHAPES |= {  # masks of some functions only
+    "last": (Shape((4, 2), (32, 32), batch=1), Shape((8, 2), (128, 128), batch=1)),
+    "last full": (Shape((3, 1), (32, 32)), Shape((8, 1), (64, 64))),
+    "sequences": (Shape((2, 1), (32, 16), batch=2), Shape((4, 2), (128, 64), batch=2)),
+    "last of sequences": (Shape((2, 1), (32, 32), batch=2), Shape((4, 1), (128, 128), batch=2)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One function on one input."""
+
+    function: str
+    mask: str
+    dtype: str  # "" for functions without tensors
+    shape: Shape
+    layout: str | None = None
+    method: str = "auto"
+    variant: str = ""  # name of the options
+    options: tuple[tuple[str, Any], ...] = ()
+    used: str = "both"  # one of `USES`
+
+    @property
+    def name(self) -> str:
+        parts = (self.function, self.layout, self.mask, self.dtype, self.method, self.variant)
+        return "/".join(part for part in parts if part and part != "auto")
+
+    @property
+    def distributed(self) -> bool:
+        return self.function in DISTRIBUTED
+
+    @property
+    def returns_lse(self) -> bool:
+        return self.used in {"both", "out", "lse", "forward"}
+
+    @property
+    def has_sink(self) -> bool:
+        return dict(self.options).get("sink", False)
+
+    def layout_of(self, mask: Masks, ranks: int) -> Layout:
+        one = mask[0] if isinstance(mask, tuple) else mask
+        return LAYOUTS[self.layout or "contiguous"](one, ranks if self.distributed else 1)
+
+
+def declined_by(backend: str | None, case: Case) -> str:
+    """Return why a kernel backend does not support a case, "" if it does. Only the CUDA backend declines cases."""
+    if backend != "cuda" or not case.dtype or case.function in EXCHANGES | {"merge"}:
+        return ""
+    if case.dtype not in ("bfloat16", "float16"):
+        return f"the CUDA kernels do not support {case.dtype}"
+    fused = case.method == "fused" and case.function != "attention_forward"
+    return "the CUDA backend has no fused kernel" if fused else ""
+
+
+def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
+    """Return all cases. They alternate between ``dtypes``. With other dtypes, float64 has only two cases."""
+    alternating = [name for name in dtypes if name != "float64"] or ["float64"]
+    cases: list[Case] = []
+
+    def add(
+        function: str, mask: str, layout: str | None = None, method="auto", dtype="", variant="", used="both", **options
+    ) -> None:
+        number = list(SHAPES).index(mask) + (list(LAYOUTS).index(layout) if layout else 0) + METHODS.count(method)
+        dtype = "" if function in PLANS else dtype or alternating[number % len(alternating)]
+        shape = SHAPES[mask][gpu]
+        cases.append(Case(function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used))
+
+    _add_local(add)
+    _add_rings(add)
+    _add_decode(add)
+    for function, layout in PREPARED.items():
+        add("prepare", "documents", layout, variant=function)
+    for function, variants in (("strided_attention", STRIDED), ("magi_attention", MAGI)):
+        for variant, (mask, layout, options) in variants.items():
+            add(function, mask, layout, variant=variant, **options)
+    _add_exchanges(add)
+    if "float64" in dtypes and alternating != ["float64"]:
+        add("attention", "documents", dtype="float64")
+        add("ring_attention", "causal", "zigzag", dtype="float64")
+    return cases
+
+
+def _add_local(add: Callable[..., None]) -> None:
+    for mask in MASKS:
+        add("attention", mask)
+    add("attention", "causal", variant="plain")
+    add("attention", "documents", variant="sink", sink=True)
+    add("attention", "sequences", variant="sink", sink=True)
+    for mask in ("documents", "block_causal"):
+        add("attention_forward", mask)
+        add("merge", mask)
+    for mask, method in (("documents", "split"), ("documents", "fused"), ("documents", "head_parallel"),
+                         ("window", "split"), ("block_causal", "fused"), ("sequences", "split")):  # fmt: skip
+        add("attention_backward", mask, method=method)
+    for function in ("attention", "attention_forward"):
+        add(function, "sequences")
+    add("attention_forward", "window", variant="part")
+    add("attention_backward", "causal", method="split", variant="part")
+
+
+def _add_rings(add: Callable[..., None]) -> None:
+    for mask in MASKS:
+        for layout in ("contiguous", "zigzag", "striped"):
+            add("ring_attention", mask, layout)
+    add("ring_attention", "documents", "zigzag", "fused")
+    add("ring_attention", "documents", "contiguous", "head_parallel")
+    add("ring_attention", "causal", "zigzag", variant="plain")
+    for function, layout in FIXED_LAYOUTS.items():
+        for mask in ("documents", "causal", "block_causal"):
+            add(function, mask, layout)
+    for function, layout in (("ring_attention", "contiguous"), *FIXED_LAYOUTS.items()):
+        add(function, "documents", layout, variant="sink", sink=True)
+
+
+def _add_decode(add: Callable[..., None]) -> None:
+    for layout in ("contiguous", "zigzag"):
+        add("decode_attention", "last", layout, used="forward")
+    add("decode_attention", "last", "contiguous", variant="sink", used="forward", sink=True)
+    add("decode_attention", "last of sequences", "zigzag", used="forward")
+    add("decode_attention", "last full", "contiguous", variant="plain", used="forward, no lse")
+
+
+def _add_exchanges(add: Callable[..., None]) -> None:
+    for function in ("group_cast", "group_reduce"):
+        for variant, mask, layout in CASTS:
+            add(function, mask, layout, variant=variant, stages=1 + (variant == "two_stages"))
+    for mask, (layout, stages) in CAST_PLANS.items():
+        add("dispatch", mask)
+        add("cast_plan", mask, layout, stages=stages)
+        add("plan_report", mask, layout)
+    for layout, mask in zip(LAYOUTS, ("documents", "window", "block_causal", "causal"), strict=True):
+        add("Layout", mask, layout)
+
+
+def accepts(module: Any, case: Case) -> bool:
+    """Return whether the functions that a case calls have the parameters ``sink`` and ``rank_invariant`` that it passes."""
+    options = dict(case.options)
+    passed = [(case.function, name) for name in ("sink", "rank_invariant") if options.get(name)]
+    passed += [("attention", "rank_invariant")] if options.get("rank_invariant") else []
+    return all(_takes(module, *one) for one in passed)
+
+
+def _takes(module: Any, function: str, name: str) -> bool:
+    parameters = parameters_of(module, function)
+    return name in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+
+
+def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function of the module, {} if there is none."""
+    try:
+        return inspect.signature(getattr(module, function)).parameters
+    except (AttributeError, TypeError, ValueError):
+        return {}
+
+
+def covered(module: Any, reference: Any) -> tuple[list[str], list[str], list[str]]:
+    """Return functions with cases, those that ``module`` lacks, and public functions without a case."""
+    tried = {case.function for case in all_cases(["float32"], False)} & set(vars(reference))
+
+    def public(half: Any) -> set[str]:
+        names = getattr(half, "__all__", None) or [name for name in vars(half) if not name.startswith("_")]
+        return {name for name in names if callable(getattr(half, name, None))} - VOCABULARY
+
+    def own(half: Any) -> set[str]:
+        package = half.__name__ if half.__name__.startswith("canon.") else half.__name__.partition(".")[0]
+        home = {name: str(getattr(getattr(half, name), "__module__", "")) for name in public(half)}
+        return {name for name, module in home.items() if f"{module}.".startswith(f"{package}.")}
+
+    known = {name for name in tried if callable(getattr(module, name, None))}
+    return sorted(known), sorted(tried - known), sorted((own(module) | public(reference)) - tried)

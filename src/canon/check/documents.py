@@ -1,0 +1,141 @@
+"""Read documents, and compute q, k and v from them with a small transformer layer.
+
+A token is a byte. A rotary embedding rotates q and k by the position that the layout gives, so a wrong layout gives wrong
+inputs. Weights and embeddings are small integers: every sum is exact in float32, and the inputs have the same bits on every
+machine.
+"""
+
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from canon.reference import Layout
+
+TEXT = {".py", ".md", ".txt", ".toml", ".typ", ".cu", ".cfg", ".yml", ".yaml", ".sh", ".rst", ""}
+_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents in a fixed order. A byte is a token."""
+
+    names: tuple[str, ...]
+    texts: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, paths: Sequence[Path] = (), budget: int | None = None) -> "Documents":
+        """Read files, and the text files of folders; those of this repository if ``paths`` is empty.
+
+        A ``budget`` limits the tokens: lengths that grow by a quarter come first, then other files while they fit. Raises
+        ValueError if there is no text.
+        """
+        root = _home() if not paths else None
+        files = _text_files([root]) if root else _text_files(paths)
+        texts = {_name(file, root): file.read_bytes() for file in files}
+        texts = {name: text for name, text in texts.items() if text or not root}
+        if not any(texts.values()):
+            raise ValueError(f"no text in {', '.join(map(str, paths)) or 'the repository'}")
+        chosen = sorted(texts) if budget is None else sorted(_within(texts, budget))
+        return cls(tuple(chosen), tuple(texts[name] for name in chosen))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(map(len, self.texts))
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def cu_seqlens(self) -> list[int]:
+        return [0, *accumulate(self.lengths)]
+
+
+def _home() -> Path:
+    """Return the checkout that holds this file, or the installed package."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parents[1]
+    return checkout if (checkout / "pyproject.toml").exists() else package
+
+
+def _text_files(paths: Iterable[Path]) -> list[Path]:
+    files = []
+    for path in paths:
+        if path.is_dir():
+            below = _tracked(path) or [f for f in path.rglob("*") if not _hidden(f.relative_to(path))]
+            files += sorted(file for file in below if file.is_file() and file.suffix in TEXT)
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise ValueError(f"no such file or folder: {path}")
+    return list(dict.fromkeys(files))
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
+def _tracked(folder: Path) -> list[Path]:
+    command = ["git", "-C", str(folder), "ls-files", "-z"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [folder / name for name in listed.split("\0") if name]
+
+
+def _name(file: Path, root: Path | None) -> str:
+    return file.relative_to(root).as_posix() if root else str(file)
+
+
+def _within(texts: dict[str, bytes], budget: int) -> list[str]:
+    by_length = sorted(texts, key=lambda name: (len(texts[name]), name))
+    varied: list[str] = []
+    for name in by_length:
+        if not varied or len(texts[name]) >= 1.25 * len(texts[varied[-1]]):
+            varied.append(name)
+    chosen: list[str] = []
+    for name in [*varied, *(name for name in by_length if name not in varied)]:
+        if not chosen or sum(len(texts[n]) for n in chosen) + len(texts[name]) <= budget:
+            chosen.append(name)
+    return chosen
+
+
+def projected(documents: Documents, layout: Layout, heads: tuple[int, int], widths: tuple[int, int], seed: int = 0):
+    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence, in float32. Each ``seed`` gives another
+    sequence.
+    """
+    (h, g), (d, dv) = heads, widths
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-3, 4, shape, generator=generator).float()
+
+    bytes_ = torch.tensor(list(b"".join(documents.texts)), dtype=torch.int64)
+    table, before = integers(256, _WIDTH), integers(256, _WIDTH)
+    x = table[bytes_] + before[bytes_.roll(1)]
+    size = (8.0 * 4.0 * _WIDTH) ** 0.5  # embeddings have variance 2 * 4, weights 4: q, k and v have variance 1
+    q, k, v = ((x @ integers(_WIDTH, n * w)).unflatten(1, (n, w)) / size for n, w in ((h, d), (g, d), (g, dv)))
+    positions = _positions(layout, documents.cu_seqlens)
+    return _rotated(q, positions), _rotated(k, positions), v
+
+
+def _positions(layout: Layout, cu_seqlens: list[int]) -> Tensor:
+    positions = torch.empty(layout.tokens, dtype=torch.int64)
+    for rank in range(layout.ranks):
+        positions[layout.positions(rank)] = layout.document_positions(rank, cu_seqlens)
+    return positions
+
+
+def _rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + d/2) by the angle position / 10000^(2 i / d). Source: Su et al., RoFormer (2021)."""
+    half = x.shape[-1] // 2
+    angle = positions.double()[:, None] / 10000 ** (torch.arange(half, dtype=torch.float64) / half)
+    cos, sin = (f(angle).float()[:, None] for f in (torch.cos, torch.sin))
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -1,0 +1,177 @@
+"""Make the inputs of a case from documents, and the expected results. Cases with equal masks and dtypes share them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from random import Random
+
+import torch
+from torch import Tensor
+
+from canon.check.cases import DTYPES, Case, Masks, Shape
+from canon.check.documents import Documents, projected
+from canon.reference import Layout, Mask
+from canon.testing.judge import AttendedWithSink, Results, oracle, orders
+from canon.testing.roundings import sink_roundings
+
+LAST = 5  # queries of `decode_attention`
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    """Return a copy of x with a gap after each row."""
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + 16)[..., : x.shape[-1]].copy_(x)
+
+
+def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
+    """Return x with the strides that ``shape`` needs. ``heads_first`` places the heads before the tokens."""
+    if shape.strides is not None:
+        return with_random_strides(x, Random(shape.strides))
+    if shape.contiguous:
+        return x
+    return with_gaps(x.transpose(-3, -2)).transpose(-3, -2) if heads_first else with_gaps(x)
+
+
+def with_random_strides(x: Tensor, draw: Random) -> Tensor:
+    """Return a copy of x with its axes in random order, a random offset and random gaps of NaN."""
+    axes = list(range(x.dim()))
+    draw.shuffle(axes)
+    offset, gaps = draw.choice([0, 1, 8]), [draw.choice([0, 0, 1, 8]) for _ in axes]
+    sizes = [x.shape[axis] + gaps[axis] for axis in axes]
+    memory = x.new_full((offset + prod(sizes),), torch.nan)
+    whole = memory[offset:].view(sizes).permute([axes.index(axis) for axis in range(len(axes))])
+    return whole[tuple(slice(n) for n in x.shape)].copy_(x)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of the whole sequence, equal on every rank."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    mask: Masks
+    scale: float | None
+    sink: Tensor
+
+
+@lru_cache(maxsize=12)
+def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str) -> Inputs:
+    dtype, tokens = DTYPES[dtype_name], documents.tokens
+    rows = [
+        projected(documents, Layout.zigzag(tokens, 3), shape.heads, shape.widths, row)
+        for row in range(shape.batch or 1)
+    ]
+    q, k, v = (torch.stack(x) for x in zip(*rows, strict=True))
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator)
+    if dtype.itemsize == 2:
+        offset = _offset(documents)[:, None, None]
+        v, dout = v + offset, dout + offset
+    dlse = 4 * torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
+    sink = 2 * torch.randn(q.shape[2], generator=generator) + math.log(max(1, tokens) / 4)
+    mask = _mask(mask_name, documents)
+    masks = mask if isinstance(mask, tuple) else (mask,) * len(q)
+    q, dout, dlse = q[:, -masks[0].queries :], dout[:, -masks[0].queries :], dlse[..., -masks[0].queries :]
+    q, k, v, dout = (x.to(dtype).contiguous() for x in (q, k, v, dout))
+    hide(masks, q, k, v, dout)
+    dlse, sink = (x.double() if dtype == torch.float64 else x for x in (dlse, sink))
+    tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
+    return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
+
+
+def hide(masks: Sequence[Mask], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    """Write NaN to queries that see no key and to keys that no query sees."""
+    for row, mask in enumerate(masks):
+        for axis, both in enumerate(((q, dout), (k, v))):
+            unseen = unseen_tokens(mask, axis)
+            for x in both:
+                x[row, unseen] = torch.nan
+
+
+def _mask(name: str, documents: Documents) -> Masks:
+    cu_seqlens, tokens = documents.cu_seqlens, documents.tokens
+    last = range(max(0, tokens - LAST), tokens)
+    if name == "sequences":
+        return Mask.documents(cu_seqlens), Mask.window(tokens, tokens // 3, 5)
+    if name == "last of sequences":
+        return tuple(mask.crop(queries=last) for mask in (Mask.causal(tokens), Mask.window(tokens, tokens // 2, 0)))
+    if name == "last":
+        return Mask.causal(tokens).crop(queries=last)
+    if name == "last full":
+        return Mask.full(len(last), tokens)
+    if name == "block_causal":  # each document sees itself and all documents before it, except padding
+        blocks = torch.repeat_interleave(torch.arange(len(documents.lengths)), torch.tensor(documents.lengths))
+        position = torch.arange(tokens) / max(1, tokens)
+        return Mask.block_causal(
+            blocks, q_valid=(position < 0.6) | (position > 0.7), k_valid=(position < 0.65) | (position > 0.8)
+        )
+    return {
+        "documents": lambda: Mask.documents(cu_seqlens),
+        "causal": lambda: Mask.causal(tokens),
+        "window": lambda: Mask.window(tokens, tokens // 5, 16),
+        "full": lambda: Mask.documents(cu_seqlens, causal=False),
+    }[name]()
+
+
+def _offset(documents: Documents) -> Tensor:
+    """Return 3 in the outer quarters of each document, -3 in its middle half: rounding of partial sums shows."""
+    positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])
+    return torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
+
+
+def unseen_tokens(mask: Mask, axis: int) -> Tensor:
+    """Return booleans: queries that see no key (axis 0), or keys that no query sees (axis 1)."""
+    unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
+    for band in mask.bands:  # every row and column of a band is seen
+        unseen[slice(band.k_start, band.k_stop) if axis else slice(band.q_start, band.q_stop)] = False
+    return unseen
+
+
+@lru_cache(maxsize=12)
+def _expected(
+    mask_name: str,
+    dtype_name: str,
+    shape: Shape,
+    documents: Documents,
+    device: str,
+    wide: bool,
+    with_lse: bool,
+    with_sink: bool,
+) -> "Expected":
+    x = _inputs(mask_name, dtype_name, shape, documents, device)
+    tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t for t in (x.q, x.k, x.v, x.dout)]
+    sink = x.sink if with_sink else None
+    arguments = (*tensors, x.mask, x.scale, x.dlse if with_lse else None, sink)
+    few = None if sink is None else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scale, sink))
+    return Expected(oracle(*arguments), orders(*arguments), few)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The oracle's result, honest results, and optional distances from `roundings`."""
+
+    exact: Results
+    honest: list[Results]
+    roundings: Results | None = None
+
+
+@dataclass(frozen=True)
+class FromDocuments:
+    """Inputs and expected results of the fixed cases, from documents."""
+
+    documents: Documents
+
+    def mask(self, case: Case) -> Masks:
+        return _mask(case.mask, self.documents)
+
+    def inputs(self, case: Case, device: str) -> Inputs:
+        return _inputs(case.mask, case.dtype, case.shape, self.documents, device)
+
+    def expected(self, case: Case, layout: Layout, device: str) -> Expected:
+        wide = case.function == "merge"
+        with_lse = case.variant != "plain" and case.used in {"both", "lse"}
+        return _expected(case.mask, case.dtype, case.shape, self.documents, device, wide, with_lse, case.has_sink)

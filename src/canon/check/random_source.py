@@ -1,0 +1,77 @@
+"""Make the inputs of a random case, and the expected results.
+
+Random cases may have few elements, so one rounding of each intermediate result widens the judge's bounds. If gradients
+travel in 16 bits, the honest evaluations round the sums of the ranks, too.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+
+import torch
+from torch import Tensor
+
+from canon.check.cases import DTYPES, Masks
+from canon.check.draws import Drawn, evaluated
+from canon.check.inputs import Expected, Inputs, hide
+from canon.reference import Layout
+from canon.testing.judge import Results, dense, oracle, orders
+from canon.testing.roundings import roundings
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Inputs and expected results of the cases of `canon.check.draws`."""
+
+    def mask(self, case: Drawn) -> Masks:
+        return evaluated(case.mask)
+
+    def inputs(self, case: Drawn, device: str) -> Inputs:
+        return _inputs(case, device)
+
+    def expected(self, case: Drawn, layout: Layout, device: str) -> Expected:
+        x = _inputs(case, device)
+        wide = torch.promote_types(x.q.dtype, torch.float32) if case.function == "merge" else x.q.dtype
+        tensors = [t.to(wide) for t in (x.q, x.k, x.v, x.dout)]
+        arguments = (*tensors, x.mask, x.scale, x.dlse, x.sink if case.has_sink else None)
+        honest = orders(*arguments)
+        reduce_dtype = DTYPES[dict(case.options).get("reduce_dtype", "float64")]
+        if reduce_dtype.itemsize == 2 and (layout.ranks > 1 or case.function == "strided_attention"):
+            honest += [_reduced(arguments, layout, reduce_dtype, one, order) for order, one in enumerate(honest)]
+        return Expected(oracle(*arguments), honest, roundings(*arguments))
+
+
+@lru_cache(maxsize=4)
+def _inputs(case: Drawn, device: str) -> Inputs:
+    mask, shape, dtype = evaluated(case.mask), case.shape, DTYPES[case.dtype]
+    masks = mask if isinstance(mask, tuple) else (mask,) * (shape.batch or 1)
+    draw = Random(f"{case.seed}/{case.index}")
+    generator = torch.Generator().manual_seed(draw.getrandbits(40))
+    (h, g), (d, dv), b = shape.heads, shape.widths, shape.batch or 1
+    queries, keys = masks[0].queries, masks[0].keys
+    sizes = [(queries, h, d), (keys, g, d), (keys, g, dv), (queries, h, dv)]
+    q, k, v, dout = (torch.randn(b, *size, generator=generator) for size in sizes)
+    offset = draw.choice([0, 0, 3])  # an offset makes sums large, so that rounding of partial sums gives large errors
+    q, k, v, dout = (x.to(dtype) for x in (q, k, v + offset, dout + offset))
+    wide = torch.promote_types(dtype, torch.float32)
+    dlse = 4 * torch.randn(b, h, queries, generator=generator).to(wide)
+    sink = (2 + 3 * torch.randn(h, generator=generator)).to(wide)
+    dout = torch.zeros_like(dout) if case.used == "lse" else dout
+    dlse = torch.zeros_like(dlse) if case.used in {"out", "no lse", "sum"} else dlse
+    hide(masks, q, k, v, dout)
+    dout = torch.ones_like(dout) if case.used == "sum" else dout
+    tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
+    return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
+
+
+def _reduced(arguments: tuple, layout: Layout, reduce_dtype: torch.dtype, honest: Results, order: int) -> Results:
+    q, k, v, dout, mask, scale, dlse, sink = arguments
+    ranks = torch.randperm(layout.ranks, generator=torch.Generator().manual_seed(order)).tolist()
+    totals: list[Tensor] = []
+    for rank in ranks:
+        mine = torch.zeros(layout.tokens, dtype=torch.bool, device=q.device)
+        mine[layout.positions(rank).to(q.device)] = True
+        part = dense(q, k, v, dout.masked_fill(~mine[:, None, None], 0), mask, scale, dlse.masked_fill(~mine, 0), sink)
+        parts = [x.to(reduce_dtype) for x in (part.dk, part.dv)]
+        totals = [total + x for total, x in zip(totals, parts, strict=True)] if totals else parts
+    return honest._replace(dk=totals[0].to(honest.dk.dtype), dv=totals[1].to(honest.dv.dtype))

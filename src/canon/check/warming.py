@@ -1,0 +1,43 @@
+"""Compile the kernels of a check before it runs, in parallel processes (`canon.fast.ahead.compilation`).
+
+Ranks that are threads launch one kernel at a time, so they would also compile one kernel at a time.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from canon.check.case_runner import CaseRunner
+from canon.testing import process_groups, record
+
+
+def worth_it(device: str) -> bool:
+    """Return True if the check compiles kernels and several cores can share this."""
+    return device == "cuda" and (os.cpu_count() or 1) > 1 and "triton" in sys.modules and hasattr(os, "fork")
+
+
+def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
+    """Compile the kernels of ``groups``, pairs (ranks, runner). Return a line for the user."""
+    from canon.fast.ahead.compilation import compile_ahead
+
+    first = groups[0][1]
+    names = [(ranks, case.name) for ranks, runner in groups for case in runner.cases]
+    identity = record.source(first.module), first.backend, first.source, names
+    outcome = compile_ahead(partial(collect, list(groups)), len(names), *identity)
+    if outcome.complete:
+        return f"{outcome.compiled} kernels compiled." if outcome.compiled else "The kernels are compiled already."
+    return f"{outcome.compiled} kernels compiled; others compile when they run, because of: {outcome.error}"
+
+
+def collect(groups: Sequence[tuple[int, CaseRunner]], progress: Callable[[int], None] = lambda cases: None) -> None:
+    """Run all cases, and call ``progress(cases)`` after each case."""
+    done = 0
+    for ranks, runner in groups:
+        for case in runner.cases:
+            with suppress(RuntimeError):  # the check will report it
+                process_groups.threads(replace(runner, cases=(case,)).rehearse, ranks)
+            done += 1
+            progress(done)

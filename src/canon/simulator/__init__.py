@@ -1,0 +1,368 @@
+"""Simulate Gluon kernels on the CPU: launches inside `simulated` run the Python source, and check its synchronisation.
+
+    with simulator.simulated(order="late", seed=0):
+        kernel[grid](*tensors_and_descriptors, **constants_and_options)     # CPU tensors, host TensorDescriptors
+    simulator.register(add_box, simulator.reduce_add)                       # a stand-in for your own builtin
+    simulator.simulated(log=[])                                             # append all `Event` in order
+
+One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue when it ends, and at its
+atomic operations and volatile loads of global memory. TMA loads land, wgmma read their operands and stores are written
+"early" (at once), "late" (when nothing else can happen, or at a wait) or at "random" times. The simulator raises `Fault`,
+with the lines of the kernel, for
+
+    deadlocks                               the message names each wait, its barrier and phase
+    reads of data that is not there yet,    by vector clocks, in every interleaving: a missing wait or an early arrival is
+      buffers overwritten too early         a fault even if this run would give correct numbers
+    results of wgmma used before a wait, missing fences, wrong barrier counts, unbalanced named barriers
+    addresses out of bounds, misaligned TMA, int32 overflow, too much shared memory
+
+Triton's sanitizer ConSan checks the same hazards on a GPU, in the one order of that run. The simulator does not see the
+changes that the compiler makes. Not simulated: layouts, clusters, float8, tf32, tensor memory, races in global memory, and
+time. Other features raise NotImplementedError with their name.
+"""
+
+import ast
+import builtins
+import inspect
+import operator
+import random
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import reduce
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from triton.backends.nvidia.compiler import CUDAOptions
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import ConstexprFunction, JITFunction
+
+from canon.simulator import engines, language, memory, values
+from canon.simulator.aggregates import is_aggregate, python_class
+from canon.simulator.engines import await_written, fence_acquired, look, reduce_add
+from canon.simulator.memory import Descriptor
+from canon.simulator.program import Deadlock, Event, Fault, Program, take_turns
+from canon.simulator.values import Tensor
+
+__all__ = ["Deadlock", "Event", "Fault", "reduce_add", "register", "simulated"]
+
+ORDERS = ("late", "early", "random")
+
+_stand_ins: dict[int, tuple[Any, Any]] = {}  # id of the real object: (real object, to keep it alive, and its stand-in)
+_simulations: list[tuple[str, int, list | None]] = []  # order, seed, log; the last one applies
+_threads: list[int] = []  # torch's number of threads outside simulations
+_changing = threading.Lock()
+parsing = threading.Lock()  # Python 3.11 shares one nesting counter between all threads that parse source
+_compiled: dict[int, tuple[Any, CodeType]] = {}  # id of the kernel: (kernel, to keep it alive, and its code)
+
+
+def register(real: Any, stand_in: Any) -> None:
+    """Call ``stand_in`` where a simulated kernel calls ``real``, a builtin or a kernel function."""
+    _stand_ins[id(real)] = (real, stand_in)
+
+
+_HINTS = dict.fromkeys(("multiple_of", "max_contiguous", "max_constancy"), language.hint)
+_OTHER_NAMES = {
+    **_HINTS,
+    "cast": language.cast_to,
+    "constexpr": lambda x: x,
+    "device_assert": language.static_assert,
+    "thread_barrier": language.barrier,  # before Triton 3.7
+    "to_tensor": values.tensor,
+    "tuple": tuple,
+    "async_load": engines.async_copy_global_to_shared,  # since Triton 3.8
+    "async_store": engines.async_copy_shared_to_global,
+    "async_atomic_add": reduce_add,
+}
+
+
+def _register_all() -> None:
+    stand_ins = dict(_OTHER_NAMES)
+    for module in (language, memory, engines):
+        stand_ins |= {name: f for name, f in vars(module).items() if getattr(f, "__module__", "") == module.__name__}
+    for module in (gl, hopper, hopper.mbarrier, hopper.tma):
+        for name in stand_ins.keys() & set(dir(module)):
+            register(getattr(module, name), stand_ins[name])
+
+
+_register_all()
+
+_PTX_STAND_INS: dict[str, Callable] = {
+    "tma_reduce_add": reduce_add,
+    "wait_for_reductions": await_written,
+    "transpose_words": language.transpose_words,
+    "broadcast_rows": language.broadcast_rows,
+    "load_acquire": look,
+    "back_off": lambda: None,
+    "fence_async_global": fence_acquired,
+    "store_release": language.store,
+    "keep_where_nonzero": lambda x, p: language.where(p == 0.0, 0.0, x),
+    "rescale_rows": operator.mul,
+    "zero_rows": lambda x, factors: language.where(factors == 0.0, 0.0, x),
+    "declare_registers": lambda p, warpgroup: None,
+    "round_and_keep": lambda p, like, warpgroup: p.to(like.dtype),
+    "any_above": language.any_above,
+}
+
+
+def adopt(ptx: ModuleType, lane_sum: GluonJITFunction) -> None:
+    """Register stand-ins for the functions of ``ptx``, which call PTX. ``lane_sum`` sums the rows of a tile by lane."""
+
+    def add_rounding_excess(excess, p, sums, limit, warpgroup):
+        rounded_sums = _Function(lane_sum)(p.to(language.gl.float32))
+        return excess + language.where(sums > limit, sums - rounded_sums, 0.0)
+
+    register(ptx.add_rounding_excess, add_rounding_excess)
+    for name, stand_in in _PTX_STAND_INS.items():
+        register(getattr(ptx, name), stand_in)
+
+
+# The names that kernels use.
+
+
+class _Module:
+    def __init__(self, module: ModuleType):
+        self._module = module
+
+    def __getattr__(self, name: str):
+        seen = self.__dict__[name] = _seen(getattr(self._module, name), f"{self._module.__name__}.{name}")
+        return seen
+
+
+class _Function:
+    def __init__(self, function: GluonJITFunction):
+        self.function, self.name = function, function.fn.__name__
+        self.constant = [i for i, parameter in enumerate(function.params) if parameter.is_constexpr]
+        self.python: Callable | None = None
+
+    def __call__(self, *arguments, **named):
+        if self.python is None:
+            self.python = _rebuilt(self.function)
+        for i in self.constant:
+            if i < len(arguments) and isinstance(arguments[i], Tensor):
+                raise TypeError(f"{self.name} wants a constant for {self.function.params[i].name}, got {arguments[i]}")
+        return self.python(*arguments, **named)
+
+
+def _of_constants(function: ConstexprFunction) -> Callable:
+    def called(*arguments, **named):
+        if values := [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]:
+            raise TypeError(f"{function.__name__} is a function of constants, got {values}")
+        return function(*arguments, **named)
+
+    return called
+
+
+def _unknown(name: str) -> Callable:
+    def raised(*arguments, **named):
+        raise NotImplementedError(f"{name} is not simulated; simulator.register may give it a stand-in")
+
+    return raised
+
+
+def _seen(value: Any, name: str) -> Any:
+    if id(value) in _stand_ins:
+        return _stand_ins[id(value)][1]
+    if isinstance(value, ModuleType):
+        return _Module(value)
+    if isinstance(value, gl.constexpr):
+        return value.value
+    if isinstance(value, GluonJITFunction):
+        return _Function(value)
+    if isinstance(value, ConstexprFunction):
+        return _of_constants(value)
+    if is_aggregate(value):
+        return python_class(value, _Function)
+    if type(value) is tuple:
+        return tuple(_seen(x, name) for x in value)
+    if isinstance(value, JITFunction) or getattr(value, "__triton_builtin__", False):
+        return _unknown(name)
+    return value
+
+
+def _extremum(two: Callable) -> Callable:
+    return lambda *several: reduce(two, several)
+
+
+_BUILTINS = {
+    **vars(builtins),
+    "range": language.dynamic_range,
+    "min": _extremum(language.minimum),
+    "max": _extremum(language.maximum),
+}
+
+
+# Kernels as Python functions.
+
+
+def carried(value: Any) -> Any:
+    """Convert a constant that a loop or a branch may change into a value of Triton's type."""
+    if type(value) is tuple:
+        return tuple(carried(x) for x in value)
+    return values.tensor(value) if isinstance(value, int | float) else value
+
+
+def merged(condition: Any, value: Any) -> Any:
+    """Apply `carried` if the condition of the branch is a value, not a constant."""
+    return carried(value) if isinstance(condition, Tensor) else value
+
+
+class _Rewriting(ast.NodeTransformer):
+    """Turn constants that change in loops, or in branches on values, into values, as Triton's compiler does."""
+
+    def __init__(self, tree: ast.AST):
+        annotated = (node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
+        self.constants = {node.target.id for node in annotated if "constexpr" in ast.unparse(node.annotation)}
+
+    def _assigned(self, *bodies: list) -> list[str]:
+        nodes = (node for body in bodies for statement in body for node in ast.walk(statement))
+        names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        return sorted(name for name in names - self.constants if not name.startswith("__"))
+
+    def _converted(self, names: list[str], conversion: str, at: ast.AST) -> list[ast.stmt]:
+        lines = (f"try: {name} = {conversion.format(name)}\nexcept NameError: pass" for name in names)
+        statements = [statement for line in lines for statement in ast.parse(line).body]
+        for statement in statements:
+            for node in ast.walk(statement):
+                ast.copy_location(node, at)
+        return statements
+
+    def visit_For(self, node: ast.For):
+        self.generic_visit(node)
+        if "static_range" in ast.unparse(node.iter):
+            return node
+        return [*self._converted(self._assigned(node.body), "__carried({})", node), node]
+
+    def visit_While(self, node: ast.While):
+        self.generic_visit(node)
+        return [*self._converted(self._assigned(node.body), "__carried({})", node), node]
+
+    def visit_If(self, node: ast.If):
+        self.generic_visit(node)
+        test = f"__test_{node.lineno}_{node.col_offset}"
+        keep = ast.copy_location(ast.Assign([ast.Name(test, ast.Store())], node.test), node.test)
+        node.test = ast.copy_location(ast.Name(test, ast.Load()), node.test)
+        return [keep, node, *self._converted(self._assigned(node.body, node.orelse), f"__merged({test}, {{}})", node)]
+
+    def visit_AnnAssign(self, node: ast.AnnAssign):
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
+
+
+def _code(kernel: GluonJITFunction) -> CodeType:
+    with parsing:
+        return _compiled_once(kernel)
+
+
+def _compiled_once(kernel: GluonJITFunction) -> CodeType:
+    if id(kernel) not in _compiled:
+        tree = ast.parse(textwrap.dedent("".join(kernel.raw_src)))
+        definition = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
+        for argument in ast.walk(definition.args):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None
+        definition.decorator_list, definition.returns, definition.args.defaults = [], None, []
+        definition.args.kw_defaults = [None] * len(definition.args.kwonlyargs)
+        _Rewriting(definition).visit(definition)
+        ast.increment_lineno(tree, kernel.starting_line_number - 1)
+        module = compile(ast.fix_missing_locations(tree), kernel.fn.__code__.co_filename, "exec")
+        _compiled[id(kernel)] = kernel, next(x for x in module.co_consts if inspect.iscode(x))
+    return _compiled[id(kernel)][1]
+
+
+def _rebuilt(kernel: GluonJITFunction) -> Callable:
+    function, code = kernel.fn, _code(kernel)
+    known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    names: dict[str, Any] = {name: _seen(known[name], name) for name in _names(code) if name in known}
+    names |= {"__builtins__": _BUILTINS, "__simulated__": True, "__carried": carried, "__merged": merged}
+    defaults = tuple(_seen(value, "default") for value in function.__defaults__ or ())
+    rebuilt = FunctionType(code, names, function.__name__, defaults)
+    rebuilt.__kwdefaults__ = {name: _seen(value, name) for name, value in (function.__kwdefaults__ or {}).items()}
+    return rebuilt
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(constant) for constant in code.co_consts if inspect.iscode(constant))
+    return set(code.co_names).union(*inner)
+
+
+# Launches.
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise ValueError(f"simulated kernels take tensors on the CPU, got one on {value.device}")
+        return values.pointer(value)
+    if isinstance(value, TensorDescriptor):
+        return Descriptor(value)
+    if type(value) is tuple:
+        return tuple(_argument(x) for x in value)
+    return value if value is None else values.tensor(value)
+
+
+def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dict, dict, dict]:
+    """Return the bound arguments, their kernel values, and the options. A specialised 1 is a constant, as in Triton."""
+    signature = inspect.signature(kernel.fn)
+    options = {name: value for name, value in named.items() if name not in signature.parameters}
+    bound = signature.bind(*arguments, **{name: named[name] for name in named if name not in options})
+    bound.apply_defaults()
+    if unknown := set(options) - {field.name for field in fields(CUDAOptions)}:
+        raise KeyError(f"{kernel.fn.__name__} has no parameter, and Triton no option {sorted(unknown)}")
+    given = {}
+    for parameter in kernel.params:
+        value = bound.arguments[parameter.name]
+        one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        constant = parameter.is_constexpr or one
+        given[parameter.name] = _seen(value, parameter.name) if constant else _argument(value)
+    return bound.arguments, given, options
+
+
+def _launch(
+    kernel: GluonJITFunction, grid: tuple, given: dict, options: dict, order: str, seed: int, log: list | None
+) -> None:
+    if options.get("num_ctas", 1) != 1:
+        raise NotImplementedError("clusters are not simulated")
+    sizes = (*grid, 1, 1)[:3]
+    chance = random.Random(seed)
+    function = _rebuilt(kernel)
+    places = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
+    programs = [Program(place, sizes, order, chance, log) for place in places]
+    take_turns(programs, chance, kernel.fn.__name__, options.get("num_warps", 4), lambda: function(**given))
+
+
+def _run(kernel: GluonJITFunction, *arguments, grid, warmup=False, **named) -> Any:
+    if warmup:
+        return JITFunction.run(kernel, *arguments, grid=grid, warmup=True, **named)
+    raw, given, options = _bound(kernel, arguments, named)
+    return _launch(kernel, grid(raw) if callable(grid) else grid, given, options, *_simulations[-1])
+
+
+@contextmanager
+def simulated(order: str = "late", seed: int = 0, log: list[Event] | None = None) -> Iterator[None]:
+    """Simulate Gluon launches of all threads on the CPU. ``order`` decides when asynchronous operations happen, ``seed`` draws
+    all free choices, and ``log`` receives events. Raises the kernel's exceptions, and `Fault` for errors that a GPU hides.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+    with _changing:
+        if not _simulations:
+            GluonJITFunction.run = _run
+            _threads.append(torch.get_num_threads())
+            torch.set_num_threads(1)  # tiles are small, and partitions are already threads
+        _simulations.append(mine := (order, seed, log))
+    try:
+        yield
+    finally:
+        with _changing:
+            _simulations[:] = [simulation for simulation in _simulations if simulation is not mine]
+            if not _simulations:
+                del GluonJITFunction.run
+                torch.set_num_threads(_threads.pop())

@@ -1,0 +1,344 @@
+"""Simulate Hopper's asynchronous operations: mbarriers, TMA, wgmma, fences, named barriers.
+
+operation          start                             end
+TMA load           fills its tile with NaN           it lands: its barrier receives the bytes
+wgmma              enters its partition's queue      the warpgroup_mma_wait that removes it from the queue
+TMA store, add     enters its partition's queue      the store_wait (read), or the end of the program (written)
+"""
+
+import re
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from canon.simulator.aggregates import Aggregate
+from canon.simulator.barriers import Barrier, NamedBarrier
+from canon.simulator.language import load
+from canon.simulator.memory import Access, Allocation, Descriptor, Shared, allocate_shared_memory
+from canon.simulator.program import Fault, Place, here
+from canon.simulator.values import Tensor, number
+
+NAMED = re.compile(
+    r"\s*(?:bar|barrier)(?:\.cta)?\.(sync|arrive)\s+(\d+)\s*,\s*(\d+)\s*;\s*(mov\.u32\s+\$0\s*,\s*0\s*;)?\s*"
+)
+WARPGROUP = 4  # warps
+HARDWARE_BARRIERS = 16
+
+
+# Barriers and fences.
+
+
+def init(mbarrier, count):
+    """`mbarrier.init`."""
+    mbarrier.barrier.init(count)
+
+
+def invalidate(mbarrier):
+    """`mbarrier.invalidate`."""
+    mbarrier.barrier.valid().count = None
+
+
+def expect(mbarrier, bytes_per_cta=None, pred=True, bytes=None):
+    """`mbarrier.expect`: one arrival, and bytes to wait for."""
+    expected = bytes_per_cta if bytes is None else bytes
+    if number(pred):
+        mbarrier.barrier.arrive(1, number(expected))
+
+
+def arrive(mbarrier, *, count=1, pred=True):
+    """`mbarrier.arrive`."""
+    if number(pred):
+        mbarrier.barrier.arrive(count)
+        here().program.step()
+
+
+def wait(mbarrier, phase, pred=True, deps=()):
+    """`mbarrier.wait`."""
+    if number(pred):
+        mbarrier.barrier.wait(int(number(phase)))
+
+
+def allocate_mbarrier(batch=None, two_ctas=False):
+    """`mbarrier.allocate_mbarrier`."""
+    if two_ctas:
+        raise NotImplementedError("clusters are not simulated")
+    shape = [1] if batch is None else [batch, 1]
+    return allocate_shared_memory(gl.int64, shape, gl.nvidia.hopper.mbarrier.MBarrierLayout())
+
+
+def fence_async_shared(cluster=False):
+    """Make this partition's stores to shared memory visible to wgmma and TMA."""
+    if cluster:
+        raise NotImplementedError("clusters are not simulated")
+    me = here()
+    for access in me.unfenced:
+        access.fenced = me.clock[me.id]
+    me.unfenced = []
+
+
+def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
+    """Simulate named barriers (bar.sync, bar.arrive). No other inline assembly is simulated."""
+    if not (found := NAMED.fullmatch(asm)):
+        raise NotImplementedError(f"inline assembly {asm!r} is not simulated; bar.sync and bar.arrive are")
+    kind, name, threads = found[1], int(found[2]), int(found[3])
+    program = here().program
+    taken = 1 + len(program.partitions)
+    if not taken < name + 1 <= HARDWARE_BARRIERS:
+        raise Fault(f"named barrier {name}: Triton itself uses 0 to {taken - 1}, there are 16, at {Place()}")
+    if threads % 32:
+        raise Fault(f"{threads} threads are no whole warps, at {Place()}")
+    program.named.setdefault(name, NamedBarrier(name)).arrive(threads, stay=kind == "sync")
+    program.step()
+    return Tensor(0, dtype)
+
+
+# TMA.
+
+
+class Load:
+    """A TMA load in flight."""
+
+    def __init__(self, descriptor: Descriptor, coordinates: list[int], barrier: Barrier, view: Shared, access: Access):
+        self.descriptor, self.coordinates, self.barrier = descriptor, coordinates, barrier
+        self.view, self.access = view, access
+        self.started = here().program.note("load", descriptor.block_type.nbytes)
+
+    def __str__(self) -> str:
+        return f"{self.access} of {self.coordinates}, for {self.barrier}"
+
+    def land(self) -> None:
+        self.view.data.fill_(self.descriptor.padding)
+        source, mine = self.descriptor.box(self.coordinates, self.view.data)
+        mine.copy_(source)
+        barrier = self.barrier.name, self.barrier.phase
+        self.barrier.program.note("done", self.descriptor.block_type.nbytes, barrier, self.started)
+        self.access.owner = self.barrier.id
+        self.access.epoch = self.barrier.receive(self.descriptor.block_type.nbytes)
+
+
+class Store:
+    """A TMA store or add in flight."""
+
+    def __init__(self, descriptor: Descriptor, coordinates: list[int], view: Shared, access: Access, add: bool):
+        self.descriptor, self.coordinates, self.view, self.access, self.add = descriptor, coordinates, view, access, add
+        self.started = here().program.note("add" if add else "store", descriptor.block_type.nbytes)
+        self.written = here().program.draws()
+        if self.written:
+            self.write(view.data)
+
+    def write(self, data: torch.Tensor) -> None:
+        target, mine = self.descriptor.box(self.coordinates, data)
+        target.copy_(target + mine if self.add else mine)
+
+    def complete(self) -> None:
+        """End the read of shared memory. A delayed write to global memory follows at the end of the program."""
+        self.view.allocation.settle(self.access)
+        here().program.note("done", self.descriptor.block_type.nbytes, of=self.started)
+        if not self.written:
+            data = self.view.data.clone()
+            self.access.by.program.late.append((self.access.by, lambda: self.write(data)))
+
+
+def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True, multicast=False):
+    """`tma.async_copy_global_to_shared`, later named `tma.async_load`."""
+    if multicast:
+        raise NotImplementedError("multicast is not simulated")
+    if not number(pred):
+        return
+    coordinates = [number(c) for c in coord]
+    tensor_desc.check(coordinates, result)
+    barrier.barrier.valid()
+    access = result.allocation.write(result.region, "TMA load", asynchronous=True)
+    result.data.fill_(float("nan") if result.data.dtype.is_floating_point else 77)
+    program = here().program
+    program.loads.append(Load(tensor_desc, coordinates, barrier.barrier, result, access))
+    if program.order == "early":
+        program.land()
+    program.step()
+
+
+def _store(descriptor: Descriptor, coord: Any, source: Shared, add: bool) -> None:
+    if here().acquired:
+        raise Fault(f"TMA writes behind an acquire without fence.proxy.async.global, at {Place()}")
+    coordinates = [number(c) for c in coord]
+    descriptor.check(coordinates, source)
+    access, taint = source.allocation.read(source.region, "TMA add" if add else "TMA store", asynchronous=True)
+    if access is None:
+        raise Fault(taint)
+    here().stores.append(Store(descriptor, coordinates, source, access, add))
+    here().program.step()
+
+
+def async_copy_shared_to_global(tensor_desc, coord, src):
+    """`tma.async_copy_shared_to_global`, later named `tma.async_store`."""
+    _store(tensor_desc, coord, src, add=False)
+
+
+def reduce_add(desc, coord, smem):
+    """Add shared memory to global[coord]: `tma.async_atomic_add` of Triton 3.8."""
+    _store(desc, coord, smem, add=True)
+
+
+def store_wait(pendings):
+    """`tma.store_wait`: wait until all but the newest stores have read shared memory."""
+    stores = here().stores
+    while len(stores) > number(pendings):
+        stores.pop(0).complete()
+
+
+def look(place):
+    """Load with acquire. TMA sees the acquired data only after `fence_acquired`."""
+    here().acquired = True
+    return load(place, volatile=True)
+
+
+def fence_acquired() -> None:
+    """Stand-in for ``fence.proxy.async.global``."""
+    here().acquired = False
+
+
+def await_written() -> None:
+    """Wait until all stores of this partition have written to global memory."""
+    store_wait(0)
+    me, program = here(), here().program
+    mine, program.late = [x for x in program.late if x[0] is me], [x for x in program.late if x[0] is not me]
+    for _, write in mine:
+        write()
+
+
+# wgmma.
+
+
+class Product:
+    """A wgmma in flight: a @ b + accumulator. ``value`` is None until it is computed."""
+
+    def __init__(self, a: Any, b: Shared, before: Any, shape: list[int]):
+        self.a, self.b, self.before, self.shape = a, b, before, shape
+        self.place, self.value, self.taint = Place(), None, None
+        self.started = here().program.note("wgmma", 2 * shape[0] * shape[1] * a.shape[1])
+        self.reads: list[tuple[Allocation, Access]] = []
+        for operand in (a, b):
+            if isinstance(operand, Shared):
+                access, taint = operand.allocation.read(operand.region, "wgmma", asynchronous=True)
+                self.taint = self.taint or taint
+                if access:
+                    self.reads.append((operand.allocation, access))
+            else:
+                self.taint = self.taint or operand.taint
+        if before is not None:
+            self.taint = self.taint or (before.product if isinstance(before, Pending) else before).taint
+
+    def __str__(self) -> str:
+        return f"wgmma at {self.place}"
+
+    def compute(self) -> torch.Tensor:
+        if self.value is None:
+            if self.taint:
+                self.value = torch.full(self.shape, float("nan"))
+            else:
+                a, b = self.a.data.float(), self.b.data.float()
+                self.value = a @ b
+                if self.before is not None:
+                    before = self.before
+                    self.value += before.product.compute() if isinstance(before, Pending) else before.data
+            self.a = self.b = self.before = None
+        return self.value
+
+    def complete(self) -> None:
+        self.compute()
+        for allocation, access in self.reads:
+            allocation.settle(access)
+        here().program.note("done", of=self.started)
+        self.reads = []
+
+
+class Pending(Tensor):
+    """The result of a wgmma in flight. Only another wgmma and warpgroup_mma_wait accept it."""
+
+    __slots__ = ("product",)
+
+    def __init__(self, product: Product):
+        self.product, self.dtype, self.memory = product, gl.float32, None
+
+    @property
+    def data(self):
+        raise Fault(f"the result of a wgmma is used before warpgroup_mma_wait, at {Place()}: {self.product}")
+
+    @property
+    def taint(self):
+        return self.data
+
+    @property
+    def shape(self):
+        return self.product.shape
+
+
+def warpgroup_mma_init(value):
+    """`hopper.warpgroup_mma_init`."""
+    return value
+
+
+def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
+    """`hopper.warpgroup_mma` of float16 or bfloat16 operands, accumulated in float32."""
+    me = here()
+    if me.warps != WARPGROUP:
+        raise Fault(f"wgmma in {me.name} of {me.warps} warps: partitions of 4 are simulated, at {Place()}")
+    (m, k), (k2, n) = a.shape, b.shape
+    if not isinstance(b, Shared) or a.dtype.name != b.dtype.name or a.dtype.name not in ("fp16", "bf16"):
+        raise TypeError(f"wgmma of {a!r} and {b!r}: both float16 or bfloat16, the second in shared memory")
+    if k != k2 or acc.shape != [m, n] or acc.dtype.name != "fp32" or m % 64 or n % 8 or k % 16:
+        raise TypeError(f"wgmma of {a.shape} and {b.shape} into {acc.dtype}{acc.shape}, at {Place()}")
+    if isinstance(a, Pending):
+        _ = a.data
+    product = Product(a, b, acc if number(use_acc) else None, [m, n])
+    me.products.append(product)
+    if me.program.draws():
+        product.compute()
+    if not is_async:
+        return warpgroup_mma_wait(0, [Pending(product)])
+    me.program.step()
+    return Pending(product)
+
+
+def warpgroup_mma_wait(num_outstanding=0, deps=None):
+    """Return the results. Those of the ``num_outstanding`` newest wgmma stay pending."""
+    if deps is None:
+        raise ValueError("warpgroup_mma_wait deps must be given")
+    products = here().products
+    while len(products) > num_outstanding:
+        products.pop(0).complete()
+    results = tuple(_waited(x, products) for x in deps)
+    return results[0] if len(results) == 1 else results
+
+
+def _waited(x: Any, products: list[Product]) -> Any:
+    if not isinstance(x, Pending) or x.product in products:
+        return x
+    return Tensor(x.product.compute(), gl.float32, x.product.taint)
+
+
+# Partitions.
+
+
+def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
+    """`gl.warp_specialize`."""
+    if len(worker_num_warps) != len(functions_and_args) - 1:
+        raise ValueError(f"{len(functions_and_args) - 1} workers, but warps for {len(worker_num_warps)}")
+    if worker_num_regs is not None and len(worker_num_regs) != len(worker_num_warps):
+        raise ValueError(f"{len(worker_num_warps)} workers, but registers for {len(worker_num_regs)}")
+    for registers in worker_num_regs or ():
+        if not 24 <= registers <= 256 or registers % 8:
+            raise Fault(f"a thread has 24 to 256 registers, a multiple of 8, got {registers}")
+    for _, arguments in functions_and_args[1:]:
+        if blocks := [x for x in flat(arguments) if isinstance(x, Tensor) and x.shape]:
+            raise TypeError(f"only the default partition may be given blocks, got {blocks}")
+    parts = [(f.name, lambda f=f, x=x: f(*x)) for f, x in functions_and_args]
+    return here().program.specialise(parts, list(worker_num_warps))
+
+
+def flat(values: Any) -> list:
+    """Return the values in nested tuples and aggregates."""
+    if isinstance(values, Aggregate):
+        values = values.fields()
+    return [x for value in values for x in flat(value)] if isinstance(values, tuple) else [values]

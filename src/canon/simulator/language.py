@@ -1,0 +1,352 @@
+"""Define functions of Gluon's language on the CPU, under their own names: `gl.load`, `gl.where`, `gl.sum`.
+
+Layouts are accepted and ignored, because compilation checks them.
+"""
+
+import builtins
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from canon.simulator.program import Fault, Place, here
+from canon.simulator.values import (
+    BITS,
+    HELD,
+    Tensor,
+    binary,
+    block,
+    cast,
+    check_ranks,
+    fitted,
+    held,
+    number,
+    promoted,
+    tensor,
+)
+
+UNDEFINED = -1  # result of a masked integer load without `other`, where it is masked
+
+# Memory.
+
+
+def _addresses(address: Tensor, mask: Any, what: str) -> tuple[Any, Any]:
+    if address.memory is None:
+        raise TypeError(f"{what} of {address.dtype}, which is no pointer, at {Place()}")
+    at, keep = address.data, True if mask is None else tensor(mask).data
+    if isinstance(keep, torch.Tensor):
+        at = block(at, gl.int64)
+        keep = keep.expand_as(at)
+        at = at[keep]
+        keep = keep if at.numel() else False
+    if keep is not False:
+        if taint := address.taint or (mask.taint if isinstance(mask, Tensor) else None):
+            raise Fault(taint)
+        low, high = map(int, at.aminmax()) if isinstance(at, torch.Tensor) else (at, at)
+        if low < 0 or high >= address.memory.numel():
+            end = low if low < 0 else high
+            raise Fault(f"{what} of element {end} of {address.memory.numel()}: out of bounds, at {Place()}")
+    return at, keep
+
+
+def _values(pointer: Tensor, value: Any, keep: Any) -> Any:
+    value = tensor(value)
+    if value.taint:
+        raise Fault(value.taint)
+    kind = pointer.dtype.element_ty
+    data = block(cast(value.data, value.dtype, kind), kind).to(pointer.memory.dtype).expand(pointer.shape)
+    return data[keep] if isinstance(keep, torch.Tensor) else data
+
+
+def _no_options(**given: Any) -> None:
+    for name, value in given.items():
+        if value:
+            raise NotImplementedError(f"{name}={value!r} is not simulated")
+
+
+def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", volatile=False, **cache):
+    """`gl.load`. Masked elements are ``other``, or NaN without it. A ``volatile`` load first lets other programs run."""
+    _no_options(boundary_check=boundary_check, padding_option=padding_option)
+    if volatile:
+        _let_go_on()
+    at, keep = _addresses(pointer, mask, "load")
+    kind = pointer.dtype.element_ty
+    if keep is True:
+        found = held(pointer.memory[at])
+        if volatile:
+            here().look(at, found)
+        return Tensor(found, kind)
+    rest = tensor((math.nan if kind.is_floating() else UNDEFINED) if other is None else other)
+    result = block(cast(rest.data, rest.dtype, kind), kind).expand(pointer.shape).clone()
+    if keep is not False:
+        result[keep] = held(pointer.memory[at])
+    return Tensor(result, kind, rest.taint)
+
+
+def store(pointer, value, mask=None, boundary_check=(), **cache):
+    """`gl.store`. A store without unmasked elements ignores its value."""
+    _no_options(boundary_check=boundary_check)
+    at, keep = _addresses(pointer, mask, "store")
+    if keep is not False:
+        pointer.memory[at] = _values(pointer, value, keep)
+
+
+def atomic_add(pointer, val, mask=None, sem=None, scope=None):
+    """`gl.atomic_add`: return the old value."""
+    before = load(pointer, mask, 0)
+    at, keep = _addresses(pointer, mask, "atomic_add")
+    if keep is not False:
+        pointer.memory.index_put_((torch.as_tensor(at),), _values(pointer, val, keep), accumulate=True)
+    _let_go_on()
+    return before
+
+
+def _let_go_on() -> None:
+    here().program.let_others()
+    here().program.step()
+
+
+# Arithmetic.
+
+
+def where(condition, x, y):
+    """`gl.where`."""
+    c = tensor(condition)
+    left, right, kind, taint = promoted(x, y)
+    check_ranks(c.data, left, right)
+    chosen = torch.where(block(c.data, gl.int1).bool(), block(left, kind), block(right, kind))
+    return Tensor(chosen, kind, taint or c.taint)
+
+
+def _extremum(floats: Callable, integers: Callable) -> Callable:
+    def chosen(x, y, propagate_nan=None):
+        if "ALL" in str(propagate_nan):
+            raise NotImplementedError("propagate_nan is not simulated")
+        left, right, kind, taint = promoted(x, y)
+        function = floats if kind.is_floating() else integers
+        return Tensor(function(block(left, kind), block(right, kind)), kind, taint)
+
+    return chosen
+
+
+maximum = _extremum(torch.fmax, torch.maximum)
+minimum = _extremum(torch.fmin, torch.minimum)
+
+
+def _elementwise(function: Callable) -> Callable:
+    def applied(x):
+        x = tensor(x)
+        if x.dtype.name not in ("fp32", "fp64"):
+            raise TypeError(f"{function.__name__} takes float32 or float64, got {x.dtype}, at {Place()}")
+        here().program.note(function.__name__, x.numel)
+        return Tensor(function(block(x.data, x.dtype)), x.dtype, x.taint)
+
+    return applied
+
+
+exp, exp2, log, log2 = map(_elementwise, (torch.exp, torch.exp2, torch.log, torch.log2))
+sqrt, rsqrt, floor, ceil = map(_elementwise, (torch.sqrt, torch.rsqrt, torch.floor, torch.ceil))
+
+
+def abs(x):
+    """`gl.abs`."""
+    x = tensor(x)
+    return Tensor(fitted(builtins.abs(x.data), x.dtype, "abs"), x.dtype, x.taint)
+
+
+def fma(x, y, z):
+    """`gl.fma`, computed in float64."""
+    x, y, z = tensor(x), tensor(y), tensor(z)
+    product = binary(operator.mul, x.to(gl.float64), y.to(gl.float64))
+    return (product + z.to(gl.float64)).to(x.dtype)
+
+
+def cdiv(x, div):
+    """`gl.cdiv`."""
+    return (x + (div - 1)) // div
+
+
+def cast_to(input, dtype, fp_downcast_rounding=None, bitcast=False):
+    """`gl.cast`."""
+    return tensor(input).to(dtype, fp_downcast_rounding, bitcast)
+
+
+# Reductions.
+
+
+def _reduced(data: torch.Tensor, axis: int | None, keep_dims: bool, function: Callable) -> torch.Tensor:
+    result = function(data.flatten(), 0) if axis is None else function(data, axis)
+    if not keep_dims:
+        return result
+    return result.reshape([1] * data.dim()) if axis is None else result.unsqueeze(axis)
+
+
+def sum(input, axis=None, keep_dims=False, dtype=None):
+    """`gl.sum`. Integers of fewer than 32 bits are summed in 32 bits."""
+    kind = dtype or input.dtype
+    if dtype is None and kind.is_int() and BITS[kind.name] < 32:
+        kind = gl.int32 if kind.is_int_signed() else gl.uint32
+    total = _reduced(input.to(kind).data, axis, keep_dims, lambda data, n: data.sum(n))
+    return Tensor(fitted(total, kind, "sum"), kind, input.taint)
+
+
+def _extreme(bottom: float, function: Callable) -> Callable:
+    def reduced(input, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
+        _no_options(return_indices=return_indices)
+        if input.dtype.primitive_bitwidth < 32:
+            input = input.to(gl.float32 if input.dtype.is_floating() else gl.int32)
+        result = _reduced(input.data, axis, keep_dims, function)
+        if input.dtype.is_floating() and bool(result.isnan().any()):  # the hardware ignores NaN
+            known = input.data.nan_to_num(bottom, math.inf, -math.inf)
+            unknown = _reduced(input.data.isnan(), axis, keep_dims, lambda data, n: data.all(n))
+            result = _reduced(known, axis, keep_dims, function).masked_fill(unknown, math.nan)
+        return Tensor(result, input.dtype, input.taint)
+
+    return reduced
+
+
+max = _extreme(-math.inf, torch.amax)
+min = _extreme(math.inf, torch.amin)
+
+
+# Shapes.
+
+
+def arange(start, end, layout=None):
+    """`gl.arange`, in int32."""
+    if end - start & (end - start - 1):
+        raise ValueError(f"arange's range must be a power of 2, got {end - start}, at {Place()}")
+    return Tensor(torch.arange(start, end), gl.int32)
+
+
+def full(shape, value, dtype, layout=None):
+    """`gl.full`."""
+    if not all(type(n) is int and n > 0 and n & (n - 1) == 0 for n in shape):
+        raise TypeError(f"a shape is made of constant powers of 2, got {shape}, at {Place()}")
+    value = tensor(value)
+    data = cast(value.data, value.dtype, dtype)
+    return Tensor(torch.full(list(shape), data, dtype=HELD[dtype.name]), dtype, value.taint)
+
+
+def zeros(shape, dtype, layout=None):
+    """`gl.zeros`."""
+    return full(shape, 0, dtype)
+
+
+def full_like(input, value, shape=None, dtype=None, layout=None):
+    """`gl.full_like`."""
+    return full(shape or input.shape, value, dtype or input.dtype)
+
+
+def zeros_like(input, shape=None, dtype=None, layout=None):
+    """`gl.zeros_like`."""
+    return full_like(input, 0, shape, dtype)
+
+
+def expand_dims(input, axis):
+    """`gl.expand_dims`."""
+    return input.expand_dims(axis)
+
+
+def reshape(input, *shape):
+    """`gl.reshape`."""
+    return input.reshape(*shape)
+
+
+def permute(input, *dims):
+    """`gl.permute`."""
+    return input.permute(*dims)
+
+
+def join(a, b):
+    """`gl.join`: stack both along a new last axis."""
+    left, right, kind, taint = promoted(a, b)
+    return Tensor(torch.stack(torch.broadcast_tensors(left, right), -1), kind, taint)
+
+
+def split(a):
+    """`gl.split`, the inverse of `join`."""
+    return Tensor(a.data[..., 0], a.dtype, a.taint), Tensor(a.data[..., 1], a.dtype, a.taint)
+
+
+def convert_layout(value, layout, assert_trivial=False):
+    """Return the same value. A pending wgmma result raises Fault."""
+    return Tensor(value.data, value.dtype, value.taint)
+
+
+def transpose_words(x):
+    """In each 32 columns, the pairs at 8 i + 2 j and 8 j + 2 i change places."""
+    data = x.data.reshape(x.shape[0], -1, 4, 4, 2).transpose(2, 3)
+    return Tensor(data.reshape(x.data.shape), x.dtype, x.taint)
+
+
+def broadcast_rows(x, like):
+    """Broadcast one number per column to all rows."""
+    return Tensor(x.data.expand(like.shape).clone(), x.dtype, x.taint)
+
+
+def any_above(x, limit, warpgroup):
+    """Vote in a warpgroup: return 1 if any x exceeds the limit."""
+    above = x > limit
+    return Tensor(int(above.data.any()), gl.int32, above.taint)
+
+
+# The compiler and the launch.
+
+
+def hint(input, values=None):
+    """Return the value of a compiler hint unchanged."""
+    return input
+
+
+def static_assert(cond, msg=""):
+    """Raise AssertionError unless the condition holds."""
+    if not bool(block(tensor(cond).data, gl.int1).all()):
+        raise AssertionError(f"{msg} at {Place()}")
+
+
+def assume(cond):
+    """Raise Fault unless the assumption is true."""
+    if not number(cond):
+        raise Fault(f"what is assumed is wrong, at {Place()}")
+
+
+def static_range(arg1, arg2=None, step=None):
+    """`gl.static_range`, with constant bounds."""
+    first, stop = (0, arg1) if arg2 is None else (arg1, arg2)
+    return range(first, stop, 1 if step is None else step)
+
+
+def dynamic_range(*bounds):
+    """Python's range in a kernel: it yields values, not constants."""
+    wide = any(BITS[tensor(bound).dtype.name] == 64 for bound in bounds)
+    for i in range(*map(number, bounds)):
+        yield Tensor(i, gl.int64 if wide else gl.int32)
+
+
+def program_id(axis):
+    """`gl.program_id`."""
+    return Tensor(here().program.indices[axis], gl.int32)
+
+
+def num_programs(axis):
+    """`gl.num_programs`."""
+    return Tensor(here().program.grid[axis], gl.int32)
+
+
+def num_warps():
+    """Return the number of warps of this partition."""
+    return here().warps
+
+
+def num_ctas():
+    """Return 1: clusters are not simulated."""
+    return 1
+
+
+def barrier(cluster=False):
+    """Do nothing: the warps of a partition run as one."""
+    _no_options(cluster=cluster)

@@ -1,0 +1,299 @@
+"""Simulate shared memory with race detection, and TMA descriptors of tensors.
+
+Each access is recorded until a later write covers it. Its epoch is the clock of its partition, or the phase of a barrier
+for TMA loads. This finds three errors in every interleaving:
+
+    a read that no barrier orders after the write        the value is tainted (NaN), and its use raises the fault
+    a write that no barrier orders after a read          a fault at once, with both places
+    a read by the async proxy (wgmma, TMA) of a store    a fault at once
+      without fence_async_shared in between
+
+A kernel may compute with a tainted value and drop it, as pipelines do before the first tile arrives. To store it unmasked,
+to branch on it or to use it as an address raises the fault.
+
+Not simulated: alignment, banks, reuse of freed memory, order through global memory (flags), and the fences after reads and
+after mbarrier.init, which Triton's tutorials omit.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from canon.simulator.barriers import Barrier
+from canon.simulator.program import Fault, Partition, Place, here
+from canon.simulator.values import MEMORY, Tensor, held, number, type_of
+
+MAX_SHARED = 232448  # bytes that a CTA may use on sm_90: CUDA C++ Programming Guide, technical specifications
+
+Region = tuple[int, tuple[tuple[int, int], ...]]  # first element; (stride, size) of each axis
+
+
+@lru_cache(maxsize=256)
+def elements(region: Region) -> torch.Tensor:
+    """Return the indices of all elements of a region."""
+    offset, axes = region
+    places = torch.tensor([offset])
+    for stride, size in axes:
+        places = (places[:, None] + stride * torch.arange(size)).flatten()
+    return places
+
+
+@lru_cache(maxsize=4096)
+def last_of(region: Region) -> int:
+    """Return the index of the last element of a region."""
+    return region[0] + sum(stride * (size - 1) for stride, size in region[1])
+
+
+@lru_cache(maxsize=65536)
+def overlap(a: Region, b: Region) -> bool:
+    """Return whether two regions of one allocation have common elements."""
+    if a == b:
+        return True
+    if a[0] > last_of(b) or b[0] > last_of(a):
+        return False
+    return bool(torch.isin(elements(a), elements(b)).any())
+
+
+@lru_cache(maxsize=65536)
+def covers(a: Region, b: Region) -> bool:
+    """Return whether region a contains region b."""
+    if a == b:
+        return True
+    if b[0] < a[0] or last_of(b) > last_of(a):
+        return False
+    return bool(torch.isin(elements(b), elements(a)).all())
+
+
+class Access:
+    """A read or a write. It ended at ``epoch`` of the clock of ``owner``; None while it is in flight."""
+
+    __slots__ = ("asynchronous", "by", "epoch", "fenced", "owner", "place", "region", "what", "write")
+
+    def __init__(self, region: Region, what: str, by: Partition, write: bool, asynchronous: bool):
+        self.region, self.what, self.by, self.write, self.asynchronous = region, what, by, write, asynchronous
+        self.owner = by.id
+        self.epoch: int | None = None if asynchronous else by.clock[by.id]
+        self.fenced: int | None = None
+        self.place = Place()
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.by.name} at {self.place}"
+
+    def before(self, me: Partition) -> bool:
+        return self.epoch is not None and me.clock.get(self.owner, 0) >= self.epoch
+
+    def unfinished(self) -> str:
+        return f"the {self} is still in flight" if self.epoch is None else f"no barrier says that the {self} is over"
+
+    def visible(self, me: Partition) -> bool:
+        return self.asynchronous or (self.fenced is not None and me.clock.get(self.by.id, 0) >= self.fenced)
+
+
+class Allocation:
+    """A piece of shared memory."""
+
+    def __init__(self, kind: Any, shape: list[int], layout: Any):
+        program = here().program
+        dtype = MEMORY[kind.name]
+        self.data = torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
+        self.kind, self.accesses = kind, []
+        self.name = f"shared memory {program.allocations} (allocated at {Place()})"
+        self.barriers: list[Barrier] = []
+        if isinstance(layout, gl.nvidia.hopper.mbarrier.MBarrierLayout):
+            names = (f"barrier {program.allocations}[{i}] of {Place()}" for i in range(self.data.numel()))
+            self.barriers = [Barrier(program, name) for name in names]
+            program.barriers += self.barriers
+        program.allocations += 1
+        program.shared_bytes += self.data.numel() * dtype.itemsize
+        if program.shared_bytes > MAX_SHARED:
+            raise Fault(f"{program.shared_bytes} bytes of shared memory, {MAX_SHARED} are there, at {Place()}")
+
+    def read(self, region: Region, what: str, asynchronous: bool = False) -> tuple[Access | None, str | None]:
+        """Record a read. Return (access, None), or (None, reason) if the value is garbage."""
+        me, written = here(), False
+        access = Access(region, what, me, False, asynchronous)
+        for other in self.accesses:
+            if not other.write or not overlap(other.region, region):
+                continue
+            written = True
+            if not other.before(me):
+                return None, f"{access} reads {self.name}, but {other.unfinished()}"
+            if asynchronous and not other.visible(me):
+                raise Fault(f"{access} reads {self.name}, but there is no fence_async_shared after the {other}")
+        if not written:
+            return None, f"{access} reads {self.name}, but no store has reached it"
+        self._keep_latest(access)
+        self.accesses.append(access)
+        return access, None
+
+    def settle(self, access: Access) -> None:
+        access.epoch = access.by.clock[access.by.id]
+        self._keep_latest(access)
+
+    def _keep_latest(self, access: Access) -> None:
+        """Drop previous reads of the region: an access ordered after this one is ordered after them."""
+
+        def earlier(a: Access) -> bool:
+            return not a.write and a.epoch is not None and (a.owner, a.region) == (access.owner, access.region)
+
+        if access.epoch is not None:
+            self.accesses = [a for a in self.accesses if a is access or not earlier(a)]
+
+    def write(self, region: Region, what: str, asynchronous: bool = False) -> Access:
+        """Record and return a write. Raise Fault if an overlapping access may still be in flight."""
+        me = here()
+        access = Access(region, what, me, True, asynchronous)
+        for other in self.accesses:
+            if not overlap(other.region, region):
+                continue
+            if not other.before(me):
+                raise Fault(f"{access} overwrites {self.name}, but {other.unfinished()}")
+            if asynchronous and other.write and not other.visible(me):
+                raise Fault(f"{access} overwrites {self.name}, but there is no fence_async_shared after the {other}")
+        self.accesses = [a for a in self.accesses if not covers(region, a.region)]
+        self.accesses.append(access)
+        return access
+
+
+class Shared:
+    """A shared memory descriptor: a view of an allocation."""
+
+    def __init__(self, allocation: Allocation, data: torch.Tensor, layout: Any):
+        self.allocation, self.data, self.layout = allocation, data, layout
+        self.shape = list(data.shape)
+        axes = sorted((a for a in zip(data.stride(), data.shape, strict=True) if a[1] > 1), reverse=True)
+        self.region: Region = (data.storage_offset(), tuple(axes))
+        self._views: dict[tuple, Shared] = {}
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(f"shared_memory_descriptor.{name} is not simulated")
+
+    @property
+    def dtype(self):
+        return self.allocation.kind
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return self.data.numel()
+
+    @property
+    def barrier(self) -> Barrier:
+        if not self.allocation.barriers or self.numel != 1:
+            raise TypeError(f"an mbarrier is one element of MBarrierLayout, got {self.shape} of {self.layout}")
+        return self.allocation.barriers[self.data.storage_offset()]
+
+    def _view(self, key: tuple, make: Any) -> "Shared":
+        if key not in self._views:
+            self._views[key] = Shared(self.allocation, make(self.data), self.layout)
+        return self._views[key]
+
+    def index(self, index):
+        i = number(index)
+        if not 0 <= i < self.shape[0]:
+            raise Fault(f"index {i} of {self.shape[0]} in {self.allocation.name}, at {Place()}")
+        return self._view(("index", i), lambda data: data[i])
+
+    def slice(self, start, length, dim=0):
+        if not all(isinstance(x, int) for x in (start, length, dim)):
+            raise TypeError(f"slice takes constants, got {start}, {length}, {dim}")
+        if start < 0 or start + length > self.shape[dim]:
+            raise Fault(f"slice {start}:{start + length} of {self.shape[dim]} in {self.allocation.name}, at {Place()}")
+        return self._view(("slice", start, length, dim), lambda data: data.narrow(dim, start, length))
+
+    def permute(self, order):
+        return self._view(("permute", *order), lambda data: data.permute(*order))
+
+    def reshape(self, shape):
+        return self._view(("reshape", *shape), lambda data: data.view(*shape))
+
+    def _reinterpret(self, dtype, shape, layout):
+        if dtype.name != self.dtype.name:
+            raise NotImplementedError(f"_reinterpret from {self.dtype} to {dtype} is not simulated")
+        return Shared(self.allocation, self.data.view(*shape), layout)
+
+    def load(self, layout=None):
+        _, taint = self.allocation.read(self.region, "load")
+        return Tensor(held(garbage(self.data) if taint else self.data.clone()), self.dtype, taint)
+
+    def store(self, value):
+        if value.shape != self.shape or value.dtype.name != self.dtype.name:
+            raise TypeError(f"a store of {value.dtype}{value.shape} to {self.dtype}{self.shape}")
+        if value.taint:
+            raise Fault(value.taint)
+        access = self.allocation.write(self.region, "store")
+        here().unfenced.append(access)
+        self.data.copy_(value.data)
+
+
+def garbage(like: torch.Tensor) -> torch.Tensor:
+    """Return the result of a read that is too early: NaN, or 77 for integers."""
+    return torch.full_like(like, float("nan") if like.dtype.is_floating_point else 77)
+
+
+def allocate_shared_memory(element_ty, shape, layout, value=None):
+    """Return new shared memory, filled with NaN or a value."""
+    if not all(type(n) is int for n in shape):
+        raise TypeError(f"a shape is made of constants, got {shape}")
+    allocation = Allocation(element_ty, list(shape), layout)
+    shared = Shared(allocation, allocation.data, layout)
+    if value is not None:
+        shared.store(value)
+    return shared
+
+
+class Descriptor:
+    """A TMA descriptor of a tensor on the CPU, with more checks than `TensorDescriptor` makes."""
+
+    def __init__(self, host: Any):
+        base, size = host.base, host.base.element_size()
+        self.layout = host.layout
+        self.dtype = type_of(base)
+        self.block_shape = [int(n) for n in host.block_shape]
+        self.block_type = gl.block_type(self.dtype, self.block_shape)
+        self.nbytes_per_cta = self.block_type.nbytes
+        self.shape = [Tensor(int(n), gl.int32) for n in host.shape]
+        self.strides = [Tensor(int(n), gl.int64) for n in host.strides]
+        self._padding = host.padding
+        strides = [int(n) for n in host.strides]
+        if base.data_ptr() % 16 or any(n * size % 16 for n in strides[:-1]) or strides[-1] != 1:
+            raise Fault(f"TMA wants addresses and strides that are multiples of 16 bytes, got strides {strides}")
+        reach = base.storage_offset() + sum((int(n) - 1) * s for n, s in zip(host.shape, strides, strict=True))
+        if reach >= base.untyped_storage().nbytes() // size:
+            raise Fault(f"a descriptor of shape {list(host.shape)}, strides {strides} reaches behind its tensor")
+        self._data = base.detach().as_strided([int(n) for n in host.shape], strides)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(f"tensor_descriptor.{name} is not simulated")
+
+    def box(self, coordinates: list[int], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the intersection of the block with the tensor: as views of the tensor and of the tile."""
+        inside, outside = self._data, tile.view(self.block_shape)
+        for axis, (c, n) in enumerate(zip(coordinates, self.block_shape, strict=True)):
+            first = min(max(c, 0), self._data.shape[axis])
+            stop = max(first, min(c + n, self._data.shape[axis]))
+            inside = inside.narrow(axis, first, stop - first)
+            outside = outside.narrow(axis, first - c if stop > first else 0, stop - first)
+        return inside, outside
+
+    def check(self, coordinates: list[int], view: Shared) -> None:
+        size = self._data.element_size()
+        if coordinates[-1] * size % 16:
+            raise Fault(f"the innermost coordinate {coordinates[-1]} is no multiple of 16 bytes, at {Place()}")
+        if view.dtype.name != self.dtype.name:
+            raise Fault(f"TMA between {self.dtype} and shared memory of {view.dtype}, at {Place()}")
+        if [n for n in view.shape if n > 1] != [n for n in self.block_shape if n > 1]:
+            raise Fault(f"TMA of a block {self.block_shape} and shared memory of shape {view.shape}, at {Place()}")
+
+    @property
+    def padding(self) -> float:
+        return float("nan") if self._padding == "nan" else 0.0

@@ -1,0 +1,335 @@
+"""Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
+
+Partitions are threads, and exactly one of them holds the baton. A partition passes it on when it blocks, and sometimes
+after it starts or signals something. A seeded generator draws the next partition, so a seed determines an interleaving.
+
+Each partition and each barrier has a vector clock. Arrivals join clocks into barriers, and waits join them into partitions.
+So `canon.simulator.memory` can decide whether barriers order two accesses, independent of the simulated interleaving.
+
+Sources. Vector clocks: Colin Fidge, Timestamps in message-passing systems that preserve the partial ordering (1988). Races:
+Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection (2009).
+"""
+
+import linecache
+import random
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+IN_VAIN = 2000  # volatile loads of an unchanged value before a deadlock is reported
+
+_current = threading.local()
+
+
+class Fault(RuntimeError):
+    """An error of a kernel: on a GPU it would hang, read garbage or have undefined behaviour."""
+
+
+class Deadlock(Fault):
+    """All partitions wait, and nothing in flight can release one."""
+
+
+class Stopped(BaseException):
+    """End a partition because another one has failed."""
+
+
+def here() -> "Partition":
+    """Return the partition that runs on this thread."""
+    return _current.partition
+
+
+class Place:
+    """A line of a kernel and its call stack."""
+
+    __slots__ = ("lines",)
+
+    def __init__(self):
+        frame: FrameType | None = sys._getframe(1)
+        self.lines = []
+        while frame is not None:
+            if "__simulated__" in frame.f_globals:
+                self.lines.append((frame.f_code, frame.f_lineno))
+            elif self.lines and frame.f_globals is globals():
+                break  # the partition started here
+            frame = frame.f_back
+
+    def __str__(self) -> str:
+        return " < ".join(f"{code.co_name} ({code.co_filename.split('/')[-1]}:{n})" for code, n in self.lines)
+
+    def source(self) -> list[str]:
+        return [linecache.getline(code.co_filename, n).strip() for code, n in self.lines]
+
+
+class Event(NamedTuple):
+    """An operation starts or ends, or a partition computes, arrives at a barrier or has waited.
+
+    ``kind`` is "load", "store", "add" or "wgmma" for the start of an operation, and "done" for its end, with the start in
+    ``of``. A wgmma ends at the wait for it. ``size`` is in bytes for boxes, FLOPs for a wgmma and elements for functions.
+    ``barrier`` is (name, phase).
+    """
+
+    kernel: str
+    program: tuple[int, ...]
+    partition: str
+    kind: str
+    place: Place
+    size: int = 0
+    barrier: tuple[str, int] | None = None
+    of: "Event | None" = None
+
+
+def join(clock: dict[int, int], other: dict[int, int]) -> None:
+    """Update ``clock`` to the elementwise maximum of both clocks."""
+    for actor, epoch in other.items():
+        if clock.get(actor, 0) < epoch:
+            clock[actor] = epoch
+
+
+class Partition:
+    """Warps that run one function together. ``products`` and ``stores`` are started operations without a wait."""
+
+    def __init__(self, program: "Program", name: str, warps: int, clock: dict[int, int]):
+        self.program, self.name, self.warps = program, name, warps
+        self.id = program.new_actor()
+        self.clock = {**clock, self.id: 1}
+        self.products: list[Any] = []
+        self.stores: list[Any] = []
+        self.acquired = False  # True after an acquire without a later proxy fence
+        self.unfenced: list[Any] = []  # writes to shared memory without a later fence for the async proxy
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.seen: tuple[Any, Any] = (None, None)  # address and value of the last volatile load
+        self.looks = 0  # consecutive volatile loads with this result
+        self.condition: Callable[[], bool] | None = None
+        self.waits_for: Callable[[], str] = str
+        self.place: Place | None = None
+        self.finished = False
+
+    def ready(self) -> bool:
+        return not self.finished and (self.condition is None or self.condition())
+
+    def released(self) -> dict[int, int]:
+        clock = self.clock.copy()
+        self.clock[self.id] += 1
+        return clock
+
+    def block(self, condition: Callable[[], bool], waits_for: Callable[[], str]) -> None:
+        self.condition, self.waits_for, self.place = condition, waits_for, Place()
+        self.program.pass_baton(self)
+        self.condition = None
+
+    def look(self, place: Any, found: Any) -> None:
+        """Record a volatile load. Raise Deadlock after `IN_VAIN` loads of the same value."""
+        self.looks = self.looks + 1 if self.seen == (place, found) else 0
+        self.seen = place, found
+        if self.looks and self.program.loads:  # a polling partition counts as blocked, so late TMA loads land
+            self.program.land()
+        if self.looks == IN_VAIN:
+            raise Deadlock(f"{self.name} has found {found} {IN_VAIN} times, and nobody changes it, at {Place()}")
+
+    def end(self) -> None:
+        if self.products:
+            raise Fault(f"{self.name} ends with {len(self.products)} wgmma not waited for: {self.products[-1]}")
+
+
+class Program:
+    """The state of the partitions of one program, and the baton."""
+
+    def __init__(self, indices: tuple, grid: tuple, order: str, chance: random.Random, log: list[Event] | None = None):
+        self.indices, self.grid, self.order, self.chance, self.log = indices, grid, order, chance, log
+        self.inertia = chance.choice((0.1, 0.5, 0.9))  # probability that a ready partition keeps the baton
+        self.actors = self.shared_bytes = self.allocations = 0
+        self.barriers: list[Any] = []  # mbarriers
+        self.named: dict[int, Any] = {}  # named hardware barriers
+        self.loads: list[Any] = []  # TMA loads in flight
+        self.late: list[tuple[Partition, Callable[[], None]]] = []  # writes to global memory, delayed until the end
+        self.partitions: list[Partition] = []
+        self.failure: BaseException | None = None
+        self.name = ""  # of the kernel
+        self.thread: threading.Thread | None = None  # runs the main partition
+        self.going, self.paused = threading.Semaphore(0), threading.Semaphore(0)
+        self.abandoned = self.ended = False
+
+    def new_actor(self) -> int:
+        self.actors += 1
+        return self.actors
+
+    def draws(self, often: float = 0.5) -> bool:
+        return self.order == "early" or (self.order == "random" and self.chance.random() < often)
+
+    def step(self) -> None:
+        if len(self.partitions) > 1:
+            self.pass_baton(here())
+
+    def note(self, kind: str, size: int = 0, barrier: tuple[str, int] | None = None, of: Any = None) -> Event | None:
+        if self.log is None:
+            return None
+        partition, place = (of.partition, of.place) if of else (here().name, Place())
+        self.log.append(Event(self.name, self.indices, partition, kind, place, size, barrier, of))
+        return self.log[-1]
+
+    def land(self) -> None:
+        self.loads.pop(self.chance.randrange(len(self.loads))).land()
+
+    def pass_baton(self, me: Partition) -> None:
+        if self.order == "random" and self.loads and self.draws(0.25):
+            self.land()
+        if me.ready() and self.chance.random() < self.inertia:
+            return
+        chosen = self.next()
+        if chosen is not me:
+            chosen.baton.release()
+            me.baton.acquire()
+            if self.failure:
+                raise Stopped
+
+    def next(self) -> Partition:
+        """Return a partition that can continue. Complete TMA loads until there is one, or raise Deadlock."""
+        while not (ready := [p for p in self.partitions if p.ready()]):
+            if not self.loads:
+                raise Deadlock(self.deadlock())
+            self.land()
+        return self.chance.choice(ready)
+
+    def deadlock(self) -> str:
+        waiting = [f"{p.name} waits for {p.waits_for()}, at {p.place}" for p in self.partitions if not p.finished]
+        return f"deadlock in program {self.indices}:\n  " + "\n  ".join(waiting)
+
+    def fail(self, failure: BaseException, me: Partition) -> None:
+        if self.failure is None:
+            self.failure = failure
+            if not isinstance(failure, Deadlock):  # its message names the partitions
+                failure.add_note(f"in {me.name} of program {self.indices}")
+            for other in self.partitions:
+                if other is not me and not other.finished:
+                    other.baton.release()
+
+    def go_on(self, *arguments: Any) -> None:
+        """Run until the program ends or offers a switch (`let_others`)."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._begin, args=arguments, daemon=True)
+            self.thread.start()
+        else:
+            self.going.release()
+        self.paused.acquire()
+
+    def _begin(self, *arguments: Any) -> None:
+        try:
+            self.run(*arguments)
+        except BaseException as failure:
+            self.failure = failure
+        finally:
+            self.ended = True
+            self.paused.release()
+
+    def let_others(self) -> None:
+        """Offer a switch to another program."""
+        self.paused.release()
+        self.going.acquire()
+        if self.abandoned:
+            raise Fault("another program has failed")
+
+    def abandon(self) -> None:
+        if self.thread is not None:
+            self.abandoned = True
+            self.going.release()
+            self.thread.join()
+
+    def run(self, name: str, warps: int, function: Callable[[], None]) -> None:
+        self.name = name
+        main = Partition(self, name, warps, {})
+        self.partitions = [main]
+        outer, _current.partition = getattr(_current, "partition", None), main
+        try:
+            function()
+            main.end()
+            self.end(main)
+        except Exception as failure:
+            self.fail(failure, main)
+            raise
+        finally:
+            _current.partition = outer
+
+    def end(self, main: Partition) -> None:
+        """Complete all stores. Raise Fault if anything else is in flight, or if barriers are out of balance."""
+        for store in main.stores:
+            store.complete()
+        for _, write in self.late:
+            write()
+        if self.loads:
+            raise Fault(f"the program ends while {len(self.loads)} TMA loads are in flight, the first {self.loads[0]}")
+        for barrier in self.barriers:
+            if barrier.bytes:
+                raise Fault(f"the program ends with bytes that never came, or that nobody expected: {barrier}")
+            if main.clock.get(barrier.id, 0) < barrier.landed:
+                raise Fault(f"the program ends, and nobody has waited for what a TMA load brought: {barrier}")
+        for named in self.named.values():
+            if named.come:
+                raise Fault(f"{named.name} is out of balance: {named.present[0].name} has come to it in vain")
+
+    def specialise(self, parts: list[tuple[str, Callable[[], Any]]], warps: list[int]) -> Any:
+        main = here()
+        if len(self.partitions) > 1:
+            raise Fault("warp_specialize within warp_specialize")
+        (name, function), *others = parts
+        main.name, clock = f"{name} [0]", main.released()
+        named = enumerate(zip(others, warps, strict=True), 1)
+        workers = [Partition(self, f"{name} [{i}]", n, clock) for i, ((name, _), n) in named]
+        self.partitions = [main, *workers]
+        jobs = zip(workers, others, strict=True)
+        threads = [threading.Thread(target=self._work, args=(w, job), daemon=True) for w, (_, job) in jobs]
+        for thread in threads:
+            thread.start()
+        try:
+            self.pass_baton(main)
+            result = function()
+            main.end()
+            main.block(lambda: all(w.finished for w in workers), lambda: "the workers")
+        except Stopped:
+            raise self.failure or RuntimeError("stopped") from None
+        except BaseException as failure:
+            self.fail(failure, main)
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+        self.partitions = [main]
+        for worker in workers:
+            join(main.clock, worker.clock)
+        return result
+
+    def _work(self, me: Partition, function: Callable[[], Any]) -> None:
+        _current.partition = me
+        me.baton.acquire()
+        try:
+            if not self.failure:
+                function()
+                me.end()
+                for store in me.stores:
+                    store.complete()
+                me.finished = True
+                self.next().baton.release()
+        except Stopped:
+            pass
+        except BaseException as failure:
+            self.fail(failure, me)
+        finally:
+            me.finished = True
+
+
+def take_turns(programs: list[Program], chance: random.Random, *arguments: Any) -> None:
+    """Run all programs to their ends. Raise the first failure of a program."""
+    left = list(programs)
+    try:
+        while left:
+            program = chance.choice(left)
+            program.go_on(*arguments)
+            if program.ended:
+                left.remove(program)
+            if program.failure:
+                raise program.failure
+    finally:
+        for program in left:
+            program.abandon()
