@@ -1,19 +1,16 @@
 """Ranks that make different calls all raise before they compute, and name the field and the ranks."""
 
 import functools
-import gc
 import os
 import time
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from canon import Layout, Mask, fast, reference
+from canon import Mask, fast, reference
 from canon.runtime import group_state as group_state_module
-from canon.runtime.call import agreed_call
 from canon.runtime.group_state import group_state
 from canon.testing import process_groups
 
@@ -26,47 +23,6 @@ def inputs(tokens=4, h=2, g=2, d=8, dtype=torch.float32):
 
 def call(half, name="ring_attention", tensors=None, **options):
     return getattr(half, name)(*(tensors or inputs()), **options)
-
-
-DIFFERENCES = {  # arguments of rank 1, and the field that the error names
-    "mask": (dict(mask=Mask.window(12, 2, 0)), "mask"),
-    "layout": (dict(layout=Layout.striped(12, 3)), "layout"),
-    "dtype": (dict(tensors=inputs(dtype=torch.float64)), "dtype"),
-    "query heads": (dict(tensors=inputs(h=4)), "heads and width of q"),
-    "key heads": (dict(tensors=inputs(g=1)), "heads and width of k"),
-    "width": (dict(tensors=inputs(d=16)), "width of q"),
-    "scale": (dict(scale=0.25), "scale"),
-    "reduce_dtype": (dict(reduce_dtype=torch.bfloat16), "reduce_dtype"),
-    "backward": (dict(backward="split"), "backward"),
-    "function": (dict(name="striped_attention"), "function"),
-    "tokens": (dict(tensors=inputs(tokens=5)), "mask"),
-    "a wrong argument": (dict(tensors=inputs(h=3)), "rank 1: 3 query heads are not a multiple of 2"),
-    "requires_grad": (dict(tensors=[x.requires_grad_() for x in inputs()]), "requires_grad"),
-}
-
-
-def disagree(name, difference):
-    """Return the error of this rank, and the seconds until it was raised."""
-    start = time.monotonic()
-    try:
-        call(HALVES[name], **(DIFFERENCES[difference][0] if dist.get_rank() == 1 else {}))
-    except ValueError as error:
-        return str(error), time.monotonic() - start
-    return "nothing was raised", time.monotonic() - start
-
-
-def disagree_in_every_way(name):
-    return {difference: disagree(name, difference) for difference in DIFFERENCES}
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_every_disagreement_is_named_on_every_rank_of_gloo(name):
-    for errors in process_groups.processes(functools.partial(disagree_in_every_way, name), 3):
-        for difference, (message, seconds) in errors.items():
-            assert DIFFERENCES[difference][1] in message, (difference, message)
-            assert "rank 1: " in message
-            assert "rank 0, 2: " in message
-            assert seconds < 5
 
 
 MASKS = [Mask.causal(12), Mask.window(12, 2, 0)]
@@ -102,7 +58,6 @@ def test_ranks_that_disagree_in_a_later_call_raise_on_every_rank(name, differenc
         assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 def test_an_equal_scale_is_the_default_scale(half):
     def program():
         return call(half, **(dict(scale=8**-0.5) if dist.get_rank() == 1 else {}))
@@ -123,7 +78,6 @@ def test_a_rank_that_makes_another_pass_is_named(name):
     process_groups.processes(functools.partial(backward_of_one_rank, name), 3)
 
 
-@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 def test_calls_with_new_masks_leave_no_memory_behind(half):
     def program():
         for left in range(30):
@@ -132,88 +86,6 @@ def test_calls_with_new_masks_leave_no_memory_behind(half):
         return len(state.known), state.pending
 
     assert process_groups.threads(program, 2) == [(7, None)] * 2
-
-
-def agreed(tensors=None, group=None, **options):
-    given = dict(scale=None, group=group, reduce_dtype=None, backward="auto") | options
-    return agreed_call("test", *(tensors or inputs()), given.pop("mask", None), given.pop("layout", None), **given)
-
-
-def test_equal_calls_are_one_object_and_each_is_compared():
-    def program():
-        first, state = agreed(), group_state(None)
-        assert state.calls == 1
-        assert agreed() is first
-        assert agreed(mask=Mask.causal(8), layout=Layout.contiguous(8, 2), scale=8**-0.5) is first
-        assert state.calls == 3
-        shifted = [torch.ones(1, 4, 2, 9)[..., 1:] for _ in range(3)]
-        others = [dict(tensors=shifted), dict(scale=1.0), dict(stages=1), dict(stages=True), dict(mask=Mask.full(8))]
-        others += [dict(tensors=inputs(dtype=torch.float64)), dict(tensors=[x.requires_grad_() for x in inputs()])]
-        calls = [first, *(agreed(**other) for other in others)]
-        assert len(set(calls)) == len(calls)
-        assert [agreed(**other) for other in others[1:-1]] == calls[2:-1]
-        assert state.calls == 3 + len(others) + len(others) - 2
-
-    process_groups.threads(program, 2)
-
-
-@pytest.mark.usefixtures("own_errors")
-def test_a_known_call_does_not_hide_a_wrong_argument():
-    def program():
-        call(fast, "magi_attention", stages=1)
-        for wrong, error in (
-            (dict(stages=True), TypeError),
-            (dict(stages=1.0), TypeError),
-            (dict(scale="1"), TypeError),
-        ):
-            with pytest.raises(error):
-                call(fast, "magi_attention", **{"stages": 1, **wrong})
-        q, k, v = inputs()
-        with pytest.raises(ValueError, match="dense"):
-            call(fast, "magi_attention", tensors=(q.to_sparse(), k, v), stages=1)
-
-    process_groups.threads(program, 2)
-
-
-def group_after_its_end():
-    group = dist.new_group([0, 1])
-    kept = weakref.ref(group)
-    assert agreed(group=group).group is group
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    return kept()
-
-
-def test_a_known_call_does_not_keep_its_group():
-    assert process_groups.processes(group_after_its_end, 2) == [None, None]
-
-
-@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
-def test_an_error_that_all_ranks_share_raises(half):
-    def program():
-        with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
-            call(half, tensors=inputs(h=3))
-        with pytest.raises(ValueError, match="the layout is for 5 ranks, the group has 2"):
-            call(half, layout=Layout.contiguous(8, 5))
-        with pytest.raises(ValueError, match=r"layout gives rank \d \d tokens, q holds 4"):
-            call(half, layout=Layout([[range(0, 3)], [range(3, 8)]], 8))
-        with pytest.raises(ValueError, match="the mask is 9 x 9, the layout has 8 tokens"):
-            call(half, mask=Mask.causal(9), layout=Layout.contiguous(8, 2))
-        with pytest.raises(ValueError, match="reduce_dtype must be .* got torch.int32"):
-            call(half, reduce_dtype=torch.int32)
-
-    process_groups.threads(program, 2)
-
-
-def test_a_cu_seqlens_refilled_in_place_makes_another_call():
-    ends = torch.tensor([0, 4, 12])
-    q, k, v = (torch.randn(1, 12, 2, 8, dtype=torch.float64) for _ in range(3))
-    first = reference.attention(q, k, v, Mask.documents(ends))
-    ends[1] = 7
-    second = reference.attention(q, k, v, Mask.documents(ends))
-    assert not torch.equal(first, second)
-    assert torch.equal(second, reference.attention(q, k, v, Mask.documents([0, 7, 12])))
 
 
 # --- on GPUs: a known call does not wait for the comparison; the next call reads the result

@@ -6,17 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from canon import Layout, Mask
-from canon.fast import magi as fast
-from canon.reference import magi as reference
+from canon import Layout, Mask, fast, reference
 from canon.testing.packs import sampled_packs
-
-HALVES = {"reference": reference, "fast": fast}
-
-
-@pytest.fixture(params=HALVES)
-def half(request):
-    return HALVES[request.param]
 
 
 def drawn_mask(draw, n):
@@ -148,34 +139,6 @@ def test_a_slow_network_moves_less(half):
     assert slow.worst_receive < quick.worst_receive
 
 
-def test_plans_are_cached_by_content(half):
-    cu_seqlens = torch.tensor([0, 10, 64])
-    first = half.dispatch(Mask.documents(cu_seqlens), 2, chunk=4)
-    assert half.dispatch(Mask.documents([0, 10, 64]), 2, chunk=4) is first
-    plan = half.cast_plan(Mask.documents(cu_seqlens), first)
-    cu_seqlens[1] = 50  # the same tensor, refilled
-    assert half.dispatch(Mask.documents(cu_seqlens), 2, chunk=4) != first
-    assert half.cast_plan(Mask.documents(cu_seqlens), first) != plan
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"ranks": 0}, "ranks must be a whole number >= 1"),
-        ({"chunk": 0}, "chunk must be a whole number >= 1"),
-        ({"imbalance": 0.9}, "at least 1; got 0.9"),
-        ({"tokens_per_us": 0}, "tokens_per_us must be"),
-        ({"tokens_per_us": 2**58}, "only the ratio of the two rates matters"),
-        ({"swaps_per_chunk": -1}, "swaps_per_chunk must be a whole number >= 0, got -1"),
-        ({"mask": Mask([], 3, 4)}, "the mask is 3 x 4, not square"),
-    ],
-)
-def test_dispatch_names_a_wrong_argument(half, option, message):
-    arguments = {"mask": Mask.causal(8), "ranks": 2, **option}
-    with pytest.raises(ValueError, match=message):
-        half.dispatch(arguments.pop("mask"), arguments.pop("ranks"), **arguments)
-
-
 # --- cast plans
 
 
@@ -252,18 +215,7 @@ def test_reports_equal_counts_of_cells_and_tokens(seed):
         casts = reference.cast_plan(mask, layout).received
         moved = sum(len(piece.tokens) for cast in casts for pieces in cast for piece in pieces)
         assert sum(report.sent) == sum(report.received) == moved
-        lines = report.picture().splitlines()
-        assert len(lines) == ranks + 1
         assert f"{report.volume:.3f}" in str(report)
-
-
-def test_reports_and_casts_name_a_wrong_argument(half):
-    with pytest.raises(ValueError, match="the mask is 8 x 8, the layout has 9 tokens"):
-        half.cast_plan(Mask.causal(8), Layout.contiguous(9, 2))
-    with pytest.raises(ValueError, match="stages must be a whole number >= 0, got -1"):
-        half.cast_plan(Mask.causal(8), Layout.contiguous(8, 2), stages=-1)
-    with pytest.raises(ValueError, match="chunk must be"):
-        half.plan_report(Mask.causal(8), Layout.contiguous(8, 2), chunk=0)
 
 
 def test_sampled_packs_are_the_published_ones():

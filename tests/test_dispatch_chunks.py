@@ -4,21 +4,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canon import Layout, Mask
-from canon.fast import magi as fast
-from canon.reference import magi as reference
+from canon import Mask, fast, reference
 from canon.runtime.plan_arguments import default_chunk
-
-HALVES = {"reference": reference, "fast": fast}
-
-
-@pytest.fixture(params=HALVES)
-def half(request):
-    return HALVES[request.param]
 
 
 @st.composite
@@ -120,41 +110,6 @@ def test_chunks_longer_than_the_sequence_are_one(chunk):
 
 
 # --- wrong arguments
-
-
-@pytest.mark.usefixtures("own_errors")
-@pytest.mark.parametrize("name", ["ranks", "chunk", "cells_per_us", "tokens_per_us", "swaps_per_chunk"])
-@pytest.mark.parametrize("wrong", ["4", 4.0, True, [4], float("nan"), torch.tensor(4), np.float32(4)], ids=repr)
-def test_an_argument_that_is_not_a_whole_number_raises_with_its_name(half, name, wrong):
-    arguments = {"mask": Mask.causal(64), "ranks": 2, name: wrong}
-    with pytest.raises(TypeError, match=f"^{name} must be a whole number >= [01], got .*: pass an int"):
-        half.dispatch(**arguments)
-    if name == "chunk":
-        with pytest.raises(TypeError, match="^chunk must be a whole number >= 1, got"):
-            half.plan_report(Mask.causal(8), Layout.contiguous(8, 2), chunk=wrong)
-
-
-@pytest.mark.usefixtures("own_errors")
-def test_other_wrong_arguments_raise_with_their_names(half):
-    mask, layout = Mask.causal(64), Layout.contiguous(64, 2)
-    for wrong in ("1.05", True, None, torch.tensor(1.05)):
-        with pytest.raises(TypeError, match="imbalance must be a number >= 1, got"):
-            half.dispatch(mask, 2, imbalance=wrong)
-    for wrong in (float("nan"), float("inf"), 0, -1.0):
-        with pytest.raises(ValueError, match="imbalance is the largest work divided by its lower bound, so at least 1"):
-            half.dispatch(mask, 2, imbalance=wrong)
-    with pytest.raises(ValueError, match=r"imbalance=1e\+30 are too large for 2080 cells in 64 bits"):
-        half.dispatch(mask, 2, imbalance=1e30)
-    for call in (lambda x: half.dispatch(x, 2), lambda x: half.cast_plan(x, layout)):
-        for wrong in (mask.dense(), None, 64, layout):
-            with pytest.raises(TypeError, match="mask must be a Mask, got"):
-                call(wrong)
-    for wrong in (None, 2, mask, [[range(64)]]):
-        with pytest.raises(TypeError, match="layout must be a Layout, got"):
-            half.plan_report(mask, wrong)
-    for wrong in ("1", 1.0, True, None):
-        with pytest.raises(TypeError, match="stages must be a whole number >= 0, got"):
-            half.cast_plan(mask, layout, stages=wrong)
 
 
 @pytest.mark.usefixtures("own_errors")

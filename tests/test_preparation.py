@@ -199,28 +199,3 @@ def test_pickles_keep_masks_layouts_plans_and_digests():
     assert copies[2].mask is copies[0]
     assert copies[0]._digest == digest
     assert list(map(type, copies[0].bands)) == [canon.Band] * len(MASK.bands)
-
-
-@pytest.mark.usefixtures("own_errors")
-@pytest.mark.parametrize("half", [reference, fast], ids=["reference", "fast"])
-@pytest.mark.parametrize(
-    ("function", "layout", "change", "message"),
-    [
-        ("merge", None, {}, "function='merge'.* expected one of 'attention'"),
-        ("attention", UNEVEN, {}, "runs on one rank"),
-        ("ring_attention", None, {}, "layout must be a canon.Layout"),
-        ("ring_attention", UNEVEN, {}, "rank=None needs a process group of 3 ranks"),
-        ("ring_attention", UNEVEN, {"rank": 3}, "rank 3 is not one of the layout's 3"),
-        ("ring_attention", Layout.zigzag(41, 2), {"rank": 0}, "the layout has 41 tokens"),
-        ("magi_attention", UNEVEN, {"rank": 0, "stage": 0}, "no option stage: expected stages"),
-        ("magi_attention", UNEVEN, {"rank": 0, "stages": -1}, "stages"),
-        ("attention", None, {"heads": 4}, "heads must be two whole numbers"),
-        ("attention", None, {"heads": (4, 3)}, "not a multiple"),
-        ("attention", None, {"dtype": "bfloat16"}, "dtype must be"),
-        ("attention", None, {"backward": "magic"}, "backward='magic'"),
-        ("attention", None, {"requires_grad": None}, "requires_grad must be True or False"),
-    ],
-)
-def test_bad_arguments_are_named(half, function, layout, change, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        half.prepare(function, MASK, layout, **{**SHAPES, "device": "cpu", **change})
