@@ -4,7 +4,6 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,12 +130,6 @@ def test_tiles_start_where_documents_do():
 def test_many_tiny_documents_share_tiles():
     table = work_table(Mask.documents(list(range(0, 1025, 8))), 128, 128)
     assert len(table) == 8
-
-
-def test_the_table_is_made_once_for_each_mask_content():
-    first = work_table(Mask.documents([0, 5, 9]), 4, 4, None, False, torch.device("cpu"))
-    assert work_table(Mask.documents(torch.tensor([0, 5, 9])), 4, 4, None, False, torch.device("cpu")) is first
-    assert work_table(Mask.documents([0, 4, 9]), 4, 4, None, False, torch.device("cpu")) is not first
 
 
 def test_a_million_tokens_in_a_thousand_documents_are_planned_in_closed_form():
