@@ -81,16 +81,6 @@ def test_a_figure_has_a_panel_for_each_width_and_a_line_for_each_contender(tmp_p
     assert out.stat().st_size > 10_000
 
 
-def test_a_figure_says_what_it_lacks(tmp_path, monkeypatch, capsys):
-    assert main(["bench", "figure"]) == 2
-    empty = record.write(tmp_path / "empty.json", "canon bench plans", [{"kind": "packs"}])
-    assert main(["bench", "figure", str(empty)]) == 2
-    assert "no speeds" in capsys.readouterr().out
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert main(["bench", "figure", str(write_record(tmp_path / "one.json", 64))]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("what", ["kernels", "tune", "schedules"])
 def test_without_a_gpu_it_says_so(what, monkeypatch, capsys):
     for there, told in ((False, "there is none here"), (True, "unset TRITON_INTERPRET")):
@@ -118,13 +108,3 @@ def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
     declined = {row["contender"] for row in kept["results"] if row.get("declined")}
     assert all("gluon" in name or "cuda" in name for name in declined), "these have no float32"
     assert "canon auto" in capsys.readouterr().out
-
-
-def test_plans_are_reported_and_recorded(tmp_path):
-    path = tmp_path / "plans.json"
-    assert main(["bench", "plans", "--packs", "1", "--ranks", "8", "--record", str(path)]) == 0
-    rows = {row["kind"]: row for row in json.loads(path.read_text())["results"]}
-    alone = {"one causal document", "a window of 1024", "1000 documents", "1000 documents, cut at random"}
-    assert set(rows) == {"packs"} | alone
-    assert rows["one causal document"]["volume"] == [0.75]
-    assert all(len(row["ms"]) == 1 for row in rows.values())

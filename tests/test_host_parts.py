@@ -7,8 +7,7 @@ import torch
 
 from canon import Mask, fast
 from canon.fast import local
-from canon.testing import host_parts, host_time, process_groups
-from canon.testing.shapes import shape_of
+from canon.testing import host_parts, process_groups
 
 SLEEP = 5e-3
 
@@ -48,12 +47,3 @@ def test_every_name_exists():
     """A function that was renamed would silently count as another part."""
     modules = [importlib.import_module(f"canon.fast.{name}") for name in host_parts.MODULES]
     assert all(any(hasattr(module, name) for module in modules) for name in host_parts.FUNCTIONS)
-
-
-def test_the_bench_has_a_row_of_parts_for_each_call_of_canon():
-    rows = host_time.host(shape_of("1,16,2,1,16,causal"), torch.float32, torch.device("cpu"), 1, "canon auto")
-    split = [row for row in rows if row["contender"].startswith("canon")]
-    assert all(set(row["part_ms"]) == set(host_parts.PARTS) for row in split)
-    assert host_time.parts_table(rows).row_count == len(split) > 0
-    assert rows[-1]["contender"] == host_time.NO_KERNELS
-    assert all(rows[-1][f"{name}_wall_ms"] for name in host_time.MEASURES)
