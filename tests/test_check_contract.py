@@ -5,18 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
 import canon
 from canon.__main__ import main
 from canon.reference import Layout
-from canon.testing import cases, check_report, contract, run_cases
+from canon.testing import cases, contract, run_cases
 from canon.testing.cases import all_cases, covered
-from canon.testing.places import place
 
 PLAIN = """
 import torch
@@ -41,13 +38,6 @@ def torch_ones(out):
     factor = out.new_ones(out.shape)
     factor[..., 7, 2, :] = 1.5
     return factor
-"""
-UNSURE = """
-from canon import reference
-from canon.reference import ring_attention
-
-def attention(q, k, v, mask=None, **options):
-    raise NotImplementedError("not yet")
 """
 
 
@@ -104,26 +94,6 @@ def test_the_reference_agrees_under_every_limit(words, run):
     assert ("dq" in tensors) == ("forward" not in words)
 
 
-def test_limits_adapt_shapes_and_leave_cases_out():
-    every = all_cases(["float32"], gpu=False)
-    some = contract.limited(every, contract.features("equal-heads,equal-widths,packed,contiguous"), True)
-    assert {case.name for case in every} - {case.name for case in some} == {
-        case.name for case in every if "sequences" in case.mask
-    }
-    for case in some:
-        assert case.shape.heads[0] == case.shape.heads[1]
-        assert case.shape.widths[0] == case.shape.widths[1]
-        assert case.shape.batch == 0
-        assert case.shape.contiguous
-    assert {case.mask for case in contract.limited(every, contract.features("causal,window"), True)} == {
-        "causal",
-        "window",
-    }
-    uneven = contract.limited(every, contract.features("no-mask"), False)
-    assert {"attention", "ring_attention"} <= {case.function for case in uneven}
-    assert not {"zigzag_attention", "striped_attention"} & {case.function for case in uneven}
-
-
 @pytest.mark.parametrize(("text", "message"), [("causal,fast", "--features fast: expected one or more of"),
                                                ("batched,packed", "expected one of them"),
                                                ("no-mask,full", "allows causal only")])  # fmt: skip
@@ -131,20 +101,6 @@ def test_unknown_and_contradictory_features_raise(text, message, run):
     status, printed, _ = run("canon.reference", "--features", text)
     assert status == 2
     assert message in printed.err
-
-
-def test_not_implemented_is_declined_and_re_exports_need_no_case(run, write_module):
-    text = (
-        UNSURE
-        + "\nfrom torch import softmax\nfrom functools import partial\n__all__ = ['attention', 'softmax', 'mine']\n"
-    )
-    write_module("unsure", text + "def mine(x): return x\n")
-    status, printed, record = run("unsure", "--tokens", 150, "--only", "attention/[fr]*")
-    assert set(verdicts(record).values()) == {"declined"}
-    assert status == 1, "no case agrees"
-    assert "NotImplementedError: not yet" in printed.out
-    assert "mine" in record["untried"]
-    assert not {"softmax", "partial"} & set(record["untried"])
 
 
 def test_a_failure_names_token_rank_and_head(run, write_module):
@@ -185,18 +141,6 @@ def group_reduce(y, plan, stage, into, *, group=None):
     assert f"rank 1: sum is worst in row 5, token {int(Layout.striped(tokens, 4).positions(1)[5])}, head 1" in reduced
 
 
-def test_places_of_lse_and_of_values_that_are_not_finite():
-    layout = Layout.striped(6, 2)
-    exact = torch.zeros(2, 3, 6)
-    got = exact.clone()
-    got[1, 2, 5] = torch.nan
-    assert place("lse", got, exact, layout).startswith(
-        "lse is worst at token 5 of sequence 1, head 2, which rank 1 holds in row 2"
-    )
-    exact[1, 0, 2] = -torch.inf  # the errors of token 5 (NaN) and token 2 are both infinite; the first is reported
-    assert "tokens 2, 5" in place("lse", got, exact, layout)
-
-
 def test_the_same_nan_in_two_runs_counts_as_the_same_bits(run, write_module):
     text = "from canon import reference\n\ndef merge(*parts):\n    out, lse = reference.merge(*parts)\n"
     text += "    return out * float('nan'), lse\n"
@@ -205,24 +149,6 @@ def test_the_same_nan_in_two_runs_counts_as_the_same_bits(run, write_module):
     (result,) = record["results"]
     assert result["faults"][0].startswith("out has ")
     assert not any("other bits" in fault for fault in result["faults"])
-
-
-def test_failed_cases_stay_in_the_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    failed = {"case": "a case", "verdict": "failed", "faults": ["rank 1: Error"], "measures": [], "seconds": []}
-    measure = {"tensor": "out", "norm": "l2", "error": 1.0, "bound": 2.0, "ratio": 0.5}
-    agrees = failed | {"case": "another", "verdict": "agrees", "measures": [measure]}
-    drawn = check_report.figure([agrees, failed], "title")
-    labels = {label.get_text(): label.get_color() for label in drawn.axes[0].get_yticklabels()}
-    assert labels == {"another": "black", "a case (failed)": check_report.WRONG}
-    crosses = [line for line in drawn.axes[0].get_lines() if line.get_marker() == "x"]
-    assert [list(line.get_ydata()) for line in crosses] == [[1]]
-
-
-def test_version():
-    program = [sys.executable, "-m", "canon", "--version"]
-    printed = subprocess.run(program, capture_output=True, text=True, check=True).stdout
-    assert printed.split() == ["canon", canon.__version__]
 
 
 # ---------------------------------------------------------------------- interrupted, and resumed
@@ -243,28 +169,6 @@ def test_ctrl_c_keeps_the_finished_cases(tmp_path):
     record = json.loads((tmp_path / "canon-check" / "record.json").read_text())
     assert 3 <= len(record["results"]) < 40
     assert (tmp_path / "canon-check" / "errors.png").exists()
-
-
-def test_ctrl_c_keeps_the_finished_random_cases(run, monkeypatch):
-    """Ctrl-C comes in the second process group, after its first case."""
-    real, groups = run_cases.process_groups.threads, []
-
-    def threads(program, ranks):
-        groups.append(program.cases)
-        if len(groups) == 1:
-            return real(program, ranks)
-        real(replace(program, cases=program.cases[:1]), ranks)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_cases.process_groups, "threads", threads)
-    status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
-    assert status == 130
-    kept = {row[0] for one_run in record["runs"] for row in one_run["cases"]}
-    assert kept == {case.index for case in (*groups[0], groups[1][0])}
-    monkeypatch.setattr(run_cases.process_groups, "threads", real)
-    status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
-    assert status == 0
-    assert f"{len(kept)} of these cases are in" in printed.out
 
 
 def test_a_check_resumes(run, monkeypatch):
