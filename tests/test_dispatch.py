@@ -79,12 +79,6 @@ def test_both_halves_make_the_same_plan_with_evenly_divided_chunks(seed):
             assert all(r.start % chunk == 0 and (r.stop % chunk == 0 or r.stop == n) for r in ranges)
 
 
-@pytest.mark.parametrize("ranks", [8, 16])
-def test_both_halves_make_the_same_plan_of_a_real_pack(ranks):
-    mask = Mask.documents(sampled_packs(4096 * ranks, 1)[0])
-    assert reference.dispatch(mask, ranks, chunk=512) == fast.dispatch(mask, ranks, chunk=512)
-
-
 def test_one_causal_document_becomes_zigzag(half):
     mask = Mask.causal(4096)
     for imbalance in (1.0, 1.05):
@@ -101,13 +95,6 @@ def test_a_window_becomes_contiguous(half):
     report = half.plan_report(mask, layout, chunk=128)
     assert report.balance < 1.01
     assert report.volume == 128 / 8192
-
-
-def test_window_of_1024_and_causal_on_8_ranks_of_8192():
-    window, causal = Mask.window(65536, 1024, 0), Mask.causal(65536)
-    assert fast.plan_report(window, fast.dispatch(window, 8)).volume <= 0.02
-    report = fast.plan_report(causal, fast.dispatch(causal, 8))
-    assert (report.balance, report.volume) == (1.0, 0.75)
 
 
 @pytest.mark.parametrize(("ranks", "volume"), [(8, 0.140), (16, 0.155), (32, 0.125), (64, 0.085)])

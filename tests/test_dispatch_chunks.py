@@ -1,8 +1,5 @@
 """Default chunks are short enough to balance the ranks, and a chunk that leaves a rank empty gives a warning."""
 
-from fractions import Fraction
-
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,12 +87,6 @@ def test_a_chunk_that_leaves_ranks_empty_gives_a_warning_with_a_better_chunk(hal
         assert min(map(half.dispatch(mask, 4, chunk=chunk).size, range(4))) > 0
 
 
-def test_more_ranks_than_tokens_give_no_warning(half):
-    for chunk in (None, 1, 2, 99):
-        layout = half.dispatch(Mask.causal(3), 5, chunk=chunk)
-        assert sum(map(layout.size, range(5))) == 3
-
-
 @pytest.mark.parametrize("chunk", [100, 101, 2**40, 2**61, 2**62 - 1])
 def test_chunks_longer_than_the_sequence_are_one(chunk):
     """Seven chunks of the longest length do not fit in 64 bits."""
@@ -110,13 +101,3 @@ def test_chunks_longer_than_the_sequence_are_one(chunk):
 
 
 # --- wrong arguments
-
-
-@pytest.mark.usefixtures("own_errors")
-def test_numpy_numbers_and_fractions_make_the_same_plan(half):
-    mask = Mask.documents([0, 100, 300])
-    options = dict(chunk=np.int32(16), cells_per_us=np.int64(10), tokens_per_us=np.uint8(3), swaps_per_chunk=np.int8(1))
-    expected = half.dispatch(mask, 3, chunk=16, cells_per_us=10, tokens_per_us=3, imbalance=1.25)
-    for imbalance in (np.float32(1.25), np.float64(1.25), Fraction(5, 4)):
-        assert half.dispatch(mask, np.int64(3), imbalance=imbalance, **options) is expected
-    assert half.plan_report(mask, expected, chunk=np.int64(16)) == half.plan_report(mask, expected, chunk=16)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from canon import Mask, fast, reference
+from canon.fast.kernels.work_tables import work_table
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache, sizes
 from canon.testing import process_groups
@@ -37,12 +38,6 @@ def test_a_plan_larger_than_the_limit_is_kept_until_the_next_one():
     assert first.numel() == 1000, "a plan in use stays valid"
 
 
-def test_the_number_of_plans_has_no_limit():
-    cache = PlanCache()
-    plans = [cache.find(number, lambda: block(8)) for number in range(5000)]
-    assert [cache.find(number, lambda: pytest.fail("it is in the cache")) for number in range(5000)] == plans
-
-
 def test_a_call_has_one_key_however_it_passes_its_arguments(monkeypatch):
     monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache())
 
@@ -63,7 +58,7 @@ def test_a_call_has_one_key_however_it_passes_its_arguments(monkeypatch):
 def test_masks_and_tables_state_their_size():
     mask = Mask.documents(list(range(0, 3001, 3)))
     assert 100 * len(mask.bands) < sizes(mask)["cpu"] < 1000 * len(mask.bands)
-    table = fast.tiles.work_table(mask, 128, 128)
+    table = work_table(mask, 128, 128)
     assert sizes(table)["cpu"] >= table.tiles.nbytes + table.spans.nbytes
     plan = reference.cast_plan(Mask.full(3000), reference.Layout.zigzag(3000, 4))
     assert sizes(plan)["cpu"] > 100 * sum(len(pieces) for pieces in plan.received[0])
