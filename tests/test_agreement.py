@@ -137,6 +137,14 @@ def test_two_disjoint_groups_at_once(half, call):
         assert_agrees(got, mask, *tensors[int(rank in (1, 2))])
 
 
+@pytest.mark.parametrize("call", ["ring", "magi"])
+def test_running_results_stay_in_float32(half, call):
+    mask, layout = Mask.full(90), Layout.zigzag(90, 5)
+    tensors = whole(mask, d=16, dv=16, dtype=torch.bfloat16)
+    attend = attending(half, call, mask, layout)
+    assert_agrees(process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 5)[3], mask, *tensors)
+
+
 @every_call
 def test_gradients_are_sent_in_reduce_dtype(half, call):
     """Three of four ranks add 256, 1/3 and -256 to dv of one key: bfloat16 loses the third, float32 keeps it."""

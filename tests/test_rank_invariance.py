@@ -200,15 +200,6 @@ def test_a_short_tile_comes_last_on_its_rank():
         reference.strided_attention(q, q, q, None, layout, rank_invariant=True)
 
 
-def test_pieces_that_continue_each_other_are_one():
-    layout, whole_layout = Layout.zigzag(300, 1), Layout.contiguous(300, 1)
-    assert layout != whole_layout
-    for half in HALVES.values():
-        q = torch.randn(1, 300, 1, 16)
-        first, other = (half.strided_attention(q, q, q, None, x, rank_invariant=True) for x in (layout, whole_layout))
-        assert torch.equal(first, other)
-
-
 @pytest.mark.parametrize("half", HALVES)
 def test_dispatch_cuts_whole_tiles(half, own_errors):
     mask = Mask.documents([0, 1000, 3000])
