@@ -139,10 +139,16 @@ def test_two_disjoint_groups_at_once(half, call):
 
 @pytest.mark.parametrize("call", ["ring", "magi"])
 def test_running_results_stay_in_float32(half, call):
-    mask, layout = Mask.full(90), Layout.zigzag(90, 5)
-    tensors = whole(mask, d=16, dv=16, dtype=torch.bfloat16)
-    attend = attending(half, call, mask, layout)
-    assert_agrees(process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 5)[3], mask, *tensors)
+    """Every query sees all keys alike, and the values of four ranks are 256, 1/3, -256 and 0."""
+    values, layout = torch.tensor([256, 1 / 3, -256, 0]).bfloat16(), Layout.contiguous(8, 4)
+
+    def program():
+        q, k = torch.zeros(2, 1, 2, 2, 16).bfloat16()
+        v = torch.ones_like(k) * values[dist.get_rank()]
+        return attending(half, call, Mask.full(8), layout)(q, k, v)[0].float()
+
+    for out in process_groups.threads(program, 4):
+        torch.testing.assert_close(out, torch.full_like(out, values[1].item() / 4), rtol=2**-8, atol=0)
 
 
 @every_call

@@ -7,7 +7,7 @@ from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixtur
 from canon import Mask
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
-from canon.testing import bench, kernels, layers, shapes, simulator, timing, tune
+from canon.testing import bench, kernels, layers, shapes, tune
 from canon.testing.packs import sampled_packs
 
 
@@ -85,17 +85,6 @@ def test_a_method_that_disagrees_gets_no_figure(monkeypatch):
     assert "backward_ms" not in rows[0]
 
 
-def test_long_runs_warm_themselves_and_short_ones_are_run_more_often(monkeypatch):
-    said = []
-    monkeypatch.setattr(
-        timing, "milliseconds", lambda run, times, *, warm: said.append((run(), times, warm)) or [run()]
-    )
-    short, long = [], []
-    timing.take_turns([(lambda: 1.0, short), (lambda: 50.0, long)], 2)
-    assert said == [(1.0, 1, 1), (50.0, 1, 1), *[(1.0, 3, 1), (50.0, 1, 0)] * 2]
-    assert (short, long) == ([1.0] * 2, [50.0] * 2)
-
-
 def test_checkpointed_layers_are_judged_and_timed_for_every_kind_of_contender(monkeypatch):
     monkeypatch.setattr(layers, "LAYERS", 2)
     shape = shapes.shape_of("1,24,4,1,16", "prefix:9")
@@ -139,13 +128,3 @@ def test_candidates_are_read():
     assert tune.config_of("128,64,2,stale_maximum", "gluon") == hopper_config.Config(128, 64, 2, stale_maximum=True)
     with pytest.raises(ValueError, match="expected rows,columns,stages,buffers"):
         tune.config_of("128,64,2,tma", "gluon")
-
-
-def test_the_hopper_kernels_are_tuned_alike():
-    shape = shapes.shape_of("1,140,2,1,64", "causal")
-    candidates = [hopper_config.Config(128, 64, 2), hopper_config.Config(128, 128, 9)]
-    with simulator.simulated():
-        rows = tune.tune(shape, torch.bfloat16, CPU, "forward", candidates, "gluon")
-    assert [row["config"] for row in rows] == ["128,128,4,2,ping_pong", "128,64,2,1", "128,128,9,1"]
-    assert rows[1]["tflops"] > 0
-    assert "bytes of shared memory" in rows[2]["failed"]

@@ -7,7 +7,7 @@ import torch
 from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
 from canon.__main__ import main
-from canon.testing import bench, figure, kernels, process_groups, record, roofline, shapes
+from canon.testing import bench, kernels, process_groups, record, roofline, shapes
 
 
 # ---------------------------------------------------------------------- what speeds are worth
@@ -55,30 +55,6 @@ def test_auto_must_be_close_to_the_fastest_method():
 
 
 # ---------------------------------------------------------------------- figures and the command
-def write_record(path, d):
-    rows = []
-    for n in (2048, 512, 8192):
-        shape = shapes.shape_of(f"1,{n},4,4,{d},causal")
-        some = [made_up("canon triton split", 1.0, 2.0, f"1,{n},4,4,{d},causal")]
-        some.append(made_up("canon triton fused", None, 3.0, f"1,{n},4,4,{d},causal"))
-        some.append(made_up("SDPA cudnn", 0.9, None, f"1,{n},4,4,{d},causal") | {"failed": "backward"})
-        roofline.add_speeds(some, shape, 2, CEILINGS)
-        rows += some
-    return record.write(path, "canon bench kernels --sweep", rows, ceilings=CEILINGS)
-
-
-def test_a_figure_has_a_panel_for_each_width_and_a_line_for_each_contender(tmp_path, capsys):
-    paths = [write_record(tmp_path / f"sweep{d}.json", d) for d in (128, 64)]
-    drawn = figure.drawing([json.loads(path.read_text()) for path in paths])
-    titles = [axes.get_title() for axes in drawn.axes]
-    assert titles == [f"{name}, causal, width {d}" for name in ("forward", "backward") for d in (64, 128)]
-    lines = [line for line in drawn.axes[3].lines if len(line.get_xdata()) == 3]
-    assert len(lines) == 2  # both of Canon's methods backward
-    assert list(lines[0].get_xdata()) == [512, 2048, 8192]
-    assert [line for line in drawn.axes[3].lines if list(line.get_ydata()) == [800.0, 800.0]]
-    out = tmp_path / "drawn.png"
-    assert main(["bench", "figure", *map(str, paths), "--out", str(out)]) == 0
-    assert out.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("what", ["kernels", "tune", "schedules"])
