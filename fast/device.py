@@ -8,6 +8,7 @@ Without `backend`, "gluon" is used where it supports the inputs, and "triton" el
 support the inputs raises: it is never replaced.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -42,6 +43,7 @@ def backend(name: str) -> Iterator[None]:
     """
     if name not in AVAILABLE:
         raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, AVAILABLE))}")
+    _used[0] = True
     with computing_with(name):
         yield
 
@@ -61,25 +63,38 @@ def chosen_backend() -> str | None:
     return _chosen.get()
 
 
-_forced: set[int] = set()  # hashes of the calls with a chosen backend that may be recomputed
+_used = [False]  # whether `backend` was ever used; until then nothing is counted
+_first_runs: Counter[tuple[int, bool]] = Counter()  # calls that a checkpoint may recompute, by key and by chosen or not
 
 
 def settings_of(key: Hashable) -> str | None:
     """Return the chosen backend, for the key of a call. Raise RuntimeError if its recomputation would use another one.
 
-    ``key`` is None for a call without a key. A checkpoint recomputes a call in a backward pass. The first run of the call had
-    no gradients (use_reentrant=True) or saved its tensors by hooks (use_reentrant=False).
+    ``key`` is None for a call without a key.
     """
     chosen = _chosen.get()
-    if chosen is not None and key is not None:
-        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore[reportAttributeAccessIssue]
-            _forced.add(hash(key))
-    elif _forced and key is not None and torch._C._current_graph_task_id() != -1 and hash(key) in _forced:
+    if _used[0] and key is not None:
+        _count(hash(key), chosen is not None)
+    return chosen
+
+
+def _count(key: int, is_chosen: bool) -> None:
+    """Count a first run, or match a recomputation with one.
+
+    A checkpoint recomputes in a backward pass. It runs a call first without gradients (use_reentrant=True), or with hooks that
+    save tensors (use_reentrant=False).
+    """
+    if torch._C._current_graph_task_id() == -1:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        if hooks is not None or not torch.is_grad_enabled():
+            _first_runs[key, is_chosen] += 1
+    elif _first_runs[key, is_chosen]:
+        _first_runs[key, is_chosen] -= 1
+    elif not is_chosen and _first_runs[key, True]:
         raise RuntimeError(
             "a checkpoint recomputes a call after its `with backend(...)` has ended: put `with backend(...)` inside the "
             "function that is checkpointed"
         )
-    return chosen
 
 
 def restored(settings: str | None) -> AbstractContextManager:

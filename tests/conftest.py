@@ -62,6 +62,12 @@ def _fast_interpreter(pytestconfig):
         share_types()
 
 
+@pytest.fixture(params=["reference", "fast"])
+def half(request):
+    """Return the package of each half."""
+    return importlib.import_module(f"canon.{request.param}")
+
+
 @pytest.fixture
 def deterministic():
     """Run the test with deterministic algorithms."""

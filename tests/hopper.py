@@ -30,7 +30,7 @@ def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):
     draw = torch.Generator().manual_seed(seed)
     shapes = [(mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)]
     q, k, v, dout = (torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes)
-    dlse = torch.randn(b, h, mask.queries, generator=draw).to(DEVICE)
+    dlse = torch.randn(b, h, mask.queries, generator=draw).to(torch.promote_types(dtype, torch.float32)).to(DEVICE)
     seen = mask.dense().to(DEVICE)
     for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
         x[:, ~used] = torch.nan

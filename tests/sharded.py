@@ -1,13 +1,42 @@
 """Inputs, sharded attention and the judge's verdict for tests of distributed attention."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 
+from canon import Layout
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
 
 DEVICE = "cuda" if process_groups.kernel_gpus() else "cpu"  # for kernels; conftest.py handles --gpu
 ON_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+
+OWN_LAYOUTS = {"zigzag_attention": Layout.zigzag, "striped_attention": Layout.striped}
+CALLS = {  # of every distributed function: its name and options
+    "ring": ("ring_attention", {}),
+    "zigzag": ("zigzag_attention", {}),
+    "striped": ("striped_attention", {}),
+    "strided": ("strided_attention", {"head_stride": 1}),
+    "strided, split": ("strided_attention", {"head_stride": 2, "forward_first_stride": 1, "backward_last_stride": 1}),
+    "strided, ring": ("strided_attention", {"head_stride": 2, "backward_schedule": "ring"}),
+    "magi": ("magi_attention", {"stages": 2}),
+    "magi keeps": ("magi_attention", {"stages": 2, "keep_kv": True}),
+    "magi, one step": ("magi_attention", {"stages": 0}),
+}
+
+
+def layout_of(call, tokens, ranks, layout):
+    """Return the layout of a function that has its own one, else ``layout``."""
+    own = OWN_LAYOUTS.get(CALLS[call][0])
+    return own(tokens, ranks) if own else layout
+
+
+def attending(half, call, mask, layout, **options):
+    """Return a call of CALLS that takes q, k and v alone and returns out and lse."""
+    name, of_call = CALLS[call]
+    given = {} if name in OWN_LAYOUTS else {"layout": layout}
+    return functools.partial(getattr(half, name), mask=mask, return_lse=True, **given, **of_call, **options)
 
 
 def whole(mask, b=1, h=4, g=2, d=8, dv=6, dtype=torch.float64, seed=0):

@@ -1,211 +1,297 @@
-"""A wrong argument of a mask or a layout raises an error that names it."""
+"""A wrong argument of a public function is named on every rank, also if only one rank has it, and so is a disagreement.
 
-import numpy as np
+`test_mask_arguments` has the constructors of masks and layouts.
+"""
+
+import functools
+import time
+
 import pytest
 import torch
-from torch.distributed import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+import torch.distributed as dist
 
-from canon import Band, Layout, Mask
+from canon import Layout, Mask, fast, reference
 from canon.testing import process_groups
-
-MASK, LAYOUT, ONE = Mask.causal(8), Layout.zigzag(8, 2), Layout.contiguous(8, 1)
-X = torch.zeros(1, 8)
-NO_NUMBERS = ["8", 8.0, 8.5, float("nan"), True, None, [8], (8,), np.float32(8), np.bool_(True), torch.tensor(8)]
+from canon.training import sequence_loss
 
 pytestmark = pytest.mark.usefixtures("own_errors")
+HALVES = {"reference": reference, "fast": fast}
+LOCAL = ("attention", "attention_forward", "attention_backward")
+RINGS = ("ring_attention", "zigzag_attention", "striped_attention")
+PLACED = ("ring_attention", "strided_attention", "magi_attention")
+DISTRIBUTED = (*RINGS, "strided_attention", "magi_attention")
+ATTEND = ("attention", *DISTRIBUTED)
+MOVES = ("unshard", "redistribute", "sequence_loss")
+OTHERS = ("merge", "decode_attention", "group_cast", "group_reduce", "dispatch", "cast_plan", "plan_report", "prepare")
+CALLED_ALONE = (*LOCAL, "merge", "dispatch", "cast_plan", "plan_report", "prepare")
+RANKS, T, HALF = 3, 8, torch.float16
+CAUSAL, CONTIGUOUS = Mask.causal(T * RANKS), Layout.contiguous(T * RANKS, RANKS)
 
 
-@pytest.mark.parametrize("wrong", NO_NUMBERS, ids=repr)
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("queries", Mask.full),
-        ("keys", lambda n: Mask.full(8, n) if n is not None else Mask.full(8, "8")),
-        ("n", Mask.causal),
-        ("n", Mask.window),
-        ("n", lambda n: Mask.prefix(n, 2)),
-        ("prefix", lambda n: Mask.prefix(8, n)),
-        ("queries", lambda n: Mask([], n, 8)),
-        ("keys", lambda n: Mask([], 8, n)),
-        ("keys", lambda n: MASK.shift(0, n)),
-        ("q_stop", lambda n: Band(0, n, 0, 8)),
-        (r"cu_seqlens\[1\]", lambda n: Mask.documents([0, n])),
-        (r"lengths\[0\]", lambda n: Mask.padding([n], 9)),
-        ("n", lambda n: Mask.padding([1], n)),
-        (r"position_ids\[1\]", lambda n: Mask.from_position_ids([0, n])),
-        (r"q_blocks\[1\]", lambda n: Mask.block_causal([0, n if n is not True else None])),
-        (r"q_ranges\[0\]\[1\]", lambda n: Mask.ranges([(0, n)], [(0, 8)], [0])),
-        ("slice type", lambda n: Mask.ranges([(0, 8)], [(0, 8)], [n if n != "8" else None])),
-        ("n", lambda n: Layout.contiguous(n, 2)),
-        ("n", lambda n: Layout.zigzag(n, 2)),
-        ("n", lambda n: Layout.striped(n, 2)),
-        ("ranks", lambda n: Layout.contiguous(8, n)),
-        ("ranks", lambda n: Layout.zigzag(8, n)),
-        ("ranks", lambda n: Layout.striped(8, n)),
-        ("tokens", lambda n: Layout([[range(8)]], n)),
-        ("rank", LAYOUT.size),
-        ("rank", LAYOUT.positions),
-        ("rank", lambda n: LAYOUT.shard(X, n)),
-        ("dim", lambda n: LAYOUT.shard(X, 0, n)),
-        ("dim", lambda n: ONE.unshard(X, None, n)),
-        ("q_rank", lambda n: LAYOUT.local_mask(MASK, n, 0)),
-        ("k_ranks", lambda n: LAYOUT.local_mask(MASK, 0, [n])),
-    ],
-)
-def test_arguments_that_are_not_whole_numbers_are_named(name, make, wrong):
-    with pytest.raises(TypeError, match=rf"{name} must be a whole number.*, got .*: pass an int"):
-        make(wrong)
+def zeros(*shape, **options):
+    return torch.zeros(*shape, **options)
 
 
-@pytest.mark.parametrize("bound", [2.5, float("inf"), "2", True, (2, 0), torch.tensor(2)], ids=repr)
-def test_window_bounds_are_whole_numbers(bound):
-    for make in (
-        lambda: Mask.window(8, bound),
-        lambda: MASK.windowed(bound),
-        lambda: Mask.documents([0, 8], window=(bound, 0)),
-    ):
-        with pytest.raises(TypeError, match="window left must be a whole number"):
-            make()
+X, KV, LSE = zeros(1, T, 4, 16), zeros(1, T, 2, 16), zeros(1, 4, T)
+SHAPES = {"heads": (4, 2), "widths": (16, 16), "dtype": torch.float32}
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
-def test_integers_of_numpy_count_as_whole_numbers(kind):
-    n, two, one, none = map(kind, (8, 2, 1, 0))
-    ends = np.array([0, 3, 8], dtype=kind)
-    for ours, expected in [
-        (Mask.window(n, two, none), Mask.window(8, 2, 0)),
-        (Mask.documents(ends), Mask.documents([0, 3, 8])),
-        (Mask.documents(list(ends), window=(two, none)), Mask.documents([0, 3, 8], window=(2, 0))),
-        (Mask.prefix(n, two), Mask.prefix(8, 2)),
-        (Mask.block_causal(ends, q_valid=ends > 0), Mask.block_causal([0, 3, 8], q_valid=[0, 1, 1])),
-        (Mask.ranges(np.array([[0, 8]], kind), np.array([[0, 8]], kind), [one]), MASK),
-        (Mask([Band(none, n, none, n, None, none)], n, n), MASK),
-        (MASK.shift(two), MASK.shift(2)),
-        (Layout.contiguous(n, two), Layout.contiguous(8, 2)),
-        (Layout.zigzag(n, two), LAYOUT),
-        (Layout.striped(n, two), Layout.striped(8, 2)),
-        (Layout([[range(n)]], n), ONE),
-        (LAYOUT.local_mask(MASK, none, one), LAYOUT.local_mask(MASK, 0, 1)),
-    ]:
-        assert ours == expected
-        assert ours.digest == expected.digest
-        assert not isinstance(getattr(ours, "queries", 0) + getattr(ours, "tokens", 0), np.generic)
-    assert LAYOUT.shard(X, none, one).shape == (1, 4)
+def right(half, function):
+    """Return right arguments of a function on one of RANKS ranks. A list holds positional ones."""
+    plan = half.cast_plan(CAUSAL, CONTIGUOUS)
+    qkv = {"q": X, "k": KV, "v": KV}
+    return {
+        "attention_forward": {**qkv, "mask": Mask.causal(T)},
+        "attention_backward": {"dout": X, **qkv, "out": X, "lse": LSE, "mask": Mask.causal(T)},
+        "merge": {"out": X, "lse": LSE, "other_out": X, "other_lse": LSE},
+        "decode_attention": {"q": X[:, :3], "k": KV, "v": KV},
+        "group_cast": {"x": KV[0], "plan": plan, "stage": 0},
+        "group_reduce": {
+            "y": zeros(sum(plan.receive_sizes(0, rank())), 2, 16),
+            "plan": plan,
+            "stage": 0,
+            "into": KV[0],
+        },
+        "dispatch": {"mask": CAUSAL, "ranks": RANKS},
+        "cast_plan": {"mask": CAUSAL, "layout": CONTIGUOUS},
+        "plan_report": {"mask": CAUSAL, "layout": CONTIGUOUS},
+        "prepare": {
+            "function": "ring_attention",
+            "mask": CAUSAL,
+            "layout": CONTIGUOUS,
+            "rank": 0,
+            "device": "cpu",
+            **SHAPES,
+        },
+        "unshard": {"x": X},
+        "redistribute": {"x": X, "to": Layout.zigzag(T * RANKS, RANKS)},
+        "sequence_loss": {"logits": zeros(1, T, 5), "shift_labels": zeros(1, T, dtype=torch.int64)},
+    }.get(function, qkv)
 
 
-NO_LISTS = ["038", 8, None, {0, 8}, {0: 8}, (x for x in (0, 8))]
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
-@pytest.mark.parametrize("wrong", NO_LISTS, ids=lambda x: type(x).__name__)
-def test_arguments_that_are_not_sequences_of_numbers_are_named(wrong):
-    for name, make in [
-        ("cu_seqlens", Mask.documents),
-        ("cu_seqlens", lambda ends: LAYOUT.document_positions(0, ends)),
-        ("q_blocks", Mask.block_causal),
-        ("k_valid", lambda flags: Mask.block_causal([0, 1], None, None, flags if flags is not None else 1)),
-    ]:
-        with pytest.raises(TypeError, match=f"{name} must be a sequence or a tensor of whole numbers, got"):
-            make(wrong)
+def call(half, function, change):
+    """Call a function with some of its arguments changed."""
+    given = right(half, function) | change
+    if function == "sequence_loss":
+        return sequence_loss(**given)
+    if function in ("unshard", "redistribute"):
+        return getattr(CONTIGUOUS, function)(**given)
+    return getattr(half, function)(**given)
 
 
-@pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["torch", "numpy"])
-def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
-    for wrong, shape in ((make([[0, 3], [3, 8]]), r"\(2, 2\)"), (make(8), r"\(\)")):
-        with pytest.raises(ValueError, match=f"must have one axis, got shape {shape}"):
-            Mask.documents(wrong)
-    for wrong in (make(8), make([[[0, 3]]])):
-        for of in (Mask.block_causal, Mask.from_position_ids):
-            with pytest.raises(ValueError, match=r"must be \(n,\) or \(b, n\), got"):
-                of(wrong)
-    for wrong in (make([0.0, 8.0]), make([0, 2.5])):  # float32 holds no whole numbers beyond 2^24
-        with pytest.raises(TypeError, match=r"cu_seqlens\[0\] must be a whole number, got 0.0"):
-            Mask.documents(wrong)
-    with pytest.raises(TypeError, match=r"q_ranges\[0\] must be a pair"):
-        Mask.ranges(make([0, 8]), [(0, 8)], [0])
+def masks_of(*lengths):
+    return [Mask.causal(n) for n in lengths]
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "expected"),
-    [
-        (lambda: Mask.full(2**62), ValueError, "queries must be below 2^62"),
-        (lambda: Mask([], 2**70, 1), ValueError, "queries must be below 2^62"),
-        (lambda: Mask.documents([0, 2**63]), ValueError, "cu_seqlens must lie within"),
-        (lambda: Mask.block_causal([0, 2**64]), ValueError, "q_blocks must lie within"),
-        (lambda: Mask.block_causal([0, 1], q_valid=[1, 5]), ValueError, "q_valid must hold booleans, 0 or 1, got 5"),
-        (lambda: Mask.block_causal([0, 1], q_valid=[0.0, -1e9]), TypeError, "q_valid[0] must be a whole number"),
-        (lambda: Mask.documents([0, 8], causal="no"), TypeError, "causal must be True or False, got 'no'"),
-        (lambda: Mask.padding([3], 8, causal=1), TypeError, "causal must be True or False, got 1"),
-        (lambda: Mask.padding([3, 9], 8), ValueError, "lengths[1] must be in 0..8, the tokens of a sequence, got 9"),
-        (lambda: Mask.padding(3, 8), TypeError, "lengths must be a sequence or a tensor of whole numbers, got 3"),
-        (lambda: Mask.from_position_ids([1, 2]), ValueError, "position_ids[0] is 1: a position is 0, at the start"),
-        (lambda: Mask.from_position_ids([[0, 1], [0, 2]]), ValueError, "position_ids[1][1] is 2: a position is 0"),
-        (lambda: Mask.from_position_ids([[0], [0.0]]), TypeError, "position_ids[1][0] must be a whole number, got 0.0"),
-        (lambda: Mask.from_position_ids(X), TypeError, "position_ids[0][0] must be a whole number, got 0.0"),
-        (lambda: Mask.block_causal([[0], [1]], q_valid=[[1]]), ValueError, "{'q_blocks': 2, 'q_valid': 1}"),
-        (lambda: Mask.documents([0, 8], window=0), TypeError, "window must be a pair (left, right) or None, got 0"),
-        (lambda: Mask.documents([0, 8], window=(3,)), TypeError, "window must be a pair"),
-        (lambda: Mask.ranges([(0, 3, 9)], [(0, 3)], [0]), TypeError, "q_ranges[0] must be a pair"),
-        (lambda: Mask.ranges([(0, 3)], [range(0, 3, 2)], [0]), TypeError, "k_ranges[0] must be a pair"),
-        (lambda: Mask.ranges([slice(0, 3)], [(0, 3)], [0]), TypeError, "q_ranges[0] must be a pair"),
-        (lambda: Mask.ranges(["03"], [(0, 3)], [0]), TypeError, "q_ranges[0] must be a pair"),
-        (lambda: Mask.ranges([(0, 3)], [(0, 3)], "full"), TypeError, "types must be a sequence"),
-        (lambda: Mask.ranges([(0, 3)], [(0, 3)], 1), TypeError, "types must be a sequence"),
-        (lambda: Mask.concat(MASK), TypeError, "masks must be a sequence of Masks"),
-        (lambda: Mask.concat([MASK, 3]), TypeError, "masks[1] must be a Mask, got 3"),
-        (lambda: Mask(Band(0, 4, 0, 4), 4, 4), TypeError, "bands[0] must be a Band, got 0"),
-        (lambda: Mask([(0, 4, 0, 4, 0, 0)], 4, 4), TypeError, "bands[0] must be a Band"),
-        (lambda: Band(0, 4, 0, 4, 0.5), TypeError, "lo must be a whole number, got 0.5"),
-        (lambda: Band(0, 4, 0, 4).pick(range(0, 4, 2), range(4)), ValueError, "two ascending ranges of one step"),
-        (lambda: MASK.crop(slice(0, 2)), TypeError, "crop: queries must be a range"),
-        (lambda: MASK.crop(keys=[0, 1]), TypeError, "crop: keys must be a range"),
-        (lambda: MASK.needed_keys(range(3)), TypeError, "query_ranges[0] must be a range, got 0"),
-        (lambda: MASK.needed_keys([(0, 3)]), TypeError, "query_ranges[0] must be a range, got (0, 3)"),
-        (lambda: Layout.contiguous(2**70, 2), ValueError, "n must be below 2^62"),
-        (lambda: Layout([[0, 1], [2, 3]], 4), TypeError, "ranges_per_rank[0][0] must be a range, got 0"),
-        (lambda: Layout([[slice(0, 4)]], 4), TypeError, "ranges_per_rank[0][0] must be a range, got slice"),
-        (lambda: Layout([[(0, 4)]], 4), TypeError, "ranges_per_rank[0][0] must be a range, got (0, 4)"),
-        (lambda: Layout([range(2), range(2, 4)], 4), TypeError, "ranges_per_rank[0] must be a list of ranges"),
-        (lambda: Layout([torch.arange(4)], 4), TypeError, "ranges_per_rank[0] must be a list of ranges"),
-        (lambda: Layout(([r] for r in [range(4)]), 4), TypeError, "ranges_per_rank must be a list"),
-        (lambda: Layout(None, 4), TypeError, "ranges_per_rank must be a list"),
-        (lambda: Layout([[range(10**30)]], 4), ValueError, "ranges_per_rank[0][0] must lie inside"),
-        (lambda: LAYOUT.shard(torch.zeros(8), 0), ValueError, "x of shape (8,) has no dim 1"),
-        (lambda: LAYOUT.shard(torch.zeros(()), 0, 0), ValueError, "x of shape () has no dim 0"),
-        (lambda: LAYOUT.shard(np.zeros((1, 8)), 0), TypeError, "plain tensor, got ndarray: pass torch.as_tensor(x)"),
-        (lambda: ONE.unshard(torch.zeros(8)), ValueError, "unshard: x of shape (8,) has no dim 1"),
-        (lambda: ONE.unshard(X, "world"), TypeError, "a DeviceMesh of one dimension or None, got 'world'"),
-        (lambda: ONE.unshard(X, partial_grad="yes"), TypeError, "partial_grad must be True or False, got 'yes'"),
-        (lambda: LAYOUT.local_mask(MASK.dense(), 0, 1), TypeError, "mask must be a Mask, got a tensor of shape (8, 8)"),
-    ],
-)
-def test_other_wrong_arguments_are_named(make, error, expected):
-    with pytest.raises(error) as raised:
-        make()
-    assert expected in str(raised.value)
+SPARSE, META = X.to_sparse(), X.to("meta")
+WRONG = [  # functions, changed arguments, and a part of the error
+    ((*ATTEND, "attention_forward"), dict(mask=zeros(24, 24)), "mask must be a canon.Mask"),
+    ((*ATTEND, "decode_attention"), dict(mask="causal"), "mask must be a canon.Mask"),
+    (ATTEND, dict(q=META), "q is on the meta device"),
+    ((*ATTEND, "decode_attention"), dict(k=None), "k must be a torch.Tensor"),
+    (ATTEND, dict(v=KV.half()), "q, k, v must share one dtype"),
+    (ATTEND, dict.fromkeys("qkv", KV.to(torch.float8_e5m2)), "q, k, v must share one dtype"),
+    (ATTEND, dict.fromkeys("qkv", KV.int()), "q, k, v must share one dtype"),
+    (ATTEND, dict(q=SPARSE), "q must be a dense tensor"),
+    (ATTEND, dict(q=X[:, :, :3]), "3 query heads are not a multiple of 2"),
+    (ATTEND, dict(k=KV[..., :4]), "one width"),
+    (ATTEND, dict(v=KV[:, :5]), "share the batch"),
+    (ATTEND, dict(q=X[0]), "(b, t, heads, width)"),
+    (ATTEND, dict(scale=float("nan")), "scale must be finite"),
+    (ATTEND, dict(scale=float("inf")), "scale must be finite"),
+    (ATTEND, dict(scale=torch.ones((), requires_grad=True)), "scale must be a number without a gradient"),
+    (ATTEND, dict(scale="1"), "scale must be a number"),
+    (ATTEND, dict(backward="fast"), "backward='fast': expected one of"),
+    (ATTEND, dict(sink=zeros(3)), "sink must be (4,), a logit for each query head, got (3,)"),
+    (ATTEND, dict(sink=zeros(1, 4)), "sink must be (4,)"),
+    (ATTEND, dict(sink=zeros(4).half()), "sink must be float32"),
+    (ATTEND, dict(sink=[0.0] * 4), "sink must be a torch.Tensor, got list"),
+    (ATTEND, dict(sink=zeros(4, device="meta")), "sink is on the meta device"),
+    (DISTRIBUTED, dict(reduce_dtype="float32"), "reduce_dtype must be"),
+    (DISTRIBUTED, dict(reduce_dtype=torch.int32), "reduce_dtype must be"),
+    (DISTRIBUTED, dict(mask=masks_of(24, 24)), "one Mask serves the whole batch here, so pack"),
+    (PLACED, dict(mask=Mask.causal(9), layout=CONTIGUOUS), "the mask is 9 x 9, the layout has 24 tokens"),
+    (PLACED, dict(layout="zigzag"), "layout must be a canon.Layout"),
+    (PLACED, dict(layout=Layout.contiguous(24, 5)), "the layout is for 5 ranks, the group has 3"),
+    (PLACED, dict(layout=Layout([[range(7)], [range(7, 15)], [range(15, 24)]], 24)), "tokens, q holds 8"),
+    (("attention",), dict(mask=Mask.causal(5)), "mask is 5 queries x 5 keys"),
+    (("attention",), dict(k=KV[:, :5], v=KV[:, :5]), "as many queries as keys, got 8, 5"),
+    (LOCAL, dict(mask=masks_of(8, 8)), "mask holds 2 Masks for a batch of 1: pass one for each sequence"),
+    (LOCAL, dict(mask=[]), "mask holds 0 Masks for a batch of 1"),
+    (LOCAL, dict(mask=masks_of(9)), "mask[0] is 9 queries x 9 keys, q holds 8 tokens"),
+    (LOCAL, dict(mask=[None]), "mask[0] must be a canon.Mask, got NoneType"),
+    (LOCAL, dict(mask=[masks_of(8)]), "mask[0] must be one canon.Mask"),
+    (("attention",), dict(q=X[0], k=KV[0], v=KV[0], mask=masks_of(8)), "pass one Mask"),
+    (("attention_backward",), dict(method="fast"), "method='fast': expected one of"),
+    (("attention_backward",), dict(dout=X[:, :5]), "dout must be (1, 8, 4, 16), got (1, 5"),
+    (("attention_backward",), dict(lse=LSE[:, :3]), "lse must be"),
+    (("attention_backward",), dict(dlse=LSE, delta=LSE), "not both"),
+    (("merge",), dict(other_out=X[:, :5], other_lse=LSE[..., :5]), "parts differ in shape"),
+    (("decode_attention",), dict(mask=Mask.causal(5)), "mask is 5 queries x 5 keys, q holds 3 tokens and k 8"),
+    (("decode_attention",), dict(sink=zeros(3)), "a logit for each query head"),
+    (("decode_attention",), dict(mask=masks_of(5, 5)), "mask holds 2 Masks for a batch of 1"),
+    (("strided_attention",), dict(k=KV.repeat(1, 1, 2, 1), v=KV.repeat(1, 1, 2, 1), head_stride=3), "head_stride=3 does not"),
+    (("strided_attention",), dict(head_stride=0), "head_stride=0 does not divide the 2 key heads"),
+    (("strided_attention",), dict(head_stride=2, forward_first_stride=2), "forward_first_stride=2: expected 0 < first < head"),
+    (("strided_attention",), dict(head_stride=2, backward_first_stride=0), "backward_first_stride=0: expected 0 < first"),
+    (("strided_attention",), dict(head_stride=2, backward_last_stride=5), "backward_last_stride=5: expected 0 < last < head"),
+    (("strided_attention",), dict(head_stride=2, backward_first_stride=1, backward_last_stride=1), "split two head groups"),
+    (("strided_attention",), dict(backward_schedule="rign"), "backward_schedule='rign': expected one of 'scatter', 'ring'"),
+    (("strided_attention",), dict(head_stride=2, backward_first_stride=1, backward_schedule="ring"), "has no effect with"),
+    (("strided_attention",), dict(head_stride=2, backward_last_stride=1, backward_schedule="ring"), "has no effect with"),
+    (("magi_attention", "cast_plan"), dict(stages=-1), "stages must be a whole number >= 0, got -1"),
+    (("magi_attention", "cast_plan"), dict(stages=True), "stages must be a whole number"),
+    (("magi_attention", "cast_plan"), dict(stages=1.0), "stages must be a whole number"),
+    (("magi_attention",), dict(stages=[1]), "unhashable"),
+    (("group_cast", "group_reduce"), dict(stage=1), "stage 1 is not one of the plan's 1 casts"),
+    (("group_cast",), dict(x=KV[0, 1:]), "group_cast: x has 7 rows"),
+    (("group_reduce",), dict(into=KV[0, :3]), "into must be"),
+    (("dispatch",), dict(ranks=0), "ranks must be a whole number >= 1"),
+    (("dispatch", "plan_report"), dict(chunk=0), "chunk must be a whole number >= 1"),
+    (("dispatch",), dict(imbalance=0.9), "at least 1; got 0.9"),
+    (("dispatch",), dict(imbalance=float("nan")), "imbalance is the largest work divided by its lower bound"),
+    (("dispatch",), dict(imbalance="1.05"), "imbalance must be a number >= 1, got"),
+    (("dispatch",), dict(imbalance=1e30), "are too large for 300 cells in 64 bits"),
+    (("dispatch",), dict(tokens_per_us=0), "tokens_per_us must be"),
+    (("dispatch",), dict(tokens_per_us=2**58), "only the ratio of the two rates matters"),
+    (("dispatch",), dict(swaps_per_chunk=-1), "swaps_per_chunk must be a whole number >= 0, got -1"),
+    (("dispatch",), dict(mask=Mask([], 3, 4)), "the mask is 3 x 4, not square"),
+    (("dispatch",), dict(rank_invariant=None), "rank_invariant must be True or False, got None"),
+    (("dispatch",), dict(rank_invariant=True, chunk=200), "multiple of 128 tokens, got 200: call dispatch(..., chunk=256"),
+    *((("dispatch",), {name: wrong}, f"{name} must be a whole number") for wrong in ("4", 4.0, True, [4], float("nan"))
+      for name in ("ranks", "chunk", "cells_per_us", "tokens_per_us", "swaps_per_chunk")),
+    (("dispatch", "cast_plan"), dict(mask=CAUSAL.dense()), "mask must be a Mask, got"),
+    (("cast_plan", "plan_report"), dict(layout=[[range(24)]]), "layout must be a Layout, got"),
+    (("cast_plan",), dict(layout=Layout.contiguous(9, 2)), "the mask is 24 x 24, the layout has 9 tokens"),
+    (("prepare",), dict(function="merge"), "function='merge'"),
+    (("prepare",), dict(function="attention"), "runs on one rank"),
+    (("prepare",), dict(layout=None), "layout must be a canon.Layout"),
+    (("prepare",), dict(rank=3), "rank 3 is not one of the layout's 3"),
+    (("prepare",), dict(layout=Layout.zigzag(41, 3)), "the layout has 41 tokens"),
+    (("prepare",), dict(stage=0), "no option stage: expected"),
+    (("prepare",), dict(heads=4), "heads must be two whole numbers"),
+    (("prepare",), dict(heads=(4, 3)), "not a multiple"),
+    (("prepare",), dict(dtype="bfloat16"), "dtype must be"),
+    (("prepare",), dict(backward="magic"), "backward='magic'"),
+    (("prepare",), dict(requires_grad=None), "requires_grad must be True or False"),
+    (("unshard", "redistribute"), dict(dim=4), "x of shape (1, 8, 4, 16) has no dim 4"),
+    (("unshard", "redistribute"), dict(x=X[:, :5]), "tokens along dim 1; the layout is for 3 ranks"),
+    (("redistribute",), dict(to=Layout.zigzag(9, 3)), "to has 9 tokens on 3 ranks, the layout 24 on 3"),
+    (("redistribute",), dict(to="zigzag"), "redistribute: to must be a Layout, got 'zigzag'"),
+    (("sequence_loss",), dict(logits=zeros(1, 3, 5)), "got (1, 3, 5) and (1, 8)"),
+    (("sequence_loss",), dict(logits=zeros(1, T, 5).int()), "logits must be floating-point"),
+    (("sequence_loss",), dict(logits=None), "logits must be a torch.Tensor, got NoneType"),
+    (("sequence_loss",), dict(shift_labels=zeros(1, T)), "shift_labels must be int64"),
+    (("sequence_loss",), dict(shift_labels=torch.full((1, T), 5)), "shift_labels must be in 0..4 or ignore_index=-100, got 5"),
+    (("sequence_loss",), dict(ignore_index=0.5), "ignore_index must be a whole number"),
+    (("attention", "strided_attention"), dict(rank_invariant=True, backward="fused"), "backward='fused'"),
+    (("attention",), dict(rank_invariant=1), "rank_invariant must be True or False"),
+    (("strided_attention", "magi_attention"), dict(rank_invariant=True, reduce_dtype=torch.float32), "reduce_dtype=torch.f"),
+    (("strided_attention",), dict(rank_invariant=True, backward_schedule="ring"), "backward_schedule='ring'"),
+    (("magi_attention",), dict(rank_invariant=True, stages=1), "with stages=0 or None"),
+    (("strided_attention", "magi_attention"), dict(rank_invariant=True, layout=CONTIGUOUS), "multiple_of=128)"),
+]  # fmt: skip
+DIFFERENT = [  # arguments of one rank that are right in themselves, and the field that the error names
+    (DISTRIBUTED, dict(mask=Mask.window(24, 2, 0)), "mask"),
+    (PLACED, dict(layout=Layout.striped(24, 3)), "layout"),
+    (DISTRIBUTED, {x: right(reference, "ring_attention")[x].double() for x in "qkv"}, "dtype"),
+    (DISTRIBUTED, dict(q=X.repeat(1, 1, 2, 1)), "heads and width of q"),
+    (DISTRIBUTED, dict(k=KV[:, :, :1], v=KV[:, :, :1]), "heads and width of k"),
+    (DISTRIBUTED, dict(v=KV[..., :3]), "v"),
+    (DISTRIBUTED, {x: right(reference, "ring_attention")[x][:, :5] for x in "qkv"}, "mask"),
+    (DISTRIBUTED, dict(q=zeros(1, T, 4, 16, requires_grad=True)), "requires_grad"),
+    (DISTRIBUTED, dict(scale=0.5), "scale"),
+    (DISTRIBUTED, dict(reduce_dtype=torch.bfloat16), "reduce_dtype"),
+    (DISTRIBUTED, dict(backward="split"), "backward"),
+    (DISTRIBUTED, dict(sink=zeros(4)), "sink"),
+    (("strided_attention",), dict(head_stride=2), "head_stride"),
+    (("strided_attention",), dict(backward_schedule="ring"), "backward_schedule"),
+    (("magi_attention",), dict(stages=2), "stages"),
+    (("magi_attention",), dict(keep_kv=True), "keep_kv"),
+    (("decode_attention",), dict(q=X[:, :2]), "shape of q"),
+    (("decode_attention",), dict(scale=0.5), "scale"),
+    (("decode_attention",), dict(k=KV[:, :, :1], v=KV[:, :, :1]), "heads and width of k"),
+    (("decode_attention",), dict(v=KV[..., :3]), "heads and width of v"),
+    (("decode_attention",), dict(sink=zeros(4)), "sink"),
+    (("redistribute",), dict(x=X.double()), "dtype: rank 0, 2: torch.float32; rank 1: torch.float64"),
+    (("redistribute",), dict(to=Layout.striped(24, 3)), "to: rank 0, 2: Layout("),
+    (("redistribute",), dict(x=zeros(1, T, 4, 16, requires_grad=True)), "requires_grad"),
+    (("sequence_loss",), dict(logits=zeros(1, T, 6)), "vocabulary: rank 0, 2: 5; rank 1: 6"),
+    (
+        ("sequence_loss",),
+        dict(logits=zeros(1, T, 5).double()),
+        "dtype: rank 0, 2: torch.float32; rank 1: torch.float64",
+    ),
+    (("sequence_loss",), dict(ignore_index=4), "ignore_index: rank 0, 2: -100; rank 1: 4"),
+]
 
 
-def refused_on_a_mesh():
-    mesh = init_device_mesh("cpu", (1,))
-    x = DTensor.from_local(X, mesh, [Replicate()])
-    for call in (lambda: ONE.shard(x, 0), lambda: ONE.unshard(x)):
-        with pytest.raises(TypeError, match=r"plain tensor, got DTensor: pass x.to_local\(\)"):
-            call()
-    assert ONE.unshard(X, mesh).equal(X)
+def of(table, function):
+    return [(change, message) for functions, change, message in table if function in functions]
 
 
-def test_errors_for_dtensors_give_the_remedy():
-    process_groups.processes(refused_on_a_mesh, 1)
+def refused(half, function, change):
+    try:
+        call(half, function, change)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing was raised"
 
 
-def test_masks_and_layouts_are_on_the_cpu_for_any_default_device():
-    def made():
-        blocks = Mask.block_causal([0, 2, 1, 1])
-        positions = LAYOUT.document_positions(1, [0, 3, 8])
-        return blocks, blocks.dense(), LAYOUT.positions(0), positions, Layout([[], [range(2)]], 2).positions(0)
+@pytest.mark.parametrize("function", [*ATTEND, *LOCAL[1:], *MOVES, *OTHERS])
+def test_a_wrong_argument_is_named_on_every_rank(half, function):
+    """First all ranks have it, then rank 1 alone: then the ranks may disagree about the argument before it is checked."""
 
-    expected = made()
-    with torch.device("meta"):
-        found = made()
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == theirs if isinstance(ours, Mask) else ours.equal(theirs)
+    def program():
+        faults = []
+        call(half, function, {})  # a known call hides no wrong argument
+        for only in (range(RANKS), [1]):
+            for change, message in of(WRONG, function):
+                text = refused(half, function, change if dist.get_rank() in only else {})
+                differs = only == [1] and "the ranks disagree" in text and next(iter(change)) in text
+                faults += [] if message in text or differs else [(message, text)]
+        return faults
+
+    if function in CALLED_ALONE:
+        assert not [(change, text) for change, message in of(WRONG, function)
+                    if message not in (text := refused(half, function, change))]  # fmt: skip
+    else:
+        assert process_groups.threads(program, RANKS) == [[]] * RANKS
+
+
+def disagreements(name, functions):
+    """Return the disagreements that the error of this rank does not name, in first calls and after a known call."""
+    half, faults = HALVES[name], []
+    for function in functions:
+        for change, message in of(DIFFERENT, function):
+            start = time.monotonic()
+            text = refused(half, function, change if dist.get_rank() == 1 else {})
+            named = all(word in text for word in (message, "rank 0, 2: ", "rank 1: "))
+            faults += [] if named and time.monotonic() - start < 5 else [(function, message, text)]
+        call(half, function, {})  # nothing was sent before the error, so the group can still be used
+    return faults
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_disagreement_of_the_ranks_is_named(name):
+    """In threads for each function, and in processes over gloo for two of them."""
+    functions = (*DISTRIBUTED, "decode_attention", "redistribute", "sequence_loss")
+    assert process_groups.threads(functools.partial(disagreements, name, functions), RANKS) == [[]] * RANKS
+    program = functools.partial(disagreements, name, ("ring_attention", "magi_attention"))
+    assert process_groups.processes(program, RANKS) == [[]] * RANKS
+
+
+def test_a_rank_outside_the_group_raises_alone(half):
+    """`dist.new_group` returns a number, not a group, on ranks that are not its members."""
+
+    def program():
+        group = dist.new_group([0, 1])
+        return refused(half, "ring_attention", {"group": group})
+
+    assert process_groups.threads(program, RANKS)[:2] == ["nothing was raised"] * 2
+    assert "is not a member of" in process_groups.threads(program, RANKS)[2]
+    assert "group must be a ProcessGroup, a DeviceMesh" in refused(half, "ring_attention", {"group": "a group"})

@@ -12,9 +12,7 @@ from canon.fast import backward as fast_backward
 from canon.fast import device
 from canon.testing import process_groups
 
-HALVES = {"reference": reference, "fast": fast}
 DISTRIBUTED = ("ring_attention", "strided_attention", "magi_attention")
-both_halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 every_function = pytest.mark.parametrize("function", ["attention", *DISTRIBUTED])
 
 
@@ -42,35 +40,7 @@ def used(monkeypatch):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_uses_the_backend_of_the_original_call(used, reentrant):
-    q, k, v = (x.requires_grad_() for x in inputs())
-
-    def layer(q, k, v):
-        scores = torch.sin(q)  # saves a tensor, so that another node recomputes first
-        with fast.backend("triton"):
-            out = fast.attention(scores, k, v)
-        return torch.sin(fast.attention(out, k, v))
-
-    with fast.backend("triton"):
-        out = checkpoint(layer, q, k, v, use_reentrant=reentrant)
-        out = checkpoint(layer, out, k, v, use_reentrant=reentrant)
-    forward = len(used)
-    out.sum().backward()
-    assert forward == 4
-    assert set(used) == {"triton"}
-    assert len(used) == 4 + 4 + 4, "forward, recomputed, backward"
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_backend_around_the_backward_pass_alone_does_not_reach_recomputations(used, reentrant):
-    q, k, v = (x.requires_grad_() for x in inputs())
-    out = checkpoint(lambda *x: torch.sin(fast.attention(*x)), q, k, v, use_reentrant=reentrant)
-    with fast.backend("triton"):
-        out.sum().backward()
-    assert set(used) == {None} or reentrant
-
-
-def test_layers_of_one_checkpoint_keep_their_own_backends(used):
+def test_a_recomputation_uses_the_backend_inside_the_checkpointed_function(used, reentrant):
     q, k, v = (x.requires_grad_() for x in inputs())
 
     def layers(q, k, v):
@@ -78,23 +48,36 @@ def test_layers_of_one_checkpoint_keep_their_own_backends(used):
             q = fast.attention(q, k, v)
         return torch.sin(fast.attention(q, k, v))
 
-    checkpoint(layers, q, k, v, use_reentrant=False).sum().backward()
-    assert used[:4] == ["triton", None, "triton", None]
+    for _ in range(2):
+        used.clear()
+        checkpoint(layers, q, k, v, use_reentrant=reentrant).sum().backward()
+        assert used[:4] == ["triton", None, "triton", None]
 
 
-def test_a_nested_checkpoint_whose_backend_cannot_be_found_raises():
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_recomputation_after_the_end_of_its_backend_raises(used, reentrant, nested):
     q, k, v = (x.requires_grad_() for x in inputs())
-    inner = lambda *x: checkpoint(lambda *y: torch.sin(fast.attention(*y)), *x, use_reentrant=False)
+    layer = lambda *x: torch.sin(fast.attention(*x))
+    again = functools.partial(checkpoint, layer, use_reentrant=reentrant) if nested else layer
     with fast.backend("triton"):
-        out = checkpoint(lambda *x: torch.sin(inner(*x)), q, k, v, use_reentrant=False)
+        out = checkpoint(again, q, k, v, use_reentrant=reentrant)
     with pytest.raises(RuntimeError, match="inside the function that is checkpointed"):
         out.sum().backward()
+    device._first_runs.clear()
+
+
+def test_an_evaluation_with_a_backend_does_not_stop_a_training_without_one(used):
+    q, k, v = (x.requires_grad_() for x in inputs())
+    with fast.backend("triton"), torch.no_grad():
+        fast.attention(q, k, v)
+    checkpoint(lambda *x: torch.sin(fast.attention(*x)), q, k, v, use_reentrant=False).sum().backward()
+    device._first_runs.clear()
 
 
 # --- autocast
 
 
-@both_halves
 @every_function
 def test_autocast_casts_the_inputs_and_nothing_else(half, function):
     def program():
@@ -117,7 +100,6 @@ def test_autocast_casts_the_inputs_and_nothing_else(half, function):
     program() if function == "attention" else process_groups.threads(program, 2)
 
 
-@both_halves
 def test_autocast_leaves_float64_alone_and_covers_the_parts(half):
     q, k, v = inputs(dtype=torch.float64)
     mask = Mask.causal(24)
@@ -134,7 +116,6 @@ def test_autocast_leaves_float64_alone_and_covers_the_parts(half):
 # --- inference first
 
 
-@both_halves
 @pytest.mark.parametrize("function", DISTRIBUTED)
 def test_training_works_after_a_first_call_in_inference_mode(half, function):
     mask = Mask.documents([0, 5, 17, 48])
@@ -182,7 +163,6 @@ def messages(half, function, frozen, monkeypatch):
     return process_groups.threads(program, 2)[0], sum(sent)
 
 
-@both_halves
 @pytest.mark.parametrize("function", DISTRIBUTED)
 def test_gradients_that_are_not_needed_are_not_sent(half, function, monkeypatch):
     with monkeypatch.context() as patch:
@@ -198,7 +178,6 @@ def test_gradients_that_are_not_needed_are_not_sent(half, function, monkeypatch)
     assert more_bytes == all_bytes
 
 
-@both_halves
 @pytest.mark.parametrize("method", ["split", "fused", "head_parallel", "auto"])
 @pytest.mark.parametrize("frozen", ["q", "k", "v", "kv", "qk"])
 def test_attention_computes_the_gradients_that_are_needed(half, method, frozen):
@@ -215,7 +194,6 @@ def test_attention_computes_the_gradients_that_are_needed(half, method, frozen):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's forward mode causes it
-@both_halves
 @every_function
 def test_unsupported_differentiation_is_named(half, function):
     attend = getattr(half, function)

@@ -5,7 +5,7 @@ import torch
 from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
-from canon.bench import bench_command, kernels, layers, shapes, timing, tune
+from canon.bench import bench_command, kernels, layers, shapes, tune
 from canon.bench.packs import sampled_packs
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
@@ -41,27 +41,6 @@ def test_masks_go_to_shapes_without_one_and_replace_those_of_the_defaults():
         shapes.shapes_of(["1,8,1,1,16,full"], ["causal"], [])
     replaced = shapes.shapes_of([], ["full"], ["1,8,1,1,16,causal", "1,8,1,1,16,full", "1,16,1,1,16,causal"])
     assert [(s.n, s.mask_name) for s in replaced] == [(8, "full"), (16, "full")]
-
-
-def test_documents_are_the_same_everywhere_and_fill_the_sequence():
-    ends = shapes.documents(5000, 100)
-    assert ends == shapes.documents(5000, 100)
-    assert ends[0] == 0
-    assert ends[-1] == 5000
-    assert all(a < b for a, b in zip(ends, ends[1:], strict=False))
-    assert 25 < len(ends) < 100
-
-
-def test_the_sets_hold_what_their_names_say():
-    swept = shapes.sweep([64, 128])
-    assert [s.n for s in swept[:9]] == [512 << i for i in range(9)]
-    assert {(s.b * s.n, s.h * s.d) for s in swept} == {(shapes.SWEEP_TOKENS, shapes.SWEEP_WIDTH)}
-    chosen = shapes.auto()
-    assert len(chosen) == 12
-    assert [(s.b * s.h, s.n) for s in chosen] == shapes.AUTO
-    assert all(s.h == 4 * s.g for s in chosen)
-    for causal, full in shapes.partial_pairs(shapes.PARTIAL):
-        assert full.mask.area / causal.mask.area == pytest.approx(1, abs=1e-4)
 
 
 def test_jobs_are_what_the_options_ask_for():
@@ -107,17 +86,6 @@ def test_a_method_that_disagrees_gets_no_figure(monkeypatch):
     assert "backward_ms" not in rows[0]
 
 
-def test_long_runs_warm_themselves_and_short_ones_are_run_more_often(monkeypatch):
-    said = []
-    monkeypatch.setattr(
-        timing, "milliseconds", lambda run, times, *, warm: said.append((run(), times, warm)) or [run()]
-    )
-    short, long = [], []
-    timing.take_turns([(lambda: 1.0, short), (lambda: 50.0, long)], 2)
-    assert said == [(1.0, 1, 1), (50.0, 1, 1), *[(1.0, 3, 1), (50.0, 1, 0)] * 2]
-    assert (short, long) == ([1.0] * 2, [50.0] * 2)
-
-
 def test_checkpointed_layers_are_judged_and_timed_for_every_kind_of_contender(monkeypatch):
     monkeypatch.setattr(layers, "LAYERS", 2)
     shape = shapes.shape_of("1,24,4,1,16", "prefix:9")
@@ -127,62 +95,6 @@ def test_checkpointed_layers_are_judged_and_timed_for_every_kind_of_contender(mo
     assert all(row["agrees"] and row["both_ms"] == [1.0] * 6 and row["peak_mb"] is None for row in rows[:-1])
     assert "supports bfloat16" in rows[-1]["declined"]
     assert layers.table(rows).row_count == len(rows)
-
-
-def test_checkpointed_layers_compute_again_instead_of_keeping():
-    x = torch.randn(1, 8, 4, 16, requires_grad=True)
-    calls = []
-
-    def attend(q, k, v):
-        calls.append((q.shape[2], k.shape[2], v.shape[2]))
-        return 0.01 * (q * k + v)  # its gradient needs q and k, so a checkpoint computes it again
-
-    got = layers.both(attend, 1, x, torch.ones_like(x))
-    assert calls == [(4, 1, 1)] * 2 * layers.LAYERS
-    y = x
-    for _ in range(layers.LAYERS):
-        y = layers.layer(attend, 1, y)
-    assert torch.equal(got, torch.autograd.grad(y, x, torch.ones_like(x))[0])
-
-
-def test_memory_at_the_peak_is_measured_beyond_what_was_held(monkeypatch):
-    held = iter([1_000_000, 5_000_000])
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(held))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(held))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    ran = []
-    assert timing.peak_mb(lambda: ran.append(1), torch.device("cuda", 0)) == 4.0
-    assert ran == [1]
-    assert timing.peak_mb(lambda: ran.append(1), CPU) is None
-
-
-def test_ceilings_are_those_of_a_product_and_a_copy():
-    found = timing.ceilings(torch.float32, CPU, size=100, copied=1000)
-    assert found == {"matmul_tflops": pytest.approx(2e6 / 1e9), "copy_tbs": pytest.approx(2000 / 1e9)}
-
-
-def test_partial_masks_are_compared_with_an_equal_area_of_full_tiles(monkeypatch):
-    monkeypatch.setattr(kernels, "ceilings", lambda dtype, device: CEILINGS)
-    words = (
-        "kernels",
-        "--partial",
-        "--shape",
-        "1,64,2,1,16",
-        "--only",
-        "triton split",
-        "--rounds",
-        "1",
-        "--dtype",
-        "float32",
-    )
-    options = options_of(*words)
-    ((rows, more),) = kernels.measured(options, kernels.jobs(options), CPU)
-    assert [row["mask"] for row in rows] == ["causal", "full:32"]
-    assert [row["pass"] for row in more["partial"]] == ["forward", "backward"]
-    assert more["partial"][0]["cost"] == pytest.approx(64 * 32 / (64 * 65 / 2) - 1)  # both take a millisecond
-    assert set(more["peers"]) == {"flash-attn-4"}
-    assert [table.row_count for table in (*kernels.speeds(rows), *kernels.verdicts(more))] == [1, 1, 2]
-    assert "800 TFLOP/s" in kernels.summary(more)
 
 
 def test_tuning_tries_what_it_is_given_and_drops_what_disagrees(monkeypatch):

@@ -83,13 +83,3 @@ def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
     declined = {row["contender"] for row in kept["results"] if row.get("declined")}
     assert all("gluon" in name or "cuda" in name for name in declined), "these have no float32"
     assert "canon auto" in capsys.readouterr().out
-
-
-def test_plans_are_reported_and_recorded(tmp_path):
-    path = tmp_path / "plans.json"
-    assert main(["bench", "plans", "--packs", "1", "--ranks", "8", "--record", str(path)]) == 0
-    rows = {row["kind"]: row for row in json.loads(path.read_text())["results"]}
-    alone = {"one causal document", "a window of 1024", "1000 documents", "1000 documents, cut at random"}
-    assert set(rows) == {"packs"} | alone
-    assert rows["one causal document"]["volume"] == [0.75]
-    assert all(len(row["ms"]) == 1 for row in rows.values())

@@ -86,19 +86,6 @@ def test_equal_cells_make_equal_masks(blocks):
     assert (hash(other), other.digest) == (hash(mask), mask.digest)
 
 
-@given(st.integers(0, 30), st.integers(0, 30))
-def test_block_causal_equals_window_and_prefix_for_their_ids(n, some):
-    assert Mask.block_causal(range(0, -n, -1)) == Mask.window(n, left=0)
-    first = min(n, some)
-    assert (
-        Mask.block_causal([0] * first + [1] * (n - first))
-        .dense()
-        .equal(definition([0] * first + [1] * (n - first), None, None, None))
-    )
-    if first > 1:
-        assert Mask.block_causal([0] * first + list(range(1, n - first + 1))) == Mask.prefix(n, first)
-
-
 def test_padding_in_the_middle_costs_a_few_bands():
     """With ascending ids and a hole, the queries after the hole see all keys before it as one rectangle."""
     n, hole = 4000, range(1500, 1600)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -41,13 +40,6 @@ def torch_ones(out):
     factor = out.new_ones(out.shape)
     factor[..., 7, 2, :] = 1.5
     return factor
-"""
-UNSURE = """
-from canon import reference
-from canon.reference import ring_attention
-
-def attention(q, k, v, mask=None, **options):
-    raise NotImplementedError("not yet")
 """
 
 
@@ -104,26 +96,6 @@ def test_the_reference_agrees_under_every_limit(words, run):
     assert ("dq" in tensors) == ("forward" not in words)
 
 
-def test_limits_adapt_shapes_and_leave_cases_out():
-    every = all_cases(["float32"], gpu=False)
-    some = contract.limited(every, contract.features("equal-heads,equal-widths,packed,contiguous"), True)
-    assert {case.name for case in every} - {case.name for case in some} == {
-        case.name for case in every if "sequences" in case.mask
-    }
-    for case in some:
-        assert case.shape.heads[0] == case.shape.heads[1]
-        assert case.shape.widths[0] == case.shape.widths[1]
-        assert case.shape.batch == 0
-        assert case.shape.contiguous
-    assert {case.mask for case in contract.limited(every, contract.features("causal,window"), True)} == {
-        "causal",
-        "window",
-    }
-    uneven = contract.limited(every, contract.features("no-mask"), False)
-    assert {"attention", "ring_attention"} <= {case.function for case in uneven}
-    assert not {"zigzag_attention", "striped_attention"} & {case.function for case in uneven}
-
-
 @pytest.mark.parametrize(("text", "message"), [("causal,fast", "--features fast: expected one or more of"),
                                                ("batched,packed", "expected one of them"),
                                                ("no-mask,full", "allows causal only")])  # fmt: skip
@@ -131,20 +103,6 @@ def test_unknown_and_contradictory_features_raise(text, message, run):
     status, printed, _ = run("canon.reference", "--features", text)
     assert status == 2
     assert message in printed.err
-
-
-def test_not_implemented_is_declined_and_re_exports_need_no_case(run, write_module):
-    text = (
-        UNSURE
-        + "\nfrom torch import softmax\nfrom functools import partial\n__all__ = ['attention', 'softmax', 'mine']\n"
-    )
-    write_module("unsure", text + "def mine(x): return x\n")
-    status, printed, record = run("unsure", "--tokens", 150, "--only", "attention/[fr]*")
-    assert set(verdicts(record).values()) == {"declined"}
-    assert status == 1, "no case agrees"
-    assert "NotImplementedError: not yet" in printed.out
-    assert "mine" in record["untried"]
-    assert not {"softmax", "partial"} & set(record["untried"])
 
 
 def test_a_failure_names_token_rank_and_head(run, write_module):
@@ -230,28 +188,6 @@ def test_ctrl_c_keeps_the_finished_cases(tmp_path):
     assert "cases have run; --resume runs the others" in " ".join(out.split())
     record = json.loads((tmp_path / "canon-check" / "record.json").read_text())
     assert 3 <= len(record["results"]) < 40
-
-
-def test_ctrl_c_keeps_the_finished_random_cases(run, monkeypatch):
-    """Ctrl-C comes in the second process group, after its first case."""
-    real, groups = run_cases.process_groups.threads, []
-
-    def threads(program, ranks):
-        groups.append(program.cases)
-        if len(groups) == 1:
-            return real(program, ranks)
-        real(replace(program, cases=program.cases[:1]), ranks)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_cases.process_groups, "threads", threads)
-    status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
-    assert status == 130
-    kept = {row[0] for one_run in record["runs"] for row in one_run["cases"]}
-    assert kept == {case.index for case in (*groups[0], groups[1][0])}
-    monkeypatch.setattr(run_cases.process_groups, "threads", real)
-    status, printed, record = run("canon.reference", "--random", 12, "--seed", 0)
-    assert status == 0
-    assert f"{len(kept)} of these cases are in" in printed.out
 
 
 def test_a_check_resumes(run, monkeypatch):

@@ -22,16 +22,6 @@ def test_inputs_are_the_same_for_every_layout():
         assert all(torch.equal(x, y) for x, y in zip((q, k, v), results[0], strict=True))
 
 
-def test_documents_are_chosen_whole_and_of_various_lengths(tmp_path):
-    for number, length in enumerate((300, 10, 11, 12, 40, 5000)):
-        (tmp_path / f"{number}.md").write_bytes(b"x" * length)
-    assert Documents.of([tmp_path], 400).lengths == (300, 10, 11, 12, 40)
-    assert Documents.of([tmp_path], 70).lengths == (10, 11, 40)
-    assert Documents.of([tmp_path], 5).lengths == (10,), "at least one"
-    assert Documents.of([tmp_path]).tokens == 5373
-    assert Documents.of([], 500).tokens > 0
-
-
 def test_unseen_tokens_hold_nan():
     documents = Documents(("a", "b"), (b"0123456789" * 8, b"abcdef" * 9))
     case = next(c for c in cases.all_cases(["float32"], gpu=False) if c.mask == "block_causal")

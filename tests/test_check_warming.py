@@ -138,14 +138,6 @@ def test_a_check_continues_after_any_end_of_the_compilation(groups, monkeypatch,
     assert (again == "The kernels are compiled already.") == stamped
 
 
-def test_the_process_gets_the_groups(groups, monkeypatch):
-    program = "import json, pickle, sys; (collect, processes) = pickle.load(sys.stdin.buffer); "
-    program += "((ranks, runner),) = collect.args[0]; "
-    program += "print(json.dumps(dict(of=ranks, compiled=len(runner.cases), failed=1)))"
-    monkeypatch.setattr(compilation, "PROCESS", [sys.executable, "-c", program])
-    assert "3 kernels compiled; others" in warming.warm(groups)
-
-
 def test_processes_of_a_host_take_turns_and_compile_once(tmp_path):
     (tmp_path / "merging.py").write_text(MERGING)
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -157,7 +149,3 @@ def test_processes_of_a_host_take_turns_and_compile_once(tmp_path):
     assert sorted(map(str.strip, (one, other))) == ["(0, 0)", "(2, 2)"], errors + more
     assert len(list((tmp_path / "cache").rglob("merge_kernel.cubin"))) == 1
     assert len(list((tmp_path / "cache").rglob("canon_replay*.so"))) == 1, "the native replay is compiled, too"
-
-
-def test_a_cpu_compiles_nothing():
-    assert not warming.worth_it("cpu")

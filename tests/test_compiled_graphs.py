@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from compiled import assert_same, compiled_once, results
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from canon import Layout, Mask, fast, reference
@@ -74,36 +73,6 @@ def distributed(half, backend, subgroup, calls):
 )
 def test_one_graph_serves_all_masks_and_layouts_on_two_ranks(half, backend, subgroup, calls):
     process_groups.processes(partial(distributed, half, backend, subgroup, calls), 2, timeout=300)
-
-
-def with_options():
-    """A sink with its gradient, a DeviceMesh as the group, and rank_invariant, each in one graph for two masks."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
-    layout, rank = Layout.zigzag(512, 2, multiple_of=128), dist.get_rank()
-    masks = [Mask.causal(512), Mask.documents([0, 130, 512])]
-    options = {"sink": {}, "mesh": {"group": mesh["context"]}, "rank_invariant": {"rank_invariant": True}}
-    for name, some in options.items():
-
-        def model(q, k, v, mask, layout, sink, name=name, some=some):
-            sinks = {"sink": sink} if name == "sink" else {}
-            out, lse = reference.strided_attention(torch.sin(q), k, v, mask, layout, return_lse=True, **some, **sinks)
-            return torch.cos(out) + sink[:, None], lse
-
-        compiled = compiled_once(model, "aot_eager")
-        for mask in masks:
-            leaves = [x.detach().requires_grad_() for x in inputs(256, seed=rank)]
-            sink = torch.linspace(-1, 1, 4).requires_grad_()
-            found, expected = (
-                results(lambda q, k, v, s, f=f, mask=mask: f(q, k, v, mask, layout, s), [*leaves, sink])
-                for f in (compiled, model)
-            )
-            # The weight of a sink is computed outside of the operator, and a graph may round it differently.
-            assert_same(found, expected, exact=name != "sink")
-        assert counters["stats"]["unique_graphs"] == 1, name
-
-
-def test_sinks_meshes_and_rank_invariance_need_one_graph():
-    process_groups.processes(with_options, 2, timeout=300)
 
 
 def two_groups():

@@ -54,10 +54,14 @@ def local(half, option):
     compare(model, TOKENS, [(mask,) for mask in MASKS], exact=option != "sink")
 
 
-@pytest.mark.parametrize("option", ["sink", "rank_invariant"])
+def each_option(half):
+    for option in ("sink", "rank_invariant"):
+        local(half, option)
+
+
 @pytest.mark.parametrize("half", HALVES)
-def test_options_of_one_rank_are_compiled(half, option):
-    process_groups.processes(partial(local, half, option), 1, timeout=200)
+def test_options_of_one_rank_are_compiled(half):
+    process_groups.processes(partial(each_option, half), 1, timeout=200)
 
 
 def on_two_ranks(half, function, sink, mesh, rank_invariant):
@@ -74,13 +78,15 @@ def on_two_ranks(half, function, sink, mesh, rank_invariant):
     compare(model, layout.size(dist.get_rank()), [(mask, *given) for mask in MASKS], exact=not sink)
 
 
-@pytest.mark.parametrize(
-    ("half", "call"), [*(("reference", call) for call in CALLS), ("fast", "zigzag"), ("fast", "strided")]
-)
-def test_options_of_two_ranks_are_compiled(half, call):
-    function, options = CALLS[call]
-    given = {name: options.get(name, False) for name in ("sink", "mesh", "rank_invariant")}
-    process_groups.processes(partial(on_two_ranks, half, function, **given), 2, timeout=300)
+def each_call(half, calls):
+    for call in calls:
+        function, options = CALLS[call]
+        on_two_ranks(half, function, *(options.get(name, False) for name in ("sink", "mesh", "rank_invariant")))
+
+
+@pytest.mark.parametrize(("half", "calls"), [("reference", tuple(CALLS)), ("fast", ("zigzag", "strided"))])
+def test_options_of_two_ranks_are_compiled(half, calls):
+    process_groups.processes(partial(each_call, half, calls), 2, timeout=300)
 
 
 def backends():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from canon.check import cases, draws, random_check
+from canon.check import cases
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import Case, all_cases, declined_by
 from canon.check.documents import Documents
@@ -29,16 +29,6 @@ def test_a_declined_case_does_not_run():
     runner = CaseRunner("no_such_module", (fused,), source, "cpu", Path(), "cuda")
     (result,) = run_cases("threads", 1, runner)
     assert (result["verdict"], result["faults"]) == ("declined", ["the CUDA backend has no fused kernel"])
-
-
-def test_random_cases_have_a_table_for_the_backend():
-    table = random_check.table_of("cuda", "cuda")
-    drawn = [draws.drawn(0, index, table) for index in range(300)]
-    attention = [case for case in drawn if case.dtype]
-    assert {case.dtype for case in attention} == {"bfloat16", "float16"}
-    fused = {case.function for case in drawn if declined_by("cuda", case)}
-    assert {"attention", "ring_attention"} <= fused
-    assert "attention_forward" not in fused
 
 
 @pytest.mark.parametrize("words", [(), ("--random", 5)])

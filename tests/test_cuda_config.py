@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from canon.fast.kernels.cuda.config import KERNELS, RESERVED, TABLE, Config, choose, shared_bytes
+from canon.fast.kernels.cuda.config import KERNELS, RESERVED, TABLE, choose, shared_bytes
 from canon.fast.kernels.launcher import Gpu
 
 GPUS = {  # the most shared memory of a CTA; an SM has 1 KB more
@@ -42,21 +42,10 @@ def test_the_choice_depends_on_widths_and_shared_memory_only():
     assert choose("forward", 128, 128, large).rows == 128
 
 
-def test_macros_name_every_constant():
-    macros = Config(64, 32, 4, parts=2, stages=3, ctas=2, exchanges=1).macros()
-    names = ("ROWS", "COLUMNS", "PARTIAL_COLUMNS", "WARPS", "PARTS", "STAGES", "CTAS", "EXCHANGES")
-    assert macros == dict(zip((f"CANON_{name}" for name in names), (64, 32, 32, 4, 2, 3, 2, 1), strict=True))
-
-
 @pytest.mark.parametrize("widths", [(8, 64), (64, 272), (40, 40), (0, 16)])
 def test_other_widths_are_refused(widths):
     with pytest.raises(ValueError, match=rf"multiples of 16 from 16 to 256, got {widths[0]} and {widths[1]}.*triton"):
         choose("dq", *widths, GPUS["sm_80"])
-
-
-def test_unknown_kernels_are_refused():
-    with pytest.raises(ValueError, match="unknown kernel 'fused'"):
-        choose("fused", 64, 64, GPUS["sm_80"])
 
 
 def test_too_little_shared_memory_is_an_error_with_need_limit_and_remedy():

@@ -6,11 +6,10 @@ import pytest
 import torch
 from benching import CEILINGS, CPU, no_clock  # noqa: F401 (a fixture)
 
-from canon.bench import kernels, schedules, shapes
+from canon.bench import kernels, shapes
 from canon.bench.cuda_graph import CapturedPasses, captured
 from canon.fast import attention
 from canon.reference import Mask
-from canon.testing import process_groups
 
 SHAPE = shapes.shape_of("1,40,2,2,16,causal")
 
@@ -55,48 +54,6 @@ def test_a_graph_with_other_results_has_no_figure(factor, monkeypatch):
     assert "graph_wall_ms" not in row
     assert row["agrees"]
     assert row["both_wall_ms"]
-
-
-def test_a_capture_that_raises_leaves_its_reason_and_all_other_figures(monkeypatch):
-    def fails(*_):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(kernels, "captured", fails)
-    row, cells = bench_kernels()
-    assert row["graph_failed"] == "RuntimeError: operation not permitted when stream is capturing"
-    assert cells == ["-"]
-    assert row["backward_tflops"] > 0
-    assert "failed" not in row
-
-
-@pytest.fixture
-def without_gpus(monkeypatch):
-    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
-    monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
-    monkeypatch.setattr(schedules, "eager", lambda run, calls, device: (run(), (1.0, 0.5))[1])
-
-
-def test_every_schedule_has_a_graph(monkeypatch, without_gpus):
-    monkeypatch.setattr(schedules, "captured", eager_graph)
-    rows, _ = process_groups.threads(
-        schedules.Bench((SHAPE,), torch.float32, "ring zigzag|strided zigzag 2|magi, 0|one", 1, "cpu"), 2
-    )
-    assert {row["schedule"].split()[0].strip(",") for row in rows} == {"ring", "strided", "magi", "one"}
-    assert all(row["graph_wall_ms"] == [1.0] and "graph_failed" not in row for row in rows)
-    assert "-" not in list(schedules.table(rows).columns[5].cells)
-
-
-def test_a_capture_that_fails_on_one_rank_leaves_its_reason_on_all(monkeypatch, without_gpus):
-    def fails_on_rank_1(*inputs):
-        if torch.distributed.get_rank() == 1:
-            raise RuntimeError("not capturable")
-        return "captured, but never replayed"
-
-    monkeypatch.setattr(schedules, "captured", fails_on_rank_1)
-    everywhere = process_groups.threads(schedules.Bench((SHAPE,), torch.float32, "ring zigzag", 1, "cpu"), 2)
-    assert [row["graph_failed"] for (row,) in everywhere] == ["another rank failed", "RuntimeError: not capturable"]
-    assert all(row["both_wall_ms"] and "graph_wall_ms" not in row for (row,) in everywhere)
-    assert list(schedules.table(everywhere[0]).columns[5].cells) == ["-"]
 
 
 @pytest.mark.gpus(1)

@@ -2,11 +2,9 @@
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from canon.fast.kernels.cuda import kernel, program
 from canon.fast.kernels.cuda.program import Program
@@ -50,16 +48,6 @@ def test_a_compiled_program_comes_from_the_cache(folder, compilations):
     assert [path.name for path in program.cache_folder().iterdir()] == [f"fill-{fill(folder).key()}.cubin"]
 
 
-def test_macros_the_architecture_the_headers_and_the_compiler_decide_the_key(folder, monkeypatch):
-    keys = [fill(folder).key(), fill(folder, factor=2).key(), fill(folder, architecture=86).key()]
-    (folder / "value.cuh").write_text("#define VALUE 3.0f\n")
-    keys.append(fill(folder).key())
-    core, _ = program.compiler()
-    monkeypatch.setattr(program, "compiler", lambda: (core, (99, 0)))
-    keys.append(fill(folder).key())
-    assert len(set(keys)) == len(keys)
-
-
 def test_a_file_of_the_cache_appears_whole_or_not_at_all(folder, monkeypatch):
     def broken(*_):
         raise OSError("no space left")
@@ -70,22 +58,6 @@ def test_a_file_of_the_cache_appears_whole_or_not_at_all(folder, monkeypatch):
             fill(folder).compiled()
     assert list(program.cache_folder().iterdir()) == []
     assert fill(folder).compiled()
-
-
-def test_threads_compile_a_program_once(folder, compilations):
-    start, codes = threading.Barrier(4), []
-
-    def compiled():
-        start.wait()
-        codes.append(fill(folder).compiled())
-
-    threads = [threading.Thread(target=compiled) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(codes)) == len(compilations) == 1
-    assert len(codes) == 4
 
 
 IN_ANOTHER_PROCESS = """
@@ -153,15 +125,6 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_sources_are_package_data():
-    """A wheel takes the patterns of pyproject.toml."""
-    import tomllib
-
-    patterns = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert {"*.cu", "*.cuh"} <= set(patterns["package-data"]["*"])
-    assert {path.suffix for path in program.FOLDER.iterdir()} <= {".py", ".cu", ".cuh", ""}
 
 
 # ------------------------------------------------------------------ parameters
@@ -232,10 +195,20 @@ def test_a_structure_is_padded_to_eight_bytes_and_checked():
         native.make(((4096, 1, 128, 0, (("s", bytes(16)), ("i", 8, 99, 0))),))
 
 
-def test_a_variant_is_collected_once_instead_of_compiled(monkeypatch):
-    monkeypatch.setattr(kernel, "capability", lambda device: (8, 6))
-    jobs: dict = {}
-    with kernel.collecting(jobs):
-        for macros in ((("D", 64),), (("D", 64),), (("D", 128),)):
-            assert FILL[5,](torch.zeros(1), None, 1, 0.5, 2, variant=kernel.Variant(macros, 4, 0)) is None
-    assert [(made.macros, made.architecture) for made in jobs] == [((("D", 64),), 86), ((("D", 128),), 86)]
+def test_macros_the_architecture_the_headers_and_the_compiler_decide_the_key(folder, monkeypatch):
+    keys = [fill(folder).key(), fill(folder, factor=2).key(), fill(folder, architecture=86).key()]
+    (folder / "value.cuh").write_text("#define VALUE 3.0f\n")
+    keys.append(fill(folder).key())
+    core, _ = program.compiler()
+    monkeypatch.setattr(program, "compiler", lambda: (core, (99, 0)))
+    keys.append(fill(folder).key())
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_sources_are_package_data():
+    """A wheel takes the patterns of pyproject.toml."""
+    import tomllib
+
+    patterns = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert {"*.cu", "*.cuh"} <= set(patterns["package-data"]["*"])
+    assert {path.suffix for path in program.FOLDER.iterdir()} <= {".py", ".cu", ".cuh", ""}

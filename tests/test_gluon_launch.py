@@ -13,7 +13,6 @@ from canon import Band, Layout, Mask
 from canon.fast import backend, local, ring_attention
 from canon.fast.kernels.gluon import config, launch, softmax_stats
 from canon.fast.kernels.gluon.config import Config
-from canon.fast.kernels.gluon.tile_scheduler import TileSchedule
 from canon.fast.replay import recordings as prepared
 from canon.testing import simulated_kernels
 
@@ -40,18 +39,6 @@ def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens(monkeypatch):
     arguments = inputs(mask)
     assert_exact(attend(*arguments, mask), *arguments, mask)
     assert copied == [False, False], "q and dout, for dq: a tile of 128 queries has some that see nothing"
-
-
-def test_a_counter_is_made_for_each_launch_that_claims():
-    plan, q = (
-        TileSchedule(torch.zeros(8, dtype=torch.int32, device=DEVICE), 3, (), (False, False)),
-        torch.empty(0, device=DEVICE),
-    )
-    many = plan._replace(work_tiles=1 + launch.resident_ctas(q))
-    assert launch.queue(plan, q)[1] is plan.work  # not read
-    first, second = (launch.queue(many, q)[1] for _ in range(2))
-    assert first.tolist() == second.tolist() == [0]
-    assert first.data_ptr() != second.data_ptr()
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="the simulator logs which CTA did what")

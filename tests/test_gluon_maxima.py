@@ -86,20 +86,6 @@ def votes(monkeypatch):
     return outweighed, again
 
 
-@pytest.mark.skipif(ON_HOPPER, reason="simulated votes are counted")
-@pytest.mark.parametrize("tiles", ["stale maximum", "three, stale maximum"])
-def test_under_a_causal_mask_sums_seldom_outweigh_their_rows(tiles, votes):
-    """Full tiles come first, so each row has many keys before its partial tiles. One key of these does not outweigh them."""
-    d, tiles = TILES[tiles]
-    q, k, v, *_ = inputs(mask := Mask.causal(1000), h=1, d=d, dv=d)
-    with config.forced(forward=tiles), hopper():
-        local.attention_forward(q, k, v, mask)
-    outweighed, again = votes
-    assert len(outweighed) > 50
-    assert sum(outweighed) <= 1
-    assert sum(again) == 0
-
-
 @pytest.mark.parametrize("tiles", ["stale maximum", "three, stale maximum", "wide, stale maximum"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("nats", [1, 3, 6])

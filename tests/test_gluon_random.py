@@ -20,8 +20,8 @@ from canon.fast.kernels.gluon import config
 from canon.testing.judge import Attended, agreement, dense, oracle, orders
 
 pytestmark = HOPPER_ONLY
-CASES = 120
-LARGEST = 400  # tokens
+CASES = 80
+LARGEST = 320  # tokens
 WIDTHS = (16, 24, 50, 64, 96, 128, 131, 192, 256)
 HEADS = ((1, 1), (2, 1), (4, 2), (4, 1), (3, 3), (8, 1))
 

@@ -12,7 +12,6 @@ from sharded import assert_agrees, on_this_rank
 
 from canon import Layout, Mask
 from canon.fast import magi as fast
-from canon.masks.cast_plan import CastPlan
 from canon.reference import magi as reference
 from canon.testing import process_groups
 
@@ -221,18 +220,3 @@ def test_memory_of_an_exchange_is_neither_read_early_nor_freed_early(half, late,
     attend = attending(half, mask, layout, stages=stages, keep_kv=keep_kv)
     for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 3):
         assert_agrees(got, mask, *tensors)
-
-
-def test_a_known_call_plans_nothing_and_uploads_nothing(monkeypatch):
-    mask = Mask.documents([0, 9, 24])
-    layout, tensors = planned(fast, mask, 2, chunk=3), whole(mask)
-    attend = attending(fast, mask, layout, stages=1)
-    process_groups.threads(lambda: _gradients(attend, layout, tensors), 2)
-
-    def refuse(*_):
-        raise AssertionError("planned again")
-
-    for name in ("send_rows", "keys"):
-        monkeypatch.setattr(CastPlan, name, refuse)
-    monkeypatch.setattr("canon.fast.group_collectives._transfers", refuse)
-    process_groups.threads(lambda: _gradients(attending(fast, Mask.documents([0, 9, 24]), layout), layout, tensors), 2)

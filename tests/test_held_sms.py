@@ -1,13 +1,11 @@
 """`canon bench beside`, and the order of work tiles for which SMs that others hold cost little."""
 
 import heapq
-import io
 import json
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from canon import Mask
 from canon.__main__ import main
@@ -75,20 +73,6 @@ def test_more_late_ctas_than_ctas(monkeypatch):
 
 
 # --- the bench
-
-
-def test_the_table_compares_with_the_free_sms():
-    rows = [{"shape": "B1", "kernel": "dq", "held_ms": {str(x): [2.0 * SMS / (SMS - x)] for x in held_sms.HELD}}]
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(held_sms.beside_table(rows, SMS))
-    assert console.export_text().count("(1.00)") == len(held_sms.HELD)
-
-
-def test_without_a_gpu_it_says_so(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert main(["bench", "beside"]) == 2
-    assert "it measures GPUs" in capsys.readouterr().out
 
 
 @pytest.mark.gpus(1)

@@ -6,7 +6,6 @@ import sys
 import textwrap
 import warnings
 
-import numpy as np
 import pytest
 import torch
 
@@ -96,15 +95,6 @@ def test_bfloat16_reductions():
     assert torch.equal(out[3:], x.float().cumsum(0).bfloat16())
 
 
-def test_patterns_are_rounded_to_nearest_even():
-    x = torch.randn(10_000) * torch.logspace(-38, 38, 10_000)
-    x[:4] = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])
-    bits = x.bfloat16().view(torch.int16).numpy().view(np.uint16)
-    assert (interpreter.narrow(x.numpy()) == bits).all()
-    assert (interpreter.widen(bits) == x.bfloat16().float().numpy()).all()
-    assert np.isnan(interpreter.widen(interpreter.narrow(np.array([np.nan])))).all()
-
-
 def test_loop_bounds_may_be_loaded():
     out = torch.zeros(1, dtype=torch.int32)
     loop_kernel[(1,)](torch.tensor([3, 10], dtype=torch.int32), out)
@@ -128,13 +118,6 @@ def test_ranks_as_threads_launch_one_at_a_time():
         return out.item()
 
     assert process_groups.threads(program, 4) == [19] * 4
-
-
-def test_float32_products_stay_float32_under_autocast():
-    a, b, c = torch.randn(32, 64), torch.randn(64, 32), torch.empty(32, 32)
-    with torch.autocast("cpu"):
-        dot_kernel[(1,)](a, b, c, M=32, K=64)
-    assert (c - a @ b).abs().max() < 1e-4
 
 
 def test_tensors_of_one_shape_share_their_types():
@@ -184,11 +167,6 @@ def test_the_variable_may_be_set_after_triton_is_imported():
     before = "import os, triton.language, triton.runtime.interpreter\nos.environ['TRITON_INTERPRET'] = '1'\n"
     after = "import triton.language as tl, triton\nassert not isinstance(tl.sum, triton.JITFunction)\n"
     ended = fresh(before + ATTEND + after)
-    assert ended.returncode == 0, ended.stderr
-
-
-def test_the_variable_may_be_removed_after_canon_is_imported():
-    ended = fresh(f"import canon.fast, os\ndel os.environ['TRITON_INTERPRET']\n{ATTEND}", TRITON_INTERPRET="1")
     assert ended.returncode == 0, ended.stderr
 
 

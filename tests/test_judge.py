@@ -204,15 +204,6 @@ def test_the_oracle_has_a_sink_and_a_mask_for_each_sequence():
     torch.testing.assert_close(packed.out, oracle(q, k, v, dout, masks, 0.3, dlse, sink).out[0], rtol=0, atol=1e-13)
 
 
-def test_each_sequence_of_a_batch_equals_the_packed_one():
-    batched = tensors(batch=(2,))
-    exact = oracle(*batched[:4], dlse=batched[4])
-    for row in range(2):
-        q, k, v, dout, dlse = (x[row] for x in batched)
-        for whole, one in zip(exact, oracle(q, k, v, dout, dlse=dlse), strict=True):
-            torch.testing.assert_close(whole[row], one, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("answer", [oracle, dense, partial(dense, order=2)])
 def test_unseen_tokens_may_hold_nan(answer):
     q, k, v, dout, dlse = tensors(torch.float32)
@@ -254,13 +245,3 @@ def test_verdicts_name_the_tensor_and_the_fault(name, change, message):
     assert not verdict.agrees
     assert message in str(verdict)
     assert all(name in fault for fault in verdict.faults)
-
-
-def test_only_returned_tensors_are_judged():
-    q, k, v, dout, _ = tensors(torch.float32)
-    exact, honest = oracle(q, k, v, dout), dense(q, k, v, dout)
-    assert {m.tensor for m in agreement(Attended(honest.out, honest.lse), exact, honest).measures} == {"out", "lse"}
-    with pytest.raises(ValueError, match="nothing to judge"):
-        agreement(Attended(), exact, honest)
-    with pytest.raises(ValueError, match="out has shape"):
-        agreement(Attended(honest.out[1:]), exact, honest)

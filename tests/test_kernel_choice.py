@@ -8,7 +8,7 @@ from canon import Layout, Mask
 from canon.fast import backward, local
 from canon.fast.device import backend
 from canon.fast.kernels.gluon import launch as hopper
-from canon.fast.kernels.triton import config, launch
+from canon.fast.kernels.triton import config
 from canon.fast.kernels.triton.config import KERNELS
 
 pytestmark = pytest.mark.gpu
@@ -89,9 +89,3 @@ def test_configurations_that_do_not_fit_are_skipped():
 def test_too_little_shared_memory_names_need_and_limit():
     with pytest.raises(ValueError, match=r"needs at least \d+ bytes.*this device has 1000"):
         config.fitting("dkdv", 128, 128, 2, 1000, False, False)
-
-
-def test_concurrent_heads_fit_into_the_cache():
-    assert launch.heads_in_l2(64, 8, 1 << 20) == 64
-    assert launch.heads_in_l2(64, 8, 16 << 20) == 16
-    assert launch.heads_in_l2(64, 8, 1 << 30) == 8

@@ -191,14 +191,3 @@ def test_a_machine_without_a_gpu_has_nothing_to_compile(monkeypatch, capsys):
     assert "there is nothing to compile" in capsys.readouterr().out
     assert command_line.main(["warm", "--widths", "128/64", "--heads", "32/8"]) == 0
     assert "there is nothing to compile" in capsys.readouterr().out
-
-
-def test_the_command_passes_its_arguments_and_prints_a_summary(outcome, capsys):
-    outcome[:] = [compilation.Outcome(44, 0, 44)]
-    assert command_line.main(["warm", "--dtype", "float16", "--widths", "128", "--heads", "32/8", "--ranks", "8"]) == 0
-    assert "float16, widths 128/128, heads 32/8: 44 kernels compiled in" in capsys.readouterr().out
-    outcome[:] = [compilation.Outcome()]
-    assert command_line.main(["warm"]) == 0
-    assert "compiled already" in capsys.readouterr().out
-    assert command_line.main(["warm", "--widths", "50"]) == 2
-    assert "d must be a positive multiple of 16, got 50" in capsys.readouterr().err

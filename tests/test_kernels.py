@@ -3,14 +3,18 @@
 test_local.py compares `canon.fast` with the reference.
 """
 
+import functools
+
+import hopper
 import pytest
 import torch
+from hopper import assert_exact
 from sharded import DEVICE
 
 from canon import Mask
 from canon.fast import backward, local
 from canon.fast.kernels.triton.config import Config, forced
-from canon.testing.judge import Attended, agreement, dense, oracle
+from canon.testing.judge import Attended
 
 pytestmark = pytest.mark.gpu
 METHODS = ("split", "fused", "head_parallel")
@@ -29,29 +33,13 @@ def small_tiles():
         yield
 
 
-def inputs(mask, b=1, h=2, g=1, d=16, dv=16, dtype=torch.float64, seed=0):
-    """q, k, v, dout, dlse; Queries without keys and keys without queries hold NaN."""
-    draw = torch.Generator().manual_seed(seed)
-    shapes = [(mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)]
-    q, k, v, dout = (torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes)
-    dlse = torch.randn(b, h, mask.queries, generator=draw).to(torch.promote_types(dtype, torch.float32)).to(DEVICE)
-    seen = mask.dense().to(DEVICE)
-    for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
-        x[:, ~used] = torch.nan
-    return q, k, v, dout, dlse
+inputs = functools.partial(hopper.inputs, d=16, dv=16, dtype=torch.float64)
 
 
 def attend(q, k, v, dout, dlse, mask, scale=None, method="split") -> Attended:
     out, lse = local.attention_forward(q, k, v, mask, scale=scale)
     grads = backward.attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
     return Attended(out, lse, *grads)
-
-
-def assert_exact(got, q, k, v, dout, dlse, mask, scale=None):
-    verdict = agreement(
-        got, oracle(q, k, v, dout, mask, scale, dlse=dlse), dense(q, k, v, dout, mask, scale, dlse=dlse)
-    )
-    assert verdict.agrees, str(verdict)
 
 
 MASKS = {
@@ -102,30 +90,6 @@ def test_head_widths(d, dv):
             assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
 
 
-@pytest.mark.parametrize(("h", "g"), [(8, 1), (6, 2), (3, 3)])
-def test_the_heads_of_a_group_are_summed(h, g):
-    mask = Mask.causal(20)
-    arguments = inputs(mask, b=2, h=h, g=g)
-    for method in METHODS:
-        assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
-
-
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-3, 2.5])
-def test_any_scale(scale):
-    mask = Mask.window(24, 9, 4)
-    arguments = inputs(mask)
-    for method in METHODS:
-        assert_exact(attend(*arguments, mask, scale, method), *arguments, mask, scale)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_every_dtype_passes_the_judge(dtype, method):
-    mask = Mask.documents([0, 20, N])
-    arguments = inputs(mask, h=4, g=2, d=32, dv=32, dtype=dtype)
-    assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
-
-
 @pytest.mark.parametrize("name", ["forward", "dq", "dkdv", "fused"])
 def test_descriptors_load_what_pointers_load(name):
     mask = Mask.documents([0, 20, N])
@@ -174,25 +138,6 @@ def test_any_strides(how, tma):
             assert_exact(attend(*arguments, mask, method=method), *tensors, dlse, mask)
 
 
-def test_expanded_tensors():
-    mask = Mask.causal(20)
-    q, k, v, dout, dlse = inputs(mask, b=2, h=2, g=2)
-    k, v = (x[:1, :, :1].expand(2, -1, 2, -1) for x in (k, v))
-    dout = dout[:, :1, :, :1].expand(dout.shape)
-    with tiles(16, 16, tma=True):
-        for method in METHODS:
-            arguments = q, k, v, dout, dlse
-            assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
-
-
-def test_packed_tensors_come_back_packed():
-    mask = Mask.documents([0, 7, 20])
-    q, k, v, dout, dlse = inputs(mask, h=4, g=2)
-    got = attend(*(x.squeeze(0) for x in (q, k, v, dout, dlse)), mask)
-    want = attend(q, k, v, dout, dlse, mask)
-    assert all(torch.equal(a, b.squeeze(0)) for a, b in zip(got, want, strict=True))
-
-
 @pytest.mark.parametrize("mask", [*MASKS.values(), *EMPTY.values()], ids=[*MASKS, *EMPTY])
 def test_every_output_is_written(mask, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(_shape(shape), torch.nan, **options))
@@ -220,39 +165,6 @@ def test_unseen_tokens_may_hold_nan_or_infinity():
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_seen_key_of_nan_is_not_hidden():
-    mask = Mask.causal(20)
-    q, k, v, *_ = inputs(mask)
-    k[:, 10] = torch.nan
-    out, lse = local.attention_forward(q, k, v, mask)
-    assert out[:, 10:].isnan().all()
-    assert lse[..., 10:].isnan().all()
-    assert out[:, :10].isfinite().all()
-
-
-@pytest.mark.parametrize("method", ["split", "head_parallel"])
-def test_the_same_bits_again(method):
-    mask = Mask.documents([0, 20, N])
-    arguments = inputs(mask, h=8, g=2, dtype=torch.float32)
-    first, second = (attend(*arguments, mask, method=method) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_partial_results_come_in_float32():
-    mask = Mask.causal(20)
-    q, k, v, dout, dlse = inputs(mask, h=2, g=1, dtype=torch.float16)
-    wide, lse = local.attention_forward(q, k, v, mask, out_dtype=torch.float32)
-    narrow, _ = local.attention_forward(q, k, v, mask)
-    assert wide.dtype == torch.float32
-    assert torch.equal(wide.half(), narrow)
-    assert not torch.equal(wide, narrow.float())
-    for method in METHODS:
-        call = dout, q, k, v, narrow, lse, mask
-        wide_grads = backward.attention_backward(*call, dlse=dlse, method=method, grad_dtype=torch.float32)
-        narrow_grads = backward.attention_backward(*call, dlse=dlse, method=method)
-        assert all(torch.equal(a.half(), b) for a, b in zip(wide_grads, narrow_grads, strict=True)) or DEVICE == "cuda"
-
-
 def test_parts_merge_in_place_and_fully_masked_rows_may_hold_nan():
     mask = Mask.causal(N)
     q, k, v, *_ = inputs(mask, h=2, g=1)
@@ -270,13 +182,6 @@ def test_parts_merge_in_place_and_fully_masked_rows_may_hold_nan():
     for got in (apart, (out, lse)):
         torch.testing.assert_close(got[0], whole[0], rtol=1e-12, atol=1e-13)  # a few roundings of float64
         torch.testing.assert_close(got[1], whole[1], rtol=1e-12, atol=1e-13)
-
-
-def test_two_fully_masked_parts_merge_to_zero():
-    masked = torch.full((1, 3, 2, 8), torch.nan), torch.full((1, 2, 3), -torch.inf)
-    out, lse = local.merge(*(x.to(DEVICE) for x in (*masked, *masked)))
-    assert (out == 0).all()
-    assert (lse == -torch.inf).all()
 
 
 def test_a_destination_too_wide_for_32_bits_is_refused():

@@ -89,14 +89,3 @@ def test_joined_statistics_have_the_bits_of_separate_ones(name, has_dlse, lse_st
         separate = kernels.row_statistics(lse, backward.make_delta(dout, out, lse, dlse))
     for x, y in zip(joined, separate, strict=True):
         assert torch.equal(x.contiguous().view(torch.int32), y.contiguous().view(torch.int32))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_heads_are_summed_in_order(dtype):
-    draw = torch.Generator().manual_seed(0)
-    parts = [torch.randn(2, 37, 6, width, generator=draw).to(dtype).to(DEVICE) for width in (24, 40)]
-    totals = [torch.full((2, 37, 2, x.shape[3]), torch.nan, dtype=dtype, device=DEVICE) for x in parts]
-    triton.sum_heads(*parts, *totals)
-    for x, total in zip(parts, totals, strict=True):
-        groups = x.unflatten(2, (2, 3))
-        assert torch.equal(total, groups[..., 0, :] + groups[..., 1, :] + groups[..., 2, :])

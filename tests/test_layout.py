@@ -131,14 +131,6 @@ def test_local_mask_is_the_matrix_at_the_tokens_that_the_ranks_hold(data, layout
         assert layout.local_mask(mask, q_rank, k_rank).dense().equal(dense_between(mask, layout, q_rank, [k_rank]))
 
 
-@given(st.data(), layouts())
-def test_the_hops_of_all_ranks_add_up_to_the_mask(data, layout):
-    mask = data.draw(square_masks(layout.tokens))
-    ranks = range(layout.ranks)
-    hops = sum(layout.local_mask(mask, q_rank, k_rank).area for q_rank in ranks for k_rank in ranks)
-    assert hops == mask.area == sum(layout.local_mask(mask, q_rank, ranks).area for q_rank in ranks)
-
-
 @given(st.integers(1, 40), st.integers(1, 6))
 def test_zigzag_has_three_cases(n, ranks):
     """Own keys: causal. Keys of an earlier rank: all queries see the first half. Keys of a later rank: the second half of
@@ -176,14 +168,6 @@ def test_zigzag_and_striped_balance_causal_work_where_contiguous_does_not():
     assert len(set(work["zigzag"])) == 1  # n divides by 2 x ranks
     assert max(work["striped"]) - min(work["striped"]) == n // ranks * (ranks - 1)  # one key a query and rank
     assert max(work["contiguous"]) > 6 * min(work["contiguous"])  # 7 for many tokens: (2 ranks - 1)
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_causal_hops_stay_one_band_in_a_gathered_buffer(kind):
-    layout = KINDS[kind](48, 4)
-    assert all(len(layout.local_mask(Mask.causal(48), 3, k_rank).bands) == 1 for k_rank in range(4))
-    if kind == "contiguous":
-        assert all(len(layout.local_mask(Mask.causal(48), rank, range(4)).bands) == 1 for rank in range(4))
 
 
 @given(st.data(), layouts())

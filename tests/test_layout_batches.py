@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Layout
-from canon.testing import process_groups
 
 KINDS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
 
@@ -66,13 +65,6 @@ def test_given_shift_labels_are_divided_as_they_are():
     assert Layout.striped(4, 2).shard_batch(batch, 1)["shift_labels"].tolist() == [[6, 8]]
 
 
-def test_the_batch_itself_is_unchanged():
-    batch = {"labels": torch.arange(4)[None]}
-    Layout.contiguous(4, 1).shard_batch(batch, 0)
-    assert list(batch) == ["labels"]
-    assert batch["labels"].tolist() == [[0, 1, 2, 3]]
-
-
 IDS = torch.zeros(2, 8, dtype=torch.int64)
 
 
@@ -106,15 +98,3 @@ def test_other_entries_are_named(batch, more, error, message):
     with pytest.raises(error) as raised:
         Layout.zigzag(8, 2).shard_batch(batch, **{"rank": 0, **more})
     assert message in str(raised.value)
-
-
-def refuse_a_dtensor():
-    from torch.distributed.tensor import DTensor, Replicate
-
-    x = DTensor.from_local(IDS, torch.distributed.init_device_mesh("cpu", (1,)), [Replicate()])
-    with pytest.raises(TypeError, match="entry 'input_ids' must be a plain tensor"):
-        Layout.contiguous(8, 1).shard_batch({"input_ids": x}, 0)
-
-
-def test_a_dtensor_is_named():
-    process_groups.processes(refuse_a_dtensor, 1)

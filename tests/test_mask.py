@@ -82,27 +82,6 @@ def test_documents(cu_seqlens, causal, window):
         assert mask == Mask.concat([Mask.causal(b - a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)])
 
 
-@given(st.data(), st.lists(st.integers(-2, 3), max_size=10), st.none() | st.lists(st.integers(-2, 3), max_size=10))
-def test_block_causal_with_any_ids(data, q_blocks, k_blocks):
-    columns = q_blocks if k_blocks is None else k_blocks
-    flags = [
-        data.draw(st.none() | st.lists(st.booleans(), min_size=len(x), max_size=len(x))) for x in (q_blocks, columns)
-    ]
-    q, k = torch.tensor(q_blocks, dtype=torch.int64), torch.tensor(columns, dtype=torch.int64)
-    expected = k[None, :] <= q[:, None]
-    expected &= True if flags[0] is None else torch.tensor(flags[0], dtype=torch.bool)[:, None]
-    expected &= True if flags[1] is None else torch.tensor(flags[1], dtype=torch.bool)
-    assert same(Mask.block_causal(q_blocks, k_blocks, *flags), expected)
-    as_tensors = [None if x is None else torch.tensor(x, dtype=torch.bool) for x in flags]
-    assert Mask.block_causal(q, k, *as_tensors) == Mask.block_causal(q_blocks, k_blocks, *flags)
-
-
-@given(small)
-def test_block_causal_of_ascending_ids_is_one_band(n):
-    assert Mask.block_causal(range(n)) == Mask.causal(n)
-    assert Mask.block_causal([7] * n) == Mask.full(n)
-
-
 @given(small, small)
 def test_prefix(n, prefix):
     assume(prefix <= n)
@@ -158,12 +137,6 @@ def test_windowed_keeps_the_cells_near_the_diagonal(mask, left, right):
     near = (offset >= (-12 if left in (None, -1) else -left)) & (offset <= (12 if right in (None, -1) else right))
     assert same(mask.windowed(left, right), mask.dense() & near)
     assert mask.windowed() == mask
-
-
-@given(small, small)
-def test_windowed_causal_masks_and_documents_equal_those_with_a_window(n, left):
-    assert Mask.causal(n).windowed(left) == Mask.window(n, left, 0)
-    assert Mask.documents([0, n, 2 * n]).windowed(left) == Mask.documents([0, n, 2 * n], window=(left, None))
 
 
 @given(st.lists(masks(), max_size=3))
@@ -270,15 +243,3 @@ def test_wrong_arguments_raise_an_error_with_their_numbers(make, numbers):
     with pytest.raises(ValueError) as error:
         make()
     assert all(number in str(error.value) for number in numbers), str(error.value)
-
-
-def test_needed_keys_raises_for_descending_ranges():
-    with pytest.raises(ValueError, match=r"ascending ranges, got range\(5, 0, -1\)"):
-        Mask.causal(8).needed_keys([range(5, 0, -1)])
-
-
-def test_empty_documents_change_no_cell():
-    """A batch may have more documents than tokens, because some of them are empty."""
-    assert Mask.documents([0, 0, 3, 3, 3, 3, 8, 8]) == Mask.documents([0, 3, 8])
-    assert Mask.documents([0, 0, 0, 0, 1]) == Mask.causal(1)
-    assert Mask.documents([0, 0, 0]) == Mask.documents([0]) == Mask.full(0)

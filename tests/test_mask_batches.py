@@ -74,15 +74,6 @@ def test_block_causal_of_a_batch_has_the_cells_of_pi0(data, b, n):
         assert mask.dense().equal(expected)
 
 
-def test_arguments_of_one_sequence_serve_the_whole_batch():
-    """Here queries are the last two tokens of a sequence of five, as when actions are decoded."""
-    valid = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 0, 1, 1]])
-    masks = Mask.block_causal([2, 2], [0, 0, 1, 2, 2], k_valid=valid)
-    assert masks == tuple(Mask.block_causal([2, 2], [0, 0, 1, 2, 2], k_valid=row) for row in valid)
-    assert isinstance(masks, tuple)
-    assert masks[1].dense().tolist() == [[True, False, False, True, True]] * 2
-
-
 @pytest.mark.parametrize("make", [Mask.from_position_ids, Mask.block_causal], ids=["positions", "blocks"])
 def test_a_batch_is_copied_to_the_cpu_once(make, monkeypatch):
     copied = []

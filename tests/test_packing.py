@@ -2,16 +2,11 @@
 
 import pytest
 import torch
-from sharded import assert_agrees
 
-from canon import Mask, fast, reference
-from canon.masks.plan_cache import PLANS
+from canon import Mask, fast
 from canon.runtime import packing
-from canon.testing import process_groups
 from canon.testing.judge import Attended
 
-HALVES = {"reference": reference, "fast": fast}
-both_halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 N = 21
 MASKS = [Mask.causal(N), Mask.documents([0, 5, N]), Mask([], N, N), Mask.window(N, 3, 2)]
 RECTANGLES = [
@@ -44,31 +39,6 @@ def differentiate(attend, q, k, v, dout, dlse):
     return Attended(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
 
 
-def sequence(attended, i):
-    return Attended(*(x[i : i + 1] for x in attended))
-
-
-@both_halves
-@pytest.mark.parametrize("kind", [tuple, list])
-@pytest.mark.parametrize("masks", [MASKS, RECTANGLES], ids=["square", "rectangular"])
-def test_each_sequence_has_its_own_mask(half, masks, kind):
-    q, k, v, *_ = tensors = batch(masks)
-    attend = lambda q, k, v: half.attention(q, k, v, kind(masks), return_lse=True)
-    got = differentiate(attend, *tensors)
-    assert got.lse.shape == (len(masks), 4, masks[0].queries)
-    for i, mask in enumerate(masks):
-        part = [x[i : i + 1] for x in tensors]
-        if mask.area:
-            assert_agrees(sequence(got, i), mask, *part)
-        else:
-            assert not any(x.any() for x in (got.out[i], got.dq[i], got.dk[i], got.dv[i]))
-            assert (got.lse[i] == -torch.inf).all()
-    q, k, v = (x.nan_to_num() for x in (q, k, v))
-    alone = half.attention(q, k, v, masks)
-    assert torch.equal(alone, got.out), "NaN in tokens that no visible cell uses changes nothing"
-
-
-@both_halves
 def test_forward_and_backward_parts_take_a_mask_for_each_sequence(half):
     tensors = batch(RECTANGLES)
     q, k, v, dout, dlse = tensors
@@ -86,7 +56,6 @@ def test_forward_and_backward_parts_take_a_mask_for_each_sequence(half):
     assert only[1] is only[2] is None
 
 
-@both_halves
 def test_any_strides_and_an_empty_batch(half):
     q, k, v, *_ = batch(MASKS, d=8, dv=8)
     expected = half.attention(q, k, v, MASKS)
@@ -96,7 +65,6 @@ def test_any_strides_and_an_empty_batch(half):
     assert (out.shape, lse.shape) == ((0, N, 4, 8), (0, 4, N))
 
 
-@both_halves
 def test_equal_masks_have_the_bits_of_one_mask(half):
     tensors = batch([MASKS[1]] * 3)
     one, several = (
@@ -104,15 +72,6 @@ def test_equal_masks_have_the_bits_of_one_mask(half):
         for mask in (MASKS[1], [Mask.documents([0, 5, N]) for _ in range(3)])
     )
     assert all(torch.equal(x, y) for x, y in zip(one, several, strict=True))
-
-
-@both_halves
-def test_a_known_sequence_of_masks_plans_nothing(half):
-    tensors = batch(MASKS)[:3]
-    half.attention(*tensors, MASKS)
-    made = PLANS.made
-    half.attention(*tensors, [Mask(mask.bands, N, N) for mask in MASKS])
-    assert PLANS.made == made
 
 
 def test_sequences_are_packed_without_a_copy():
@@ -123,40 +82,3 @@ def test_sequences_are_packed_without_a_copy():
     assert [x.data_ptr() for x in seen[:3]] == [x.data_ptr() for x in (q, k, v)]
     assert out.is_contiguous()
     assert lse.stride() == (N, len(MASKS) * N, 1)
-
-
-@both_halves
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (dict(mask=MASKS[:2]), ValueError, "mask holds 2 Masks for a batch of 4: pass one for each sequence"),
-        (dict(mask=[]), ValueError, "mask holds 0 Masks for a batch of 4"),
-        (dict(mask=[*MASKS[:3], Mask.causal(9)]), ValueError, r"mask\[3\] is 9 queries x 9 keys, q holds 21 tokens"),
-        (dict(mask=[*MASKS[:3], None]), TypeError, r"mask\[3\] must be a canon.Mask, got NoneType"),
-        (dict(mask=[MASKS, *MASKS[:3]]), TypeError, r"mask\[0\] must be one canon.Mask"),
-        (dict(packed=True), ValueError, "packed .* pass one Mask"),
-    ],
-)
-def test_masks_that_do_not_fit_are_named(half, change, error, message, own_errors):
-    q, k, v, dout, _ = (x.nan_to_num() for x in batch(MASKS))
-    if change.get("packed"):
-        q, k, v, dout = (x[0] for x in (q, k, v, dout))
-    mask, lse = change.get("mask", MASKS), q.new_zeros(*q.shape[:-3], 4, N)
-    for call in (
-        lambda: half.attention(q, k, v, mask),
-        lambda: half.attention_forward(q, k, v, mask),
-        lambda: half.attention_backward(dout, q, k, v, dout, lse, mask),
-    ):
-        with pytest.raises(error, match=message):
-            call()
-
-
-@both_halves
-@pytest.mark.parametrize("function", ["ring_attention", "strided_attention", "magi_attention", "zigzag_attention"])
-def test_a_function_of_several_ranks_takes_one_mask_for_the_whole_batch(half, function, own_errors):
-    def program():
-        q, k, v, *_ = batch([Mask.causal(6)] * 2)
-        with pytest.raises(TypeError, match=r"one Mask serves the whole batch here, so pack .* Mask\.concat\(masks\)"):
-            getattr(half, function)(q, k, v, [Mask.causal(12), Mask.full(12)])
-
-    process_groups.threads(program, 2)

@@ -72,11 +72,6 @@ def test_no_measured_number_is_typed():
     assert [line for line in typed if not any(setting in line for setting in allowed)] == []
 
 
-def test_tables_are_rectangular(scripts):
-    for name, table in scripts("paper_values").tables().items():
-        assert {len(row) for row in table["rows"]} == {len(table["header"])}, name
-
-
 # --- listings and sources ---
 
 

@@ -1,15 +1,12 @@
 """Peers get the same inputs and masks as Canon; one that is missing, or fails, is said to be so and stops nobody else."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import flex_attention, varlen
 
-from canon import Band, Mask, fast
+from canon import Mask
 from canon.bench import kernels, peers, shapes, timing
-from canon.fast import device as fast_device
 from canon.testing.judge import dense
 
 CPU = torch.device("cpu")
@@ -82,32 +79,6 @@ def flash4(monkeypatch):
 
 
 @pytest.fixture
-def torchs(monkeypatch):
-    """torch's functions for GPUs, computed densely from the masks that they are given."""
-
-    def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
-        assert window_size == (-1, 0)
-        assert enable_gqa == (q.shape[1] != k.shape[1])
-        assert cu_seq_q is cu_seq_k
-        assert max_q == max_k
-        return attend_documents(q, k, v, cu_seq_q, max_q)
-
-    def flex(q, k, v, *, block_mask, enable_gqa):
-        n, m = q.shape[2], k.shape[2]
-        assert enable_gqa == (q.shape[1] != k.shape[1])
-        seen = shapes.mask_of(n, f"full:{m}")
-        if block_mask is not None:
-            i, j = torch.arange(n)[:, None], torch.arange(m)
-            cells = block_mask.mask_mod(0, 0, i, j).expand(n, m)
-            seen = Mask([Band(i, i + 1, j, j + 1) for i, j in cells.nonzero().tolist()], n, m)
-        return Dense.apply(*(x.transpose(1, 2) for x in (q, k, v)), seen).transpose(1, 2)
-
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(flex_attention, "flex_attention", flex)
-
-
-@pytest.fixture
 def short_packs(monkeypatch):
     """Packs of a few tokens: the distribution that is published has documents of thousands."""
     monkeypatch.setattr(shapes, "sampled_packs", lambda n, count: [[0, i + 1, i + 9, n] for i in range(count)])
@@ -166,14 +137,6 @@ def test_a_peer_that_fails_says_why_and_stops_nobody(monkeypatch):
     assert [table.row_count for table in kernels.speeds(rows)] == [len(rows)]
 
 
-def test_sdpa_is_asked_for_the_same_mask():
-    for mask in ("causal", "full"):
-        shape = shapes.shape_of("2,40,4,4,16", mask)
-        (rows,) = kernels.measure([shape], torch.float32, CPU, "SDPA flash", 1, CEILINGS)
-        assert rows[0]["agrees"]
-        assert rows[0]["forward_to_peer"] == 1.0
-
-
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("heads", ["4,4", "4,1"])
 def test_dense_contenders_compute_the_same_mask(mask, heads, short_packs):
@@ -193,93 +156,3 @@ def test_the_mask_function_of_flex_attention_is_the_mask(mask, short_packs):
     i, j = torch.arange(shape.n)[:, None], torch.arange(shape.keys)
     seen = peers.visible(shape, CPU)(None, None, i, j).expand(shape.n, shape.keys)
     assert torch.equal(seen, shape.mask.dense())
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_torchs_varlen_and_flex_attention_are_asked_for_the_same_mask(mask, torchs, short_packs):
-    shape = shapes.shape_of("2,40,4,2,16", mask)
-    (rows,) = kernels.measure([shape], torch.float32, CPU, "varlen|Flex", 1, CEILINGS)
-    documents = ["torch varlen"] * mask.startswith(("documents", "pack"))
-    assert [row["contender"] for row in rows] == [*documents, "FlexAttention"]
-    assert all(row["agrees"] for row in rows), rows
-
-
-def test_every_peer_runs_a_published_pack(flash4):
-    shape = shapes.shape_of("1,4096,2,1,16,pack:7")
-    cu_seqlens, longest = peers._cu_seqlens(shape, CPU)
-    assert Mask.documents(cu_seqlens.tolist()) == shape.mask
-    assert longest <= 1024  # a document is cut into quarters of the pack
-    i, j = torch.arange(shape.n)[:, None], torch.arange(shape.n)
-    assert torch.equal(peers.visible(shape, CPU)(None, None, i, j), shape.mask.dense())
-    found = names("1,4096,2,1,16,pack:7")
-    assert {"torch varlen", "FlexAttention", "flash-attn-4", "flash-attn-4 deterministic"} <= set(found)
-
-
-def test_an_adapter_refuses_a_kind_of_mask_that_it_does_not_know(flash4):
-    shape = replace(shapes.shape_of("1,40,2,2,16,causal"), mask_name="triangle")
-    with pytest.raises(ValueError, match="triangle"):
-        peers.visible(shape, CPU)
-    (rows,) = kernels.measure([shape], torch.float32, CPU, "flash-attn", 1, CEILINGS)
-    assert all("triangle" in row["failed"] for row in rows)
-
-
-def test_a_peer_that_disagrees_has_no_figure_and_is_nobodys_peer(flash4, monkeypatch):
-    """Its mask is that of the second sequence's neighbour: the first sequence alone is right."""
-    ends = peers._cu_seqlens
-    monkeypatch.setattr(peers, "_cu_seqlens", lambda shape, device: ends(replace(shape, b=1), device))
-
-    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, **_):
-        last = cu_seqlens_q.tolist()
-        return Dense.apply(q[None], k[None], v[None], Mask.documents([*last, len(q)]))[0]
-
-    module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
-    monkeypatch.setattr(peers, "_flash4_module", lambda: (module, "4.0.0b36"))
-    shape = shapes.shape_of("2,40,4,2,16,documents:15")
-    (rows,) = kernels.measure([shape], torch.float32, CPU, "flash-attn-4|canon triton split", 1, CEILINGS)
-    ours, *peer = rows
-    assert ours["agrees"]
-    assert ours["forward_tflops"] > 0
-    assert "forward_to_peer" not in ours
-    assert [row["contender"] for row in peer] == ["flash-attn-4", "flash-attn-4 deterministic"]
-    for row in peer:
-        assert "disagrees" in row["failed"]
-        assert not [name for name in row if name.endswith(("_ms", "_tflops", "_to_peer", "_roofline"))]
-
-
-def test_both_passes_are_computed_by_the_family_that_is_asked_for(monkeypatch):
-    asked = []
-    attention = fast.attention
-
-    class Asked(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            asked.append(("forward", fast_device._chosen.get()))
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dx):
-            asked.append(("backward", fast_device._chosen.get()))
-            return dx
-
-    monkeypatch.setattr(fast_device, "AVAILABLE", ("other",))
-    monkeypatch.setattr(fast, "attention", lambda q, *_, **__: Asked.apply(attention(q, *_, **__)))
-    shape = shapes.shape_of("1,40,2,2,16,causal")
-    kernels.measure([shape], torch.float32, CPU, "canon other split", 1, CEILINGS)
-    assert set(asked) == {("forward", "other"), ("backward", "other")}
-
-
-def test_a_family_that_declines_a_shape_is_noted_and_does_not_fail(monkeypatch):
-    def backend(name):
-        raise NotImplementedError(f"{name} has no kernel of width 16")
-
-    monkeypatch.setattr(fast_device, "AVAILABLE", ("other",))
-    monkeypatch.setattr(fast, "backend", backend)
-    shape = shapes.shape_of("1,40,2,2,16,causal")
-    (rows,) = kernels.measure([shape], torch.float32, CPU, "canon", 1, CEILINGS)
-    auto = ["canon auto", "canon auto, rank invariant"]
-    assert [row["contender"] for row in rows] == ["canon other split", "canon other fused", *auto]
-    assert all("width 16" in row["declined"] and "failed" not in row for row in rows[:2])
-    assert all(row["agrees"] for row in rows[2:])
-    monkeypatch.setattr(fast, "attention", lambda *_, **__: backend("any"))
-    (rows,) = kernels.measure([shape], torch.float32, CPU, "canon auto", 1, CEILINGS)
-    assert "failed" in rows[0]  # what a user asks for must work

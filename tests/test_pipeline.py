@@ -9,13 +9,12 @@ import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
 from canon.fast import pipeline
-from canon.fast.transport import Transport
-from canon.masks.plan_cache import PLANS
-from canon.testing import process_groups
+from canon.fast.transport import Transport, transport_report
+from canon.masks.head_groups import head_groups
+from canon.testing import process_groups, thread_group
 from canon.testing.recording import Event, recording, timeline
 
 HALVES = {"reference": reference, "fast": fast}
-CPU = torch.device("cpu")
 B, G, D, DV = 2, 4, 8, 6
 PATTERNS = [
     (dict(), [1, 1, 1, 1], [1, 1, 1, 1]),
@@ -24,11 +23,6 @@ PATTERNS = [
     (dict(head_stride=2, backward_first_stride=1, backward_last_stride=1), [2, 2], [1, 1, 1, 1]),
     (dict(head_stride=4, backward_last_stride=1), [4], [3, 1]),
 ]
-
-
-@pytest.fixture(params=HALVES)
-def half(request):
-    return HALVES[request.param]
 
 
 def inputs(tokens, dtype=torch.float32):
@@ -268,9 +262,40 @@ def test_buffers_have_the_sizes_of_the_docstring(options, forward, backward, mon
     assert sorted(made, key=str) == sorted(expected, key=str)
 
 
-def test_a_known_call_plans_nothing():
-    layout, tensors = Layout.contiguous(10, 3), inputs(10)
-    process_groups.threads(lambda: train(fast, layout, tensors), 3)
-    before = PLANS.made
-    process_groups.threads(lambda: train(fast, layout, tensors), 3)
-    assert PLANS.made == before
+def test_bytes_of_a_ring_are_those_of_the_docstring(half, monkeypatch):
+    sent, send = {}, thread_group.ThreadGroup.send
+
+    def counting(group, tensors, to, tag=0):
+        sent.setdefault(dist.get_rank(), []).extend((x.dtype, x.numel()) for x in tensors)
+        return send(group, tensors, to, tag)
+
+    monkeypatch.setattr(thread_group.ThreadGroup, "send", counting)
+    ranks, layout, tensors = 4, Layout.zigzag(32, 4), inputs(32, torch.bfloat16)
+
+    def program():
+        q, k, v = (layout.shard(x, dist.get_rank()).requires_grad_() for x in tensors[:3])
+        half.zigzag_attention(q, k, v).backward(layout.shard(tensors[3], dist.get_rank()))
+
+    process_groups.threads(program, ranks)
+    block = B * (32 // ranks) * G * (D + DV)
+    assert set(sent) == set(range(ranks))
+    for operations in sent.values():
+        items = {dtype: sum(n for of, n in operations if of == dtype) for dtype in {of for of, _ in operations}}
+        assert items == {torch.bfloat16: 2 * (ranks - 1) * block, torch.float32: (ranks - 1) * block}
+
+
+def test_the_stride_pattern():
+    def widths(*arguments):
+        groups = head_groups(*arguments)
+        assert [head for heads in groups for head in heads] == list(range(arguments[0]))
+        return [len(heads) for heads in groups]
+
+    assert widths(8, 4) == [4, 4]
+    assert widths(8, 4, 1, 2) == [1, 3, 2, 2]
+    assert widths(12, 4, 3, 1) == [3, 1, 4, 3, 1]
+    assert widths(2, 2, None, 1) == [1, 1]
+
+
+def test_the_transport_is_reported():
+    assert transport_report("cpu") == "none: one rank"
+    assert set(process_groups.threads(lambda: transport_report("cpu"), 2)) == {"threads"}

@@ -10,8 +10,6 @@ from sharded import DEVICE
 from canon import Mask
 from canon.fast import backward, device, local
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.work_tables import WorkTable
-from canon.fast.replay import native as native_replay
 from canon.fast.replay import recorder
 from canon.fast.replay import recordings as prepared
 from canon.masks.plan_cache import PLANS
@@ -82,20 +80,6 @@ def test_a_replayed_backward_has_its_own_workspace_zeroed(method):
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=0.05, atol=0.02)
     assert not [made.reason for made in passes() if made.reason]
-
-
-def test_views_of_one_packed_tensor_are_told_apart():
-    for seed in (0, 1):
-        draw = torch.Generator().manual_seed(seed)
-        packed = torch.randn(1, MASK.queries, 3, 2, 16, generator=draw).to(DEVICE, DTYPE)
-        q, k, v = packed.unbind(2)
-        out, lse = room(q, v)
-        prepared.replayed(forward, (q, k, v, out, lse))
-        expected = room(q, v)
-        forward(q, k, v, *expected)
-        assert torch.equal(out, expected[0])
-    (made,) = passes()
-    assert not made.reason
 
 
 def test_one_tensor_as_q_and_k_is_a_pass_of_its_own():
@@ -174,20 +158,6 @@ def test_a_tensor_of_unknown_origin_is_never_replayed():
     assert {made.reason for made in passes()} == {"the pass reads a tensor that it was not given"}
 
 
-def test_zeros_of_a_result_are_replayed_in_their_order():
-    def body(x, y):
-        y.zero_()
-        x[:, :3].fill_(0)
-
-    for _ in range(2):
-        x, y = inputs(0, b=1)[:2]
-        prepared.replayed(body, (x, y))
-        assert not y.any()
-        assert not x[:, :3].any()
-        assert x[:, 3:].all()
-    assert not passes()[0].reason
-
-
 def test_a_temporary_that_is_zeroed_after_its_use_is_not_replayed():
     def body(q, k, v, out, lse):
         some = torch.empty_like(lse)
@@ -198,27 +168,6 @@ def test_a_temporary_that_is_zeroed_after_its_use_is_not_replayed():
     q, k, v, _ = inputs(0)
     prepared.replayed(body, (q, k, v, *room(q, v)))
     assert "late" in passes()[0].reason
-
-
-def test_a_prepared_pass_keeps_the_plans_that_it_reads():
-    q, k, v, _ = inputs(0)
-    prepared.replayed(forward, (q, k, v, *room(q, v)))
-    (made,) = passes()
-    plans = [plan[0] for plan, _ in PLANS.plans.values() if isinstance(plan, tuple)]
-    storages = {x.untyped_storage().data_ptr() for plan in plans if isinstance(plan, WorkTable) for x in plan.held}
-    assert {x.untyped_storage().data_ptr() for x in made.held} == storages != set()
-
-
-def test_replay_c_compiles_and_packs():
-    native = native_replay.native_module()
-    parameters = (("b", b"\0\0\0\1"), ("p", 0, 16), ("p", -1, 4096), ("m", 1, 0, 9, 3, (1, 64), (8, 64), (128,)))
-    assert native.make(((0, 2, 0, 256), (4096, 1, 128, 0, parameters)))
-    with pytest.raises(ValueError, match="more parameters"):
-        native.make(((4096, 1, 128, 0, (("b", b"\0"),) * 200),))
-    with pytest.raises(ValueError, match="no such buffer"):
-        native.make(((0, 99, 0, 256),))
-    with pytest.raises(ValueError, match="1 to 5 axes"):
-        native.make(((4096, 1, 128, 0, (("m", 1, 0, 9, 3, (1,) * 6, (8,) * 6, (1,) * 5),)),))
 
 
 def test_a_pass_with_large_temporaries_frees_them_as_it_goes(monkeypatch):

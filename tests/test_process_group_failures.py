@@ -71,23 +71,6 @@ def test_disagreements_are_errors():
         process_groups.threads(other_dtypes, 2)
 
 
-def test_a_group_of_threads_is_its_own_backend():
-    """torch 2.15 looks it up before a batch of sends and receives."""
-
-    def program():
-        group = dist.group.WORLD
-        return group._get_backend(torch.device("cpu")) is group
-
-    assert process_groups.threads(program, 2) == [True, True]
-
-
-def test_threads_run_in_torch_2_11(monkeypatch):
-    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
-
-    monkeypatch.delattr(ThreadLocalWorld, "comms", raising=False)
-    assert process_groups.threads(dist.get_rank, 3) == [0, 1, 2]
-
-
 def test_no_state_remains():
     with pytest.raises(RuntimeError):
         process_groups.threads(fails_on_one, 3)

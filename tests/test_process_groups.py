@@ -78,72 +78,6 @@ def ring():
     return received.tolist()
 
 
-def numbered():
-    """Post two receives from one rank and wait for the second one first. They get the messages in the order of sends."""
-    rank = dist.get_rank()
-    if rank == 0:
-        for number in (1.0, 2.0):
-            dist.send(torch.tensor([number]), 1)
-        return None
-    if rank > 1:
-        return None
-    first, second = torch.empty(1), torch.empty(1)
-    works = [dist.irecv(first, 0), dist.irecv(second, 0)]
-    works[1].wait()
-    works[0].wait()
-    return first.item(), second.item()
-
-
-def two_groups_at_once():
-    rank = dist.get_rank()
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = halves[rank // 2]
-    total = torch.tensor([float(rank)])
-    for _ in range(rank // 2 + 1):  # the second group makes one more call
-        dist.all_reduce(total, group=group)
-    received = torch.empty(1)
-    peer = rank ^ 1
-    works = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, torch.tensor([float(rank)]), peer, group),
-        dist.P2POp(dist.irecv, received, peer, group),
-    ])  # fmt: skip
-    for work in works:
-        work.wait()
-    return total.item(), received.item()
-
-
-def empty():
-    ranks = place()[1]
-    whole = torch.empty(0, 3)
-    gather_single(whole, torch.empty(0, 3))
-    dist.all_reduce(whole)
-    parts = [torch.empty(0) for _ in range(ranks)]
-    dist.all_gather(parts, torch.empty(0))
-    share = torch.empty(0, 2)
-    scatter_single(share, torch.empty(0, 2))
-    return tuple(whole.shape)
-
-
-class Summed(torch.autograd.Function):
-    """The identity. Its backward pass is a collective, so it needs the rank of its thread."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dx):
-        total = dx.clone()
-        dist.all_reduce(total)
-        return total
-
-
-def backward():
-    x = torch.ones(3, requires_grad=True)
-    Summed.apply(x).mul(dist.get_rank()).sum().backward()
-    return x.grad.tolist()
-
-
 @pytest.mark.parametrize("start", LAUNCHERS)
 def test_collectives(start):
     results = start(collectives, 3)
@@ -163,22 +97,6 @@ def test_exchanges(start):
         [source for source in range(3) for _ in range(source + rank)] for rank in range(3)
     ]
     assert start(ring, 3) == [[left + i for i in range(4)] for left in (2, 0, 1)]
-    assert start(numbered, 3)[1] == (1.0, 2.0)
-
-
-@pytest.mark.parametrize("start", LAUNCHERS)
-def test_disjoint_groups_work_at_the_same_time(start):
-    assert start(two_groups_at_once, 4) == [(1.0, 1.0), (1.0, 0.0), (10.0, 3.0), (10.0, 2.0)]
-
-
-@pytest.mark.parametrize("start", LAUNCHERS)
-def test_empty_tensors(start):
-    assert start(empty, 2) == [(0, 3)] * 2
-
-
-@pytest.mark.parametrize("start", LAUNCHERS)
-def test_a_backward_pass_may_communicate(start):
-    assert start(backward, 3) == [[3.0] * 3] * 3
 
 
 def test_backward_stays_in_the_thread_of_its_rank():

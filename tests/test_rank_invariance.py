@@ -192,50 +192,12 @@ def test_the_default_layout_has_whole_tiles(half, function):
     assert not different(on_one_rank(half, mask, "multi-head", torch.float32), got)
 
 
-WRONG = [
-    ("attention", dict(backward="fused"), ["backward='fused'", "attention(..., rank_invariant=True)", 'backward="auto"']),
-    ("attention", dict(rank_invariant=1), ["rank_invariant must be True or False", "1 (int)"]),
-    ("strided_attention", dict(backward="fused"), ["backward='fused'", "strided_attention(..., rank_invariant=True)"]),
-    ("strided_attention", dict(reduce_dtype=torch.float32), ["reduce_dtype=torch.float32", "without reduce_dtype"]),
-    ("strided_attention", dict(backward_schedule="ring"), ["backward_schedule='ring'", 'backward_schedule="scatter"']),
-    ("magi_attention", dict(stages=1), ["stages=1", "magi_attention(..., rank_invariant=True) with stages=0 or None"]),
-    ("magi_attention", dict(reduce_dtype=torch.bfloat16), ["reduce_dtype=torch.bfloat16"]),
-    ("magi_attention", dict(layout=Layout.striped(256, 2)), ["Layout.contiguous(256, 2, multiple_of=128)", "rank 0"]),
-    ("strided_attention", dict(layout=Layout.zigzag(256, 2)), ["192:256", "Layout.zigzag(256, 2, multiple_of=128)"]),
-    ("strided_attention", dict(layout=Layout([[range(128, 200)], [range(128), range(200, 256)]], 256)),
-     ["rank 1", "200:256", "dispatch(mask, 2, rank_invariant=True)"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize(("function", "options", "words"), WRONG)
-def test_contradictions_raise_on_every_rank(half, function, options, words, own_errors):
-    def program():
-        layout = options.get("layout", Layout.contiguous(256, 2))
-        q = torch.zeros(1, layout.size(dist.get_rank()) if function != "attention" else 256, 1, 16)
-        with pytest.raises((ValueError, TypeError)) as error:
-            getattr(HALVES[half], function)(q, q, q, **(dict(rank_invariant=True) | options))
-        assert all(word in str(error.value) for word in words), str(error.value)
-        return True
-
-    assert process_groups.threads(program, 2) == [True, True]
-
-
 def test_a_short_tile_comes_last_on_its_rank():
     """Behind it, rows would begin inside a tile."""
     layout = Layout([[range(128, 200), range(128)]], 200)
     q = torch.zeros(1, 200, 1, 16)
     with pytest.raises(ValueError, match="tokens 0:128 from its row 72 on"):
         reference.strided_attention(q, q, q, None, layout, rank_invariant=True)
-
-
-def test_pieces_that_continue_each_other_are_one():
-    layout, whole_layout = Layout.zigzag(300, 1), Layout.contiguous(300, 1)
-    assert layout != whole_layout
-    for half in HALVES.values():
-        q = torch.randn(1, 300, 1, 16)
-        first, other = (half.strided_attention(q, q, q, None, x, rank_invariant=True) for x in (layout, whole_layout))
-        assert torch.equal(first, other)
 
 
 @pytest.mark.parametrize("half", HALVES)

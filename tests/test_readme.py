@@ -137,14 +137,3 @@ def test_every_figure_of_speed_is_on_the_page_of_measurements():
     assert len(quoted) == 3
     measured = " ".join(MEASURED.split())
     assert [number for number in quoted if number not in measured] == []
-
-
-def test_the_minutes_of_the_reading_path_follow_from_the_words():
-    for row in re.findall(r"^\| \[.*$", section("Read"), re.MULTILINE):
-        first, _, minutes = row.strip("| ").split(" | ")
-        pages = [ROOT / path for path in re.findall(r"\((\S+\.md)\)", first)]
-        if "articles" in row:
-            linked = {*re.findall(r"\]\((\w+)\.md\)", MEASURED)}
-            pages += [ROOT / "paper" / f"{name}.md" for name in linked]
-        words = sum(len(page.read_text().split()) for page in pages)
-        assert words / 130 == pytest.approx(int(minutes), rel=0.3), row

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,11 +33,6 @@ def test_every_number_on_a_page_follows_from_its_records(pages):
         ]
         assert not changed, f"paper/{name}.md differs from its records: run `python paper/measured.py`"
         assert len(written) == len(text.splitlines()), f"paper/{name}.md: run `python paper/measured.py`"
-
-
-def test_the_command_writes_the_same_pages_to_another_folder(tmp_path, pages):
-    subprocess.run([sys.executable, str(PAPER / "measured.py"), "--text", "--out", str(tmp_path)], check=True)
-    assert {path.stem: path.read_text() for path in tmp_path.iterdir()} == pages
 
 
 def test_every_record_is_quoted_by_a_page_a_notebook_or_the_readme(scripts, pages):

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canon import Layout, Mask, reference
-from canon.masks import plan_cache
 from canon.testing import process_groups
 
 KINDS = {
@@ -74,42 +73,6 @@ def test_no_rank_holds_the_full_tensor(monkeypatch):
     layout, to = Layout.contiguous(12, 4), Layout.zigzag(12, 4)
     process_groups.threads(lambda: layout.redistribute(torch.zeros(1, 3), to), 4)
     assert sorted(sizes) == [(to.size(r), layout.size(r)) for r in range(4)] == [(3, 3)] * 4  # one exchange each
-
-
-@pytest.mark.usefixtures("own_errors")
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (dict(to=Layout.zigzag(9, 2)), "redistribute: to has 9 tokens on 2 ranks, the layout 8 on 2"),
-        (dict(to=Layout.zigzag(8, 3)), "redistribute: to has 8 tokens on 3 ranks, the layout 8 on 2"),
-        (dict(to="zigzag"), "redistribute: to must be a Layout, got 'zigzag'"),
-        (dict(x=torch.zeros(1, 5)), "redistribute: rank 1 of 2 has 5 tokens along dim 1; the layout is for 2 ranks"),
-        (dict(dim=2), "redistribute: x of shape (1, 4) has no dim 2"),
-        (dict(x=torch.zeros(1, 4, dtype=torch.float64)), "dtype: rank 0: torch.float32; rank 1: torch.float64"),
-        (dict(to=Layout.striped(8, 2)), "to: rank 0: Layout("),
-        (dict(x=torch.zeros(1, 4).requires_grad_()), "requires_grad: rank 0: False; rank 1: True"),
-    ],
-)
-def test_a_wrong_argument_on_one_rank_raises_on_every_rank(wrong, message):
-    def program():
-        given = dict(x=torch.zeros(1, 4), to=Layout.zigzag(8, 2)) | (wrong if dist.get_rank() == 1 else {})
-        with pytest.raises((TypeError, ValueError)) as raised:
-            Layout.contiguous(8, 2).redistribute(given.pop("x"), given.pop("to"), **given)
-        assert message in str(raised.value)
-
-    process_groups.threads(program, 2)
-
-
-def test_a_repeated_call_plans_nothing(monkeypatch):
-    monkeypatch.setattr(plan_cache, "PLANS", cache := plan_cache.PlanCache())
-    layout, to = Layout.contiguous(8, 1), Layout([[range(4, 8), range(4)]], 8)
-
-    def all_operations():
-        layout.redistribute(torch.zeros(1, 8), to)
-        layout.unshard(layout.shard(torch.zeros(1, 8), 0))
-        return cache.made
-
-    assert all_operations() == all_operations() == 2  # a route and positions
 
 
 @pytest.mark.usefixtures("own_errors")

@@ -64,34 +64,6 @@ def test_seeds_draw_interleavings_and_repeat_them():
     assert len({tuple(log) for log in logs}) > 5
 
 
-def test_a_failure_names_its_partition():
-    with pytest.raises(AssertionError, match=r"(?s)a worker fails at alternate.*in alternate \[1\] of program"):
-        alternations("late", 0, "failing")
-
-
-@gluon.jit
-def claim_kernel(who, counter, number):
-    work_tile = gl.program_id(0)
-    while work_tile < number:
-        gl.store(who + work_tile, gl.program_id(0))
-        work_tile = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-
-
-def claims(seed):
-    who, counter = torch.full((20,), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    with simulator.simulated(seed=seed):
-        claim_kernel[(3,)](who, counter, 20)
-    assert counter == 20
-    return who.tolist()
-
-
-def test_programs_may_change_places_at_atomic_operations():
-    found = [claims(seed) for seed in range(10)]
-    assert found == [claims(seed) for seed in range(10)]
-    assert all(who[:3] == [0, 1, 2] and min(who.count(p) for p in range(3)) > 1 for who in found)
-    assert len({tuple(who) for who in found}) > 5
-
-
 @gluon.jit
 def relay_kernel(baton, seen, FAULT: gl.constexpr):
     me = gl.program_id(0)

@@ -2,8 +2,6 @@
 
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false
 
-import math
-
 import pytest
 import torch
 from interleavings import BLOCKED, numbers
@@ -22,32 +20,6 @@ def arithmetic_kernel(x, out, n, scale, N: gl.constexpr):
     gl.store(out + N + i, a * b + 1)
     gl.store(out + 2 * N + i, gl.where((i & ~1) >= n, float("-inf"), gl.exp2(a.to(gl.float32))))
     gl.store(out + 3 * N, gl.max(a, 0) + gl.sum(gl.maximum(a, 0.5).to(gl.float32), 0))
-
-
-def test_arithmetic_is_that_of_tritons_types():
-    x, out = numbers(32), torch.full((4, 32), math.nan, dtype=torch.bfloat16)
-    with simulator.simulated():
-        arithmetic_kernel[(1,)](x, out, 21, 0.3, N=32)
-    a = torch.where(torch.arange(32) < 21, x, 0)
-    powers = a.float().exp2().bfloat16().masked_fill(torch.arange(32) >= 22, -math.inf)
-    assert torch.equal(out[:3], torch.stack([(a.float() * torch.tensor(0.3)).bfloat16(), a * out[0] + 1, powers]))
-    assert out[3, 0] == (a.float().max() + a.clamp(min=0.5).float().sum()).bfloat16()
-
-
-@gluon.jit
-def bits_kernel(x, out, N: gl.constexpr):
-    i = gl.arange(0, N, gl.SliceLayout(1, BLOCKED))
-    bits = gl.load(x + i).to(gl.int32, bitcast=True)
-    gl.store(out + i, (bits + (1 << 23)).to(gl.float32, bitcast=True))
-    gl.store(out + N + i, (bits >> 23).to(gl.float32))
-
-
-def test_bits_are_read_as_another_type():
-    x, out = torch.linspace(-3, 40, 32), torch.zeros(2, 32)
-    with simulator.simulated():
-        bits_kernel[(1,)](x, out, 32)
-    assert torch.equal(out[0], 2 * x)
-    assert torch.equal(out[1], (x.view(torch.int32) >> 23).float())
 
 
 def test_addresses_are_checked_where_they_are_not_masked():

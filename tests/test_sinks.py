@@ -1,20 +1,16 @@
 """A sink enlarges the softmax's denominator, in both halves, forward and backward, on one rank and on several."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
 from interpreted_replay import EVERYWHERE
 
-from canon import Layout, Mask, fast, reference
+from canon import Layout, Mask, fast
 from canon.fast import sinks as fast_sinks
 from canon.fast.replay import recordings as prepared
 from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups
 
-HALVES = {"reference": reference, "fast": fast}
-both_halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 DISTRIBUTED = ("ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention")
 N = 19
 MASK = Mask.ranges([(0, 7), (9, N)], [(0, 7), (3, N)], ["causal", "full"], queries=N, keys=N)  # queries 7, 8 see no key
@@ -48,31 +44,6 @@ def close(mine, theirs, atol=1e-12):
         torch.testing.assert_close(x, y, rtol=0, atol=atol)
 
 
-@both_halves
-def test_a_sink_is_one_more_column_of_the_softmax_without_a_value(half):
-    *leaves, dout = inputs()
-    got = gradients(lambda q, k, v, sink: half.attention(q, k, v, MASK, sink=sink), leaves, dout)
-    close(got, gradients(lambda q, k, v, sink: dense(q, k, v, sink, MASK), leaves, dout))
-    assert not got[0][:, 7:9].any()
-
-
-@both_halves
-def test_packed_inputs_any_strides_and_masks_for_each_sequence_take_a_sink(half):
-    *leaves, dout = inputs()
-    attend = lambda q, k, v, sink: half.attention(q, k, v, MASK, sink=sink)
-    whole = gradients(attend, leaves, dout)
-    alone = gradients(attend, [*(x[0] for x in leaves[:3]), leaves[3]], dout[0])
-    close(alone[:4], [x[0] for x in whole[:4]])
-    other = Mask.causal(N)
-    got = gradients(lambda q, k, v, sink: half.attention(q, k, v, [MASK, other], sink=sink), leaves, dout)
-    causal = gradients(lambda q, k, v, sink: half.attention(q, k, v, sink=sink), leaves, dout)
-    close([x[0] for x in got[:4]], [x[0] for x in whole[:4]])
-    close([x[1] for x in got[:4]], [x[1] for x in causal[:4]])
-    gaps = torch.stack([leaves[3], leaves[3]], -1)[:, 0]  # a sink with a stride of 2
-    close(gradients(attend, [*leaves[:3], gaps], dout.transpose(1, 2).contiguous().transpose(1, 2)), whole)
-
-
-@both_halves
 def test_lse_stays_that_of_the_keys_and_both_results_are_differentiable(half):
     q, k, v, sink, dout = inputs()
     leaves = [x.requires_grad_() for x in (q, k, v, sink)]
@@ -87,7 +58,6 @@ def test_lse_stays_that_of_the_keys_and_both_results_are_differentiable(half):
     close([only], torch.autograd.grad(half.attention(q, k, v, return_lse=True)[1], q, dlse))
 
 
-@both_halves
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_infinite_sinks_and_fully_masked_rows_give_no_nan(half, dtype):
     q, k, v, _, dout = inputs(dtype=dtype)
@@ -103,7 +73,6 @@ def test_infinite_sinks_and_fully_masked_rows_give_no_nan(half, dtype):
     assert not grads[3].any()
 
 
-@both_halves
 @pytest.mark.parametrize("sink", [-20.0, 20.0])
 def test_the_gradient_of_a_sink_far_from_lse_keeps_its_relative_accuracy(half, sink):
     *leaves, _, dout = inputs(dtype=torch.float32)
@@ -115,23 +84,6 @@ def test_the_gradient_of_a_sink_far_from_lse_keeps_its_relative_accuracy(half, s
     torch.testing.assert_close(dsink.double(), exact, rtol=1e-4, atol=0)
 
 
-@both_halves
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_rounds_out_twice_and_takes_a_sink_in_either_dtype(half, dtype):
-    q, k, v, sink, dout = inputs(dtype=dtype)
-    for one in (sink, sink.float()):
-        attend = lambda q, k, v, sink: half.attention(q, k, v, MASK, sink=sink)
-        got = gradients(attend, (q, k, v, one), dout)
-        assert [x.dtype for x in got] == [*[dtype] * 4, one.dtype]
-        exact = gradients(lambda *x: dense(*x, MASK), [x.double() for x in (q, k, v, one)], dout.double())
-        error, peak = (got[0].double() - exact[0]).abs(), exact[0].abs().amax()
-        assert (
-            error.max() <= 3 * torch.finfo(dtype).eps * peak
-        )  # two roundings of half an eps, and those of the weights
-        torch.testing.assert_close(got[4].double(), exact[4], rtol=0.05, atol=0.05)
-
-
-@both_halves
 def test_autocast_leaves_a_float32_sink_alone(half):
     *leaves, dout = inputs(dtype=torch.float32)
     leaves = [x.requires_grad_() for x in leaves]
@@ -147,7 +99,6 @@ def test_autocast_leaves_a_float32_sink_alone(half):
         assert torch.equal(mine, theirs.float())
 
 
-@both_halves
 @pytest.mark.parametrize("needed", ["sink", "q", "qkv"])
 def test_only_the_needed_gradients_are_computed(half, needed, monkeypatch):
     q, k, v, sink, dout = inputs()
@@ -173,7 +124,6 @@ def test_only_the_needed_gradients_are_computed(half, needed, monkeypatch):
         assert [x is None for x in given] == [needed == "sink"]
 
 
-@both_halves
 def test_second_derivatives_raise(half):
     q, k, v, sink, _ = inputs()
     sink.requires_grad_()
@@ -182,68 +132,6 @@ def test_second_derivatives_raise(half):
         dsink.sum().backward()
 
 
-@both_halves
-@pytest.mark.parametrize("function", ["attention", *DISTRIBUTED])
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda sink: sink[:3], ValueError, r"sink must be \(4,\), a logit for each query head, got \(3,\)"),
-        (lambda sink: sink[None], ValueError, r"sink must be \(4,\)"),
-        (
-            lambda sink: sink.half(),
-            ValueError,
-            "sink must be float32 or torch.float64, as q is, got torch.float16: cast",
-        ),
-        (lambda sink: sink.tolist(), TypeError, "sink must be a torch.Tensor, got list"),
-        (lambda sink: sink.to("meta"), ValueError, "sink is on the meta device"),
-    ],
-)
-def test_a_sink_that_does_not_fit_is_named(half, function, make, error, message, own_errors):
-    q, k, v, sink, _ = inputs()
-    with pytest.raises(error, match=message):
-        getattr(half, function)(q, k, v, sink=make(sink))
-
-
-@both_halves
-@pytest.mark.parametrize("function", DISTRIBUTED)
-def test_ranks_agree_on_the_sink(half, function, own_errors):
-    def program():
-        q, k, v, sink, _ = inputs()
-        attend = functools.partial(getattr(half, function), q, k, v)
-        for other in (None, sink[:3], sink.tolist(), sink.half()):  # rank 1 differs from the others
-            with pytest.raises(ValueError, match="sink"):
-                attend(sink=other if dist.get_rank() == 1 else sink)
-        with pytest.raises(ValueError, match="a logit for each query head"):
-            attend(sink=sink[:3])  # equally wrong on all ranks
-
-    process_groups.threads(program, 3)
-
-
-def sharded(half, function):
-    """Return out and the gradients of this rank; the gradient of the sink is added over the ranks."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    own_layouts = {"zigzag_attention": Layout.zigzag, "striped_attention": Layout.striped}
-    layout = own_layouts.get(function, Layout.contiguous)(N, ranks)
-    *leaves, sink, dout = inputs()
-    shards = [layout.shard(x, rank) for x in leaves]
-    given = () if function in own_layouts else (layout,)
-    attend = lambda q, k, v, sink: getattr(half, function)(q, k, v, MASK, *given, sink=sink)
-    out, dq, dk, dv, dsink = gradients(attend, (*shards, sink), layout.shard(dout, rank))
-    dist.all_reduce(dsink)
-    return [layout.unshard(x) for x in (out, dq, dk, dv)] + [dsink]
-
-
-@both_halves
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("function", DISTRIBUTED)
-def test_ranks_compute_what_one_rank_computes(half, function, ranks):
-    *leaves, dout = inputs()
-    expected = gradients(lambda *x: dense(*x, MASK), leaves, dout)
-    for got in process_groups.threads(lambda: sharded(half, function), ranks):
-        close(got, expected)
-
-
-@both_halves
 def test_a_rank_without_tokens_has_a_zero_gradient_of_the_sink(half):
     def program():
         *leaves, sink, dout = inputs(tokens=2)

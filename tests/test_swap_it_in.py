@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from canon.testing import process_groups
-
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 SMALL = dict(steps=4, tokens=256, width=64)
@@ -108,11 +106,3 @@ def test_it_runs_alone_under_torchrun_and_writes_a_record(tmp_path):
 def test_options_that_contradict_each_other_raise(swapping, options, message):
     with pytest.raises(ValueError, match=message):
         swapping.Run(**options)
-
-
-def test_functions_of_one_rank_refuse_more(swapping):
-    def program():
-        with pytest.raises(ValueError, match="is for one rank"):
-            swapping.Trainer(swapping.Run("reordered"))
-
-    process_groups.threads(program, 2)

@@ -4,7 +4,6 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,30 +112,11 @@ def test_tables_of_nothing_still_own_every_row(mask, transposed):
     assert_exact(mask, 4, 2, transposed)
 
 
-def test_causal_work_is_half_and_partial_only_on_the_diagonal():
-    table = work_table(Mask.causal(1024), 128, 128)
-    spans = table.spans.numpy()
-    assert table.visits == 8 * 9 // 2
-    assert sum(count for _, count, *band in spans.tolist() if any(band)) == 8  # one partial tile a row of tiles
-    assert table.tiles[:, 0].tolist() == [*range(896, -1, -128)]  # longest first
-
-
 def test_tiles_start_where_documents_do():
     ends = [0, 1000, 2100, 3000]
     table = work_table(Mask.documents(ends), 128, 128)
     assert set(ends[:-1]) <= set(table.tiles[:, 0].tolist())
     assert table.visits == sum(n * (n + 1) // 2 for n in (8, 9, 8))  # no tile reads two documents
-
-
-def test_many_tiny_documents_share_tiles():
-    table = work_table(Mask.documents(list(range(0, 1025, 8))), 128, 128)
-    assert len(table) == 8
-
-
-def test_the_table_is_made_once_for_each_mask_content():
-    first = work_table(Mask.documents([0, 5, 9]), 4, 4, None, False, torch.device("cpu"))
-    assert work_table(Mask.documents(torch.tensor([0, 5, 9])), 4, 4, None, False, torch.device("cpu")) is first
-    assert work_table(Mask.documents([0, 4, 9]), 4, 4, None, False, torch.device("cpu")) is not first
 
 
 def test_a_million_tokens_in_a_thousand_documents_are_planned_in_closed_form():

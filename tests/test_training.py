@@ -144,28 +144,3 @@ def test_without_a_valid_token_loss_and_gradients_are_0(tokens):
         return loss == 0 and logits.grad.eq(0).all()
 
     assert all(process_groups.threads(program, 2))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (dict(logits=torch.zeros(1, 3, 5)), "got (1, 3, 5) and (1, 4)"),
-        (dict(logits=torch.zeros(4, 5)), "got (4, 5) and (1, 4)"),
-        (dict(logits=torch.zeros(1, 4, 5, dtype=torch.int64)), "logits must be floating-point"),
-        (dict(logits=None), "logits must be a torch.Tensor, got NoneType"),
-        (dict(logits=torch.zeros(1, 4, 6)), "vocabulary: rank 0: 5; rank 1: 6"),
-        (dict(logits=torch.zeros(1, 4, 5).double()), "dtype: rank 0: torch.float32; rank 1: torch.float64"),
-        (dict(shift_labels=torch.zeros(1, 4)), "shift_labels must be int64"),
-        (dict(shift_labels=torch.full((1, 4), 5)), "shift_labels must be in 0..4 or ignore_index=-100, got 5"),
-        (dict(ignore_index=0.5), "ignore_index must be a whole number"),
-        (dict(ignore_index=4), "ignore_index: rank 0: -100; rank 1: 4"),
-    ],
-)
-def test_a_wrong_argument_on_one_rank_raises_on_every_rank(wrong, message):
-    def program():
-        given = dict(logits=torch.zeros(1, 4, 5), shift_labels=torch.zeros(1, 4, dtype=torch.int64))
-        with pytest.raises((TypeError, ValueError)) as raised:
-            sequence_loss(**(given | (wrong if dist.get_rank() == 1 else {})))
-        assert message in str(raised.value)
-
-    process_groups.threads(program, 2)

@@ -77,16 +77,6 @@ def test_every_function_of_several_ranks_computes_the_same(name, function, optio
         assert_close(found, eager(name))
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
-def test_ranks_share_packed_documents(name):
-    batch = batch_of() | {"position_ids": POSITIONS}
-    expected = whole_step(tiny(name), batch)
-    layout, model = Layout.zigzag(N, 2), tiny(name, "canon")
-    step = functools.partial(sharded_step, model, batch, Mask.documents(ENDS), layout, half="reference")
-    for found in process_groups.threads(step, 2):
-        assert_close(found, expected)
-
-
 @pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
 def test_the_kernels_of_fast_compute_the_same(name):
     layout, model, batch = Layout.zigzag(21, 2), tiny(name, "canon"), batch_of(21)

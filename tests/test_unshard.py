@@ -93,19 +93,3 @@ def test_a_second_derivative_raises():
     (gradient,) = torch.autograd.grad(Layout.contiguous(4, 1).unshard(x).pow(2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-
-
-@pytest.mark.usefixtures("own_errors")
-def test_a_rank_outside_the_group_raises():
-    """`dist.new_group` returns a number, not a group, on ranks that are not its members."""
-    layout = Layout.contiguous(4, 2)
-
-    def program():
-        group = dist.new_group([0, 2])
-        if dist.get_rank() == 1:
-            with pytest.raises(ValueError, match="unshard: this process is not a member of group"):
-                layout.unshard(torch.zeros(1, 2, 1), group)
-            return 4
-        return layout.unshard(torch.ones(1, 2, 1), group).sum()
-
-    assert process_groups.threads(program, 3) == [4, 4, 4]

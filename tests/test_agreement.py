@@ -1,0 +1,224 @@
+"""Both halves agree with the oracle: in every case of the table of `canon check`, and where its shapes do not reach.
+
+This file is the one place where the agreement of public functions is stated. `canon check --random` draws further cases.
+The kernel backends have tests of their own, with tiles and shapes that are awkward for them.
+"""
+
+import functools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded import CALLS, assert_agrees, attending, layout_of, on_this_rank, whole
+
+from canon import Layout, Mask, fast, reference
+from canon.check import cases
+from canon.check.case_runner import CaseRunner
+from canon.check.documents import Documents
+from canon.check.inputs import FromDocuments
+from canon.testing import process_groups
+from canon.testing.judge import Attended, oracle
+
+DOCUMENTS = Documents(tuple("abcd"), tuple(bytes(range(n)) for n in (1, 30, 9, 31)))
+TABLE = cases.all_cases(["float32", "bfloat16", "float64"], gpu=False)
+UNEVEN = Layout([[range(20, 31)], [], [range(0, 3), range(7, 20)], [range(3, 7)]], 31)  # one rank is empty
+BLOCKS = Mask.block_causal([(5 * (i // 6)) % 7 for i in range(31)])
+METHODS = ("fused", "split", "head_parallel")
+every_call = pytest.mark.parametrize("call", CALLS)
+# Every method with one call of each schedule, and one method with each other call.
+WITH_METHODS = [
+    (call, method)
+    for place, call in enumerate(CALLS)
+    for method in (METHODS if call in ("ring", "strided", "magi") else METHODS[place % 3 :][:1])
+]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Let the reference compute short sequences in several tiles, too."""
+    monkeypatch.setattr("canon.reference.tiles.TILE", 16)
+
+
+@pytest.fixture
+def unwritten_is_nan():
+    """Fill the result of torch.empty with NaN, so that a read of unwritten memory fails the test."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# --- the table
+
+
+@pytest.mark.parametrize("function", sorted({case.function for case in TABLE}))
+@pytest.mark.parametrize("module", ["canon.reference", "canon.fast"])
+def test_every_case_of_the_table_agrees_and_repeats_its_bits(module, function, tmp_path):
+    some = tuple(case for case in TABLE if case.function == function)
+    sink = tmp_path / "results"
+    process_groups.threads(CaseRunner(module, some, FromDocuments(DOCUMENTS), "cpu", sink), 3)
+    results = [json.loads(line) for line in sink.read_text().splitlines()]
+    assert [result["case"] for result in results] == [case.name for case in some]
+    assert not [(result["case"], fault) for result in results for fault in result["faults"]]
+    assert all(result["same_bits"] for result in results)
+
+
+def test_every_public_function_has_a_case():
+    for half in (reference, fast):
+        assert cases.covered(half, reference)[1:] == ([], [])
+
+
+# --- shards
+
+
+def check(half, call, mask, layout, **options):
+    tensors = whole(mask, b=2)
+    attend = attending(half, call, mask, layout, **options)
+    for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), layout.ranks):
+        assert_agrees(got, mask, *tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*fused.* adds to dq in any order")
+@pytest.mark.parametrize(("call", "method"), WITH_METHODS)
+def test_shards_may_be_uneven_or_empty_with_every_backward(half, call, method, unwritten_is_nan):
+    check(half, call, BLOCKS, layout_of(call, 31, 4, UNEVEN), backward=method)
+
+
+@every_call
+def test_more_ranks_than_tokens(half, call, unwritten_is_nan):
+    for layout in {layout_of(call, 3, 5, make(3, 5)) for make in (Layout.contiguous, Layout.zigzag, Layout.striped)}:
+        check(half, call, Mask.documents([0, 1, 3]), layout)
+
+
+@every_call
+def test_packed_tensors_and_the_default_mask_and_layout(half, call):
+    q, k, v, dout, _ = whole(Mask.causal(12))
+    layout = layout_of(call, 12, 3, Layout.contiguous(12, 3))
+    attend = functools.partial(getattr(half, CALLS[call][0]), **CALLS[call][1])
+
+    def program():
+        return layout.unshard(attend(*(layout.shard(x[0], dist.get_rank(), 0) for x in (q, k, v))), dim=0)
+
+    expected = oracle(q, k, v, dout).out
+    for got in process_groups.threads(program, 3):
+        torch.testing.assert_close(got, expected[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(attend(q, k, v), expected, rtol=0, atol=1e-12)  # without a process group
+
+
+@every_call
+def test_tensors_of_any_strides(half, call):
+    mask, layout = Mask.causal(14), layout_of(call, 14, 2, Layout.zigzag(14, 2))
+    q, k, v, dout, dlse = whole(mask, b=2, dv=8)
+    v, dout = v[:, :, :1].expand(-1, -1, 2, -1), dout[:, :1].expand(-1, 14, -1, -1)
+
+    def attend(q, k, v):
+        q = q.transpose(0, 3).contiguous().transpose(0, 3)
+        k = k.transpose(1, 2).contiguous().transpose(1, 2)
+        return attending(half, call, mask, layout)(q, k, v[:, :, :1].expand(-1, -1, 2, -1))
+
+    got = process_groups.threads(lambda: on_this_rank(attend, layout, (q, k, v, dout, dlse)), 2)[0]
+    exact = oracle(q, k, v, dout, mask, dlse=dlse)
+    both = torch.stack([exact.dv.sum(2), torch.zeros_like(exact.dv[:, :, 0])], 2)  # the gradient of the expansion
+    for one, true in zip(got, exact._replace(dv=both), strict=True):
+        torch.testing.assert_close(one, true, rtol=0, atol=1e-12)
+
+
+@every_call
+def test_two_disjoint_groups_at_once(half, call):
+    mask, tensors = Mask.documents([0, 5, 17]), [whole(Mask.causal(17), seed=seed) for seed in (1, 2)]
+
+    def program():
+        groups = [dist.new_group([0, 3, 4]), dist.new_group([1, 2])]
+        mine = int(dist.get_rank() in (1, 2))
+        layout = layout_of(call, 17, 3 - mine, Layout.zigzag(17, 3 - mine))
+        attend = attending(half, call, mask, layout, group=groups[mine])
+        return on_this_rank(attend, layout, tensors[mine], groups[mine])
+
+    for rank, got in enumerate(process_groups.threads(program, 5)):
+        assert_agrees(got, mask, *tensors[int(rank in (1, 2))])
+
+
+@pytest.mark.parametrize("call", ["ring", "magi"])
+def test_running_results_stay_in_float32(half, call):
+    """Every query sees all keys alike, and the values of four ranks are 256, 1/3, -256 and 0."""
+    values, layout = torch.tensor([256, 1 / 3, -256, 0]).bfloat16(), Layout.contiguous(8, 4)
+
+    def program():
+        q, k = torch.zeros(2, 1, 2, 2, 16).bfloat16()
+        v = torch.ones_like(k) * values[dist.get_rank()]
+        return attending(half, call, Mask.full(8), layout)(q, k, v)[0].float()
+
+    for out in process_groups.threads(program, 4):
+        torch.testing.assert_close(out, torch.full_like(out, values[1].item() / 4), rtol=2**-8, atol=0)
+
+
+@every_call
+def test_gradients_are_sent_in_reduce_dtype(half, call):
+    """Three of four ranks add 256, 1/3 and -256 to dv of one key: bfloat16 loses the third, float32 keeps it."""
+    layout = layout_of(call, 4, 4, Layout.contiguous(4, 4))
+    mask = Mask.ranges([(0, 4)], [(0, 1)], ["full"], queries=4, keys=4)  # all queries see the first key alone
+    parts = torch.tensor([0.0, 256.0, 1 / 3, -256.0])
+
+    def program(reduce_dtype):
+        q, k = torch.zeros(2, 1, 1, 2, 16)
+        v = torch.zeros(1, 1, 2, 16, requires_grad=True)
+        out, _ = attending(half, call, mask, layout, reduce_dtype=reduce_dtype)(q, k, v)
+        out.backward(parts[dist.get_rank()].expand_as(out))
+        return v.grad[0, 0, 0, 0].item()
+
+    exact, rounded = (process_groups.threads(lambda x=x: program(x), 4)[0] for x in (None, torch.bfloat16))
+    assert abs(exact - 1 / 3) <= 2**-16  # one rounding at 256, where float32 steps by 2**-15
+    assert abs(rounded - 1 / 3) > 2**-11  # of 1/3 on its way, or of the sum
+
+
+MASK = Mask.documents([0, 1, 12, 19])
+
+
+def every_call_of(name):
+    """Run every call on the ranks of a gloo group. A function of the module, so that it can be pickled."""
+    half, found = {"reference": reference, "fast": fast}[name], {}
+    for call in CALLS:
+        layout = layout_of(call, 19, 3, reference.dispatch(MASK, 3, chunk=2, cells_per_us=1, tokens_per_us=1000))
+        found[call] = on_this_rank(attending(half, call, MASK, layout), layout, whole(MASK))
+    return found
+
+
+@pytest.mark.parametrize("name", ["reference", "fast"])
+def test_ranks_may_be_processes(name):
+    for found in process_groups.processes(functools.partial(every_call_of, name), 3):
+        assert found.keys() == CALLS.keys()
+        for got in found.values():
+            assert_agrees(got, MASK, *whole(MASK))
+
+
+# --- one rank
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 5), (5, 0), (0, 0), (7, 33), (33, 7)])
+def test_any_number_of_queries_and_keys(half, queries, keys):
+    mask = Mask.ranges([(0, queries)], [(0, keys)], ["full"])
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(queries, 4, 8), (keys, 2, 8), (keys, 2, 5), (queries, 4, 5)]
+    q, k, v, dout = (torch.randn(2, *shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = half.attention(q, k, v, mask, return_lse=True)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (dout, torch.ones_like(lse)))
+    if mask.area:
+        got = Attended(out.detach(), lse.detach(), *grads)
+        assert_agrees(got, mask, q.detach(), k.detach(), v.detach(), dout, torch.ones_like(lse))
+    else:
+        assert not any(x.any() for x in (out, *grads))
+        assert (lse == -torch.inf).all()
+
+
+def test_merge_takes_fully_masked_parts_and_any_gap(half):
+    inf, draw = torch.inf, torch.Generator().manual_seed(0)
+    out, other = (torch.randn(1, 5, 1, 3, generator=draw, dtype=torch.float64) for _ in range(2))
+    lse = torch.tensor([[[0.0, -inf, 100.0, -inf, 3.0]]], dtype=torch.float64)
+    other_lse = torch.tensor([[[-inf, 2.0, -100.0, -inf, 3.0]]], dtype=torch.float64)
+    other[0, 0] = torch.nan  # not visible: may hold anything
+    merged, merged_lse = half.merge(out, lse, other, other_lse)
+    expected = torch.stack([out[0, 0], other[0, 1], out[0, 2], torch.zeros(1, 3), (out[0, 4] + other[0, 4]) / 2])
+    torch.testing.assert_close(merged[0], expected, rtol=0, atol=1e-15)
+    wanted = torch.tensor([0, 2, 100, -inf, 3 + torch.tensor(2.0, dtype=torch.float64).log()], dtype=torch.float64)
+    torch.testing.assert_close(merged_lse[0, 0], wanted, rtol=0, atol=1e-15)

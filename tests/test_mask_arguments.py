@@ -1,0 +1,211 @@
+"""A wrong argument of a mask or a layout raises an error that names it."""
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from canon import Band, Layout, Mask
+from canon.testing import process_groups
+
+MASK, LAYOUT, ONE = Mask.causal(8), Layout.zigzag(8, 2), Layout.contiguous(8, 1)
+X = torch.zeros(1, 8)
+NO_NUMBERS = ["8", 8.0, 8.5, float("nan"), True, None, [8], (8,), np.float32(8), np.bool_(True), torch.tensor(8)]
+
+pytestmark = pytest.mark.usefixtures("own_errors")
+
+
+@pytest.mark.parametrize("wrong", NO_NUMBERS, ids=repr)
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("queries", Mask.full),
+        ("keys", lambda n: Mask.full(8, n) if n is not None else Mask.full(8, "8")),
+        ("n", Mask.causal),
+        ("n", Mask.window),
+        ("n", lambda n: Mask.prefix(n, 2)),
+        ("prefix", lambda n: Mask.prefix(8, n)),
+        ("queries", lambda n: Mask([], n, 8)),
+        ("keys", lambda n: Mask([], 8, n)),
+        ("keys", lambda n: MASK.shift(0, n)),
+        ("q_stop", lambda n: Band(0, n, 0, 8)),
+        (r"cu_seqlens\[1\]", lambda n: Mask.documents([0, n])),
+        (r"lengths\[0\]", lambda n: Mask.padding([n], 9)),
+        ("n", lambda n: Mask.padding([1], n)),
+        (r"position_ids\[1\]", lambda n: Mask.from_position_ids([0, n])),
+        (r"q_blocks\[1\]", lambda n: Mask.block_causal([0, n if n is not True else None])),
+        (r"q_ranges\[0\]\[1\]", lambda n: Mask.ranges([(0, n)], [(0, 8)], [0])),
+        ("slice type", lambda n: Mask.ranges([(0, 8)], [(0, 8)], [n if n != "8" else None])),
+        ("n", lambda n: Layout.contiguous(n, 2)),
+        ("n", lambda n: Layout.zigzag(n, 2)),
+        ("n", lambda n: Layout.striped(n, 2)),
+        ("ranks", lambda n: Layout.contiguous(8, n)),
+        ("ranks", lambda n: Layout.zigzag(8, n)),
+        ("ranks", lambda n: Layout.striped(8, n)),
+        ("tokens", lambda n: Layout([[range(8)]], n)),
+        ("rank", LAYOUT.size),
+        ("rank", LAYOUT.positions),
+        ("rank", lambda n: LAYOUT.shard(X, n)),
+        ("dim", lambda n: LAYOUT.shard(X, 0, n)),
+        ("dim", lambda n: ONE.unshard(X, None, n)),
+        ("q_rank", lambda n: LAYOUT.local_mask(MASK, n, 0)),
+        ("k_ranks", lambda n: LAYOUT.local_mask(MASK, 0, [n])),
+    ],
+)
+def test_arguments_that_are_not_whole_numbers_are_named(name, make, wrong):
+    with pytest.raises(TypeError, match=rf"{name} must be a whole number.*, got .*: pass an int"):
+        make(wrong)
+
+
+@pytest.mark.parametrize("bound", [2.5, float("inf"), "2", True, (2, 0), torch.tensor(2)], ids=repr)
+def test_window_bounds_are_whole_numbers(bound):
+    for make in (
+        lambda: Mask.window(8, bound),
+        lambda: MASK.windowed(bound),
+        lambda: Mask.documents([0, 8], window=(bound, 0)),
+    ):
+        with pytest.raises(TypeError, match="window left must be a whole number"):
+            make()
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_integers_of_numpy_count_as_whole_numbers(kind):
+    n, two, one, none = map(kind, (8, 2, 1, 0))
+    ends = np.array([0, 3, 8], dtype=kind)
+    for ours, expected in [
+        (Mask.window(n, two, none), Mask.window(8, 2, 0)),
+        (Mask.documents(ends), Mask.documents([0, 3, 8])),
+        (Mask.documents(list(ends), window=(two, none)), Mask.documents([0, 3, 8], window=(2, 0))),
+        (Mask.prefix(n, two), Mask.prefix(8, 2)),
+        (Mask.block_causal(ends, q_valid=ends > 0), Mask.block_causal([0, 3, 8], q_valid=[0, 1, 1])),
+        (Mask.ranges(np.array([[0, 8]], kind), np.array([[0, 8]], kind), [one]), MASK),
+        (Mask([Band(none, n, none, n, None, none)], n, n), MASK),
+        (MASK.shift(two), MASK.shift(2)),
+        (Layout.contiguous(n, two), Layout.contiguous(8, 2)),
+        (Layout.zigzag(n, two), LAYOUT),
+        (Layout.striped(n, two), Layout.striped(8, 2)),
+        (Layout([[range(n)]], n), ONE),
+        (LAYOUT.local_mask(MASK, none, one), LAYOUT.local_mask(MASK, 0, 1)),
+    ]:
+        assert ours == expected
+        assert ours.digest == expected.digest
+        assert not isinstance(getattr(ours, "queries", 0) + getattr(ours, "tokens", 0), np.generic)
+    assert LAYOUT.shard(X, none, one).shape == (1, 4)
+
+
+NO_LISTS = ["038", 8, None, {0, 8}, {0: 8}, (x for x in (0, 8))]
+
+
+@pytest.mark.parametrize("wrong", NO_LISTS, ids=lambda x: type(x).__name__)
+def test_arguments_that_are_not_sequences_of_numbers_are_named(wrong):
+    for name, make in [
+        ("cu_seqlens", Mask.documents),
+        ("cu_seqlens", lambda ends: LAYOUT.document_positions(0, ends)),
+        ("q_blocks", Mask.block_causal),
+        ("k_valid", lambda flags: Mask.block_causal([0, 1], None, None, flags if flags is not None else 1)),
+    ]:
+        with pytest.raises(TypeError, match=f"{name} must be a sequence or a tensor of whole numbers, got"):
+            make(wrong)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["torch", "numpy"])
+def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
+    for wrong, shape in ((make([[0, 3], [3, 8]]), r"\(2, 2\)"), (make(8), r"\(\)")):
+        with pytest.raises(ValueError, match=f"must have one axis, got shape {shape}"):
+            Mask.documents(wrong)
+    for wrong in (make(8), make([[[0, 3]]])):
+        for of in (Mask.block_causal, Mask.from_position_ids):
+            with pytest.raises(ValueError, match=r"must be \(n,\) or \(b, n\), got"):
+                of(wrong)
+    for wrong in (make([0.0, 8.0]), make([0, 2.5])):  # float32 holds no whole numbers beyond 2^24
+        with pytest.raises(TypeError, match=r"cu_seqlens\[0\] must be a whole number, got 0.0"):
+            Mask.documents(wrong)
+    with pytest.raises(TypeError, match=r"q_ranges\[0\] must be a pair"):
+        Mask.ranges(make([0, 8]), [(0, 8)], [0])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "expected"),
+    [
+        (lambda: Mask.full(2**62), ValueError, "queries must be below 2^62"),
+        (lambda: Mask([], 2**70, 1), ValueError, "queries must be below 2^62"),
+        (lambda: Mask.documents([0, 2**63]), ValueError, "cu_seqlens must lie within"),
+        (lambda: Mask.block_causal([0, 2**64]), ValueError, "q_blocks must lie within"),
+        (lambda: Mask.block_causal([0, 1], q_valid=[1, 5]), ValueError, "q_valid must hold booleans, 0 or 1, got 5"),
+        (lambda: Mask.block_causal([0, 1], q_valid=[0.0, -1e9]), TypeError, "q_valid[0] must be a whole number"),
+        (lambda: Mask.documents([0, 8], causal="no"), TypeError, "causal must be True or False, got 'no'"),
+        (lambda: Mask.padding([3], 8, causal=1), TypeError, "causal must be True or False, got 1"),
+        (lambda: Mask.padding([3, 9], 8), ValueError, "lengths[1] must be in 0..8, the tokens of a sequence, got 9"),
+        (lambda: Mask.padding(3, 8), TypeError, "lengths must be a sequence or a tensor of whole numbers, got 3"),
+        (lambda: Mask.from_position_ids([1, 2]), ValueError, "position_ids[0] is 1: a position is 0, at the start"),
+        (lambda: Mask.from_position_ids([[0, 1], [0, 2]]), ValueError, "position_ids[1][1] is 2: a position is 0"),
+        (lambda: Mask.from_position_ids([[0], [0.0]]), TypeError, "position_ids[1][0] must be a whole number, got 0.0"),
+        (lambda: Mask.from_position_ids(X), TypeError, "position_ids[0][0] must be a whole number, got 0.0"),
+        (lambda: Mask.block_causal([[0], [1]], q_valid=[[1]]), ValueError, "{'q_blocks': 2, 'q_valid': 1}"),
+        (lambda: Mask.documents([0, 8], window=0), TypeError, "window must be a pair (left, right) or None, got 0"),
+        (lambda: Mask.documents([0, 8], window=(3,)), TypeError, "window must be a pair"),
+        (lambda: Mask.ranges([(0, 3, 9)], [(0, 3)], [0]), TypeError, "q_ranges[0] must be a pair"),
+        (lambda: Mask.ranges([(0, 3)], [range(0, 3, 2)], [0]), TypeError, "k_ranges[0] must be a pair"),
+        (lambda: Mask.ranges([slice(0, 3)], [(0, 3)], [0]), TypeError, "q_ranges[0] must be a pair"),
+        (lambda: Mask.ranges(["03"], [(0, 3)], [0]), TypeError, "q_ranges[0] must be a pair"),
+        (lambda: Mask.ranges([(0, 3)], [(0, 3)], "full"), TypeError, "types must be a sequence"),
+        (lambda: Mask.ranges([(0, 3)], [(0, 3)], 1), TypeError, "types must be a sequence"),
+        (lambda: Mask.concat(MASK), TypeError, "masks must be a sequence of Masks"),
+        (lambda: Mask.concat([MASK, 3]), TypeError, "masks[1] must be a Mask, got 3"),
+        (lambda: Mask(Band(0, 4, 0, 4), 4, 4), TypeError, "bands[0] must be a Band, got 0"),
+        (lambda: Mask([(0, 4, 0, 4, 0, 0)], 4, 4), TypeError, "bands[0] must be a Band"),
+        (lambda: Band(0, 4, 0, 4, 0.5), TypeError, "lo must be a whole number, got 0.5"),
+        (lambda: Band(0, 4, 0, 4).pick(range(0, 4, 2), range(4)), ValueError, "two ascending ranges of one step"),
+        (lambda: MASK.crop(slice(0, 2)), TypeError, "crop: queries must be a range"),
+        (lambda: MASK.crop(keys=[0, 1]), TypeError, "crop: keys must be a range"),
+        (lambda: MASK.needed_keys(range(3)), TypeError, "query_ranges[0] must be a range, got 0"),
+        (lambda: MASK.needed_keys([(0, 3)]), TypeError, "query_ranges[0] must be a range, got (0, 3)"),
+        (lambda: Layout.contiguous(2**70, 2), ValueError, "n must be below 2^62"),
+        (lambda: Layout([[0, 1], [2, 3]], 4), TypeError, "ranges_per_rank[0][0] must be a range, got 0"),
+        (lambda: Layout([[slice(0, 4)]], 4), TypeError, "ranges_per_rank[0][0] must be a range, got slice"),
+        (lambda: Layout([[(0, 4)]], 4), TypeError, "ranges_per_rank[0][0] must be a range, got (0, 4)"),
+        (lambda: Layout([range(2), range(2, 4)], 4), TypeError, "ranges_per_rank[0] must be a list of ranges"),
+        (lambda: Layout([torch.arange(4)], 4), TypeError, "ranges_per_rank[0] must be a list of ranges"),
+        (lambda: Layout(([r] for r in [range(4)]), 4), TypeError, "ranges_per_rank must be a list"),
+        (lambda: Layout(None, 4), TypeError, "ranges_per_rank must be a list"),
+        (lambda: Layout([[range(10**30)]], 4), ValueError, "ranges_per_rank[0][0] must lie inside"),
+        (lambda: LAYOUT.shard(torch.zeros(8), 0), ValueError, "x of shape (8,) has no dim 1"),
+        (lambda: LAYOUT.shard(torch.zeros(()), 0, 0), ValueError, "x of shape () has no dim 0"),
+        (lambda: LAYOUT.shard(np.zeros((1, 8)), 0), TypeError, "plain tensor, got ndarray: pass torch.as_tensor(x)"),
+        (lambda: ONE.unshard(torch.zeros(8)), ValueError, "unshard: x of shape (8,) has no dim 1"),
+        (lambda: ONE.unshard(X, "world"), TypeError, "a DeviceMesh of one dimension or None, got 'world'"),
+        (lambda: ONE.unshard(X, partial_grad="yes"), TypeError, "partial_grad must be True or False, got 'yes'"),
+        (lambda: LAYOUT.local_mask(MASK.dense(), 0, 1), TypeError, "mask must be a Mask, got a tensor of shape (8, 8)"),
+    ],
+)
+def test_other_wrong_arguments_are_named(make, error, expected):
+    with pytest.raises(error) as raised:
+        make()
+    assert expected in str(raised.value)
+
+
+def refused_on_a_mesh():
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(X, mesh, [Replicate()])
+    for call in (lambda: ONE.shard(x, 0), lambda: ONE.unshard(x)):
+        with pytest.raises(TypeError, match=r"plain tensor, got DTensor: pass x.to_local\(\)"):
+            call()
+    assert ONE.unshard(X, mesh).equal(X)
+
+
+def test_errors_for_dtensors_give_the_remedy():
+    process_groups.processes(refused_on_a_mesh, 1)
+
+
+def test_masks_and_layouts_are_on_the_cpu_for_any_default_device():
+    def made():
+        blocks = Mask.block_causal([0, 2, 1, 1])
+        positions = LAYOUT.document_positions(1, [0, 3, 8])
+        return blocks, blocks.dense(), LAYOUT.positions(0), positions, Layout([[], [range(2)]], 2).positions(0)
+
+    expected = made()
+    with torch.device("meta"):
+        found = made()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == theirs if isinstance(ours, Mask) else ours.equal(theirs)
