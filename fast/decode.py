@@ -5,6 +5,8 @@ The algorithm and its cost are those of `canon.reference.decode`.
 Source: as `canon.reference.decode`.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,10 +23,13 @@ __all__ = ["decode_attention"]
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: float, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks."""
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks.
+
+    ``mask``: of this rank's keys, or one for each sequence.
+    """
     buffer, parts = _empty_parts(q, v, ranks)
     if isinstance(mask, (tuple, list)):
         result = attention_forward(q, k, v, mask, scale=scale, out_dtype=buffer.dtype)

@@ -19,6 +19,8 @@ Limits: the result is not differentiable. Ranks compare shapes, dtypes and scale
 Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,10 +36,13 @@ __all__ = ["decode_attention"]
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: float, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks."""
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks.
+
+    ``mask``: of this rank's keys, or one for each sequence.
+    """
     part = attention_forward(q, k, v, mask, scale=scale, out_dtype=accumulate_dtype(q.dtype))
     (out, lse), *others = _parts_of_ranks(*part, ranks, group)
     for other in others:

@@ -22,8 +22,8 @@ OPTIONS = {
     "zigzag_attention": [SUMS],
     "striped_attention": [SUMS],
     "strided_attention": [
-        (*SUMS, False, 2, 1, None, None, True, "scatter"),
-        (*SUMS, True, 1, None, None, None, True, "scatter"),
+        (*SUMS, False, 2, 1, None, None, "scatter"),
+        (*SUMS, True, 1, None, None, None, "scatter"),
     ],
     "magi_attention": [
         (*SUMS, False, 1, False),
