@@ -23,8 +23,8 @@ DOCUMENTS = Documents(("a", "b", "c"), tuple(bytes(range(n)) * 4 for n in (30, 1
 LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring_attention/contiguous/full"
 CASTS = "group_collectives"
 CAST, REDUCE = "group_cast/planned/documents/two_stages", "group_reduce/striped/documents/one_stage"
-FILES = ("checks", "tiles", "backward", "local", "group_collectives", "ring")  # of a faulty module, in order of imports
-HOMES = {"checks": "canon.runtime"}  # package of a file that is not in canon.reference
+SHARED = ("checks", "call", "attend", "public_local", "public_ranks")  # of canon.runtime
+FILES = (*SHARED, "tiles", "backward", "local", "group_collectives", "ring")  # of a faulty module, in order of imports
 
 # fault: (case, file, text, replacement of the first occurrence)
 FAULTS = {
@@ -38,7 +38,7 @@ FAULTS = {
     "out is accumulated in bfloat16": (
         FULL, "local", "weighted + p @ v_tile", "weighted.bfloat16() + (p @ v_tile).bfloat16()"),
     "parts are merged in bfloat16": (
-        FULL, "ring", "merge(out, lse, *part)", "merge(out.bfloat16(), lse, *part)"),
+        FULL, "ring", "merged(out, lse, *part)", "merged(out.bfloat16(), lse, *part)"),
     "dk and dv are accumulated in bfloat16": (FULL, "backward", "dtype=self.accumulate", "dtype=torch.bfloat16"),
     "the scale is off by 1 %": (LOCAL, "checks", "q.shape[-1] ** -0.5", "1.01 * q.shape[-1] ** -0.5"),
     "causal is off by one, a key too few": (
@@ -46,7 +46,7 @@ FAULTS = {
     "causal is off by one, a key too many": (LOCAL, "tiles", "tiles = [", "mask = moved(mask, hi=1)\n    tiles = ["),
     "a document leaks into the next": (LOCAL, "tiles", "tiles = [", "mask = moved(mask, k_start=-1)\n    tiles = ["),
     "query heads use the wrong key head": (
-        LOCAL, "tiles", ".repeat_interleave(group, dim=1)", ".repeat(1, group, 1, 1)"),
+        LOCAL, "tiles", ".repeat_interleave(share, dim=1)", ".repeat(1, share, 1, 1)"),
     "lse is in base 2": (LOCAL, "local", "highest + torch.log(", "1.4427 * highest + torch.log2("),
     "one token's row is zero": (
         LOCAL, "local", "out = out.transpose(1, 2).to(out_dtype)", "out = out.transpose(1, 2).to(out_dtype); out[:, -9] = 0"),
@@ -58,7 +58,7 @@ FAULTS = {
     "a given delta is computed again": (
         "attention_backward/causal/split/part", "backward", "if delta is None:", "if True:"),
     "grad_dtype is ignored": (  # in a case with another grad_dtype than the dtype of q
-        "attention_backward/causal/split/part", "backward", "grad_dtype or q.dtype", "torch.bfloat16"),
+        "attention_backward/causal/split/part", "public_local", "grad_dtype or q.dtype", "torch.bfloat16"),
     "two tokens change places on their way": (
         CAST, CASTS, "return self.received\n", "return self.received[[1, 0, *range(2, len(self.received))]]\n"),
     "the tokens of one source are stale": (
@@ -85,7 +85,7 @@ def moved(mask, k_start=0, hi=0):
 
 
 def home(name):
-    return HOMES.get(name, "canon.reference")
+    return "canon.runtime" if name in SHARED else "canon.reference"
 
 
 def with_fault(file, text, replacement):
@@ -100,6 +100,9 @@ def with_fault(file, text, replacement):
         sys.modules[f"faulty_{name}"] = types.ModuleType(f"faulty_{name}")
         for imported in FILES:
             source = source.replace(f"from {home(imported)}.{imported} import", f"from faulty_{imported} import")
+            source = source.replace(
+                f"from {home(imported)} import {imported}\n", f"import faulty_{imported} as {imported}\n"
+            )
         exec(compile(source, f"faulty {name}", "exec"), scope)
         vars(sys.modules[f"faulty_{name}"]).update(scope)
         vars(module).update({public: scope[public] for public in scope.get("__all__", ())})
@@ -137,7 +140,7 @@ def test_faults_are_caught(fault, dtype, tmp_path, monkeypatch):
             "out is torch.bfloat16, expected torch.float32",
         ),
         ("attention_forward/window/part", ".to(out_dtype)", ".to(q.dtype).to(out_dtype)", "but was rounded to"),
-        ("merge/documents", ".to(out.dtype), merged", ".bfloat16().to(out.dtype), merged", "but was rounded to"),
+        ("merge/documents", ".to(out.dtype), whole", ".bfloat16().to(out.dtype), whole", "but was rounded to"),
     ],
 )
 def test_results_in_another_dtype_are_caught(case, text, replacement, message, tmp_path, monkeypatch):
