@@ -2,8 +2,10 @@
 
 import functools
 import gc
+import importlib
 import inspect
 import os
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from canon import Layout, Mask, fast, reference
 from canon.reference.magi import MAGI
 from canon.runtime import agreement as group_state_module
+from canon.runtime import call as call_module
 from canon.runtime.agreement import group_state
 from canon.runtime.call import ALGORITHMS, DEFAULTS
 from canon.testing import process_groups
@@ -259,3 +262,30 @@ def test_a_call_without_agreement_has_the_defaults_of_the_public_function(half):
         public |= {"stages": 1} if "stages" in public else {}  # None is 1, or 0 with rank_invariant
         assert algorithm.half.name == name
         assert DEFAULTS[function] == public, function
+
+
+def frames_above(frame):
+    """Count the Python frames of canon and of torch above a call: from the public function on."""
+    files = []
+    while frame is not None:
+        files.append(Path(frame.f_code.co_filename).resolve())
+        frame = frame.f_back
+    mine = [Path(torch.__file__).parent, *(Path(half.__file__).resolve().parent for half in HALVES.values())]
+    mine.append(Path(call_module.__file__).resolve().parent)
+    return sum(any(file.is_relative_to(folder) for folder in mine) for file in files)
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("function", ["attention", "ring_attention", "strided_attention", "magi_attention"])
+def test_few_frames_are_above_the_mathematics(name, function, monkeypatch):
+    half, above = HALVES[name], []
+    module = importlib.import_module(
+        f"canon.{name}.{function.removesuffix('_attention').replace('attention', 'local')}"
+    )
+    step, most = (
+        ("tiled_forward", 6) if name == "reference" else ("replayed", 7)
+    )  # `replayed` is above the replay itself
+    run = getattr(module, step)
+    monkeypatch.setattr(module, step, lambda *a, **k: (above.append(frames_above(sys._getframe(1))), run(*a, **k))[1])
+    process_groups.threads(lambda: call(half, function), 1 if function == "attention" else 2)
+    assert 0 < max(above) <= most
