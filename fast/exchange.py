@@ -72,7 +72,7 @@ class Blocks:
         """Return the tensors of ``owner``'s block at these keys, to be written; set those of other keys to 0."""
         views = self.views(buffer, owner)
         for x in views:
-            for sequence in x:  # one at a time: `prepared.replayed` records zeros of contiguous memory only
+            for sequence in x:  # one at a time: `replayed` records zeros of contiguous memory only
                 for rest in (sequence[: keys.start], sequence[keys.stop :]):
                     if rest.numel():
                         rest.zero_()

@@ -67,10 +67,9 @@ from canon.runtime.checks import accumulate_dtype
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
 
 
-def magi_plan(call: Call) -> "_Schedule | None":
-    """Return the steps of both passes, None with ``rank_invariant``. Raise if ``stages`` is not a whole number >= 0."""
-    plan = cast_plan(call.mask, call.layout, stages=call.options["stages"])
-    return None if call.options["rank_invariant"] else _Schedule(call, plan)
+def magi_plan(call: Call) -> "_Schedule":
+    """Return the steps of both passes, without ``rank_invariant``. Raise if ``stages`` is not a whole number >= 0."""
+    return _Schedule(call, cast_plan(call.mask, call.layout, stages=call.options["stages"]))
 
 
 class _Schedule:

@@ -1,6 +1,6 @@
 """The backward pass of the active queries over the keys of one step, in two parts: dk and dv first, then dq.
 
-A rank starts to send dk and dv between the two parts. A schedule replays each part as one pass (`prepared.replayed`). So
+A rank starts to send dk and dv between the two parts. A schedule replays each part as one pass (`replayed`). So
 `dkdv` and `dq` below run only to record it, or where it cannot be replayed. Both parts share one scratch tensor:
 
     dout, q, lse, delta    copies at the active queries, if these form several ranges; one range is read in place

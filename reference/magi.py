@@ -58,7 +58,7 @@ from canon.masks.cast_plan import CastPlan
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
 from canon.reference.local import merged, tiled_forward
-from canon.reference.owner_computes import SequenceCast, owner_backward, owner_forward
+from canon.reference.owner_computes import owner_backward, owner_forward
 from canon.reference.planner import dispatch
 from canon.reference.sinks import REFERENCE
 from canon.runtime import public_ranks
@@ -169,6 +169,26 @@ def join_kv(k: Tensor, v: Tensor) -> Tensor:
 def split_kv(packed: Tensor, d: int) -> Sequence[Tensor]:
     """Return K (b, t, g, d) and V (b, t, g, dv) of joined rows."""
     return packed.transpose(0, 1).split([d, packed.shape[-1] - d], -1)
+
+
+class SequenceCast:
+    """A group cast in flight, of x and y (b, t, heads, width). ``received``: rows that an earlier cast has brought."""
+
+    def __init__(self, call: Call, plan: CastPlan, x: Tensor, y: Tensor, received: Tensor | None = None):
+        self.own, self.width, self.tokens = join_kv(x, y), x.shape[-1], plan.layout.tokens
+        pieces = [torch.arange(tokens.start, tokens.stop) for tokens in plan.keys(0, call.rank)]
+        self.positions = torch.cat([torch.arange(0), *pieces]).to(x.device)
+        self.received = self.own[:0] if received is None else received
+        self.in_flight = GroupCast(self.own, plan, 0, call.group) if plan.casts and received is None else None
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Wait for the messages and return both tensors: own and received tokens at their positions, 0 for all others."""
+        if self.in_flight:
+            self.received = self.in_flight.wait()
+        full = self.own.new_zeros(self.tokens, *self.own.shape[1:])
+        full[self.positions] = torch.cat([self.own, self.received])
+        x, y = split_kv(full, self.width)
+        return x, y
 
 
 def kept_rows(call: Call) -> list[int]:

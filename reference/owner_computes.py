@@ -13,8 +13,8 @@ has the operands that it has on one rank, and tiles are added in the same order.
 
 Two exchanges bring tokens to their positions:
 
-    `SequenceGather`    all tokens of some heads, for `strided_attention`: an all-gather of shards, padded to the largest
-    `SequenceCast`      the needed tokens of all heads, for `magi_attention`: a group cast; other positions hold 0
+    `strided.SequenceGather`    all tokens of some heads: an all-gather of shards, padded to the largest
+    `magi.SequenceCast`         the needed tokens of all heads: a group cast; other positions hold 0
 
 A cast of queries follows the plan of the transposed mask: the owner of a key receives the queries that see it.
 
@@ -42,12 +42,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from canon.masks.cast_plan import CastPlan
 from canon.reference.backward import make_delta, tiled_backward
-from canon.reference.group_collectives import GroupCast
 from canon.reference.local import tiled_forward
 from canon.runtime.call import Call
 from canon.runtime.rank_invariance import Piece, pieces_of
@@ -157,49 +154,3 @@ def _own_pieces(call: Call) -> list[tuple[slice, range]]:
     """Return (rows, tokens) of each piece of this rank. A rank without tokens has one empty piece."""
     pieces: Sequence[Piece] = pieces_of(call.layout, call.rank) or ((0, range(0)),)
     return [(slice(row, row + len(tokens)), tokens) for row, tokens in pieces]
-
-
-class SequenceGather:
-    """An all-gather in flight, of some ``heads`` of x and y (b, t, all heads, width), in one message."""
-
-    def __init__(self, call: Call, x: Tensor, y: Tensor, heads: range | slice):
-        own = torch.cat([z[:, :, heads.start : heads.stop] for z in (x, y)], dim=-1)
-        self.layout, self.widths, self.request = call.layout, [x.shape[-1], y.shape[-1]], None
-        sizes = [call.layout.size(rank) for rank in range(call.ranks)]
-        padded = own.new_zeros(own.shape[0], max(sizes), *own.shape[2:])
-        padded[:, : own.shape[1]] = own
-        self.shards = [padded]
-        if call.ranks > 1:
-            self.shards = [torch.empty_like(padded) for _ in sizes]
-            self.request = dist.all_gather(self.shards, padded, group=call.group, async_op=True)
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Wait for the message and return both tensors of all tokens, in the order of the sequence."""
-        if self.request:
-            self.request.wait()
-        full = self.shards[0].new_empty(self.shards[0].shape[0], self.layout.tokens, *self.shards[0].shape[2:])
-        for rank, shard in enumerate(self.shards):
-            full[:, self.layout.positions(rank).to(full.device)] = shard[:, : self.layout.size(rank)]
-        x, y = full.split(self.widths, dim=-1)
-        return x, y
-
-
-class SequenceCast:
-    """A group cast in flight, of x and y (b, t, heads, width). ``received``: rows that an earlier cast has brought."""
-
-    def __init__(self, call: Call, plan: CastPlan, x: Tensor, y: Tensor, received: Tensor | None = None):
-        self.own = torch.cat([x, y], dim=-1).transpose(0, 1).contiguous()  # one row for each token
-        self.widths, self.tokens = [x.shape[-1], y.shape[-1]], plan.layout.tokens
-        pieces = [torch.arange(tokens.start, tokens.stop) for tokens in plan.keys(0, call.rank)]
-        self.positions = torch.cat([torch.arange(0), *pieces]).to(x.device)
-        self.received = self.own[:0] if received is None else received
-        self.in_flight = GroupCast(self.own, plan, 0, call.group) if plan.casts and received is None else None
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Wait for the messages and return both tensors: own and received tokens at their positions, 0 for all others."""
-        if self.in_flight:
-            self.received = self.in_flight.wait()
-        full = self.own.new_zeros(self.tokens, *self.own.shape[1:])
-        full[self.positions] = torch.cat([self.own, self.received])
-        x, y = full.transpose(0, 1).split(self.widths, dim=-1)
-        return x, y

@@ -52,7 +52,7 @@ from canon.masks.head_groups import Steps, strided_steps
 from canon.masks.mask import Mask
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import tiled_forward
-from canon.reference.owner_computes import SequenceGather, owner_backward, owner_forward, query_heads
+from canon.reference.owner_computes import owner_backward, owner_forward, query_heads
 from canon.reference.ring import ring_backward
 from canon.reference.sinks import REFERENCE
 from canon.runtime import public_ranks
@@ -71,7 +71,7 @@ def strided_plan(call: Call) -> Steps:
 def strided_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     if call.options["rank_invariant"]:
-        return owner_forward(call, call.plan.forward, partial(SequenceGather, call), q, k, v)
+        return owner_forward(call, call.plan.forward, partial(SequenceGather, call=call), q, k, v)
     mask, steps = gathered_mask(call), call.plan.forward
     outs, lses = [], []
     gather = AllGather(k, v, steps[0], call)
@@ -92,7 +92,7 @@ def strided_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k nor v needs one."""
     if call.options["rank_invariant"]:
-        fetch = partial(SequenceGather, call)
+        fetch = partial(SequenceGather, call=call)
         return owner_backward(call, call.plan.backward, fetch, fetch, needs_grad, dout, dlse, q, k, v, out, lse)
     if call.plan.backward is None:  # backward_schedule is "ring"
         return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
@@ -131,9 +131,9 @@ def gathered_mask(call: Call) -> Mask:
 class AllGather:
     """An all-gather in flight: K and V of some heads, from all ranks, in one message."""
 
-    def __init__(self, k: Tensor, v: Tensor, heads: range, call: Call):
+    def __init__(self, k: Tensor, v: Tensor, heads: range | slice, call: Call):
         own = torch.cat([x[:, :, heads.start : heads.stop] for x in (k, v)], dim=-1)
-        self.widths, self.request = [k.shape[-1], v.shape[-1]], None
+        self.layout, self.widths, self.request = call.layout, [k.shape[-1], v.shape[-1]], None
         self.sizes = [call.layout.size(rank) for rank in range(call.ranks)]
         padded = own.new_zeros(own.shape[0], max(self.sizes), *own.shape[2:])
         padded[:, : own.shape[1]] = own
@@ -142,12 +142,28 @@ class AllGather:
             self.shards = [torch.empty_like(padded) for _ in self.sizes]
             self.request = dist.all_gather(self.shards, padded, group=call.group, async_op=True)
 
-    def wait(self) -> Sequence[Tensor]:
-        """Wait for the message and return K and V of all ranks' tokens, in rank order."""
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Wait for the message and return K and V of all ranks' tokens."""
         if self.request:
             self.request.wait()
-        full = torch.cat([shard[:, :size] for shard, size in zip(self.shards, self.sizes, strict=True)], dim=1)
-        return full.split(self.widths, dim=-1)
+        full = self.joined([shard[:, :size] for shard, size in zip(self.shards, self.sizes, strict=True)])
+        k, v = full.split(self.widths, dim=-1)
+        return k, v
+
+    def joined(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the tokens in rank order."""
+        return torch.cat(shards, dim=1)
+
+
+class SequenceGather(AllGather):
+    """An all-gather in flight whose tokens are put to their positions in the sequence, for `owner_computes.py`."""
+
+    def joined(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the tokens in the order of the sequence."""
+        full = shards[0].new_empty(shards[0].shape[0], sum(self.sizes), *shards[0].shape[2:])
+        for rank, shard in enumerate(shards):
+            full[:, self.layout.positions(rank).to(full.device)] = shard
+        return full
 
 
 class ReduceScatter:

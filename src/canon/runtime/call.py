@@ -104,7 +104,7 @@ class Algorithm:
 
 
 _RING = {"scale": None, "reduce_dtype": None, "backward": "auto"}
-# By function, in the order of the public function: a test compares them with its signature.
+# By function: a test compares them with the public signature.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "attention": {"scale": None, "backward": "auto", "rank_invariant": False},
     "ring_attention": _RING,
@@ -157,8 +157,7 @@ class Call:
     @property
     def nbytes(self) -> int:
         """The memory of the call on the host, in bytes (an estimate)."""
-        layout = 0 if self.layout is None else self.layout.nbytes
-        return 1000 + self.mask.nbytes + layout + int(getattr(self.__dict__.get("plan"), "nbytes", 0))
+        return 1000 + self.mask.nbytes + (0 if self.layout is None else self.layout.nbytes)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -174,8 +173,9 @@ class Call:
     @cached_property
     def plan(self) -> Any:
         """The plan of the algorithm. Raises ValueError, on every rank, if an option does not fit the tensors."""
-        assert self.algorithm.plan is not None
-        return self.algorithm.plan(self)
+        make = self.algorithm.plan
+        assert make is not None
+        return PLANS.find((Call, self), lambda: make(self))  # so that the cache counts its memory
 
     def local_mask(self, owner: int) -> Mask:
         """Return the mask between this rank's queries and the keys of ``owner``, in local coordinates."""
