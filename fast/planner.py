@@ -3,8 +3,10 @@
 - Keys are cut into *cells* at the ends of all chunks' intervals. Each rank has two prefix sums: over its *missing* cells,
   which none of its chunks needs, and over those that exactly *one* needs. The keys that a chunk would add to a rank, or take
   away, are differences of two entries.
-- Swaps of one rank with up to `TOGETHER` others are scored at once. The first with a gain swaps; the others are scored
-again. - Two ranks are skipped if unchanged since their last comparison, or if they share no key and are within their limits.
+- Swaps of one rank with some others are scored at once. The first with a gain swaps; the others are scored again. Without a
+  gain, the next scoring takes twice as many, up to `MOST_TOGETHER`.
+- Two ranks are skipped if unchanged since their last comparison. Two within their limits are also skipped, if they share no
+  key or a lower bound of the traffic shows no gain.
 
 Cost: O(chunks x ranks + chunks x cells) for a start; O(ranks x c^2 + cells) for a swap with c chunks a rank. Source: as
 `canon.reference.planner`.
@@ -25,10 +27,9 @@ __all__ = ["dispatch"]
 FAR = np.iinfo(np.int64).max
 # Area of a free slot: s + (m - s) / RESERVE, with s the smallest area and m the mean to come.
 RESERVE = 8
+BATCH = 2  # swaps of a batch, for each rank
 
-HOPELESS = 2  # once a plan is balanced, starts over this multiple of the best peak x traffic get no swaps
-
-TOGETHER = 64  # ranks in one scoring; scores behind the first gain are wasted
+FEWEST_TOGETHER, MOST_TOGETHER = 32, 256  # ranks in one scoring; scores behind the first gain are wasted
 
 
 @cached_plan
@@ -38,25 +39,26 @@ def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_
     chunks = _Chunks(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us)
     slacks = (Fraction(1), (1 + imbalance) / 2, imbalance)
     starts = [_greedy(chunks, slack) for slack in slacks] + [_zigzag(chunks), _contiguous(chunks)]
-    assignments = sorted((_Assignment(chunks, slots) for slots in starts), key=_Assignment.score)
-    found = [(each.score(), each.slots.copy()) for each in assignments]
-    swaps = swaps_per_chunk * chunks.count
-    for assignment in assignments:  # the best first: all swaps are available to it
-        (peak, best), (_, here) = min(score for score, _ in found), assignment.score()
-        if peak == chunks.allowed and here > HOPELESS * best:
-            continue
-        swaps -= assignment.descend(swaps)
-        found.append((assignment.score(), assignment.slots))
-    slots = min(found, key=lambda x: x[0])[1]
+    assignment = min((_Assignment(chunks, slots) for slots in starts), key=_Assignment.score)
+    best, slots, swaps = assignment.score(), assignment.slots.copy(), swaps_per_chunk * chunks.count
+    while swaps > 0:
+        swaps -= assignment.swap(min(swaps, BATCH * ranks))
+        if assignment.score() >= best:
+            break
+        best, slots = assignment.score(), assignment.slots.copy()
     return Layout([chunks.tokens(numbers) for numbers in slots], mask.queries)
 
 
 class _Chunks:
-    """The chunks of a mask, filled up with empty ones to a multiple of the ranks."""
+    """The chunks of a mask, filled up with empty ones to a multiple of the ranks.
+
+    Work, cells, needs and received keys are times in 1 / (cells_per_us * tokens_per_us) microseconds.
+    """
 
     def __init__(self, mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us):
         self.count = -(-mask.queries // chunk)
         self.ranks, self.slots = ranks, -(-self.count // ranks)  # chunks of a rank
+        self.cells_per_us = cells_per_us
         total = self.ranks * self.slots
         edges = np.minimum(np.arange(total + 1) * chunk, mask.queries)
         self.start, self.size = edges[:-1], np.diff(edges)
@@ -70,13 +72,13 @@ class _Chunks:
             *union_of_intervals(*(np.append(*x) for x in zip(needs, own, strict=True)), mask.keys), total
         )
         self.bound = max(-(-int(self.area.sum()) // ranks), int(self.area.max(initial=0)))
-        self.rates = cells_per_us, tokens_per_us
         self.allowed = int(self.bound * imbalance) * tokens_per_us
+        self.work, self.own = self.area * tokens_per_us, self.size * self.cells_per_us
 
     def _cut_into_cells(self, owner, first, last, total):
         """Store each chunk's intervals of keys as (first, last) cells, filled up with empty ones."""
         edges = np.unique(np.append(first, last))
-        self.cells = np.diff(edges)
+        self.cells = np.diff(edges) * self.cells_per_us
         place = np.arange(len(owner)) - np.searchsorted(owner, owner)
         self.first, self.last = np.zeros((2, total, place.max(initial=0) + 1), np.int64)
         self.first[owner, place], self.last[owner, place] = np.searchsorted(edges, first), np.searchsorted(edges, last)
@@ -90,10 +92,6 @@ class _Chunks:
     def between(self, prefix, numbers):
         """Return each chunk's sum over its intervals, from prefix sums (..., cells + 1)."""
         return (prefix[..., self.last[numbers]] - prefix[..., self.first[numbers]]).sum(-1)
-
-    def cost(self, area, received):
-        """Return max(time to compute, time to receive), in microseconds / (cells_per_us * tokens_per_us)."""
-        return np.maximum(area * self.rates[1], received * self.rates[0])
 
     def tokens(self, numbers):
         ranges: list[range] = []
@@ -232,6 +230,7 @@ class _Assignment:
         self.chunks, self.slots = chunks, slots.copy()
         self.load, self.received, self.cost = np.zeros((3, chunks.ranks), np.int64)
         self.has_small = np.zeros(chunks.ranks, bool)
+        self.settled = np.zeros((chunks.ranks,) * 2, bool)  # pairs unchanged since they had no gain
         self.missing, self.once = np.zeros((2, chunks.ranks, len(chunks.cells) + 1), np.int64)
         self.sole_needs = np.zeros(slots.size, np.int64)  # for each chunk: keys that only it needs on its rank
         for first in range(0, chunks.ranks, 8):  # a few at a time: their tables fit into the cache
@@ -249,74 +248,71 @@ class _Assignment:
         np.cumsum(chunks.cells * (needed_by == 1), axis=1, out=once[:, 1:])
         self.missing[ranks], self.once[ranks] = missing, once
         self.sole_needs[held] = (once.take(last) - once.take(first)).sum(2)
-        self.load[ranks], self.has_small[ranks] = chunks.area.take(held).sum(1), chunks.small.take(held).any(1)
-        self.received[ranks] = chunks.need_of_all - missing[:, -1] - chunks.size.take(held).sum(1)
-        self.cost[ranks] = chunks.cost(self.load[ranks], self.received[ranks])
+        self.load[ranks], self.has_small[ranks] = chunks.work.take(held).sum(1), chunks.small.take(held).any(1)
+        self.received[ranks] = chunks.need_of_all - missing[:, -1] - chunks.own.take(held).sum(1)
+        self.cost[ranks] = np.maximum(self.load[ranks], self.received[ranks])
 
     def score(self) -> tuple[int, int]:
         peak = int(self.cost.max())
-        return max(peak, self.chunks.allowed), peak * int(self.received.sum())
+        return max(peak, self.chunks.allowed), peak * sum((self.received // self.chunks.cells_per_us).tolist())
 
-    def descend(self, most: int) -> int:
-        """Swap chunks of two ranks that gain until a round has no gain. Return the number of swaps."""
-        ranks, swaps, settled = self.chunks.ranks, 0, np.zeros((self.chunks.ranks,) * 2, bool)
+    def swap(self, most: int) -> int:
+        """Swap chunks of two ranks that gain, until a round has no gain, up to ``most`` times. Return the number of swaps."""
+        ranks, swaps, settled, together = self.chunks.ranks, 0, self.settled, FEWEST_TOGETHER
         while swaps < most:
             before = swaps
             for rank in range(ranks):
                 after = rank + 1  # the first rank to compare with
-                while swaps < most:
-                    others = after + np.flatnonzero(~settled[rank, after:])
-                    if not len(others):
-                        break
-                    may, added = self._may_gain(rank, others)
+                while swaps < most and len(others := after + np.flatnonzero(~settled[rank, after:])[: 4 * together]):
+                    may, *added = self._may_gain(rank, others)
                     settled[rank, others[~may]] = True
-                    others, added = others[may][:TOGETHER], added[may][:TOGETHER]
-                    other = self._swap_with_first_of(rank, others, added) if len(others) else None
-                    tried = others if other is None else others[others < other]
+                    some = np.flatnonzero(may)[:together]
+                    other = self._swap_with_first_of(rank, *(x[some] for x in (others, *added))) if len(some) else None
+                    tried = others[some] if other is None else others[: np.searchsorted(others, other)]
                     settled[rank, tried] = True
+                    together = min(2 * together, MOST_TOGETHER) if other is None else FEWEST_TOGETHER
                     if other is not None:
-                        swaps += 1
+                        swaps, after = swaps + 1, other + 1
                         settled[[rank, other]] = settled[:, [rank, other]] = False
-                    elif len(others) < TOGETHER:
-                        break
-                    after = int(others[-1] if other is None else other) + 1
             if swaps == before:
                 break
         return swaps
 
     def _may_gain(self, rank, others):
-        """Return which ``others`` share a key with ``rank`` or are over the limit, and the keys that its chunks add (others,
-        chunks).
-        """
-        chunks, mine, flat = self.chunks, self.slots[rank], self.missing.reshape(-1)
+        """Return which of ``others`` may gain, and the keys that its chunks and theirs add there and here (others, chunks)."""
+        chunks, mine, theirs, flat = self.chunks, self.slots[rank], self.slots[others], self.missing.reshape(-1)
         row = (others * self.missing.shape[1])[:, None, None]
-        added = (flat.take(chunks.last[mine] + row) - flat.take(chunks.first[mine] + row)).sum(2)
+        to_other = (flat.take(chunks.last[mine] + row) - flat.take(chunks.first[mine] + row)).sum(2)
+        to_me = chunks.between(self.missing[rank], theirs)
+        # The traffic of a swap changes by at least this sum: it does not count keys that the two chunks share.
+        least = (to_other - self.sole_needs[mine]).min(1) + (to_me - self.sole_needs[theirs]).min(1)
         over = np.maximum(self.cost[others], self.cost[rank]) > chunks.allowed
-        return over | (added < chunks.need[mine]).any(1), added
+        return over | ((to_other < chunks.need[mine]).any(1) & (least < 0)), to_other, to_me
 
-    def _swap_with_first_of(self, rank, others, to_other):
+    def _swap_with_first_of(self, rank, others, to_other, to_me):
         """Make the best swap with the first of ``others`` that gains. Return that rank, or None."""
         chunks, mine, theirs = self.chunks, self.slots[rank], self.slots[others]
-        shared_here, shared_there, to_me = self._shared(rank, mine, others, theirs)
+        shared_here, shared_there = self._shared(rank, mine, others, theirs)
         # Axes: others, mine, theirs. Keys that only the leaving chunk needed leave, unless the arriving one needs them.
         here = shared_here + (to_me[:, None] - self.sole_needs[mine][:, None])
         there = shared_there + (to_other[:, :, None] - self.sole_needs[theirs][:, None])
-        load, received, cost = (x[others] for x in (self.load, self.received, self.cost))
-        area = chunks.area[theirs][:, None] - chunks.area[mine][:, None]
-        size = chunks.size[theirs][:, None] - chunks.size[mine][:, None] if chunks.small_ones else 0
+        work = chunks.work[theirs][:, None] - chunks.work[mine][:, None]
+        own = chunks.own[theirs][:, None] - chunks.own[mine][:, None] if chunks.small_ones else 0
+        change = here + there
+        here += self.received[rank] - own
+        there += self.received[others][:, None, None] + own
         peak = np.maximum(
-            chunks.cost(area + self.load[rank], here + (self.received[rank] - size)),
-            chunks.cost(load[:, None, None] - area, there + (received[:, None, None] + size)),
+            np.maximum(work + self.load[rank], here), np.maximum(self.load[others][:, None, None] - work, there)
         )
         np.maximum(peak, chunks.allowed, out=peak)
         if chunks.small_ones:
             small, their_small = chunks.small[mine][:, None], chunks.small[theirs][:, None]
             there_has_small = self.has_small[others][:, None, None]
             peak[(small & ~their_small & there_has_small) | (~small & their_small & self.has_small[rank])] = FAR
-        peak = peak.reshape(len(others), -1)
+        peak, change = (x.reshape(len(others), -1) for x in (peak, change))
         lowest = peak.min(1)
-        change = np.where(peak == lowest[:, None], (here + there).reshape(peak.shape), FAR)
-        peak_now = np.maximum(cost, max(self.cost[rank], chunks.allowed))
+        change[peak > lowest[:, None]] = FAR
+        peak_now = np.maximum(self.cost[others], max(self.cost[rank], chunks.allowed))
         gains = (lowest < peak_now) | ((lowest == peak_now) & (change.min(1) < 0))
         which = int(gains.argmax())
         if not gains[which]:
@@ -327,23 +323,19 @@ class _Assignment:
         return other
 
     def _shared(self, rank, mine, others, theirs):
-        """Return the keys shared by each chunk of mine and theirs, here and there, and the keys that theirs add here.
-
-        A shared key counts on a side where no other chunk needs it.
-        """
+        """Return the keys shared by each chunk of mine and theirs, here and there, where no other chunk needs them."""
         chunks, intervals = self.chunks, self.chunks.first.shape[1]
         my_first, my_last = (x.take(mine, 0).reshape(-1, 1) for x in (chunks.first, chunks.last))
         first, last = (x.take(theirs, 0).reshape(len(others), 1, -1) for x in (chunks.first, chunks.last))
-        added = (self.missing[rank].take(last) - self.missing[rank].take(first))[:, 0]
         first, last = np.maximum(first, my_first), np.minimum(last, my_last)
         np.maximum(last, first, out=last)
         here, there = self.once[rank], self.once.reshape(-1)
         offset = (others * self.once.shape[1])[:, None, None]
         shared = here.take(last) - here.take(first), there.take(last + offset) - there.take(first + offset)
         if intervals == 1:
-            return *shared, added
+            return shared
         split = (len(others), len(mine), intervals, theirs.shape[1], intervals)
-        return *(x.reshape(split).sum((2, 4)) for x in shared), added.reshape(*theirs.shape, intervals).sum(2)
+        return tuple(x.reshape(split).sum((2, 4)) for x in shared)
 
 
 dispatch = public_plans.dispatch(_dispatch)

@@ -19,9 +19,9 @@ Three steps (worked by hand in notebooks/04_magi.md):
     starts    *greedy*: largest chunk first, to the rank that needs the fewest additional keys and keeps its area within a
               limit, else to the least loaded rank. A free slot counts as some area (`RESERVE`). Three limits, from perfect
               balance to the allowed imbalance. *contiguous*, best for a window. *zigzag*, best for one causal document
-    swaps     two ranks exchange one chunk each, the two chunks that gain most, until no pair gains or the number of swaps
-              is used up: first from the best start, then from each start within `HOPELESS`
-    choice    the least (peak, peak x traffic) of all these plans. The factor peak keeps balance among allowed plans
+    choice    the start with the least (peak, peak x traffic). The factor peak keeps balance among allowed plans
+    swaps     two ranks exchange one chunk each, the two chunks that gain most. Batches of `BATCH` swaps a rank go on while
+              they improve (peak, peak x traffic), pairs still gain, and swaps are left
 
 All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills a free slot. A rank holds
 at most one small chunk, so token counts differ by at most one chunk.
@@ -50,7 +50,7 @@ __all__ = ["dispatch"]
 
 # The area of a free slot: the smallest chunk's, plus 1 / RESERVE of its difference to the mean chunk still to come.
 RESERVE = 8
-HOPELESS = 2  # once a plan has an allowed peak, starts over HOPELESS times its peak x traffic get no swaps
+BATCH = 2
 
 
 @cached_plan
@@ -60,16 +60,13 @@ def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_
     slacks = (Fraction(1), (1 + imbalance) / 2, imbalance)
     starts = [_greedy(chunks, ranks, int(aim.bound * slack)) for slack in slacks]
     starts += [zigzag(chunks, ranks), contiguous(chunks, ranks)]
-    found = sorted(starts, key=aim.score)
+    best, settled = min(starts, key=aim.score), set()
     swaps = swaps_per_chunk * sum(map(is_real, chunks))
-    for start in found[:]:  # the best start comes first and may use up all swaps
-        peak, best = min(map(aim.score, found))
-        if peak == aim.allowed and aim.score(start)[1] > HOPELESS * best:
-            continue
-        better, made = _descended(start, aim, swaps)
-        swaps -= made
-        found.append(better)
-    best = min(found, key=aim.score)
+    while swaps > 0:
+        better, made = _swapped(best, aim, min(swaps, BATCH * ranks), settled)
+        if aim.score(better) >= aim.score(best):
+            break
+        best, swaps = better, swaps - made
     return Layout([tokens_of(held) for held in best], mask.queries)
 
 
@@ -237,10 +234,9 @@ def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most
 
 
 # ---------------------------------------------------------------------- swaps
-def _descended(assignment: Assignment, aim: Aim, most: int) -> tuple[Assignment, int]:
-    """Return the assignment after up to ``most`` swaps, and their number."""
+def _swapped(assignment: Assignment, aim: Aim, most: int, settled: set[tuple[int, int]]) -> tuple[Assignment, int]:
+    """Return the assignment after up to ``most`` swaps, and their number. ``settled``: unchanged pairs without a gain."""
     assignment, made = assignment[:], 0
-    settled: set[tuple[int, int]] = set()  # pairs unchanged since they had no gain
     while made < most:
         before = made
         for pair in combinations(range(len(assignment)), 2):
@@ -252,7 +248,7 @@ def _descended(assignment: Assignment, aim: Aim, most: int) -> tuple[Assignment,
             else:
                 for rank, held in zip(pair, better, strict=True):
                     assignment[rank] = held
-                settled = {other for other in settled if not set(other) & set(pair)}
+                settled -= {other for other in settled if set(other) & set(pair)}
                 made += 1
         if made == before:
             break

@@ -21,21 +21,31 @@ def masks(draw, most=70):
 
 
 @given(st.integers(0, 3_000_000), st.integers(1, 1100))
-def test_the_default_gives_each_rank_eight_chunks_or_each_token_its_own(tokens, ranks):
+def test_the_default_gives_each_rank_8_to_32_chunks_or_each_token_its_own(tokens, ranks):
     chunk = default_chunk(tokens, ranks)
     chunks = -(-tokens // chunk)
-    assert 1 <= chunk <= 1024
-    assert chunks >= min(8 * ranks, tokens)
+    assert min(8 * ranks, tokens) <= chunks <= 32 * ranks
     unit = 128 if tokens >= 1024 * ranks else 16 if tokens >= 128 * ranks else 1
     assert chunk % unit == 0
-    assert (
-        chunk > 511 or chunks <= 16 * ranks + 1
-    )  # short chunks are not many: planning takes the square of their number
+    if 8192 * ranks <= tokens <= 32768 * ranks:
+        assert chunk == 1024
+    elif tokens < 8192 * ranks:  # short chunks are few, because planning takes the square of their number
+        assert chunks <= 16 * ranks + 1
 
 
 @pytest.mark.parametrize(
     ("tokens", "ranks", "chunk"),
-    [(65536, 8, 1024), (10_000_000, 1024, 1024), (8191 * 8, 8, 896), (2048, 4, 64), (100, 4, 3), (3, 4, 1), (0, 4, 1)],
+    [
+        (65536, 8, 1024),
+        (2**20, 8, 4096),
+        (2**20, 256, 512),
+        (10_000_000, 1024, 1024),
+        (8191 * 8, 8, 896),
+        (2048, 4, 64),
+        (100, 4, 3),
+        (3, 4, 1),
+        (0, 4, 1),
+    ],
 )
 def test_the_default_of_known_sizes(half, tokens, ranks, chunk):
     assert default_chunk(tokens, ranks) == chunk

@@ -14,8 +14,8 @@ from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.runtime.group import place_in
 
-LONGEST_CHUNK = 1024  # tokens
-CHUNKS_OF_A_RANK = 8
+USUAL_CHUNK = 1024  # tokens
+FEWEST_CHUNKS, MOST_CHUNKS = 8, 32  # of a rank
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,18 @@ def check_into(into: Tensor, y: Tensor, plan: CastPlan, rank: int) -> None:
 
 
 def default_chunk(tokens: int, ranks: int) -> int:
-    """Return 1024 tokens, or less for at least 8 chunks per rank: then causal and packed masks balance within about 5 %.
+    """Return a chunk of 1024 tokens, shorter for 8 chunks a rank, longer for at most 32.
 
-    The length is a multiple of 128, the tile of a kernel, if possible, or else of 16.
+        tokens of a rank    4,096    8,192    32,768    131,072
+        chunk                 512    1,024     1,024      4,096
+
+    Fewer than 8 balance causal and packed masks badly. Planning takes the square of their number. The length is a multiple of
+    128, the tile of a kernel, if possible, or else of 16.
     """
-    most = min(LONGEST_CHUNK, tokens // (CHUNKS_OF_A_RANK * ranks))
+    most = min(USUAL_CHUNK, tokens // (FEWEST_CHUNKS * ranks))
     unit = next((unit for unit in (128, 16) if unit <= most), 1)
-    return max(1, most // unit * unit)
+    least = -(-tokens // (MOST_CHUNKS * ranks * unit))
+    return unit * max(1, most // unit, least)
 
 
 def checked_dispatch(

@@ -43,13 +43,13 @@ def dispatch(planned: Callable[..., Layout]):
             mask: over the whole sequence, with as many queries as keys.
             ranks: the number of ranks.
             chunk: the tokens that stay together; the last chunk may be short. All ranks get equally many chunks, or one
-                less, and token counts differ by at most one chunk. None means 1024, or less for short sequences: fewer than
-                8 chunks per rank balance badly (`canon.runtime.plan_arguments.default_chunk`).
+                less, and token counts differ by at most one chunk. None is 1024, less for 8 chunks a rank, or more for at
+                most 32 (`canon.runtime.plan_arguments.default_chunk`).
             imbalance: the accepted ratio of the largest area to its lower bound, max(mean over the ranks, largest chunk).
             cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and received tokens per
                 microsecond, forward and backward together. Defaults: 64 heads of width 128 at 500 TFLOP/s, 14 * 64 * 128
                 FLOPs per cell (7 matrix products); 8 key heads at 300 GB/s, 16 KB per token (bf16 K, V twice; float32 dk, dv).
-            swaps_per_chunk: the number of swaps allowed over all starts, divided by the number of non-empty chunks.
+            swaps_per_chunk: the largest number of swaps, divided by the number of non-empty chunks.
             rank_invariant: make the layout fit ``magi_attention(..., rank_invariant=True)``: the chunk is a multiple of 128
                 tokens. None is then its default rounded up, and other chunks raise.
 
