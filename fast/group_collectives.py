@@ -2,7 +2,8 @@
 
 The plans, the order of rows and the order of sums are the reference's. The differences:
 
-- NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms.
+- NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms. A plan keeps the pieces of its
+  own rank only.
 - Index tables are uploaded once for each (plan, rank, device). They depend on the plan alone, so a rank whose cache dropped
   one makes it again without messages.
 - One kernel gathers the rows of K and V of a cast, and one adds the received gradients, on the communication stream.
@@ -27,7 +28,7 @@ from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.planner import areas_and_needs, union_of_intervals
 from canon.fast.replay.recordings import replayed
 from canon.fast.transport import transport_for
-from canon.masks.cast_plan import CastPlan, Piece, PlanReport, staged
+from canon.masks.cast_plan import CastPlan, Piece, PlanReport, RankCasts, planned_casts
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
@@ -38,11 +39,21 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
 
 @cached_plan
-def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
-    remote: list[list[list[Piece]]] = [[[] for _ in range(layout.ranks)] for _ in range(layout.ranks)]
-    for rank, source, first, stop, step, row in zip(*(x.tolist() for x in _transfers(mask, layout)), strict=True):
-        remote[rank][source].append(Piece(source, range(first, stop, step), row))
-    return CastPlan(mask, layout, stages, staged([[tuple(pieces) for pieces in line] for line in remote], stages))
+def _cast_plan(mask: Mask, layout: Layout, stages: int | None) -> CastPlan:
+    rank, source, first, stop, step, _ = _transfers(mask, layout)
+    moved = -(-(stop - first) // step)
+    largest = int(np.bincount(rank * layout.ranks + source, moved).max(initial=0))
+    return planned_casts(mask, layout, stages, largest, int(moved.sum()), _casts_of)
+
+
+@cached_plan
+def _casts_of(plan: CastPlan, rank: int) -> RankCasts:
+    received, sent = ([[] for _ in range(plan.layout.ranks)] for _ in range(2))
+    for receiver, source, *place, row in zip(
+        *(x.tolist() for x in _transfers(plan.mask, plan.layout, rank)), strict=True
+    ):
+        (received[source] if receiver == rank else sent[receiver]).append(Piece(source, range(*place), row))
+    return RankCasts.of(received, sent, plan.casts)
 
 
 def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
@@ -82,8 +93,11 @@ class _Holdings:
         self.runs = tuple(x[order] for x in runs)
 
 
-def _transfers(mask: Mask, layout: Layout) -> tuple[np.ndarray, ...]:
-    """Return (rank, source, first token, stop, step, row at the source) of all transfers, sorted by rank, source and row."""
+def _transfers(mask: Mask, layout: Layout, of: int | None = None) -> tuple[np.ndarray, ...]:
+    """Return (rank, source, first token, stop, step, row at the source) of all transfers, sorted by rank, source and row.
+
+    With ``of``: only those that this rank takes part in.
+    """
     held = _Holdings(layout)
     _, run, first, stop = areas_and_needs(mask, *held.runs[:2])
     rank, first, stop = union_of_intervals(held.runs[2][run], first, stop, layout.tokens)
@@ -95,7 +109,10 @@ def _transfers(mask: Mask, layout: Layout) -> tuple[np.ndarray, ...]:
         piece = order[np.arange(len(need)) - np.repeat(np.cumsum(high - low) - high, high - low)]
     else:
         need, piece = (x.ravel() for x in np.indices((len(rank), len(held.start))))
-    need, piece = (x[rank[need] != held.rank[piece]] for x in (need, piece))
+    moves = rank[need] != held.rank[piece]
+    if of is not None:
+        moves &= (rank[need] == of) | (held.rank[piece] == of)
+    need, piece = need[moves], piece[moves]
     start, size = held.start[piece], held.size[piece]
     low, high = (np.clip(-((start - end[need]) // held.step), 0, size) for end in (first, stop))
     need, piece, start, low, high = (x[low < high] for x in (need, piece, start, low, high))

@@ -129,6 +129,7 @@ def _strided_parts(given: Preparation, layout: Layout) -> Iterator[_Part]:
 
 def _magi_parts(given: Preparation, layout: Layout) -> Iterator[_Part]:
     plan, rank = cast_plan(given.mask, layout, stages=given.stages), given.rank
+    plan.casts_of(plan, rank)
     for cast in range(plan.casts):
         rows_sent(plan, cast, rank, META)
         if given.requires_grad:

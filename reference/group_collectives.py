@@ -37,7 +37,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.masks.cast_plan import CastPlan, Piece, PlanReport, staged
+from canon.masks.cast_plan import CastPlan, Piece, PlanReport, RankCasts, planned_casts, tokens_in
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
@@ -48,11 +48,28 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
 
 @cached_plan
-def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
-    ranks = range(layout.ranks)
-    needs = [mask.needed_keys(layout.ranges_per_rank[rank]) for rank in ranks]
-    remote = [[_pieces(needs[rank], layout, source) if source != rank else () for source in ranks] for rank in ranks]
-    return CastPlan(mask, layout, stages, staged(remote, stages))
+def _cast_plan(mask: Mask, layout: Layout, stages: int | None) -> CastPlan:
+    moved = _moved(mask, layout)
+    return planned_casts(mask, layout, stages, max(map(max, moved)), sum(map(sum, moved)), _casts_of)
+
+
+@cached_plan
+def _casts_of(plan: CastPlan, rank: int) -> RankCasts:
+    needs, layout = _needs(plan.mask, plan.layout), plan.layout
+    received = [_pieces(needs[rank], layout, other) if other != rank else () for other in range(layout.ranks)]
+    sent = [_pieces(needs[other], layout, rank) if other != rank else () for other in range(layout.ranks)]
+    return RankCasts.of(received, sent, plan.casts)
+
+
+def _needs(mask: Mask, layout: Layout) -> list[tuple[range, ...]]:
+    """Return the keys that the queries of each rank see."""
+    return [mask.needed_keys(ranges) for ranges in layout.ranges_per_rank]
+
+
+def _moved(mask: Mask, layout: Layout) -> list[list[int]]:
+    """Return the number of tokens that move, by [receiver][source]."""
+    needs, ranks = _needs(mask, layout), range(layout.ranks)
+    return [[tokens_in(_pieces(needs[to], layout, source)) if to != source else 0 for source in ranks] for to in ranks]
 
 
 def _pieces(need: tuple[range, ...], layout: Layout, source: int) -> tuple[Piece, ...]:
@@ -68,12 +85,13 @@ def _pieces(need: tuple[range, ...], layout: Layout, source: int) -> tuple[Piece
 
 
 def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
-    plan = _cast_plan(mask, layout, 0)
+    moved = _moved(mask, layout)
     areas = tuple(sum(_area(mask, rows) for rows in ranges) for ranges in layout.ranges_per_rank)
     largest = max(
         (_area(mask, range(a, min(a + chunk, layout.tokens))) for a in range(0, layout.tokens, chunk)), default=0
     )
-    return PlanReport(layout.tokens, areas, *plan.tokens_moved(), largest)
+    received, sent = (tuple(map(sum, table)) for table in (moved, zip(*moved, strict=True)))
+    return PlanReport(layout.tokens, areas, received, sent, largest)
 
 
 def _area(mask: Mask, rows: range) -> int:

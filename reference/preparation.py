@@ -47,6 +47,7 @@ def _make(given: Preparation, _: Any) -> None:
         cached(own_layout, layout.tokens, layout.ranks)
     if given.function == "magi_attention":
         plan = cast_plan(mask, layout, stages=given.stages)
+        plan.casts_of(plan, rank)
         for step in range(plan.steps):
             plan.local_mask(step, rank)
         return

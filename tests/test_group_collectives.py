@@ -106,7 +106,7 @@ def test_cast_and_reduce_are_transposes(half):
         x = layout.shard(full, rank, 0)
         for stage in range(plan.casts):
             received = half.group_cast(x, plan, stage)
-            tokens = [token for piece in plan.received[stage][rank] for token in piece.tokens]
+            tokens = [token for piece in plan.received(stage, rank) for token in piece.tokens]
             assert torch.equal(received, full[tokens])
             y = torch.cos(received + rank)
             back = half.group_reduce(y, plan, stage, torch.zeros_like(x))

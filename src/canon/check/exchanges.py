@@ -125,9 +125,9 @@ def _moves(plan: CastPlan) -> Tensor:
     """Return rows (cast, receiver, source, row at the source, token), in the plan's order."""
     rows = [
         (cast, receiver, piece.source, piece.row + offset, token)
-        for cast, received in enumerate(plan.received)
-        for receiver, pieces in enumerate(received)
-        for piece in pieces
+        for cast in range(plan.casts)
+        for receiver in range(plan.layout.ranks)
+        for piece in plan.received(cast, receiver)
         for offset, token in enumerate(piece.tokens)
     ]
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
@@ -152,7 +152,7 @@ def _positions(layout: Layout, rank: int) -> Tensor:
 
 
 def _tokens_received(plan: CastPlan, cast: int, rank: int) -> Tensor:
-    pieces = sorted(plan.received[cast][rank], key=lambda piece: (piece.source, piece.row))
+    pieces = sorted(plan.received(cast, rank), key=lambda piece: (piece.source, piece.row))
     return torch.tensor([token for piece in pieces for token in piece.tokens], dtype=torch.int64)
 
 

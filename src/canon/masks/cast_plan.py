@@ -2,13 +2,16 @@
 
 A cast is one all-to-all exchange of K and V; there is none if no rank needs another's:
 
-    stages=0    step 0: own keys and cast 0
-    stages=2    step 0: own keys        step 1: cast 0        step 2: cast 1
+    casts=1, own_keys_first=False    step 0: own keys and cast 0
+    casts=2, own_keys_first=True     step 0: own keys        step 1: cast 0        step 2: cast 1
 
 The buffer of a step holds first the rank's own keys, if used, then the received ones by source.
+
+A plan is equal on all ranks. The pieces of a rank are derived when they are first used, so a process keeps those of its own
+rank only.
 """
 
-from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +23,8 @@ from canon.masks.mask import Mask
 from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import cached_plan
 
+MANY_CELLS = 1 << 27  # visible cells of a rank, see `own_keys_come_first`
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -30,45 +35,69 @@ class Piece:
     row: int
 
 
+Pieces = tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class RankCasts:
+    """The pieces that one rank receives and sends, by row: ``received[cast][source]``, ``sent[cast][receiver]``."""
+
+    received: tuple[tuple[Pieces, ...], ...]
+    sent: tuple[tuple[Pieces, ...], ...]
+
+    @classmethod
+    def of(cls, received: Sequence[Sequence[Piece]], sent: Sequence[Sequence[Piece]], casts: int) -> "RankCasts":
+        """Divide the pieces of each pair of ranks into ``casts`` parts."""
+        return cls(*(tuple(zip(*(cut(pieces, casts) for pieces in pairs), strict=True)) for pairs in (received, sent)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the host (an estimate)."""
+        pairs = [pieces for casts in (self.received, self.sent) for cast in casts for pieces in cast]
+        return 1000 + 60 * len(pairs) + 300 * sum(map(len, pairs))
+
+
 @dataclass(frozen=True)
 class CastPlan:
-    """The pieces that each rank receives in each cast, ``received[cast][rank]``, by source, then by row. Equal on all ranks."""
+    """The exchanges of magi attention: ``casts``, 0 if no rank needs another's keys, and whether step 0 uses own keys alone.
+
+    ``casts_of(plan, rank)`` derives the pieces of a rank; cached.
+    """
 
     mask: Mask
     layout: Layout
-    stages: int
-    received: tuple[tuple[tuple[Piece, ...], ...], ...]
+    casts: int
+    own_keys_first: bool
+    casts_of: "Callable[[CastPlan, int], RankCasts]"
+
+    def __eq__(self, other) -> bool:
+        if not isinstance(other, CastPlan):
+            return NotImplemented
+        return self is other or self._content == other._content
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
+    def _content(self) -> tuple:
+        return self.mask, self.layout, self.casts, self.own_keys_first
+
+    @cached_property
     def _hash(self) -> int:
-        return hash((self.mask, self.layout, self.stages))
+        return hash(self._content)
 
     def __reduce__(self):
-        numbers = array("q")  # much faster to pickle than objects
-        for cast, received in enumerate(self.received):
-            for rank, pieces in enumerate(received):
-                for p in pieces:
-                    numbers.extend((cast, rank, p.source, p.tokens.start, p.tokens.stop, p.tokens.step, p.row))
-        return _unpickled, (FORMAT, self.mask, self.layout, self.stages, self.casts, numbers)
+        return _unpickled, (FORMAT, *self._content, self.casts_of)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the host (an estimate)."""
-        pieces = sum(len(each) for cast in self.received for each in cast)
-        return 1000 + 300 * pieces + 100 * len(self.received) * self.layout.ranks**2
-
-    @property
-    def casts(self) -> int:
-        """The number of exchanges; 0 if no rank needs another's keys."""
-        return len(self.received)
+        """Bytes on the host (an estimate), without those of its mask and its layout."""
+        return 1000
 
     @property
     def steps(self) -> int:
         """The number of steps of attention."""
-        return 1 + (self.casts if self.stages else 0)
+        return 1 + (self.casts if self.own_keys_first else 0)
 
     def holds_own(self, step: int) -> bool:
         """Return whether the buffer begins with the rank's own keys."""
@@ -76,14 +105,18 @@ class CastPlan:
 
     def cast_of(self, step: int) -> int | None:
         """Return the cast that a step waits for, or None."""
-        cast = step - 1 if self.stages else step
+        cast = step - self.own_keys_first
         return cast if 0 <= cast < self.casts else None
+
+    def received(self, cast: int, rank: int) -> Pieces:
+        """Return the pieces that a rank receives, by source, then by row."""
+        return tuple(piece for pieces in self.casts_of(self, rank).received[cast] for piece in pieces)
 
     def keys(self, step: int, rank: int) -> tuple[range, ...]:
         """Return the tokens in the buffer of a step, in order."""
         own = self.layout.ranges_per_rank[rank] if self.holds_own(step) else ()
         cast = self.cast_of(step)
-        return own + (() if cast is None else tuple(piece.tokens for piece in self.received[cast][rank]))
+        return own + (() if cast is None else tuple(piece.tokens for piece in self.received(cast, rank)))
 
     def local_mask(self, step: int, rank: int) -> Mask:
         """Return the mask between a rank's queries and the buffer of a step. Cached."""
@@ -91,52 +124,22 @@ class CastPlan:
 
     def receive_sizes(self, cast: int, rank: int) -> list[int]:
         """Return the tokens from each rank."""
-        return [sizes[rank] for sizes in self._sizes[cast]]
+        return list(map(tokens_in, self.casts_of(self, rank).received[cast]))
 
     def send_sizes(self, cast: int, rank: int) -> list[int]:
         """Return the tokens for each rank."""
-        return list(self._sizes[cast][rank])
+        return list(map(tokens_in, self.casts_of(self, rank).sent[cast]))
 
     def send_rows(self, cast: int, rank: int) -> Tensor:
         """Return the local rows to send, by receiver: int64, on the CPU."""
-        rows = [torch.arange(p.row, p.row + len(p.tokens), device="cpu") for p in self._sent[cast][rank]]
+        sent = [piece for pieces in self.casts_of(self, rank).sent[cast] for piece in pieces]
+        rows = [torch.arange(p.row, p.row + len(p.tokens), device="cpu") for p in sent]
         return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device="cpu")
 
-    def tokens_moved(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (received, sent): the tokens of each rank in all casts."""
-        ranks, casts = range(self.layout.ranks), range(self.casts)
-        received = tuple(sum(sum(self.receive_sizes(cast, rank)) for cast in casts) for rank in ranks)
-        return received, tuple(sum(sum(self.send_sizes(cast, rank)) for cast in casts) for rank in ranks)
 
-    @cached_property
-    def _sizes(self) -> list[list[list[int]]]:
-        """Tokens by [cast][source][destination]."""
-        ranks = range(self.layout.ranks)
-        sizes = [[[0 for _ in ranks] for _ in ranks] for _ in self.received]
-        for cast, received in enumerate(self.received):
-            for rank, pieces in enumerate(received):
-                for piece in pieces:
-                    sizes[cast][piece.source][rank] += len(piece.tokens)
-        return sizes
-
-    @cached_property
-    def _sent(self) -> list[list[list[Piece]]]:
-        """By [cast][source], ordered by destination, then by row."""
-        sent: list[list[list[Piece]]] = [[[] for _ in received] for received in self.received]
-        for cast, received in enumerate(self.received):
-            for pieces in received:
-                for piece in pieces:
-                    sent[cast][piece.source].append(piece)
-        return sent
-
-
-def _unpickled(version: int, mask: Mask, layout: Layout, stages: int, casts: int, numbers: array) -> CastPlan:
-    """Return a pickled plan: ``numbers`` has seven for each piece."""
+def _unpickled(version: int, *content) -> CastPlan:
     check_format("CastPlan", version)
-    received: list[list[list[Piece]]] = [[[] for _ in range(layout.ranks)] for _ in range(casts)]
-    for cast, rank, source, start, stop, step, row in zip(*[iter(numbers)] * 7, strict=True):
-        received[cast][rank].append(Piece(source, range(start, stop, step), row))
-    return CastPlan(mask, layout, stages, tuple(tuple(map(tuple, each)) for each in received))
+    return CastPlan(*content)
 
 
 @cached_plan
@@ -144,12 +147,17 @@ def _local_mask(plan: CastPlan, step: int, rank: int) -> Mask:
     return mask_between(plan.mask, plan.layout.ranges_per_rank[rank], plan.keys(step, rank))
 
 
-def cut(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
-    """Divide the pieces of one source into ``parts`` lists of nearly equal size, in order."""
+def tokens_in(pieces: Sequence[Piece]) -> int:
+    """Return the number of tokens in some pieces."""
+    return sum(len(piece.tokens) for piece in pieces)
+
+
+def cut(pieces: Sequence[Piece], parts: int) -> list[Pieces]:
+    """Divide the pieces of a pair of ranks into ``parts`` lists of nearly equal size, in order, larger ones first."""
     if parts == 1 or not pieces:
-        return [pieces] * parts
-    tokens = sum(len(piece.tokens) for piece in pieces)
-    ends = [-(-tokens * part // parts) for part in range(parts + 1)]
+        return [tuple(pieces)] * parts
+    size, larger = divmod(tokens_in(pieces), parts)
+    ends = [part * size + min(part, larger) for part in range(parts + 1)]
     lists: list[list[Piece]] = [[] for _ in range(parts)]
     start = 0
     for piece in pieces:
@@ -162,14 +170,34 @@ def cut(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
     return [tuple(each) for each in lists]
 
 
-def staged(remote: list[list[tuple[Piece, ...]]], stages: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
-    """Return `CastPlan.received`, without empty casts, from the pieces by [rank][source]."""
-    parts = [[cut(pieces, max(1, stages)) for pieces in sources] for sources in remote]
-    casts = (
-        tuple(tuple(piece for pieces in sources for piece in pieces[cast]) for sources in parts)
-        for cast in range(max(1, stages))
-    )
-    return tuple(cast for cast in casts if any(cast))
+def planned_casts(
+    mask: Mask, layout: Layout, stages: int | None, largest: int, received: int, casts_of: Callable
+) -> CastPlan:
+    """Return the plan for ``stages``, see `canon.runtime.plan_arguments.stages_of`; None decides by `own_keys_come_first`.
+
+    ``largest``: the most tokens from one rank to another. ``received``: the tokens that all ranks receive.
+    """
+    own_keys_first = own_keys_come_first(mask, layout, received) if stages is None else stages > 0
+    return CastPlan(mask, layout, min(stages or 1, largest), own_keys_first, casts_of)
+
+
+def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
+    """Return whether magi attention by default computes on own keys while its one cast is in flight.
+
+    It does if both hold: a rank has at least 2^27 visible cells, and receives at least half as many tokens as it holds. Both are
+    means over the ranks. An additional step costs launches, a merge, and shorter kernels; it hides the cast:
+
+        recorded, one cast in one step / own keys first, both passes        cells of a rank    received / held
+        causal, 8,192 tokens on 2 ranks                   0.85 to 0.91            2^24                0.75
+        causal, 32,768 tokens on 8 ranks                  0.99                    2^26                5.25
+        packs, 8,192 tokens a rank, 4 and 8 ranks         0.79 to 1.01      2^22.5 to 2^25.5     0.1 to 1.4
+        causal, 32,768 tokens and more on 2 ranks         1.00 to 1.02            2^28                0.75
+        causal, 16,384 tokens a rank and more             1.00 to 1.01            2^29         2.25 to 5.25
+
+    No recorded mask has so many cells and receives so little. There the second condition follows from the cost of a merge, which
+    takes each query as long as the cast takes a received token. Records: paper/data; `tests/test_defaults.py` compares them.
+    """
+    return mask.area >= MANY_CELLS * layout.ranks and 2 * received >= layout.tokens
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.masks.head_groups import default_stride, gathered_bytes
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
@@ -35,6 +36,7 @@ from canon.runtime.checks import (
 )
 from canon.runtime.digests import Fields, digest_of
 from canon.runtime.group import Group, place_in
+from canon.runtime.plan_arguments import stages_of
 from canon.runtime.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})  # types of options that a key may hold
@@ -113,13 +115,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "strided_attention": _RING
     | {
         "rank_invariant": False,
-        "head_stride": 1,
+        "head_stride": None,
         "forward_first_stride": None,
         "backward_first_stride": None,
         "backward_last_stride": None,
         "backward_schedule": "scatter",
     },
-    "magi_attention": _RING | {"rank_invariant": False, "stages": 1, "keep_kv": False},
+    "magi_attention": _RING
+    | {"rank_invariant": False, "casts": None, "own_keys_first": None, "stages": None, "keep_kv": False},
 }
 ALGORITHMS: dict[tuple[str, str], Algorithm] = {}  # by half and function, for operators
 
@@ -236,9 +239,8 @@ def call_of(
     with refused_together(algorithm.function, group, ranks):
         call = _checked(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink, key)
     # Calls with equal arguments share one object, however the arguments were passed.
-    resolved = {
-        name: {"scale": call.scale, "reduce_dtype": call.reduce_dtype}.get(name, x) for name, x in options.items()
-    }
+    filled = call.options | {"scale": call.scale, "reduce_dtype": call.reduce_dtype, "backward": call.backward}
+    resolved = {name: filled.get(name) for name in options}
     same = _key(algorithm, q, k, v, call.mask, call.layout, group, rank, ranks, resolved, sink)
     if same is not None:
         call = PLANS.find(same, lambda: call)
@@ -283,6 +285,9 @@ def _checked(
     algorithm.half.check_device(q)
     own = {name: value for name, value in options.items() if name not in ("scale", "reduce_dtype", "backward")}
     check_method("backward", options["backward"])
+    if "stages" in own:
+        pair = own.pop("casts"), own.pop("own_keys_first")
+        own["stages"] = stages_of(*pair, own["stages"], own["rank_invariant"] is True)
     if "rank_invariant" in own:
         check_rank_invariant(
             algorithm.function, backward=options["backward"], reduce_dtype=options.get("reduce_dtype"), **own
@@ -297,6 +302,9 @@ def _checked(
             check_tiled(algorithm.function, layout)
     hash(tuple(own.values()))  # raises TypeError for an option that is a list
     shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in (q, k, v))
+    if own.get("head_stride", 1) is None:
+        (b, _, g, d), dv = shapes[1], v.shape[-1]
+        own["head_stride"] = default_stride(g, gathered_bytes(layout, b * (d + dv) * k.element_size()))
     return Call(
         algorithm, rank, ranks, None if group is None else ref(group), mask, layout, default_scale(q, options["scale"]),
         _reduce_dtype(q, options.get("reduce_dtype")), options["backward"], own,

@@ -42,8 +42,8 @@ OPTIONS = {
     "ring_attention": RANKS,
     "zigzag_attention": RANKS,
     "striped_attention": RANKS,
-    "strided_attention": f"{RANKS}, bool rank_invariant, int head_stride, {STRIDES}, str backward_schedule",
-    "magi_attention": f"{RANKS}, bool rank_invariant, int stages, bool keep_kv",
+    "strided_attention": f"{RANKS}, bool rank_invariant, int? head_stride, {STRIDES}, str backward_schedule",
+    "magi_attention": f"{RANKS}, bool rank_invariant, int? casts, bool? own_keys_first, int? stages, bool keep_kv",
 }
 BODIES: dict[str, Callable] = {}  # by name of the operator; a dispatch mode can call them
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `dispatch`, `cast_plan`, `group_cast` and `group_reduce`, and the default chunk."""
+"""Checks of the arguments of `dispatch`, `cast_plan`, `group_cast` and `group_reduce`, and their defaults."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -8,7 +8,7 @@ from warnings import warn
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.masks.arguments import shown, whole
+from canon.masks.arguments import flag, shown, whole
 from canon.masks.cast_plan import CastPlan
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
@@ -127,11 +127,30 @@ def checked_chunk(chunk: int | None, tokens: int, ranks: int) -> int:
     return default_chunk(tokens, ranks) if chunk is None else min(whole("chunk", chunk, 1), tokens + 1)
 
 
-def check_cast(mask: Mask, layout: Layout, stages: int) -> None:
-    """Raise TypeError or ValueError if an argument of `cast_plan` is wrong."""
+def check_cast(mask: Mask, layout: Layout) -> None:
+    """Raise TypeError or ValueError if the mask or the layout of a plan is wrong."""
     for name, value, kind in (("mask", mask, Mask), ("layout", layout, Layout)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
     if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
         raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
-    whole("stages", stages, 0)
+
+
+def stages_of(
+    casts: int | None, own_keys_first: bool | None, stages: int | None, rank_invariant: bool = False
+) -> int | None:
+    """Return the two options of a cast plan as one number: n casts after the own keys; 0: one cast with them; None: by default.
+
+    ``stages``, the older form, has this meaning too. Raise TypeError or ValueError if the options do not fit together.
+    """
+    if stages is not None:
+        if casts is not None or own_keys_first is not None:
+            raise ValueError(f"stages={stages!r} is the older form of casts and own_keys_first: leave out stages")
+        return whole("stages", stages, 0)
+    casts = casts if casts is None else whole("casts", casts, 1)
+    own_keys_first = own_keys_first if own_keys_first is None else flag("own_keys_first", own_keys_first)
+    if own_keys_first is None and casts in (None, 1):
+        return 0 if rank_invariant else None
+    if own_keys_first is False and casts not in (None, 1):
+        raise ValueError(f"casts={casts} needs own_keys_first=True or None: one step uses own keys and a single cast")
+    return 0 if own_keys_first is False else casts or 1

@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 from canon.masks import plan_cache
 from canon.masks.arguments import shown, whole
+from canon.masks.head_groups import default_stride, gathered_bytes
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import sizes
 from canon.runtime.checks import DTYPES, check_mask_type, check_method
+from canon.runtime.plan_arguments import stages_of
 
 GIVEN_APART = ("mask", "layout", "group", "backward")  # arguments of a function that are not options of `prepare`
 
@@ -71,10 +73,9 @@ class Preparation:
     options: dict[str, Any]
 
     @property
-    def stages(self) -> int:
-        """The stages of a call of `magi_attention`. None is 1, or 0 with ``rank_invariant``."""
-        given = self.options["stages"]
-        return given if given is not None else int(not self.options.get("rank_invariant"))
+    def stages(self) -> int | None:
+        """The casts of a call of `magi_attention`, see `stages_of`."""
+        return stages_of(*(self.options[name] for name in ("casts", "own_keys_first", "stages", "rank_invariant")))
 
     def checked(self, functions: Sequence[Callable]) -> "Preparation":
         """Return the arguments with the defaults of ``rank`` and ``options``. Raise unless they fit together."""
@@ -94,6 +95,9 @@ class Preparation:
             raise ValueError(f"prepare: {heads[0]} query heads are not a multiple of {heads[1]} key heads")
         rank = _checked_rank(self.function, self.mask, self.layout, self.rank)
         options = _with_defaults(self.function, by_name[self.function], self.options)
+        if self.layout is not None and options.get("head_stride", 1) is None:
+            row = self.batch * sum(widths) * self.dtype.itemsize
+            options["head_stride"] = default_stride(heads[1], gathered_bytes(self.layout, row))
         return replace(self, rank=rank, heads=heads, widths=widths, options=options)
 
     def prepared(self, plans: dict[Hashable, Any]) -> PreparedPlans:

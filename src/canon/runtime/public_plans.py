@@ -16,7 +16,15 @@ from canon.masks.plan_cache import noted_plans
 from canon.runtime.agreement import group_state, named_failures, refused_together
 from canon.runtime.binding import bound
 from canon.runtime.group import Group, place_in
-from canon.runtime.plan_arguments import Sizes, check_cast, check_into, check_rows, checked_chunk, checked_dispatch
+from canon.runtime.plan_arguments import (
+    Sizes,
+    check_cast,
+    check_into,
+    check_rows,
+    checked_chunk,
+    checked_dispatch,
+    stages_of,
+)
 from canon.runtime.prepared_plans import Preparation, PreparedPlans
 
 
@@ -70,20 +78,26 @@ def dispatch(planned: Callable[..., Layout]):
     return bound(dispatch, planned)
 
 
-def cast_plan(planned: Callable[[Mask, Layout, int], CastPlan]):
+def cast_plan(planned: Callable[[Mask, Layout, int | None], CastPlan]):
     """Return `cast_plan` of a half."""
 
-    def cast_plan(mask: Mask, layout: Layout, *, stages: int = 1) -> CastPlan:
+    def cast_plan(
+        mask: Mask,
+        layout: Layout,
+        *,
+        casts: int | None = None,
+        own_keys_first: bool | None = None,
+        stages: int | None = None,
+    ) -> CastPlan:
         """Return the tokens that each rank receives from each other rank. Pure and cached; nothing is sent.
 
-        Args: ``mask`` over the whole sequence; any ``layout``; ``stages``, the number of casts. There are fewer casts if
-            every rank sends fewer than ``stages`` tokens to each other rank. 0 is one cast, used in one step together with
-            the rank's own keys.
-        Raises ValueError if mask and layout differ in their number of tokens, or ``stages`` is not a whole number >= 0.
-        Source: Tao and Huang, MagiAttention (2025).
+        Args: ``mask`` over the whole sequence; any ``layout``; the others as in `magi_attention`. There are fewer casts if
+            every rank sends fewer than ``casts`` tokens to each other rank.
+        Raises ValueError if mask and layout differ in their number of tokens, or the options do not fit together. Wrong
+        types raise TypeError. Source: Tao and Huang, MagiAttention (2025).
         """
-        check_cast(mask, layout, stages)
-        return planned(mask, layout, stages)
+        check_cast(mask, layout)
+        return planned(mask, layout, stages_of(casts, own_keys_first, stages))
 
     return bound(cast_plan, planned)
 
@@ -99,7 +113,7 @@ def plan_report(reported: Callable[[Mask, Layout, int], PlanReport]):
         Raises ValueError if mask and layout differ in their number of tokens, or chunk < 1. Wrong types raise TypeError.
         Source: Tao and Huang, MagiAttention (2025).
         """
-        check_cast(mask, layout, 0)
+        check_cast(mask, layout)
         return reported(mask, layout, checked_chunk(chunk, layout.tokens, layout.ranks))
 
     return bound(plan_report, reported)
@@ -174,7 +188,7 @@ def _agreed(
             ("function", function),
             ("mask", plan.mask),
             ("layout", plan.layout),
-            ("stages, stage", (plan.stages, stage)),
+            ("casts, own_keys_first, stage", (plan.casts, plan.own_keys_first, stage)),
             ("dtype", x.dtype),
             ("shape of a row", tuple(x.shape[1:])),
         )
@@ -211,7 +225,7 @@ def prepare(make: Callable[[Preparation, Any], None], functions: Sequence[Callab
             device: the device of the call. the plans of the reference are the same on all devices.
             backward: the ``backward`` of the call.
             requires_grad: also make the plans of the backward pass.
-            options: other options of the function that the call passes, such as ``stages``.
+            options: other options of the function that the call passes, such as ``casts``.
 
         Raises ValueError or TypeError if the arguments do not fit together. Source: Tao and Huang, MagiAttention
         (2025), whose plans are also made once for each mask.

@@ -129,7 +129,7 @@ def strided_attention(algorithm: Algorithm):
         mask: Mask | None = None,
         layout: Layout | None = None,
         *,
-        head_stride: int = 1,
+        head_stride: int | None = None,
         forward_first_stride: int | None = None,
         backward_first_stride: int | None = None,
         backward_last_stride: int | None = None,
@@ -145,7 +145,8 @@ def strided_attention(algorithm: Algorithm):
         """Return attention of this rank's queries over the keys of all ranks, some key heads at a time. A collective.
 
         Args:
-            head_stride: number of key heads in a head group, a divisor of g.
+            head_stride: number of key heads in a head group, a divisor of g. None: the largest with at most 1 GiB of gathered
+                K and V (`default_stride` in `canon.masks.head_groups`).
             forward_first_stride, backward_first_stride: number of key heads in the first step, less than head_stride. None:
                 no split.
             backward_last_stride: number of key heads in the last step, likewise. If both backward strides are given, there
@@ -186,8 +187,10 @@ def magi_attention(algorithm: Algorithm):
         mask: Mask | None = None,
         layout: Layout | None = None,
         *,
-        stages: int | None = None,
+        casts: int | None = None,
+        own_keys_first: bool | None = None,
         keep_kv: bool = False,
+        stages: int | None = None,
         scale: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
@@ -199,9 +202,13 @@ def magi_attention(algorithm: Algorithm):
         """Return attention of this rank's queries over the keys that they see, on all ranks. A collective.
 
         Args:
-            stages: the largest number of casts. Step i uses cast i - 1, which is in flight during step i - 1. 0 is
-                special: one cast, awaited before the only step. None is 1, or 0 with rank_invariant.
+            casts: the largest number of casts, 1 by default. Each is in flight during the step before it is used.
+            own_keys_first: True: step 0 uses own keys alone, while the first cast is in flight. False: step 0 waits for the
+                only cast and uses all keys. None: by the mask and the layout (`own_keys_come_first` in
+                `canon.masks.cast_plan`); True for several casts, False with rank_invariant.
             keep_kv: keep the received keys for the backward pass instead of receiving them again.
+            stages: the older form of casts and own_keys_first. 0 is casts=1, own_keys_first=False; n is casts=n,
+                own_keys_first=True.
 
         `canon.runtime.public_ranks` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         ``layout`` comes from `dispatch`, or is any other. rank_invariant needs ``dispatch(mask, ranks, rank_invariant=True)``.
@@ -213,7 +220,9 @@ def magi_attention(algorithm: Algorithm):
             "reduce_dtype": reduce_dtype,
             "backward": backward,
             "rank_invariant": rank_invariant,
-            "stages": (0 if rank_invariant is True else 1) if stages is None else stages,
+            "casts": casts,
+            "own_keys_first": own_keys_first,
+            "stages": stages,
             "keep_kv": keep_kv,
         }
         return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)

@@ -17,7 +17,7 @@ Piece = tuple[int, range]  # the first row in a buffer, and the tokens
 ALLOWED: dict[str, tuple[tuple, str, str]] = {
     "backward": (("auto", "split", "head_parallel"), "adds to dq key tile by key tile", 'with backward="auto"'),
     "reduce_dtype": ((None,), "rounds partial sums of dk and dv on their way", "without reduce_dtype"),
-    "stages": ((0,), "adds the keys of one cast after another", "with stages=0 or None"),
+    "stages": ((0,), "adds the keys of one cast after another", "with own_keys_first=False or None"),
     "backward_schedule": (("scatter",), "adds dk and dv rank after rank", 'with backward_schedule="scatter"'),
 }
 
