@@ -110,7 +110,7 @@ def test_equal_calls_are_one_object_and_each_is_compared():
         assert agreed(mask=Mask.causal(8), layout=Layout.contiguous(8, 2), scale=8**-0.5) is first
         assert state.calls == 3
         shifted = [torch.ones(1, 4, 2, 9)[..., 1:] for _ in range(3)]
-        others = [dict(tensors=shifted), dict(scale=1.0), dict(stages=2), dict(stages=True), dict(mask=Mask.full(8))]
+        others = [dict(tensors=shifted), dict(scale=1.0), dict(stages=2), dict(keep_kv=1), dict(mask=Mask.full(8))]
         others += [dict(tensors=inputs(dtype=torch.float64))]
         calls = [first, *(agreed(**other) for other in others)]
         assert len(set(calls)) == len(calls)
@@ -259,7 +259,6 @@ def test_a_call_without_agreement_has_the_defaults_of_the_public_function(half):
     for (name, function), algorithm in ALGORITHMS.items():
         signature = inspect.signature(getattr(HALVES[half], function)).parameters.values()
         public = {x.name: x.default for x in signature if x.default is not x.empty and x.name not in apart}
-        public |= {"stages": 1} if "stages" in public else {}  # None is 1, or 0 with rank_invariant
         assert algorithm.half.name == name
         assert DEFAULTS[function] == public, function
 

@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from canon import Mask, fast, reference
+from canon.bench.shapes import documents
+from canon.fast import preparation
+from canon.fast.kernels.launcher import Gpu, meta_stands_for
 from canon.fast.kernels.work_tables import work_table
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache, sizes
+from canon.runtime.prepared_plans import Preparation
 from canon.testing import process_groups
 
 
@@ -61,7 +65,24 @@ def test_masks_and_tables_state_their_size():
     table = work_table(mask, 128, 128)
     assert sizes(table)["cpu"] >= table.tiles.nbytes + table.spans.nbytes
     plan = reference.cast_plan(Mask.full(3000), reference.Layout.zigzag(3000, 4))
-    assert sizes(plan)["cpu"] > 100 * sum(len(pieces) for pieces in plan.received[0])
+    assert sizes(plan.casts_of(plan, 0))["cpu"] > 100 * len(plan.received(0, 0))
+
+
+def test_24_masks_of_a_million_tokens_stay_in_the_cache(monkeypatch):
+    """The plans of both passes on one H200: the second look-up makes none, and the tables fit the device."""
+    monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache())
+    gpu, heads, widths = Gpu((9, 0), 132, 232448), (32, 8), (128, 128)
+    masks = [Mask.documents(documents(2**20, 2048, seed)) for seed in range(24)]
+    plans = fast.prepare("attention", masks[0], heads=heads, widths=widths, device=gpu)
+    assert 24 * sizes([plan for _, plan in plans.plans])["cpu"] < plan_cache.DEVICE_LIMIT
+    cache.clear()
+    given = Preparation("attention", masks[0], None, None, 1, heads, widths, torch.bfloat16, "auto", True, {})
+    for _ in range(2):
+        made = cache.made
+        for mask in masks:
+            with meta_stands_for(gpu):
+                preparation._launch(preparation._Part(mask, 8), given)
+    assert cache.made == made
 
 
 def test_200_steps_with_new_masks_leave_memory_flat(monkeypatch):

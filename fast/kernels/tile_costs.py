@@ -10,7 +10,7 @@ import numpy as np
 
 from canon.fast.kernels.work_tables import host_table
 from canon.masks.mask import Mask
-from canon.masks.plan_cache import cached_plan
+from canon.masks.plan_cache import cached_part, cached_plan
 
 FIXED = 1.0
 PARTIAL = 1.2
@@ -30,7 +30,7 @@ class TileCosts(NamedTuple):
         return self.tiles[:, 4] > self.tiles[:, 2]
 
 
-@cached_plan
+@cached_part
 def tile_costs(mask: Mask, rows: int, columns: int, transposed: bool, repeat: int, boxes: int) -> TileCosts:
     """Return the tables of `work_table` with costs. The spans of a tile are visited ``repeat`` times."""
     tiles, spans, _ = host_table(mask, rows, columns, columns, transposed, boxes)

@@ -27,7 +27,7 @@ from torch import Tensor
 from canon.fast.kernels.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.placed_mask import PlacedMask, counted
 from canon.masks.mask import Mask
-from canon.masks.plan_cache import cached_plan
+from canon.masks.plan_cache import cached_part, cached_plan
 from canon.runtime.rank_invariance import TILE
 
 TILE_FIELDS = 5  # row start, row stop, first partial span, first full span, end of the spans
@@ -166,7 +166,7 @@ class _Cut(NamedTuple):
     visits: float
 
 
-@cached_plan  # `visits` and the table share a cut
+@cached_part  # `visits` and the table share a cut
 def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
     """Return the cheaper cut: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
     bands, size = _bands_and_size(mask, rows, columns, transposed)

@@ -184,18 +184,18 @@ def planned_casts(
 def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
     """Return whether magi attention by default computes on own keys while its one cast is in flight.
 
-    It does if both hold: a rank has at least 2^27 visible cells, and receives at least half as many tokens as it holds. Both are
-    means over the ranks. An additional step costs launches, a merge, and shorter kernels; it hides the cast:
+    It does if both hold: a rank has at least 2^27 visible cells, and receives at least half as many tokens as it holds.
+    Both are means over the ranks. An additional step costs launches, a merge, and shorter kernels; it hides the cast:
 
-        recorded, one cast in one step / own keys first, both passes        cells of a rank    received / held
-        causal, 8,192 tokens on 2 ranks                   0.85 to 0.91            2^24                0.75
-        causal, 32,768 tokens on 8 ranks                  0.99                    2^26                5.25
-        packs, 8,192 tokens a rank, 4 and 8 ranks         0.79 to 1.01      2^22.5 to 2^25.5     0.1 to 1.4
-        causal, 32,768 tokens and more on 2 ranks         1.00 to 1.02            2^28                0.75
-        causal, 16,384 tokens a rank and more             1.00 to 1.01            2^29         2.25 to 5.25
+        recorded                               one step / own keys first   cells of a rank    received / held
+        packs, 8,192 tokens a rank                     0.78 to 1.01        2^23 to 2^25       0.1 to 1.2
+        causal, 8,192 tokens on 2 ranks                0.85 to 0.92        2^24               0.75
+        causal, 4,096 tokens a rank, 4 and 8 ranks     0.99 to 1.00        2^25 and 2^26      2.25 and 5.25
+        causal, 32,768 tokens and more on 2 ranks      1.00 to 1.02        2^28 and 2^32      0.75
+        causal, 16,384 tokens a rank and more          1.00 to 1.01        2^29 to 2^33       2.25 and 5.25
 
-    No recorded mask has so many cells and receives so little. There the second condition follows from the cost of a merge, which
-    takes each query as long as the cast takes a received token. Records: paper/data; `tests/test_defaults.py` compares them.
+    The first column divides the times of both passes. No record has many cells and little to receive: there a merge of all
+    queries would take longer than the hidden cast. Records: paper/data, compared in `tests/test_defaults.py`.
     """
     return mask.area >= MANY_CELLS * layout.ranks and 2 * received >= layout.tokens
 
