@@ -17,8 +17,8 @@ buffer is not reordered: `CastPlan.local_mask` is the mask in its order.
 `group_reduce` is the transpose. Gradients of received tokens return to the owners. Each owner adds them to the gradients of its
 own tokens in rank order, so the same inputs and the same plan give the same bits.
 
-With ``stages`` > 1 the tokens from one rank to another are divided into that many nearly equal parts, one for each cast. The
-argument ``stage`` is the number of a cast. Step ``stage`` + 1 of magi attention uses it.
+With ``casts`` > 1 the tokens from one rank to another are divided into that many nearly equal parts, one for each cast. The
+argument ``stage`` is the number of a cast.
 
 Cost of a rank that receives R and sends S tokens of N elements in one cast:
 

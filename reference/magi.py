@@ -11,23 +11,23 @@ In a pack of documents a query sees only its own document, so most keys need not
     group cast      one all-to-all: a rank receives the keys that its queries see and that other ranks hold
     group reduce    the transpose: dk and dv of received keys go back to their owners, who add them
 
-All ranks derive the same `CastPlan` from mask, layout and ``stages``. So each rank sends without a request.
+All ranks derive the same `CastPlan` from mask, layout and options. So each rank sends without a request.
 
-Forward: the received keys are divided into up to ``stages`` casts. In each step: wait for its cast, start the next cast,
+Forward: the received keys are divided into up to ``casts`` casts. In each step: wait for its cast, start the next cast,
 compute attention over one buffer of keys, `merge`. Partial results are float32 (float64 for float64), and out is rounded once:
 
-    stages=0    compute                     own keys and cast 0                              no overlap
-                in flight    cast 0
+    own_keys_first=False   compute                     own keys and cast 0                              no overlap
+    casts=1                in flight    cast 0
 
-    stages=2    compute      own keys       keys of cast 0      keys of cast 1
-                in flight    cast 0         cast 1
-    backward    in flight    cast 0         cast 1              reduce of cast 0             reduce of cast 1
+    own_keys_first=True    compute      own keys       keys of cast 0      keys of cast 1
+    casts=2                in flight    cast 0         cast 1
+    backward               in flight    cast 0         cast 1              reduce of cast 0             reduce of cast 1
 
 A buffer holds own keys first, then received keys by source rank. `CastPlan.local_mask` is its mask.
 
 Backward: the same steps. Keys travel again, or were kept with ``keep_kv``. dq stays; dk and dv of received keys travel back.
 A key is received in one cast, so its dk and dv are rounded to reduce_dtype once. The owner adds in float32: its own part, then
-cast by cast, each in rank order. Equal calls give the same bits. Another ``stages`` may give other bits. With
+cast by cast, each in rank order. Equal calls give the same bits. Other ``casts`` may give other bits. With
 ``rank_invariant=True`` any number of ranks gives the same bits (`owner_computes.py`).
 
 Cost of a rank that receives R and sends S tokens in all casts (a token sent to two ranks counts twice). K and V of a token have
@@ -41,8 +41,8 @@ N = b g (d + dv) elements of e bytes, E in reduce_dtype. `plan_report` gives R a
 FLOPs are those of `tiled_forward` and `tiled_backward` for the visible cells of this rank's queries. All terms of the peak
 memory: notebooks/04_magi.md.
 
-Stages: 1 hides a cast that takes at most as long as step 0. More stages hide more of a longer cast and shorten the last reduce.
-Each one adds an all-to-all and a merge forward, and two all-to-alls backward (one with keep_kv).
+Casts: own keys first hides a cast that takes at most as long as step 0. More casts hide more and shorten the last reduce. Each
+one adds an all-to-all and a merge forward, and two all-to-alls backward (one with keep_kv).
 
 Limits: every rank takes part in every cast. A cast that no rank needs is left out. The backend decides about overlap.
 
@@ -70,7 +70,7 @@ __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attentio
 
 
 def magi_plan(call: Call) -> CastPlan:
-    """Return the tokens of each cast. Raise ValueError if ``stages`` is not a whole number >= 0."""
+    """Return the tokens of each cast."""
     return cast_plan(call.mask, call.layout, stages=call.options["stages"])
 
 
@@ -139,7 +139,7 @@ def _owner_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    query_plan = cast_plan(transposed(call.mask), call.layout, stages=0)
+    query_plan = cast_plan(transposed(call.mask), call.layout, own_keys_first=False)
     fetch_keys = lambda x, y, heads: SequenceCast(call, call.plan, x, y, *kept)
     fetch_queries = lambda x, y, heads: SequenceCast(call, query_plan, x, y)
     steps = [range(k.shape[2])]  # one step for all heads

@@ -23,13 +23,15 @@ OPTIONS = {
     "striped_attention": [SUMS],
     "strided_attention": [
         (*SUMS, False, 2, 1, None, None, "scatter"),
+        (*SUMS, False, None, None, None, None, "scatter"),
         (*SUMS, True, 1, None, None, None, "scatter"),
     ],
     "magi_attention": [
-        (*SUMS, False, 1, False),
-        (*SUMS, False, 0, True),
-        (*SUMS, True, 0, False),
-        (*SUMS, True, 0, True),
+        (*SUMS, False, None, None, None, False),
+        (*SUMS, False, 2, True, None, False),
+        (*SUMS, False, None, None, 0, True),
+        (*SUMS, True, None, None, None, False),
+        (*SUMS, True, 1, False, None, True),
     ],
 }
 both_halves = pytest.mark.parametrize("half", HALVES)
