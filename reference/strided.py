@@ -22,8 +22,8 @@ last all-to-all. The first and the last head group can be split to shorten them,
 
 Balance: only the sum over all keys must be equal on all ranks, not each step. Pass `Layout.zigzag` for a causal mask.
 
-Stride: a larger one makes fewer and larger messages and kernels. By default the gathered K and V take at most 1 GiB. 1 takes the
-least memory. If the buffers do not fit, or if g = 1, use the ring: its buffers do not grow with n.
+Stride: a larger one makes fewer and larger messages and kernels. By default the gathered K and V take at most 1 GiB. 1 takes
+the least memory. If the buffers do not fit, or if g = 1, use the ring: its buffers do not grow with n.
 
 Cost of a rank for equal shards, in m steps. K and V have N = b t g (d + dv) elements of e bytes, E bytes in reduce_dtype:
 

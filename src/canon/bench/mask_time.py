@@ -86,7 +86,7 @@ def _magi(lists: Sequence, given: dict, place: int) -> dict[str, float]:
     PLANS.clear()
     mask, times = Mask.documents(lists[0]), {}
     times["dispatch_ms"], layout = _timed(partial(fast.dispatch, mask, RANKS))
-    some, _ = _planned("magi_attention", mask, layout, place % RANKS, given | {"stages": 0})
+    some, _ = _planned("magi_attention", mask, layout, place % RANKS, given)
     times |= some
     times["all_ms"] = times["dispatch_ms"] + times["plan_ms"]
     return times
