@@ -27,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.bench.cuda_graph import captured
+from canon.bench.peers import verdict_row
 from canon.bench.schedule_peers import Schedule, peer_schedules, schedules
 from canon.bench.shapes import Shape, asked_for, shape_of, shapes_of
-from canon.bench.timing import eager, peak_mb, shown_mb
+from canon.bench.timing import eager, peak_mb, shown_mb, table
 from canon.masks.layout import Layout
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
@@ -181,9 +182,7 @@ def _agrees(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devi
         lse = each.layout.unshard(lse.detach(), dim=2)[:, :group]
     one = [x[:, :, :h] for x, h in zip(shape.inputs(dtype, device), (group, 1, 1, group), strict=True)]
     verdict = agreement(Attended(full[0], lse, *full[1:]), oracle(*one, shape.mask), dense(*one, shape.mask))
-    worst = verdict.worst
-    told = {"agrees": verdict.agrees, "worst": f"{worst.tensor} {worst.norm} {worst.ratio:.2f}" if worst else ""}
-    return told if verdict.agrees else told | {"failed": f"disagrees: {verdict}"}
+    return verdict_row(verdict)
 
 
 def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -284,11 +283,9 @@ def peer_rows(run: Callable[[], list[list[dict]]]) -> list[dict]:
         return [{"schedule": "torch", "shape": "all", "peer": True, "failed": f"{type(error).__name__}: {error}"[:300]}]
 
 
-def table(rows: list[dict]):
+def tables(rows: list[dict]) -> list:
     """Return a table of medians."""
-    from rich.markup import escape
-    from rich.table import Table
-
+    times = ("both_wall_ms", "both_host_ms", "graph_wall_ms", "both_ms", "exposed_ms")
     columns = (
         "shape",
         "schedule",
@@ -300,16 +297,12 @@ def table(rows: list[dict]):
         "exposed ms",
         "forward",
         "both",
-        "peak MB",
     )
-    shown = Table(
-        *columns,
-        title="both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU time; memory",
-    )
+    title = "both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU time; memory"
+    lines = []
     for row in rows:
         speeds = [f"{row[x]:.0f}" if x in row else "-" for x in ("forward_tflops", "both_tflops")]
         verdict = row.get("failed") or (f"{row['agrees']} ({row['worst']})" if "agrees" in row else "-")
-        spent = [row.get(name) for name in ("both_wall_ms", "both_host_ms", "graph_wall_ms", "both_ms", "exposed_ms")]
-        shown_ms = ["-" if x is None else f"{np.median(x):.2f}" for x in spent]
-        shown.add_row(row["shape"], row["schedule"], escape(verdict), *shown_ms, *speeds, shown_mb(row))
-    return shown
+        shown_ms = [f"{np.median(row[name]):.2f}" if name in row else "-" for name in times]
+        lines.append((row["shape"], row["schedule"], verdict, *shown_ms, *speeds, shown_mb(row)))
+    return [table(title, (*columns, "peak MB"), lines)]

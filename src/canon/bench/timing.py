@@ -3,8 +3,9 @@
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -113,6 +114,17 @@ def peak_mb(run: Run, device: torch.device) -> float | None:
 def shown_mb(row: dict) -> str:
     """Return the column "peak MB" of a row."""
     return "-" if row.get("peak_mb") is None else f"{row['peak_mb']:.0f}"
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Any:
+    """Return a table of plain text."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = Table(*columns, title=title)
+    for row in rows:
+        shown.add_row(*map(escape, row))
+    return shown
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Make the inputs of a case from documents, and the expected results. Cases with equal masks and dtypes share them."""
+"""Make the inputs of a case from documents, and the expected results. Cases with equal masks and dtypes share both."""
 
 import math
 from collections.abc import Sequence
@@ -132,17 +132,8 @@ def unseen_tokens(mask: Mask, axis: int) -> Tensor:
 
 
 @lru_cache(maxsize=12)
-def _expected(
-    mask_name: str,
-    dtype_name: str,
-    shape: Shape,
-    documents: Documents,
-    device: str,
-    wide: bool,
-    with_lse: bool,
-    with_sink: bool,
-) -> "Expected":
-    x = _inputs(mask_name, dtype_name, shape, documents, device)
+def _expected(given: tuple, wide: bool, with_lse: bool, with_sink: bool) -> "Expected":
+    x = _inputs(*given)
     tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t for t in (x.q, x.k, x.v, x.dout)]
     sink = x.sink if with_sink else None
     arguments = (*tensors, x.mask, x.scale, x.dlse if with_lse else None, sink)
@@ -169,9 +160,11 @@ class FromDocuments:
         return _mask(case.mask, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
-        return _inputs(case.mask, case.dtype, case.shape, self.documents, device)
+        return _inputs(*self._given(case, device))
+
+    def _given(self, case: Case, device: str) -> tuple:
+        return case.mask, case.dtype, case.shape, self.documents, device
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
-        wide = case.function == "merge"
         with_lse = case.variant != "plain" and case.used in {"both", "lse"}
-        return _expected(case.mask, case.dtype, case.shape, self.documents, device, wide, with_lse, case.has_sink)
+        return _expected(self._given(case, device), case.function == "merge", with_lse, case.has_sink)

@@ -262,6 +262,14 @@ class Measure:
     def ratio(self) -> float:
         return self.error / self.bound if self.bound else 0.0 if self.error == 0 else float("inf")
 
+    def __str__(self) -> str:
+        return f"{self.tensor} {self.norm} {short(self.ratio)}"
+
+
+def short(ratio: float) -> str:
+    """Return a ratio with two decimals, from 10^6 on as a power of ten."""
+    return f"{ratio:.2f}" if ratio < 1e6 else f"{ratio:.0e}"
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -280,7 +288,8 @@ class Agreement:
 
     def __str__(self) -> str:
         lines = [
-            f"{m.tensor:4} {m.norm:5} error {m.error:.2e}  bound {m.bound:.2e}  {m.ratio:6.2f}" for m in self.measures
+            f"{m.tensor:4} {m.norm:5} error {m.error:.2e}  bound {m.bound:.2e}  {short(m.ratio):>6}"
+            for m in self.measures
         ]
         return "\n".join([*lines, *self.faults])
 

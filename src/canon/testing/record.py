@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -33,6 +34,16 @@ def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: A
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(finite(entry), indent=1, allow_nan=False) + "\n")
     return path
+
+
+def command(*words: str, **options: Any) -> str:
+    """Return a command line. A list repeats its option, a tuple gives it several words, and nothing leaves it out."""
+    words = [*words]
+    for name, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            if not (one is None or one is False or one in ("", ())):
+                words += [f"--{name}", *(map(str, one if isinstance(one, tuple) else [one]) if one is not True else [])]
+    return shlex.join(words)
 
 
 def now() -> str:
