@@ -131,7 +131,14 @@ def test_a_faulty_module_disagrees(run, write_module):
         "zigzag_attention": "disagrees"
     }
     assert "out is off by" in printed.out
-    assert "does not have them: striped_attention" in " ".join(printed.out.split())
+    assert verdicts(record).keys() == {"zigzag_attention"}
+    words = " ".join(printed.out.split())
+    assert "does not have them: striped_attention" in words
+    assert "imports them from canon: Layout, attention, attention_backward" in words
+    first, *others = [line for line in printed.out.splitlines() if line.startswith("zigzag_attention") and ": " in line]
+    assert "out is 1.01 times the expected" in first
+    assert len(others) > 2
+    assert not [line for line in others if "times the expected (and" not in line and first.split(": ")[0] not in line]
     assert "a_new_one" in record["untried"]
 
 

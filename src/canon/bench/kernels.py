@@ -5,7 +5,7 @@
     canon bench kernels --auto                 is "auto" close to the fastest method?
     canon bench kernels --partial              what do tiles on the diagonal cost?
 
-Agreement comes first, then GPU time and wall time in rounds. A CUDA graph of both passes is timed last.
+Agreement comes first, then times in rounds. A CUDA graph of both passes is timed last.
 """
 
 import argparse
@@ -74,16 +74,9 @@ def measured(
 
 
 def measure(
-    job: Sequence[Shape],
-    dtype: torch.dtype,
-    device: torch.device,
-    only: str,
-    rounds: int,
-    ceilings: dict[str, float],
-    *,
-    others: bool = True,
-    backend: str | None = None,
-) -> list[list[dict]]:
+    job: Sequence[Shape], dtype: torch.dtype, device: torch.device, only: str, rounds: int, ceilings: dict[str, float],
+    *, others: bool = True, backend: str | None = None
+) -> list[list[dict]]:  # fmt: skip
     """Return, for each shape, a row per contender."""
     timed = Timed()
     found = partial(contenders, device=device, only=only, others=others, backend=backend)

@@ -1,15 +1,14 @@
 """`canon bench schedules`: time every schedule of `canon.fast` and torch's context parallel on several GPUs.
 
-First each schedule must agree with float64 on a short sequence. Then rounds alternate between the schedules. All times are
-those of the slowest rank:
+Each schedule must agree with float64 on a short sequence. Then rounds alternate between the schedules. All times are those
+of the slowest rank:
 
     wall, host    eager calls back to back, without a head start
     graph         wall time of a replayed CUDA graph of both passes
     GPU           between events; the GPUs wait until the launches are queued, and then for one another
     exposed       the part of both passes in which only NCCL or copies run, by the profiler
 
-TFLOP/s per GPU count visible cells: 4 h d area / ranks forward, 3.5 times that for both passes. Peers run in processes of
-their own, so their failures end nothing else. A schedule that raises on one rank is left out on all.
+Peers run in processes of their own. A schedule that raises on one rank is left out on all.
 """
 
 import argparse
@@ -40,9 +39,8 @@ CHECKED = 4096  # tokens of the sequence on which agreement is checked
 LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
 LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context parallel
 AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms
-MEETING = (
-    1 << 22
-)  # elements of the message that synchronises the ranks; the first message after a pause is 75 us slower on H200s
+# Elements of the message that synchronises the ranks. The first message after a pause is 75 us slower on H200s.
+MEETING = 1 << 22
 EAGER_SPAN = 60.0  # milliseconds of eager calls in one measurement
 AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results of the others
 
@@ -74,9 +72,7 @@ class Bench:
 def measure(
     shape: Shape, dtype: torch.dtype, device: torch.device, only: str, rounds: int, *, peers: bool = False, group=None
 ) -> list[dict]:
-    """Return a row per schedule: agreement, and milliseconds of the slowest rank. ``group`` works even if a GPU's communicator
-    does not.
-    """
+    """Return a row per schedule. ``group`` works even if a GPU's communicator does not."""
     ranks, short = dist.get_world_size(), _shorter(shape)
     way = "torch" if peers else dist.get_backend()
     listed = partial(peer_schedules, device=device.type) if peers else schedules

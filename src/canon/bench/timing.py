@@ -37,9 +37,7 @@ def milliseconds(run: Run, times: int = 10, *, warm: int = 2) -> list[float]:
 
 
 def take_turns(runs: list[tuple[Run, list[float]]], rounds: int) -> None:
-    """Append the milliseconds of each run to its list, in rounds of random order: a drifting clock drifts for all, and
-    a GPU is faster after a slow kernel.
-    """
+    """Append the milliseconds of each run to its list, in rounds of random order: a drifting clock drifts for all."""
     order = [(run, times, milliseconds(run, 1, warm=1)[0]) for run, times in runs]
     shuffled = random.Random(0)
     for _ in range(rounds):
@@ -72,9 +70,7 @@ def clocks(row: dict, name: str) -> str:
 
 
 def eager(run: Run, calls: int, device: torch.device) -> tuple[float, float]:
-    """Return (wall, host) milliseconds of a call, averaged over ``calls`` back to back. Host time ends when the last call has
-    returned; if the queue of the device is full, the host waits for it.
-    """
+    """Return (wall, host) milliseconds of a call, averaged over ``calls``. Host time ends when the last call has returned."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):

@@ -3,9 +3,8 @@
     canon bench tune --only dkdv --config 128,64,8,2 --config 64,64,4,3,tma,partial_columns=32
     canon bench tune --backend gluon --only forward --config 128,128,3,1,ping_pong
 
-A candidate is the first numbers of a configuration of the backend, then any of its other fields by name. Without
-candidates, a grid around the table is tried. Results must be those of the table's own configuration. TFLOP/s count the MMAs
-of a kernel on visible cells: forward 2, dq 3, dkdv 4, fused 5, each 2 h d area.
+A candidate is the first numbers of a configuration of the backend, then any of its other fields by name. Without candidates,
+a grid around the table is tried. Results must be those of the table. TFLOP/s count the MMAs of a kernel on visible cells.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
 
 SHAPES = ["1,16384,32,8,128,causal", "8,2048,32,8,128,causal", "1,16384,32,32,64,causal", "1,16384,16,16,256,causal"]
-PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}
+PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}  # MMAs, each 2 h d area
 Config = config.Config | hopper_config.Config
 
 

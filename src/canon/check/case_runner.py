@@ -139,7 +139,7 @@ class CaseRunner:
         verdict, reference_verdict = (
             agreement(got, exact, expected.honest, expected.roundings) for got in (first, of_reference)
         )
-        faults = _wrong_dtypes(case, first, exact) + explained(verdict.faults, first, exact, x)
+        faults = _wrong_dtypes(case, first, exact) + explained(verdict.faults, first, exact, x) + [*verdict.faults]
         faults += worst_places(verdict.faults, first, exact, layout if case.distributed else None)
         faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
         faults += unequal_ranks + _unlike_one_rank(module, case, x, first)

@@ -38,8 +38,8 @@ def run_cases(
 ) -> list[dict[str, Any]]:
     """Return the results of all cases, in order. ``kind`` names a function of `process_groups`.
 
-    After an exception a new process group runs the other cases. The progress starts at ``before`` of ``total``. ``verbose``
-    prints a line for each case if standard error is no terminal. Raises Interrupted at Ctrl-C.
+    After an exception a new process group runs the other cases. The progress starts at ``before`` of ``total``. Without a
+    terminal, ``verbose`` prints a line for each case. Raises Interrupted at Ctrl-C.
     """
     reasons = {case.name: declined_by(runner.backend, case) for case in runner.cases}
     results = {name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason}
