@@ -120,7 +120,7 @@ def test_a_failure_names_token_rank_and_head(run, write_module):
 
 MISTAKEN = """
 import torch
-from canon import Mask, reference
+from canon import Band, Mask, reference
 
 def attention(q, k, v, mask=None, **options):
     {line}
@@ -134,7 +134,8 @@ MISTAKES = {  # message: (case, line of the module)
     "of them are hidden": ("documents", "mask = Mask.causal(q.shape[-3])"),
     "sees no key, so its out must be 0": (
         "block_causal",
-        "mask = None; q, k, v = q.nan_to_num(), k.nan_to_num(), v.nan_to_num()",
+        "q, k, v = (x.nan_to_num() for x in (q, k, v)); n = mask.keys; i = n * 5 // 8; "
+        "mask = Mask([*mask.bands, Band(i, i + 1, 0, n)], n, n)",
     ),
 }
 
@@ -151,7 +152,7 @@ def test_a_failing_case_names_the_mistake(message, run, write_module):
 def test_large_ratios_have_a_short_form(run, write_module):
     write_module("mistaken", MISTAKEN.format(line="v = 1e9 * v"))
     _, printed, _ = run("mistaken", "--tokens", 200, "--only", "attention/causal/float32", "--runs", 1)
-    (row,) = [line for line in printed.out.splitlines() if line.startswith("│")]
+    row = next(line for line in printed.out.splitlines() if line.startswith("│"))
     assert float(row.split("│")[5]) > 1e6
     assert len(row.split("│")[5].strip()) == 5
 

@@ -20,7 +20,7 @@ from functools import partial
 from canon import reference
 import torch
 
-globals().update({name: partial(f) for name, f in vars(reference).items() if callable(f) and not isinstance(f, type)})
+globals().update((name, partial(f)) for name, f in vars(reference).items() if callable(f) and not isinstance(f, type))
 
 def ring_attention(q, k, v, mask=None, layout=None, **options):
     {line}

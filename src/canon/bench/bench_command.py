@@ -9,8 +9,8 @@
     canon bench schedules    several GPUs: ring, strided and Magi
     canon bench plans        no GPU: dispatch plans
 
-A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells alone: forward
-4 h d area, backward 2.5 times that. The record has every single time, and is written after each shape.
+A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells: forward 4 h d
+area, backward 2.5 times that.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from canon.bench import kernels, plans
-from canon.bench.shapes import MASKS, Shape, shapes_of
+from canon.bench.shapes import MASKS, SWEEP_TOKENS, Shape, shapes_of
 from canon.testing import process_groups, record
 
 # The commands of each option. An option of another command is an error.
@@ -69,8 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "kernels: the only backend that is forced (default all); tune: triton or gluon (default triton)"
     add("--backend", choices=["triton", "gluon", "cuda"], help=text)
     add("--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG")
-    kernels.add_arguments(parser)
-    plans.add_arguments(parser)
+    widths = "64,128,256"
+    text = f"kernels: 512 to 131072 causal tokens, {SWEEP_TOKENS} in all, for these widths (default {widths})"
+    sets = parser.add_mutually_exclusive_group()
+    sets.add_argument("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
+    sets.add_argument("--auto", action="store_true", help="kernels: the automatic choice and all methods on 12 shapes")
+    text = "kernels: a causal mask and a full one of equal area; --shape without masks"
+    sets.add_argument("--partial", action="store_true", help=text)
+    text = "plans: repeatable (8, 16, 32 and 64); schedules: GPUs (all)"
+    add("--ranks", type=int, action="append", metavar="N", help=text)
+    add("--packs", type=int, default=DEFAULTS["packs"], metavar="N", help="plans: packs for each number of ranks (20)")
     add("--record", type=Path, help="where to write JSON (default canon-bench/WHAT.json)")
 
 
@@ -108,7 +116,8 @@ def _check_owners(options: argparse.Namespace) -> None:
 
 def _prepared(options: argparse.Namespace) -> Batches:
     if options.what == "plans":
-        return _plans(options)
+        rows = plans.plans(options)
+        return iter([(rows, plans.tables(rows), {})])
     if not (torch.cuda.is_available() or options.what == "masks"):
         raise ValueError("it measures GPUs, and there is none here")
     if torch.cuda.is_available() and not process_groups.kernel_gpus():
@@ -148,11 +157,6 @@ def _schedules(options: argparse.Namespace, schedules: ModuleType, program: Any)
     program = replace(program, keep=partial(_keep, options))
     for rows in schedules.measured(program, options.ranks[0] if options.ranks else None):
         yield rows, schedules.tables(rows), {}
-
-
-def _plans(options: argparse.Namespace) -> Batches:
-    rows = plans.plans(options)
-    yield rows, plans.tables(rows), {}
 
 
 def _device() -> torch.device:

@@ -1,7 +1,7 @@
 """`canon bench beside`: measure kernels while another stream holds SMs, as NCCL's messages do.
 
-With p SMs, h of them held, a kernel can at best take p / (p - h) times as long. One GPU has no messages, so a kernel that
-only waits stands for them: a CTA on each held SM, with so many threads that no CTA of a Hopper kernel fits beside it.
+With p SMs, h of them held, a kernel takes at least p / (p - h) times as long. Instead of messages, a kernel that only waits
+holds SMs: its CTA has so many threads that no CTA of a Hopper kernel fits on the SM.
 """
 
 import statistics

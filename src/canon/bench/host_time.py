@@ -6,8 +6,7 @@
     loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
     parts          the host time of both passes by part: `canon.bench.host_parts`
 
-"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides the median wall time of the loop by
-that of SDPA with the cuDNN backend.
+"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides median wall times of the loop.
 """
 
 import statistics
@@ -68,23 +67,18 @@ def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, on
     no_kernels = Contender(NO_KERNELS, lambda: NoKernels.apply, NO_KERNELS)
     runs += _measures(rows[-1], no_kernels, NoKernels.apply, leaves, dout)
     eager_rounds(runs, rounds, device)
-    for _ in range(rounds):
-        for row, both in split:
-            for part, milliseconds in host_parts(both, PART_CALLS).items():
-                row.setdefault("part_ms", {}).setdefault(part, []).append(milliseconds)
-            synchronize(device)
+    for row, both in split * rounds:
+        for part, milliseconds in host_parts(both, PART_CALLS).items():
+            row.setdefault("part_ms", {}).setdefault(part, []).append(milliseconds)
+        synchronize(device)
     for row in rows:
         for name in ("chain_wall_ms", "chain_host_ms"):
             row[name] = [x / LAYERS for x in row.get(name, [])]
-    _compare_with_cudnn(rows)
-    return rows
-
-
-def _compare_with_cudnn(rows: list[dict[str, Any]]) -> None:
     medians = {row["contender"]: statistics.median(row["loop_wall_ms"]) for row in rows if row.get("loop_wall_ms")}
-    for row in rows if CUDNN in medians else []:
-        if row["contender"] in medians:
+    for row in rows:
+        if CUDNN in medians and row["contender"] in medians:
             row["loop_to_cudnn"] = medians[row["contender"]] / medians[CUDNN]
+    return rows
 
 
 def _called(contender: Contender, leaves: list[Tensor], dout: Tensor) -> tuple[Callable, Attended]:

@@ -24,17 +24,6 @@ from canon.bench.timing import Eager, Run, ceilings, clocks, eager_rounds, peak_
 from canon.testing.judge import Attended, dense, oracle
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``canon bench kernels``."""
-    widths = "64,128,256"
-    text = f"kernels: 512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths (default {widths})"
-    sets = parser.add_mutually_exclusive_group()
-    sets.add_argument("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
-    sets.add_argument("--auto", action="store_true", help="kernels: the automatic choice and all methods on 12 shapes")
-    text = "kernels: a causal mask and a full one of equal area; --shape without masks"
-    sets.add_argument("--partial", action="store_true", help=text)
-
-
 def jobs(options: argparse.Namespace) -> list[tuple[Shape, ...]]:
     """Return the jobs; rounds alternate between the shapes of one job. Raises ValueError."""
     texts, masks = options.shape or [], options.mask or []

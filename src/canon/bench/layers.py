@@ -1,8 +1,7 @@
 """`canon bench layers`: measure time and peak memory of 18 checkpointed attention layers, beside dense attention.
 
-A layer is x + attention(q, k, v): queries x, keys the first heads of x, values its last ones. It has no weights, so its
-memory is that of activations and gradients: 2 b n h d bytes a layer in 16 bits. Dense attention also holds the scores,
-weights and gradients of one layer at a time.
+A layer is x + attention(q, k, v): queries x, keys the first heads of x, values its last ones. Without weights, its memory is
+that of activations and gradients: 2 b n h d bytes a layer in 16 bits.
 """
 
 from collections.abc import Sequence

@@ -51,7 +51,7 @@ class Contender:
     def agreeing(
         self, row: dict[str, Any], call: Callable[[], tuple], exact: Attended, honest: Attended
     ) -> tuple | None:
-        """Return the results of ``call`` if the last of them, an `Attended`, agrees. Otherwise the row gets the reason."""
+        """Return the results of ``call`` if the last one agrees. Otherwise write the reason into the row."""
         try:
             made = call()
         except Exception as error:  # a peer may lack a width or a mask
@@ -70,7 +70,7 @@ class Contender:
 
 
 def verdict_row(verdict: Agreement, bound: float = 1.0) -> dict[str, Any]:
-    """Return the fields of a row for a verdict. It agrees if no ratio to the judge's bound exceeds ``bound``."""
+    """Return the fields of a row. ``bound``: the largest ratio to the judge's bound."""
     agrees = verdict.agrees or bool(verdict.worst and verdict.worst.ratio <= bound)
     row = {"agrees": agrees, "worst": str(verdict.worst or "")}
     return row if agrees else row | {"failed": f"disagrees: {verdict}"}
@@ -111,7 +111,9 @@ def _canon(shape: Shape, chosen: str | None) -> Iterator[Contender]:
             yield Contender(f"{name} {method}", make, name, declines=True, around=around)
         if backend == "gluon":
             make = partial(attention, shape, "fused")
-            yield Contender(f"{name} fused in order", make, name, declines=True, around=_in_order)
+            yield Contender(
+                f"{name} fused in order", make, name, declines=True, around=partial(forced, "gluon", in_order=True)
+            )
     yield Contender("canon auto", partial(attention, shape, "auto"), "canon auto")
     name = "canon auto, rank invariant"
     yield Contender(name, partial(attention, shape, "auto", rank_invariant=True), name)
@@ -125,17 +127,15 @@ def attention(shape: Shape, method: str, **options: bool) -> Attend:
 
 
 @contextmanager
-def forced(backend: str) -> Iterator[None]:
+def forced(backend: str, in_order: bool = False) -> Iterator[None]:
     """Use a backend for both passes: the backward runs in this thread, too."""
     from canon import fast
 
-    with fast.backend(backend), torch.autograd.set_multithreading_enabled(False):
-        yield
-
-
-@contextmanager
-def _in_order() -> Iterator[None]:
-    with deterministic(), forced("gluon"):
+    with (
+        deterministic() if in_order else nullcontext(),
+        fast.backend(backend),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         yield
 
 

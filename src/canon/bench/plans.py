@@ -1,7 +1,6 @@
 """`canon bench plans`: measure balance, volume and time of dispatch plans, without a GPU.
 
-Each pack is planned on one thread with an empty cache. Balance is the largest area over max(mean, largest chunk). Volume is
-the part of an all-gather that moves.
+The cache is empty. Balance is the largest area over max(mean, largest chunk), volume the part of an all-gather that moves.
 """
 
 import argparse
@@ -17,13 +16,6 @@ from canon.masks.mask import Mask
 TOKENS = 8192  # a rank
 CHUNK = 1024
 LARGE = 1024, 10_000_000  # ranks, tokens
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``canon bench plans`` besides those of ``canon bench``."""
-    text = "plans: repeatable (8, 16, 32 and 64); schedules: GPUs (all)"
-    parser.add_argument("--ranks", type=int, action="append", metavar="N", help=text)
-    parser.add_argument("--packs", type=int, default=20, metavar="N", help="plans: packs for each number of ranks (20)")
 
 
 def plans(options: argparse.Namespace) -> list[dict]:

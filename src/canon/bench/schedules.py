@@ -73,7 +73,8 @@ def measure(
     shape: Shape, dtype: torch.dtype, device: torch.device, only: str, rounds: int, *, peers: bool = False, group=None
 ) -> list[dict]:
     """Return a row per schedule. ``group`` works even if a GPU's communicator does not."""
-    ranks, short = dist.get_world_size(), _shorter(shape)
+    ranks = dist.get_world_size()
+    short = shape_of(f"{shape.b},{min(shape.n, CHECKED)},{shape.h},{shape.g},{shape.d}", shape.mask_name)
     way = "torch" if peers else dist.get_backend()
     listed = partial(peer_schedules, device=device.type) if peers else schedules
     verdicts = {
@@ -144,7 +145,7 @@ def _alone(shape: Shape, only: str) -> list[Schedule]:
 
 
 def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> dict[str, Any]:
-    """Return the result of ``call``, or the reason if it fails on any rank; the same decision on every rank."""
+    """Return the result of ``call``, or the reason if it fails on any rank."""
     told: dict[str, Any] = {}
     error = ""
     try:
@@ -155,11 +156,6 @@ def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> 
     fine = torch.tensor([int(not error)])
     dist.all_reduce(fine, dist.ReduceOp.MIN, group=group)
     return told if fine.item() else {"failed": error or "another rank failed"}
-
-
-def _shorter(shape: Shape) -> Shape:
-    text = f"{shape.b},{min(shape.n, CHECKED)},{shape.h},{shape.g},{shape.d}"
-    return shape_of(text, shape.mask_name)
 
 
 def _shards(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -241,7 +237,7 @@ def meet(device: torch.device) -> None:
 
 
 def uncovered(ran: list[tuple[float, float, str]]) -> float:
-    """Return how long only NCCL or copies ran after `meet`. ``ran``: (start, end, name) of each activity."""
+    """Return how long only NCCL or copies ran after `meet`, from (start, end, name) of each activity."""
     waited = max((end for _, end, name in ran if "spin_kernel" in name), default=0.0)
     met = min((end for start, end, name in ran if "nccl" in name.lower() and start >= waited), default=0.0)
     spans = sorted(span for span in ran if span[0] >= max(waited, met))

@@ -64,7 +64,7 @@ class Shape:
 
 
 def documents(n: int, mean: int, seed: int = 0) -> list[int]:
-    """Return cu_seqlens of documents of exponentially distributed lengths, the same on every machine."""
+    """Return cu_seqlens of documents of exponentially distributed lengths."""
     draw = torch.Generator().manual_seed(seed)
     lengths = (-torch.log(torch.rand(4 * n // mean + 16, generator=draw, dtype=torch.float64)) * mean).long() + 1
     ends = [0, *lengths.cumsum(0).tolist()]
@@ -110,7 +110,7 @@ def mask_of(n: int, name: str) -> Mask:
 
 
 def shape_of(text: str, mask_name: str | None = None) -> Shape:
-    """Return the shape ``"b,n,h,g,d,mask"``, or ``"b,n,h,g,d"`` with a mask's name. Raises ValueError."""
+    """Return the shape ``"b,n,h,g,d,mask"``, or ``"b,n,h,g,d"`` with a mask's name."""
     words = [word.strip() for word in text.split(",")]
     numbers, own = words[:5], ",".join(words[5:])
     if len(numbers) != 5 or not all(x.isdigit() and int(x) for x in numbers) or int(numbers[2]) % int(numbers[3]):
@@ -156,5 +156,5 @@ def auto() -> list[Shape]:
 
 
 def partial_pairs(texts: Sequence[str]) -> list[tuple[Shape, Shape]]:
-    """Return pairs of a causal mask and a full one of n / 2 keys: equal areas without the diagonal."""
+    """Return pairs of a causal mask and a full one of equal area without the diagonal."""
     return [(shape_of(text, "causal"), shape_of(text, f"full:{shape_of(text, 'causal').n // 2}")) for text in texts]

@@ -98,7 +98,7 @@ def eager_rounds(runs: Sequence[Eager], rounds: int, device: torch.device) -> No
 
 
 def peak_mb(run: Run, device: torch.device) -> float | None:
-    """Return the most memory (10^6 bytes) that a run holds beyond what was held before; None without a GPU."""
+    """Return the most memory (10^6 bytes) that a run adds; None without a GPU."""
     if device.type != "cuda":
         return None
     before = torch.cuda.memory_allocated(device)

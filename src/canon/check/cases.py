@@ -69,7 +69,7 @@ VOCABULARY = {"Band", "Mask", "Layout", "backend", "warm_up"}
 
 
 def interleaving(mask: Mask, ranks: int) -> dict[str, Any]:
-    """Return arguments of `dispatch` with fast communication, so that chunks of few tokens interleave."""
+    """Return arguments of `dispatch` with which chunks of few tokens interleave."""
     return dict(chunk=max(1, mask.queries // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000)
 
 

@@ -1,6 +1,6 @@
 """Run `canon check`: choose the ranks, run the cases, report.
 
-After a failure, new ranks run the remaining cases. The exit status is 0 only if all cases agree.
+After a failure, new ranks run the remaining cases.
 """
 
 import argparse
@@ -154,7 +154,13 @@ def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placemen
     documents, functions = Documents.of(arguments.documents, budget), covered(module, reference)
     digests = _digest_runner(arguments, module, functions, documents, placement)
     if arguments.digest:
-        return _digests_alone(digests, placement, console)
+        if not digests.calls:
+            raise _Misuse(
+                f"--digest: {arguments.module} has no function with the option rank_invariant, or --only leaves none"
+            )
+        results = rank_digests.compare(placement.kind, digests)
+        rank_digests.show(results, console, alone=True)
+        return DISAGREES if any(result["faults"] for result in results) else AGREES
     cases = _choose_cases(module, arguments, functions, device, documents.tokens % ranks == 0)
     if not cases and not digests.calls:
         raise _Misuse(f"no case matches {arguments.only!r}; --list prints the names of the cases")
@@ -190,16 +196,6 @@ def _digest_runner(
     return rank_digests.DigestRunner(*given, calls=tuple(calls))
 
 
-def _digests_alone(runner: rank_digests.DigestRunner, placement: _Placement, console: Console) -> int:
-    if not runner.calls:
-        raise _Misuse(
-            f"--digest: {runner.module} has no function with the option rank_invariant, or --only leaves none"
-        )
-    results = rank_digests.compare(placement.kind, runner)
-    rank_digests.show(results, console, alone=True)
-    return DISAGREES if any(result["faults"] for result in results) else AGREES
-
-
 def _run_cases(
     arguments: argparse.Namespace, console: Console, placement: _Placement, check: _Check
 ) -> tuple[list[dict[str, Any]], bool]:
@@ -219,7 +215,7 @@ def _run_cases(
 
 
 def _known_results(arguments: argparse.Namespace, key: str) -> dict[str, dict[str, Any]]:
-    """Return the results that the record holds for the same code and arguments. Failed cases run again."""
+    """Return the record's results for the same code and arguments. Failed cases run again."""
     path = arguments.record or RECORD
     if not arguments.resume or not path.exists():
         return {}

@@ -19,22 +19,18 @@ from canon.testing.roundings import sink_roundings
 LAST = 5  # queries of `decode_attention`
 
 
-def with_gaps(x: Tensor) -> Tensor:
-    """Return a copy of x with a gap after each row."""
-    return x.new_empty(*x.shape[:-1], x.shape[-1] + 16)[..., : x.shape[-1]].copy_(x)
-
-
 def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
-    """Return x with the strides that ``shape`` needs. ``heads_first`` places the heads before the tokens."""
+    """Return x with the strides that ``shape`` needs. ``heads_first``: heads before tokens."""
     if shape.strides is not None:
         return with_random_strides(x, Random(shape.strides))
     if shape.contiguous:
         return x
+    with_gaps = lambda t: t.new_empty(*t.shape[:-1], t.shape[-1] + 16)[..., : t.shape[-1]].copy_(t)  # after each row
     return with_gaps(x.transpose(-3, -2)).transpose(-3, -2) if heads_first else with_gaps(x)
 
 
 def with_random_strides(x: Tensor, draw: Random) -> Tensor:
-    """Return a copy of x with its axes in random order, a random offset and random gaps of NaN."""
+    """Return a copy of x with axes in random order, and gaps of NaN."""
     axes = list(range(x.dim()))
     draw.shuffle(axes)
     offset, gaps = draw.choice([0, 1, 8]), [draw.choice([0, 0, 1, 8]) for _ in axes]
@@ -69,7 +65,9 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator)
     if dtype.itemsize == 2:
-        offset = _offset(documents)[:, None, None]
+        # 3 in the outer quarters of each document, -3 in its middle half: rounding of partial sums shows
+        positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])[:, None, None]
+        offset = torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
         v, dout = v + offset, dout + offset
     dlse = 4 * torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
     sink = 2 * torch.randn(q.shape[2], generator=generator) + math.log(max(1, tokens) / 4)
@@ -115,12 +113,6 @@ def _mask(name: str, documents: Documents) -> Masks:
         "window": lambda: Mask.window(tokens, tokens // 5, 16),
         "full": lambda: Mask.documents(cu_seqlens, causal=False),
     }[name]()
-
-
-def _offset(documents: Documents) -> Tensor:
-    """Return 3 in the outer quarters of each document, -3 in its middle half: rounding of partial sums shows."""
-    positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])
-    return torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
 
 
 def unseen_tokens(mask: Mask, axis: int) -> Tensor:

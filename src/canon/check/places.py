@@ -91,5 +91,7 @@ def _other_keys(out: Tensor, exact: Tensor, x: Inputs) -> str | None:
         return None
     prefix, key = divmod(int(distance.argmin()), mask.keys)
     if prefix:
-        return f"{of_query} sees the keys 0 to {key}; {int((~visible[: key + 1]).sum())} of them are hidden"
+        hidden, missing = int((~visible[: key + 1]).sum()), int(visible[key + 1 :].sum())
+        also = f"; {hidden} of them are hidden" * (hidden > 0) + f"; it misses {missing} visible keys" * (missing > 0)
+        return f"{of_query} sees the keys 0 to {key}{also}"
     return f"{of_query} does not see the visible key {key}" if visible[key] else f"{of_query} sees the hidden key {key}"

@@ -3,8 +3,8 @@
     {"module", "runs": [{"command", "source", "commit", "date", "machine", "seed", "table", "ranks", "runs",
                          "cases": [[index, function, verdict, ratio], ...], "failures": [...]}, ...]}
 
-Results with equal `KEY` are added to the same run, so the same command continues it. The cases of a block with the same number
-of ranks share one process group. The record is written after each block.
+Results with equal `KEY` belong to the same run, so the same command continues it. Cases of a block with the same number of
+ranks share a process group.
 """
 
 import argparse

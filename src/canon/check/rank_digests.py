@@ -52,7 +52,7 @@ class RankedCall:
 
 
 def calls_of(module: Any, ranks: int, dtypes: Sequence[str], gpu: bool, only: str | None = None) -> list[RankedCall]:
-    """Return the calls of a module, its call on one rank first. ``only``: a pattern in the names of the inputs."""
+    """Return the calls of a module, those on one rank first. ``only``: a pattern in the names of the inputs."""
     dtypes = [name for name in dtypes if name != "float64"] or ["float64"]
     counts = sorted({count for count in (2, 3, ranks) if count <= ranks} - {1})
     worlds = [(1, ""), (1, "contiguous"), (1, "dispatch")]
@@ -134,7 +134,7 @@ def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[dict[str, Any]], console: Console, alone: bool = False) -> None:
-    """Print the digest of each input, and the faults. ``alone``: without the number of calls."""
+    """Print digests and faults. ``alone``: without the number of calls."""
     for result in results:
         if result["digest"]:
             calls = len(result["calls"])

@@ -61,7 +61,7 @@ _compiled: dict[int, tuple[Any, CodeType]] = {}  # id of the kernel: (kernel, to
 
 
 def register(real: Any, stand_in: Any) -> None:
-    """Call ``stand_in`` where a simulated kernel calls ``real``, a builtin or a kernel function."""
+    """Call ``stand_in`` where a simulated kernel calls ``real``."""
     _stand_ins[id(real)] = (real, stand_in)
 
 
@@ -200,7 +200,7 @@ _BUILTINS = {
 
 
 def carried(value: Any) -> Any:
-    """Convert a constant that a loop or a branch may change into a value of Triton's type."""
+    """Convert a constant that may change into a value of Triton's type."""
     if type(value) is tuple:
         return tuple(carried(x) for x in value)
     return values.tensor(value) if isinstance(value, int | float) else value
@@ -302,7 +302,7 @@ def _argument(value: Any) -> Any:
 
 
 def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dict, dict, dict]:
-    """Return the bound arguments, their kernel values, and the options. A specialised 1 is a constant, as in Triton."""
+    """Return bound arguments, kernel values and options. A specialised 1 is a constant, as in Triton."""
     signature = inspect.signature(kernel.fn)
     options = {name: value for name, value in named.items() if name not in signature.parameters}
     bound = signature.bind(*arguments, **{name: named[name] for name in named if name not in options})
@@ -318,14 +318,15 @@ def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dic
     return bound.arguments, given, options
 
 
-def _run(kernel: GluonJITFunction, *arguments, grid, warmup=False, **named) -> Any:
+def _run(kernel: GluonJITFunction, *arguments, grid: Any, warmup=False, **named) -> Any:
     if warmup:
         return JITFunction.run(kernel, *arguments, grid=grid, warmup=True, **named)
     raw, given, options = _bound(kernel, arguments, named)
     order, seed, log = _simulations[-1]
     if options.get("num_ctas", 1) != 1:
         raise NotImplementedError("clusters are not simulated")
-    sizes = (*(grid(raw) if callable(grid) else grid), 1, 1)[:3]
+    shape: tuple[int, ...] = grid(raw) if callable(grid) else grid
+    sizes = (*shape, 1, 1)[:3]
     chance, function = random.Random(seed), _rebuilt(kernel)
     places = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
     programs = [Program(place, sizes, order, chance, log) for place in places]

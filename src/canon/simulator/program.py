@@ -1,7 +1,7 @@
 """Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
 
-Partitions are threads, and exactly one of them holds the baton. A partition passes it on when it blocks, and sometimes
-after it starts or signals something. A seeded generator draws the next partition.
+Partitions are threads, and one of them holds the baton. A partition passes it on when it blocks, and sometimes after it
+starts or signals something. A seeded generator draws the next partition.
 
 Each partition and each barrier has a vector clock. Arrivals join clocks into barriers, and waits join them into partitions.
 So `canon.simulator.memory` finds whether barriers order two accesses, in any interleaving.
@@ -83,7 +83,7 @@ def join(clock: dict[int, int], other: dict[int, int]) -> None:
 
 
 class Partition:
-    """Warps that run one function together. ``products`` and ``stores`` are started operations without a wait."""
+    """Warps that run one function. ``products`` and ``stores`` are started operations without a wait."""
 
     def __init__(self, program: "Program", name: str, warps: int, clock: dict[int, int]):
         self.program, self.name, self.warps = program, name, warps

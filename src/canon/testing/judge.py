@@ -5,20 +5,18 @@
     verdict = agreement(got, exact, honest)      error <= 2 x honest error + one rounding, for each tensor and norm
 
 **Bound.** The honest error is the largest of four evaluations, which sum in different orders and merge 1, 2, 4 and 8 parts
-of the keys through lse, as a ring does. The factor 2 allows for other roundings of a kernel. For float64 the bound is
-1e-12.
+of the keys through lse. The factor 2 allows for other roundings of a kernel. For float64 the bound is 1e-12.
 
 **Norms.** L2, maximum, and worst token: ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``, with L2 over heads and
 width. Attention over n keys has size 1 / sqrt(n), so the first two norms may miss a late token.
 
 **Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums and the softmax are float32, in base 2.
 
-**lse** is never rounded to 16 bits. Its error is that of q k^T. Products are exact in float32, so the sum over d makes the
-error. A tensor core adds 16 products at a time and truncates the sum, as `dense` does for 16-bit inputs (Fasi, Higham,
-Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
+**lse** is never rounded to 16 bits. The sum over d in q k^T makes its error: a tensor core adds 16 products at a time and
+truncates the sum, as `dense` does for 16-bit inputs (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor
+cores, 2021).
 
-**Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO * out). lse stays that of
-the keys.
+**Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO * out).
 
 ``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN.
 """
@@ -224,7 +222,7 @@ def visible_blocks(mask: Mask, device: torch.device | str = "cpu") -> Iterator[t
 
 
 def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
-    """Return q k^T. For 16-bit operands add 16 products at a time and truncate to float32, like a tensor core."""
+    """Return q k^T. 16-bit operands: add 16 products at a time and truncate, like a tensor core."""
     if narrow not in (torch.float16, torch.bfloat16):
         return q @ k.mT
     total = q.new_zeros(*q.shape[:3], k.shape[2])
@@ -318,7 +316,7 @@ def agreement(
 def judged(
     name: str, got: Tensor, exact: Tensor, honest: list[Tensor], roundings: Tensor | None = None
 ) -> tuple[list[Measure], list[str]]:
-    """Return the three measures of the tensor ``name`` (..., tokens, heads, width), and its faults as text."""
+    """Return measures and faults of the tensor ``name`` (..., tokens, heads, width)."""
     kept, unseen = honest[0].dtype, exact == -torch.inf
     if name == "lse" and not torch.equal(got == -torch.inf, unseen):
         return [], [f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at {int(unseen.sum())}"]

@@ -74,7 +74,7 @@ def _results(reports: list, stuck: dict[int, str], codes: list, timeout: float) 
 
 
 def _starter(backend: str):
-    """Return the start method. On the CPU, a server that has imported torch forks the ranks, which saves seconds."""
+    """Return the start method. On the CPU, a server that has imported torch forks the ranks."""
     if backend == "nccl" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

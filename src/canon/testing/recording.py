@@ -4,9 +4,8 @@
         process_groups.threads(program, ranks=4)
     log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
 
-Messages are recorded at torch.distributed and at `BlockRing.hop`, computations at the names of `KINDS` in the given
-modules. A `PartialBackward` is recorded at `dkdv`, as "computed", and at `dq`, as "finished". Ranks that are threads share a
-recording, made outside their process group.
+Messages are recorded at torch.distributed and at `BlockRing.hop`, computations at the names of `KINDS`. A `PartialBackward`
+is recorded at `dkdv`, as "computed", and at `dq`, as "finished". Ranks that are threads share a recording.
 """
 
 import sys
@@ -55,7 +54,7 @@ class Event:
 
 
 class Log:
-    """The events of all ranks. ``spans`` lists (event, start, stop) in seconds. A message ends with the wait for it."""
+    """The events of all ranks. ``spans``: (event, start, stop) in seconds; a message ends with the wait for it."""
 
     def __init__(self):
         self.events: list[Event] = []
@@ -99,7 +98,7 @@ class _Noted:
 
 @contextmanager
 def recording(*modules: ModuleType) -> Iterator[Log]:
-    """Record the computations of ``modules`` inside the block, and all messages that do not block."""
+    """Record the computations of ``modules``, and all messages that do not block."""
     log = Log()
     patches = [
         mock.patch.object(dist, name, _gather(log, getattr(dist, name))) for name in GATHERS if hasattr(dist, name)

@@ -16,8 +16,7 @@ Under a sink z, P has the factor a = sigmoid(lse - z), and with r = rowsum(dout 
     dsink    u sum_i a (1 - a) (sum_e |dout| W |v| + |r| (2 + |lse| + |z| + sum_j P_ij (1 + A_ij)))
              u (16 bits) rss_i a (1 - a) rss_e dout (|out| + rss_j P v)
 
-A kernel rounds both out and dout a second time, so the distances of 16 bits are doubled. With few elements an honest
-evaluation may be exact by chance, and if terms cancel, the size of a sum gives no scale for its error.
+A kernel rounds both out and dout a second time, so the distances of 16 bits are doubled.
 
 Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running error analysis.
 """

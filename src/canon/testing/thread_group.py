@@ -36,7 +36,7 @@ class Call:
     done: bool = False
     error: Exception | None = None
 
-    def complete(self, move: Callable[[list], None]) -> None:
+    def complete(self, move: Callable[[list], object]) -> None:
         if len(set(self.names.values())) > 1:
             calls = ", ".join(f"rank {rank} called {name}" for rank, name in sorted(self.names.items()))
             self.error = RuntimeError(f"the ranks of a group called different collectives: {calls}")
@@ -129,7 +129,7 @@ class ThreadGroup(dist.ProcessGroup):
     def _global_ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self)
 
-    def _call(self, name: str, tensors: list[Tensor], data: Any, move: Callable[[list], None]) -> _Work:
+    def _call(self, name: str, tensors: list[Tensor], data: Any, move: Callable[[list], object]) -> _Work:
         key, global_ranks = (self.pg_name, self.calls), self._global_ranks()
         self.calls += 1
         with self.rendezvous.changed:
@@ -150,21 +150,13 @@ class ThreadGroup(dist.ProcessGroup):
         return _Work(self, lambda: call.done, lambda: call.describe(global_ranks), finish)
 
     def allgather(self, outputs, inputs, opts=None):
-        def move(data):
-            for outs, _ in data:
-                for out, (_, source) in zip(outs, data, strict=True):
-                    _copy(out, source)
-
+        move = lambda data: [
+            _copy(out, source) for outs, _ in data for out, (_, source) in zip(outs, data, strict=True)
+        ]
         return self._call("all_gather", inputs, (outputs[0], inputs[0]), move)
 
     def all_gather_single(self, output, input, opts=None):
-        def move(data):
-            for out, _ in data:
-                rows = out.view(-1).tensor_split(len(data))
-                for row, (_, source) in zip(rows, data, strict=True):
-                    _copy(row, source)
-
-        return self._call("all_gather_into_tensor", [input], (output, input), move)
+        return self.allgather([output.view(-1).tensor_split(self.ranks)], [input], opts)
 
     def reduce_scatter(self, outputs, inputs, opts):
         def move(data):
@@ -187,11 +179,7 @@ class ThreadGroup(dist.ProcessGroup):
         return self._call("all_reduce", tensors, tensors, move)
 
     def broadcast(self, tensors, opts):
-        def move(data):
-            for rank, mine in enumerate(data):
-                if rank != opts.rootRank:
-                    _copy(mine[0], data[opts.rootRank][0])
-
+        move = lambda data: [_copy(mine[0], data[opts.rootRank][0]) for mine in data]
         return self._call("broadcast", tensors, tensors, move)
 
     def alltoall(self, outputs, inputs, opts=None):
