@@ -94,7 +94,7 @@ def test_checkpointed_layers_are_judged_and_timed_for_every_kind_of_contender(mo
     assert [row["contender"] for row in rows] == names
     assert all(row["agrees"] and row["both_ms"] == [1.0] * 6 and row["peak_mb"] is None for row in rows[:-1])
     assert "supports bfloat16" in rows[-1]["declined"]
-    assert layers.table(rows).row_count == len(rows)
+    assert layers.tables(rows)[0].row_count == len(rows)
 
 
 def test_tuning_tries_what_it_is_given_and_drops_what_disagrees(monkeypatch):
@@ -103,7 +103,7 @@ def test_tuning_tries_what_it_is_given_and_drops_what_disagrees(monkeypatch):
     assert {row["kernel"] for row in rows} == {"forward", "dq", "dkdv", "fused"}
     assert all(row["tflops"] > 0 for row in rows)
     assert [row["table"] for row in rows[:2]] == [True, False]
-    assert tune.table(rows).row_count == len(rows)
+    assert tune.tables(rows)[0].row_count == len(rows)
     launched = []
 
     def wrong(q, k, v, mask, scale, out, lse):

@@ -64,7 +64,7 @@ def test_help_names_the_conventions_and_every_feature(run):
     _, printed, _ = run("--help")
     for word in ("q (b, t, h, d)", "natural logarithm", "NotImplementedError declines", *contract.WORDS):
         assert word in " ".join(printed.out.split()), word
-    for name in covered(canon.reference, canon.reference)[0]:
+    for name in covered(canon.reference, canon.reference).tested:
         assert name in printed.out, "the help names every function with cases"
 
 
@@ -73,6 +73,7 @@ def test_features_limit_the_cases_to_what_a_module_can_do(run, write_module):
     words = ("plain_attention", "--tokens", 200)
     status, printed, _ = run(*words)
     assert status == 1
+    assert "a module without this argument is checked with --features no-lse" in " ".join(printed.out.split())
     limits = "no-mask,equal-heads,equal-widths,batched"
     status, printed, record = run(*words, "--features", limits)
     assert status == 0, printed.out
@@ -115,6 +116,45 @@ def test_a_failure_names_token_rank_and_head(run, write_module):
     (line,) = [fault for fault in result["faults"] if fault.startswith("out is worst")]
     assert line.startswith(f"out is worst at token {token}, head 2, which rank 1 holds in row 7: off by")
     assert f"token {token}, head 2, which rank 1" in " ".join(printed.out.split())
+
+
+MISTAKEN = """
+import torch
+from canon import Band, Mask, reference
+
+def attention(q, k, v, mask=None, **options):
+    {line}
+    return reference.attention(q, k, v, mask, **options)
+"""
+MISTAKES = {  # message: (case, line of the module)
+    "dk is 8.00 times the expected": ("causal/float32", "k.register_hook(lambda dk: 8 * dk)"),
+    "out is 1.00e+09 times the expected": ("causal/float32", "v = 1e9 * v"),
+    "sees the hidden key": ("causal/float32", "n = q.shape[-3]; mask = Mask.window(n, n, 1)"),
+    "does not see the visible key": ("window", "n = q.shape[-3]; mask = Mask.window(n, n // 5, 15)"),
+    "of them are hidden": ("documents", "mask = Mask.causal(q.shape[-3])"),
+    "sees no key, so its out must be 0": (
+        "block_causal",
+        "q, k, v = (x.nan_to_num() for x in (q, k, v)); n = mask.keys; i = n * 5 // 8; "
+        "mask = Mask([*mask.bands, Band(i, i + 1, 0, n)], n, n)",
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_failing_case_names_the_mistake(message, run, write_module):
+    case, line = MISTAKES[message]
+    write_module("mistaken", MISTAKEN.format(line=line))
+    _, printed, record = run("mistaken", "--tokens", 200, "--only", f"attention/{case}*", "--runs", 1)
+    assert message in record["results"][0]["faults"][0]
+    assert message in printed.out
+
+
+def test_large_ratios_have_a_short_form(run, write_module):
+    write_module("mistaken", MISTAKEN.format(line="v = 1e9 * v"))
+    _, printed, _ = run("mistaken", "--tokens", 200, "--only", "attention/causal/float32", "--runs", 1)
+    row = next(line for line in printed.out.splitlines() if line.startswith("│"))
+    assert float(row.split("│")[5]) > 1e6
+    assert len(row.split("│")[5].strip()) == 5
 
 
 def test_wrong_moves_and_sums_name_rank_and_token(run, write_module):

@@ -56,7 +56,7 @@ def test_the_bench_has_a_row_of_parts_for_each_call_of_canon():
     rows = host_time.host(shape_of("1,16,2,1,16,causal"), torch.float32, torch.device("cpu"), 1, "canon auto")
     split = [row for row in rows if row["contender"].startswith("canon")]
     assert all(set(row["part_ms"]) == set(host_parts.PARTS) for row in split)
-    assert host_time.parts_table(rows).row_count == len(split) > 0
+    assert host_time.tables(rows)[1].row_count == len(split) > 0
     assert rows[-1]["contender"] == host_time.NO_KERNELS
     assert all(rows[-1][f"{name}_wall_ms"] for name in host_time.MEASURES)
 
@@ -71,7 +71,7 @@ def test_the_training_loop_is_timed_and_compared_with_cudnn(monkeypatch):
     assert all(len(row["loop_wall_ms"]) == 3 for row in timed.values())
     assert timed["SDPA flash"]["loop_to_cudnn"] == 1.0
     assert timed["canon auto"]["loop_to_cudnn"] > 0
-    assert host_time.host_table(rows).row_count == len(rows)
+    assert host_time.tables(rows)[0].row_count == len(rows)
 
 
 def test_an_iteration_of_the_loop_replaces_the_gradients():

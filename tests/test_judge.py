@@ -202,7 +202,7 @@ def test_the_oracle_has_a_sink_and_a_mask_for_each_sequence():
     exact, honest = (f(*narrow, masks, 0.3, dlse, sink) for f in (oracle, orders))
     reach = roundings(*narrow, masks, 0.3, dlse, sink)
     assert all(agreement(one, exact, honest, reach).agrees for one in honest)
-    assert (reach[5] < 0.05 * exact[5].abs()).all(), "a small part of dsink"
+    assert (reach[-1] < 0.05 * exact[-1].abs()).all(), "a small part of dsink"
     packed = oracle(q[0], k[0], v[0], dout[0], masks[0], 0.3, dlse[0], sink)
     torch.testing.assert_close(packed.out, oracle(q, k, v, dout, masks, 0.3, dlse, sink).out[0], rtol=0, atol=1e-13)
 

@@ -1,6 +1,7 @@
 """Fetches, kernels and reductions overlap as the docstrings state, with the stated traffic and buffers."""
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from canon.fast import pipeline
 from canon.fast.transport import Transport, transport_report
 from canon.masks.head_groups import head_groups
 from canon.testing import process_groups, thread_group
-from canon.testing.recording import Event, recording, timeline
+from canon.testing.recording import recording
 
 HALVES = {"reference": reference, "fast": fast}
 B, G, D, DV = 2, 4, 8, 6
@@ -214,6 +215,19 @@ def test_rings_send_before_they_compute(name):
         assert at[f"posted hop {step}"] < at[f"computed forward {step}"] < at[f"waited hop {step}"]
 
 
+def end_of(events, seconds):
+    """Return when a rank is ready: its computations follow one another, and its messages of one kind do, too."""
+    computing, free, arrival = 0.0, Counter(), {}
+    for event in events:
+        if event.what == "waited":
+            computing = max(computing, arrival[event.kind, event.number])
+        elif event.what == "computed":
+            computing += seconds(event)
+        elif event.what == "posted":
+            free[event.kind] = arrival[event.kind, event.number] = max(computing, free[event.kind]) + seconds(event)
+    return max(computing, *free.values())
+
+
 def test_short_first_and_last_head_groups_expose_less():
     """If computing takes twice as long as sending, only the first fetch and the last reduction are exposed."""
     layout, tensors, lasts = Layout.zigzag(12, 3), inputs(12), {}
@@ -226,17 +240,8 @@ def test_short_first_and_last_head_groups_expose_less():
         area = layout.local_mask(Mask.causal(12), 0, range(3)).area
         per_head = 2 * B * 4 * (D + DV)
         seconds = lambda e, area=area: 2 * e.items / area if e.what == "computed" else e.items / per_head
-        bars = timeline(events[last_forward + 1 :], seconds)
-        lasts[first, last] = max(bar.stop for bar in bars)
+        lasts[first, last] = end_of(events[last_forward + 1 :], seconds)
     assert lasts == {(None, None): 2 + 8 + 2, (1, None): 1 + 8 + 2, (None, 1): 2 + 8 + 1, (1, 1): 1 + 8 + 1}
-
-
-def test_a_timeline_follows_the_rules_of_streams():
-    lines = ["posted gather 0", "waited gather 0", "posted gather 1", "computed forward 0", "waited gather 1",
-            "computed forward 1"]  # fmt: skip
-    events = [Event(0, what, kind, int(number)) for what, kind, number in map(str.split, lines)]
-    bars = timeline(events, lambda e: 5 if e.kind == "gather" else 1)
-    assert [(bar.start, bar.stop) for bar in bars] == [(0, 5), (5, 10), (5, 6), (10, 11)]
 
 
 @pytest.mark.parametrize(("options", "forward", "backward"), PATTERNS)

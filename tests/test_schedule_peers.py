@@ -31,7 +31,7 @@ def test_schedules_agree_before_they_are_timed(monkeypatch):
         row["forward_tflops"] > 0 and row["both_ms"] == [1.0] and row["both_launches_ms"] == [0.5] for row in rows
     )
     assert not any(row["peer"] for row in rows)
-    assert schedules.table(rows).row_count == len(rows)
+    assert schedules.tables(rows)[0].row_count == len(rows)
 
 
 def test_a_peer_that_disagrees_is_not_timed(monkeypatch):

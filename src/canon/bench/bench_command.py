@@ -5,19 +5,18 @@
     canon bench host         one GPU: wall and host time of eager calls
     canon bench masks        one GPU, or none: plans of a new mask
     canon bench beside       one GPU: kernels while messages hold SMs
-    canon bench tune         one GPU: tile sizes
-    canon bench schedules    several GPUs
-    canon bench plans        dispatch plans, without a GPU
+    canon bench tune         one GPU: each kernel in many tile sizes
+    canon bench schedules    several GPUs: ring, strided and Magi
+    canon bench plans        no GPU: dispatch plans
 
-A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells alone: forward
-4 h d area, backward 2.5 times that. The record has every single time, and is written after each shape.
+A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells: forward 4 h d
+area, backward 2.5 times that.
 """
 
 import argparse
-import shlex
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 from canon.bench import kernels, plans
-from canon.bench.shapes import MASKS, Shape, shapes_of
+from canon.bench.shapes import MASKS, SWEEP_TOKENS, Shape, shapes_of
 from canon.testing import process_groups, record
 
 # The commands of each option. An option of another command is an error.
@@ -47,34 +46,21 @@ OWNERS = {
 }
 DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20}  # given to every command
 DISAGREES, MISUSED = 1, 2
-HELP = """kernels: forward, every backward and peers, on one GPU; layers: 18 checkpointed layers; host: time of eager calls;
-masks: time of a new mask, with or without a GPU; beside: kernels while others hold SMs; tune: each kernel in many tile sizes;
-schedules: ring, strided and Magi on several GPUs; plans: dispatch plans on a CPU"""
-
-
-@dataclass(frozen=True)
-class _Bench:
-    """A bench of one shape after another: its module, its rows (module, inputs, options) and its tables."""
-
-    module: str
-    measure: Callable[[ModuleType, tuple, argparse.Namespace], list[dict]]
-    tables: Callable[[ModuleType, list[dict]], Iterable[Any]]
-
-
-BENCHES = {
-    "layers": _Bench("layers", lambda m, x, o: m.measure(*x, o.rounds, o.only), lambda m, rows: [m.table(rows)]),
-    "host": _Bench("host_time", lambda m, x, o: m.host(*x, o.rounds, o.only),
-                   lambda m, rows: [m.host_table(rows), m.parts_table(rows)]),
-    "masks": _Bench("mask_time", lambda m, x, o: m.masks(*x, o.rounds), lambda m, rows: [m.mask_table(rows)]),
-    "beside": _Bench("held_sms", lambda m, x, o: m.beside(*x, o.rounds), lambda m, rows: [m.beside_table(rows, m.sms())]),
-    "tune": _Bench("tune", lambda m, x, o: m.tune(*x, o.only, m.candidates(o), o.backend), lambda m, rows: [m.table(rows)]),
-}  # fmt: skip
+# Benches of one shape after another: the module, and its rows from (module, inputs, options).
+BENCHES: dict[str, tuple[str, Callable[[ModuleType, tuple, argparse.Namespace], list[dict]]]] = {
+    "layers": ("layers", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
+    "host": ("host_time", lambda m, x, o: m.host(*x, o.rounds, o.only)),
+    "masks": ("mask_time", lambda m, x, o: m.masks(*x, o.rounds)),
+    "beside": ("held_sms", lambda m, x, o: m.beside(*x, o.rounds)),
+    "tune": ("tune", lambda m, x, o: m.tune(*x, o.only, m.candidates(o), o.backend)),
+}
+Batches = Iterator[tuple[list[dict], Iterable[Any], dict[str, Any]]]  # rows, what is printed, fields of the record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
     add = parser.add_argument
-    add("what", choices=["kernels", *BENCHES, "schedules", "plans"], help=HELP)
+    add("what", choices=["kernels", *BENCHES, "schedules", "plans"], help="the subject, from the list above")
     add("--shape", action="append", help="b,n,h,g,d or b,n,h,g,d,mask (repeatable)", metavar="SHAPE")
     add("--mask", action="append", help=MASKS, metavar="MASK")
     add("--dtype", default=DEFAULTS["dtype"], choices=["bfloat16", "float16", "float32"])
@@ -83,8 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "kernels: the only backend that is forced (default all); tune: triton or gluon (default triton)"
     add("--backend", choices=["triton", "gluon", "cuda"], help=text)
     add("--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG")
-    kernels.add_arguments(parser)
-    plans.add_arguments(parser)
+    widths = "64,128,256"
+    text = f"kernels: 512 to 131072 causal tokens, {SWEEP_TOKENS} in all, for these widths (default {widths})"
+    sets = parser.add_mutually_exclusive_group()
+    sets.add_argument("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
+    sets.add_argument("--auto", action="store_true", help="kernels: the automatic choice and all methods on 12 shapes")
+    text = "kernels: a causal mask and a full one of equal area; --shape without masks"
+    sets.add_argument("--partial", action="store_true", help=text)
+    text = "plans: repeatable (8, 16, 32 and 64); schedules: GPUs (all)"
+    add("--ranks", type=int, action="append", metavar="N", help=text)
+    add("--packs", type=int, default=DEFAULTS["packs"], metavar="N", help="plans: packs for each number of ranks (20)")
     add("--record", type=Path, help="where to write JSON (default canon-bench/WHAT.json)")
 
 
@@ -95,11 +89,23 @@ def run(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
         _check_owners(options)
-        work = _prepared(options, console)
+        batches = _prepared(options)
     except ValueError as error:
         console.print(f"canon bench: {error}", markup=False)
         return MISUSED
-    return work()
+    rows = []
+    for some, shown, more in batches:
+        rows += some
+        for one in shown:
+            console.print(one, markup=False)
+        _keep(options, rows, **more)
+    console.print(f"record: {_record_path(options)}", markup=False)
+    return DISAGREES if any(map(_wrong, rows)) else 0
+
+
+def _wrong(row: dict) -> bool:
+    """Return whether Canon failed: a schedule that is no peer, or a contender."""
+    return "failed" in row and (row.get("peer") is False or row.get("contender", "").startswith("canon"))
 
 
 def _check_owners(options: argparse.Namespace) -> None:
@@ -108,74 +114,49 @@ def _check_owners(options: argparse.Namespace) -> None:
             raise ValueError(f"{name!r} belongs to {' and '.join(owners)}, not to {options.what}")
 
 
-def _prepared(options: argparse.Namespace, console) -> Callable[[], int]:
+def _prepared(options: argparse.Namespace) -> Batches:
     if options.what == "plans":
-        return lambda: _plans(options, console)
+        rows = plans.plans(options)
+        return iter([(rows, plans.tables(rows), {})])
     if not (torch.cuda.is_available() or options.what == "masks"):
         raise ValueError("it measures GPUs, and there is none here")
     if torch.cuda.is_available() and not process_groups.kernel_gpus():
         raise ValueError("it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU")
     if options.what == "kernels":
-        return partial(_kernels, options, kernels.jobs(options), console)
+        return _kernels(options, kernels.jobs(options))
     if options.what == "schedules":
-        from canon.bench import schedules
-
-        return partial(_schedules, options, schedules.program(options), console)
-    module = import_module(f"canon.bench.{BENCHES[options.what].module}")
+        schedules = import_module("canon.bench.schedules")
+        return _schedules(options, schedules, schedules.program(options))
+    module = import_module(f"canon.bench.{BENCHES[options.what][0]}")
     found = shapes_of(options.shape or [], options.mask or [], module.SHAPES)
     if options.what == "masks" and any(not shape.mask_name.startswith("documents:") for shape in found):
         raise ValueError("masks needs packed documents: documents:MEAN")
     if options.what == "tune":
         options.backend = options.backend or "triton"
         module.candidates(options)
-    return partial(_by_shape, options, module, found, console)
+    return _by_shape(options, module, found)
 
 
-def _by_shape(options: argparse.Namespace, module: ModuleType, found: list[Shape], console) -> int:
-    bench, rows = BENCHES[options.what], []
+def _by_shape(options: argparse.Namespace, module: ModuleType, found: list[Shape]) -> Batches:
     device = _device() if torch.cuda.is_available() else None
     for shape in found:
-        some = bench.measure(module, (shape, getattr(torch, options.dtype), device), options)
-        for table in bench.tables(module, some):
-            console.print(table)
-        rows += some
-        _keep(options, rows)
+        rows = BENCHES[options.what][1](module, (shape, getattr(torch, options.dtype), device), options)
+        yield rows, module.tables(rows), {}
         if device is not None:
             torch.cuda.empty_cache()
-    return _told(
-        console, options, any("failed" in row and row.get("contender", "").startswith("canon") for row in rows)
-    )
 
 
-def _kernels(options: argparse.Namespace, jobs: list, console) -> int:
-    rows, more = [], {}
-    for some, more in kernels.measured(options, jobs, _device()):
-        rows += some
-        for table in kernels.speeds(some):
-            console.print(table)
-        _keep(options, rows, **more)
-    for table in kernels.verdicts(more):
-        console.print(table)
-    console.print(kernels.summary(more), markup=False)
-    return _told(console, options, any(row["canon"] and "failed" in row for row in rows))
+def _kernels(options: argparse.Namespace, jobs: list) -> Batches:
+    more = {}
+    for rows, more in kernels.measured(options, jobs, _device()):
+        yield rows, kernels.speeds(rows), more
+    yield [], kernels.conclusions(more), more
 
 
-def _schedules(options: argparse.Namespace, program, console) -> int:
-    from canon.bench import schedules
-
-    rows, program = [], replace(program, keep=partial(_keep, options))
-    for some in schedules.measured(program, options.ranks[0] if options.ranks else None):
-        rows += some
-        console.print(schedules.table(some))
-        _keep(options, rows)
-    return _told(console, options, any("failed" in row for row in rows if not row["peer"]))
-
-
-def _plans(options: argparse.Namespace, console) -> int:
-    rows = plans.plans(options)
-    console.print(plans.table(rows))
-    _keep(options, rows)
-    return _told(console, options, False)
+def _schedules(options: argparse.Namespace, schedules: ModuleType, program: Any) -> Batches:
+    program = replace(program, keep=partial(_keep, options))
+    for rows in schedules.measured(program, options.ranks[0] if options.ranks else None):
+        yield rows, schedules.tables(rows), {}
 
 
 def _device() -> torch.device:
@@ -190,16 +171,6 @@ def _keep(options: argparse.Namespace, rows: list[dict], **more: Any) -> None:
     record.write(_record_path(options), _command(options), rows, dtype=options.dtype, **more)
 
 
-def _told(console, options: argparse.Namespace, wrong: bool) -> int:
-    console.print(f"record: {_record_path(options)}", markup=False)
-    return DISAGREES if wrong else 0
-
-
 def _command(options: argparse.Namespace) -> str:
-    words = ["canon", "bench", options.what]
-    for name, owners in OWNERS.items():
-        value = getattr(options, name)
-        if options.what in owners and value not in (None, "", False, []):
-            for each in value if isinstance(value, list) else [value]:
-                words += [f"--{name}"] if each is True else [f"--{name}", str(each)]
-    return shlex.join(words)
+    given = {name: getattr(options, name) for name, owners in OWNERS.items() if options.what in owners}
+    return record.command("canon", "bench", options.what, **given)

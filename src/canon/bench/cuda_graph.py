@@ -1,7 +1,6 @@
 """Capture both passes of attention in a CUDA graph, as a training loop captures a layer.
 
-Eager calls on a side stream plan and compile. The capture has new leaves, because autograd synchronises with the stream on
-which it first saw a leaf.
+The capture has new leaves, because autograd synchronises with the stream on which it first saw a leaf.
 """
 
 from collections.abc import Callable

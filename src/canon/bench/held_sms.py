@@ -1,7 +1,7 @@
 """`canon bench beside`: measure kernels while another stream holds SMs, as NCCL's messages do.
 
-With p SMs, h of them held, a kernel can at best take p / (p - h) times as long. One GPU has no messages, so a kernel that
-only waits stands for them: a CTA on each held SM, with so many threads that no CTA of a Hopper kernel fits beside it.
+With p SMs, h of them held, a kernel takes at least p / (p - h) times as long. Instead of messages, a kernel that only waits
+holds SMs: its CTA has so many threads that no CTA of a Hopper kernel fits on the SM.
 """
 
 import statistics
@@ -14,7 +14,7 @@ import triton
 from triton.language.extra.cuda import globaltimer
 
 from canon.bench.shapes import Shape
-from canon.bench.timing import LEAD
+from canon.bench.timing import LEAD, table
 
 SHAPES = [
     "1,2048,32,8,128,causal", "1,4096,32,8,128,causal", "1,16384,32,8,128,causal", "1,8192,32,8,128,full",
@@ -75,19 +75,12 @@ def _milliseconds(run: Callable[[], object], held: int, expected: float, side: t
     return events[0].elapsed_time(events[1]) / CALLS
 
 
-def sms() -> int:
-    """Return the number of SMs of the current GPU."""
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-
-
-def beside_table(rows: Sequence[dict], sms: int):
+def tables(rows: Sequence[dict]) -> list:
     """Return a table of medians, in brackets over the best possible."""
-    from rich.table import Table
-
     title = "GPU ms while other kernels hold SMs; in brackets: over the time without them x SMs / free SMs"
-    shown = Table("shape", "kernel", *(f"{held} held" for held in HELD), title=title)
+    sms, lines = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count, []
     for row in rows:
         medians = {held: statistics.median(row["held_ms"][str(held)]) for held in HELD}
         ratios = {held: x * (sms - held) / (medians[0] * sms) for held, x in medians.items()}
-        shown.add_row(row["shape"], row["kernel"], *(f"{medians[x]:.3f} ({ratios[x]:.2f})" for x in HELD))
-    return shown
+        lines.append((row["shape"], row["kernel"], *(f"{medians[x]:.3f} ({ratios[x]:.2f})" for x in HELD)))
+    return [table(title, ("shape", "kernel", *(f"{held} held" for held in HELD)), lines)]

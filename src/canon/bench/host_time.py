@@ -6,8 +6,7 @@
     loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
     parts          the host time of both passes by part: `canon.bench.host_parts`
 
-"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides the median wall time of the loop by
-that of SDPA with the cuDNN backend.
+"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides median wall times of the loop.
 """
 
 import statistics
@@ -19,9 +18,9 @@ import torch
 from torch import Tensor
 
 from canon.bench.host_parts import PARTS, host_parts
-from canon.bench.peers import Contender, contenders
+from canon.bench.peers import Contender, attended, contenders
 from canon.bench.shapes import Shape
-from canon.bench.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, synchronize
+from canon.bench.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, synchronize, table
 from canon.fast.local import empty_result
 from canon.testing.judge import Attended, dense, oracle
 
@@ -57,45 +56,34 @@ def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, on
     for contender in contenders(shape, device, only or CONTENDERS):
         row: dict[str, Any] = {"contender": contender.name, "shape": str(shape)}
         rows.append(row)
-        made = contender.tried(row, partial(_called, contender, leaves, dout))
-        if made is None:
+        made = contender.agreeing(row, partial(_called, contender, leaves, dout), exact, honest)
+        if not made:
             continue
-        attend, got = made
-        row |= contender.judged(got, exact, honest)
-        if "failed" in row:
-            continue
-        measured = [*_measures(row, contender, attend, leaves, dout)]
+        measured = [*_measures(row, contender, made[0], leaves, dout)]
         runs += measured
         if contender.canon:
             split.append((row, measured[MEASURES.index("both")].run))
     rows.append({"contender": NO_KERNELS, "shape": str(shape)})
-    runs += _measures(
-        rows[-1], Contender(NO_KERNELS, lambda: NoKernels.apply, NO_KERNELS), NoKernels.apply, leaves, dout
-    )
+    no_kernels = Contender(NO_KERNELS, lambda: NoKernels.apply, NO_KERNELS)
+    runs += _measures(rows[-1], no_kernels, NoKernels.apply, leaves, dout)
     eager_rounds(runs, rounds, device)
-    for _ in range(rounds):
-        for row, both in split:
-            for part, milliseconds in host_parts(both, PART_CALLS).items():
-                row.setdefault("part_ms", {}).setdefault(part, []).append(milliseconds)
-            synchronize(device)
+    for row, both in split * rounds:
+        for part, milliseconds in host_parts(both, PART_CALLS).items():
+            row.setdefault("part_ms", {}).setdefault(part, []).append(milliseconds)
+        synchronize(device)
     for row in rows:
         for name in ("chain_wall_ms", "chain_host_ms"):
             row[name] = [x / LAYERS for x in row.get(name, [])]
-    _compare_with_cudnn(rows)
-    return rows
-
-
-def _compare_with_cudnn(rows: list[dict[str, Any]]) -> None:
     medians = {row["contender"]: statistics.median(row["loop_wall_ms"]) for row in rows if row.get("loop_wall_ms")}
-    for row in rows if CUDNN in medians else []:
-        if row["contender"] in medians:
+    for row in rows:
+        if CUDNN in medians and row["contender"] in medians:
             row["loop_to_cudnn"] = medians[row["contender"]] / medians[CUDNN]
+    return rows
 
 
 def _called(contender: Contender, leaves: list[Tensor], dout: Tensor) -> tuple[Callable, Attended]:
     attend = contender.make()
-    out = attend(*leaves)
-    return attend, Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
+    return attend, attended(attend, leaves, dout)
 
 
 def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Tensor], dout: Tensor) -> Iterator[Eager]:
@@ -122,32 +110,21 @@ def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Te
         yield Eager.listed(row, name, contender.inside(run))
 
 
-def host_table(rows: Sequence[dict]):
-    """Return a table of medians."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    title = (
-        f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; loop: a training loop; memory of the whole chain"
+def tables(rows: Sequence[dict]) -> list:
+    """Return a table of medians, and one of the parts."""
+    title, lines = (
+        f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; loop: a training loop; memory of the chain",
+        [],
     )
-    shown = Table("shape", "contender", *MEASURES, "to cuDNN", "peak MB", title=title)
     for row in rows:
         cells = [clocks(row, name) for name in MEASURES]
         cells += [f"{row['loop_to_cudnn']:.2f}" if "loop_to_cudnn" in row else "-"]
         if "failed" in row:
             cells = [row["failed"][:60], *[""] * len(MEASURES)]
-        shown.add_row(row["shape"], row["contender"], *map(escape, cells), shown_mb(row))
-    return shown
-
-
-def parts_table(rows: Sequence[dict]):
-    """Return a table of the parts' medians, in microseconds."""
-    from rich.table import Table
-
-    shown = Table("shape", "contender", *PARTS, title="host us of both passes, by part")
-    for row in rows:
-        if "part_ms" in row:
-            shown.add_row(
-                row["shape"], row["contender"], *(f"{1e3 * statistics.median(row['part_ms'][x]):.0f}" for x in PARTS)
-            )
-    return shown
+        lines.append((row["shape"], row["contender"], *cells, shown_mb(row)))
+    split = [(row["shape"], row["contender"], *(f"{1e3 * statistics.median(row['part_ms'][x]):.0f}" for x in PARTS))
+             for row in rows if "part_ms" in row]  # fmt: skip
+    return [
+        table(title, ("shape", "contender", *MEASURES, "to cuDNN", "peak MB"), lines),
+        table("host us of both passes, by part", ("shape", "contender", *PARTS), split),
+    ]

@@ -5,7 +5,7 @@
     canon bench kernels --auto                 is "auto" close to the fastest method?
     canon bench kernels --partial              what do tiles on the diagonal cost?
 
-Agreement comes first, then GPU time and wall time in rounds. A CUDA graph of both passes is timed last.
+Agreement comes first, then times in rounds. A CUDA graph of both passes is timed last.
 """
 
 import argparse
@@ -20,19 +20,8 @@ from canon.bench import roofline, shapes
 from canon.bench.cuda_graph import captured
 from canon.bench.peers import Contender, contenders, installed
 from canon.bench.shapes import Shape
-from canon.bench.timing import Eager, Run, ceilings, clocks, eager_rounds, peak_mb, shown_mb, take_turns
+from canon.bench.timing import Eager, Run, ceilings, clocks, eager_rounds, peak_mb, shown_mb, table, take_turns
 from canon.testing.judge import Attended, dense, oracle
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``canon bench kernels``."""
-    widths = "64,128,256"
-    text = f"kernels: 512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths (default {widths})"
-    sets = parser.add_mutually_exclusive_group()
-    sets.add_argument("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
-    sets.add_argument("--auto", action="store_true", help="kernels: the automatic choice and all methods on 12 shapes")
-    text = "kernels: a causal mask and a full one of equal area; --shape without masks"
-    sets.add_argument("--partial", action="store_true", help=text)
 
 
 def jobs(options: argparse.Namespace) -> list[tuple[Shape, ...]]:
@@ -74,16 +63,9 @@ def measured(
 
 
 def measure(
-    job: Sequence[Shape],
-    dtype: torch.dtype,
-    device: torch.device,
-    only: str,
-    rounds: int,
-    ceilings: dict[str, float],
-    *,
-    others: bool = True,
-    backend: str | None = None,
-) -> list[list[dict]]:
+    job: Sequence[Shape], dtype: torch.dtype, device: torch.device, only: str, rounds: int, ceilings: dict[str, float],
+    *, others: bool = True, backend: str | None = None
+) -> list[list[dict]]:  # fmt: skip
     """Return, for each shape, a row per contender."""
     timed = Timed()
     found = partial(contenders, device=device, only=only, others=others, backend=backend)
@@ -118,14 +100,10 @@ def _prepare(
     rows, forwards = [], set()
     for contender in found:
         rows.append(row := _row(shape, contender))
-        made = contender.tried(row, partial(_passes, contender, (q, k, v), dout))
-        if made is None:
+        passes = partial(_passes, contender, (q, k, v), dout, group)
+        if not (made := contender.agreeing(row, passes, exact, honest)):
             continue
-        forward, backward, out, (dq, dk, dv) = made
-        heads = out[-1:, :, -group:], None, dq[-1:, :, -group:], dk[-1:, :, -1:], dv[-1:, :, -1:]
-        row |= contender.judged(Attended(*heads), exact, honest)
-        if "failed" in row:
-            continue
+        forward, backward, _ = made
         both = contender.inside(partial(_both, forward, q, k, v, dout))
         row |= {"peak_mb": peak_mb(both, device), "backward_ms": []}
         timed.runs.append((backward, row["backward_ms"]))
@@ -139,11 +117,14 @@ def _prepare(
     return rows
 
 
-def _passes(contender: Contender, leaves: tuple, dout: torch.Tensor) -> tuple:
+def _passes(contender: Contender, leaves: tuple, dout: torch.Tensor, group: int) -> tuple:
+    """Return both passes, and the results of the last sequence and key head."""
     forward = contender.inside(contender.make())
     out = forward(*leaves)
     backward = contender.inside(partial(torch.autograd.grad, out, leaves, dout, retain_graph=True))
-    return forward, backward, out, backward()
+    dq, dk, dv = backward()
+    heads = out[-1:, :, -group:], None, dq[-1:, :, -group:], dk[-1:, :, -1:], dv[-1:, :, -1:]
+    return forward, backward, Attended(*heads)
 
 
 def _both(forward: Callable, q, k, v, dout) -> None:
@@ -166,54 +147,35 @@ def _row(shape: Shape, contender: Contender) -> dict:
     return row | {name: getattr(shape, name) for name in ("b", "n", "h", "g", "d")} | {"mask": shape.mask_name}
 
 
-def verdicts(more: dict[str, Any]) -> list:
-    """Return the tables of --auto and --partial."""
-    return [show(more[name]) for name, show in (("auto", _auto), ("partial", _partial)) if name in more]
-
-
-def summary(more: dict[str, Any]) -> str:
-    """Return a line with the ceilings and the peers."""
+def conclusions(more: dict[str, Any]) -> list:
+    """Return the tables of --auto and --partial, and a line with the ceilings and the peers."""
+    auto = [
+        (x["shape"], x["pass"], x["best"], f"{x['auto_to_best']:.2f} x", str(x["within"])) for x in more.get("auto", ())
+    ]
+    costs = [(x["partial"], x["full"], x["contender"], x["pass"], f"{x['cost']:+.1%}", str(x["within"]))
+             for x in more.get("partial", ())]  # fmt: skip
+    columns = ("shape", "pass", "fastest", "auto takes", "within 10 %")
+    tables = [table('"auto" against the fastest method', columns, auto)] if auto else []
+    columns = ("partial", "full", "contender", "pass", "cost", "within 8 %")
+    tables += [table("partial masks, equal area", columns, costs)] if costs else []
     measured = "{matmul_tflops:.0f} TFLOP/s in a product, {copy_tbs:.2f} TB/s in a copy".format(**more["ceilings"])
-    return "; ".join([f"ceilings: {measured}", *(f"{name}: {text}" for name, text in more["peers"].items())])
+    return [*tables, "; ".join([f"ceilings: {measured}", *(f"{name}: {text}" for name, text in more["peers"].items())])]
 
 
 def speeds(rows: list[dict]) -> Iterator[Any]:
     """Yield a table for each shape."""
-    from rich.markup import escape
-    from rich.table import Table
-
     times, shares = ("forward ms", "both ms", "graph ms"), ("of roof", "to peer")
     columns = ("contender", "agrees", *times, "forward", *shares, "backward", *shares, "peak MB")
     text = "wall (host) ms: eager calls, replayed graph; TFLOP/s of GPU time, share of the roofline, ratio to the fastest peer"
-    text += "; memory of both passes"
     for shape in dict.fromkeys(row["shape"] for row in rows):
-        shown = Table(*columns, title=f"{shape}: {text}")
-        for row in (row for row in rows if row["shape"] == shape):
-            speeds = [clocks(row, name) for name in ("forward", "both", "graph")]
-            for name in roofline.PASSES:
-                for kind, form in (("tflops", ".0f"), ("roofline", ".0%"), ("to_peer", ".2f")):
-                    key = f"{name}_{kind}"
-                    speeds.append(format(row[key], form) if key in row else "-")
-            verdict = row.get("failed") or row.get("declined") or f"{row['agrees']} ({row['worst']})"
-            shown.add_row(row["contender"], escape(verdict), *speeds, shown_mb(row))
-        yield shown
+        lines = [_line(row) for row in rows if row["shape"] == shape]
+        yield table(f"{shape}: {text}; memory of both passes", columns, lines)
 
 
-def _auto(verdicts: list[dict]):
-    from rich.table import Table
-
-    shown = Table("shape", "pass", "fastest", "auto takes", "within 10 %", title='"auto" against the fastest method')
-    for row in verdicts:
-        shown.add_row(row["shape"], row["pass"], row["best"], f"{row['auto_to_best']:.2f} x", str(row["within"]))
-    return shown
-
-
-def _partial(costs: list[dict]):
-    from rich.table import Table
-
-    shown = Table("partial", "full", "contender", "pass", "cost", "within 8 %", title="partial masks, equal area")
-    for row in costs:
-        shown.add_row(
-            row["partial"], row["full"], row["contender"], row["pass"], f"{row['cost']:+.1%}", str(row["within"])
-        )
-    return shown
+def _line(row: dict) -> tuple[str, ...]:
+    forms = {"tflops": ".0f", "roofline": ".0%", "to_peer": ".2f"}
+    keys = [(f"{name}_{kind}", form) for name in roofline.PASSES for kind, form in forms.items()]
+    numbers = [format(row[key], form) if key in row else "-" for key, form in keys]
+    verdict = row.get("failed") or row.get("declined") or f"{row['agrees']} ({row['worst']})"
+    times = [clocks(row, name) for name in ("forward", "both", "graph")]
+    return row["contender"], verdict, *times, *numbers, shown_mb(row)

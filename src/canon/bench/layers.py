@@ -1,8 +1,7 @@
 """`canon bench layers`: measure time and peak memory of 18 checkpointed attention layers, beside dense attention.
 
-A layer is x + attention(q, k, v): queries x, keys the first heads of x, values its last ones. It has no weights, so its
-memory is that of activations and gradients: 2 b n h d bytes a layer in 16 bits. Dense attention also holds the scores,
-weights and gradients of one layer at a time.
+A layer is x + attention(q, k, v): queries x, keys the first heads of x, values its last ones. Without weights, its memory is
+that of activations and gradients: 2 b n h d bytes a layer in 16 bits.
 """
 
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from canon.bench.peers import Attend, Contender, attention, contenders, forced
+from canon.bench.peers import Attend, Contender, attended, attention, contenders, forced
 from canon.bench.shapes import Shape, asked_for
-from canon.bench.timing import Eager, Run, clocks, eager_rounds, peak_mb, shown_mb, take_turns
+from canon.bench.timing import Eager, Run, clocks, eager_rounds, peak_mb, shown_mb, table, take_turns
 from canon.testing.judge import Attended, dense, oracle
 
 SHAPES = ["2,1024,8,1,256,prefix:768"]
@@ -34,16 +33,11 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int,
     for contender in layer_contenders(shape, device, only):
         row: dict[str, Any] = {"contender": contender.name, "shape": str(shape), "layers": LAYERS}
         rows.append(row)
-        made = contender.tried(row, partial(_made, contender, shape, leaves, dout))
-        if made is None:
-            continue
-        step, got = made
-        row |= contender.judged(got, exact, honest)
-        if "failed" in row:
-            continue
-        row |= {"peak_mb": peak_mb(step, device), "both_ms": []}
-        runs.append((step, row["both_ms"]))
-        eager.append(Eager.listed(row, "both", step))
+        made = contender.agreeing(row, partial(_made, contender, shape, leaves, dout), exact, honest)
+        if made:
+            row |= {"peak_mb": peak_mb(made[0], device), "both_ms": []}
+            runs.append((made[0], row["both_ms"]))
+            eager.append(Eager.listed(row, "both", made[0]))
     take_turns(runs, rounds)
     eager_rounds(eager, rounds, device)
     return rows
@@ -76,25 +70,16 @@ def layer(attend: Attend, key_heads: int, x: Tensor) -> Tensor:
 def _made(contender: Contender, shape: Shape, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Run, Attended]:
     attend = contender.make()
     step = contender.inside(partial(both, attend, shape.g, leaves[0], dout))
-    got = contender.inside(partial(_one_layer, attend, leaves, dout))()
+    got = contender.inside(partial(attended, attend, leaves, dout))()
     step()
     return step, got
 
 
-def _one_layer(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> Attended:
-    out = attend(*leaves)
-    return Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
-
-
-def table(rows: Sequence[dict]):
+def tables(rows: Sequence[dict]) -> list:
     """Return a table of medians."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    columns = ("shape", "contender", "wall (host) ms", "GPU ms", "peak MB")
-    shown = Table(*columns, title=f"both passes of {LAYERS} checkpointed layers")
+    columns, lines = ("shape", "contender", "wall (host) ms", "GPU ms", "peak MB"), []
     for row in rows:
         reason = row.get("failed") or row.get("declined")
         cells = [reason[:60], ""] if reason else [clocks(row, "both"), f"{median(row['both_ms']):.2f}"]
-        shown.add_row(row["shape"], row["contender"], *map(escape, cells), shown_mb(row))
-    return shown
+        lines.append((row["shape"], row["contender"], *cells, shown_mb(row)))
+    return [table(f"both passes of {LAYERS} checkpointed layers", columns, lines)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from canon.bench.shapes import Shape, documents
-from canon.bench.timing import eager, peak_mb
+from canon.bench.timing import eager, peak_mb, table
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
 
@@ -30,25 +30,20 @@ H200 = (9, 0), 132, 232448  # capability, multiprocessors, bytes of shared memor
 
 def masks(shape: Shape, dtype: torch.dtype, device: torch.device | None, rounds: int) -> list[dict[str, Any]]:
     """Return the rows "one GPU" and "magi, 8 ranks" for ``rounds`` new masks. ``device``: None without a GPU."""
+    from canon.fast.kernels.launcher import Gpu
+
     mean = int(shape.mask_name.partition(":")[2])
     lists = [documents(shape.n, mean, seed=1000 + seed) for seed in range(2 * (rounds + WARMING))]
     given = {"heads": (shape.h, shape.g), "widths": (shape.d, shape.d), "batch": shape.b, "dtype": dtype}
-    given["device"] = _h200() if device is None else device
+    given["device"] = device or Gpu(*H200)
     rows: list[dict[str, Any]] = []
     call = None if device is None else _both_passes(shape, dtype, device)
     for case, measure in (("one GPU", partial(_one_gpu, call, device)), (f"magi, {RANKS} ranks", _magi)):
         times = [measure(lists[2 * place : 2 * place + 2], given, place) for place in range(rounds + WARMING)]
-        rows.append(
-            {"shape": str(shape), "case": case, "documents": [len(ends) - 1 for ends in lists[2 * WARMING :: 2]]}
-        )
+        counts = [len(ends) - 1 for ends in lists[2 * WARMING :: 2]]
+        rows.append({"shape": str(shape), "case": case, "documents": counts})
         rows[-1] |= {name: [each[name] for each in times[WARMING:]] for name in times[0]}
     return rows
-
-
-def _h200() -> Any:
-    from canon.fast.kernels.launcher import Gpu
-
-    return Gpu(*H200)
 
 
 def _both_passes(shape: Shape, dtype: torch.dtype, device: torch.device) -> Callable[[Mask], None]:
@@ -109,11 +104,9 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return 1e3 * (time.perf_counter() - start), result
 
 
-def mask_table(rows: Sequence[dict]):
+def tables(rows: Sequence[dict]) -> list:
     """Return a table of medians."""
-    from rich.table import Table
-
-    names = (
+    names = [
         "made",
         "first",
         "repeated",
@@ -125,12 +118,11 @@ def mask_table(rows: Sequence[dict]):
         "all",
         "pickle",
         "load",
-    )
-    shown = Table(
-        "shape", "case", "documents", *names, "peak MB", title="new packed masks: milliseconds; memory of a call"
-    )
+    ]
+    lines = []
     for row in rows:
         medians = [f"{median(row[f'{name}_ms']):.2f}" if f"{name}_ms" in row else "" for name in names]
         peak = f"{median(row['peak_mb']):.0f}" if "peak_mb" in row else ""
-        shown.add_row(row["shape"], row["case"], f"{median(row['documents']):.0f}", *medians, peak)
-    return shown
+        lines.append((row["shape"], row["case"], f"{median(row['documents']):.0f}", *medians, peak))
+    title = "new packed masks: milliseconds; memory of a call"
+    return [table(title, ("shape", "case", "documents", *names, "peak MB"), lines)]

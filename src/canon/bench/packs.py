@@ -1,7 +1,7 @@
 """Sample packs of documents with a published distribution of lengths.
 
-Longer documents are cut into pieces of a quarter pack and a rest. All pieces of 13 million documents are shuffled and
-packed in order. A piece that crosses the end of a pack continues in the next pack.
+Long documents are cut into quarter packs and a rest. All pieces are shuffled and packed in order. A piece that crosses the
+end of a pack continues in the next pack.
 
 Source: histogram and recipe of MagiAttention's benchmark (Zewei Tao and Yunpeng Huang, SandAI, 2025).
 """

@@ -3,7 +3,7 @@
 canon BACKEND METHOD             forced; "in order": under `torch.use_deterministic_algorithms(True)`
 canon auto                       a call without options; and with ``rank_invariant=True``
 SDPA cudnn, SDPA flash           torch's attention, causal or full
-SDPA mask, eager, eager float32  dense masks (`dense_peers`), small shapes
+SDPA mask, eager, eager float32  dense masks, small shapes
 torch varlen                     packed documents
 FlexAttention                    compiled, with the BlockMask of the same mask
 flash-attn-4 (deterministic)     where it is installed
@@ -12,7 +12,7 @@ flash-attn-4 (deterministic)     where it is installed
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.bench import dense_peers
 from canon.bench.shapes import Shape, asked_for, blocks, packed
-from canon.testing.judge import Attended, agreement
+from canon.testing.judge import Agreement, Attended, agreement
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 FLASH4 = "flash-attn-4"
 LARGEST_DENSE = 1 << 32  # cells of a mask that may be written out to make a BlockMask
 DECLINED = ValueError, NotImplementedError, ModuleNotFoundError  # the last one: a backend is not installed
+EAGER_BOUND = 8.0  # of "eager", which rounds scores: a score s changes its weight by s roundings, not by one
 LARGEST_EAGER = 1 << 28  # cells of the scores of all heads, for contenders with dense masks
 
 
@@ -48,20 +48,18 @@ class Contender:
     def canon(self) -> bool:
         return self.name.startswith("canon")
 
-    def judged(self, got: Attended, exact: Attended, honest: Attended) -> dict[str, Any]:
-        verdict = agreement(got, exact, honest)
-        worst = verdict.worst
-        agrees = verdict.agrees or bool(worst and worst.ratio <= self.bound)
-        row = {"agrees": agrees, "worst": f"{worst.tensor} {worst.norm} {worst.ratio:.2f}" if worst else ""}
-        return row if agrees else row | {"failed": f"disagrees: {verdict}"}
-
-    def tried(self, row: dict[str, Any], call: Callable[[], Any]) -> Any:
+    def agreeing(
+        self, row: dict[str, Any], call: Callable[[], tuple], exact: Attended, honest: Attended
+    ) -> tuple | None:
+        """Return the results of ``call`` if the last one agrees. Otherwise write the reason into the row."""
         try:
-            return call()
+            made = call()
         except Exception as error:  # a peer may lack a width or a mask
             declined = self.declines and isinstance(error, DECLINED)
             row["declined" if declined else "failed"] = f"{type(error).__name__}: {error}"[:300]
             return None
+        row |= verdict_row(agreement(made[-1], exact, honest), self.bound)
+        return None if "failed" in row else made
 
     def inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -69,6 +67,13 @@ class Contender:
                 return call(*arguments)
 
         return run
+
+
+def verdict_row(verdict: Agreement, bound: float = 1.0) -> dict[str, Any]:
+    """Return the fields of a row. ``bound``: the largest ratio to the judge's bound."""
+    agrees = verdict.agrees or bool(verdict.worst and verdict.worst.ratio <= bound)
+    row = {"agrees": agrees, "worst": str(verdict.worst or "")}
+    return row if agrees else row | {"failed": f"disagrees: {verdict}"}
 
 
 def contenders(
@@ -79,6 +84,12 @@ def contenders(
     if others:
         found += [*_torch(shape, device), *_dense(shape, device), *_flash4(shape, device)]
     return [contender for contender in found if asked_for(contender.name, only)]
+
+
+def attended(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> Attended:
+    """Return out and the gradients of the leaves."""
+    out = attend(*leaves)
+    return Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
 
 
 def installed() -> dict[str, str]:
@@ -100,7 +111,9 @@ def _canon(shape: Shape, chosen: str | None) -> Iterator[Contender]:
             yield Contender(f"{name} {method}", make, name, declines=True, around=around)
         if backend == "gluon":
             make = partial(attention, shape, "fused")
-            yield Contender(f"{name} fused in order", make, name, declines=True, around=_in_order)
+            yield Contender(
+                f"{name} fused in order", make, name, declines=True, around=partial(forced, "gluon", in_order=True)
+            )
     yield Contender("canon auto", partial(attention, shape, "auto"), "canon auto")
     name = "canon auto, rank invariant"
     yield Contender(name, partial(attention, shape, "auto", rank_invariant=True), name)
@@ -114,17 +127,15 @@ def attention(shape: Shape, method: str, **options: bool) -> Attend:
 
 
 @contextmanager
-def forced(backend: str) -> Iterator[None]:
+def forced(backend: str, in_order: bool = False) -> Iterator[None]:
     """Use a backend for both passes: the backward runs in this thread, too."""
     from canon import fast
 
-    with fast.backend(backend), torch.autograd.set_multithreading_enabled(False):
-        yield
-
-
-@contextmanager
-def _in_order() -> Iterator[None]:
-    with deterministic(), forced("gluon"):
+    with (
+        deterministic() if in_order else nullcontext(),
+        fast.backend(backend),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         yield
 
 
@@ -168,9 +179,47 @@ def _sdpa_by(backend: str, shape: Shape) -> Attend:
 def _dense(shape: Shape, device: torch.device) -> Iterator[Contender]:
     if shape.b * shape.h * shape.n * shape.keys > LARGEST_EAGER:
         return
-    for name, make in dense_peers.MAKERS.items():
-        bound = dense_peers.EAGER_BOUND if name == "eager" else 1.0
+    for name, make in DENSE.items():
+        bound = EAGER_BOUND if name == "eager" else 1.0
         yield Contender(name, partial(make, shape, device), name, bound=bound)
+
+
+def _eager(scores_dtype: torch.dtype | None, shape: Shape, device: torch.device) -> Attend:
+    """Return softmax(q k^T / sqrt(d) + mask) v as models write it, with scores and softmax in ``scores_dtype`` (None: of q)."""
+    hidden = ~shape.mask.dense().to(device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = _by_query_head(q, k, v)
+        wide_q, wide_k = (x.to(scores_dtype or x.dtype) for x in (q, k))
+        scores = torch.matmul(wide_q, wide_k.transpose(2, 3)) * shape.d**-0.5
+        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+        return torch.matmul(weights.to(v.dtype), v).transpose(1, 2)
+
+    return attend
+
+
+def _masked_sdpa(shape: Shape, device: torch.device) -> Attend:
+    """Return SDPA with a dense mask."""
+    seen = shape.mask.dense().to(device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = _by_query_head(q, k, v)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+
+    return attend
+
+
+def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    return (q, k, v) if group == 1 else (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+
+
+DENSE: dict[str, Callable[[Shape, torch.device], Attend]] = {
+    "SDPA mask": _masked_sdpa,
+    "eager": partial(_eager, None),
+    "eager float32": partial(_eager, torch.float32),
+}
 
 
 def _varlen(shape: Shape, device: torch.device) -> Attend:

@@ -1,7 +1,6 @@
 """`canon bench plans`: measure balance, volume and time of dispatch plans, without a GPU.
 
-Each pack is planned on one thread with an empty cache. Balance is the largest area over max(mean, largest chunk). Volume is
-the part of an all-gather that moves.
+The cache is empty. Balance is the largest area over max(mean, largest chunk), volume the part of an all-gather that moves.
 """
 
 import argparse
@@ -11,23 +10,12 @@ import time
 import torch
 
 from canon.bench.packs import sampled_packs
+from canon.bench.timing import table
 from canon.masks.mask import Mask
 
 TOKENS = 8192  # a rank
 CHUNK = 1024
 LARGE = 1024, 10_000_000  # ranks, tokens
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``canon bench plans`` besides those of ``canon bench``."""
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        action="append",
-        metavar="N",
-        help="plans: repeatable (8, 16, 32 and 64); schedules: GPUs (all)",
-    )
-    parser.add_argument("--packs", type=int, default=20, metavar="N", help="plans: packs for each number of ranks (20)")
 
 
 def plans(options: argparse.Namespace) -> list[dict]:
@@ -55,34 +43,24 @@ def _row(kind: str, ranks: int, masks: list[Mask]) -> dict:
     from canon.fast import magi, planner  # loads Triton: not before it is needed
     from canon.masks.plan_cache import PLANS
 
-    balance, volume, receive, milliseconds = [], [], [], []
+    row: dict = {"kind": kind, "ranks": ranks, "tokens": masks[0].queries, "chunk": CHUNK}
+    row |= {"balance": [], "volume": [], "worst_receive": [], "ms": []}
     for mask in masks:
         PLANS.clear()
         start = time.perf_counter()
         layout = planner.dispatch(mask, ranks, chunk=CHUNK)
-        milliseconds.append(1e3 * (time.perf_counter() - start))
+        row["ms"].append(1e3 * (time.perf_counter() - start))
         report = magi.plan_report(mask, layout, chunk=CHUNK)
-        balance.append(report.balance)
-        volume.append(report.volume)
-        receive.append(report.worst_receive)
-    return {
-        "kind": kind,
-        "ranks": ranks,
-        "tokens": masks[0].queries,
-        "chunk": CHUNK,
-        "balance": balance,
-        "volume": volume,
-        "worst_receive": receive,
-        "ms": milliseconds,
-    }
+        for name in ("balance", "volume", "worst_receive"):
+            row[name].append(getattr(report, name))
+    return row
 
 
-def table(rows: list[dict]):
-    """Means over the packs, and the median time."""
-    from rich.table import Table
-
-    shown = Table("sequence", "ranks", "tokens", "balance", "volume", "worst receive", "ms", title="plans (means)")
+def tables(rows: list[dict]) -> list:
+    """Return a table of means over the packs, and of the median time."""
+    lines = []
     for row in rows:
         means = [f"{statistics.mean(row[name]):.3f}" for name in ("balance", "volume", "worst_receive")]
-        shown.add_row(row["kind"], str(row["ranks"]), str(row["tokens"]), *means, f"{statistics.median(row['ms']):.0f}")
-    return shown
+        time = f"{statistics.median(row['ms']):.0f}"
+        lines.append((row["kind"], str(row["ranks"]), str(row["tokens"]), *means, time))
+    return [table("plans (means)", ("sequence", "ranks", "tokens", "balance", "volume", "worst receive", "ms"), lines)]

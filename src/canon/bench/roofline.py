@@ -49,14 +49,9 @@ def auto_verdicts(rows: list[dict]) -> list[dict]:
     verdicts = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
         for name in PASSES:
-            times = {
-                row["contender"]: statistics.median(row[f"{name}_ms"])
-                for row in rows
-                if row["shape"] == shape
-                and row["canon"]
-                and row.get(f"{name}_ms")
-                and "invariant" not in row["contender"]
-            }
+            timed = [row for row in rows if row["shape"] == shape and row["canon"] and row.get(f"{name}_ms")]
+            times = {row["contender"]: statistics.median(row[f"{name}_ms"]) for row in timed}
+            times = {contender: x for contender, x in times.items() if "invariant" not in contender}
             auto = times.pop("canon auto", None)
             if auto and times:
                 best = min(times, key=lambda contender: times[contender])

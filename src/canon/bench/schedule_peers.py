@@ -1,7 +1,7 @@
 """List the contenders of `canon bench schedules`: Canon's and torch's context parallel.
 
-torch's context parallel replaces SDPA while a context is open, in the backward pass too: ``around`` opens it, and is not
-timed. Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
+torch's context parallel replaces SDPA while a context is open, in the backward pass too: ``around`` opens it, untimed.
+Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
 """
 
 from collections.abc import Callable, Iterator
@@ -53,21 +53,12 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
         for kept in (False, True):
             attend = partial(fast.magi_attention, mask=mask, layout=planned, stages=stages, keep_kv=kept)
             found.append(Schedule(f"magi, {stages} stages" + kept * ", keys kept", planned, attend))
-    found += _rank_invariant(shape, ranks)
-    return [schedule for schedule in found if asked_for(schedule.name, only)]
-
-
-def _rank_invariant(shape: Shape, ranks: int) -> list[Schedule]:
-    from canon import fast
-
-    mask, zigzag = shape.mask, Layout.zigzag(shape.n, ranks, multiple_of=128)
-    planned = fast.dispatch(mask, ranks, rank_invariant=True)
+    zigzag, planned = Layout.zigzag(n, ranks, multiple_of=128), fast.dispatch(mask, ranks, rank_invariant=True)
     strided = partial(fast.strided_attention, mask=mask, layout=zigzag, head_stride=shape.g, rank_invariant=True)
+    found.append(Schedule(f"strided zigzag {shape.g}, rank invariant", zigzag, strided))
     magi = partial(fast.magi_attention, mask=mask, layout=planned, rank_invariant=True)
-    return [
-        Schedule(f"strided zigzag {shape.g}, rank invariant", zigzag, strided),
-        Schedule("magi, rank invariant", planned, magi),
-    ]
+    found.append(Schedule("magi, rank invariant", planned, magi))
+    return [schedule for schedule in found if asked_for(schedule.name, only)]
 
 
 def peer_schedules(shape: Shape, ranks: int, only: str, device: str) -> list[Schedule]:

@@ -1,15 +1,14 @@
 """`canon bench schedules`: time every schedule of `canon.fast` and torch's context parallel on several GPUs.
 
-First each schedule must agree with float64 on a short sequence. Then rounds alternate between the schedules. All times are
-those of the slowest rank:
+Each schedule must agree with float64 on a short sequence. Then rounds alternate between the schedules. All times are those
+of the slowest rank:
 
     wall, host    eager calls back to back, without a head start
     graph         wall time of a replayed CUDA graph of both passes
     GPU           between events; the GPUs wait until the launches are queued, and then for one another
     exposed       the part of both passes in which only NCCL or copies run, by the profiler
 
-TFLOP/s per GPU count visible cells: 4 h d area / ranks forward, 3.5 times that for both passes. Peers run in processes of
-their own, so their failures end nothing else. A schedule that raises on one rank is left out on all.
+Peers run in processes of their own. A schedule that raises on one rank is left out on all.
 """
 
 import argparse
@@ -27,9 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.bench.cuda_graph import captured
+from canon.bench.peers import verdict_row
 from canon.bench.schedule_peers import Schedule, peer_schedules, schedules
 from canon.bench.shapes import Shape, asked_for, shape_of, shapes_of
-from canon.bench.timing import eager, peak_mb, shown_mb
+from canon.bench.timing import eager, peak_mb, shown_mb, table
 from canon.masks.layout import Layout
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
@@ -39,9 +39,8 @@ CHECKED = 4096  # tokens of the sequence on which agreement is checked
 LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
 LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context parallel
 AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms
-MEETING = (
-    1 << 22
-)  # elements of the message that synchronises the ranks; the first message after a pause is 75 us slower on H200s
+# Elements of the message that synchronises the ranks. The first message after a pause is 75 us slower on H200s.
+MEETING = 1 << 22
 EAGER_SPAN = 60.0  # milliseconds of eager calls in one measurement
 AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results of the others
 
@@ -73,10 +72,9 @@ class Bench:
 def measure(
     shape: Shape, dtype: torch.dtype, device: torch.device, only: str, rounds: int, *, peers: bool = False, group=None
 ) -> list[dict]:
-    """Return a row per schedule: agreement, and milliseconds of the slowest rank. ``group`` works even if a GPU's communicator
-    does not.
-    """
-    ranks, short = dist.get_world_size(), _shorter(shape)
+    """Return a row per schedule. ``group`` works even if a GPU's communicator does not."""
+    ranks = dist.get_world_size()
+    short = shape_of(f"{shape.b},{min(shape.n, CHECKED)},{shape.h},{shape.g},{shape.d}", shape.mask_name)
     way = "torch" if peers else dist.get_backend()
     listed = partial(peer_schedules, device=device.type) if peers else schedules
     verdicts = {
@@ -147,7 +145,7 @@ def _alone(shape: Shape, only: str) -> list[Schedule]:
 
 
 def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> dict[str, Any]:
-    """Return the result of ``call``, or the reason if it fails on any rank; the same decision on every rank."""
+    """Return the result of ``call``, or the reason if it fails on any rank."""
     told: dict[str, Any] = {}
     error = ""
     try:
@@ -158,11 +156,6 @@ def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> 
     fine = torch.tensor([int(not error)])
     dist.all_reduce(fine, dist.ReduceOp.MIN, group=group)
     return told if fine.item() else {"failed": error or "another rank failed"}
-
-
-def _shorter(shape: Shape) -> Shape:
-    text = f"{shape.b},{min(shape.n, CHECKED)},{shape.h},{shape.g},{shape.d}"
-    return shape_of(text, shape.mask_name)
 
 
 def _shards(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -181,9 +174,7 @@ def _agrees(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devi
         lse = each.layout.unshard(lse.detach(), dim=2)[:, :group]
     one = [x[:, :, :h] for x, h in zip(shape.inputs(dtype, device), (group, 1, 1, group), strict=True)]
     verdict = agreement(Attended(full[0], lse, *full[1:]), oracle(*one, shape.mask), dense(*one, shape.mask))
-    worst = verdict.worst
-    told = {"agrees": verdict.agrees, "worst": f"{worst.tensor} {worst.norm} {worst.ratio:.2f}" if worst else ""}
-    return told if verdict.agrees else told | {"failed": f"disagrees: {verdict}"}
+    return verdict_row(verdict)
 
 
 def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -246,7 +237,7 @@ def meet(device: torch.device) -> None:
 
 
 def uncovered(ran: list[tuple[float, float, str]]) -> float:
-    """Return how long only NCCL or copies ran after `meet`. ``ran``: (start, end, name) of each activity."""
+    """Return how long only NCCL or copies ran after `meet`, from (start, end, name) of each activity."""
     waited = max((end for _, end, name in ran if "spin_kernel" in name), default=0.0)
     met = min((end for start, end, name in ran if "nccl" in name.lower() and start >= waited), default=0.0)
     spans = sorted(span for span in ran if span[0] >= max(waited, met))
@@ -284,11 +275,9 @@ def peer_rows(run: Callable[[], list[list[dict]]]) -> list[dict]:
         return [{"schedule": "torch", "shape": "all", "peer": True, "failed": f"{type(error).__name__}: {error}"[:300]}]
 
 
-def table(rows: list[dict]):
+def tables(rows: list[dict]) -> list:
     """Return a table of medians."""
-    from rich.markup import escape
-    from rich.table import Table
-
+    times = ("both_wall_ms", "both_host_ms", "graph_wall_ms", "both_ms", "exposed_ms")
     columns = (
         "shape",
         "schedule",
@@ -300,16 +289,12 @@ def table(rows: list[dict]):
         "exposed ms",
         "forward",
         "both",
-        "peak MB",
     )
-    shown = Table(
-        *columns,
-        title="both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU time; memory",
-    )
+    title = "both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU time; memory"
+    lines = []
     for row in rows:
         speeds = [f"{row[x]:.0f}" if x in row else "-" for x in ("forward_tflops", "both_tflops")]
         verdict = row.get("failed") or (f"{row['agrees']} ({row['worst']})" if "agrees" in row else "-")
-        spent = [row.get(name) for name in ("both_wall_ms", "both_host_ms", "graph_wall_ms", "both_ms", "exposed_ms")]
-        shown_ms = ["-" if x is None else f"{np.median(x):.2f}" for x in spent]
-        shown.add_row(row["shape"], row["schedule"], escape(verdict), *shown_ms, *speeds, shown_mb(row))
-    return shown
+        shown_ms = [f"{np.median(row[name]):.2f}" if name in row else "-" for name in times]
+        lines.append((row["shape"], row["schedule"], verdict, *shown_ms, *speeds, shown_mb(row)))
+    return [table(title, (*columns, "peak MB"), lines)]

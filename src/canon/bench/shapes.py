@@ -17,18 +17,11 @@ from canon.bench.packs import sampled_packs
 from canon.masks.band import Band
 from canon.masks.mask import Mask
 
-# Shapes on which peers have been measured before; the last one is packed.
-KERNELS = [
-    "1,16384,32,8,128,causal",
-    "1,16384,32,8,128,full",
-    "8,2048,32,8,128,causal",
-    "1,65536,32,8,128,causal",
-    "4,8192,16,16,128,causal",
-    "1,16384,32,32,64,causal",
-    "1,16384,16,16,256,causal",
-    "2,1024,8,1,256,full",
+KERNELS = [  # shapes on which peers have been measured before; the last one is packed
+    "1,16384,32,8,128,causal", "1,16384,32,8,128,full", "8,2048,32,8,128,causal", "1,65536,32,8,128,causal",
+    "4,8192,16,16,128,causal", "1,16384,32,32,64,causal", "1,16384,16,16,256,causal", "2,1024,8,1,256,full",
     "1,65536,64,8,128,documents:4096",
-]
+]  # fmt: skip
 SWEEP_TOKENS = 131_072  # b * n of every shape of a sweep
 SWEEP_WIDTH = 2048  # h * d of every shape of a sweep
 # (b * h, n) on which "auto" must choose well: the device is full at first, then has few heads, then few tiles.
@@ -71,7 +64,7 @@ class Shape:
 
 
 def documents(n: int, mean: int, seed: int = 0) -> list[int]:
-    """Return cu_seqlens of documents of exponentially distributed lengths, the same on every machine."""
+    """Return cu_seqlens of documents of exponentially distributed lengths."""
     draw = torch.Generator().manual_seed(seed)
     lengths = (-torch.log(torch.rand(4 * n // mean + 16, generator=draw, dtype=torch.float64)) * mean).long() + 1
     ends = [0, *lengths.cumsum(0).tolist()]
@@ -117,7 +110,7 @@ def mask_of(n: int, name: str) -> Mask:
 
 
 def shape_of(text: str, mask_name: str | None = None) -> Shape:
-    """Return the shape ``"b,n,h,g,d,mask"``, or ``"b,n,h,g,d"`` with a mask's name. Raises ValueError."""
+    """Return the shape ``"b,n,h,g,d,mask"``, or ``"b,n,h,g,d"`` with a mask's name."""
     words = [word.strip() for word in text.split(",")]
     numbers, own = words[:5], ",".join(words[5:])
     if len(numbers) != 5 or not all(x.isdigit() and int(x) for x in numbers) or int(numbers[2]) % int(numbers[3]):
@@ -131,9 +124,7 @@ def shape_of(text: str, mask_name: str | None = None) -> Shape:
 
 
 def shapes_of(texts: Sequence[str], masks: Sequence[str], defaults: Sequence[str]) -> list[Shape]:
-    """Return each text with its mask, or with each of ``masks`` (default causal). Without texts, use ``defaults``. Raises
-    ValueError.
-    """
+    """Return each text with its mask, or with each of ``masks`` (default causal). Without texts, use ``defaults``."""
     if not texts:
         texts = list(dict.fromkeys(bare(text) for text in defaults)) if masks else defaults
     if masks and any(bare(text) != text for text in texts):
@@ -160,13 +151,10 @@ def asked_for(name: str, only: str) -> bool:
 
 def auto() -> list[Shape]:
     """Return the shapes of `AUTO`: causal, four query heads to a key head, 128 wide."""
-    found = []
-    for lines, n in AUTO:
-        h = min(32, lines)
-        found.append(shape_of(f"{lines // h},{n},{h},{h // 4},128,causal"))
-    return found
+    sizes = [(rows, n, min(32, rows)) for rows, n in AUTO]
+    return [shape_of(f"{rows // h},{n},{h},{h // 4},128,causal") for rows, n, h in sizes]
 
 
 def partial_pairs(texts: Sequence[str]) -> list[tuple[Shape, Shape]]:
-    """Return pairs of a causal mask and a full one of n / 2 keys: equal areas without the diagonal."""
+    """Return pairs of a causal mask and a full one of equal area without the diagonal."""
     return [(shape_of(text, "causal"), shape_of(text, f"full:{shape_of(text, 'causal').n // 2}")) for text in texts]

@@ -3,8 +3,9 @@
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -36,9 +37,7 @@ def milliseconds(run: Run, times: int = 10, *, warm: int = 2) -> list[float]:
 
 
 def take_turns(runs: list[tuple[Run, list[float]]], rounds: int) -> None:
-    """Append the milliseconds of each run to its list, in rounds of random order: a drifting clock drifts for all, and
-    a GPU is faster after a slow kernel.
-    """
+    """Append the milliseconds of each run to its list, in rounds of random order: a drifting clock drifts for all."""
     order = [(run, times, milliseconds(run, 1, warm=1)[0]) for run, times in runs]
     shuffled = random.Random(0)
     for _ in range(rounds):
@@ -71,9 +70,7 @@ def clocks(row: dict, name: str) -> str:
 
 
 def eager(run: Run, calls: int, device: torch.device) -> tuple[float, float]:
-    """Return (wall, host) milliseconds of a call, averaged over ``calls`` back to back. Host time ends when the last call has
-    returned; if the queue of the device is full, the host waits for it.
-    """
+    """Return (wall, host) milliseconds of a call, averaged over ``calls``. Host time ends when the last call has returned."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -101,7 +98,7 @@ def eager_rounds(runs: Sequence[Eager], rounds: int, device: torch.device) -> No
 
 
 def peak_mb(run: Run, device: torch.device) -> float | None:
-    """Return the most memory (10^6 bytes) that a run holds beyond what was held before; None without a GPU."""
+    """Return the most memory (10^6 bytes) that a run adds; None without a GPU."""
     if device.type != "cuda":
         return None
     before = torch.cuda.memory_allocated(device)
@@ -113,6 +110,17 @@ def peak_mb(run: Run, device: torch.device) -> float | None:
 def shown_mb(row: dict) -> str:
     """Return the column "peak MB" of a row."""
     return "-" if row.get("peak_mb") is None else f"{row['peak_mb']:.0f}"
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Any:
+    """Return a table of plain text."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = Table(*columns, title=title)
+    for row in rows:
+        shown.add_row(*map(escape, row))
+    return shown
 
 
 def synchronize(device: torch.device) -> None:

@@ -3,9 +3,8 @@
     canon bench tune --only dkdv --config 128,64,8,2 --config 64,64,4,3,tma,partial_columns=32
     canon bench tune --backend gluon --only forward --config 128,128,3,1,ping_pong
 
-A candidate is the first numbers of a configuration of the backend, then any of its other fields by name. Without
-candidates, a grid around the table is tried. Results must be those of the table's own configuration. TFLOP/s count the MMAs
-of a kernel on visible cells: forward 2, dq 3, dkdv 4, fused 5, each 2 h d area.
+A candidate is the first numbers of a configuration of the backend, then any of its other fields by name. Without candidates,
+a grid around the table is tried. Results must be those of the table. TFLOP/s count the MMAs of a kernel on visible cells.
 """
 
 import argparse
@@ -20,14 +19,14 @@ import torch
 from torch import Tensor
 
 from canon.bench.shapes import Shape, asked_for
-from canon.bench.timing import milliseconds, peak_mb, shown_mb
+from canon.bench.timing import milliseconds, peak_mb, shown_mb, table
 from canon.fast.backward import make_delta
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
 
 SHAPES = ["1,16384,32,8,128,causal", "8,2048,32,8,128,causal", "1,16384,32,32,64,causal", "1,16384,16,16,256,causal"]
-PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}
+PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}  # MMAs, each 2 h d area
 Config = config.Config | hopper_config.Config
 
 
@@ -41,6 +40,7 @@ class Family:
     grid: Callable[[str, Config, Shape], list[Config]]  # candidates around it
     named: Callable[[str, Shape], str]  # the name of a kernel in the configurations
     numbers: int  # that a candidate needs
+    unread: Callable[[str, Any], list[str]]  # fields of a candidate that the kernel does not read
 
 
 def config_of(text: str, backend: str = "triton") -> Config:
@@ -84,40 +84,38 @@ def _hopper_grid(kernel: str, table: Config, shape: Shape) -> list[Config]:
     assert isinstance(table, hopper_config.Config)
     forward = kernel == "forward"
     flags = (False, True) if forward else (False,)
-    sizes = product({table.columns // 2, table.columns, table.columns * 2}, (1, 2, 3, 4), (1, 2))
+    columns = [n for n in {table.columns // 2, table.columns, table.columns * 2} if 32 <= n <= 128]
+    sizes = product(columns, (1, 2, 3, 4), (1,) if kernel == "dq" else (1, 2), flags, flags)
     return [
-        replace(
-            table,
-            rows=rows,
-            columns=columns,
-            stages=stages,
-            buffers=buffers,
-            ping_pong=ping_pong,
-            stale_maximum=stale_maximum,
-        )
-        for (columns, stages, buffers), ping_pong, stale_maximum in product(sizes, flags, flags)
-        if 32 <= columns <= 128 and (stages > 1 or not forward)
-        for rows in ((table.rows,) if not forward else (128, 192) if columns + shape.d <= 192 else (128,))
+        replace(table, rows=rows, columns=n, stages=stages, buffers=buffers, ping_pong=ping_pong, stale_maximum=stale)
+        for n, stages, buffers, ping_pong, stale in sizes
+        if stages > 1 or not forward
+        for rows in ((table.rows,) if not forward else (128, 192) if n + shape.d <= 192 else (128,))
     ]
 
 
+def _hopper_unread(kernel: str, candidate: Any) -> list[str]:
+    names = {"forward": (), "dq": ("buffers", "ping_pong", "stale_maximum")}.get(kernel, ("ping_pong", "stale_maximum"))
+    return [name for name in names if getattr(candidate, name) != getattr(hopper_config.Config, name)]
+
+
 BACKENDS = {
-    "triton": Family(launch, config, _portable_table, _portable_grid, lambda kernel, _: kernel, 4),
+    "triton": Family(launch, config, _portable_table, _portable_grid, lambda kernel, _: kernel, 4, lambda *_: []),
     "gluon": Family(
-        hopper,
-        hopper_config,
-        _hopper_table,
-        _hopper_grid,
-        lambda kernel, shape: "dkdv_hdim256" if kernel == "dkdv" and shape.d > 128 else kernel,
-        3,
+        hopper, hopper_config, _hopper_table, _hopper_grid,
+        lambda kernel, shape: "dkdv_hdim256" if kernel == "dkdv" and shape.d > 128 else kernel, 3, _hopper_unread,
     ),
-}
+}  # fmt: skip
 
 
 def candidates(options: argparse.Namespace) -> list[Config]:
-    """Return the configurations of --config. Raises ValueError."""
+    """Return the configurations of --config. Raises ValueError, also if the backend does not support dtype or GPU."""
     if options.backend not in BACKENDS:
         raise ValueError(f"tune has the backends {' and '.join(BACKENDS)}, not {options.backend}")
+    if options.backend == "gluon":
+        hopper.check(
+            torch.empty(0, dtype=getattr(torch, options.dtype), device="cuda" if torch.cuda.is_available() else None)
+        )
     return [config_of(text, options.backend) for text in options.config]
 
 
@@ -132,15 +130,17 @@ def tune(
             continue
         name = kernels.named(kernel, shape)
         try:
-            table = kernels.table(name, q, k, v, dout, shape)
+            own = kernels.table(name, q, k, v, dout, shape)
         except ValueError as error:
             rows.append({"shape": str(shape), "kernel": kernel, "config": "-", "table": True, "failed": str(error)})
             continue
         expected: list[Tensor] = []
-        for candidate in dict.fromkeys([table, *(candidates or kernels.grid(kernel, table, shape))]):
+        for candidate in dict.fromkeys([own, *(candidates or kernels.grid(kernel, own, shape))]):
             row: dict[str, Any] = {"shape": str(shape), "kernel": kernel, "config": _text(candidate)}
-            rows.append(row | {"backend": backend, "table": candidate == table})
+            rows.append(row | {"backend": backend, "table": candidate == own})
             try:
+                if unread := kernels.unread(kernel, candidate):
+                    raise ValueError(f"{kernel} does not read {', '.join(unread)}")
                 with kernels.config.forced(**{name: candidate}):
                     _agree(call, results, expected)
                     rows[-1] |= {"peak_mb": peak_mb(call, device), "ms": milliseconds(call)}
@@ -182,9 +182,7 @@ def _agree(call: Callable[[], None], results: list[Tensor], expected: list[Tenso
     if not expected:
         expected += [x.clone() for x in results]
     for x, first in zip(results, expected, strict=True):
-        unit = torch.finfo(
-            torch.bfloat16 if x.dtype == torch.float32 else x.dtype
-        ).eps  # p and ds are rounded to 16 bits
+        unit = torch.finfo(torch.bfloat16 if x.dtype == torch.float32 else x.dtype).eps  # p, ds are rounded to 16 bits
         error = (x.float() - first.float()).norm() / first.float().norm()
         if not error <= unit:
             raise ValueError(f"differs from the table's configuration by {error:.1e}")
@@ -192,21 +190,18 @@ def _agree(call: Callable[[], None], results: list[Tensor], expected: list[Tenso
 
 def _text(candidate: Config) -> str:
     names = [field.name for field in fields(candidate)]
-    numbers = [str(getattr(candidate, name)) for name in names[:4]]
-    defaults = type(candidate)(*(getattr(candidate, name) for name in names[:4]))
-    changed = {
-        name: getattr(candidate, name) for name in names[4:] if getattr(candidate, name) != getattr(defaults, name)
-    }
+    values = {name: getattr(candidate, name) for name in names}
+    defaults = type(candidate)(*(values[name] for name in names[:4]))
+    changed = {name: values[name] for name in names[4:] if values[name] != getattr(defaults, name)}
+    numbers = [str(values[name]) for name in names[:4]]
     return ",".join([*numbers, *(name if value is True else f"{name}={value}" for name, value in changed.items())])
 
 
-def table(rows: list[dict]):
-    """The rows, kernel by kernel, fastest first."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    shown = Table("shape", "kernel", "configuration", "TFLOP/s", "peak MB", title="fastest first; * is the table's own")
+def tables(rows: list[dict]) -> list:
+    """Return a table, kernel by kernel, fastest first."""
+    lines = []
     for row in sorted(rows, key=lambda x: (x["shape"], x["kernel"], -x.get("tflops", 0.0))):
         speed = row.get("failed") or f"{row['tflops']:.0f}"
-        shown.add_row(row["shape"], row["kernel"], row["config"] + " *" * row["table"], escape(speed), shown_mb(row))
-    return shown
+        lines.append((row["shape"], row["kernel"], row["config"] + " *" * row["table"], speed, shown_mb(row)))
+    columns = ("shape", "kernel", "configuration", "TFLOP/s", "peak MB")
+    return [table("fastest first; * is the table's own", columns, lines)]

@@ -12,7 +12,7 @@ from canon import reference
 from canon.check.cases import DTYPES, REPLICATED, TAKE_A_LAYOUT, Case
 from canon.check.inputs import Inputs, placed
 from canon.masks.layout import mask_between
-from canon.reference import Layout, Mask
+from canon.reference import Layout
 from canon.runtime.checks import accumulate_dtype
 from canon.testing.judge import Attended, AttendedWithSink, Results, results_of
 
@@ -85,7 +85,8 @@ def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Results:
 
 
 def _decode(module, case, q, k, v, dout, dlse, x, layout) -> Results:
-    of_rank = lambda mask: _of_rank(mask, layout, dist.get_rank())
+    mine = layout.ranges_per_rank[dist.get_rank()]
+    of_rank = lambda mask: mask_between(mask, (range(mask.queries),), mine)
     if case.variant == "plain":  # every query sees every key: None means the same
         return Attended(module.decode_attention(q, k, v))
     mask = tuple(map(of_rank, x.mask)) if isinstance(x.mask, tuple) else of_rank(x.mask)
@@ -93,10 +94,6 @@ def _decode(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     results = module.decode_attention(q, k, v, mask, scale=x.scale, return_lse=case.returns_lse, **sink)
     out, lse = results if case.returns_lse else (results, None)
     return AttendedWithSink(out, lse) if case.has_sink else Attended(out, lse)
-
-
-def _of_rank(mask: Mask, layout: Layout, rank: int) -> Mask:
-    return mask_between(mask, (range(mask.queries),), layout.ranges_per_rank[rank])
 
 
 def _prepare(module, case, q, k, v, dout, dlse, x, layout) -> Results:

@@ -3,15 +3,14 @@
     each rank   inputs -> shards -> module, twice or more; reference, once -> gather
     rank 0      gathered results -> judge -> one line of JSON into ``sink``, as soon as the case is done
 
-In cases without attention (`exchanges`) every rank judges its own results. An exception of the module ends all ranks, because
-the others may be waiting inside the module.
+An exception of the module ends all ranks, because the others may be waiting inside the module.
 """
 
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +25,7 @@ from canon.check.case_calls import call, on_one_rank
 from canon.check.cases import DTYPES, EXCHANGES, REPLICATED, Case, declined_by
 from canon.check.exchanges import answers, compared, rows_that_differ, tables
 from canon.check.inputs import FromDocuments, Inputs
-from canon.check.places import worst_places
+from canon.check.places import explained, worst_places
 from canon.check.random_source import RandomSource
 from canon.reference import Layout
 from canon.testing.judge import Attended, Measure, Results, agreement, relative
@@ -55,16 +54,11 @@ class CaseRunner:
     runs: int = 2  # runs of the module for each case
 
     def __call__(self) -> None:
-        if self.device == "cpu":
-            with suppress(ModuleNotFoundError):  # the reference needs no Triton
-                from canon.fast.kernels.interpreter import repair
-
-                repair()  # once in each process
         module = import_module(self.module)
         with self._kernels():
             for case in self.cases:
                 try:
-                    result = _run(module, case, self.source, self.device, self.runs)
+                    result = self._result(module, case)
                 except Exception as error:
                     raise CaseFailed(case.name, f"{type(error).__name__}: {error}") from error
                 if result is not None:
@@ -73,20 +67,95 @@ class CaseRunner:
 
     def rehearse(self) -> None:
         """Run the module once on every case, without the reference and the judge."""
-        module, rank, ranks = import_module(self.module), dist.get_rank(), dist.get_world_size()
+        module, rank = import_module(self.module), dist.get_rank()
         with self._kernels():
             for case in self.cases:
-                if (rank and not case.distributed) or declined_by(self.backend, case):
-                    continue
-                mask, x = self.source.mask(case), None
-                layout = case.layout_of(mask, ranks)
-                if case.dtype:
-                    with _inputs_lock:
-                        x = self.source.inputs(case, self.device)
-                if case.function in EXCHANGES:
-                    tables(module, case, mask, layout, x, rank)
-                else:
-                    call(module, case, x, layout, rank)
+                if not (rank and not case.distributed) and not declined_by(self.backend, case):
+                    self._program(case)[0](module)
+
+    def _program(self, case: Case) -> tuple[Callable[[Any], Any], tuple]:
+        """Return the function of a half that computes the case on this rank, and (mask, layout, inputs)."""
+        rank, mask, x = dist.get_rank(), self.source.mask(case), None
+        if case.dtype:
+            with _inputs_lock:
+                x = self.source.inputs(case, self.device)
+        layout = case.layout_of(mask, dist.get_world_size())
+        if case.function in EXCHANGES:
+            return lambda half: tables(half, case, mask, layout, x, rank), (mask, layout, x)
+        return lambda half: call(half, case, x, layout, rank), (mask, layout, x)
+
+    def _result(self, module: Any, case: Case) -> dict[str, Any] | None:
+        """Run and judge a case. Return its result on rank 0."""
+        if dist.get_rank() and not case.distributed:
+            return None
+        program, (mask, layout, x) = self._program(case)
+        exchange = case.function in EXCHANGES
+        first, unequal_runs, seconds = self._repeated(program, module, case, exchange)
+        of_reference, reference_seconds = _timed(program, reference, case, self.device)
+        if exchange:
+            found = _judged_exchange(first, of_reference, answers(case, mask, layout, x, dist.get_rank()), unequal_runs)
+        else:
+            found = self._judged(module, case, layout, x, first, of_reference, unequal_runs)
+        if dist.get_rank():
+            return None
+        verdict = "disagrees" if found["faults"] else "agrees"
+        shape = {"heads": case.shape.heads, "widths": case.shape.widths} if case.dtype else {}
+        found |= {"seconds": seconds, "reference_seconds": [reference_seconds]}
+        return {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict, **found}
+
+    def _repeated(
+        self, program: Callable[[Any], Any], module: Any, case: Case, exchange: bool
+    ) -> tuple[Any, list[str], list[float]]:
+        """Return the first result, the runs with other bits, and the seconds of the first and last run."""
+        first, cold = _timed(program, module, case, self.device)
+        unequal_runs, warm = [], cold
+        for number in range(2, self.runs + 1):
+            other, warm = _timed(program, module, case, self.device)
+            if where := (_different_tables if exchange else _different_rows)(first, other):
+                unequal_runs.append(f"run {number} gave other bits than the first, in {where}")
+        return first, unequal_runs, [cold, warm]
+
+    def _judged(
+        self,
+        module: Any,
+        case: Case,
+        layout: Layout,
+        x: Inputs,
+        first: Results,
+        of_reference: Results,
+        unequal_runs: list,
+    ) -> dict[str, Any]:
+        """Return faults, measures and same_bits on rank 0, {} on the other ranks. A collective of distributed cases."""
+        unequal_ranks = _unequal_ranks(first) if case.function in REPLICATED else []
+        if case.distributed:
+            by_rank = enumerate(_gather_objects(unequal_runs))
+            unequal_runs = [f"rank {number}: {text}" for number, texts in by_rank for text in texts]
+        if case.distributed and case.function not in REPLICATED:
+            first, of_reference = (_assembled(part, layout) for part in (first, of_reference))
+        if dist.get_rank():
+            return {}
+        expected = self.source.expected(case, layout, self.device)
+        exact = expected.exact
+        verdict, reference_verdict = (
+            agreement(got, exact, expected.honest, expected.roundings) for got in (first, of_reference)
+        )
+        faults = _wrong_dtypes(case, first, exact) + explained(verdict.faults, first, exact, x) + [*verdict.faults]
+        faults += worst_places(verdict.faults, first, exact, layout if case.distributed else None)
+        faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
+        faults += unequal_ranks + _unlike_one_rank(module, case, x, first)
+        if not (case.method == "fused" and self.device == "cuda"):  # its atomics add dq in no fixed order
+            faults += unequal_runs
+        errors = {(m.tensor, m.norm): m.error for m in reference_verdict.measures}
+        measures = [
+            {
+                **asdict(m),
+                "ratio": m.ratio,
+                "difference": _difference(m, first, of_reference, exact),
+                "reference_error": errors.get((m.tensor, m.norm)),
+            }
+            for m in verdict.measures
+        ]
+        return {"faults": faults, "measures": measures, "same_bits": not unequal_runs}
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
@@ -102,94 +171,19 @@ class CaseRunner:
             yield
 
 
-def _run(module: Any, case: Case, source: Source, device: str, runs: int) -> dict[str, Any] | None:
-    if dist.get_rank() and not case.distributed:
-        return None
-    mask, x = source.mask(case), None
-    if case.dtype:
-        with _inputs_lock:
-            x = source.inputs(case, device)
-    layout = case.layout_of(mask, dist.get_world_size())
-    run = _run_exchange if case.function in EXCHANGES else _run_attention
-    result = run(module, case, source, device, runs, mask, layout, x)
-    if dist.get_rank():
-        return None
-    verdict = "disagrees" if result["faults"] else "agrees"
-    shape = {"heads": case.shape.heads, "widths": case.shape.widths} if case.dtype else {}
-    return {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict, **result}
-
-
-def _run_attention(module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs) -> dict[str, Any]:
-    rank = dist.get_rank()
-    program = lambda half: call(half, case, x, layout, rank)
-    first, unequal_runs, seconds = _repeated(program, module, case, device, runs, _different_rows)
-    of_reference, reference_seconds = _timed(program, reference, case, device)
-    unequal_ranks = _unequal_ranks(first) if case.function in REPLICATED else []
-    if case.distributed:
-        by_rank = enumerate(_gather_objects(unequal_runs))
-        unequal_runs = [f"rank {number}: {text}" for number, texts in by_rank for text in texts]
-    if case.distributed and case.function not in REPLICATED:
-        first, of_reference = (_assembled(part, layout) for part in (first, of_reference))
-    if rank:
-        return {}
-    expected = source.expected(case, layout, device)
-    exact, judge = expected.exact, lambda got: agreement(got, expected.exact, expected.honest, expected.roundings)
-    verdict, reference_verdict = judge(first), judge(of_reference)
-    faults = _wrong_dtypes(case, first, exact) + list(verdict.faults)
-    faults += worst_places(list(verdict.faults), first, exact, layout if case.distributed else None)
-    faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
-    faults += unequal_ranks + _unlike_one_rank(module, case, x, first)
-    if not (case.method == "fused" and device == "cuda"):  # its atomics add dq in no fixed order
-        faults += unequal_runs
-    errors = {(m.tensor, m.norm): m.error for m in reference_verdict.measures}
-    measures = []
-    for m in verdict.measures:
-        between = {
-            "difference": _difference(m, first, of_reference, exact),
-            "reference_error": errors.get((m.tensor, m.norm)),
-        }
-        measures.append(asdict(m) | {"ratio": m.ratio} | between)
-    seconds = {"seconds": seconds, "reference_seconds": [reference_seconds]}
-    return {"faults": faults, "measures": measures, "same_bits": not unequal_runs, **seconds}
-
-
-def _run_exchange(
-    module, case: Case, source: Source, device, runs, mask, layout: Layout, x: Inputs | None
-) -> dict[str, Any]:
-    rank = dist.get_rank()
-    program = lambda half: tables(half, case, mask, layout, x, rank)
-    first, unequal_runs, seconds = _repeated(program, module, case, device, runs, _different_tables)
-    of_reference, reference_seconds = _timed(program, reference, case, device)
-    expected = answers(case, mask, layout, x, rank)
+def _judged_exchange(first: dict, of_reference: dict, expected: dict, unequal_runs: list[str]) -> dict[str, Any]:
+    """Return faults, measures and same_bits of all ranks. Every rank judges its own results."""
     measures, faults = compared(first, expected)
     faults += [f"the reference itself: {fault}" for fault in compared(of_reference, expected)[1]]
     by_rank = _gather_objects((measures, faults + unequal_runs, not unequal_runs))
-    seconds = {"seconds": seconds, "reference_seconds": [reference_seconds]}
     worst, ranks_of = {}, {}
     for m in sorted((m for measures, _, _ in by_rank for m in measures), key=lambda m: m.ratio):
         worst[m.tensor, m.norm] = asdict(m) | {"ratio": m.ratio}
     for number, (_, faults, _) in enumerate(by_rank):
         for fault in faults:
             ranks_of.setdefault(fault, []).append(str(number))
-    return {
-        "faults": [f"rank {', '.join(ranks)}: {fault}" for fault, ranks in ranks_of.items()],
-        "measures": list(worst.values()),
-        "same_bits": all(same for _, _, same in by_rank),
-        **seconds,
-    }
-
-
-def _repeated(
-    program: Callable[[Any], Any], module: Any, case: Case, device: str, runs: int, compare: Callable[[Any, Any], str]
-) -> tuple[Any, list[str], list[float]]:
-    """Return the first result, the runs with other bits, and the seconds of the first and last run."""
-    first, cold = _timed(program, module, case, device)
-    unequal_runs, warm = [], cold
-    for number in range(2, runs + 1):
-        other, warm = _timed(program, module, case, device)
-        if where := compare(first, other):
-            unequal_runs.append(f"run {number} gave other bits than the first, in {where}")
-    return first, unequal_runs, [cold, warm]
+    faults = [f"rank {', '.join(ranks)}: {fault}" for fault, ranks in ranks_of.items()]
+    return {"faults": faults, "measures": list(worst.values()), "same_bits": all(same for _, _, same in by_rank)}
 
 
 def _different_rows(a: Results, b: Results) -> str:
@@ -236,8 +230,7 @@ def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) ->
 def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
     """Return a fault for each result of the wrong dtype, or that was rounded to 16 bits on its way to float32.
 
-    lse and parts are float32 (float64 for float64). One exception is correct: with a dout of ones, and one query that sees
-    a key, dv is the rounded operand P itself.
+    With a dout of ones, and one query that sees a key, dv is the rounded operand P itself: this is correct.
     """
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
@@ -246,11 +239,10 @@ def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
             continue
         wide = name in {"lse", "dsink"} or case.variant == "part" or case.function == "merge"
         expected = torch.promote_types(narrow, torch.float32) if wide else narrow
+        may_be_rounded = expected == narrow or (name == "dv" and case.used == "sum") or rounded(true.float())
         if x.dtype != expected:
             faults.append(f"{name} is {x.dtype}, expected {expected}")
-        elif name == "dv" and getattr(case, "used", "") == "sum":
-            continue
-        elif expected != narrow and rounded(x) and not rounded(true.float()):
+        elif not may_be_rounded and rounded(x):
             faults.append(f"{name} has dtype {x.dtype}, but was rounded to {narrow} before")
     return faults
 

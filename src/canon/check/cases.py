@@ -10,6 +10,7 @@ Each mask has its own shape. Dtypes alternate over masks, layouts and methods.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,40 +53,23 @@ MAGI = {
     "sink": ("documents", "planned", {"sink": True, "stages": 2}),
 }
 PREPARED = {  # function: layout
-    "ring_attention": "zigzag",
-    "striped_attention": "striped",
-    "strided_attention": "contiguous",
+    "ring_attention": "zigzag", "striped_attention": "striped", "strided_attention": "contiguous",
     "magi_attention": "planned",
-}
+}  # fmt: skip
 CASTS = (  # variant, mask, layout
-    ("one_stage", "documents", "planned"),
-    ("two_stages", "documents", "planned"),
-    ("one_stage", "documents", "striped"),
-    ("two_stages", "documents", "striped"),
-    ("two_stages", "window", "zigzag"),
-)
+    ("one_stage", "documents", "planned"), ("two_stages", "documents", "planned"), ("one_stage", "documents", "striped"),
+    ("two_stages", "documents", "striped"), ("two_stages", "window", "zigzag"),
+)  # fmt: skip
 CAST_PLANS = {  # mask: layout, stages
-    "documents": ("planned", 2),
-    "causal": ("zigzag", 0),
-    "window": ("striped", 1),
-    "block_causal": ("planned", 3),
+    "documents": ("planned", 2), "causal": ("zigzag", 0), "window": ("striped", 1), "block_causal": ("planned", 3),
     "full": ("contiguous", 1),
-}
-USES = (  # results that are differentiated
-    "both",  # out and lse
-    "out",  # lse is returned, too
-    "lse",  # out is returned, too
-    "no lse",  # out; lse is not returned
-    "sum",  # out.sum(); lse is not returned
-    "forward",  # none; out and lse are returned
-    "forward, no lse",  # none; only out is returned
-)
+}  # fmt: skip
 # Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`).
 VOCABULARY = {"Band", "Mask", "Layout", "backend", "warm_up"}
 
 
 def interleaving(mask: Mask, ranks: int) -> dict[str, Any]:
-    """Return arguments of `dispatch` with fast communication, so that chunks of few tokens interleave."""
+    """Return arguments of `dispatch` with which chunks of few tokens interleave."""
     return dict(chunk=max(1, mask.queries // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000)
 
 
@@ -129,7 +113,9 @@ class Case:
     method: str = "auto"
     variant: str = ""  # name of the options
     options: tuple[tuple[str, Any], ...] = ()
-    used: str = "both"  # one of `USES`
+    # The differentiated results: both, out or lse (both are returned), "no lse" or "sum" (of out; lse is not returned),
+    # "forward" (none) or "forward, no lse" (none; only out is returned).
+    used: str = "both"
 
     @property
     def name(self) -> str:
@@ -170,7 +156,7 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
 
     def add(
         function: str, mask: str, layout: str | None = None, method="auto", dtype="", variant="", used="both", **options
-    ) -> None:
+    ):
         number = list(SHAPES).index(mask) + (list(LAYOUTS).index(layout) if layout else 0) + METHODS.count(method)
         dtype = "" if function in PLANS else dtype or alternating[number % len(alternating)]
         shape = SHAPES[mask][gpu]
@@ -248,12 +234,8 @@ def accepts(module: Any, case: Case) -> bool:
     options = dict(case.options)
     passed = [(case.function, name) for name in ("sink", "rank_invariant") if options.get(name)]
     passed += [("attention", "rank_invariant")] if options.get("rank_invariant") else []
-    return all(_takes(module, *one) for one in passed)
-
-
-def _takes(module: Any, function: str, name: str) -> bool:
-    parameters = parameters_of(module, function)
-    return name in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    of = {function: parameters_of(module, function) for function, _ in passed}
+    return all(name in of[f] or any(x.kind is x.VAR_KEYWORD for x in of[f].values()) for f, name in passed)
 
 
 def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]:
@@ -264,18 +246,30 @@ def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]
         return {}
 
 
-def covered(module: Any, reference: Any) -> tuple[list[str], list[str], list[str]]:
-    """Return functions with cases, those that ``module`` lacks, and public functions without a case."""
+@dataclass(frozen=True)
+class Coverage:
+    """The functions of a module, sorted by whether cases test them."""
+
+    tested: list[str]
+    imported: list[str]  # from canon, so they are not tested
+    absent: list[str]
+    untried: list[str]  # public functions of the module or of the reference without a case
+
+
+def covered(module: Any, reference: Any) -> Coverage:
+    """Return which functions of ``module`` have cases."""
     tried = {case.function for case in all_cases(["float32"], False)} & set(vars(reference))
 
     def public(half: Any) -> set[str]:
         names = getattr(half, "__all__", None) or [name for name in vars(half) if not name.startswith("_")]
         return {name for name in names if callable(getattr(half, name, None))} - VOCABULARY
 
-    def own(half: Any) -> set[str]:
-        package = half.__name__ if half.__name__.startswith("canon.") else half.__name__.partition(".")[0]
-        home = {name: str(getattr(getattr(half, name), "__module__", "")) for name in public(half)}
-        return {name for name, module in home.items() if f"{module}.".startswith(f"{package}.")}
-
+    in_canon = module.__name__.startswith("canon.")
+    package = module.__name__ if in_canon else module.__name__.partition(".")[0]
+    home = {name: str(getattr(getattr(module, name), "__module__", "")) for name in public(module)}
+    own = {name for name, of in home.items() if f"{of}.".startswith(f"{package}.")}
     known = {name for name in tried if callable(getattr(module, name, None))}
-    return sorted(known), sorted(tried - known), sorted((own(module) | public(reference)) - tried)
+    halves = () if in_canon else (reference, sys.modules.get("canon.fast"))
+    imported = {name for name in known if any(getattr(module, name) is getattr(half, name, None) for half in halves)}
+    untried = (own | public(reference)) - tried
+    return Coverage(*map(sorted, (known - imported, imported, tried - known, untried)))

@@ -1,6 +1,6 @@
 """Run `canon check`: choose the ranks, run the cases, report.
 
-After a failure, new ranks run the remaining cases. The exit status is 0 only if all cases agree.
+After a failure, new ranks run the remaining cases.
 """
 
 import argparse
@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,15 +20,76 @@ from rich.console import Console
 from canon import reference
 from canon.check import check_report, contract, random_check, rank_digests, warming
 from canon.check.case_runner import CaseRunner
-from canon.check.cases import Case, accepts, all_cases, covered, declined_by
+from canon.check.cases import DTYPES, Case, Coverage, accepts, all_cases, covered, declined_by
 from canon.check.documents import Documents
 from canon.check.inputs import FromDocuments
-from canon.check.options import BUDGET, RECORD, add_arguments
 from canon.check.run_cases import Interrupted, run_cases
 from canon.testing import process_groups, record
 
+BUDGET = {"cpu": 600, "cuda": 4096}  # tokens of the repository's documents
+RECORD = Path("canon-check/record.json")
 AGREES, DISAGREES, MISUSED, INTERRUPTED = 0, 1, 2, 130
-__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `canon check` to a parser."""
+    _add_ranks(parser)
+    _add_cases(parser)
+    _add_random(parser)
+    add = parser.add_argument
+    add("--list", action="store_true", help="print the names of the cases and stop")
+    add("--digest", action="store_true",
+        help="print the digests of the calls with rank_invariant=True alone, one line for each input, and stop: equal "
+             "code, documents, versions and GPU models give equal lines")  # fmt: skip
+    add("--template", action="store_true", help="print a module to start from and stop")
+    add("--resume", action="store_true",
+        help="skip the cases that the record holds, if the code and the arguments are the same")  # fmt: skip
+    add("--record", type=Path, metavar="PATH",
+        help=f"write the results to PATH; --resume and --random continue PATH (default: {RECORD}, "
+             f"with --random {random_check.RECORD})")  # fmt: skip
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("module", nargs="?", default="canon.fast", metavar="MODULE",
+        help="name of the module to check, which may be in the current folder (default: canon.fast)")  # fmt: skip
+    add("--ranks", type=int, metavar="N",
+        help="number of ranks (default: 4, or the number of GPUs); with --random the largest number (default: 8)")  # fmt: skip
+    add("--world", choices=["auto", "threads", "processes", "gpus"], default="auto",
+        help="run each rank as a thread, as a process on the CPU (gloo), or as a process with a GPU (NCCL) "
+             "(default: auto, see below)")  # fmt: skip
+    add("--backend", choices=["triton", "gluon", "cuda"], metavar="BACKEND",
+        help="force the kernels of canon.fast: triton, gluon or cuda; gluon needs a Hopper GPU or a simulator; cuda needs a "
+             "GPU, and declines other dtypes than bfloat16 and float16 and the fused method")  # fmt: skip
+    add("--runs", type=int, default=2, metavar="N",
+        help="run each case N times; all runs must give the same bits (default: %(default)s)")  # fmt: skip
+
+
+def _add_cases(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--documents", type=Path, nargs="+", default=[], metavar="PATH",
+        help="text files, or folders of text files, that make the sequence (default: files of this repository)")  # fmt: skip
+    add("--tokens", type=int, metavar="N",
+        help="read whole documents up to N tokens in total; a token is a byte (default: no limit with --documents, "
+             f"otherwise {BUDGET['cpu']} on the CPU and {BUDGET['cuda']} on GPUs)")  # fmt: skip
+    add("--dtype", action="append", choices=list(DTYPES), metavar="DTYPE",
+        help=f"one of {', '.join(DTYPES)}; repeat it for several dtypes, and the cases alternate between them "
+             "(default: bfloat16, float32 and float64 on the CPU; bfloat16, float16 and float32 on GPUs)")  # fmt: skip
+    add("--features", metavar="LIST",
+        help="limits of MODULE, a list of words separated by commas: no-options for a module without options; all words "
+             "stand below")  # fmt: skip
+    add("--only", metavar="PATTERN",
+        help="run only cases with PATTERN in their name; * and ? are wildcards; --list prints the names")  # fmt: skip
+
+
+def _add_random(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--random", type=int, metavar="N",
+        help="run N random cases instead, with random masks, layouts, shapes and options; the same command continues "
+             "an interrupted check")  # fmt: skip
+    add("--seed", type=int, metavar="S",
+        help="seed of the random cases (default: 0); --ranks, the device and --backend change the cases, too")  # fmt: skip
+    add("--first", type=int, metavar="I", help="number of the first random case (default: 0)")
 
 
 class _Misuse(ValueError):
@@ -55,8 +117,7 @@ class _Placement:
 @dataclass(frozen=True)
 class _Check:
     cases: list[Case]
-    absent: list[str]  # functions that the module lacks
-    untried: list[str]  # public functions without a case
+    functions: Coverage
     documents: Documents
     where: str
     ranks: int
@@ -79,9 +140,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             raise _Misuse("--backend cuda needs a GPU: its kernels do not run on a CPU")
         if arguments.runs < 1:
             raise _Misuse(f"--runs must be at least 1, got {arguments.runs}")
-        if arguments.random is not None:
-            return _random(arguments, console, placement, module)
-        return _fixed(arguments, console, placement, module)
+        return (_fixed if arguments.random is None else _random)(arguments, console, placement, module)
     except ValueError as error:
         print(f"canon check: {error}", file=sys.stderr)
         return MISUSED
@@ -92,20 +151,29 @@ def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placemen
         raise _Misuse("--seed and --first need --random N")
     device, ranks = placement.device, placement.ranks
     budget = arguments.tokens or (None if arguments.documents else BUDGET[device])
-    documents = Documents.of(arguments.documents, budget)
-    digests = _digest_runner(arguments, module, documents, placement)
+    documents, functions = Documents.of(arguments.documents, budget), covered(module, reference)
+    digests = _digest_runner(arguments, module, functions, documents, placement)
     if arguments.digest:
-        return _digests_alone(digests, placement, console)
-    cases, absent, untried = _choose_cases(module, arguments, device, documents.tokens % ranks == 0, digests)
+        if not digests.calls:
+            raise _Misuse(
+                f"--digest: {arguments.module} has no function with the option rank_invariant, or --only leaves none"
+            )
+        results = rank_digests.compare(placement.kind, digests)
+        rank_digests.show(results, console, alone=True)
+        return DISAGREES if any(result["faults"] for result in results) else AGREES
+    cases = _choose_cases(module, arguments, functions, device, documents.tokens % ranks == 0)
+    if not cases and not digests.calls:
+        raise _Misuse(f"no case matches {arguments.only!r}; --list prints the names of the cases")
     if arguments.list:
         names = [case.name for case in cases] + list(dict.fromkeys(call.inputs for call in digests.calls))
         console.print("\n".join(names), highlight=False)
         return AGREES
     where = placement.describe(arguments.backend)
     key = record.digest(record.source(arguments.module), where, arguments.runs, arguments.features, documents)
-    check = _Check(cases, absent, untried, documents, where, ranks, key)
+    check = _Check(cases, functions, documents, where, ranks, key)
+    lengths = ", ".join(map(str, sorted(documents.lengths)[:12])) + ", ..." * (len(documents.lengths) > 12)
     console.print(f"{len(cases)} cases of [bold]{arguments.module}[/] on {where}; {len(documents.lengths)} documents, "
-                  f"{documents.tokens} tokens: {_lengths(documents)}", highlight=False)  # fmt: skip
+                  f"{documents.tokens} tokens: {lengths}", highlight=False)  # fmt: skip
     results, interrupted = _run_cases(arguments, console, placement, check)
     if interrupted:
         console.print(
@@ -117,24 +185,15 @@ def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placemen
 
 
 def _digest_runner(
-    arguments: argparse.Namespace, module: Any, documents: Documents, placement: _Placement
+    arguments: argparse.Namespace, module: Any, functions: Coverage, documents: Documents, placement: _Placement
 ) -> rank_digests.DigestRunner:
     dtypes = arguments.dtype or _default_dtypes(placement.device, arguments.backend)
     options = placement.ranks, dtypes, placement.device == "cuda", arguments.only
     calls = [] if arguments.features else rank_digests.calls_of(module, *options)
-    calls = [call for call in calls if not declined_by(arguments.backend, call.case)]
+    tested = [call for call in calls if call.case.function in functions.tested]
+    calls = [call for call in tested if not declined_by(arguments.backend, call.case)]
     given = arguments.module, (), FromDocuments(documents), placement.device, Path(), arguments.backend
     return rank_digests.DigestRunner(*given, calls=tuple(calls))
-
-
-def _digests_alone(runner: rank_digests.DigestRunner, placement: _Placement, console: Console) -> int:
-    if not runner.calls:
-        raise _Misuse(
-            f"--digest: {runner.module} has no function with the option rank_invariant, or --only leaves none"
-        )
-    results = rank_digests.compare(placement.kind, runner)
-    rank_digests.show(results, console, alone=True)
-    return DISAGREES if any(result["faults"] for result in results) else AGREES
 
 
 def _run_cases(
@@ -156,7 +215,7 @@ def _run_cases(
 
 
 def _known_results(arguments: argparse.Namespace, key: str) -> dict[str, dict[str, Any]]:
-    """Return the results that the record holds for the same code and arguments. Failed cases run again."""
+    """Return the record's results for the same code and arguments. Failed cases run again."""
     path = arguments.record or RECORD
     if not arguments.resume or not path.exists():
         return {}
@@ -203,14 +262,12 @@ def _interpret_if(on_cpu: bool, console: Console | None) -> None:
     if not on_cpu:
         return
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable when a module defines its kernels
-    try:
+    with suppress(ModuleNotFoundError):  # no Triton: the import of a module that needs it will fail
         from canon.fast.kernels.interpreter import repair
 
         repair()
-    except ModuleNotFoundError:
-        return  # no Triton: the import of a module that needs it will fail
-    if console:
-        console.print("No GPU in use: Triton's interpreter runs the kernels on the CPU (TRITON_INTERPRET=1).")
+        if console:
+            console.print("No GPU in use: Triton's interpreter runs the kernels on the CPU (TRITON_INTERPRET=1).")
 
 
 def _module(name: str) -> Any:
@@ -223,23 +280,21 @@ def _module(name: str) -> Any:
 
 
 def _choose_cases(
-    module: Any, arguments, device: str, even: bool, digests: rank_digests.DigestRunner
-) -> tuple[list[Case], list[str], list[str]]:
+    module: Any, arguments: argparse.Namespace, functions: Coverage, device: str, even: bool
+) -> list[Case]:
     dtypes = arguments.dtype or _default_dtypes(device, arguments.backend)
-    functions, absent, untried = covered(module, reference)
-    cases = [case for case in all_cases(dtypes, device == "cuda") if case.function in functions]
+    cases = [case for case in all_cases(dtypes, device == "cuda") if case.function in functions.tested]
     cases = [case for case in cases if accepts(module, case)]
     if not cases:
-        raise _Misuse(f"{module.__name__} has none of the functions {', '.join(absent)}")
+        names = ", ".join(sorted({*functions.absent, *functions.imported}))
+        raise _Misuse(
+            f"{module.__name__} has none of the functions {names}; those that it imports from canon do not count"
+        )
     if arguments.features:
         cases = contract.limited(cases, contract.features(arguments.features), even)
         if not cases:
-            raise _Misuse(f"--features {arguments.features} leaves no case of {', '.join(functions)}")
-    if arguments.only:
-        cases = [case for case in cases if fnmatch(case.name, f"*{arguments.only}*")]
-        if not cases and not digests.calls:
-            raise _Misuse(f"no case matches {arguments.only!r}; --list prints the names of the cases")
-    return cases, absent, untried
+            raise _Misuse(f"--features {arguments.features} leaves no case of {', '.join(functions.tested)}")
+    return [case for case in cases if fnmatch(case.name, f"*{arguments.only or ''}*")]
 
 
 def _default_dtypes(device: str, backend: str | None) -> list[str]:
@@ -254,58 +309,40 @@ def _report(
     console.print(check_report.table(results, arguments.module))
     check_report.faults(results, console)
     rank_digests.show(invariance, console)
-    if check.absent:
-        console.print(f"Skipped, because {arguments.module} does not have them: {', '.join(check.absent)}.")
-    if check.untried:
-        console.print(f"Public functions without a case: {', '.join(check.untried)}.")
+    for names, why in (
+        (check.functions.absent, f"Skipped, because {arguments.module} does not have them"),
+        (check.functions.imported, f"Skipped, because {arguments.module} imports them from canon"),
+        (check.functions.untried, "Public functions without a case"),
+    ):
+        if names:
+            console.print(f"{why}: {', '.join(names)}.")
     kept = _write_record(arguments, check, results, invariance)
     console.print(f"Record: {kept}.", highlight=False)
     verdicts = [result["verdict"] for result in results]
-    agree, declined = verdicts.count("agrees"), verdicts.count("declined")
-    wrong = len(results) - agree - declined
-    summary = f"{agree} of {len(results)} cases agree" + (f", {declined} declined" if declined else "")
-    console.print(f"[bold red]{summary}, {wrong} do not." if wrong else f"[bold green]{summary}.")
+    wrong = check_report.summary(verdicts, console)
     if unequal := sum(bool(result["faults"]) for result in invariance):
         console.print(
             f"[bold red]The bits depend on the ranks or the layout for {unequal} of {len(invariance)} inputs."
         )
-    none_agrees = not agree and (results or not invariance)
+    none_agrees = "agrees" not in verdicts and (results or not invariance)
     return DISAGREES if wrong or unequal or none_agrees else AGREES
 
 
 def _write_record(arguments, check: _Check, results: list[dict[str, Any]], invariance: list[dict[str, Any]]) -> Path:
-    documents = check.documents
+    names = (Path(name).name if Path(name).is_absolute() else name for name in check.documents.names)
+    given = {name: getattr(arguments, name) for name in ("world", "dtype", "backend", "tokens", "features", "only")}
+    given |= {"documents": tuple(path.name for path in arguments.documents)}
+    given |= {"runs": arguments.runs} if arguments.runs != 2 else {}
     return record.write(
         arguments.record or RECORD,
-        _command(arguments, check.ranks),
+        record.command("canon", "check", arguments.module, ranks=check.ranks, **given),
         results,
         key=check.key,
         module=arguments.module,
         world=check.where,
         ranks=check.ranks,
-        documents=dict(zip(map(_base, documents.names), documents.lengths, strict=True)),
-        absent=check.absent,
-        untried=check.untried,
+        documents=dict(zip(names, check.documents.lengths, strict=True)),
+        absent=check.functions.absent,
+        untried=check.functions.untried,
         rank_invariance=invariance,
     )
-
-
-def _command(arguments, ranks: int) -> str:
-    words = ["canon check", arguments.module, f"--ranks {ranks}", f"--world {arguments.world}"]
-    words += [f"--dtype {name}" for name in arguments.dtype or ()]
-    words += [f"--documents {' '.join(path.name for path in arguments.documents)}"] if arguments.documents else []
-    words += [f"--backend {arguments.backend}"] if arguments.backend else []
-    words += [f"--tokens {arguments.tokens}"] if arguments.tokens else []
-    words += [f"--runs {arguments.runs}"] if arguments.runs != 2 else []
-    words += [f"--features {arguments.features}"] if arguments.features else []
-    words += [f"--only '{arguments.only}'"] if arguments.only else []
-    return " ".join(words)
-
-
-def _base(name: str) -> str:
-    return Path(name).name if Path(name).is_absolute() else name
-
-
-def _lengths(documents: Documents) -> str:
-    shown = ", ".join(map(str, sorted(documents.lengths)[:12]))
-    return shown + (", ..." if len(documents.lengths) > 12 else "")

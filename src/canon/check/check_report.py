@@ -5,15 +5,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-MARKS = {
-    "agrees": "[green]agrees",
-    "disagrees": "[bold red]disagrees",
-    "failed": "[bold red]failed",
-    "declined": "[dim]declined",
-}
+from canon.testing.judge import short
 
-
+MARKS = {"agrees": "green", "disagrees": "bold red", "failed": "bold red", "declined": "dim"}  # verdicts
 NUMBERS = {"error", "bound", "ratio", "time"}
 
 
@@ -23,20 +19,37 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
     for name in ("case", "worst", "error", "bound", "ratio", "time", "verdict"):
         shown.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name != "case", overflow="fold")
     for result in results:
-        worst = max(result["measures"], key=lambda m: m["ratio"], default=None)
         numbers = ("", "", "", "")
-        if worst:
-            place = f"{worst['tensor']} {worst['norm']}"
-            numbers = (place, f"{worst['error']:.1e}", f"{worst['bound']:.1e}", f"{worst['ratio']:.2f}")
+        if worst := max(result["measures"], key=lambda m: float(m["ratio"]), default=None):
+            place, ratio = f"{worst['tensor']} {worst['norm']}", short(float(worst["ratio"]))
+            numbers = (place, f"{worst['error']:.1e}", f"{worst['bound']:.1e}", ratio)
         seconds = f"{1e3 * min(result['seconds']):.1f} ms" if result["seconds"] else ""
-        shown.add_row(result["case"], *numbers, seconds, MARKS[result["verdict"]])
+        shown.add_row(result["case"], *numbers, seconds, Text(result["verdict"], MARKS[result["verdict"]]))
     return shown
 
 
 def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print the faults of each case."""
+    """Print all faults of the first wrong case, and one line for each other case with faults."""
+    wrong = next((result for result in results if result["faults"] and result["verdict"] != "declined"), None)
     for result in results:
-        for fault in result["faults"]:
-            colour = "dim" if result["verdict"] == "declined" else "red"
-            console.print(f"[{colour}]{result['case']}[/]: ", end="")
-            console.print(fault, markup=False, highlight=False)
+        if result["faults"]:
+            fault(result, console, in_full=result is wrong)
+
+
+def fault(result: dict[str, Any], console: Console, in_full: bool) -> None:
+    """Print the faults of a case, or one line with the first of them."""
+    texts, style = result["faults"], MARKS[result["verdict"]]
+    for text in (
+        texts if in_full else [f"{texts[0].splitlines()[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)]
+    ):
+        line = Text.assemble((result["case"], style), ": ", text)
+        console.print(line, no_wrap=not in_full, overflow=None if in_full else "ellipsis")
+
+
+def summary(verdicts: Sequence[str], console: Console) -> int:
+    """Print how many cases agree, and return how many are wrong."""
+    agree, declined = verdicts.count("agrees"), verdicts.count("declined")
+    wrong = len(verdicts) - agree - declined
+    line = f"{agree} of {len(verdicts)} cases agree" + f", {declined} declined" * bool(declined)
+    console.print(f"[bold red]{line}, {wrong} do not." if wrong else f"[bold green]{line}.")
+    return wrong

@@ -134,21 +134,19 @@ def _adapted(case: Case, words: frozenset[str]) -> Case | None:
     if words & {"one-mask", "packed"} and "sequences" in case.mask:
         return None
     shape = case.shape
-    shape = replace(shape, batch=max(1, shape.batch)) if "batched" in words else shape
-    shape = replace(shape, batch=0) if "packed" in words else shape
-    shape = replace(shape, heads=(shape.heads[0],) * 2) if "equal-heads" in words else shape
-    shape = replace(shape, widths=(shape.widths[0],) * 2) if "equal-widths" in words else shape
-    shape = replace(shape, contiguous=True) if "contiguous" in words else shape
+    changes = {
+        "batched": {"batch": max(1, shape.batch)}, "packed": {"batch": 0}, "equal-heads": {"heads": (shape.heads[0],) * 2},
+        "equal-widths": {"widths": (shape.widths[0],) * 2}, "contiguous": {"contiguous": True},
+    }  # fmt: skip
+    for word in words & changes.keys():
+        shape = replace(shape, **changes[word])
     if not attends:
         return replace(case, shape=shape)
-    if "no-options" in words:
+    if words & {"no-options", "no-mask"}:
         if case.options or case.method != "auto":
             return None
         shape = replace(shape, scale=None)
-    if "no-mask" in words:
-        if case.options or case.method != "auto":
-            return None
-        shape, case = replace(shape, scale=None), replace(case, variant="plain")
+        case = replace(case, variant="plain") if "no-mask" in words else case
     used = case.used
     if words & {"no-lse", "no-mask"}:
         used = "forward, no lse" if used.startswith("forward") else "no lse"

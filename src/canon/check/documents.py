@@ -1,10 +1,10 @@
 """Read documents, and compute q, k and v from them with a small transformer layer.
 
 A token is a byte. A rotary embedding rotates q and k by the position that the layout gives, so a wrong layout gives wrong
-inputs. Weights and embeddings are small integers: every sum is exact in float32, and the inputs have the same bits on every
-machine.
+inputs. Weights and embeddings are small integers: every sum is exact, and the inputs have the same bits on every machine.
 """
 
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from torch import Tensor
 from canon.reference import Layout
 
 TEXT = {".py", ".md", ".txt", ".toml", ".typ", ".cu", ".cfg", ".yml", ".yaml", ".sh", ".rst", ""}
+HIDDEN = re.compile(r"(^|/)(\.|__pycache__)")
 _WIDTH = 32
 
 
@@ -67,17 +68,13 @@ def _text_files(paths: Iterable[Path]) -> list[Path]:
     files = []
     for path in paths:
         if path.is_dir():
-            below = _tracked(path) or [f for f in path.rglob("*") if not _hidden(f.relative_to(path))]
+            below = _tracked(path) or [f for f in path.rglob("*") if not HIDDEN.search(str(f.relative_to(path)))]
             files += sorted(file for file in below if file.is_file() and file.suffix in TEXT)
         elif path.is_file():
             files.append(path)
         else:
             raise ValueError(f"no such file or folder: {path}")
     return list(dict.fromkeys(files))
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
 def _tracked(folder: Path) -> list[Path]:
@@ -107,9 +104,7 @@ def _within(texts: dict[str, bytes], budget: int) -> list[str]:
 
 
 def projected(documents: Documents, layout: Layout, heads: tuple[int, int], widths: tuple[int, int], seed: int = 0):
-    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence, in float32. Each ``seed`` gives another
-    sequence.
-    """
+    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence in float32, another one for each ``seed``."""
     (h, g), (d, dv) = heads, widths
     generator = torch.Generator().manual_seed(seed)
 

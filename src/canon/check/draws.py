@@ -1,7 +1,7 @@
 """Draw the random cases of `canon check --random`.
 
 Case i of seed S is a pure function of S, i, the table and the largest number of ranks. A mask or layout is a Python
-expression, which a report shows. On GPUs a table has few shapes, because each is compiled.
+expression. On GPUs a table has few shapes, because each is compiled.
 """
 
 from collections.abc import Callable

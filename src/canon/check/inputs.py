@@ -1,4 +1,4 @@
-"""Make the inputs of a case from documents, and the expected results. Cases with equal masks and dtypes share them."""
+"""Make the inputs of a case from documents, and the expected results. Cases with equal masks and dtypes share both."""
 
 import math
 from collections.abc import Sequence
@@ -19,22 +19,18 @@ from canon.testing.roundings import sink_roundings
 LAST = 5  # queries of `decode_attention`
 
 
-def with_gaps(x: Tensor) -> Tensor:
-    """Return a copy of x with a gap after each row."""
-    return x.new_empty(*x.shape[:-1], x.shape[-1] + 16)[..., : x.shape[-1]].copy_(x)
-
-
 def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
-    """Return x with the strides that ``shape`` needs. ``heads_first`` places the heads before the tokens."""
+    """Return x with the strides that ``shape`` needs. ``heads_first``: heads before tokens."""
     if shape.strides is not None:
         return with_random_strides(x, Random(shape.strides))
     if shape.contiguous:
         return x
+    with_gaps = lambda t: t.new_empty(*t.shape[:-1], t.shape[-1] + 16)[..., : t.shape[-1]].copy_(t)  # after each row
     return with_gaps(x.transpose(-3, -2)).transpose(-3, -2) if heads_first else with_gaps(x)
 
 
 def with_random_strides(x: Tensor, draw: Random) -> Tensor:
-    """Return a copy of x with its axes in random order, a random offset and random gaps of NaN."""
+    """Return a copy of x with axes in random order, and gaps of NaN."""
     axes = list(range(x.dim()))
     draw.shuffle(axes)
     offset, gaps = draw.choice([0, 1, 8]), [draw.choice([0, 0, 1, 8]) for _ in axes]
@@ -69,7 +65,9 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator)
     if dtype.itemsize == 2:
-        offset = _offset(documents)[:, None, None]
+        # 3 in the outer quarters of each document, -3 in its middle half: rounding of partial sums shows
+        positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])[:, None, None]
+        offset = torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
         v, dout = v + offset, dout + offset
     dlse = 4 * torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
     sink = 2 * torch.randn(q.shape[2], generator=generator) + math.log(max(1, tokens) / 4)
@@ -117,12 +115,6 @@ def _mask(name: str, documents: Documents) -> Masks:
     }[name]()
 
 
-def _offset(documents: Documents) -> Tensor:
-    """Return 3 in the outer quarters of each document, -3 in its middle half: rounding of partial sums shows."""
-    positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])
-    return torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
-
-
 def unseen_tokens(mask: Mask, axis: int) -> Tensor:
     """Return booleans: queries that see no key (axis 0), or keys that no query sees (axis 1)."""
     unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
@@ -132,17 +124,8 @@ def unseen_tokens(mask: Mask, axis: int) -> Tensor:
 
 
 @lru_cache(maxsize=12)
-def _expected(
-    mask_name: str,
-    dtype_name: str,
-    shape: Shape,
-    documents: Documents,
-    device: str,
-    wide: bool,
-    with_lse: bool,
-    with_sink: bool,
-) -> "Expected":
-    x = _inputs(mask_name, dtype_name, shape, documents, device)
+def _expected(given: tuple, wide: bool, with_lse: bool, with_sink: bool) -> "Expected":
+    x = _inputs(*given)
     tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t for t in (x.q, x.k, x.v, x.dout)]
     sink = x.sink if with_sink else None
     arguments = (*tensors, x.mask, x.scale, x.dlse if with_lse else None, sink)
@@ -169,9 +152,11 @@ class FromDocuments:
         return _mask(case.mask, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
-        return _inputs(case.mask, case.dtype, case.shape, self.documents, device)
+        return _inputs(*self._given(case, device))
+
+    def _given(self, case: Case, device: str) -> tuple:
+        return case.mask, case.dtype, case.shape, self.documents, device
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
-        wide = case.function == "merge"
         with_lse = case.variant != "plain" and case.used in {"both", "lse"}
-        return _expected(case.mask, case.dtype, case.shape, self.documents, device, wide, with_lse, case.has_sink)
+        return _expected(self._given(case, device), case.function == "merge", with_lse, case.has_sink)

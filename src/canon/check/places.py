@@ -1,20 +1,25 @@
-"""Locate the largest error of a wrong result: the token, its rank, its row there, and the head."""
+"""Explain a wrong result: where its largest error is, and which mistake would give it."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from canon.check.inputs import Inputs
 from canon.reference import Layout
 from canon.testing.judge import Results
 
+CLOSE = 0.2  # a mistake explains an error if it leaves at most this part of it
 
-def worst_places(faults: list[str], got: Results, exact: Results, layout: Layout | None) -> list[str]:
+
+def worst_places(faults: Sequence[str], got: Results, exact: Results, layout: Layout | None) -> list[str]:
     """Return a line for each tensor that a fault names. ``layout`` is None for a function on one rank."""
-    named = [name for name in got._fields if any(fault.startswith(f"{name} ") for fault in faults)]
-    return [
-        place(name, getattr(got, name), getattr(exact, name), layout)
-        for name in named
-        if getattr(got, name) is not None
-    ]
+    return [place(name, getattr(got, name), getattr(exact, name), layout) for name in _named(faults, got)]
+
+
+def _named(faults: Sequence[str], got: Results) -> list[str]:
+    wrong = {fault.partition(" ")[0] for fault in faults}
+    return [name for name, tensor in zip(got._fields, got, strict=True) if name in wrong and tensor is not None]
 
 
 def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
@@ -34,7 +39,8 @@ def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
     if layout is not None:
         rank, row = holder(layout, token)
         line += f", which rank {rank} holds in row {row}"
-    others = f"; error at least half as large: tokens {_first_eight(bad)}" if len(bad) > 1 else ""
+    first = ", ".join(map(str, bad[:8])) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
+    others = f"; error at least half as large: tokens {first}" if len(bad) > 1 else ""
     return f"{line}: off by {float(worst):.2e}{others}"
 
 
@@ -47,5 +53,45 @@ def holder(layout: Layout, token: int) -> tuple[int, int]:
     raise ValueError(f"no rank holds token {token}")
 
 
-def _first_eight(tokens: list[int]) -> str:
-    return ", ".join(map(str, tokens[:8])) + (f" and {len(tokens) - 8} more" if len(tokens) > 8 else "")
+def explained(faults: Sequence[str], got: Results, exact: Results, x: Inputs) -> list[str]:
+    """Return the mistakes that explain faults: a factor of a tensor, or keys that a query sees or does not see."""
+    named = _named(faults, got)
+    factors = {name: _factor(getattr(got, name), getattr(exact, name)) for name in named}
+    lines = [f"{name} is {factor:#.3g} times the expected" for name, factor in factors.items() if factor is not None]
+    keys = _other_keys(got.out, exact.out, x) if "out" in named and factors["out"] is None else None
+    return [keys, *lines] if keys else lines
+
+
+def _factor(got: Tensor, exact: Tensor) -> float | None:
+    got, exact = (t.to(exact.device).double().masked_fill(exact == -torch.inf, 0) for t in (got, exact))
+    factor = (got * exact).sum() / exact.square().sum()
+    explains = (got - factor * exact).norm() <= CLOSE * (got - exact).norm()  # False for NaN
+    return factor.item() if explains and factor != 0 else None
+
+
+def _other_keys(out: Tensor, exact: Tensor, x: Inputs) -> str | None:
+    """Compare the worst query with attention over one key more, over one key less, and over the first keys."""
+    out, exact, q, k, v = (t.to(exact.device).double() for t in (out, exact, x.q, x.k, x.v))
+    out, exact, q, k, v = (t if t.dim() == 4 else t[None] for t in (out, exact, q, k, v))
+    error = (out - exact).norm(dim=-1).nan_to_num(0.0)
+    b, query, head = (int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    of_query = f"query {query}" + (f" of sequence {b}" if len(out) > 1 else "")
+    mask = x.mask[b] if isinstance(x.mask, tuple) else x.mask
+    visible = mask.crop(queries=range(query, query + 1)).dense()[0].to(out.device)
+    if not visible.any():
+        return f"{of_query} sees no key, so its out must be 0"
+    k, v = (t[b, :, head // (q.shape[2] // k.shape[2])].nan_to_num() for t in (k, v))
+    scores = k @ q[b, query, head] * (q.shape[-1] ** -0.5 if x.scale is None else x.scale)
+    weights = torch.exp(scores - scores.max())
+    weighted = torch.cat([weights[:, None] * v, weights[:, None]], -1)  # the last column gives the denominators
+    changed = visible.double() @ weighted + torch.where(visible, -1.0, 1.0)[:, None] * weighted
+    sums = torch.cat([changed, weighted.cumsum(0)])
+    distance = (sums[:, :-1] / sums[:, -1:] - out[b, query, head]).norm(dim=-1).nan_to_num(torch.inf)
+    if distance.min() > CLOSE * error.max():
+        return None
+    prefix, key = divmod(int(distance.argmin()), mask.keys)
+    if prefix:
+        hidden, missing = int((~visible[: key + 1]).sum()), int(visible[key + 1 :].sum())
+        also = f"; {hidden} of them are hidden" * (hidden > 0) + f"; it misses {missing} visible keys" * (missing > 0)
+        return f"{of_query} sees the keys 0 to {key}{also}"
+    return f"{of_query} does not see the visible key {key}" if visible[key] else f"{of_query} sees the hidden key {key}"

@@ -1,12 +1,17 @@
 """Run `canon check --random N --seed S`: judge random cases, and write a compact record.
 
-The cases of a block with the same number of ranks share one process group. The record is written after each block.
+    {"module", "runs": [{"command", "source", "commit", "date", "machine", "seed", "table", "ranks", "runs",
+                         "cases": [[index, function, verdict, ratio], ...], "failures": [...]}, ...]}
+
+Results with equal `KEY` belong to the same run, so the same command continues it. Cases of a block with the same number of
+ranks share a process group.
 """
 
 import argparse
+import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +20,31 @@ from rich.table import Table
 
 import canon
 from canon import reference
-from canon.check import random_record, warming
+from canon.check import warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import accepts, covered
+from canon.check.check_report import fault, summary
 from canon.check.draws import Drawn, drawn
-from canon.check.options import RANDOM_RECORD
 from canon.check.random_source import RandomSource
 from canon.check.run_cases import Interrupted, run_cases
 from canon.testing import record
+from canon.testing.judge import short
 
+RECORD = Path("canon-check/random.json")
+KEY = ("source", "seed", "table", "ranks", "runs")
 BLOCK = 200  # cases between two writes of the record
 RANKS = 8  # default for the largest number of ranks
 
 
-def table_of(device: str, backend: str | None) -> str:
-    """Return the name of the table of `draws` for a device and a kernel backend."""
-    limited = backend in ("gluon", "cuda")
-    if device == "cuda":
-        return f"cuda {backend}" if limited else "cuda"
-    return str(backend) if limited else "cpu"
-
-
 def run(arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any) -> int:
     """Check the cases, print failures, write the record. Return the number of wrong cases. Raises ValueError, Interrupted."""
-    path, ranks = arguments.record or RANDOM_RECORD, arguments.ranks or RANKS
-    functions = covered(module, reference)[0]
-    table = table_of(device, arguments.backend)
-    kept = random_record.read(path, arguments.module)
-    this_run = random_record.run_of(kept, _head(arguments, ranks, table))
-    known = {row[0] for row in this_run["cases"]}
+    path, ranks = arguments.record or RECORD, arguments.ranks or RANKS
+    functions = covered(module, reference).tested
+    limited = arguments.backend if arguments.backend in ("gluon", "cuda") else ""
+    table = f"cuda {limited}".strip() if device == "cuda" else limited or "cpu"  # a table of `draws`
+    kept = _read(path, arguments.module)
+    check = _RandomCheck(arguments, console, kind, _run_of(kept, _head(arguments, ranks, table)))
+    known = {row[0] for row in check.run["cases"]}
     wanted = range(arguments.first, arguments.first + arguments.random)
     left = [index for index in wanted if index not in known]
     if len(left) < len(wanted):
@@ -59,16 +60,16 @@ def run(arguments: argparse.Namespace, console: Console, kind: str, device: str,
         console.print(warming.warm(groups), highlight=False)
     try:
         for start in range(0, len(left), BLOCK):
-            _run_block(arguments, console, kind, runner, block(start), this_run, start, len(left))
-            random_record.write(path, kept)
+            check.run_block(runner, block(start), start, len(left))
+            _write(path, kept)
     finally:
-        random_record.write(path, kept)
-    return _report(console, path, kept, this_run, wanted)
+        _write(path, kept)
+    return _report(console, path, kept, [row for row in check.run["cases"] if row[0] in wanted])
 
 
 def _head(arguments: argparse.Namespace, ranks: int, table: str) -> dict[str, Any]:
     return {
-        "command": command(arguments, ranks, arguments.random, arguments.first),
+        "command": _command(arguments, arguments.random, arguments.first),
         "source": record.source(arguments.module),
         "canon": canon.__version__,
         "commit": record.commit(),
@@ -81,77 +82,106 @@ def _head(arguments: argparse.Namespace, ranks: int, table: str) -> dict[str, An
     }
 
 
-def _run_block(
-    arguments, console, kind: str, runner: CaseRunner, cases: list[Drawn], this_run: dict, done: int, total: int
-) -> None:
-    by_ranks: dict[int, list[Drawn]] = defaultdict(list)
-    for case in cases:
-        by_ranks[case.ranks].append(case)
-    for ranks, group in sorted(by_ranks.items()):
-        try:
-            results = run_cases(kind, ranks, replace(runner, cases=tuple(group)), done, total, verbose=False)
-        except Interrupted as interrupted:
-            _add(arguments, console, this_run, group, interrupted.results)
-            raise
-        _add(arguments, console, this_run, group, results)
-        done += len(group)
+def _command(arguments: argparse.Namespace, count: int, first: int) -> str:
+    """Return the command that runs ``count`` cases, starting with case ``first``."""
+    module = [arguments.module] if arguments.module != "canon.fast" else []
+    defaults = {"ranks": (None, RANKS), "backend": (None,), "world": ("auto",), "runs": (2,)}
+    given = {name: getattr(arguments, name) for name in defaults if getattr(arguments, name) not in defaults[name]}
+    return record.command("canon", "check", *module, random=count, seed=arguments.seed, first=first or None, **given)
 
 
-def _add(
-    arguments, console: Console, this_run: dict, cases: Sequence[Drawn], results: Sequence[dict[str, Any]]
-) -> None:
-    by_name = {case.name: case for case in cases}
-    rows, failures = [], []
-    for result in results:
-        case = by_name[result["case"]]
-        worst = max((m["ratio"] for m in result["measures"]), default=0.0)
-        rows.append([case.index, case.function, result["verdict"], float(f"{worst:.3g}")])
-        if result["verdict"] not in {"agrees", "declined"}:
-            repeat = command(arguments, arguments.ranks or RANKS, 1, case.index)
-            failures.append({"index": case.index, "repeat": repeat, "draws": case.draws, **result})
-            _print_failure(console, failures[-1])
-    random_record.add(this_run, rows, failures)
+@dataclass
+class _RandomCheck:
+    arguments: argparse.Namespace
+    console: Console
+    kind: str
+    run: dict[str, Any]  # of the record
+    wrong: int = 0  # cases of this command
+
+    def run_block(self, runner: CaseRunner, cases: Sequence[Drawn], done: int, total: int) -> None:
+        by_ranks: dict[int, list[Drawn]] = defaultdict(list)
+        for case in cases:
+            by_ranks[case.ranks].append(case)
+        for ranks, group in sorted(by_ranks.items()):
+            try:
+                results = run_cases(self.kind, ranks, replace(runner, cases=tuple(group)), done, total, verbose=False)
+            except Interrupted as interrupted:
+                self.add(group, interrupted.results)
+                raise
+            self.add(group, results)
+            done += len(group)
+
+    def add(self, cases: Sequence[Drawn], results: Sequence[dict[str, Any]]) -> None:
+        """Add results to the run, and print the failures: the first one in full, the others in one line each."""
+        by_name = {case.name: case for case in cases}
+        for result in results:
+            case = by_name[result["case"]]
+            worst = max((m["ratio"] for m in result["measures"]), default=0.0)
+            self.run["cases"].append([case.index, case.function, result["verdict"], float(f"{worst:.3g}")])
+            if result["verdict"] not in {"agrees", "declined"}:
+                repeat = _command(self.arguments, 1, case.index)
+                self.run["failures"].append({"index": case.index, "repeat": repeat, "draws": case.draws, **result})
+                fault(result, self.console, in_full=not self.wrong)
+                if not self.wrong:
+                    _print_draws(case, repeat, self.console)
+                self.wrong += 1
+        self.run["cases"].sort(key=lambda row: row[0])
 
 
-def _print_failure(console: Console, failure: dict[str, Any]) -> None:
-    console.print(f"[red]{failure['case']} {failure['verdict']}[/]")
-    for fault in failure["faults"]:
-        console.print(f"  {fault}", markup=False, highlight=False)
+def _print_draws(case: Drawn, repeat: str, console: Console) -> None:
     shown = Table(show_header=False, box=None, padding=(0, 1))
     shown.add_column(style="bold")
     shown.add_column(overflow="fold")
-    for name, value in failure["draws"].items():
+    for name, value in case.draws.items():
         shown.add_row(f" {name}", value)
     console.print(shown)
-    console.print(f"  repeat: {failure['repeat']}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"  repeat: {repeat}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _report(console: Console, path: Path, kept: dict, this_run: dict, wanted: range) -> int:
-    rows = [row for row in this_run["cases"] if row[0] in wanted]
+def _read(path: Path, module: str) -> dict[str, Any]:
+    """Return the record at ``path``, or an empty record of ``module``. Raises ValueError if the file is no such record."""
+    if not path.exists():
+        return {"module": module, "runs": []}
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the record {path}: {error}") from error
+    if not isinstance(kept, dict) or "runs" not in kept or kept.get("module") != module:
+        raise ValueError(f"{path} is not a record of canon check --random {module}")
+    return kept
+
+
+def _run_of(kept: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Return the run of ``kept`` with the key of ``run``; add an empty one if there is none."""
+    for known in kept["runs"]:
+        if all(known[name] == run[name] for name in KEY):
+            return known
+    kept["runs"].append({**run, "cases": [], "failures": []})
+    return kept["runs"][-1]
+
+
+def _write(path: Path, kept: dict[str, Any]) -> None:
+    """Write the record, one line per case. An interrupted write leaves the old file."""
+    runs = []
+    for run in kept["runs"]:
+        head = {name: value for name, value in run.items() if name not in ("cases", "failures")}
+        lines = ",\n".join(json.dumps(record.finite(row)) for row in run["cases"])
+        failures = json.dumps(record.finite(run["failures"]), indent=1)
+        runs.append(f'{json.dumps(head, indent=1)[:-2]},\n "cases": [\n{lines}],\n "failures": {failures}}}')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(f'{{"module": {json.dumps(kept["module"])}, "runs": [\n' + ",\n".join(runs) + "]}\n")
+    part.replace(path)
+
+
+def _report(console: Console, path: Path, kept: dict, rows: list[list]) -> int:
     by_function: dict[str, list] = defaultdict(list)
     for row in rows:
         by_function[row[1]].append(row)
     shown = Table("function", "cases", "agree", "largest ratio", title=f"{kept['module']}, random cases")
     for function, its_rows in sorted(by_function.items()):
-        agree = [row for row in its_rows if row[2] == "agrees"]
-        largest = max((row[3] for row in agree), default=0)
-        shown.add_row(function, str(len(its_rows)), str(len(agree)), f"{largest:.2f}")
+        agree = [row[3] for row in its_rows if row[2] == "agrees"]
+        shown.add_row(function, str(len(its_rows)), str(len(agree)), short(max(agree, default=0)))
     console.print(shown)
-    verdicts = [row[2] for row in rows]
-    wrong = len(rows) - verdicts.count("agrees") - verdicts.count("declined")
-    console.print(f"Record: {path}, {sum(random_record.counts(kept).values())} cases in total.", highlight=False)
-    declined = f", {verdicts.count('declined')} declined" if "declined" in verdicts else ""
-    line = f"{verdicts.count('agrees')} of {len(rows)} cases agree{declined}"
-    console.print(f"[bold red]{line}, {wrong} do not." if wrong else f"[bold green]{line}.")
-    return wrong
-
-
-def command(arguments: argparse.Namespace, ranks: int, count: int, first: int) -> str:
-    """Return the command that runs ``count`` cases, starting with case ``first``."""
-    words = ["canon check"] + ([arguments.module] if arguments.module != "canon.fast" else [])
-    words += [f"--random {count} --seed {arguments.seed}"] + ([f"--first {first}"] if first else [])
-    words += [f"--ranks {ranks}"] if ranks != RANKS else []
-    words += [f"--backend {arguments.backend}"] if arguments.backend else []
-    words += [f"--world {arguments.world}"] if arguments.world != "auto" else []
-    words += [f"--runs {arguments.runs}"] if arguments.runs != 2 else []
-    return " ".join(words)
+    console.print(f"Record: {path}, {sum(len(run['cases']) for run in kept['runs'])} cases in total.", highlight=False)
+    return summary([row[2] for row in rows], console)

@@ -1,7 +1,7 @@
 """Make the inputs of a random case, and the expected results.
 
-Random cases may have few elements, so one rounding of each intermediate result widens the judge's bounds. If gradients
-travel in 16 bits, the honest evaluations round the sums of the ranks, too.
+One rounding of each intermediate result widens the judge's bounds, because cases may have few elements. If gradients travel
+in 16 bits, the honest evaluations round the sums of the ranks, too.
 """
 
 from dataclasses import dataclass

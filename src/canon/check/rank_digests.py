@@ -1,12 +1,11 @@
 """Compare the bits of calls with ``rank_invariant=True`` between numbers of ranks and layouts.
 
-A digest is the start of a SHA-256 of out, lse, dq, dk and dv of the whole sequence. Two people with the same code, documents,
-versions and GPU model can compare runs by this short string.
+A digest is the start of a SHA-256 of out, lse, dq, dk and dv of the whole sequence.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 from importlib import import_module
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from canon import reference
@@ -52,7 +52,7 @@ class RankedCall:
 
 
 def calls_of(module: Any, ranks: int, dtypes: Sequence[str], gpu: bool, only: str | None = None) -> list[RankedCall]:
-    """Return the calls of a module, its call on one rank first. ``only``: a pattern in the names of the inputs."""
+    """Return the calls of a module, those on one rank first. ``only``: a pattern in the names of the inputs."""
     dtypes = [name for name in dtypes if name != "float64"] or ["float64"]
     counts = sorted({count for count in (2, 3, ranks) if count <= ranks} - {1})
     worlds = [(1, ""), (1, "contiguous"), (1, "dispatch")]
@@ -64,10 +64,8 @@ def calls_of(module: Any, ranks: int, dtypes: Sequence[str], gpu: bool, only: st
         for count, layout in worlds:
             function = FUNCTIONS.get(layout, "attention")
             if has_option(module, function):
-                case = Case(
-                    function, mask, dtypes[place % len(dtypes)], SHAPES[mask][gpu], options=(("rank_invariant", True),)
-                )
-                calls.append(RankedCall(case, count, layout))
+                dtype, options = dtypes[place % len(dtypes)], (("rank_invariant", True),)
+                calls.append(RankedCall(Case(function, mask, dtype, SHAPES[mask][gpu], options=options), count, layout))
     return [call for call in calls if only is None or fnmatch(call.inputs, f"*{only}*")]
 
 
@@ -116,7 +114,7 @@ def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
     failures: dict[RankedCall, str] = {}
     for ranks in sorted({call.ranks for call in runner.calls}):
         some = tuple(call for call in runner.calls if call.ranks == ranks)
-        program = DigestRunner(*(getattr(runner, name) for name in CaseRunner.__dataclass_fields__), calls=some)
+        program = replace(runner, calls=some)
         start = process_groups.threads if kind == "threads" else partial(getattr(process_groups, kind), timeout=600)
         try:
             found |= start(program, ranks)[0]
@@ -136,15 +134,11 @@ def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[dict[str, Any]], console: Console, alone: bool = False) -> None:
-    """Print the digest of each input, and the faults. ``alone``: without the number of calls."""
+    """Print digests and faults. ``alone``: without the number of calls."""
     for result in results:
         if result["digest"]:
-            equal = (
-                ""
-                if alone
-                else f": equal bits in {len(result['calls']) - len(result['faults'])} of {len(result['calls'])} calls"
-            )
+            calls = len(result["calls"])
+            equal = "" if alone else f": equal bits in {calls - len(result['faults'])} of {calls} calls"
             console.print(f"{result['inputs']} {result['digest']}{equal}", markup=False, highlight=False)
         for fault in result["faults"]:
-            console.print(f"[red]{result['inputs']}[/]: ", end="")
-            console.print(fault, markup=False, highlight=False)
+            console.print(Text.assemble((result["inputs"], "red"), ": ", fault))

@@ -18,6 +18,11 @@ from canon.check.cases import Case, declined_by
 from canon.testing import process_groups
 
 _RESTARTS = 5  # new process groups after failures; there is no limit for threads
+LIMITS = {  # part of an error: the word of --features for a module that raises it
+    "unexpected keyword argument 'return_lse'": "no-lse",
+    "unexpected keyword argument": "no-options",
+    "positional arguments but": "no-mask",
+}
 
 
 class Interrupted(KeyboardInterrupt):
@@ -33,8 +38,8 @@ def run_cases(
 ) -> list[dict[str, Any]]:
     """Return the results of all cases, in order. ``kind`` names a function of `process_groups`.
 
-    After an exception a new process group runs the other cases. The progress starts at ``before`` of ``total``. ``verbose``
-    prints a line for each case if standard error is no terminal. Raises Interrupted at Ctrl-C.
+    After an exception a new process group runs the other cases. The progress starts at ``before`` of ``total``. Without a
+    terminal, ``verbose`` prints a line for each case. Raises Interrupted at Ctrl-C.
     """
     reasons = {case.name: declined_by(runner.backend, case) for case in runner.cases}
     results = {name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason}
@@ -84,19 +89,14 @@ def _failure(case: Case, error: Exception | str) -> dict[str, Any]:
     cause = getattr(error, "__cause__", None)
     text = f"{str(error).split(':')[0]}: {cause}" if isinstance(cause, CaseFailed) else str(error)
     kinds = ("NotImplementedError", *(("ValueError", "TypeError") if case.dtype == "float64" else ()))
-    return _without_run(case.name, "declined" if str(cause).startswith(kinds) else "failed", text)
+    word = next((word for part, word in LIMITS.items() if part in text), None)
+    hint = [f"a module without this argument is checked with --features {word}"] if word else []
+    return _without_run(case.name, "declined" if str(cause).startswith(kinds) else "failed", text, *hint)
 
 
-def _without_run(name: str, verdict: str, reason: str) -> dict[str, Any]:
-    return {
-        "case": name,
-        "verdict": verdict,
-        "faults": [reason],
-        "measures": [],
-        "same_bits": None,
-        "seconds": [],
-        "reference_seconds": [],
-    }
+def _without_run(name: str, verdict: str, *reasons: str) -> dict[str, Any]:
+    result = {"case": name, "verdict": verdict, "faults": [*reasons], "measures": [], "same_bits": None}
+    return result | {"seconds": [], "reference_seconds": []}
 
 
 def _lines(sink: Path) -> list[str]:

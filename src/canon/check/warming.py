@@ -1,6 +1,6 @@
 """Compile the kernels of a check before it runs, in parallel processes (`canon.fast.ahead.compilation`).
 
-Ranks that are threads launch one kernel at a time, so they would also compile one kernel at a time.
+Ranks that are threads would compile one kernel at a time.
 """
 
 import os

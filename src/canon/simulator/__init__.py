@@ -6,19 +6,17 @@
     simulator.simulated(log=[])                                             # append all `Event` in order
 
 One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue when it ends, and at its
-atomic operations and volatile loads of global memory. TMA loads land, wgmma read their operands and stores are written
-"early" (at once), "late" (when nothing else can happen, or at a wait) or at "random" times. The simulator raises `Fault`,
-with the lines of the kernel, for
+atomic operations and volatile loads. TMA loads land, wgmma read their operands and stores are written "early" (at once),
+"late" (when nothing else can happen, or at a wait) or at "random" times. The simulator raises `Fault` with the kernel's lines:
 
     deadlocks                               the message names each wait, its barrier and phase
-    reads of data that is not there yet,    by vector clocks, in every interleaving: a missing wait or an early arrival is
-      buffers overwritten too early         a fault even if this run would give correct numbers
+    reads of data that is not there yet,    by vector clocks, in every interleaving, even if this run would give correct
+      buffers overwritten too early         numbers
     results of wgmma used before a wait, missing fences, wrong barrier counts, unbalanced named barriers
     addresses out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
-Triton's sanitizer ConSan checks the same hazards on a GPU, in the one order of that run. The simulator does not see the
-changes that the compiler makes. Not simulated: layouts, clusters, float8, tf32, tensor memory, races in global memory, and
-time. Other features raise NotImplementedError with their name.
+Not simulated: changes by the compiler, layouts, clusters, float8, tf32, tensor memory, races in global memory, and time. Other
+features raise NotImplementedError with their name.
 """
 
 import ast
@@ -63,7 +61,7 @@ _compiled: dict[int, tuple[Any, CodeType]] = {}  # id of the kernel: (kernel, to
 
 
 def register(real: Any, stand_in: Any) -> None:
-    """Call ``stand_in`` where a simulated kernel calls ``real``, a builtin or a kernel function."""
+    """Call ``stand_in`` where a simulated kernel calls ``real``."""
     _stand_ins[id(real)] = (real, stand_in)
 
 
@@ -202,7 +200,7 @@ _BUILTINS = {
 
 
 def carried(value: Any) -> Any:
-    """Convert a constant that a loop or a branch may change into a value of Triton's type."""
+    """Convert a constant that may change into a value of Triton's type."""
     if type(value) is tuple:
         return tuple(carried(x) for x in value)
     return values.tensor(value) if isinstance(value, int | float) else value
@@ -233,15 +231,13 @@ class _Rewriting(ast.NodeTransformer):
                 ast.copy_location(node, at)
         return statements
 
-    def visit_For(self, node: ast.For):
+    def visit_For(self, node: ast.For | ast.While):
         self.generic_visit(node)
-        if "static_range" in ast.unparse(node.iter):
+        if isinstance(node, ast.For) and "static_range" in ast.unparse(node.iter):
             return node
         return [*self._converted(self._assigned(node.body), "__carried({})", node), node]
 
-    def visit_While(self, node: ast.While):
-        self.generic_visit(node)
-        return [*self._converted(self._assigned(node.body), "__carried({})", node), node]
+    visit_While = visit_For
 
     def visit_If(self, node: ast.If):
         self.generic_visit(node)
@@ -257,11 +253,6 @@ class _Rewriting(ast.NodeTransformer):
 
 
 def _code(kernel: GluonJITFunction) -> CodeType:
-    with parsing:
-        return _compiled_once(kernel)
-
-
-def _compiled_once(kernel: GluonJITFunction) -> CodeType:
     if id(kernel) not in _compiled:
         tree = ast.parse(textwrap.dedent("".join(kernel.raw_src)))
         definition = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
@@ -278,7 +269,9 @@ def _compiled_once(kernel: GluonJITFunction) -> CodeType:
 
 
 def _rebuilt(kernel: GluonJITFunction) -> Callable:
-    function, code = kernel.fn, _code(kernel)
+    function = kernel.fn
+    with parsing:
+        code = _code(kernel)
     known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     names: dict[str, Any] = {name: _seen(known[name], name) for name in _names(code) if name in known}
     names |= {"__builtins__": _BUILTINS, "__simulated__": True, "__carried": carried, "__merged": merged}
@@ -309,7 +302,7 @@ def _argument(value: Any) -> Any:
 
 
 def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dict, dict, dict]:
-    """Return the bound arguments, their kernel values, and the options. A specialised 1 is a constant, as in Triton."""
+    """Return bound arguments, kernel values and options. A specialised 1 is a constant, as in Triton."""
     signature = inspect.signature(kernel.fn)
     options = {name: value for name, value in named.items() if name not in signature.parameters}
     bound = signature.bind(*arguments, **{name: named[name] for name in named if name not in options})
@@ -325,31 +318,25 @@ def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dic
     return bound.arguments, given, options
 
 
-def _launch(
-    kernel: GluonJITFunction, grid: tuple, given: dict, options: dict, order: str, seed: int, log: list | None
-) -> None:
-    if options.get("num_ctas", 1) != 1:
-        raise NotImplementedError("clusters are not simulated")
-    sizes = (*grid, 1, 1)[:3]
-    chance = random.Random(seed)
-    function = _rebuilt(kernel)
-    places = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
-    programs = [Program(place, sizes, order, chance, log) for place in places]
-    take_turns(programs, chance, kernel.fn.__name__, options.get("num_warps", 4), lambda: function(**given))
-
-
-def _run(kernel: GluonJITFunction, *arguments, grid, warmup=False, **named) -> Any:
+def _run(kernel: GluonJITFunction, *arguments, grid: Any, warmup=False, **named) -> Any:
     if warmup:
         return JITFunction.run(kernel, *arguments, grid=grid, warmup=True, **named)
     raw, given, options = _bound(kernel, arguments, named)
-    return _launch(kernel, grid(raw) if callable(grid) else grid, given, options, *_simulations[-1])
+    order, seed, log = _simulations[-1]
+    if options.get("num_ctas", 1) != 1:
+        raise NotImplementedError("clusters are not simulated")
+    shape: tuple[int, ...] = grid(raw) if callable(grid) else grid
+    sizes = (*shape, 1, 1)[:3]
+    chance, function = random.Random(seed), _rebuilt(kernel)
+    places = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
+    programs = [Program(place, sizes, order, chance, log) for place in places]
+    take_turns(programs, chance, kernel.fn.__name__, options.get("num_warps", 4), lambda: function(**given))
+    return None
 
 
 @contextmanager
 def simulated(order: str = "late", seed: int = 0, log: list[Event] | None = None) -> Iterator[None]:
-    """Simulate Gluon launches of all threads on the CPU. ``order`` decides when asynchronous operations happen, ``seed`` draws
-    all free choices, and ``log`` receives events. Raises the kernel's exceptions, and `Fault` for errors that a GPU hides.
-    """
+    """Simulate Gluon launches of all threads on the CPU. ``seed`` draws all free choices, and ``log`` receives events."""
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     with _changing:

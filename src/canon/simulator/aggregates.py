@@ -1,12 +1,12 @@
 """Construct aggregates of Gluon on the CPU.
 
 Only Triton's compiler can construct a class decorated with `gluon.aggregate`. `python_class` returns a Python class with
-the same constructor, fields and methods. Assigning a field checks its annotation, as Triton does.
+the same constructor, fields and methods.
 """
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -73,9 +73,5 @@ def python_class(real: type, as_function: Callable[[GluonJITFunction], Callable]
     }
     for name, member in vars(declared).items():
         if isinstance(member, GluonJITFunction):
-            members[name] = _method(as_function(member))
+            members[name] = partialmethod(as_function(member))
     return type(declared.__name__, (Aggregate,), members)
-
-
-def _method(function: Callable) -> Callable:
-    return lambda self, *arguments, **named: function(self, *arguments, **named)

@@ -1,8 +1,7 @@
 """Simulate mbarriers in shared memory, and the hardware's named barriers.
 
-Both release the waiting partitions when a phase is complete, and carry vector clocks: a wait joins the clocks of the
-arrivals into that of the waiting partition. A wait does not join arrivals of a later phase, even if they happen before the
-partition resumes.
+Both carry vector clocks: a wait joins the clocks of the arrivals of its phase into that of the waiting partition. It does not
+join arrivals of a later phase, even if they happen before the partition resumes.
 
 Source: NVIDIA, Parallel Thread Execution ISA 8.5 (2024), the sections on mbarrier and on barrier.
 """

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from canon.simulator.aggregates import Aggregate
 from canon.simulator.barriers import Barrier, NamedBarrier
 from canon.simulator.language import load
-from canon.simulator.memory import Access, Allocation, Descriptor, Shared, allocate_shared_memory
+from canon.simulator.memory import Access, Allocation, Descriptor, Shared, allocate_shared_memory, garbage
 from canon.simulator.program import Fault, Place, here
 from canon.simulator.values import Tensor, number
 
@@ -29,14 +29,11 @@ HARDWARE_BARRIERS = 16
 # Barriers and fences.
 
 
-def init(mbarrier, count):
-    """`mbarrier.init`."""
-    mbarrier.barrier.init(count)
-
-
-def invalidate(mbarrier):
-    """`mbarrier.invalidate`."""
-    mbarrier.barrier.valid().count = None
+init = lambda mbarrier, count: mbarrier.barrier.init(count)
+invalidate = lambda mbarrier: setattr(mbarrier.barrier.valid(), "count", None)
+warpgroup_mma_init = lambda value: value
+async_copy_shared_to_global = lambda tensor_desc, coord, src: _store(tensor_desc, coord, src, add=False)
+reduce_add = lambda desc, coord, smem: _store(desc, coord, smem, add=True)  # `tma.async_atomic_add` of Triton 3.8
 
 
 def expect(mbarrier, bytes_per_cta=None, pred=True, bytes=None):
@@ -150,7 +147,7 @@ def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True, 
     tensor_desc.check(coordinates, result)
     barrier.barrier.valid()
     access = result.allocation.write(result.region, "TMA load", asynchronous=True)
-    result.data.fill_(float("nan") if result.data.dtype.is_floating_point else 77)
+    result.data.copy_(garbage(result.data))
     program = here().program
     program.loads.append(Load(tensor_desc, coordinates, barrier.barrier, result, access))
     if program.order == "early":
@@ -168,16 +165,6 @@ def _store(descriptor: Descriptor, coord: Any, source: Shared, add: bool) -> Non
         raise Fault(taint)
     here().stores.append(Store(descriptor, coordinates, source, access, add))
     here().program.step()
-
-
-def async_copy_shared_to_global(tensor_desc, coord, src):
-    """`tma.async_copy_shared_to_global`, later named `tma.async_store`."""
-    _store(tensor_desc, coord, src, add=False)
-
-
-def reduce_add(desc, coord, smem):
-    """Add shared memory to global[coord]: `tma.async_atomic_add` of Triton 3.8."""
-    _store(desc, coord, smem, add=True)
 
 
 def store_wait(pendings):
@@ -272,11 +259,6 @@ class Pending(Tensor):
     @property
     def shape(self):
         return self.product.shape
-
-
-def warpgroup_mma_init(value):
-    """`hopper.warpgroup_mma_init`."""
-    return value
 
 
 def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):

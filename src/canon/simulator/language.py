@@ -1,7 +1,4 @@
-"""Define functions of Gluon's language on the CPU, under their own names: `gl.load`, `gl.where`, `gl.sum`.
-
-Layouts are accepted and ignored, because compilation checks them.
-"""
+"""Define functions of Gluon's language on the CPU, under their own names. Layouts are ignored: compilation checks them."""
 
 import builtins
 import math
@@ -164,16 +161,6 @@ def fma(x, y, z):
     return (product + z.to(gl.float64)).to(x.dtype)
 
 
-def cdiv(x, div):
-    """`gl.cdiv`."""
-    return (x + (div - 1)) // div
-
-
-def cast_to(input, dtype, fp_downcast_rounding=None, bitcast=False):
-    """`gl.cast`."""
-    return tensor(input).to(dtype, fp_downcast_rounding, bitcast)
-
-
 # Reductions.
 
 
@@ -231,61 +218,16 @@ def full(shape, value, dtype, layout=None):
     return Tensor(torch.full(list(shape), data, dtype=HELD[dtype.name]), dtype, value.taint)
 
 
-def zeros(shape, dtype, layout=None):
-    """`gl.zeros`."""
-    return full(shape, 0, dtype)
-
-
-def full_like(input, value, shape=None, dtype=None, layout=None):
-    """`gl.full_like`."""
-    return full(shape or input.shape, value, dtype or input.dtype)
-
-
-def zeros_like(input, shape=None, dtype=None, layout=None):
-    """`gl.zeros_like`."""
-    return full_like(input, 0, shape, dtype)
-
-
-def expand_dims(input, axis):
-    """`gl.expand_dims`."""
-    return input.expand_dims(axis)
-
-
-def reshape(input, *shape):
-    """`gl.reshape`."""
-    return input.reshape(*shape)
-
-
-def permute(input, *dims):
-    """`gl.permute`."""
-    return input.permute(*dims)
-
-
 def join(a, b):
     """`gl.join`: stack both along a new last axis."""
     left, right, kind, taint = promoted(a, b)
     return Tensor(torch.stack(torch.broadcast_tensors(left, right), -1), kind, taint)
 
 
-def split(a):
-    """`gl.split`, the inverse of `join`."""
-    return Tensor(a.data[..., 0], a.dtype, a.taint), Tensor(a.data[..., 1], a.dtype, a.taint)
-
-
-def convert_layout(value, layout, assert_trivial=False):
-    """Return the same value. A pending wgmma result raises Fault."""
-    return Tensor(value.data, value.dtype, value.taint)
-
-
 def transpose_words(x):
     """In each 32 columns, the pairs at 8 i + 2 j and 8 j + 2 i change places."""
     data = x.data.reshape(x.shape[0], -1, 4, 4, 2).transpose(2, 3)
     return Tensor(data.reshape(x.data.shape), x.dtype, x.taint)
-
-
-def broadcast_rows(x, like):
-    """Broadcast one number per column to all rows."""
-    return Tensor(x.data.expand(like.shape).clone(), x.dtype, x.taint)
 
 
 def any_above(x, limit, warpgroup):
@@ -295,11 +237,6 @@ def any_above(x, limit, warpgroup):
 
 
 # The compiler and the launch.
-
-
-def hint(input, values=None):
-    """Return the value of a compiler hint unchanged."""
-    return input
 
 
 def static_assert(cond, msg=""):
@@ -314,12 +251,6 @@ def assume(cond):
         raise Fault(f"what is assumed is wrong, at {Place()}")
 
 
-def static_range(arg1, arg2=None, step=None):
-    """`gl.static_range`, with constant bounds."""
-    first, stop = (0, arg1) if arg2 is None else (arg1, arg2)
-    return range(first, stop, 1 if step is None else step)
-
-
 def dynamic_range(*bounds):
     """Python's range in a kernel: it yields values, not constants."""
     wide = any(BITS[tensor(bound).dtype.name] == 64 for bound in bounds)
@@ -327,26 +258,27 @@ def dynamic_range(*bounds):
         yield Tensor(i, gl.int64 if wide else gl.int32)
 
 
-def program_id(axis):
-    """`gl.program_id`."""
-    return Tensor(here().program.indices[axis], gl.int32)
+# Functions of one line.
 
-
-def num_programs(axis):
-    """`gl.num_programs`."""
-    return Tensor(here().program.grid[axis], gl.int32)
-
-
-def num_warps():
-    """Return the number of warps of this partition."""
-    return here().warps
-
-
-def num_ctas():
-    """Return 1: clusters are not simulated."""
-    return 1
-
-
-def barrier(cluster=False):
-    """Do nothing: the warps of a partition run as one."""
-    _no_options(cluster=cluster)
+cdiv = lambda x, div: (x + (div - 1)) // div
+cast_to = lambda input, dtype, fp_downcast_rounding=None, bitcast=False: tensor(input).to(
+    dtype, fp_downcast_rounding, bitcast
+)
+zeros = lambda shape, dtype, layout=None: full(shape, 0, dtype)
+full_like = lambda input, value, shape=None, dtype=None, layout=None: full(
+    shape or input.shape, value, dtype or input.dtype
+)
+zeros_like = lambda input, shape=None, dtype=None, layout=None: full_like(input, 0, shape, dtype)
+expand_dims = lambda input, axis: input.expand_dims(axis)
+reshape = lambda input, *shape: input.reshape(*shape)
+permute = lambda input, *dims: input.permute(*dims)
+split = lambda a: tuple(Tensor(a.data[..., i], a.dtype, a.taint) for i in (0, 1))  # the inverse of `join`
+convert_layout = lambda value, layout, assert_trivial=False: Tensor(value.data, value.dtype, value.taint)
+broadcast_rows = lambda x, like: Tensor(x.data.expand(like.shape).clone(), x.dtype, x.taint)  # one number per column
+hint = lambda input, values=None: input
+program_id = lambda axis: Tensor(here().program.indices[axis], gl.int32)
+num_programs = lambda axis: Tensor(here().program.grid[axis], gl.int32)
+num_warps = lambda: here().warps
+num_ctas = lambda: 1  # clusters are not simulated
+barrier = lambda cluster=False: _no_options(cluster=cluster)  # the warps of a partition run as one
+static_range = lambda arg1, arg2=None, step=None: range(*((0, arg1) if arg2 is None else (arg1, arg2)), step or 1)

@@ -11,8 +11,7 @@ for TMA loads. This finds three errors in every interleaving:
 A kernel may compute with a tainted value and drop it, as pipelines do before the first tile arrives. To store it unmasked,
 to branch on it or to use it as an address raises the fault.
 
-Not simulated: alignment, banks, reuse of freed memory, order through global memory (flags), and the fences after reads and
-after mbarrier.init, which Triton's tutorials omit.
+Not simulated: alignment, banks, reuse of freed memory, flags in global memory, and the fences after reads and mbarrier.init.
 """
 
 from functools import lru_cache
@@ -97,7 +96,7 @@ class Allocation:
     def __init__(self, kind: Any, shape: list[int], layout: Any):
         program = here().program
         dtype = MEMORY[kind.name]
-        self.data = torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
+        self.data = garbage(torch.empty(shape, dtype=dtype))
         self.kind, self.accesses = kind, []
         self.name = f"shared memory {program.allocations} (allocated at {Place()})"
         self.barriers: list[Barrier] = []

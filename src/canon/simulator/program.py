@@ -1,10 +1,10 @@
 """Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
 
-Partitions are threads, and exactly one of them holds the baton. A partition passes it on when it blocks, and sometimes
-after it starts or signals something. A seeded generator draws the next partition, so a seed determines an interleaving.
+Partitions are threads, and one of them holds the baton. A partition passes it on when it blocks, and sometimes after it
+starts or signals something. A seeded generator draws the next partition.
 
 Each partition and each barrier has a vector clock. Arrivals join clocks into barriers, and waits join them into partitions.
-So `canon.simulator.memory` can decide whether barriers order two accesses, independent of the simulated interleaving.
+So `canon.simulator.memory` finds whether barriers order two accesses, in any interleaving.
 
 Sources. Vector clocks: Colin Fidge, Timestamps in message-passing systems that preserve the partial ordering (1988). Races:
 Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection (2009).
@@ -63,21 +63,16 @@ class Place:
 
 
 class Event(NamedTuple):
-    """An operation starts or ends, or a partition computes, arrives at a barrier or has waited.
-
-    ``kind`` is "load", "store", "add" or "wgmma" for the start of an operation, and "done" for its end, with the start in
-    ``of``. A wgmma ends at the wait for it. ``size`` is in bytes for boxes, FLOPs for a wgmma and elements for functions.
-    ``barrier`` is (name, phase).
-    """
+    """An operation starts or ends, or a partition computes, arrives at a barrier or has waited."""
 
     kernel: str
     program: tuple[int, ...]
     partition: str
-    kind: str
+    kind: str  # "load", "store", "add" or "wgmma" for a start, and "done" for its end: of a wgmma, the wait for it
     place: Place
-    size: int = 0
-    barrier: tuple[str, int] | None = None
-    of: "Event | None" = None
+    size: int = 0  # bytes of boxes, FLOPs of a wgmma, elements of functions
+    barrier: tuple[str, int] | None = None  # name, phase
+    of: "Event | None" = None  # the start of what is done
 
 
 def join(clock: dict[int, int], other: dict[int, int]) -> None:
@@ -88,7 +83,7 @@ def join(clock: dict[int, int], other: dict[int, int]) -> None:
 
 
 class Partition:
-    """Warps that run one function together. ``products`` and ``stores`` are started operations without a wait."""
+    """Warps that run one function. ``products`` and ``stores`` are started operations without a wait."""
 
     def __init__(self, program: "Program", name: str, warps: int, clock: dict[int, int]):
         self.program, self.name, self.warps = program, name, warps

@@ -1,8 +1,7 @@
 """Compute values of simulated kernels: blocks are torch tensors, scalars Python numbers, each with its Triton type.
 
-Integers are stored in 64 bits. A signed overflow is a fault; 64-bit blocks are not checked. Unsigned integers wrap. Types
-are promoted by Triton's own rules. `//` and `%` of values truncate, as in C. Constants are Python numbers with Python's
-operators.
+Integers are stored in 64 bits. A signed overflow is a fault, except in 64-bit blocks. Unsigned integers wrap. Triton's own
+rules promote types. `//` and `%` of values truncate, as in C. Constants are Python numbers with Python's operators.
 """
 
 import ctypes

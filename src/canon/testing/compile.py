@@ -3,7 +3,7 @@
     python -m canon.testing.compile --arch 80 90 [--json] [--record PATH]
 
 The launcher of `canon.fast` gets CPU tensors and a driver that only returns a target, so types, alignment and
-specialisation are those of a real launch. `canon.testing.sass` checks the asynchronous MMAs of the disassembled result.
+specialisation are those of a real launch.
 """
 
 import argparse
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import triton
@@ -114,7 +116,7 @@ def _hopper_cases() -> list[Case]:
 
 def compile_case(case: Case) -> list[Compiled]:
     """Compile the kernels of a case. Two kernels may compute dk and dv."""
-    return _compile_hopper(case) if case.backend == "gluon" else _compile_portable(case)
+    return (_compile_hopper if case.backend == "gluon" else _compile_portable)(case)
 
 
 def _compile_hopper(case: Case) -> list[Compiled]:
@@ -132,7 +134,7 @@ def _compile_hopper(case: Case) -> list[Compiled]:
         "dq": lambda: hopper.dq(q, k, v, dout, softmax_stats, mask, 0.1, q),
         "fused": lambda: hopper.dkdv(q, k, v, dout, softmax_stats, mask, 0.1, k, v, wide, case.ordered),
     }
-    with _target(case.arch), _replaced(hopper, "run", keep):
+    with _target(case.arch), mock.patch.object(hopper, "run", keep):
         calls.get(case.kernel, lambda: hopper.dkdv(q, k, v, dout, softmax_stats, mask, 0.1, k, v))()
     return results
 
@@ -159,8 +161,8 @@ def _compile_portable(case: Case) -> list[Compiled]:
 
     with (
         _target(case.arch),
-        _replaced(launch, "run", keep),
-        _replaced(hopper_stats, "launch", keep_stats),
+        mock.patch.object(launch, "run", keep),
+        mock.patch.object(hopper_stats, "launch", keep_stats),
         config.forced(**forced),
     ):
         _launch(case.kernel, *tensors)
@@ -200,43 +202,18 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
     calls[kernel]()
 
 
-class _CompileOnly:
-    def __init__(self, arch: int):
-        self.arch = arch
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self):
-        return self.arch  # Triton caches kernels by device, so each target needs its own
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-
 @contextmanager
 def _target(arch: int) -> Iterator[None]:
     if launch.INTERPRETED:
         raise RuntimeError("kernels are interpreted, not compiled; unset TRITON_INTERPRET and start the program again")
     before = driver._active  # reset_active would look for a GPU
-    driver.set_active(_CompileOnly(arch))
+    answers = {"current_target": GPUTarget("cuda", arch, 32), "active_torch_device": torch.device("cpu")}
+    answers |= {"current_device": arch, "current_stream": 0}  # Triton caches kernels by device
+    driver.set_active(SimpleNamespace(**{f"get_{name}": lambda *_, x=x: x for name, x in answers.items()}))
     try:
         yield
     finally:
         driver._active = before
-
-
-@contextmanager
-def _replaced(module, name: str, function) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 def _report(case: Case, used: Config, binary, expected: int) -> Compiled:

@@ -5,25 +5,23 @@
     verdict = agreement(got, exact, honest)      error <= 2 x honest error + one rounding, for each tensor and norm
 
 **Bound.** The honest error is the largest of four evaluations, which sum in different orders and merge 1, 2, 4 and 8 parts
-of the keys through lse, as a ring does. The factor 2 allows for other roundings of a kernel. For float64 the bound is
-1e-12.
+of the keys through lse. The factor 2 allows for other roundings of a kernel. For float64 the bound is 1e-12.
 
-**Norms.** L2, maximum, and worst token: ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``, with L2 over the heads
-and width of a token. Attention over n keys has size 1 / sqrt(n), so the first two norms may miss the loss of a late token.
+**Norms.** L2, maximum, and worst token: ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``, with L2 over heads and
+width. Attention over n keys has size 1 / sqrt(n), so the first two norms may miss a late token.
 
 **Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums and the softmax are float32, in base 2.
 
-**lse** is never rounded to 16 bits. Its error is that of q k^T. Products are exact in float32, so the sum over d makes the
-error. A tensor core adds 16 products at a time and truncates the sum, as `dense` does for 16-bit inputs (Fasi, Higham,
-Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
+**lse** is never rounded to 16 bits. The sum over d in q k^T makes its error: a tensor core adds 16 products at a time and
+truncates the sum, as `dense` does for 16-bit inputs (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor
+cores, 2021).
 
-**Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO * out). lse stays that of
-the keys.
+**Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO * out).
 
 ``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -93,31 +91,30 @@ def orders(q, k, v, dout, mask: Masks | None = None, scale: float | None = None,
     return [dense(q, k, v, dout, mask, scale, dlse, sink, order=order) for order in range(4)]
 
 
-def per_sequence(function: Callable[..., Results], q, k, v, dout, masks: Sequence[Mask], dlse, sink) -> Results:
-    """Call the function for each sequence with its own mask, and join the results."""
-    parts = []
-    for i, mask in enumerate(masks):
-        own, own_dlse = (x[i : i + 1] for x in (q, k, v, dout)), None if dlse is None else dlse[i : i + 1]
-        parts.append(function(*own, mask, own_dlse, sink))
-    dsink = None if sink is None else torch.stack([part[5] for part in parts]).sum(0)
-    return results_of((torch.cat(x) for x in zip(*(part[:5] for part in parts), strict=True)), dsink)
+def by_sequence(function: Callable[..., Results]) -> Callable[..., Results]:
+    """Let a function (q, k, v, dout, mask, scale, dlse, sink, ...) also take packed tensors, and a tuple of masks."""
+
+    def called(q, k, v, dout, mask=None, scale=None, dlse=None, sink=None, *more) -> Results:
+        if q.dim() == 3:
+            packed, dlse = (x[None] for x in (q, k, v, dout)), None if dlse is None else dlse[None]
+            one = called(*packed, mask, scale, dlse, sink, *more)
+            return results_of((x[0] for x in one[:5]), *(one[5:] or (None,)))
+        if not isinstance(mask, tuple):
+            return function(q, k, v, dout, mask, scale, dlse, sink, *more)
+        parts = []
+        for i, own in enumerate(mask):
+            own_dlse = None if dlse is None else dlse[i : i + 1]
+            parts.append(function(*(x[i : i + 1] for x in (q, k, v, dout)), own, scale, own_dlse, sink, *more))
+        dsink = None if sink is None else torch.stack([part[5] for part in parts]).sum(0)
+        return results_of((torch.cat(x) for x in zip(*(part[:5] for part in parts), strict=True)), dsink)
+
+    return called
 
 
-def unbatched(attended: Results) -> Results:
-    """Return the results of a batch of one without b."""
-    return results_of((x[0] for x in attended[:5]), *(attended[5:] or (None,)))
-
-
+@by_sequence
 def _attend(
     q, k, v, dout, mask, scale, dlse, sink, wide: torch.dtype, narrow: torch.dtype | None, order: int
 ) -> Results:
-    how = wide, narrow, order
-    if q.dim() == 3:
-        packed, dlse = (x[None] for x in (q, k, v, dout)), None if dlse is None else dlse[None]
-        return unbatched(_attend(*packed, mask, scale, dlse, sink, *how))
-    if isinstance(mask, tuple):
-        each = lambda q, k, v, dout, mask, dlse, sink: _attend(q, k, v, dout, mask, scale, dlse, sink, *how)
-        return per_sequence(each, q, k, v, dout, mask, dlse, sink)
     mask = Mask.causal(q.shape[1]) if mask is None else mask
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
@@ -225,7 +222,7 @@ def visible_blocks(mask: Mask, device: torch.device | str = "cpu") -> Iterator[t
 
 
 def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
-    """Return q k^T. For 16-bit operands add 16 products at a time and truncate to float32, like a tensor core."""
+    """Return q k^T. 16-bit operands: add 16 products at a time and truncate, like a tensor core."""
     if narrow not in (torch.float16, torch.bfloat16):
         return q @ k.mT
     total = q.new_zeros(*q.shape[:3], k.shape[2])
@@ -239,14 +236,13 @@ def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
 @contextmanager
 def _no_tf32() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
-    if before == "highest":  # the setting is global, so change it only if necessary
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
+    if before != "highest":  # the setting is global, so change it only if necessary
+        torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if before != "highest":
+            torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)
@@ -261,6 +257,14 @@ class Measure:
     @property
     def ratio(self) -> float:
         return self.error / self.bound if self.bound else 0.0 if self.error == 0 else float("inf")
+
+    def __str__(self) -> str:
+        return f"{self.tensor} {self.norm} {short(self.ratio)}"
+
+
+def short(ratio: float) -> str:
+    """Return a ratio with two decimals, from 10^6 on as a power of ten."""
+    return f"{ratio:.2f}" if ratio < 1e6 else f"{ratio:.0e}"
 
 
 @dataclass(frozen=True)
@@ -280,7 +284,8 @@ class Agreement:
 
     def __str__(self) -> str:
         lines = [
-            f"{m.tensor:4} {m.norm:5} error {m.error:.2e}  bound {m.bound:.2e}  {m.ratio:6.2f}" for m in self.measures
+            f"{m.tensor:4} {m.norm:5} error {m.error:.2e}  bound {m.bound:.2e}  {short(m.ratio):>6}"
+            for m in self.measures
         ]
         return "\n".join([*lines, *self.faults])
 
@@ -288,10 +293,9 @@ class Agreement:
 def agreement(
     got: Results, exact: Results, honest: Results | list[Results], roundings: Results | None = None
 ) -> Agreement:
-    """Compare the error of ``got`` with the error of ``honest``, both against ``exact``.
+    """Compare the error of ``got`` with the error of ``honest``, both against ``exact``. Tensors that are None are not judged.
 
-    Tensors of ``got`` that are None are not judged. The distances in ``roundings`` (`canon.testing.roundings`) widen the
-    bounds. Raises ValueError if all tensors of ``got`` are None, or a shape is wrong.
+    The distances in ``roundings`` widen the bounds. Raises ValueError if all tensors are None, or a shape is wrong.
     """
     measures, faults = [], []
     honest = honest if isinstance(honest, list) else [honest]
@@ -312,7 +316,7 @@ def agreement(
 def judged(
     name: str, got: Tensor, exact: Tensor, honest: list[Tensor], roundings: Tensor | None = None
 ) -> tuple[list[Measure], list[str]]:
-    """Return the three measures of the tensor ``name`` (..., tokens, heads, width), and its faults as text."""
+    """Return measures and faults of the tensor ``name`` (..., tokens, heads, width)."""
     kept, unseen = honest[0].dtype, exact == -torch.inf
     if name == "lse" and not torch.equal(got == -torch.inf, unseen):
         return [], [f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at {int(unseen.sum())}"]

@@ -4,9 +4,8 @@
     process_groups.processes(program, ranks=4)    ranks are processes on the CPU: takes seconds, and sends may block
     process_groups.gpus(program)                  ranks are processes, each with its own GPU
 
-All three return the results by rank. If a rank fails, RuntimeError names the first such rank, with its exception as the
-cause. No function hangs: threads that all wait for each other raise at once, and processes end at a timeout, whose error
-has the stacks of the unfinished ranks. Programs for processes must be picklable.
+If a rank fails, RuntimeError names the first such rank, with its exception as the cause. No function hangs: threads that all
+wait for each other raise at once, and processes end at a timeout, whose error has the stacks of the unfinished ranks.
 """
 
 import contextvars
@@ -16,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,8 @@ Program = Callable[[], Any]
 def threads(program: Program, ranks: int = 4) -> list[Any]:
     """Run ``program()`` on threads of this process, on the CPU or one shared GPU. Return the results by rank.
 
-    A backward pass runs in the thread of its rank, also on a GPU, so its collectives use the right group. The ranks get a
-    copy of the caller's context variables. Raises RuntimeError that names the first rank that failed, or the waits of all
-    ranks.
+    Backward passes run in the thread of their rank. The ranks get a copy of the caller's context variables. Raises RuntimeError
+    that names the first rank that failed, or the waits of all ranks.
     """
     _check_ranks(ranks)
     if hasattr(_thread, "rank"):
@@ -137,11 +136,8 @@ def _one_launch_at_a_time() -> Iterator[None]:
         with lock:
             return launch(self, *arguments, **options)
 
-    JITFunction.run = run
-    try:
+    with mock.patch.object(JITFunction, "run", run):
         yield
-    finally:
-        JITFunction.run = launch
 
 
 def _thread_local_world() -> Any:
@@ -153,11 +149,11 @@ def _thread_local_world() -> Any:
     return world
 
 
-def _thread_group(store, rank: int, size: int, timeout) -> ThreadGroup:
-    return ThreadGroup(_thread.rendezvous, _thread.rank, rank, size)
-
-
-dist.Backend.register_backend("threads", _thread_group, devices=["cpu", "cuda"])
+dist.Backend.register_backend(
+    "threads",
+    lambda store, rank, size, timeout: ThreadGroup(_thread.rendezvous, _thread.rank, rank, size),
+    devices=["cpu", "cuda"],
+)
 GATHERING.add("threads")
 
 
@@ -180,8 +176,7 @@ class _OutputByRank:
 def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list[Any]:
     """Run the picklable ``program()`` on processes on the CPU, over gloo. Return the results by rank.
 
-    Raises RuntimeError that names the first rank that failed, and TimeoutError ``timeout`` seconds after the processes have
-    started. No process outlives the call.
+    Raises RuntimeError that names the first failed rank, and TimeoutError ``timeout`` seconds after the start of the processes.
     """
     _check_ranks(ranks)
     return run_processes(program, ranks, "gloo", timeout)

@@ -1,7 +1,6 @@
 """Run a program on processes as ranks, with a timeout, and read back their results, output and errors.
 
-A child joins the group through a file (no ports), and writes its result, output and error into a file. It stays alive until
-all ranks have finished, because other ranks may still read from its connections.
+A child joins the group through a file (no ports), and writes its result, output and error into a file.
 """
 
 import contextlib
@@ -50,7 +49,8 @@ def run_processes(program: Callable[[], Any], ranks: int, backend: str, timeout:
                 child.start()
             _until_started(children, where)
             _watch(children, time.monotonic() + timeout)
-            reports = [_read(where / f"rank{rank}") for rank in range(ranks)]
+            paths = [where / f"rank{rank}" for rank in range(ranks)]
+            reports = [torch.load(x, map_location="cpu", weights_only=False) if x.exists() else None for x in paths]
             unfinished = [r for r, child in enumerate(children) if reports[r] is None and child.is_alive()]
             stuck = {rank: _stack(where / f"stack{rank}", children[rank].pid) for rank in unfinished}
         finally:
@@ -64,13 +64,9 @@ def _results(reports: list, stuck: dict[int, str], codes: list, timeout: float) 
     print_by_rank([report["output"] if report else "" for report in reports])
     for _, rank in sorted((report["time"], rank) for rank, report in enumerate(reports) if report and report["error"]):
         raise rank_error(rank, reports[rank]["error"], reports[rank]["traceback"]) from reports[rank]["error"]
-    died = [
-        f"rank {r} ended with exit code {codes[r]}"
-        for r, report in enumerate(reports)
-        if report is None and r not in stuck
-    ]
+    died = [rank for rank, report in enumerate(reports) if report is None and rank not in stuck]
     if died:
-        raise RuntimeError("; ".join(died))
+        raise RuntimeError("; ".join(f"rank {rank} ended with exit code {codes[rank]}" for rank in died))
     if stuck:
         places = "".join(f"\nrank {rank} was at\n{stack}" for rank, stack in stuck.items())
         raise TimeoutError(f"after {timeout} s rank {', '.join(map(str, stuck))} had not finished{places}")
@@ -78,7 +74,7 @@ def _results(reports: list, stuck: dict[int, str], codes: list, timeout: float) 
 
 
 def _starter(backend: str):
-    """Return the start method. On the CPU, a server that has imported torch forks the ranks, which saves seconds."""
+    """Return the start method. On the CPU, a server that has imported torch forks the ranks."""
     if backend == "nccl" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -145,10 +141,6 @@ def _write(path: Path, report: dict[str, Any]) -> None:
         report |= {"result": None, "error": RuntimeError(f"{type(cause).__name__}: {cause}"), "time": time.time()}
         torch.save(report, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return torch.load(path, map_location="cpu", weights_only=False) if path.exists() else None
 
 
 def _stack(path: Path, pid: int) -> str:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -20,7 +21,7 @@ SOURCES = (".py", ".c", ".cu", ".cuh")
 
 
 def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> Path:
-    """Write the command, the commit, the date, the machine, ``more`` and one entry per result."""
+    """Write command, commit, date, machine, ``more`` and one entry per result."""
     entry = {
         "command": command,
         "canon": canon.__version__,
@@ -33,6 +34,16 @@ def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: A
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(finite(entry), indent=1, allow_nan=False) + "\n")
     return path
+
+
+def command(*words: str, **options: Any) -> str:
+    """Return a command line. A list repeats its option, a tuple gives it several words, and nothing leaves it out."""
+    line = [*words]
+    for name, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            if not (one is None or one is False or one in ("", ())):
+                line += [f"--{name}", *(map(str, one if isinstance(one, tuple) else [one]) if one is not True else [])]
+    return shlex.join(line)
 
 
 def now() -> str:

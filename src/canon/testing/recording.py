@@ -4,9 +4,8 @@
         process_groups.threads(program, ranks=4)
     log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
 
-Messages are recorded at torch.distributed and at `BlockRing.hop`, computations at the names of `KINDS` in the given
-modules. Those of a `PartialBackward` are recorded at `dkdv`, as "computed", and at `dq`, as "finished". Ranks that are
-threads share one recording, made outside their process group. Ranks that are processes record for themselves.
+Messages are recorded at torch.distributed and at `BlockRing.hop`, computations at the names of `KINDS`. A `PartialBackward`
+is recorded at `dkdv`, as "computed", and at `dq`, as "finished". Ranks that are threads share a recording.
 """
 
 import sys
@@ -38,15 +37,13 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Event:
-    """``what`` ("posted", "waited", "computed", "finished") a rank did to the ``number``-th message or computation of a
-    ``kind``.
+    """The ``number``-th message ("gather", "reduce", "hop") or computation ("forward", "backward") of a ``kind``.
 
-    For messages ("gather", "reduce", "hop"), ``items`` and ``nbytes`` count what this rank receives. For computations
-    ("forward", "backward"), ``items`` counts visible cells times query heads.
+    ``items`` and ``nbytes`` count what a rank receives, and the visible cells times query heads of a computation.
     """
 
     rank: int
-    what: str
+    what: str  # "posted", "waited", "computed" or "finished"
     kind: str
     number: int
     items: int = 0
@@ -57,7 +54,7 @@ class Event:
 
 
 class Log:
-    """The events of all ranks. ``spans`` lists (event, start, stop) in seconds. A message ends with the wait for it."""
+    """The events of all ranks. ``spans``: (event, start, stop) in seconds; a message ends with the wait for it."""
 
     def __init__(self):
         self.events: list[Event] = []
@@ -101,7 +98,7 @@ class _Noted:
 
 @contextmanager
 def recording(*modules: ModuleType) -> Iterator[Log]:
-    """Record the computations of ``modules`` inside the block, and all messages that do not block."""
+    """Record the computations of ``modules``, and all messages that do not block."""
     log = Log()
     patches = [
         mock.patch.object(dist, name, _gather(log, getattr(dist, name))) for name in GATHERS if hasattr(dist, name)
@@ -193,34 +190,3 @@ def _ring_hop(log: Log, hop: Callable) -> Callable:
         return flight
 
     return noted
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Where an event lies in time."""
-
-    event: Event
-    start: float
-    stop: float
-
-
-def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list[Bar]:
-    """Lay the events of one rank out in time by the rules of streams. ``seconds`` is the duration of an event.
-
-    Computations follow one another. A message starts after the computations before it and the last message of its kind. A
-    computation after a wait starts once the message has arrived. A "finished" event takes no time.
-    """
-    computing, free, arrival, bars = 0.0, Counter(), {}, []
-    for event in events:
-        if event.what == "waited":
-            computing = max(computing, arrival[event.kind, event.number])
-        if event.what in ("waited", "finished"):
-            continue
-        start = computing if event.what == "computed" else max(computing, free[event.kind])
-        stop = start + seconds(event)
-        if event.what == "computed":
-            computing = stop
-        else:
-            free[event.kind] = arrival[event.kind, event.number] = stop
-        bars.append(Bar(event, start, stop))
-    return bars

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Ended(BaseException):
-    """Ends a rank that waits for an event that cannot happen. It is no Exception, so no program catches it."""
+    """Ends a rank that waits in vain. It is no Exception, so no program catches it."""
 
 
 class Rendezvous:

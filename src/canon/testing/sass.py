@@ -1,7 +1,7 @@
 """Find instructions in SASS that write a register of an asynchronous MMA in flight.
 
 Until a wait, the tensor cores write the accumulator registers, and read the left operand if it is in registers. The assembler
-chooses these registers, so tests of the source cannot find a mistake, and a run shows it only sometimes.
+chooses these registers, and a run shows a mistake only sometimes.
 
     HGMMA.64x128x16.F32 R88, R152, gdesc[UR16].tnspB, R88          writes R88 to R151, reads R152 to R155
     HGMMA.64x128x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0    the last MMA of a group

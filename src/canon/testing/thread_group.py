@@ -4,11 +4,11 @@
     rank 1   all_gather ──┤ posts, waits               of all ranks and wakes the others. A send leaves a copy of
     rank 2   all_gather ──┘ posts last: moves, wakes   its tensor for the receive with the same number.
 
-torch's private group of threads has no send and receive, waits forever for a rank that has returned, and casts silently if
-ranks disagree on a dtype. So it is not used. CUDA events order the work of ranks that share one GPU.
+torch's private group of threads is not used: it has no send and receive, waits forever for a rank that has returned, and
+casts silently if ranks disagree on a dtype. CUDA events order the work of ranks that share one GPU.
 
-Limits: Sends are buffered, so a blocking send without a receive returns; tests over gloo processes use real sends. A
-receive must name its source. Reductions are SUM, AVG, PRODUCT, MIN and MAX, in rank order, in the dtype of the tensors.
+Limits: it has the collectives of canon, DDP and FSDP2. Sends are buffered, so a blocking send without a receive returns. A
+receive must name its source. Reductions are SUM, AVG, PRODUCT, MIN and MAX, in rank order.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class Call:
     done: bool = False
     error: Exception | None = None
 
-    def complete(self, move: Callable[[list], None]) -> None:
+    def complete(self, move: Callable[[list], object]) -> None:
         if len(set(self.names.values())) > 1:
             calls = ", ".join(f"rank {rank} called {name}" for rank, name in sorted(self.names.items()))
             self.error = RuntimeError(f"the ranks of a group called different collectives: {calls}")
@@ -129,7 +129,7 @@ class ThreadGroup(dist.ProcessGroup):
     def _global_ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self)
 
-    def _call(self, name: str, tensors: list[Tensor], data: Any, move: Callable[[list], None]) -> _Work:
+    def _call(self, name: str, tensors: list[Tensor], data: Any, move: Callable[[list], object]) -> _Work:
         key, global_ranks = (self.pg_name, self.calls), self._global_ranks()
         self.calls += 1
         with self.rendezvous.changed:
@@ -150,21 +150,13 @@ class ThreadGroup(dist.ProcessGroup):
         return _Work(self, lambda: call.done, lambda: call.describe(global_ranks), finish)
 
     def allgather(self, outputs, inputs, opts=None):
-        def move(data):
-            for outs, _ in data:
-                for out, (_, source) in zip(outs, data, strict=True):
-                    _copy(out, source)
-
+        move = lambda data: [
+            _copy(out, source) for outs, _ in data for out, (_, source) in zip(outs, data, strict=True)
+        ]
         return self._call("all_gather", inputs, (outputs[0], inputs[0]), move)
 
     def all_gather_single(self, output, input, opts=None):
-        def move(data):
-            for out, _ in data:
-                rows = out.view(-1).tensor_split(len(data))
-                for row, (_, source) in zip(rows, data, strict=True):
-                    _copy(row, source)
-
-        return self._call("all_gather_into_tensor", [input], (output, input), move)
+        return self.allgather([output.view(-1).tensor_split(self.ranks)], [input], opts)
 
     def reduce_scatter(self, outputs, inputs, opts):
         def move(data):
@@ -186,33 +178,9 @@ class ThreadGroup(dist.ProcessGroup):
 
         return self._call("all_reduce", tensors, tensors, move)
 
-    def reduce(self, tensors, opts):
-        def move(data):
-            _copy(data[opts.rootRank][0], _reduced([mine[0] for mine in data], opts.reduceOp))
-
-        return self._call("reduce", tensors, tensors, move)
-
     def broadcast(self, tensors, opts):
-        def move(data):
-            for rank, mine in enumerate(data):
-                if rank != opts.rootRank:
-                    _copy(mine[0], data[opts.rootRank][0])
-
+        move = lambda data: [_copy(mine[0], data[opts.rootRank][0]) for mine in data]
         return self._call("broadcast", tensors, tensors, move)
-
-    def gather(self, outputs, inputs, opts):
-        def move(data):
-            for out, (_, source) in zip(data[opts.rootRank][0][0], data, strict=True):
-                _copy(out, source)
-
-        return self._call("gather", inputs, (outputs, inputs[0]), move)
-
-    def scatter(self, outputs, inputs, opts):
-        def move(data):
-            for (out, _), source in zip(data, data[opts.rootRank][1][0], strict=True):
-                _copy(out, source)
-
-        return self._call("scatter", outputs, (outputs[0], inputs), move)
 
     def alltoall(self, outputs, inputs, opts=None):
         def move(data):
@@ -230,22 +198,9 @@ class ThreadGroup(dist.ProcessGroup):
     def barrier(self, opts=None):
         return self._call("barrier", [], None, lambda data: None)
 
-    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
-        return self._all([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
-
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
-        return self._all([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
-
-    def _all(self, works: list[_Work]) -> _Work:
-        describe = works[-1].describe if works else str
-        return _Work(self, lambda: all(w.ready() for w in works), describe, lambda: [w.wait() for w in works])
-
-    allreduce_coalesced = allreduce
     alltoall_base = all_to_all_single  # this and the following are torch 2.11's names
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def send(self, tensors, to, tag=0):
         message = tensors[0].detach().clone()
