@@ -1,5 +1,6 @@
 """Claims about `canon check`: the halves agree, faults are found, and the record and the exit status are correct."""
 
+from collections import defaultdict
 from dataclasses import astuple
 
 import pytest
@@ -74,13 +75,6 @@ def documents(tmp_path):
         text = f"document {number}, of {length} bytes. " * (length // 20 + 1)
         (folder / f"{number}.txt").write_text(text[:length])
     return folder
-
-
-class Unchanged(dict):
-    """Replaces every other line by `pass`."""
-
-    def __missing__(self, line):
-        return "pass"
 
 
 def verdicts(record):
@@ -182,7 +176,7 @@ def test_more_runs_find_rare_faults(run, write_module):
 @pytest.mark.parametrize("fault", WRONG_MOVES)
 def test_wrong_moves_plans_and_sums_disagree(fault, run, write_module):
     message, function, change = WRONG_MOVES[fault]
-    write_module("moving", MOVES.format_map(Unchanged(change)))
+    write_module("moving", MOVES.format_map(defaultdict(lambda: "pass", change)))
     status, printed, record = run("moving", "--tokens", 200, "--dtype", "float32")
     assert status == 1
     assert {name for name, verdict in verdicts(record).items() if verdict != "agrees"} == {function}

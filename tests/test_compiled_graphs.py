@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from compiled import assert_same, compiled_once, results
+from compiled import assert_same, compiled_once, inputs, results
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -31,12 +31,6 @@ CALLS = [
     ("magi_attention", {"stages": 0, "keep_kv": True}),
     ("magi_attention", {"stages": 2, "keep_kv": True}),
 ]
-
-
-def inputs(tokens, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    widths = ((4, 16), (2, 16), (2, 12))
-    return [torch.randn(2, tokens, heads, width, generator=draw).requires_grad_() for heads, width in widths]
 
 
 # --- several ranks

@@ -98,6 +98,3 @@ def test_chunks_longer_than_the_sequence_are_one(chunk):
     report = reference.plan_report(mask, layout, chunk=chunk)
     assert report == fast.plan_report(mask, layout, chunk=chunk)
     assert report.largest_chunk == mask.area
-
-
-# --- wrong arguments

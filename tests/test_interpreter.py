@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from programs import ended as ended_process
 
 from canon.fast.kernels import interpreter
 from canon.testing import process_groups
@@ -137,9 +138,7 @@ def test_tensors_of_one_shape_share_their_types():
 # ---------------------------------------------------------------------- in a fresh process
 def fresh(program, **variables):
     """Run a program in a process that has TRITON_INTERPRET from ``variables`` alone. Return the ended process."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return ended_process(textwrap.dedent(program), PYTHONWARNINGS="error", **variables)
 
 
 ATTEND = """

@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from torch.distributed import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from canon import Band, Layout, Mask
-from canon.testing import process_groups
 
 MASK, LAYOUT, ONE = Mask.causal(8), Layout.zigzag(8, 2), Layout.contiguous(8, 1)
 X = torch.zeros(1, 8)
@@ -183,19 +180,6 @@ def test_other_wrong_arguments_are_named(make, error, expected):
     with pytest.raises(error) as raised:
         make()
     assert expected in str(raised.value)
-
-
-def refused_on_a_mesh():
-    mesh = init_device_mesh("cpu", (1,))
-    x = DTensor.from_local(X, mesh, [Replicate()])
-    for call in (lambda: ONE.shard(x, 0), lambda: ONE.unshard(x)):
-        with pytest.raises(TypeError, match=r"plain tensor, got DTensor: pass x.to_local\(\)"):
-            call()
-    assert ONE.unshard(X, mesh).equal(X)
-
-
-def test_errors_for_dtensors_give_the_remedy():
-    process_groups.processes(refused_on_a_mesh, 1)
 
 
 def test_masks_and_layouts_are_on_the_cpu_for_any_default_device():

@@ -1,15 +1,14 @@
 """Claims about `README.md`: its code runs as printed, its commands and links exist, its figures are on `paper/measured.md`."""
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from programs import losses_of, under_torchrun
 
 from canon import Layout, Mask, __main__, fast, reference
 from canon.check import check_command
@@ -39,16 +38,9 @@ def heading(title: str) -> str:
 
 
 def losses(folder: Path, ranks: int, **environment: str) -> list[float]:
-    """Run the training step under torchrun, over the loopback device, and return the losses that it prints."""
+    """Run the training step under torchrun, and return the losses that it prints."""
     (folder / "train.py").write_text(TRAIN)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths} | environment
-    done = subprocess.run(
-        [*torchrun, "train.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+    return losses_of(under_torchrun("train.py", ranks, cwd=folder, **environment))
 
 
 def test_the_training_step_runs_under_torchrun_and_gives_the_loss_of_one_rank(tmp_path):
