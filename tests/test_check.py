@@ -83,7 +83,7 @@ def verdicts(record):
 
 
 def test_the_reference_agrees_with_itself(run):
-    status, printed, record = run("canon.reference", "--tokens", 120)
+    status, printed, record = run("canon.reference", "--tokens", 60, "--ranks", 2)
     assert status == 0
     assert "cases agree." in printed.out
     tried = {result["case"].split("/")[0] for result in record["results"]}
@@ -96,7 +96,7 @@ def test_the_reference_agrees_with_itself(run):
     assert all(result["verdict"] == "agrees" and result["same_bits"] for result in record["results"])
     for dtype in ("float32", "bfloat16", "float64"):
         assert any(f"/{dtype}" in result["case"] for result in record["results"])
-    assert record["command"].startswith("canon check canon.reference --ranks 4")
+    assert record["command"].startswith("canon check canon.reference --ranks 2")
     assert record["machine"]["torch"] == torch.__version__
 
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from band_strategies import bands, bounds, intervals, ranges_inside
+from band_strategies import bounds, intervals, ranges_inside
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -192,17 +192,6 @@ def test_a_mask_is_immutable_and_copies_the_tensor_that_it_is_made_from():
 
 
 # --- errors ---
-
-
-@given(bands(), bands())
-def test_bands_that_share_a_cell_raise_an_error_that_names_them(one, other):
-    if one.intersect(other).area:
-        with pytest.raises(ValueError, match="share cells") as error:
-            Mask([one, other], 12, 12)
-        assert repr(one) in str(error.value)
-        assert repr(other) in str(error.value)
-    else:
-        assert Mask([one, other], 12, 12).area == one.area + other.area
 
 
 @pytest.mark.parametrize(

@@ -114,13 +114,16 @@ def test_each_command_of_the_readme_exists(command, monkeypatch):
 # --- links and figures
 
 
-def test_every_link_of_the_readme_leads_to_a_file_and_a_heading():
-    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", BLOCK.sub("", README))
-    assert len(links) > 20
-    assert [path for path, _ in links if not (ROOT / path).exists()] == []
+PAGES = [ROOT / "README.md", ROOT / "STYLE.md", *(ROOT / "notebooks").glob("*.md"), *(ROOT / "paper").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", BLOCK.sub("", page.read_text()))
+    assert [path for path, _ in links if not (page.parent / path).exists()] == []
     for path, anchor in links:
-        if anchor:
-            titles = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
+        if anchor and (not path or path.endswith(".md")):
+            titles = re.findall(r"^#+ (.*)$", (page.parent / path if path else page).read_text(), re.MULTILINE)
             assert anchor in map(heading, titles), f"{path}#{anchor}"
 
 

@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from band_strategies import KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Layout
 from canon.testing import process_groups
-
-KINDS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
 
 
 @given(st.integers(0, 9))
