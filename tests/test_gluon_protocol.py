@@ -6,6 +6,7 @@ one another. A mutant is *killed* if an early and a late interleaving end in a f
 """
 
 import math
+import sys
 from collections import Counter
 from functools import cache, lru_cache
 
@@ -14,44 +15,11 @@ import torch
 from gluon_mutants import BETWEEN_CTAS, KERNELS, SURVIVORS, mutants
 
 from canon import Mask, simulator
-from canon.fast.kernels.gluon import (
-    config,
-    dkdv,
-    dkdv_hdim256,
-    dq,
-    dq_adder,
-    dq_order,
-    epilogue,
-    forward,
-    forward_pipeline,
-    launch,
-    masking,
-    ptx,
-    softmax,
-    stale_maximum,
-    tile_queue,
-    tile_ring,
-    tile_scheduler,
-)
+from canon.fast.kernels.gluon import config, dq_order, launch, tile_scheduler
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended, agreement, dense, oracle
 
-MODULES = (
-    ptx,
-    tile_queue,
-    tile_ring,
-    masking,
-    epilogue,
-    forward_pipeline,
-    softmax,
-    stale_maximum,
-    forward,
-    dq,
-    dq_adder,
-    dkdv,
-    dkdv_hdim256,
-    launch,
-)
+MODULES = [module for name, module in sys.modules.items() if name.startswith("canon.fast.kernels.gluon.")]
 ORDERS = ("late", "early")  # not "random", which adds to dq in any order
 TOKENS, SCALE = 575, 0.125
 MASK = Mask.documents([0, 140, TOKENS])  # the last work tile is so short that all its tiles are loaded at once

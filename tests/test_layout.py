@@ -153,44 +153,6 @@ def test_shard_returns_the_tokens_of_a_rank_and_its_gradient_writes_them_back(da
     assert x.grad.movedim(dim, -1).equal(held.expand(x.movedim(dim, -1).shape))
 
 
-# --- errors ---
-
-
-@pytest.mark.parametrize(
-    ("make", "numbers"),
-    [
-        (lambda: Layout.contiguous(-1, 2), ["-1"]),
-        (lambda: Layout.zigzag(8, 0), ["ranks", "0"]),
-        (lambda: Layout.striped(8, -2), ["-2"]),
-        (lambda: Layout.contiguous(8, 2, 0), ["multiple_of", "0"]),
-        (lambda: Layout.zigzag(8, 2, multiple_of=-128), ["multiple_of", "-128"]),
-        (lambda: Layout([], 0), ["ranges_per_rank", "[]"]),
-        (lambda: Layout([[range(4)]], -4), ["-4"]),
-        (lambda: Layout([[range(4)], [range(5, 8)]], 8), ["range(5, 8)", "rank 1", "token 4"]),
-        (lambda: Layout([[range(4)], [range(3, 8)]], 8), ["range(3, 8)", "rank 1", "token 4"]),
-        (lambda: Layout([[range(4)], [range(4)]], 4), ["rank 1"]),
-        (lambda: Layout([[range(4)]], 8), ["token 4"]),
-        (lambda: Layout([[range(9)]], 8), ["range(0, 9)", "8"]),
-        (lambda: Layout([[range(-1, 8)]], 8), ["range(-1, 8)"]),
-        (lambda: Layout([[range(7, -1, -1)]], 8), ["-1"]),
-        (lambda: Layout([[range(0, 8, 2)], [range(1, 8, 1)]], 8), ["[1, 2]"]),
-        (lambda: Layout.striped(9, 3).positions(3), ["3"]),
-        (lambda: Layout.striped(9, 3).positions(-1), ["-1"]),
-        (lambda: Layout.striped(9, 3).shard(torch.zeros(1, 8, 2), 0), ["8", "9"]),
-        (lambda: Layout.striped(9, 3).document_positions(0, [0, 4]), ["4", "9"]),
-        (lambda: Layout.striped(9, 3).document_positions(0, [0, 10, 9]), ["10", "9"]),
-        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(8), 0, 0), ["8 x 8", "9"]),
-        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(9), 3, 0), ["3"]),
-        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(9), 0, [0, 5]), ["5"]),
-        (lambda: Layout.striped(9, 3).unshard(torch.zeros(1, 3, 2)), ["3 ranks"]),
-    ],
-)
-def test_wrong_arguments_raise_an_error_with_their_numbers(make, numbers):
-    with pytest.raises(ValueError) as error:
-        make()
-    assert all(number in str(error.value) for number in numbers), str(error.value)
-
-
 def test_equal_layouts_have_equal_digests():
     """Ranks compare digests. A range of one token has no step of its own."""
     assert Layout.striped(5, 5) == Layout.contiguous(5, 5)

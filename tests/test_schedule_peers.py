@@ -5,6 +5,7 @@ import json
 import pickle
 from argparse import ArgumentParser
 
+import pytest
 import torch
 
 from canon import reference
@@ -16,10 +17,15 @@ SHAPE = shapes.shape_of("1,64,2,2,16", "documents:20")
 SHORT = shapes.shape_of("1,8,2,2,16,causal")
 
 
-def test_schedules_agree_before_they_are_timed(monkeypatch):
+@pytest.fixture(autouse=True)
+def no_clock(monkeypatch):
+    """Let every run take a millisecond, half of it for launches."""
     monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
     monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
     monkeypatch.setattr(schedules, "eager", lambda run, calls, device: (1.0, 0.5))
+
+
+def test_schedules_agree_before_they_are_timed():
     program = schedules.Bench((SHAPE,), torch.float32, "", 1, "cpu")
     rows, others = process_groups.threads(program, 2)
     assert [row["schedule"] for row in rows] == [row["schedule"] for row in others]
@@ -47,11 +53,8 @@ def test_a_peer_that_disagrees_is_not_timed(monkeypatch):
     assert not [name for name in rows[0] if name.endswith(("_ms", "_tflops"))]
 
 
-def test_what_was_measured_is_kept_after_each_shape(monkeypatch, tmp_path):
+def test_what_was_measured_is_kept_after_each_shape(tmp_path):
     """By rank 0, in the record: where a later shape fails, or the command is ended, it stands there."""
-    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
-    monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
-    monkeypatch.setattr(schedules, "eager", lambda run, calls, device: (1.0, 0.5))
     parser, path, told = ArgumentParser(), tmp_path / "record.json", []
     bench_command.add_arguments(parser)
     options = parser.parse_args(["schedules", "--record", str(path)])
