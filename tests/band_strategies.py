@@ -1,8 +1,8 @@
-"""Hypothesis strategies for bands, and for the intervals and ranges that cut them."""
+"""Hypothesis strategies for bands, masks and layouts, and for the intervals and ranges that cut them."""
 
 from hypothesis import strategies as st
 
-from canon import Band
+from canon import Band, Layout, Mask
 
 bounds = st.none() | st.integers(-12, 12)
 
@@ -25,3 +25,45 @@ def ranges_inside(draw, size, step=1):
     """Draw a range between 0 and ``size``."""
     start, stop = draw(intervals(0, size))
     return range(start, stop, step)
+
+
+KINDS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
+
+
+@st.composite
+def planned(draw, n, ranks):
+    """Draw any layout of step 1: pieces cut anywhere, on any rank, in any order."""
+    cuts = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=5))})
+    pieces = draw(st.permutations([range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]))
+    held = [[] for _ in range(ranks)]
+    for piece in pieces:
+        held[draw(st.integers(0, ranks - 1))].append(piece)
+    return Layout(held, n)
+
+
+@st.composite
+def layouts(draw, n=None):
+    """Draw a layout of any kind; often with more ranks than tokens, seldom with a number of ranks that divides."""
+    n = draw(st.integers(0, 23)) if n is None else n
+    ranks = draw(st.integers(1, 7))
+    kind = draw(st.sampled_from([*KINDS, "planned"]))
+    return draw(planned(n, ranks)) if kind == "planned" else KINDS[kind](n, ranks)
+
+
+@st.composite
+def square_masks(draw, n):
+    """Draw an n x n mask of every kind, also with queries that see nothing and keys that are not seen."""
+    kind = draw(st.sampled_from(["window", "documents", "block_causal", "ranges"]))
+    if kind == "window":
+        sides = st.none() | st.integers(0, n)
+        return Mask.window(n, draw(sides), draw(sides))
+    if kind == "documents":
+        inner = sorted(draw(st.lists(st.integers(0, n), max_size=5)))  # repeated ends are empty documents
+        return Mask.documents([0, *inner, n], causal=draw(st.booleans()))
+    if kind == "block_causal":
+        tokens = {"min_size": n, "max_size": n}
+        blocks = draw(st.lists(st.integers(0, 3), **tokens))
+        return Mask.block_causal(blocks, None, *(draw(st.none() | st.lists(st.booleans(), **tokens)) for _ in "qk"))
+    a, b = sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))
+    kinds = [draw(st.integers(0, 3)) for _ in range(2)]
+    return Mask.ranges([(0, a), (a, b)], [(a, n), (0, b)], kinds, queries=n, keys=n)

@@ -1,7 +1,13 @@
-"""Compile a function without graph breaks, and compare its results with those of an eager call, for tests."""
+"""Inputs, compilation without graph breaks, and comparison with an eager call, for tests of operators."""
 
 import torch
 from torch._dynamo.utils import counters
+
+
+def inputs(tokens=24, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    widths = ((4, 16), (2, 16), (2, 12))
+    return [torch.randn(2, tokens, heads, width, generator=draw).requires_grad_() for heads, width in widths]
 
 
 def results(function, leaves, *arguments):

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
+from torch.utils._pytree import tree_leaves
 
 # The same examples in every run, so that a failure can be repeated.
 settings.register_profile("canon", deadline=None, derandomize=True, database=None)
@@ -75,6 +77,42 @@ def deterministic():
 
     with peers.deterministic():
         yield
+
+
+@pytest.fixture
+def exchanged(monkeypatch):
+    """Return a list that collects (rank, output, input, output sizes, input sizes) of every exchange."""
+    seen, exchange = [], dist.all_to_all_single
+
+    def recording(*given, **options):
+        seen.append((dist.get_rank(), *given))
+        return exchange(*given, **options)
+
+    monkeypatch.setattr(dist, "all_to_all_single", recording)
+    return seen
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Return a list that collects the bytes of every message of rank 0, if ranks are threads."""
+    from canon.testing.thread_group import ThreadGroup
+
+    found = []
+
+    def note(name, place):
+        method = getattr(ThreadGroup, name)
+
+        def noted(group, *given, **options):
+            if group.group_rank == 0:
+                found.append(sum(x.numel() * x.element_size() for x in tree_leaves(given[place])))
+            return method(group, *given, **options)
+
+        monkeypatch.setattr(ThreadGroup, name, noted)
+
+    for name in ("all_to_all_single", "all_gather_single", "allgather"):
+        note(name, 1)
+    note("send", 0)
+    return found
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import struct
 import threading
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from unittest.mock import patch
 
 import cuda_emulation
@@ -23,26 +23,32 @@ _emulating = threading.Lock()  # the emulation runs one grid at a time
 @contextmanager
 def cuda():
     """Compute with the CUDA kernels."""
-    if DEVICE == "cuda":
-        with backend("cuda"):
-            yield
-        return
+    with backend("cuda") if DEVICE == "cuda" else emulated():
+        yield
+
+
+@contextmanager
+def emulated(gpu=EMULATED, choose=launch.choose, sources=cuda_emulation.KERNELS, backwards=False):
+    """Compute with the CUDA kernels of a folder, on a CPU. ``backwards``: the last warps of a CTA run ahead of the first."""
+    run = partialmethod(_emulate, sources=sources, backwards=backwards)
     with (
-        patch.object(Kernel, "_first_launch", _emulate),
+        patch.object(Kernel, "_first_launch", run),
         patch.object(launch, "is_cpu", lambda device: False),
-        patch.object(launch, "capability", lambda device: EMULATED.capability),
-        patch.object(launch, "gpu_of", lambda device: EMULATED),
+        patch.object(launch, "capability", lambda device: gpu.capability),
+        patch.object(launch, "gpu_of", lambda device: gpu),
+        patch.object(launch, "choose", choose),
         backend("cuda"),
     ):
         yield
 
 
-def _emulate(kernel: Kernel, ctas: int, *arguments, variant) -> None:
+def _emulate(kernel: Kernel, ctas: int, *arguments, variant, sources, backwards) -> None:
     with _emulating:
-        library = cuda_emulation.compiled(kernel.name, variant.macros, cuda_emulation.KERNELS)
+        library = cuda_emulation.compiled(kernel.name, variant.macros, sources)
     image = bytearray(kernel.image(arguments))
     struct.pack_into(f"<{kernel.pointers}Q", image, 0, *(x.data_ptr() for x in arguments[: kernel.pointers]))
     assert len(image) == library.params_bytes()
     with _emulating:
-        fault = library.run(bytes(image), ctas, variant.shared_bytes, 0)
-    assert not fault, fault.decode()
+        fault = library.run(bytes(image), ctas, variant.shared_bytes, int(backwards))
+    if fault:
+        raise RuntimeError(f"{kernel.name}: {fault.decode()}")

@@ -19,14 +19,6 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_active_queries_are_those_that_see_a_key_in_order(mask):
-    active, dense = active_queries_of(mask), mask.dense()
-    rows = dense.any(1)
-    assert torch.equal(active.take(torch.arange(mask.queries), 0), rows.nonzero()[:, 0])
-    assert torch.equal(active.mask.dense(), dense[rows])
-
-
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(1, 4), st.data())
 def test_active_queries_are_right_for_any_documents_and_layouts(cuts, ranks, data):
     n = max(cuts)

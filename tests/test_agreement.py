@@ -23,7 +23,7 @@ from canon.testing.judge import Attended, oracle
 DOCUMENTS = Documents(tuple("abcd"), tuple(bytes(range(n)) for n in (1, 30, 9, 31)))
 TABLE = cases.all_cases(["float32", "bfloat16", "float64"], gpu=False)
 UNEVEN = Layout([[range(20, 31)], [], [range(0, 3), range(7, 20)], [range(3, 7)]], 31)  # one rank is empty
-BLOCKS = Mask.block_causal([(5 * (i // 6)) % 7 for i in range(31)])
+BLOCKS = Mask.block_causal([(2 * (i // 6)) % 7 for i in range(31)])  # a rank sees a part of the keys before its own
 METHODS = ("fused", "split", "head_parallel")
 every_call = pytest.mark.parametrize("call", CALLS)
 # Every method with one call of each schedule, and one method with each other call.

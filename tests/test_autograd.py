@@ -134,21 +134,8 @@ def test_training_works_after_a_first_call_in_inference_mode(half, function):
 # --- frozen inputs
 
 
-def messages(half, function, frozen, monkeypatch):
+def messages(half, function, frozen, sent):
     """Return the gradients of rank 0, and the bytes that it sends in the backward pass."""
-    from canon.testing.thread_group import ThreadGroup
-
-    sent = []
-    for name in ("send", "all_to_all_single", "all_gather_single", "allgather"):
-        method = getattr(ThreadGroup, name)
-
-        def noted(self, *args, _method=method, _name=name, **kwargs):
-            tensors = args[0] if _name == "send" else [args[1]] if torch.is_tensor(args[1]) else args[1]
-            if self.group_rank == 0:
-                sent.append(sum(x.numel() * x.element_size() for x in tensors))
-            return _method(self, *args, **kwargs)
-
-        monkeypatch.setattr(ThreadGroup, name, noted)
 
     def program():
         layout = Layout.zigzag(48, 2)
@@ -164,13 +151,10 @@ def messages(half, function, frozen, monkeypatch):
 
 
 @pytest.mark.parametrize("function", DISTRIBUTED)
-def test_gradients_that_are_not_needed_are_not_sent(half, function, monkeypatch):
-    with monkeypatch.context() as patch:
-        everything, all_bytes = messages(half, function, "", patch)
-    with monkeypatch.context() as patch:
-        queries, few_bytes = messages(half, function, "kv", patch)
-    with monkeypatch.context() as patch:
-        keys, more_bytes = messages(half, function, "q", patch)
+def test_gradients_that_are_not_needed_are_not_sent(half, function, sent):
+    everything, all_bytes = messages(half, function, "", sent)
+    queries, few_bytes = messages(half, function, "kv", sent)
+    keys, more_bytes = messages(half, function, "q", sent)
     assert torch.equal(queries[0], everything[0])
     assert queries[1] is queries[2] is keys[0] is None
     assert all(torch.equal(x, y) for x, y in zip(keys[1:], everything[1:], strict=True))

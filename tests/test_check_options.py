@@ -1,14 +1,8 @@
 """`canon check` finds faults of sinks, of a mask for each sequence, of decoding and of prepared plans."""
 
+from collections import defaultdict
+
 import pytest
-
-
-class Unchanged(dict):
-    """Replaces every other line by `pass`."""
-
-    def __missing__(self, line):
-        return "pass"
-
 
 SINKS = """
 import torch.distributed as dist
@@ -42,7 +36,7 @@ WRONG_SINKS = {  # fault: (case, message, wrong line)
 @pytest.mark.parametrize("fault", WRONG_SINKS)
 def test_wrong_sinks_disagree(fault, run, write_module):
     function, message, change = WRONG_SINKS[fault]
-    write_module("sinking", SINKS.format_map(Unchanged(change)))
+    write_module("sinking", SINKS.format_map(defaultdict(lambda: "pass", change)))
     status, printed, record = run("sinking", "--tokens", 200, "--only", "attention*documents*sink")
     assert status == 1
     found = {result["case"].split("/")[0]: result["verdict"] for result in record["results"]}
@@ -90,7 +84,7 @@ WRONG_GENERATION = {  # fault: (case, message, wrong line)
 def test_wrong_decoding_masks_and_plans_disagree(fault, run, write_module):
     only, message, change = WRONG_GENERATION[fault]
     for name, lines, expected in (("right", {}, 0), ("wrong", change, 1)):
-        write_module(name, GENERATION.format_map(Unchanged(lines)))
+        write_module(name, GENERATION.format_map(defaultdict(lambda: "pass", lines)))
         status, printed, _ = run(name, "--tokens", 200, "--only", only)
         assert status == expected, printed.out
     assert message in printed.out

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import printed
 
 from canon.check import warming
 from canon.check.case_runner import CaseRunner
@@ -82,25 +83,15 @@ def compiled():
 """
 
 
-def ran(program, tmp_path, **environment):
-    """Run a program as a file, with compiled kernels, and return its output."""
-    (tmp_path / "program.py").write_text(program)
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(tmp_path / "program.py")]
-    done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_failing_fork_is_not_fatal(tmp_path):
-    first, second = ran(JOBS, tmp_path).splitlines()
+def test_a_failing_fork_is_not_fatal():
+    first, second = printed(JOBS).splitlines()
     assert first == str(["None", "None", "None", "ValueError('no such kernel')"])
     assert second == "6 True"
 
 
 def test_compilations_are_collected_once_without_a_launch_and_compiled_into_the_cache(tmp_path):
     cache = tmp_path / "cache"
-    found = json.loads(ran(COLLECT, tmp_path, TRITON_CACHE_DIR=str(cache)))
+    found = json.loads(printed(COLLECT, TRITON_CACHE_DIR=str(cache)))
     assert found["progress"] == list(range(1, found["cases"] + 1)), "progress, case by case"
     assert set(found["names"]) == {"forward_kernel", "merge_kernel"}
     assert found["again"] == len(found["names"]), "each compilation is collected once, also if several cases need it"
@@ -123,7 +114,7 @@ def groups(tmp_path, monkeypatch):
     [
         ('print(\'{"steps": 3}\\n{"of": 2}\\n{"compiled": 2, "failed": 0}\')', "2 kernels compiled.", True),
         (
-            'import sys; print(\'{"of": 2}\\n{"compiled": 1, "failed": 1}\'); print("bad", file=sys.stderr)',
+            'print(\'{"of": 2}\\n{"compiled": 1, "failed": 1}\'); print("bad", file=sys.stderr)',
             "1 kernels compiled; others compile when they run, because of: bad",
             False,
         ),
@@ -133,7 +124,10 @@ def groups(tmp_path, monkeypatch):
     ],
 )
 def test_a_check_continues_after_any_end_of_the_compilation(groups, monkeypatch, program, message, stamped):
-    monkeypatch.setattr(compilation, "PROCESS", [sys.executable, "-c", program])
+    # The process reads its work first. Otherwise it may end before the work is written.
+    monkeypatch.setattr(
+        compilation, "PROCESS", [sys.executable, "-c", f"import sys; sys.stdin.buffer.read(); {program}"]
+    )
     assert message in warming.warm(groups)
     again = warming.warm(groups)
     assert (again == "The kernels are compiled already.") == stamped

@@ -1,12 +1,10 @@
 """Claims about compiled kernels, without a GPU: each compiles for sm_80 and sm_90, spills no register and fits the SM."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
+from programs import printed
 
 from canon.fast.kernels.gluon.config import LONG_TABLE
 from canon.testing.compile import SHARED_LIMIT, main_cases
@@ -26,12 +24,9 @@ main()
 @pytest.fixture(scope="module")
 def compiled(request, tmp_path_factory):
     """Compile the kernels of one target in a process without the interpreter, and return its reports."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-c", PROGRAM, "--json", "--arch", str(request.param)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    return request.param, [json.loads(line) for line in done.stdout.splitlines()]
+    cache = str(tmp_path_factory.mktemp("triton"))
+    output = printed(PROGRAM, "--json", "--arch", request.param, TRITON_CACHE_DIR=cache)
+    return request.param, [json.loads(line) for line in output.splitlines()]
 
 
 def allowed_spill(report):

@@ -1,14 +1,15 @@
-"""Claims about torch.compile: one graph without breaks serves all masks, and computes what eager calls compute.
+"""Claims about torch.compile: one graph without breaks serves all masks and options, and computes what eager calls compute.
 
 The programs run in processes of their own, because the type checker of the tests cannot be compiled.
 """
 
+import itertools
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from compiled import assert_same, compiled_once, results
+from compiled import assert_same, compiled_once, inputs, results
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -19,7 +20,8 @@ from canon.testing import process_groups
 
 TOKENS = 24
 HALVES = {"reference": reference, "fast": fast}
-MASKS = [Mask.documents([0, *ends, TOKENS]) for ends in ([], [5], [7, 9], [1, 2, 20])]
+TILED = 160  # tokens with rank_invariant: one rank holds 128, and the other one 32
+MASKS, LONG = ([Mask.documents([0, *ends, n]) for ends in ([], [5], [7, 9], [1, 2, 20])] for n in (TOKENS, TILED))
 OWN_LAYOUTS = ("zigzag_attention", "striped_attention")
 CALLS = [
     ("ring_attention", {}),
@@ -31,44 +33,59 @@ CALLS = [
     ("magi_attention", {"stages": 0, "keep_kv": True}),
     ("magi_attention", {"stages": 2, "keep_kv": True}),
 ]
-
-
-def inputs(tokens, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    widths = ((4, 16), (2, 16), (2, 12))
-    return [torch.randn(2, tokens, heads, width, generator=draw).requires_grad_() for heads, width in widths]
+OPTIONS = [
+    ("ring_attention", {"sink": True}),
+    ("zigzag_attention", {"sink": True, "mesh": True}),
+    ("striped_attention", {"mesh": True}),
+    ("strided_attention", {"rank_invariant": True, "sink": True}),
+    ("magi_attention", {"rank_invariant": True, "mesh": True}),
+]
 
 
 # --- several ranks
 
 
+def with_sink(tokens):
+    """Return q, k, v and a sink."""
+    return [*inputs(tokens), torch.linspace(-1, 1, 4, requires_grad=True)]
+
+
 def distributed(half, backend, subgroup, calls):
     torch._dynamo.config.capture_dynamic_output_shape_ops = True  # for keep_kv
     group = dist.new_group(range(dist.get_world_size())) if subgroup else None
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
     for name, options in calls:
-        options = options | {"return_lse": True, "group": group}
+        tiled, options = "rank_invariant" in options, options | {"return_lse": True}
+        sink, options["group"] = options.pop("sink", False), mesh if options.pop("mesh", False) else group
 
-        def model(q, k, v, mask, *layout, name=name, options=options):
-            out, lse = getattr(HALVES[half], name)(torch.sin(q), k, v, mask, *layout, **options)
-            return torch.cos(out), lse
+        def model(q, k, v, z, mask, *layout):
+            under = {"sink": z} if sink else {}
+            out, lse = getattr(HALVES[half], name)(torch.sin(q), k, v, mask, *layout, **options, **under)
+            return torch.cos(out) + 0 * z[:, None], lse
 
         compiled = compiled_once(model, backend)
-        for mask in MASKS if half == "reference" else MASKS[1:3]:  # Triton's interpreter is slow
-            layout = [] if name in OWN_LAYOUTS else [reference.dispatch(mask, 2, chunk=4)]
-            found, expected = (results(f, inputs(TOKENS // 2), mask, *layout) for f in (compiled, model))
-            assert_same(found, expected, exact=backend != "inductor")
+
+        def compare(mask, layout):
+            tokens = Layout.contiguous(TILED, 2, 128).size(dist.get_rank()) if tiled else TOKENS // 2
+            given = [mask] if name in OWN_LAYOUTS else [mask, layout]
+            found, expected = (results(f, with_sink(tokens), *given) for f in (compiled, model))
+            assert_same(found, expected, exact=backend != "inductor" and not sink)
+
+        for mask in (
+            LONG[1:3] if tiled else MASKS if half == "reference" else MASKS[1:3]
+        ):  # Triton's interpreter is slow
+            compare(mask, Layout.contiguous(TILED, 2, 128) if tiled else reference.dispatch(mask, 2, chunk=4))
         assert counters["stats"]["unique_graphs"] == 1, "a new mask or a new layout compiles again"
-        layout = [] if name in OWN_LAYOUTS else [None]
-        found, expected = (results(f, inputs(TOKENS // 2), None, *layout) for f in (compiled, model))
-        assert_same(found, expected, exact=backend != "inductor")
+        if not tiled:
+            compare(None, None)
 
 
 @pytest.mark.parametrize(
     ("half", "backend", "subgroup", "calls"),
     [
-        ("reference", "eager", False, CALLS),
+        ("reference", "aot_eager", False, [*CALLS, *OPTIONS]),
         ("reference", "inductor", True, CALLS),
-        ("fast", "aot_eager", True, CALLS[1::3]),
+        ("fast", "aot_eager", True, [*CALLS[1::3], OPTIONS[1], OPTIONS[3]]),
     ],
 )
 def test_one_graph_serves_all_masks_and_layouts_on_two_ranks(half, backend, subgroup, calls):
@@ -162,7 +179,31 @@ def accumulation():
     assert_same(*sums, exact=True)
 
 
-@pytest.mark.parametrize("program", [local, lengths, accumulation])
+def options():
+    """Compile sinks and rank_invariant in both halves, and a choice of backend around the call."""
+    for attend, option in itertools.product((x.attention for x in HALVES.values()), ("sink", "rank_invariant")):
+
+        def model(q, k, v, z, mask, attend=attend, option=option):
+            out, lse = attend(
+                torch.sin(q), k, v, mask, return_lse=True, **({"sink": z} if option == "sink" else {option: True})
+            )
+            return torch.cos(out) + 0 * z[:, None], lse
+
+        compiled = compiled_once(model, "aot_eager")
+        for mask in LONG[1:3]:
+            found, expected = (results(f, with_sink(TILED), mask) for f in (compiled, model))
+            assert_same(found, expected, exact=option != "sink")
+        assert counters["stats"]["unique_graphs"] == 1, "another mask compiles again"
+    plain = lambda q, k, v, mask: fast.attention(q, k, v, mask, return_lse=True)
+    with fast.backend("triton"):
+        compiled = compiled_once(plain, "aot_eager")
+        for mask in MASKS[:2]:
+            assert_same(results(compiled, inputs(TOKENS), mask), results(plain, inputs(TOKENS), mask), exact=True)
+    with fast.backend("gluon"), pytest.raises(ValueError, match="the Hopper kernels support"):
+        compiled_once(plain, "aot_eager")(*inputs(TOKENS), MASKS[0])  # these tensors are float32 and on the CPU
+
+
+@pytest.mark.parametrize("program", [local, lengths, accumulation, options])
 def test_a_compiled_call_of_one_rank_computes_what_an_eager_call_does(program):
     process_groups.processes(program, 1, timeout=200)
 

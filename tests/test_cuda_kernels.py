@@ -2,20 +2,26 @@
 
 import functools
 import shutil
+from dataclasses import replace
+from math import gcd
 
 import hopper
 import pytest
 import torch
-from cuda_emulation import KERNELS, Emulation, chosen
+from cuda_backend import emulated
+from cuda_emulation import KERNELS
 
 from canon import Mask
-from canon.fast.kernels.cuda.config import Config
-from canon.testing.judge import agreement, oracle, orders
+from canon.fast import backward, local
+from canon.fast.kernels.cuda import launch
+from canon.fast.kernels.cuda.config import Config, shared_bytes
+from canon.fast.kernels.launcher import Gpu
+from canon.testing.judge import Attended, agreement, oracle, orders
 
 if shutil.which("g++") is None:
     pytest.skip("the emulation needs g++", allow_module_level=True)
 
-N = 52
+N, BF16, F16 = 52, torch.bfloat16, torch.float16
 SMALL = dict.fromkeys(("forward", "dq", "dkdv"), Config(32, 16, 2))  # 16 rows for each warp
 TALL = dict.fromkeys(("forward", "dq", "dkdv"), Config(64, 32, 2))  # 32 rows for each warp
 SHARED = SMALL | dict.fromkeys(("dq", "dkdv"), Config(32, 32, 4, parts=2))  # two warps share 16 rows
@@ -37,11 +43,30 @@ inputs = functools.partial(hopper.inputs, d=16, dv=16)
 
 
 def verdict(configs, mask, scale=None, arguments=None, options=None, **sizes):
+    """``configs``: by kernel, or the shared memory of a GPU, for the configurations of its table."""
     q, k, v, dout, dlse = arguments or inputs(mask, **sizes)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    got = Emulation(configs, **(options or {})).attend(q, k, v, dout, mask, scale, dlse)
+    got = attend(configs, q, k, v, dout, dlse, mask, scale, **(options or {}))
     exact, honest = (f(q, k, v, dout, mask, scale, dlse=dlse) for f in (oracle, orders))
     return agreement(got, exact, honest)
+
+
+def attend(configs, q, k, v, dout, dlse, mask, scale, method="split", result=None, empty=torch.empty, **how):
+    """Return the results of both passes, in tensors that ``empty`` makes from a shape and a dtype."""
+
+    def choose(kernel, d, dv, gpu):
+        config = configs[kernel]
+        return replace(config, shared_bytes=shared_bytes(kernel, config, d, dv))
+
+    how |= {"choose": choose} if isinstance(configs, dict) else {"gpu": Gpu((8, 0), 108, configs)}
+    new = lambda x, width: empty((*x.shape[:3], width), dtype=result or q.dtype).fill_(torch.nan)
+    out, dq, dk, dv = new(q, v.shape[-1]), new(q, q.shape[-1]), new(k, q.shape[-1]), new(v, v.shape[-1])
+    lse = torch.full(dlse.shape, torch.nan)
+    with emulated(**how):
+        local.forward_into(q, k, v, mask, scale, out, lse)
+        queries = backward.QueryInputs(dout, q, lse, backward.make_delta(dout, out, lse, dlse))
+        backward.begin_backward(queries, k, v, mask, scale, method, dq, dk, dv)()
+    return Attended(out, lse, dq, dk, dv)
 
 
 def assert_exact(configs, mask, scale=None, arguments=None, options=None, **sizes):
@@ -55,24 +80,28 @@ def test_every_mask_equals_the_oracle(mask, configs):
     assert_exact(configs, mask)
 
 
-@pytest.mark.parametrize(("h", "g", "owners", "l2_heads"), [(8, 1, 0, 1), (6, 2, 0, 6), (4, 2, 4, 2), (3, 3, 0, 3)])
-def test_heads_of_a_group_are_summed(h, g, owners, l2_heads):
-    options = {"owners": owners, "l2_heads": l2_heads, "result": torch.float32 if owners > g else None}
-    assert_exact(SMALL, Mask.causal(40), b=2, h=h, g=g, options=options)
+@pytest.mark.parametrize(
+    ("h", "g", "method", "l2_heads"),
+    [(8, 1, "split", 1), (6, 2, "split", 6), (4, 2, "head_parallel", 2), (3, 3, "split", 3)],
+)
+def test_heads_of_a_group_are_summed(h, g, method, l2_heads, monkeypatch):
+    monkeypatch.setattr(launch, "heads_in_l2", lambda heads, *_: gcd(heads, l2_heads))
+    assert_exact(SMALL, Mask.causal(40), b=2, h=h, g=g, options={"method": method})
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("d", "dv", "shared_memory"), [(48, 48, 99), (64, 80, 227), (128, 64, 163), (144, 256, 227)])
+@pytest.mark.parametrize(
+    ("d", "dv", "shared_memory", "dtype"),
+    [(48, 48, 99, F16), (64, 80, 227, BF16), (128, 64, 163, BF16), (144, 256, 227, F16)],
+)
 def test_widths_with_the_configurations_of_a_gpu(d, dv, shared_memory, dtype):
     options = {"result": torch.float32 if dtype == torch.float16 else None}
-    configs = chosen(d, dv, shared_memory << 10)
-    assert_exact(configs, Mask.causal(70), h=1, d=d, dv=dv, dtype=dtype, options=options)
+    assert_exact(shared_memory << 10, Mask.causal(70), h=1, d=d, dv=dv, dtype=dtype, options=options)
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_main_configurations_with_several_tiles(width):
     """A full span, two partial spans and a short last tile."""
-    assert_exact(chosen(width, width, 227 << 10), Mask.window(290, 200, 0), h=1, d=width, dv=width)
+    assert_exact(227 << 10, Mask.window(290, 200, 0), h=1, d=width, dv=width)
 
 
 @pytest.mark.parametrize("configs", [SMALL, TALL, SHARED], ids=["small", "tall", "shared"])
@@ -98,7 +127,7 @@ def test_large_scores_give_nan_and_not_a_wrong_number():
     q, k, v, dout, dlse = inputs(mask, h=1)
     q[0, 3] = 2.0**66
     k.fill_(2.0**66)
-    lse = Emulation(SMALL).attend(q, k, v, dout, mask, 1.0, dlse).lse
+    lse = attend(SMALL, q, k, v, dout, dlse, mask, 1.0).lse
     assert lse[0, 0, 3].isnan()
 
 

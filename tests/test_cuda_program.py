@@ -1,10 +1,10 @@
 """CUDA programs: each variant is compiled once, its cubin is kept on disk whole, and errors name their remedy."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import printed
 
 from canon.fast.kernels.cuda import kernel, program
 from canon.fast.kernels.cuda.program import Program
@@ -81,9 +81,7 @@ else:
 
 @pytest.mark.parametrize(("how", "cached"), [("forks", 4), ("threads", 0)])
 def test_the_compiler_is_imported_by_forks_and_by_threads_that_start_together(folder, how, cached):
-    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(folder), how]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed(IN_ANOTHER_PROCESS, folder, how)
     assert len(list((folder / "cache").glob("*.cubin"))) == cached
 
 
@@ -123,8 +121,7 @@ except ModuleNotFoundError as error:
 else:
     raise AssertionError("the compiler is blocked")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed(code)
 
 
 # ------------------------------------------------------------------ parameters
@@ -181,8 +178,7 @@ def test_a_launch_and_its_replay_pass_the_structure_with_addresses(tmp_path):
     source, built = tmp_path / "driver.c", tmp_path / "driver.so"
     source.write_text(DRIVER)
     subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", built, source], check=True)
-    done = subprocess.run([sys.executable, "-c", LAUNCHES.format(driver=str(built))], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed(LAUNCHES.format(driver=str(built)))
 
 
 def test_a_structure_is_padded_to_eight_bytes_and_checked():

@@ -78,6 +78,8 @@ def refuse():
             q, k, of_mesh(v) if dist.get_rank() % 2 else v, group=part
         ),
         "a member": lambda: layout.unshard(q, half_of_ranks),
+        "a shard": lambda: layout.shard(of_mesh(q), 0),
+        "a shard to gather": lambda: layout.unshard(of_mesh(q), part),
         "a batch": lambda: layout.shard_batch({"input_ids": of_mesh(q)}, 0),
     }
     for name, call in calls.items():
@@ -96,6 +98,8 @@ def test_other_meshes_and_dtensors_raise_on_every_rank_with_a_remedy():
         assert "give mesh_dim_names to init_device_mesh" in errors["without names"]
         assert errors["a DTensor"].startswith("TypeError: k is a DTensor: pass k.to_local()")
         assert "v is a DTensor: pass v.to_local()" in errors["a DTensor on one rank"]
+        for name in ("a shard", "a shard to gather"):
+            assert "plain tensor, got DTensor: pass x.to_local()" in errors[name]
         assert "entry 'input_ids' must be a plain tensor" in errors["a batch"]
         outside = f"ValueError: unshard: rank {rank} is not a member of the mesh: call it on the members only"
         assert errors.get("a member", "") == ("" if rank < 2 else outside)

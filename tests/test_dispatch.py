@@ -1,46 +1,20 @@
 """Both halves make equal plans. They are balanced, move few keys, and list exactly the tokens that move."""
 
-import random
 from contextlib import nullcontext
 
 import pytest
 import torch
+from band_strategies import layouts, square_masks
+from hypothesis import given
+from hypothesis import strategies as st
 
 from canon import Layout, Mask, fast, reference
 from canon.bench.packs import sampled_packs
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache
 
-
-def drawn_mask(draw, n):
-    """Draw a mask over n tokens: documents of any lengths, a window, blocks in any order, MagiAttention's slices."""
-    ends = sorted(draw.randint(0, n) for _ in range(draw.randint(0, 6)))
-    middle = draw.randint(0, n)
-    slices = [(0, middle), (middle, n)], [(0, n), (0, n)], [draw.randint(0, 3), draw.randint(0, 3)]
-    return draw.choice(
-        [
-            lambda: Mask.documents([0, *ends, n]),
-            lambda: Mask.documents([0, *ends, n], causal=False),
-            lambda: Mask.window(n, draw.randint(0, 20), draw.randint(0, 5)),
-            lambda: Mask.block_causal([block for block in draw.choices(range(4), k=n) for _ in range(1 + n // 16)][:n]),
-            lambda: Mask.prefix(n, middle),
-            lambda: Mask.ranges(*slices, queries=n, keys=n),
-            lambda: Mask([], n, n),
-        ]
-    )()
-
-
-def drawn_layout(draw, n, ranks):
-    """Draw a named layout, or any chunks on any ranks. Some ranks may hold nothing."""
-    cuts = sorted({0, n, *(draw.randint(0, n) for _ in range(5))})
-    held = [[] for _ in range(ranks)]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        held[draw.randrange(ranks)].append(range(start, stop))
-    for ranges in held:
-        draw.shuffle(ranges)
-    return draw.choice(
-        [Layout.contiguous(n, ranks), Layout.zigzag(n, ranks), Layout.striped(n, ranks), Layout(held, n)]
-    )
+sizes = st.sampled_from([1, 7, 40, 61])
+masks_and_layouts = sizes.flatmap(lambda n: st.tuples(square_masks(n), layouts(n)))
 
 
 def expected_warning(n, ranks, chunk):
@@ -63,29 +37,27 @@ def same_plans(one, other):
 # --- dispatch
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_both_halves_make_the_same_plan_with_evenly_divided_chunks(seed):
-    draw = random.Random(seed)
-    for _ in range(25):
-        n, ranks = draw.choice([0, 1, 5, 17, 64, 100, 257]), draw.choice([1, 2, 3, 4, 5, 8])
-        chunk = max(n // 40, draw.choice([1, 3, 8, 40, 999]))
-        mask = drawn_mask(draw, n)
-        options = {
-            "chunk": chunk,
-            "imbalance": draw.choice([1.0, 1.05, 1.3]),
-            "cells_per_us": draw.choice([1, 10, 4400]),
-            "tokens_per_us": draw.choice([1, 18, 200]),
-            "swaps_per_chunk": draw.choice([0, 1, 5]),
-        }
-        with expected_warning(n, ranks, chunk):
-            layout = reference.dispatch(mask, ranks, **options)
-        with expected_warning(n, ranks, chunk):
-            assert layout == fast.dispatch(mask, ranks, **options), (mask, ranks, options)
-        sizes = [layout.size(rank) for rank in range(ranks)]
-        assert max(sizes) - min(sizes) <= chunk
-        for ranges in layout.ranges_per_rank:
-            assert [r.start for r in ranges] == sorted(r.start for r in ranges)
-            assert all(r.start % chunk == 0 and (r.stop % chunk == 0 or r.stop == n) for r in ranges)
+@given(
+    st.sampled_from([0, 1, 5, 17, 64, 100]).flatmap(square_masks),
+    st.sampled_from([1, 2, 3, 4, 5, 8]),
+    st.sampled_from([1, 3, 8, 40, 999]),
+    st.sampled_from([1.0, 1.05, 1.3]),
+    st.sampled_from([1, 10, 4400]),
+    st.sampled_from([1, 18, 200]),
+    st.sampled_from([0, 1, 5]),
+)
+def test_both_halves_make_the_same_plan_with_evenly_divided_chunks(mask, ranks, chunk, imbalance, cells, tokens, swaps):
+    n, chunk = mask.queries, max(mask.queries // 40, chunk)
+    options = dict(chunk=chunk, imbalance=imbalance, cells_per_us=cells, tokens_per_us=tokens, swaps_per_chunk=swaps)
+    with expected_warning(n, ranks, chunk):
+        layout = reference.dispatch(mask, ranks, **options)
+    with expected_warning(n, ranks, chunk):
+        assert layout == fast.dispatch(mask, ranks, **options), (mask, ranks, options)
+    sizes = [layout.size(rank) for rank in range(ranks)]
+    assert max(sizes) - min(sizes) <= chunk
+    for ranges in layout.ranges_per_rank:
+        assert [r.start for r in ranges] == sorted(r.start for r in ranges)
+        assert all(r.start % chunk == 0 and (r.stop % chunk == 0 or r.stop == n) for r in ranges)
 
 
 def test_one_causal_document_becomes_zigzag(half):
@@ -138,36 +110,33 @@ def test_a_slow_network_moves_less(half):
 # --- cast plans
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_cast_plans_are_exact(seed):
+@given(masks_and_layouts, st.sampled_from([0, 1, 2, 3]))
+def test_cast_plans_are_exact(drawn, stages):
     """A rank receives exactly the keys that its queries see and it does not hold. Its local masks have all its cells."""
-    draw = random.Random(100 + seed)
-    for _ in range(8):
-        n, ranks, stages = draw.choice([1, 7, 40, 61]), draw.choice([1, 2, 3, 5]), draw.choice([0, 1, 2, 3])
-        mask, layout = drawn_mask(draw, n), drawn_layout(draw, n, ranks)
-        plan = reference.cast_plan(mask, layout, stages=stages)
-        same_plans(plan, fast.cast_plan(mask, layout, stages=stages))
-        dense = mask.dense()
-        seen_cells = torch.zeros_like(dense)
-        for rank in range(ranks):
-            own = layout.positions(rank)
-            seen = dense[own].any(0)
-            seen[own] = False
-            received = [
-                token for cast in range(plan.casts) for piece in plan.received(cast, rank) for token in piece.tokens
-            ]
-            assert sorted(received) == seen.nonzero().flatten().tolist()
-            for step in range(plan.steps):
-                keys = torch.tensor([token for piece in plan.keys(step, rank) for token in piece], dtype=torch.int64)
-                local = plan.local_mask(step, rank).dense()
-                assert torch.equal(local, dense[own][:, keys])
-                seen_cells[own[:, None], keys] |= local
-        assert torch.equal(seen_cells, dense)
+    mask, layout = drawn
+    plan = reference.cast_plan(mask, layout, stages=stages)
+    same_plans(plan, fast.cast_plan(mask, layout, stages=stages))
+    dense = mask.dense()
+    seen_cells = torch.zeros_like(dense)
+    for rank in range(layout.ranks):
+        own = layout.positions(rank)
+        seen = dense[own].any(0)
+        seen[own] = False
+        received = [token for cast in range(plan.casts) for piece in plan.received(cast, rank) for token in piece.tokens]
+        assert sorted(received) == seen.nonzero().flatten().tolist()
+        for step in range(plan.steps):
+            keys = torch.tensor([token for piece in plan.keys(step, rank) for token in piece], dtype=torch.int64)
+            local = plan.local_mask(step, rank).dense()
+            assert torch.equal(local, dense[own][:, keys])
+            seen_cells[own[:, None], keys] |= local
+    assert torch.equal(seen_cells, dense)
 
 
 def test_senders_and_receivers_agree_on_sizes_and_rows():
-    draw = random.Random(7)
-    mask, layout = Mask.documents([0, 3, 3, 30, 61]), drawn_layout(draw, 61, 4)
+    mask, layout = (
+        Mask.documents([0, 3, 3, 30, 61]),
+        Layout([[range(50, 61), range(9)], [range(9, 30)], [], [range(30, 50)]], 61),
+    )
     for stages in (0, 3):
         plan = reference.cast_plan(mask, layout, stages=stages)
         for cast in range(plan.casts):
@@ -210,21 +179,18 @@ def test_closed_forms_of_the_volume(half, ranks):
     assert half.plan_report(window, Layout.contiguous(n, ranks)).volume == 7 / n
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_reports_equal_counts_of_cells_and_tokens(seed):
-    draw = random.Random(200 + seed)
-    for _ in range(8):
-        n, ranks = draw.choice([7, 40, 61]), draw.choice([1, 2, 5])
-        mask, layout = drawn_mask(draw, n), drawn_layout(draw, n, ranks)
-        report = reference.plan_report(mask, layout, chunk=8)
-        assert report == fast.plan_report(mask, layout, chunk=8)
-        dense = mask.dense()
-        assert report.areas == tuple(int(dense[layout.positions(rank)].sum()) for rank in range(ranks))
-        assert report.largest_chunk == max(int(dense[a : a + 8].sum()) for a in range(0, n, 8))
-        plan = reference.cast_plan(mask, layout, casts=1)
-        moved = sum(sum(plan.receive_sizes(cast, rank)) for cast in range(plan.casts) for rank in range(ranks))
-        assert sum(report.sent) == sum(report.received) == moved
-        assert f"{report.volume:.3f}" in str(report)
+@given(masks_and_layouts)
+def test_reports_equal_counts_of_cells_and_tokens(drawn):
+    mask, layout = drawn
+    report = reference.plan_report(mask, layout, chunk=8)
+    assert report == fast.plan_report(mask, layout, chunk=8)
+    dense = mask.dense()
+    assert report.areas == tuple(int(dense[layout.positions(rank)].sum()) for rank in range(layout.ranks))
+    assert report.largest_chunk == max(int(dense[a : a + 8].sum()) for a in range(0, layout.tokens, 8))
+    plan = reference.cast_plan(mask, layout, casts=1)
+    moved = sum(sum(plan.receive_sizes(cast, rank)) for cast in range(plan.casts) for rank in range(layout.ranks))
+    assert sum(report.sent) == sum(report.received) == moved
+    assert f"{report.volume:.3f}" in str(report)
 
 
 def test_sampled_packs_are_the_published_ones():

@@ -1,21 +1,12 @@
 """Default chunks are short enough to balance the ranks, and a chunk that leaves a rank empty gives a warning."""
 
 import pytest
+from band_strategies import square_masks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canon import Mask, fast, reference
 from canon.runtime.plan_arguments import default_chunk
-
-
-@st.composite
-def masks(draw, most=70):
-    """Draw a square mask of few tokens, often none or one."""
-    n = draw(st.sampled_from([0, 1, 1, 2, 3]) | st.integers(0, most))
-    ends = sorted(draw(st.lists(st.integers(0, n), max_size=4)))
-    packed = Mask.documents([0, *ends, n], causal=draw(st.booleans()))
-    return draw(st.sampled_from([packed, Mask.causal(n), Mask.window(n, 3, 1), Mask.full(n), Mask([], n, n)]))
-
 
 # --- the default
 
@@ -57,7 +48,7 @@ def test_the_default_of_known_sizes(half, tokens, ranks, chunk):
 
 
 @settings(max_examples=60)
-@given(masks(), st.integers(1, 9))
+@given((st.sampled_from([0, 1, 1, 2, 3]) | st.integers(0, 70)).flatmap(square_masks), st.integers(1, 9))
 def test_every_rank_holds_a_token_where_there_are_enough(mask, ranks):
     """Both halves make the same plan without a warning, also for no token and for more ranks than tokens."""
     layout = reference.dispatch(mask, ranks)
@@ -110,6 +101,3 @@ def test_chunks_longer_than_the_sequence_are_one(chunk):
     report = reference.plan_report(mask, layout, chunk=chunk)
     assert report == fast.plan_report(mask, layout, chunk=chunk)
     assert report.largest_chunk == mask.area
-
-
-# --- wrong arguments

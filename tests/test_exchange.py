@@ -1,9 +1,9 @@
-"""Buffers of exchanges: one exchange in flight for each, and masked room behind small shards."""
+"""A buffer of exchanges has one exchange in flight."""
 
 import pytest
 import torch
 
-from canon import Layout, Mask
+from canon import Layout
 from canon.fast import exchange
 from canon.fast.ring import RING
 from canon.testing import process_groups
@@ -32,31 +32,3 @@ def test_a_buffer_has_one_exchange_in_flight():
         for grad in grads:
             assert torch.equal(grad[:, :, 0], torch.full((1, 2, 8), 2.0))
             assert torch.equal(grad[:, :, 1], torch.full((1, 2, 8), 4.0))
-
-
-def test_the_room_behind_small_shards_is_masked():
-    mask, layout = Mask.full(5), Layout([[range(0, 3)], [], [range(3, 5)]], 5)
-    seen = exchange.gathered_mask(layout, mask, 0)
-    assert (seen.queries, seen.keys) == (3, 9)
-    assert seen.dense().any(0).tolist() == [True] * 3 + [False] * 3 + [True, True, False]
-    even = Layout.zigzag(12, 3)
-    assert exchange.gathered_mask(even, Mask.causal(12), 1) == even.local_mask(Mask.causal(12), 1, range(3))
-
-
-def test_gradients_of_other_keys_are_zero():
-    layout = Layout.contiguous(6, 1)
-    q, k, v = (torch.zeros(2, 6, 2, 3) for _ in range(3))
-    call = RING.call(q, k, v, None, layout)
-    heads, blocks = (
-        exchange.HeadGroup(call, 2, range(2), (3, 5)),
-        exchange.Blocks(layout, 2, [(2, 3), (2, 5)]),
-    )
-    for buffer, zero, views in (
-        (torch.ones(heads.elements), lambda x: heads.zero_outside(x, slice(1, 4)), heads.views),
-        (torch.ones(blocks.most), lambda x: blocks.zero_outside(x, 0, slice(1, 4)), lambda x: blocks.views(x, 0)),
-    ):
-        for written, x in zip(zero(buffer), views(buffer), strict=True):
-            assert written.data_ptr() == x[:, 1:].data_ptr()
-            assert written.shape[1] == 3
-            assert x[0, :, 0, 0].tolist() == x[1, :, 1, 2].tolist() == [0, 1, 1, 1, 0, 0]
-        assert buffer.sum() == 2 * 3 * 2 * 8

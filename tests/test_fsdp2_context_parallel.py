@@ -1,29 +1,16 @@
 """The script `notebooks/fsdp2_context_parallel.py`: FSDP2 and Canon on a mesh give the losses of one process."""
 
 import importlib
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import losses_of, under_torchrun
 
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "notebooks" / "fsdp2_context_parallel.py"
-
-
-def under_torchrun(ranks, *options):
-    """Run the script and return the losses that it prints."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*torchrun, SCRIPT, *options], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
 
 
 def losses_of_one_process(script, steps, rows):
@@ -51,7 +38,7 @@ def test_a_mesh_of_data_and_context_ranks_gives_the_losses_of_one_process(monkey
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     script = importlib.import_module(SCRIPT.stem)
     expected = losses_of_one_process(script, steps=4, rows=2)
-    found = under_torchrun(4, "--context", "2", "--steps", "4")
+    found = losses_of(under_torchrun(SCRIPT, 4, "--context", "2", "--steps", "4", CUDA_VISIBLE_DEVICES=""))
     assert found[0] == pytest.approx(expected[0], abs=1e-4)  # printed with 4 decimals
     assert found == pytest.approx(expected, abs=2e-3)  # Adam may turn a rounding into a step of the learning rate
     assert expected[3] < expected[0] - 0.2

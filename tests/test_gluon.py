@@ -50,7 +50,7 @@ def test_head_widths(d, dv):
 @pytest.mark.parametrize(("h", "g"), [(8, 1), (6, 2), (3, 3)])
 def test_the_heads_of_a_group_are_summed(h, g):
     mask = Mask.causal(150)
-    arguments = inputs(mask, b=2, h=h, g=g, dtype=torch.float16)
+    arguments = inputs(mask, h=h, g=g, dtype=torch.float16)
     for method in METHODS:
         assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
 
@@ -101,24 +101,6 @@ def test_any_strides_and_any_alignment():
     arguments = odd, heads_first, backwards, same, dlse
     for method in METHODS:
         assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
-
-
-def test_results_may_be_written_anywhere():
-    mask = Mask.documents([0, 30, 140])
-    q, k, v, dout, dlse = inputs(mask, b=2)
-    expected = attend(q, k, v, dout, dlse, mask)
-
-    def room(x):
-        return torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype, device=DEVICE)[..., ::2]
-
-    out, lse, dq, dk, dv = map(room, (expected.out, expected.lse, expected.dq, expected.dk, expected.dv))
-    with hopper():
-        local.forward_into(q, k, v, mask, 0.125, out, lse)
-        delta = backward.make_delta(dout, out, lse, dlse)
-        queries = backward.QueryInputs(dout, q, lse, delta)
-        backward.begin_backward(queries, k, v, mask, 0.125, "split", dq, dk, dv)()
-    for name, made in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, dq, dk, dv), strict=True):
-        assert torch.equal(made, getattr(expected, name)), name
 
 
 def test_partial_results_come_in_float32():

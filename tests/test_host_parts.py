@@ -52,26 +52,23 @@ def test_every_name_exists():
     assert all(any(hasattr(module, name) for module in modules) for name in host_parts.FUNCTIONS)
 
 
-def test_the_bench_has_a_row_of_parts_for_each_call_of_canon():
-    rows = host_time.host(shape_of("1,16,2,1,16,causal"), torch.float32, torch.device("cpu"), 1, "canon auto")
+def test_the_bench_times_the_training_loop_and_splits_each_call_of_canon(monkeypatch):
+    """A CPU has no cuDNN: another contender has its name here."""
+    monkeypatch.setattr(host_time, "CUDNN", "SDPA flash")
+    rows = host_time.host(
+        shape_of("1,16,2,1,16,causal"), torch.float32, torch.device("cpu"), 3, "canon auto|SDPA flash"
+    )
     split = [row for row in rows if row["contender"].startswith("canon")]
     assert all(set(row["part_ms"]) == set(host_parts.PARTS) for row in split)
     assert host_time.tables(rows)[1].row_count == len(split) > 0
+    assert host_time.tables(rows)[0].row_count == len(rows)
     assert rows[-1]["contender"] == host_time.NO_KERNELS
     assert all(rows[-1][f"{name}_wall_ms"] for name in host_time.MEASURES)
-
-
-def test_the_training_loop_is_timed_and_compared_with_cudnn(monkeypatch):
-    """A CPU has no cuDNN: another contender has its name here."""
-    monkeypatch.setattr(host_time, "CUDNN", "SDPA flash")
-    shape = shape_of("1,16,2,1,16,causal")
-    rows = host_time.host(shape, torch.float32, torch.device("cpu"), 3, "canon auto|SDPA flash")
     timed = {row["contender"]: row for row in rows if "failed" not in row}
     assert {"canon auto", "SDPA flash"} <= set(timed)
     assert all(len(row["loop_wall_ms"]) == 3 for row in timed.values())
     assert timed["SDPA flash"]["loop_to_cudnn"] == 1.0
     assert timed["canon auto"]["loop_to_cudnn"] > 0
-    assert host_time.tables(rows)[0].row_count == len(rows)
 
 
 def test_an_iteration_of_the_loop_replaces_the_gradients():

@@ -1,13 +1,11 @@
 """The repaired interpreter of Triton computes as PyTorch does, in every process whose first kernel is interpreted."""
 
-import os
-import subprocess
-import sys
 import textwrap
 import warnings
 
 import pytest
 import torch
+from programs import ended as ended_process
 
 from canon.fast.kernels import interpreter
 from canon.testing import process_groups
@@ -137,9 +135,7 @@ def test_tensors_of_one_shape_share_their_types():
 # ---------------------------------------------------------------------- in a fresh process
 def fresh(program, **variables):
     """Run a program in a process that has TRITON_INTERPRET from ``variables`` alone. Return the ended process."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return ended_process(textwrap.dedent(program), PYTHONWARNINGS="error", **variables)
 
 
 ATTEND = """
@@ -222,11 +218,3 @@ def test_without_triton_the_error_says_how_to_install_it():
         "canon.fast needs Triton: pip install 'triton>=3.6' (on Linux), or use canon.reference, which needs torch alone"
     )
     assert ended.stdout.splitlines() == [f"triton {told}"] * 2, ended.stderr
-
-
-def test_the_tests_of_gpus_without_a_gpu_are_an_error():
-    command = [sys.executable, "-m", "pytest", "--gpu", "--collect-only", __file__]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "torch finds no GPU here" in ended.stderr

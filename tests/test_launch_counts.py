@@ -4,6 +4,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from hopper import inputs
 from sharded import DEVICE
 
 from canon import Mask
@@ -24,14 +25,6 @@ def using(name):
     simulated = name == "gluon" and DEVICE == "cpu"
     with backend(name), simulated_kernels.simulated() if simulated else nullcontext():
         yield
-
-
-def inputs(h, g, dtype=torch.bfloat16, width=64):
-    draw = torch.Generator().manual_seed(0)
-    shapes = ((h, width), (g, width), (g, width), (h, width))
-    q, k, v, dout = (torch.randn(1, 70, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes)
-    dlse = torch.randn(1, h, 70, generator=draw).to(torch.promote_types(dtype, torch.float32)).to(DEVICE)
-    return q, k, v, dout, dlse
 
 
 @pytest.fixture
@@ -62,7 +55,7 @@ STATISTICS = {"triton": "delta_kernel", "gluon": "delta_stats_kernel"}
     ],
 )
 def test_a_backward_pass_launches_three_kernels_and_head_parallel_four(launched, name, method, kernels):
-    q, k, v, dout, dlse = inputs(h=4, g=2)
+    q, k, v, dout, dlse = inputs(MASK, h=4, g=2)
     with using(name):
         out, lse = local.attention_forward(q, k, v, MASK)
         launched.clear()
@@ -74,7 +67,7 @@ def test_a_backward_pass_launches_three_kernels_and_head_parallel_four(launched,
 @pytest.mark.parametrize("has_dlse", [False, True])
 @pytest.mark.parametrize("lse_strides", ["contiguous", "tokens first", "gaps"])
 def test_joined_statistics_have_the_bits_of_separate_ones(name, has_dlse, lse_strides):
-    q, _, _, dout, dlse = inputs(h=3, g=3)
+    q, _, _, dout, dlse = inputs(MASK, h=3, g=3)
     out, lse = q, dlse.clone()
     lse[:, 1, 5:9] = -torch.inf
     dout[:, 5:9, 1] = torch.nan  # ignored in fully masked rows

@@ -4,51 +4,11 @@ import pickle
 
 import pytest
 import torch
+from band_strategies import KINDS, layouts, square_masks
 from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Band, Layout, Mask
-
-KINDS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
-
-
-@st.composite
-def planned(draw, n, ranks):
-    """Draw any layout of step 1: pieces cut anywhere, on any rank, in any order."""
-    cuts = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=5))})
-    pieces = draw(st.permutations([range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]))
-    held = [[] for _ in range(ranks)]
-    for piece in pieces:
-        held[draw(st.integers(0, ranks - 1))].append(piece)
-    return Layout(held, n)
-
-
-@st.composite
-def layouts(draw, n=None):
-    """Draw a layout of any kind; often with more ranks than tokens, seldom with a number of ranks that divides."""
-    n = draw(st.integers(0, 23)) if n is None else n
-    ranks = draw(st.integers(1, 7))
-    kind = draw(st.sampled_from([*KINDS, "planned"]))
-    return draw(planned(n, ranks)) if kind == "planned" else KINDS[kind](n, ranks)
-
-
-@st.composite
-def square_masks(draw, n):
-    """Draw an n x n mask of every kind, also with queries that see nothing and keys that are not seen."""
-    kind = draw(st.sampled_from(["window", "documents", "block_causal", "ranges"]))
-    if kind == "window":
-        sides = st.none() | st.integers(0, n)
-        return Mask.window(n, draw(sides), draw(sides))
-    if kind == "documents":
-        inner = sorted(draw(st.lists(st.integers(0, n), max_size=5)))  # repeated ends are empty documents
-        return Mask.documents([0, *inner, n], causal=draw(st.booleans()))
-    if kind == "block_causal":
-        tokens = {"min_size": n, "max_size": n}
-        blocks = draw(st.lists(st.integers(0, 3), **tokens))
-        return Mask.block_causal(blocks, None, *(draw(st.none() | st.lists(st.booleans(), **tokens)) for _ in "qk"))
-    a, b = sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))
-    kinds = [draw(st.integers(0, 3)) for _ in range(2)]
-    return Mask.ranges([(0, a), (a, b)], [(a, n), (0, b)], kinds, queries=n, keys=n)
 
 
 def dense_between(mask, layout, q_rank, k_ranks):
@@ -191,44 +151,6 @@ def test_shard_returns_the_tokens_of_a_rank_and_its_gradient_writes_them_back(da
     shard.sum().backward()
     held = torch.zeros(layout.tokens).index_fill(0, layout.positions(rank), 1)
     assert x.grad.movedim(dim, -1).equal(held.expand(x.movedim(dim, -1).shape))
-
-
-# --- errors ---
-
-
-@pytest.mark.parametrize(
-    ("make", "numbers"),
-    [
-        (lambda: Layout.contiguous(-1, 2), ["-1"]),
-        (lambda: Layout.zigzag(8, 0), ["ranks", "0"]),
-        (lambda: Layout.striped(8, -2), ["-2"]),
-        (lambda: Layout.contiguous(8, 2, 0), ["multiple_of", "0"]),
-        (lambda: Layout.zigzag(8, 2, multiple_of=-128), ["multiple_of", "-128"]),
-        (lambda: Layout([], 0), ["ranges_per_rank", "[]"]),
-        (lambda: Layout([[range(4)]], -4), ["-4"]),
-        (lambda: Layout([[range(4)], [range(5, 8)]], 8), ["range(5, 8)", "rank 1", "token 4"]),
-        (lambda: Layout([[range(4)], [range(3, 8)]], 8), ["range(3, 8)", "rank 1", "token 4"]),
-        (lambda: Layout([[range(4)], [range(4)]], 4), ["rank 1"]),
-        (lambda: Layout([[range(4)]], 8), ["token 4"]),
-        (lambda: Layout([[range(9)]], 8), ["range(0, 9)", "8"]),
-        (lambda: Layout([[range(-1, 8)]], 8), ["range(-1, 8)"]),
-        (lambda: Layout([[range(7, -1, -1)]], 8), ["-1"]),
-        (lambda: Layout([[range(0, 8, 2)], [range(1, 8, 1)]], 8), ["[1, 2]"]),
-        (lambda: Layout.striped(9, 3).positions(3), ["3"]),
-        (lambda: Layout.striped(9, 3).positions(-1), ["-1"]),
-        (lambda: Layout.striped(9, 3).shard(torch.zeros(1, 8, 2), 0), ["8", "9"]),
-        (lambda: Layout.striped(9, 3).document_positions(0, [0, 4]), ["4", "9"]),
-        (lambda: Layout.striped(9, 3).document_positions(0, [0, 10, 9]), ["10", "9"]),
-        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(8), 0, 0), ["8 x 8", "9"]),
-        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(9), 3, 0), ["3"]),
-        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(9), 0, [0, 5]), ["5"]),
-        (lambda: Layout.striped(9, 3).unshard(torch.zeros(1, 3, 2)), ["3 ranks"]),
-    ],
-)
-def test_wrong_arguments_raise_an_error_with_their_numbers(make, numbers):
-    with pytest.raises(ValueError) as error:
-        make()
-    assert all(number in str(error.value) for number in numbers), str(error.value)
 
 
 def test_equal_layouts_have_equal_digests():

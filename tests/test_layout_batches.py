@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from band_strategies import KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Layout
-
-KINDS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
 
 
 def in_documents(cu_seqlens):

@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from torch.distributed import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from canon import Band, Layout, Mask
-from canon.testing import process_groups
 
 MASK, LAYOUT, ONE = Mask.causal(8), Layout.zigzag(8, 2), Layout.contiguous(8, 1)
 X = torch.zeros(1, 8)
@@ -185,17 +182,68 @@ def test_other_wrong_arguments_are_named(make, error, expected):
     assert expected in str(raised.value)
 
 
-def refused_on_a_mesh():
-    mesh = init_device_mesh("cpu", (1,))
-    x = DTensor.from_local(X, mesh, [Replicate()])
-    for call in (lambda: ONE.shard(x, 0), lambda: ONE.unshard(x)):
-        with pytest.raises(TypeError, match=r"plain tensor, got DTensor: pass x.to_local\(\)"):
-            call()
-    assert ONE.unshard(X, mesh).equal(X)
-
-
-def test_errors_for_dtensors_give_the_remedy():
-    process_groups.processes(refused_on_a_mesh, 1)
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (lambda: Mask.causal(-3), ["-3"]),
+        (lambda: Mask.full(-3), ["-3"]),
+        (lambda: Mask([], 4, -2), ["keys", "-2"]),
+        (lambda: Mask([Band(0, 5, 0, 4)], 4, 4), ["0:5", "4 queries"]),
+        (lambda: Mask([Band(0, 4, -1, 4)], 4, 4), ["-1:4", "4 keys"]),
+        (lambda: Mask.window(8, left=-2), ["-2"]),
+        (lambda: Mask.window(8, right=-5), ["-5"]),
+        (lambda: Mask.causal(8).windowed(right=-2), ["-2"]),
+        (lambda: Mask.full(3, -1), ["keys", "-1"]),
+        (lambda: Mask.documents([0, 3, 8], window=(-7, 0)), ["-7"]),
+        (lambda: Mask.documents([]), ["[]"]),
+        (lambda: Mask.documents([1, 3]), ["[1, 3]"]),
+        (lambda: Mask.documents([0, 5, 3]), ["5", "3"]),
+        (lambda: Mask.documents(torch.tensor([0, -4])), ["-4"]),
+        (lambda: Mask.prefix(4, 5), ["4", "5"]),
+        (lambda: Mask.prefix(4, -1), ["4", "-1"]),
+        (lambda: Mask.block_causal([0, 1, 2], q_valid=[True]), ["3", "1"]),
+        (lambda: Mask.ranges([(3, 1)], [(0, 2)], [0]), ["(3, 1)"]),
+        (lambda: Mask.ranges([(0, 1)], [(-2, 2)], [0]), ["(-2, 2)"]),
+        (lambda: Mask.ranges([(0, 1)], [(0, 2)], [4]), ["4"]),
+        (lambda: Mask.ranges([(0, 1)], [(0, 2)], ["casual"]), ["casual"]),
+        (lambda: Mask.ranges([(0, 1)], [(0, 2)], []), ["1 q_ranges", "0 types"]),
+        (lambda: Mask.ranges([(0, 4), (2, 6)], [(0, 4), (3, 5)], [0, 0]), ["q 0:4", "q 2:6"]),
+        (lambda: Mask.ranges([(0, 4)], [(0, 4)], [0], queries=3), ["0:4", "3 queries"]),
+        (lambda: Mask.causal(4).crop(range(2, 6)), ["range(2, 6)", "4"]),
+        (lambda: Mask.causal(4).crop(range(3, 0, -1)), ["range(3, 0, -1)"]),
+        (lambda: Mask.causal(4).crop(range(0, 4, 2), range(4)), ["2", "1"]),
+        (lambda: Mask.causal(4).crop(range(0, 4, 2)), ["2"]),
+        (lambda: Mask.causal(4).crop(keys=range(0, 4, 3)), ["3"]),
+        (lambda: Layout.contiguous(-1, 2), ["-1"]),
+        (lambda: Layout.zigzag(8, 0), ["ranks", "0"]),
+        (lambda: Layout.striped(8, -2), ["-2"]),
+        (lambda: Layout.contiguous(8, 2, 0), ["multiple_of", "0"]),
+        (lambda: Layout.zigzag(8, 2, multiple_of=-128), ["multiple_of", "-128"]),
+        (lambda: Layout([], 0), ["ranges_per_rank", "[]"]),
+        (lambda: Layout([[range(4)]], -4), ["-4"]),
+        (lambda: Layout([[range(4)], [range(5, 8)]], 8), ["range(5, 8)", "rank 1", "token 4"]),
+        (lambda: Layout([[range(4)], [range(3, 8)]], 8), ["range(3, 8)", "rank 1", "token 4"]),
+        (lambda: Layout([[range(4)], [range(4)]], 4), ["rank 1"]),
+        (lambda: Layout([[range(4)]], 8), ["token 4"]),
+        (lambda: Layout([[range(9)]], 8), ["range(0, 9)", "8"]),
+        (lambda: Layout([[range(-1, 8)]], 8), ["range(-1, 8)"]),
+        (lambda: Layout([[range(7, -1, -1)]], 8), ["-1"]),
+        (lambda: Layout([[range(0, 8, 2)], [range(1, 8, 1)]], 8), ["[1, 2]"]),
+        (lambda: Layout.striped(9, 3).positions(3), ["3"]),
+        (lambda: Layout.striped(9, 3).positions(-1), ["-1"]),
+        (lambda: Layout.striped(9, 3).shard(torch.zeros(1, 8, 2), 0), ["8", "9"]),
+        (lambda: Layout.striped(9, 3).document_positions(0, [0, 4]), ["4", "9"]),
+        (lambda: Layout.striped(9, 3).document_positions(0, [0, 10, 9]), ["10", "9"]),
+        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(8), 0, 0), ["8 x 8", "9"]),
+        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(9), 3, 0), ["3"]),
+        (lambda: Layout.striped(9, 3).local_mask(Mask.causal(9), 0, [0, 5]), ["5"]),
+        (lambda: Layout.striped(9, 3).unshard(torch.zeros(1, 3, 2)), ["3 ranks"]),
+    ],
+)
+def test_wrong_arguments_raise_an_error_with_their_numbers(make, numbers):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert all(number in str(error.value) for number in numbers), str(error.value)
 
 
 def test_masks_and_layouts_are_on_the_cpu_for_any_default_device():

@@ -58,12 +58,3 @@ def test_a_lesson_states_its_time_and_ends_with_a_takeaway_and_exercises(name):
     questions = re.findall(r"^\*\*(\d)\.\*\*", exercises, re.MULTILINE)
     assert 3 <= len(questions) <= 5
     assert exercises.count("<details><summary>Answer</summary>") == exercises.count("</details>") == len(questions)
-
-
-def test_links_between_notebooks_lead_to_headings():
-    for name in NAMES:
-        for file, anchor in re.findall(r"\]\((\w+\.md)?#([\w-]+)\)", (FOLDER / f"{name}.md").read_text()):
-            titles = re.findall(r"^#+ (.*)$", (FOLDER / (file or f"{name}.md")).read_text(), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], (
-                f"{name}: {anchor}"
-            )

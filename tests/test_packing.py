@@ -9,10 +9,6 @@ from canon.testing.judge import Attended
 
 N = 21
 MASKS = [Mask.causal(N), Mask.documents([0, 5, N]), Mask([], N, N), Mask.window(N, 3, 2)]
-RECTANGLES = [
-    Mask.ranges([(0, 7)], [(2, 30)], ["full"], queries=9, keys=33),
-    Mask.ranges([(2, 9)], [(0, 33)], ["causal"], queries=9, keys=33),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -37,23 +33,6 @@ def differentiate(attend, q, k, v, dout, dlse):
     out, lse = attend(q, k, v)
     torch.autograd.backward((out, lse), (dout, dlse))
     return Attended(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
-
-
-def test_forward_and_backward_parts_take_a_mask_for_each_sequence(half):
-    tensors = batch(RECTANGLES)
-    q, k, v, dout, dlse = tensors
-    whole = differentiate(lambda q, k, v: half.attention(q, k, v, RECTANGLES, return_lse=True), *tensors)
-    out, lse = half.attention_forward(q, k, v, RECTANGLES)
-    assert torch.equal(out, whole.out)
-    assert torch.equal(lse, whole.lse)
-    delta = (dout.nan_to_num() * out).sum(-1).transpose(1, 2) - dlse
-    for given in (dict(dlse=dlse), dict(delta=delta)):
-        grads = half.attention_backward(dout, q, k, v, out, lse, RECTANGLES, **given)
-        for mine, theirs in zip(grads, whole[2:], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
-    only = half.attention_backward(dout, q, k, v, out, lse, RECTANGLES, dlse=dlse, needs_grad=(True, False, False))
-    assert torch.equal(only[0], whole.dq)
-    assert only[1] is only[2] is None
 
 
 def test_any_strides_and_an_empty_batch(half):

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from canon import Layout, Mask, reference
+from canon import Band, Layout, Mask, reference
 from canon.masks import cast_plan, layout, mask
 from canon.runtime import prepared_plans
 
@@ -64,6 +64,8 @@ def test_another_process_reads_pickles():
     assert done.stdout.decode().split() == [window.digest, zigzag.digest, str(plan.casts)], done.stderr.decode()
     copies = pickle.loads(packed)
     assert copies[:3] == (window, zigzag, plan)
+    assert copies[2].mask is copies[0]
+    assert {type(band) for band in copies[0].bands} == {Band}
     assert copies[3].plans == plans.plans
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from canon import Layout, Mask, fast, reference
 from canon.fast import pipeline
 from canon.fast.transport import Transport, transport_report
-from canon.masks.head_groups import head_groups
 from canon.testing import process_groups, thread_group
 from canon.testing.recording import recording
 
@@ -287,18 +286,6 @@ def test_bytes_of_a_ring_are_those_of_the_docstring(half, monkeypatch):
     for operations in sent.values():
         items = {dtype: sum(n for of, n in operations if of == dtype) for dtype in {of for of, _ in operations}}
         assert items == {torch.bfloat16: 2 * (ranks - 1) * block, torch.float32: (ranks - 1) * block}
-
-
-def test_the_stride_pattern():
-    def widths(*arguments):
-        groups = head_groups(*arguments)
-        assert [head for heads in groups for head in heads] == list(range(arguments[0]))
-        return [len(heads) for heads in groups]
-
-    assert widths(8, 4) == [4, 4]
-    assert widths(8, 4, 1, 2) == [1, 3, 2, 2]
-    assert widths(12, 4, 3, 1) == [3, 1, 4, 3, 1]
-    assert widths(2, 2, None, 1) == [1, 1]
 
 
 def test_the_transport_is_reported():

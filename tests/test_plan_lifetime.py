@@ -180,10 +180,7 @@ def test_another_stream_may_read_a_plan_that_the_cache_has_dropped():
         got = both_passes(*inputs, mask)
     plan_cache.PLANS.clear()
     gc.collect()
-    blocks = [
-        torch.full((1 << size,), -1, dtype=torch.int32, device="cuda") for size in range(6, 18) for _ in range(40)
-    ]
-    torch.cuda.synchronize()
+    blocks = fill_memory()
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
     del blocks
 

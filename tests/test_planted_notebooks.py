@@ -96,9 +96,9 @@ def test_a_wrong_result_fails_an_assertion_of_the_section(name, function, plant)
         section(name)
 
 
-@pytest.mark.parametrize(("name", "function"), CASES)
-def test_an_exception_of_a_rank_ends_the_section_with_its_traceback(name, function, plant):
-    plant(function, "raises")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_exception_of_a_rank_ends_the_section_with_its_traceback(name, plant):
+    plant(FUNCTIONS[name][-1], "raises")
     with pytest.raises(RuntimeError, match=rf"(?s)rank \d: RuntimeError: {PLANTED}.*Traceback.*in fail"):
         section(name)
 

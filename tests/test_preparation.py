@@ -9,7 +9,6 @@ import torch
 from sharded import on_this_rank, whole
 from torch.utils.data import DataLoader, Dataset
 
-import canon
 from canon import Layout, Mask, fast, reference
 from canon.fast import backward, device
 from canon.fast.kernels import launcher
@@ -161,17 +160,6 @@ def test_loaded_plans_stay_within_the_limit_of_the_cache(monkeypatch):
         each.load()
         assert cache.held["cpu"] <= max(1 << 18, each.nbytes)
     assert sum(each.nbytes for each in plans) > 1 << 20, "otherwise nothing is dropped"
-
-
-def test_pickles_keep_masks_layouts_plans_and_digests():
-    layout = fast.dispatch(MASK, 3, chunk=4)
-    plan = reference.cast_plan(MASK, layout, stages=2)
-    digest = MASK.digest
-    copies = pickle.loads(pickle.dumps((MASK, layout, plan)))
-    assert copies == (MASK, layout, plan)
-    assert copies[2].mask is copies[0]
-    assert copies[0]._digest == digest
-    assert list(map(type, copies[0].bands)) == [canon.Band] * len(MASK.bands)
 
 
 def test_threads_prepare_at_the_same_time():

@@ -201,15 +201,11 @@ def test_a_short_tile_comes_last_on_its_rank():
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_dispatch_cuts_whole_tiles(half, own_errors):
+def test_dispatch_cuts_whole_tiles(half):
     mask = Mask.documents([0, 1000, 3000])
     plan = functools.partial(HALVES[half].dispatch, mask, 4, rank_invariant=True)
     assert all(piece.start % 128 == 0 for held in plan().ranges_per_rank for piece in held)
     assert plan(chunk=256) == HALVES[half].dispatch(mask, 4, chunk=256)
-    with pytest.raises(ValueError, match=r"multiple of 128 tokens, got 200: call dispatch\(..., chunk=256, rank_inv"):
-        plan(chunk=200)
-    with pytest.raises(TypeError, match="rank_invariant must be True or False, got None"):
-        HALVES[half].dispatch(mask, 4, rank_invariant=None)
 
 
 @pytest.mark.parametrize("half", HALVES)

@@ -1,15 +1,14 @@
 """Claims about `README.md`: its code runs as printed, its commands and links exist, its figures are on `paper/measured.md`."""
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from programs import losses_of, under_torchrun
 
 from canon import Layout, Mask, __main__, fast, reference
 from canon.check import check_command
@@ -39,16 +38,9 @@ def heading(title: str) -> str:
 
 
 def losses(folder: Path, ranks: int, **environment: str) -> list[float]:
-    """Run the training step under torchrun, over the loopback device, and return the losses that it prints."""
+    """Run the training step under torchrun, and return the losses that it prints."""
     (folder / "train.py").write_text(TRAIN)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths} | environment
-    done = subprocess.run(
-        [*torchrun, "train.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+    return losses_of(under_torchrun("train.py", ranks, cwd=folder, **environment))
 
 
 def test_the_training_step_runs_under_torchrun_and_gives_the_loss_of_one_rank(tmp_path):
@@ -122,13 +114,16 @@ def test_each_command_of_the_readme_exists(command, monkeypatch):
 # --- links and figures
 
 
-def test_every_link_of_the_readme_leads_to_a_file_and_a_heading():
-    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", BLOCK.sub("", README))
-    assert len(links) > 20
-    assert [path for path, _ in links if not (ROOT / path).exists()] == []
+PAGES = [ROOT / "README.md", ROOT / "STYLE.md", *(ROOT / "notebooks").glob("*.md"), *(ROOT / "paper").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", BLOCK.sub("", page.read_text()))
+    assert [path for path, _ in links if not (page.parent / path).exists()] == []
     for path, anchor in links:
-        if anchor:
-            titles = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
+        if anchor and (not path or path.endswith(".md")):
+            titles = re.findall(r"^#+ (.*)$", (page.parent / path if path else page).read_text(), re.MULTILINE)
             assert anchor in map(heading, titles), f"{path}#{anchor}"
 
 

@@ -5,22 +5,27 @@ import json
 import pickle
 from argparse import ArgumentParser
 
+import pytest
 import torch
 
 from canon import reference
 from canon.bench import bench_command, schedule_peers, schedules, shapes
 from canon.testing import process_groups
-from canon.testing.judge import dense
 
 CPU = torch.device("cpu")
 SHAPE = shapes.shape_of("1,64,2,2,16", "documents:20")
 SHORT = shapes.shape_of("1,8,2,2,16,causal")
 
 
-def test_schedules_agree_before_they_are_timed(monkeypatch):
+@pytest.fixture(autouse=True)
+def no_clock(monkeypatch):
+    """Let every run take a millisecond, half of it for launches."""
     monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
     monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
     monkeypatch.setattr(schedules, "eager", lambda run, calls, device: (1.0, 0.5))
+
+
+def test_schedules_agree_before_they_are_timed():
     program = schedules.Bench((SHAPE,), torch.float32, "", 1, "cpu")
     rows, others = process_groups.threads(program, 2)
     assert [row["schedule"] for row in rows] == [row["schedule"] for row in others]
@@ -48,11 +53,8 @@ def test_a_peer_that_disagrees_is_not_timed(monkeypatch):
     assert not [name for name in rows[0] if name.endswith(("_ms", "_tflops"))]
 
 
-def test_what_was_measured_is_kept_after_each_shape(monkeypatch, tmp_path):
+def test_what_was_measured_is_kept_after_each_shape(tmp_path):
     """By rank 0, in the record: where a later shape fails, or the command is ended, it stands there."""
-    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
-    monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
-    monkeypatch.setattr(schedules, "eager", lambda run, calls, device: (1.0, 0.5))
     parser, path, told = ArgumentParser(), tmp_path / "record.json", []
     bench_command.add_arguments(parser)
     options = parser.parse_args(["schedules", "--record", str(path)])
@@ -86,46 +88,3 @@ def test_torch_context_parallel_is_for_causal_sequences_that_it_can_balance():
     assert found("1,64,4,2,16,causal", 4, "flash") == ways[2:]
     assert found("1,64,4,2,16,causal", 4, "flash allgather|cudnn") == ways[:3]
     assert found("1,60,4,2,16,causal", 4) == found("1,64,4,2,16,full", 4) == found("1,64,4,2,16,causal", 1) == []
-
-
-def flash_forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    """What torch's kernel for GPUs gives, computed densely."""
-    n, m = q.shape[2], k.shape[2]
-    mask = shapes.Mask.causal(n) if is_causal else shapes.mask_of(n, f"full:{m}")
-    got = dense(*(x.transpose(1, 2) for x in (q, k, v, q)), mask)
-    number = torch.empty((), dtype=torch.int64)
-    return got.out.transpose(1, 2), got.lse, None, None, n, m, torch.zeros(2, dtype=torch.int64), number, number[None]
-
-
-def flash_backward(dout, q, k, v, out, lse, _, __, ___, ____, dropout_p, is_causal, *seeds, scale=None):
-    """With the lse of all keys, of which k and v may be a part."""
-    scale, group = q.shape[-1] ** -0.5, q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    p = torch.exp(scale * q @ k.mT - lse[..., None])
-    p = p.tril() if is_causal else p
-    ds = scale * p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
-    return ds @ k, *(x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q, p.mT @ dout))
-
-
-def scaled_dot_product_attention(q, k, v, *, is_causal, enable_gqa):
-    """torch's, made to take its kernel for GPUs."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-
-
-def on_stand_ins():
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention", flash_forward, "CPU")
-    library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
-    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
-    schedules._timed = lambda run, device: (run(), (1.0, 0.5))[1]
-    schedules.eager = lambda run, calls, device: (1.0, 0.5)
-    schedules._exposed = lambda run, device: (run(), 0.0)[1]
-    shape = shapes.shape_of("2,64,4,2,16,causal")
-    return schedules.measure(shape, torch.float32, CPU, "flash", 1, peers=True)
-
-
-def test_torch_context_parallel_gets_the_same_tokens():
-    """Shards, rotation and both passes are torch's own, over dense stand-ins for its kernels; each rank is a process."""
-    for rows in process_groups.processes(on_stand_ins, 2):
-        assert [row["schedule"] for row in rows] == ["torch flash allgather", "torch flash alltoall"]
-        assert all(row["agrees"] and row["both_ms"] == [1.0] and row["both_launches_ms"] == [0.5] for row in rows)

@@ -2,14 +2,11 @@
 
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from interleavings import every_interleaving
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from canon import simulator
 
@@ -85,69 +82,10 @@ def test_programs_may_wait_for_one_another(seed):
         relay_kernel[(5,)](baton.zero_(), seen, "lost")
 
 
-@gluon.jit
-def send_numbers(number, full, free, FAULT: gl.constexpr):
-    for i in range(3):
-        mbarrier.wait(free, (i & 1) ^ 1)
-        number.store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-        if i == 1 and FAULT == "fails":
-            gl.static_assert(False, "while others wait for their turn")
-        mbarrier.arrive(full, count=1)
-
-
-@gluon.jit
-def receive_numbers(out, counter, number, full, free, FAULT: gl.constexpr):
-    i = 0
-    work_tile = gl.atomic_add(counter, 1) * 0
-    while work_tile < 2:
-        if FAULT != "no full wait":
-            mbarrier.wait(full, i & 1)
-        work_tile = gl.max(number.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        if FAULT != "early free":
-            gl.store(out + work_tile, work_tile)
-        mbarrier.arrive(free, count=1)
-        if FAULT == "early free":
-            gl.store(out + work_tile, gl.max(number.load(gl.BlockedLayout([1], [32], [4], [0])), 0))
-        i += 1
-
-
-@gluon.jit
-def relay_numbers_kernel(out, counter, FAULT: gl.constexpr):
-    number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(full, count=1)
-    mbarrier.init(free, count=1)
-    gl.warp_specialize(
-        [(send_numbers, (number, full, free, FAULT)), (receive_numbers, (out, counter, number, full, free, FAULT))],
-        [4],
-        [24],
-    )
-
-
 @every_interleaving
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("", None),
-        ("no full wait", "no store has reached it|no barrier says that the store of send_numbers"),
-        ("early free", "overwrites|no barrier says"),
-    ],
-)
-def test_numbers_pass_through_shared_memory(fault, message, order, seed):
-    out = torch.full((3,), -1, dtype=torch.int32)
-    with (
-        simulator.simulated(order, seed),
-        nullcontext() if message is None else pytest.raises(simulator.Fault, match=message),
-    ):
-        relay_numbers_kernel[(2,)](out, torch.zeros(1, dtype=torch.int32), FAULT=fault)
-    assert message or out.tolist() == [0, 1, 2]
-
-
-@every_interleaving
-def test_the_first_program_to_fail_ends_all(order, seed):
-    with simulator.simulated(order, seed), pytest.raises(AssertionError, match="while others wait for their turn"):
-        relay_numbers_kernel[(4,)](torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), FAULT="fails")
+def test_a_partition_that_fails_ends_all(order, seed):
+    with pytest.raises(AssertionError, match="a worker fails"):
+        alternations(order, seed, "failing")
 
 
 def test_inline_assembly_other_than_named_barriers_is_refused():

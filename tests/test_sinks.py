@@ -10,6 +10,7 @@ from canon.fast import sinks as fast_sinks
 from canon.fast.replay import recordings as prepared
 from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups
+from canon.testing.judge import oracle
 
 DISTRIBUTED = ("ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention")
 N = 19
@@ -21,16 +22,6 @@ def inputs(b=2, tokens=N, h=4, g=2, d=8, dv=5, dtype=torch.float64):
     draw = torch.Generator().manual_seed(0)
     shapes = (b, tokens, h, d), (b, tokens, g, d), (b, tokens, g, dv), (h,), (b, tokens, h, dv)
     return [torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def dense(q, k, v, sink, mask):
-    """Return out by a softmax over the keys and one more column, the sink, without a value."""
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~mask.dense(), -torch.inf)
-    column = sink[None, :, None, None].expand(*scores.shape[:-1], 1)
-    weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
-    return torch.einsum("bhts,bshd->bthd", weights, v)
 
 
 def gradients(attend, leaves, dout):
@@ -79,7 +70,7 @@ def test_the_gradient_of_a_sink_far_from_lse_keeps_its_relative_accuracy(half, s
     leaves.append(torch.full((4,), sink))
     attend = lambda q, k, v, sink: half.attention(q, k, v, sink=sink)
     dsink = gradients(attend, leaves, dout)[4]
-    exact = gradients(lambda *x: dense(*x, Mask.causal(N)), [x.double() for x in leaves], dout.double())[4]
+    exact = oracle(*(x.double() for x in (*leaves[:3], dout)), Mask.causal(N), sink=leaves[3].double()).dsink
     assert exact.abs().max() < 1e-6
     torch.testing.assert_close(dsink.double(), exact, rtol=1e-4, atol=0)
 

@@ -3,14 +3,12 @@
 import dataclasses
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import under_torchrun
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
@@ -76,14 +74,10 @@ def test_both_halves_train_alike(swapping, one_rank):
 
 
 def test_it_runs_alone_under_torchrun_and_writes_a_record(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = ["--steps", "2", "--tokens", "128", "--width", "32", "--function", "zigzag", "magi"]
-    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-    command = [*torchrun, FOLDER / "swap_it_in.py", *options, "--record", tmp_path / "run.json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^step \d: loss \d\.\d{6}, gradient \d\.\d{4}$", done.stdout, re.MULTILINE)) == 4
+    options += ["--record", str(tmp_path / "run.json")]
+    output = under_torchrun(FOLDER / "swap_it_in.py", 2, *options, CUDA_VISIBLE_DEVICES="")
+    assert len(re.findall(r"^step \d: loss \d\.\d{6}, gradient \d\.\d{4}$", output, re.MULTILINE)) == 4
     record = json.loads((tmp_path / "run.json").read_text())
     assert record.keys() >= {"command", "commit", "date", "machine"}
     assert record["command"].startswith("swap_it_in.py --steps 2")

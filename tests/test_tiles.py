@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from band_strategies import square_masks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,27 +59,14 @@ def assert_exact(mask, rows, columns, transposed, small=None):
 
 @st.composite
 def masks(draw):
-    """Draw a mask: documents, a window, blocks, a prefix or a band, shifted and cropped."""
-    kind = draw(st.sampled_from(["documents", "window", "blocks", "prefix", "bands"]))
+    """Draw a square mask or a band, shifted and cropped."""
     n = draw(st.integers(0, 40))
-    if kind == "documents":
-        lengths = draw(st.lists(st.integers(0, 17), max_size=6))
-        window = draw(st.sampled_from([None, (3, 0), (None, 2), (0, 0)]))
-        mask = Mask.documents([0, *np.cumsum(lengths).tolist()], causal=draw(st.booleans()), window=window)
-    elif kind == "window":
-        mask = Mask.window(n, draw(st.sampled_from([None, 0, 5])), draw(st.sampled_from([None, 0, 7])))
-    elif kind == "blocks":
-        mask = Mask.block_causal(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
-    elif kind == "prefix":
-        mask = Mask.prefix(n, draw(st.integers(0, n)))
-    else:
-        queries, keys = draw(st.integers(0, 30)), draw(st.integers(0, 30))
-        lo = draw(st.integers(-30, 30))
-        band = Band(0, queries, 0, keys, lo, lo + draw(st.integers(0, 40)))
-        mask = Mask([band], queries + draw(st.integers(0, 9)), keys + draw(st.integers(0, 9)))
+    band = Band(0, n, 0, draw(st.integers(0, 30)), lo := draw(st.integers(-30, 30)), lo + draw(st.integers(0, 40)))
+    mask = draw(
+        square_masks(n) | st.just(Mask([band], n + draw(st.integers(0, 9)), band.k_stop + draw(st.integers(0, 9))))
+    )
     mask = mask.shift(draw(st.integers(0, 5)), draw(st.integers(0, 5)))
-    keep = range(draw(st.integers(0, mask.queries)), mask.queries)
-    return mask.crop(queries=keep)
+    return mask.crop(queries=range(draw(st.integers(0, mask.queries)), mask.queries))
 
 
 @given(masks(), SIZES, SIZES, SIZES, st.booleans())

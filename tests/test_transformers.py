@@ -85,17 +85,6 @@ def test_the_kernels_of_fast_compute_the_same(name):
         assert_close(found, expected)
 
 
-def four_processes():
-    """Compare all models on 4 ranks. Each process computes the eager step itself, on its own copy of the weights."""
-    for name in MODELS:
-        found = sharded_step(tiny(name, "canon"), batch_of(), None, Layout.zigzag(N, 4), half="reference")
-        assert_close(found, whole_step(tiny(name), batch_of()))
-
-
-def test_four_processes_compute_as_one():
-    process_groups.processes(four_processes, 4, timeout=300)
-
-
 def test_a_checkpointed_layer_is_recomputed_after_the_block():
     model = tiny("Gemma3", "canon")
     model.activation_checkpointing_enable()

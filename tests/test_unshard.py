@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from band_strategies import KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Layout
 from canon.testing import process_groups
-
-KINDS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
 
 
 @given(st.integers(0, 9))
@@ -51,21 +50,8 @@ def summed_gradients(layout, summands):
     return process_groups.threads(program, layout.ranks)
 
 
-@pytest.fixture
-def exchanged_dtypes(monkeypatch):
-    """Record the dtype of every exchange."""
-    seen, exchange = [], dist.all_to_all_single
-
-    def recording(output, input, *sizes, **options):
-        seen.append(input.dtype)
-        return exchange(output, input, *sizes, **options)
-
-    monkeypatch.setattr(dist, "all_to_all_single", recording)
-    return seen
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_gradients_are_summed_in_float32_and_rounded_once(dtype, exchanged_dtypes):
+def test_half_precision_gradients_are_summed_in_float32_and_rounded_once(dtype, exchanged):
     layout = Layout.zigzag(101, 4)
     draw = torch.Generator().manual_seed(1)
     summands = [torch.randn(1, 101, 8, generator=draw).to(dtype) for _ in range(4)]
@@ -74,7 +60,7 @@ def test_half_precision_gradients_are_summed_in_float32_and_rounded_once(dtype, 
     for rank, gradient in enumerate(found):
         assert gradient.dtype == dtype
         assert gradient.equal(layout.shard(exact.float().to(dtype), rank))
-    assert set(exchanged_dtypes) == {dtype}  # each summand was already rounded to it
+    assert {x.dtype for _, _, x, *_ in exchanged} == {dtype}  # each summand was already rounded to it
     assert all(again.equal(first) for again, first in zip(summed_gradients(layout, summands), found, strict=True))
 
 

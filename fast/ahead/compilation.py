@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -160,7 +161,13 @@ def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[BaseException |
     """Run the jobs in forks. Yield None or the error of each job. If a fork dies, the remaining jobs fail."""
     _jobs[:] = jobs
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
-        futures = [pool.submit(_run, index) for index in range(len(jobs))]
+        futures, refused = [], []
+        for index in range(len(jobs)):
+            try:
+                futures.append(pool.submit(_run, index))
+            except BrokenProcessPool as error:  # a fork died before the last job was submitted
+                refused.append(error)
+        yield from refused
         for future in as_completed(futures):
             yield future.exception()  # Triton's, or BrokenProcessPool
 
