@@ -104,7 +104,6 @@ SURVIVORS = {
     },
     "dkdv_hdim256": {
         "dkdv_hdim256_kernel: fence_async_shared() is left out": FENCE,
-        "load_tiles: mbarrier.wait(dout.free.index(slot), parity ^ 1) is left out": HELD_BACK,
     },
 }
 for forwards in ("forward, ping-pong", "forward by three", "forward, stale maximum"):

@@ -221,6 +221,32 @@ def test_other_ordered_work_tiles_come_longest_first(mask, each, columns):
     assert sorted(rows, key=length.__getitem__, reverse=True) == rows
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "each", "gain"),
+    [
+        (8192, Heads(2, 8, 1), 5, 0.09),
+        (24576, Heads(1, 4, 1), 6, 0.05),
+        (512, Heads(32, 8, 1), 4, 0),
+        (8192, Heads(4, 16, 1), 1, 0),
+    ],
+)
+def test_short_work_tiles_come_last_only_where_that_evens_the_ends(tokens, heads, each, gain, monkeypatch):
+    mask, read = Mask.causal(tokens), 512 * each * tokens
+    traversal = Traversal(128, 64, True, heads, 1, each, read)
+    costs = tile_costs(mask, 128, 64, True, each, traversal.boxes)
+    cost_of = dict(zip(costs.tiles[:, 0].tolist(), costs.cost.tolist(), strict=True))
+    times, orders = [], []
+    for least in (tile_scheduler.GAIN, 1.0):  # with 1.0, no tile moves
+        monkeypatch.setattr(tile_scheduler, "GAIN", least)
+        schedule, *_ = tile_scheduler._host_schedule.__wrapped__(mask, traversal)
+        work_tiles = schedule[8 : schedule[0]].reshape(-1, 8)
+        orders.append(work_tiles.tolist())
+        times.append(tile_scheduler._time(np.array([cost_of[first] for first in work_tiles[:, 0].tolist()])))
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert (orders[0] != orders[1]) == (gain > 0)
+    assert times[0] <= times[1] * (1 - gain)
+
+
 def test_regions_follow_one_another_if_a_head_does_not_fit_the_cache():
     mask, heads = Mask.documents([0, 1000, 5000, 5500, 9000, 16384]), Heads(1, 2, 2)
     sizes = 1, 4 * dq_order.L2_BYTES

@@ -7,7 +7,7 @@ shared memory with s stages and b buffers, plus 1 KB for barriers:
     dq              2 (rows (d + dv) + s columns (d + dv))
     dkdv            2 (b rows (d + dv) + s columns (d + dv)) + 8 s columns
     fused           dkdv + 4 rows columns + 8 columns d
-    dkdv_hdim256    dkdv + 8 rows columns
+    dkdv_hdim256    dkdv + 2 s rows columns
 """
 
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     need = 1024 + 2 * c.rows * owned + 2 * c.stages * c.columns * (d + dv)
     if kernel in ("dkdv", "fused", "dkdv_hdim256"):
         need += 8 * c.stages * c.columns
-    exchanged = {"fused": 4 * c.rows * c.columns + 8 * c.columns * d, "dkdv_hdim256": 8 * c.rows * c.columns}
+    exchanged = {"fused": 4 * c.rows * c.columns + 8 * c.columns * d, "dkdv_hdim256": 2 * c.stages * c.rows * c.columns}
     return need + exchanged.get(kernel, 0)
 
 

@@ -259,7 +259,9 @@ def differentiate(
                 mbarrier.arrive(buffers.q.free.index(slot), count=1)
                 t += 1
         mbarrier.arrive(buffers.k.free.index(b), count=1)
-        store_gradients(acc_k * scale, acc_v, result, work, work_tile, W * N, 0, 0, D, DV)
+        dk, dv, k_strides, v_strides = result
+        store_gradient(acc_k * scale, dk, k_strides, work, work_tile, W * N, D)
+        store_gradient(acc_v, dv, v_strides, work, work_tile, W * N, DV)
         done += 1
         b = done % BUFFERS
         work_tile = receive(buffers.published.index(b), buffers.k.full.index(b), done // BUFFERS & 1)
@@ -272,27 +274,12 @@ def row_offset(batch, row, head, strides):
 
 
 @gluon.jit
-def store_gradients(
-    acc_k,
-    acc_v,
-    result,
-    work,
-    work_tile,
-    ROW: gl.constexpr,
-    K_COLUMN: gl.constexpr,
-    V_COLUMN: gl.constexpr,
-    D: gl.constexpr,
-    DV: gl.constexpr,
-):
-    """Write the accumulators to dk and dv, from row ROW and the given columns on."""
-    dk, dv, k_strides, v_strides = result
+def store_gradient(acc, grad, strides, work, work_tile, ROW: gl.constexpr, WIDTH: gl.constexpr):
+    """Write an accumulator to dk or dv, from row ROW of the work tile on."""
     first, stop, batch, owner = position_of(work, work_tile)  # reloaded to save registers in the loop
     first += ROW
-    batch_owner = batch_head_of(work, work_tile)
-    start = dk + row_offset(batch, first, owner, k_strides)
-    store_tile(start, acc_k, batch_owner, stop - first, k_strides[1], 0, K_COLUMN, D, 1)
-    start = dv + row_offset(batch, first, owner, v_strides)
-    store_tile(start, acc_v, batch_owner, stop - first, v_strides[1], 0, V_COLUMN, DV, 1)
+    start = grad + row_offset(batch, first, owner, strides)
+    store_tile(start, acc, batch_head_of(work, work_tile), stop - first, strides[1], 0, WIDTH, 1)
 
 
 # ------------------------------------------------------------------ the kernel

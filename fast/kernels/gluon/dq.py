@@ -178,7 +178,7 @@ def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, 
         first, end_row, batch, head = position_of(work, work_tile)
         first += W * TOKENS
         start = dq + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
-        store_tile(start, acc * scale, batch_head_of(work, work_tile), end_row - first, stride_t, stride_h, 0, D, PACK)
+        store_tile(start, acc * scale, batch_head_of(work, work_tile), end_row - first, stride_t, stride_h, D, PACK)
         done += 1
         work_tile = receive(buffers.published.index(W), buffers.q.full.index(W), done & 1)
 

@@ -23,10 +23,8 @@ def columns_per_store(dtype):
 
 
 @gluon.jit
-def store_tile(
-    start, x, batch_head, left, stride_t, stride_h, column: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr
-):
-    """Write the first ``left`` tokens of x to ``start``, in columns ``column`` to WIDTH.
+def store_tile(start, x, batch_head, left, stride_t, stride_h, WIDTH: gl.constexpr, PACK: gl.constexpr):
+    """Write the first ``left`` tokens of x to ``start``, WIDTH columns.
 
     ``batch_head``: any number >= 0 unknown at compile time, for the zero below.
     """
@@ -43,6 +41,6 @@ def store_tile(
     r = r ^ zero
     offset = gl.expand_dims(r // PACK * stride_t + r % PACK * stride_h, 1)
     keep = gl.expand_dims(r // PACK < left, 1)
-    if column + x.shape[1] > WIDTH:
-        keep = keep & (d < WIDTH - column)
-    gl.store(start + column + offset + lane + rest, x, mask=keep)
+    if x.shape[1] > WIDTH:
+        keep = keep & (d < WIDTH)
+    gl.store(start + offset + lane + rest, x, mask=keep)

@@ -259,7 +259,7 @@ def write_result(o, state, wg, work_tile):
     inverse = gl.expand_dims(gl.convert_layout(inverse, per_row_layout(o.shape[1])), 1)
     o = zero_rows(o * inverse, inverse)
     start = output.out + ((batch * output.tokens + first).to(gl.int64) * output.stride_t + head * output.stride_h)
-    store_tile(start, o, batch_head, left, output.stride_t, output.stride_h, 0, wg.DV, wg.PACK)
+    store_tile(start, o, batch_head, left, output.stride_t, output.stride_h, wg.DV, wg.PACK)
 
 
 # ------------------------------------------------------------------ the kernel

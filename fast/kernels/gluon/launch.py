@@ -91,8 +91,7 @@ def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: Mask,
         even[:, rows] = 0
     if plan.work_tiles:
         queries, keys = (config.rows // 2 // pack, pack), (config.columns, 1)
-        q, dout = (zero_masked(x, mask, plan, keys=False) for x in (q, dout))
-        k, v = (zero_masked(x, mask, plan, keys=True) for x in (k, v))
+        k = zero_masked(k, mask, plan, keys=True)  # dS is 0 there, but 0 times NaN is NaN
         tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
         strides = even.stride(1), even.stride(2)
         arguments = (*tiles, stats, stats.shape[3], even, *queue(plan, q), scale, q.shape[1], *strides)
@@ -132,7 +131,8 @@ def dkdv(
         own_dv[:, rows] = 0
     if plan.work_tiles:
         q, dout = (zero_masked(x, mask, plan, keys=False) for x in (q, dout))
-        k, v = (zero_masked(x, mask, plan, keys=True) for x in (k, v))
+        if dq is not None:
+            k = zero_masked(k, mask, plan, keys=True)
         queries = box(q, config.columns, 1, d_pad), box(dout, config.columns, 1, dv_pad)
         keys = box(k, config.rows, 1, d_pad), box(v, config.rows, 1, dv_pad)
         stats_box = descriptor(stats.view(-1), config.columns)
