@@ -39,7 +39,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.masks.mask import Mask
-from canon.reference.tiles import read, read_keys, visible_tiles
+from canon.reference.tiles import over_visible, read, read_keys, visible_tiles
 from canon.runtime import public_local
 from canon.runtime.checks import accumulate_dtype
 
@@ -109,10 +109,10 @@ class _Backward:
         dq, dk, dv = self._zeros(self.q), self._zeros(self.k), self._zeros(self.v)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
-                p, ds, q, k, dout = self._scores(queries, keys, visible)
-                dv[:, :, keys] += self._over_share(p.mT @ dout)
-                dk[:, :, keys] += self._over_share(ds.mT @ q)
-                dq[:, :, queries] += ds @ k
+                p, ds, visible, q, k, dout = self._scores(queries, keys, visible)
+                dv[:, :, keys] += self._over_share(over_visible(p.mT, dout, visible.mT))
+                dk[:, :, keys] += self._over_share(over_visible(ds.mT, q, visible.mT))
+                dq[:, :, queries] += over_visible(ds, k, visible)
         return dq, dk, dv
 
     def split(self):
@@ -124,9 +124,9 @@ class _Backward:
         dk, dv = self._zeros(self.k), self._zeros(self.v)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
-                p, ds, q, _, dout = self._scores(queries, keys, visible)
-                dv[:, :, keys] += self._over_share(p.mT @ dout)
-                dk[:, :, keys] += self._over_share(ds.mT @ q)
+                p, ds, visible, q, _, dout = self._scores(queries, keys, visible)
+                dv[:, :, keys] += self._over_share(over_visible(p.mT, dout, visible.mT))
+                dk[:, :, keys] += self._over_share(over_visible(ds.mT, q, visible.mT))
         return dk, dv
 
     def head_parallel(self):
@@ -139,9 +139,9 @@ class _Backward:
         dk_heads, dv_heads = self._zeros(self.k, heads), self._zeros(self.v, heads)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
-                p, ds, q, _, dout = self._scores(queries, keys, visible)
-                dv_heads[:, :, keys] += p.mT @ dout
-                dk_heads[:, :, keys] += ds.mT @ q
+                p, ds, visible, q, _, dout = self._scores(queries, keys, visible)
+                dv_heads[:, :, keys] += over_visible(p.mT, dout, visible.mT)
+                dk_heads[:, :, keys] += over_visible(ds.mT, q, visible.mT)
         return self._over_share(dk_heads), self._over_share(dv_heads)
 
     def dq(self):
@@ -149,17 +149,19 @@ class _Backward:
         dq = self._zeros(self.q)
         for queries, strip in visible_tiles(self.mask, self.q.device):
             for keys, visible in strip:
-                _, ds, _, k, _ = self._scores(queries, keys, visible)
-                dq[:, :, queries] += ds @ k
+                _, ds, visible, _, k, _ = self._scores(queries, keys, visible)
+                dq[:, :, queries] += over_visible(ds, k, visible)
         return dq
 
     def _scores(self, queries, keys, visible):
-        """Return p and scale * ds of one tile, and its q, k and dout in the accumulation dtype."""
-        q, dout = (read(x, queries, visible.any(1)) for x in (self.q, self.dout))
-        k, v = read_keys(self.k, self.v, keys, visible, self.share)
-        p = torch.exp(self.scale * q @ k.mT - self.lse[:, :, queries, None]).masked_fill(~visible, 0)
-        ds = (p * (dout @ v.mT - self.delta[:, :, queries, None])).masked_fill(~visible, 0)
-        return p, self.scale * ds, q, k, dout
+        """Return p, scale * ds and the visible cells of one tile, and its q, k and dout in the accumulation dtype."""
+        q, dout = (read(x, queries) for x in (self.q, self.dout))
+        k, v = read_keys(self.k, self.v, keys, self.share)
+        lse, delta = (x[:, :, queries, None] for x in (self.lse, self.delta))
+        visible = visible & (lse != -torch.inf)
+        p = torch.exp(self.scale * q @ k.mT - lse).masked_fill(~visible, 0)
+        ds = (p * (dout @ v.mT - delta)).masked_fill(~visible, 0)
+        return p, self.scale * ds, visible, q, k, dout
 
     def _over_share(self, x):
         """Return the sum over the query heads of each key head, in head order."""

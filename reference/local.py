@@ -29,7 +29,7 @@ from torch import Tensor
 from canon.masks.mask import Mask
 from canon.reference.backward import attention_backward, gradients
 from canon.reference.sinks import REFERENCE
-from canon.reference.tiles import read, read_keys, visible_tiles
+from canon.reference.tiles import over_visible, read, read_keys, visible_tiles
 from canon.runtime import public_local
 from canon.runtime.call import Algorithm, Call
 from canon.runtime.checks import accumulate_dtype
@@ -55,16 +55,16 @@ def tiled_forward(
         highest = lse[:, :, queries].clone()  # m, so far -inf
         total, weighted = torch.zeros_like(highest), out[:, :, queries].clone()
         for keys, visible in strip:
-            q_tile, k_tile, v_tile = read(q, queries, visible.any(1)), *read_keys(k, v, keys, visible, share)
+            q_tile, k_tile, v_tile = read(q, queries), *read_keys(k, v, keys, share)
             scores = (scale * q_tile @ k_tile.mT).masked_fill(~visible, -torch.inf)
             new = torch.maximum(highest, scores.amax(-1))
             finite = new.masked_fill(new == -torch.inf, 0)  # exp(-inf - 0) = 0 for a query that has seen no key yet
             p = torch.exp(scores - finite[..., None])
             shrink = torch.exp(highest - finite)
             total = shrink * total + p.sum(-1)
-            weighted = shrink[..., None] * weighted + p @ v_tile
+            weighted = shrink[..., None] * weighted + over_visible(p, v_tile, scores > -torch.inf)
             highest = new
-        some = total > 0  # False for queries that see no key
+        some = total != 0  # False for queries that see no key
         out[:, :, queries] = weighted / total.masked_fill(~some, 1)[..., None]
         lse[:, :, queries] = torch.where(some, highest + torch.log(total.masked_fill(~some, 1)), -torch.inf)
     out = out.transpose(1, 2).to(out_dtype)
@@ -90,7 +90,7 @@ def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     whole = torch.logaddexp(lse, other_lse)
 
     def weighted(part, part_lse):
-        visible = part_lse > -torch.inf
+        visible = part_lse != -torch.inf
         weight = torch.exp(part_lse - whole.masked_fill(~visible, 0)).masked_fill(~visible, 0)
         weight, visible = (x.transpose(-1, -2)[..., None] for x in (weight, visible))  # (b, t, h, 1)
         return weight * part.to(lse.dtype).masked_fill(~visible, 0)

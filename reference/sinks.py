@@ -51,7 +51,7 @@ class _Sink(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):
         out, lse, sink = ctx.saved_tensors
-        a, visible = sink_weight(lse, sink), lse > -torch.inf
+        a, visible = sink_weight(lse, sink), lse != -torch.inf
         dout = dout.to(lse.dtype).masked_fill(~over_width(visible), 0)
         r = (dout * out).sum(-1).transpose(-1, -2)
         dlse = torch.where(visible, a * torch.sigmoid(sink[:, None] - lse) * r, 0)  # 1 - a would cancel

@@ -7,7 +7,8 @@ A tile is at most 128 queries x 128 keys, cut at multiples of 128. Tiles without
             128-255           x             /          .             .  none: never read
             256-383           x             x          /
 
-A token without a visible cell in a tile is read as zeros, because it may hold NaN, and 0 * NaN is NaN.
+The weight of a hidden cell is 0, but 0 * NaN is NaN. `over_visible` leaves hidden cells out, so a NaN or an infinity reaches
+exactly the queries that see its token.
 """
 
 from collections.abc import Iterator
@@ -40,15 +41,22 @@ def visible_tiles(mask: Mask, device: torch.device, by_keys: bool = False) -> It
         yield slice(outer.start, outer.stop), strip
 
 
-def read(x: Tensor, tokens: slice, used: Tensor) -> Tensor:
-    """Return these tokens of ``x`` (b, heads, tokens, width) in the accumulation dtype, and zeros for tokens not ``used``.
-
-    A token without a visible cell in the tile may hold NaN, and 0 * NaN is NaN.
-    """
-    return x[:, :, tokens].to(accumulate_dtype(x.dtype)).masked_fill(~used[:, None], 0)
+def read(x: Tensor, tokens: slice) -> Tensor:
+    """Return these tokens of ``x`` (b, heads, tokens, width) in the accumulation dtype, contiguous: strides may change bits."""
+    return x[:, :, tokens].to(accumulate_dtype(x.dtype)).contiguous()
 
 
-def read_keys(k: Tensor, v: Tensor, keys: slice, visible: Tensor, share: int) -> tuple[Tensor, Tensor]:
+def read_keys(k: Tensor, v: Tensor, keys: slice, share: int) -> tuple[Tensor, Tensor]:
     """Return a tile of k and of v, with each key head repeated for the ``share`` query heads that use it."""
-    k, v = (read(x, keys, visible.any(0)).repeat_interleave(share, dim=1) for x in (k, v))
+    k, v = (read(x, keys).repeat_interleave(share, dim=1) for x in (k, v))
     return k, v
+
+
+def over_visible(weights: Tensor, x: Tensor, visible: Tensor) -> Tensor:
+    """Return weights @ x over the visible cells. Tokens of ``x`` with NaN or infinities are multiplied cell by cell."""
+    finite = x.isfinite()
+    if finite.all():
+        return weights @ x
+    rest = (~finite).any(-1).flatten(0, 1).any(0)
+    cells = weights[..., rest, None] * x.masked_fill(finite, 0)[:, :, None, rest]
+    return weights @ x.masked_fill(~finite, 0) + cells.masked_fill(~visible[..., rest, None], 0).sum(-2)
