@@ -193,7 +193,7 @@ class AllGather:
         self.k, self.v, self.steps = k, v, steps
         self.transport = transport_for(call.group, k.device)
         elements, slots = max(step.elements for step in steps), range(min(2, len(steps)))
-        self.buffers = [self.transport.empty(f"gather {slot}", elements, k.dtype, k.device) for slot in slots]
+        self.buffers = [torch.empty(elements, dtype=k.dtype, device=k.device) for _ in slots]
 
     def fetch(self, step: int) -> PendingKeys:
         """Start to gather the heads of a step. The result's `wait` returns their buffer."""
@@ -224,8 +224,7 @@ class ReduceScatter:
         self.transport = transport_for(call.group, dk.device)
         elements, slots = max(step.elements for step in steps), range(min(2, len(steps)))
         self.sent, self.received = (
-            [self.transport.empty(f"{name} {slot}", elements, call.reduce_dtype, dk.device) for slot in slots]
-            for name in ("send", "receive")
+            [torch.empty(elements, dtype=call.reduce_dtype, device=dk.device) for _ in slots] for _ in range(2)
         )
         self.pending: list[tuple[Any, int] | None] = [None, None]  # by buffer: the exchange in flight and its step
 

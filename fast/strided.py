@@ -13,7 +13,6 @@ Read `canon.reference.strided` first. The algorithm, the steps and the order of 
   coordinates of these buffers. A rank loads only the keys from the first to the last that its queries see.
 - Kernels write out and dq of a step's heads into the results. They write dk and dv, rounded to reduce_dtype, into the sending
   buffer. After the exchange one kernel sums them in rank order: the same inputs give the same bits.
-- `transport.py` chooses how the messages of a group travel.
 
 Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps. Forward: n messages.
 Each rank receives (W - 1) N elements of the inputs' dtype. Backward: the same again, and n messages and (W - 1) N elements of

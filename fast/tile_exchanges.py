@@ -66,10 +66,8 @@ class TileGather:
         first = next(x for leg in legs for message in leg.messages for x in message)
         transport = transport_for(self.call.group, first.device)
         sizes = [sum(map(self._bytes, leg.messages)) for leg in legs]
-        buffers = [
-            transport.empty(f"gather {slot}", max(sizes[slot::2]), torch.uint8, first.device)
-            for slot in range(min(2, len(legs)))
-        ]
+        slots = range(min(2, len(legs)))
+        buffers = [torch.empty(max(sizes[slot::2]), dtype=torch.uint8, device=first.device) for slot in slots]
         return partial(self._fetch, legs, transport, buffers)
 
     def _bytes(self, message: Sequence[Tensor]) -> int:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
 from canon.fast import pipeline
-from canon.fast.transport import Transport, transport_report
+from canon.fast.exchange import AllGather, ReduceScatter
+from canon.fast.transport import Transport
 from canon.masks.head_groups import head_groups
 from canon.testing import process_groups, thread_group
 from canon.testing.recording import Event, recording, timeline
@@ -241,25 +242,21 @@ def test_a_timeline_follows_the_rules_of_streams():
 
 @pytest.mark.parametrize(("options", "forward", "backward"), PATTERNS)
 def test_buffers_have_the_sizes_of_the_docstring(options, forward, backward, monkeypatch):
-    layout, made, empty = Layout([[range(0, 5)], [], [range(5, 8)]], 8), [], Transport.empty
-
-    def counted(self, name, elements, dtype, device):
-        if dist.get_rank() == 1:
-            made.append((name, elements, dtype))
-        return empty(self, name, elements, dtype, device)
-
-    monkeypatch.setattr(Transport, "empty", counted)
+    layout, made = Layout([[range(0, 5)], [], [range(5, 8)]], 8), []
+    for exchange in (AllGather, ReduceScatter):
+        start = exchange.__init__
+        noted = lambda self, *given, start=start: (start(self, *given), made.append((dist.get_rank(), self)))[0]
+        monkeypatch.setattr(exchange, "__init__", noted)
     process_groups.threads(lambda: train(fast, layout, inputs(8, torch.bfloat16), **options), 3)
+    ahead, again, sums = (exchange for rank, exchange in made if rank == 1)
     per_head = 3 * B * 5 * (D + DV)  # W N / g, with T = 5
-    expected = []
-    for names, steps, dtype in (
-        (["gather"], forward, torch.bfloat16),
-        (["send", "receive"], backward, torch.float32),
-        (["gather"], backward, torch.bfloat16),
+    for buffers, steps, dtype in (
+        (ahead.buffers, forward, torch.bfloat16),
+        (again.buffers, backward, torch.bfloat16),
+        (sums.sent, backward, torch.float32),
+        (sums.received, backward, torch.float32),
     ):
-        slots = range(min(2, len(steps)))
-        expected += [(f"{name} {slot}", per_head * max(steps), dtype) for name in names for slot in slots]
-    assert sorted(made, key=str) == sorted(expected, key=str)
+        assert [(x.numel(), x.dtype) for x in buffers] == [(per_head * max(steps), dtype)] * min(2, len(steps))
 
 
 def test_bytes_of_a_ring_are_those_of_the_docstring(half, monkeypatch):
@@ -294,8 +291,3 @@ def test_the_stride_pattern():
     assert widths(8, 4, 1, 2) == [1, 3, 2, 2]
     assert widths(12, 4, 3, 1) == [3, 1, 4, 3, 1]
     assert widths(2, 2, None, 1) == [1, 1]
-
-
-def test_the_transport_is_reported():
-    assert transport_report("cpu") == "none: one rank"
-    assert set(process_groups.threads(lambda: transport_report("cpu"), 2)) == {"threads"}
