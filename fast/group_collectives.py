@@ -24,9 +24,9 @@ from torch import Tensor
 
 from canon.fast.kernels.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.triton.rows import add_rows, take_rows
+from canon.fast.messages import transport_for
 from canon.fast.planner import areas_and_needs, union_of_intervals
 from canon.fast.replay.recordings import replayed
-from canon.fast.transport import transport_for
 from canon.masks.cast_plan import CastPlan, Piece, PlanReport, staged
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask

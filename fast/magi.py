@@ -1,6 +1,6 @@
 """Magi attention with overlap: each group cast travels while the step before it is computed.
 
-Read `canon.reference.magi` first. The algorithm and the order of sums are the same here. `pipeline.run_pipeline` runs the
+Read `canon.reference.magi` first. The algorithm and the order of sums are the same here. `schedule.run_pipeline` runs the
 steps:
 
     stream           step 0           step 1              step 2               after
@@ -38,7 +38,6 @@ from torch import Tensor
 from canon.fast.active_queries import active_queries_of, row_indices
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.exchange import PendingKeys
 from canon.fast.group_collectives import (
     GroupCast,
     GroupReduce,
@@ -50,14 +49,13 @@ from canon.fast.group_collectives import (
 )
 from canon.fast.kernels.triton.rows import take_rows
 from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.messages import Pending, transport_for
 from canon.fast.owner_computes import owner_backward, owner_forward
-from canon.fast.partial_backward import PartialBackward
-from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
 from canon.fast.replay.recordings import replayed
+from canon.fast.schedule import PartialBackward, prefetched, run_pipeline
 from canon.fast.sinks import FAST
 from canon.fast.tile_exchanges import OwnTokens, TileCast
-from canon.fast.transport import transport_for
 from canon.masks.cast_plan import CastPlan
 from canon.masks.plan_cache import PLANS
 from canon.runtime import public_ranks
@@ -122,13 +120,13 @@ class _StepKeys:
     ):
         self.steps, self.k, self.v, self.kept, self.keep, self.kinds = steps, k, v, list(kept), keep, kinds
 
-    def fetch(self, number: int) -> PendingKeys:
+    def fetch(self, number: int) -> Pending:
         """Start to bring the keys of a step: (k, v, None), or (None, None, rows)."""
         step, k, v = self.steps[number], self.k, self.v
         if step.transfer is None:
-            return PendingKeys([], (k, v, None))
+            return Pending([], (k, v, None))
         if step.transfer.cast < len(self.kept):
-            return PendingKeys([], (None, None, self.kept[step.transfer.cast]))
+            return Pending([], (None, None, self.kept[step.transfer.cast]))
         rows = _empty_rows(k, v, step.keys, k.dtype)
         received, group = rows[step.own :] if step.own else rows, step.call.group
         group_cast = GroupCast(k, v, step.transfer, received, group, kind=(step, self.kinds))
@@ -138,7 +136,7 @@ class _StepKeys:
             replayed(_copy_own, (k, v, rows), kind=(step, self.kinds))
         if self.keep:
             self.kept.append(rows)
-        return PendingKeys([group_cast], (None, None, rows))
+        return Pending([group_cast], (None, None, rows))
 
 
 def _copy_own(k: Tensor, v: Tensor, rows: Tensor) -> None:

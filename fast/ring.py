@@ -5,7 +5,7 @@ Read `canon.reference.ring` first. The algorithm and the order of sums between r
     messages          K and V travel in one message, dk and dv in another; the reference sends each tensor alone
     buffers           K and V travel through two: one is read and sent while the other receives. dk and dv travel through
                       two more: one is sent while the other receives. Then this rank's part is added to the other,
-                      and it is sent (`exchange.BlockRing`)
+                      and it is sent (`messages.BlockRing`)
     active queries    from step 1 on, a step computes only the queries that see a key (`active_queries.py`), over the keys
                       from the first to the last visible one: in zigzag, half of the queries or half of the keys. A
                       fully masked step computes nothing and only forwards K, V and the received sums. If it is
@@ -53,12 +53,11 @@ from torch import Tensor
 from canon.fast.active_queries import active_queries_of, row_indices, visible_keys
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.exchange import BlockRing, Blocks, Hop
 from canon.fast.kernels.triton.rows import add_to_rows
 from canon.fast.local import empty_result, forward_into, forward_part
-from canon.fast.partial_backward import PartialBackward
-from canon.fast.pipeline import run_pipeline
+from canon.fast.messages import BlockRing, Blocks, Pending
 from canon.fast.replay.recordings import replayed
+from canon.fast.schedule import PartialBackward, run_pipeline
 from canon.fast.sinks import FAST
 from canon.masks.layout import Layout
 from canon.masks.plan_cache import PLANS
@@ -191,7 +190,7 @@ class _Backward:
         replayed(_launch_dkdv, tensors, part, kind=part)
         return room, lambda: replayed(_launch_dq, tensors, part, kind=part)
 
-    def send(self, number: int, room: Tensor | None, _: Tensor | None) -> Hop | None:
+    def send(self, number: int, room: Tensor | None, _: Tensor | None) -> Pending | None:
         """Add this rank's part to the received sums, and start to send them to the next rank."""
         if number == 0 or self.sums is None:
             return None
@@ -254,10 +253,10 @@ class _KeyRing:
         for target, source in zip(ring.blocks.views(self.blocks.buffers[0], ring.call.rank), (k, v), strict=True):
             target.copy_(source)
 
-    def fetch(self, step: int) -> Hop:
+    def fetch(self, step: int) -> Pending:
         """Start to receive the block of this step, and to send that of the step before."""
         if step == 0:
-            return Hop([], self.blocks.buffers[0])
+            return Pending([], self.blocks.buffers[0])
         return self.blocks.hop((step - 1) % 2, self.ring.owner(step - 1), self.ring.owner(step))
 
 

@@ -1,7 +1,7 @@
 """Strided attention with overlap: the next heads' keys and the last heads' gradients travel while a step is computed.
 
 Read `canon.reference.strided` first. The algorithm, the steps and the order of sums are the same here.
-`pipeline.run_pipeline` runs the steps:
+`schedule.run_pipeline` runs the steps:
 
     stream           step i
     all-gather       K, V of step i + 1                                       its own communicator
@@ -33,13 +33,12 @@ from torch import Tensor
 from canon.fast.active_queries import active_queries_of, visible_keys
 from canon.fast.backward import QueryInputs, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.exchange import AllGather, HeadGroup, ReduceScatter, gathered_mask
 from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.messages import AllGather, HeadGroup, ReduceScatter, gathered_mask
 from canon.fast.owner_computes import owner_backward, owner_forward
-from canon.fast.partial_backward import PartialBackward
-from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.replay.recordings import replayed
 from canon.fast.ring import ring_backward
+from canon.fast.schedule import PartialBackward, prefetched, run_pipeline
 from canon.fast.sinks import FAST
 from canon.fast.tile_exchanges import OwnTokens, TileGather
 from canon.masks.head_groups import Steps, strided_steps

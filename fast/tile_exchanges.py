@@ -21,13 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.fast.exchange import PendingKeys
 from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.placed_mask import PlacedMask, shifted
 from canon.fast.kernels.triton.rows import take_rows
+from canon.fast.messages import Pending, transport_for
 from canon.fast.owner_computes import Leg
 from canon.fast.planner import areas_and_needs
-from canon.fast.transport import transport_for
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
@@ -49,9 +48,9 @@ class OwnTokens:
         own = pieces_of(call.layout, 0)
         self.key_mask = self.query_mask = _placed(call.mask, own, own, call.layout.tokens, call.layout.tokens)
 
-    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], PendingKeys]:
+    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
         """Return a function whose result holds the own tensors of a leg."""
-        return lambda number: PendingKeys([], [x for message in legs[number].messages for x in message])
+        return lambda number: Pending([], [x for message in legs[number].messages for x in message])
 
 
 class TileGather:
@@ -61,7 +60,7 @@ class TileGather:
         self.call, self.room = call, _room(call.layout)
         self.key_mask, self.query_mask = _gathered_masks(call.layout, call.mask, call.rank)
 
-    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], PendingKeys]:
+    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
         """Allocate the buffers, and return the function that starts to gather the tensors of a leg."""
         first = next(x for leg in legs for message in leg.messages for x in message)
         transport = transport_for(self.call.group, first.device)
@@ -75,7 +74,7 @@ class TileGather:
         elements = self.call.ranks * self.room * x.shape[0] * x.shape[2] * sum(y.shape[-1] for y in message)
         return -(-elements * x.element_size() // 256) * 256
 
-    def _fetch(self, legs: Sequence[Leg], transport, buffers: Sequence[Tensor], number: int) -> PendingKeys:
+    def _fetch(self, legs: Sequence[Leg], transport, buffers: Sequence[Tensor], number: int) -> Pending:
         start, flat, tensors = 0, [], []
         first, size = self.call.rank * self.room, self.call.layout.size(self.call.rank)
         with transport.on_communication_stream():
@@ -94,7 +93,7 @@ class TileGather:
             works = [transport.all_gather(x) for x in flat]
         if number:  # the next kernel fills all SMs: a gather that starts later would wait for its end
             transport.wait_until_started()
-        return PendingKeys(works, tensors)
+        return Pending(works, tensors)
 
 
 class TileCast:
@@ -113,14 +112,14 @@ class TileCast:
         self.key_mask = _placed(call.mask, own, keys.pieces, size, keys.rows)
         self.query_mask = _placed(call.mask, queries.pieces, own, queries.rows, size)
 
-    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], PendingKeys]:
+    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
         """Return the function that starts to cast the tensors of a leg."""
         return lambda number: self._fetch(legs[number], number)
 
-    def _fetch(self, leg: Leg, number: int) -> PendingKeys:
+    def _fetch(self, leg: Leg, number: int) -> Pending:
         plan, pairs = self.plans[leg.of_queries], self._pairs(leg)
         if self.kept and not leg.of_queries:
-            return PendingKeys([], _columns(self.kept[0], pairs[0][0].shape[-1]))
+            return Pending([], _columns(self.kept[0], pairs[0][0].shape[-1]))
         brought = [x.new_empty(plan.rows, x.shape[0], x.shape[2], x.shape[3] + y.shape[3]) for x, y in pairs]
         works, sent = [], [rows.new_empty(sum(plan.sent), *rows.shape[1:]) for rows in brought]
         transport = transport_for(self.call.group, brought[0].device)
@@ -140,7 +139,7 @@ class TileCast:
         if self.keep and not leg.of_queries:
             self.rows = (brought[0],)
         columns = [x for pair, rows in zip(pairs, brought, strict=True) for x in _columns(rows, pair[0].shape[-1])]
-        return _PendingCast(works, columns, sent)
+        return Pending(works, columns, sent)
 
     def _pairs(self, leg: Leg) -> list[tuple[Tensor, ...]]:
         """Return the tensors of a leg in pairs of one dtype. A message carries a pair."""
@@ -151,20 +150,6 @@ class TileCast:
 def _columns(rows: Tensor, width: int) -> list[Tensor]:
     """Return rows (tokens, b, heads, both widths) as two tensors (b, tokens, heads, width)."""
     return list(rows.transpose(0, 1).split([width, rows.shape[-1] - width], -1))
-
-
-class _PendingCast(PendingKeys):
-    """Casts in flight. ``sent`` is kept until they have ended."""
-
-    def __init__(self, works, keys: Sequence[Tensor], sent: Sequence[Tensor]):
-        super().__init__(works, keys)
-        self.sent = sent
-
-    def wait(self) -> Sequence[Tensor]:
-        """As `PendingKeys.wait`. Then the memory of the sent rows may be used again."""
-        keys = super().wait()
-        self.sent = ()
-        return keys
 
 
 class CastOfTiles:

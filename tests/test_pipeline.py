@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
-from canon.fast import pipeline
-from canon.fast.exchange import AllGather, ReduceScatter
-from canon.fast.transport import Transport
+from canon.fast import schedule
+from canon.fast.messages import AllGather, ReduceScatter, Transport
 from canon.masks.head_groups import head_groups
 from canon.testing import process_groups, thread_group
 from canon.testing.recording import Event, recording, timeline
@@ -68,7 +67,7 @@ def test_the_pipeline_fetches_one_step_ahead_and_reduces_one_step_behind():
     def reduce(step, results, previous):
         return message(f"reduce {step} of {results} after {previous}", f"sum {step}")
 
-    last = pipeline.run_pipeline(3, lambda step: message(f"fetch {step}", f"keys {step}"), compute, reduce)
+    last = schedule.run_pipeline(3, lambda step: message(f"fetch {step}", f"keys {step}"), compute, reduce)
     assert last == "sum 2"
     assert events == [
         "post fetch 0", "wait fetch 0", "post fetch 1", "compute 0 on keys 0", "post reduce 0 of 0 after None", "finish 0",
@@ -82,7 +81,7 @@ def test_the_pipeline_fetches_one_step_ahead_and_reduces_one_step_behind():
 
 def test_the_first_fetch_may_start_before_the_pipeline():
     posted = []
-    fetch = pipeline.prefetched(lambda step: (posted.append(step), f"keys {step}")[1])
+    fetch = schedule.prefetched(lambda step: (posted.append(step), f"keys {step}")[1])
     assert posted == [0]
     assert [fetch(step) for step in range(3)] == ["keys 0", "keys 1", "keys 2"]
     assert posted == [0, 1, 2]

@@ -108,8 +108,8 @@ def recording(*modules: ModuleType) -> Iterator[Log]:
     ]
     patches.append(mock.patch.object(dist, "all_to_all_single", _all_to_all(log, dist.all_to_all_single)))
     patches.append(mock.patch.object(dist, "batch_isend_irecv", _hop(log, dist.batch_isend_irecv)))
-    if exchange := sys.modules.get("canon.fast.exchange"):  # not imported here: the reference needs no Triton
-        patches.append(mock.patch.object(exchange.BlockRing, "hop", _ring_hop(log, exchange.BlockRing.hop)))
+    if messages := sys.modules.get("canon.fast.messages"):  # not imported here: the reference needs no Triton
+        patches.append(mock.patch.object(messages.BlockRing, "hop", _ring_hop(log, messages.BlockRing.hop)))
     for module in modules:
         for name in KINDS.keys() & vars(module).keys():
             patches.append(mock.patch.object(module, name, _computed(log, KINDS[name], getattr(module, name))))
@@ -188,7 +188,7 @@ def _ring_hop(log: Log, hop: Callable) -> Callable:
     def noted(ring, buffer, sent, received):
         flight, items = hop(ring, buffer, sent, received), ring.blocks.elements[received]
         if flight.works:
-            event = log.add("posted", "hop", None, items, items * flight.buffer.element_size())
+            event = log.add("posted", "hop", None, items, items * flight.received.element_size())
             flight.works = [_Noted(flight.works, log, event)]
         return flight
 

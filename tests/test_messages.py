@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from canon import Layout, Mask
-from canon.fast import exchange
+from canon.fast import messages
 from canon.fast.ring import RING
 from canon.testing import process_groups
 
@@ -15,8 +15,8 @@ def test_a_buffer_has_one_exchange_in_flight():
         q, k, v = (torch.zeros(1, 2, 2, 8) for _ in range(3))
         call = RING.call(q, k, v, None, layout)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        groups = [exchange.HeadGroup(call, 1, range(head, head + 1), (8, 8)) for head in range(2)]
-        reduction = exchange.ReduceScatter(dk, dv, call, groups)
+        groups = [messages.HeadGroup(call, 1, range(head, head + 1), (8, 8)) for head in range(2)]
+        reduction = messages.ReduceScatter(dk, dv, call, groups)
         reduction.finish(0)  # empty: nothing happens
         for step, group in enumerate(groups):
             for part in group.zero_outside(reduction.sent[step], slice(0, 4)):
@@ -36,11 +36,11 @@ def test_a_buffer_has_one_exchange_in_flight():
 
 def test_the_room_behind_small_shards_is_masked():
     mask, layout = Mask.full(5), Layout([[range(0, 3)], [], [range(3, 5)]], 5)
-    seen = exchange.gathered_mask(layout, mask, 0)
+    seen = messages.gathered_mask(layout, mask, 0)
     assert (seen.queries, seen.keys) == (3, 9)
     assert seen.dense().any(0).tolist() == [True] * 3 + [False] * 3 + [True, True, False]
     even = Layout.zigzag(12, 3)
-    assert exchange.gathered_mask(even, Mask.causal(12), 1) == even.local_mask(Mask.causal(12), 1, range(3))
+    assert messages.gathered_mask(even, Mask.causal(12), 1) == even.local_mask(Mask.causal(12), 1, range(3))
 
 
 def test_gradients_of_other_keys_are_zero():
@@ -48,8 +48,8 @@ def test_gradients_of_other_keys_are_zero():
     q, k, v = (torch.zeros(2, 6, 2, 3) for _ in range(3))
     call = RING.call(q, k, v, None, layout)
     heads, blocks = (
-        exchange.HeadGroup(call, 2, range(2), (3, 5)),
-        exchange.Blocks(layout, 2, [(2, 3), (2, 5)]),
+        messages.HeadGroup(call, 2, range(2), (3, 5)),
+        messages.Blocks(layout, 2, [(2, 3), (2, 5)]),
     )
     for buffer, zero, views in (
         (torch.ones(heads.elements), lambda x: heads.zero_outside(x, slice(1, 4)), heads.views),
