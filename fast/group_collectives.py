@@ -128,23 +128,20 @@ class Transfer:
         self.received, self.sent = sum(self.receives), sum(self.sends)
 
 
-class GroupCast:
-    """A group cast of K and V in flight. It writes ``rows`` (received, b, g, d + dv), by source and then by row.
+def begin_cast(
+    k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group: Any, kind: Hashable = None
+) -> tuple[dist.Work, Tensor]:
+    """Start a group cast of K and V into ``rows`` (received, b, g, d + dv), by source and then by row.
 
-    ``kind``: as in `replayed`, for k, v and the transfer.
+    Return its work and the sent rows; keep both until the work has ended. ``kind``: as in `replayed`, for k, v and the
+    transfer.
     """
-
-    def __init__(self, k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group, kind: Hashable = None):
-        transport = transport_for(group, k.device)
-        self.sent = k.new_empty(transfer.sent, *rows.shape[1:])  # kept until it is sent
-        sizes = transfer.receives, transfer.sends
-        with transport.on_communication_stream():
-            replayed(_take, (k, v, self.sent), transfer.plan, transfer.cast, transfer.rank, kind=kind)
-            self.work = dist.all_to_all_single(rows, self.sent, *sizes, group=transport.gathers, async_op=True)
-
-    def wait(self) -> None:
-        """Make later kernels wait for the rows."""
-        self.work.wait()
+    transport = transport_for(group, k.device)
+    sent = k.new_empty(transfer.sent, *rows.shape[1:])
+    sizes = transfer.receives, transfer.sends
+    with transport.on_communication_stream():
+        replayed(_take, (k, v, sent), transfer.plan, transfer.cast, transfer.rank, kind=kind)
+        return dist.all_to_all_single(rows, sent, *sizes, group=transport.gathers, async_op=True), sent
 
 
 def _take(k: Tensor, v: Tensor, sent: Tensor, plan: CastPlan, cast: int, rank: int) -> None:

@@ -3,10 +3,10 @@
     schedule    fetch                                         reduce
     ring        `BlockRing`: one block from rank to rank      `BlockRing`: its gradient, one step behind
     strided     `AllGather`: K and V of some heads            `ReduceScatter`: dk and dv of these heads
-    magi        `GroupCast`: K and V of the needed tokens     `GroupReduce`: their dk and dv
+    magi        `begin_cast`: K and V of the needed tokens    `GroupReduce`: their dk and dv
 
-`GroupCast` and `GroupReduce` are in `group_collectives.py`. The other classes are here and have two buffers: kernels read one
-while the other one receives. Group casts differ in size, so each one allocates its own memory.
+`begin_cast` and `GroupReduce` are in `group_collectives.py`. Group casts differ in size, so each one allocates its own memory.
+The classes here have two buffers: kernels read one while the other one receives.
 
 A message starts before the kernel that overlaps with it. With NCCL, `wait` blocks the compute stream and not the host; gloo
 blocks the host. Two buffers are enough. A message into a buffer starts after the launch of all kernels that read its old
@@ -42,12 +42,12 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]  # the shape, the strides a
 
 
 class Pending:
-    """Messages in flight. ``received``: the tensors that they bring; ``sent`` is kept until they have ended."""
+    """Messages in flight. ``received``: the tensors that they bring. ``sent`` is kept until they have ended."""
 
-    def __init__(self, works: Sequence[Any], received: Any, sent: Sequence[Tensor] = ()):
+    def __init__(self, works: Sequence[Any], received: Sequence[Any], sent: Sequence[Tensor] = ()):
         self.works, self.received, self.sent = works, received, sent
 
-    def wait(self) -> Any:
+    def wait(self) -> Sequence[Any]:
         """Make later kernels wait for the messages, and return ``received``. Sent tensors need no memory any more."""
         for work in self.works:
             work.wait()
@@ -121,7 +121,7 @@ class BlockRing:
             works.append(self.group.recv(incoming, self.previous, 0))
         if self.coalesced and works:
             works = [self.group._end_coalescing(self.device)]
-        return Pending(works, self.buffers[1 - buffer])
+        return Pending(works, [self.buffers[1 - buffer]])
 
     def _message(self, buffer: int, owner: int) -> list[Tensor]:
         """Return the block of a rank in a buffer as a list of one flat tensor, or of none if it is empty."""
@@ -199,7 +199,7 @@ class AllGather:
             works = [self.transport.all_gather(buffer[: group.elements])]
         if step:  # the next kernel fills all SMs: a gather that starts later would wait for its end
             self.transport.wait_until_started()
-        return Pending(works, buffer)
+        return Pending(works, [buffer])
 
 
 class ReduceScatter:

@@ -5,8 +5,9 @@
     log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
 
 Messages are recorded at torch.distributed and at `BlockRing.hop`, computations at the names of `KINDS` in the given
-modules. Those of a `PartialBackward` are recorded at `dkdv`, as "computed", and at `dq`, as "finished". Ranks that are
-threads share one recording, made outside their process group. Ranks that are processes record for themselves.
+modules and in `canon.fast.schedule`. Those of a `StepBackward` are recorded at `dkdv`, as "computed", and at `dq`, as
+"finished". Ranks that are threads share one recording, made outside their process group. Ranks that are processes record
+for themselves.
 """
 
 import sys
@@ -110,12 +111,13 @@ def recording(*modules: ModuleType) -> Iterator[Log]:
     patches.append(mock.patch.object(dist, "batch_isend_irecv", _hop(log, dist.batch_isend_irecv)))
     if messages := sys.modules.get("canon.fast.messages"):  # not imported here: the reference needs no Triton
         patches.append(mock.patch.object(messages.BlockRing, "hop", _ring_hop(log, messages.BlockRing.hop)))
-    for module in modules:
+    schedule: Any = sys.modules.get("canon.fast.schedule")
+    for module in (*modules, schedule) if schedule else modules:
         for name in KINDS.keys() & vars(module).keys():
             patches.append(mock.patch.object(module, name, _computed(log, KINDS[name], getattr(module, name))))
-    for part in {module.PartialBackward for module in modules if hasattr(module, "PartialBackward")}:
-        for name, what in (("dkdv", "computed"), ("dq", "finished")):
-            patches.append(mock.patch.object(part, name, _partial(log, what, getattr(part, name))))
+    for name, what in (("dkdv", "computed"), ("dq", "finished")) if schedule else ():
+        part = schedule.StepBackward
+        patches.append(mock.patch.object(part, name, _partial(log, what, getattr(part, name))))
     for patch in patches:
         patch.start()
     try:
@@ -172,11 +174,11 @@ def _computed(log: Log, kind: str, function: Callable) -> Callable:
 
 
 def _partial(log: Log, what: str, method: Callable) -> Callable:
-    def noted(part, inputs, *arguments):
+    def noted(part, dout, q, *arguments):
         start = time.perf_counter()
         if what == "computed":
-            event = log.add(what, "backward", items=part.active.mask.area * inputs.q.shape[-2])
-        method(part, inputs, *arguments)
+            event = log.add(what, "backward", items=part.active.mask.area * q[:, :, part.step.heads].shape[2])
+        method(part, dout, q, *arguments)
         if what == "finished":
             event = log.add(what, "backward")
         log.spans.append((event, start, time.perf_counter()))
@@ -188,7 +190,7 @@ def _ring_hop(log: Log, hop: Callable) -> Callable:
     def noted(ring, buffer, sent, received):
         flight, items = hop(ring, buffer, sent, received), ring.blocks.elements[received]
         if flight.works:
-            event = log.add("posted", "hop", None, items, items * flight.received.element_size())
+            event = log.add("posted", "hop", None, items, items * flight.received[0].element_size())
             flight.works = [_Noted(flight.works, log, event)]
         return flight
 
