@@ -38,9 +38,11 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
 
 @cached_plan
-def _cast_plan(mask: Mask, layout: Layout, stages: int) -> CastPlan:
+def granular_plan(mask: Mask, layout: Layout, stages: int, granularity: int = 1) -> CastPlan:
+    """Return the plan of casts that send whole units of ``granularity`` tokens, cut at its multiples in the sequence."""
     remote: list[list[list[Piece]]] = [[[] for _ in range(layout.ranks)] for _ in range(layout.ranks)]
-    for rank, source, first, stop, step, row in zip(*(x.tolist() for x in _transfers(mask, layout)), strict=True):
+    transfers = (x.tolist() for x in _transfers(mask, layout, granularity))
+    for rank, source, first, stop, step, row in zip(*transfers, strict=True):
         remote[rank][source].append(Piece(source, range(first, stop, step), row))
     return CastPlan(mask, layout, stages, staged([[tuple(pieces) for pieces in line] for line in remote], stages))
 
@@ -82,10 +84,11 @@ class _Holdings:
         self.runs = tuple(x[order] for x in runs)
 
 
-def _transfers(mask: Mask, layout: Layout) -> tuple[np.ndarray, ...]:
+def _transfers(mask: Mask, layout: Layout, granularity: int = 1) -> tuple[np.ndarray, ...]:
     """Return (rank, source, first token, stop, step, row at the source) of all transfers, sorted by rank, source and row."""
     held = _Holdings(layout)
     _, run, first, stop = areas_and_needs(mask, *held.runs[:2])
+    first, stop = first // granularity * granularity, np.minimum(-(-stop // granularity) * granularity, layout.tokens)
     rank, first, stop = union_of_intervals(held.runs[2][run], first, stop, layout.tokens)
     if held.step == 1:  # ranges are disjoint, so the ranges that overlap with an interval are neighbours
         order = np.argsort(held.start)
@@ -127,6 +130,10 @@ class Transfer:
         self.receives, self.sends = plan.receive_sizes(cast, rank), plan.send_sizes(cast, rank)
         self.received, self.sent = sum(self.receives), sum(self.sends)
 
+    def rows_sent(self, device: torch.device) -> Tensor:
+        """Return the own rows that are sent, by receiver, on the device, int64."""
+        return rows_sent(self.plan, self.cast, self.rank, device)
+
 
 def begin_cast(
     k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group: Any, kind: Hashable = None
@@ -140,12 +147,12 @@ def begin_cast(
     sent = k.new_empty(transfer.sent, *rows.shape[1:])
     sizes = transfer.receives, transfer.sends
     with transport.on_communication_stream():
-        replayed(_take, (k, v, sent), transfer.plan, transfer.cast, transfer.rank, kind=kind)
+        replayed(_take, (k, v, sent), transfer, kind=kind)
         return dist.all_to_all_single(rows, sent, *sizes, group=transport.gathers, async_op=True), sent
 
 
-def _take(k: Tensor, v: Tensor, sent: Tensor, plan: CastPlan, cast: int, rank: int) -> None:
-    take_rows(k, v, rows_sent(plan, cast, rank, k.device), sent.transpose(0, 1))
+def _take(k: Tensor, v: Tensor, sent: Tensor, transfer: Transfer) -> None:
+    take_rows(k, v, transfer.rows_sent(k.device), sent.transpose(0, 1))
 
 
 class GroupReduce:
@@ -208,7 +215,7 @@ def as_heads(x: Tensor) -> Tensor:
     return x.reshape(1, len(x), width // narrow, narrow)
 
 
-cast_plan = public_plans.cast_plan(_cast_plan)
+cast_plan = public_plans.cast_plan(granular_plan)
 plan_report = public_plans.plan_report(_plan_report)
 group_cast = public_plans.group_cast(_group_cast)
 group_reduce = public_plans.group_reduce(_group_reduce)

@@ -138,13 +138,14 @@ class HeadGroup:
     """The places of K and V (or dk and dv) of all ranks in a flat buffer, for the key ``heads`` of a step.
 
     A buffer is (W T, b, heads, d + dv), in rank order, so both tensors travel in one message. Each rank has room for T tokens,
-    the most that a rank holds. The room behind a smaller shard is not written.
+    the most that a rank holds, unless ``room`` is given. The room behind a smaller shard is not written.
     """
 
-    def __init__(self, call: Call, batch: int, heads: range, widths: Sequence[int]):
+    def __init__(self, call: Call, batch: int, heads: range, widths: Sequence[int], room: int | None = None):
         self.heads, self.batch, self.widths = heads, batch, widths
-        self.room, self.rank, self.ranks = padded_tokens(call.layout), call.rank, call.ranks
-        self.elements = self.ranks * self.room * batch * len(heads) * sum(widths)
+        self.room = padded_tokens(call.layout) if room is None else room
+        self.rank, self.ranks, self.token = call.rank, call.ranks, batch * len(heads) * sum(widths)
+        self.elements = self.ranks * self.room * self.token
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return both tensors (b, W T, heads, width) of all ranks."""
@@ -160,18 +161,22 @@ class HeadGroup:
 
     def zero_outside(self, buffer: Tensor, keys: slice) -> list[Tensor]:
         """Return both tensors of these gathered ``keys``, to be written; set those of other keys to 0."""
-        token = self.batch * len(self.heads) * sum(self.widths)
-        for rest in (buffer[: keys.start * token], buffer[keys.stop * token : self.elements]):
+        for rest in (buffer[: keys.start * self.token], buffer[keys.stop * self.token : self.elements]):
             if rest.numel():
                 rest.zero_()
         return [x[:, keys] for x in self.views(buffer)]
 
+    def zero_behind(self, buffer: Tensor, tokens: int) -> None:
+        """Set the room of this rank behind its ``tokens`` to 0."""
+        first = self.rank * self.room
+        buffer[(first + tokens) * self.token : (first + self.room) * self.token].zero_()
+
     def _views(self, buffer: Tensor, first: int, tokens: int) -> list[Tensor]:
         heads, stride = len(self.heads), sum(self.widths)
-        token = self.batch * heads * stride
-        strides, starts = (heads * stride, token, stride, 1), accumulate(self.widths[:-1], initial=0)
+        strides, start = (heads * stride, self.token, stride, 1), int(buffer.storage_offset()) + first * self.token
+        starts = accumulate(self.widths[:-1], initial=start)
         return [
-            buffer.as_strided((self.batch, tokens, heads, width), strides, start + first * token)
+            buffer.as_strided((self.batch, tokens, heads, width), strides, start)
             for width, start in zip(self.widths, starts, strict=True)
         ]
 
