@@ -22,7 +22,7 @@ The Triton kernel cannot: there "fused" raises RuntimeError, or warns with ``war
 The thresholds fit these records: paper/data/kernels_auto_h200.json, paper/data/kernels_sweep_widths_h200.json,
 paper/data/pairs_h200.json. paper/deterministic_dq.md explains the fixed order.
 
-Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs (`canon.fast.partial_backward`).
+Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs (`canon.fast.schedule`).
 
 delta = rowsum(dout * out) - dlse is computed once for each call, or given. `attention` computes it with the row
 statistics (`make_row_statistics`). Distributed functions compute it in a kernel of its own (`make_delta`).

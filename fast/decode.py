@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.fast.local import attention_forward, forward_into, merge_into
-from canon.fast.transport import transport_for
+from canon.fast.messages import transport_for
 from canon.masks.mask import Mask
 from canon.runtime import public_local
 from canon.runtime.agreement import named_failures

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from canon.fast.kernels.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.triton.rows import add_rows, take_rows
+from canon.fast.messages import transport_for
 from canon.fast.planner import areas_and_needs, union_of_intervals
 from canon.fast.replay.recordings import replayed
-from canon.fast.transport import transport_for
 from canon.masks.cast_plan import CastPlan, Piece, PlanReport, RankCasts, planned_casts
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
@@ -39,19 +39,20 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
 
 @cached_plan
-def _cast_plan(mask: Mask, layout: Layout, stages: int | None) -> CastPlan:
-    rank, source, first, stop, step, _ = _transfers(mask, layout)
+@cached_plan
+def granular_plan(mask: Mask, layout: Layout, stages: int | None, granularity: int = 1) -> CastPlan:
+    """Return the plan of casts that send whole units of ``granularity`` tokens, cut at its multiples in the sequence."""
+    rank, source, first, stop, step, _ = _transfers(mask, layout, granularity)
     moved = -(-(stop - first) // step)
     largest = int(np.bincount(rank * layout.ranks + source, moved).max(initial=0))
-    return planned_casts(mask, layout, stages, largest, int(moved.sum()), _casts_of)
+    return planned_casts(mask, layout, stages, largest, int(moved.sum()), _casts_of, granularity)
 
 
 @cached_plan
 def _casts_of(plan: CastPlan, rank: int) -> RankCasts:
     received, sent = ([[] for _ in range(plan.layout.ranks)] for _ in range(2))
-    for receiver, source, *place, row in zip(
-        *(x.tolist() for x in _transfers(plan.mask, plan.layout, rank)), strict=True
-    ):
+    transfers = (x.tolist() for x in _transfers(plan.mask, plan.layout, plan.granularity, rank))
+    for receiver, source, *place, row in zip(*transfers, strict=True):
         (received[source] if receiver == rank else sent[receiver]).append(Piece(source, range(*place), row))
     return RankCasts.of(received, sent, plan.casts)
 
@@ -93,13 +94,14 @@ class _Holdings:
         self.runs = tuple(x[order] for x in runs)
 
 
-def _transfers(mask: Mask, layout: Layout, of: int | None = None) -> tuple[np.ndarray, ...]:
+def _transfers(mask: Mask, layout: Layout, granularity: int = 1, of: int | None = None) -> tuple[np.ndarray, ...]:
     """Return (rank, source, first token, stop, step, row at the source) of all transfers, sorted by rank, source and row.
 
     With ``of``: only those that this rank takes part in.
     """
     held = _Holdings(layout)
     _, run, first, stop = areas_and_needs(mask, *held.runs[:2])
+    first, stop = first // granularity * granularity, np.minimum(-(-stop // granularity) * granularity, layout.tokens)
     rank, first, stop = union_of_intervals(held.runs[2][run], first, stop, layout.tokens)
     if held.step == 1:  # ranges are disjoint, so the ranges that overlap with an interval are neighbours
         order = np.argsort(held.start)
@@ -144,28 +146,29 @@ class Transfer:
         self.receives, self.sends = plan.receive_sizes(cast, rank), plan.send_sizes(cast, rank)
         self.received, self.sent = sum(self.receives), sum(self.sends)
 
+    def rows_sent(self, device: torch.device) -> Tensor:
+        """Return the own rows that are sent, by receiver, on the device, int64."""
+        return rows_sent(self.plan, self.cast, self.rank, device)
 
-class GroupCast:
-    """A group cast of K and V in flight. It writes ``rows`` (received, b, g, d + dv), by source and then by row.
 
-    ``kind``: as in `replayed`, for k, v and the transfer.
+def begin_cast(
+    k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group: Any, kind: Hashable = None
+) -> tuple[dist.Work, Tensor]:
+    """Start a group cast of K and V into ``rows`` (received, b, g, d + dv), by source and then by row.
+
+    Return its work and the sent rows; keep both until the work has ended. ``kind``: as in `replayed`, for k, v and the
+    transfer.
     """
-
-    def __init__(self, k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group, kind: Hashable = None):
-        transport = transport_for(group, k.device)
-        self.sent = k.new_empty(transfer.sent, *rows.shape[1:])  # kept until it is sent
-        sizes = transfer.receives, transfer.sends
-        with transport.on_communication_stream():
-            replayed(_take, (k, v, self.sent), transfer.plan, transfer.cast, transfer.rank, kind=kind)
-            self.work = dist.all_to_all_single(rows, self.sent, *sizes, group=transport.gathers, async_op=True)
-
-    def wait(self) -> None:
-        """Make later kernels wait for the rows."""
-        self.work.wait()
+    transport = transport_for(group, k.device)
+    sent = k.new_empty(transfer.sent, *rows.shape[1:])
+    sizes = transfer.receives, transfer.sends
+    with transport.on_communication_stream():
+        replayed(_take, (k, v, sent), transfer, kind=kind)
+        return dist.all_to_all_single(rows, sent, *sizes, group=transport.gathers, async_op=True), sent
 
 
-def _take(k: Tensor, v: Tensor, sent: Tensor, plan: CastPlan, cast: int, rank: int) -> None:
-    take_rows(k, v, rows_sent(plan, cast, rank, k.device), sent.transpose(0, 1))
+def _take(k: Tensor, v: Tensor, sent: Tensor, transfer: Transfer) -> None:
+    take_rows(k, v, transfer.rows_sent(k.device), sent.transpose(0, 1))
 
 
 class GroupReduce:
@@ -228,7 +231,7 @@ def as_heads(x: Tensor) -> Tensor:
     return x.reshape(1, len(x), width // narrow, narrow)
 
 
-cast_plan = public_plans.cast_plan(_cast_plan)
+cast_plan = public_plans.cast_plan(granular_plan)
 plan_report = public_plans.plan_report(_plan_report)
 group_cast = public_plans.group_cast(_group_cast)
 group_reduce = public_plans.group_reduce(_group_reduce)

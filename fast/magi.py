@@ -1,7 +1,6 @@
 """Magi attention with overlap: each group cast travels while the step before it is computed.
 
-Read `canon.reference.magi` first. The algorithm and the order of sums are the same here. `pipeline.run_pipeline` runs the
-steps:
+Read `canon.reference.magi` first. The algorithm and the order of sums are the same here. `schedule.py` runs the steps:
 
     stream           step 0           step 1              step 2               after
     group cast       keys of step 1   keys of step 2      .                    .
@@ -30,7 +29,8 @@ R_i and S_i are the tokens that this rank receives and sends in cast i:
 Source: as `canon.reference.magi`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -38,26 +38,23 @@ from torch import Tensor
 from canon.fast.active_queries import active_queries_of, row_indices
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.exchange import PendingKeys
 from canon.fast.group_collectives import (
-    GroupCast,
     GroupReduce,
     Transfer,
+    begin_cast,
     cast_plan,
     group_cast,
     group_reduce,
     plan_report,
 )
 from canon.fast.kernels.triton.rows import take_rows
-from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.messages import Pending, transport_for
 from canon.fast.owner_computes import owner_backward, owner_forward
-from canon.fast.partial_backward import PartialBackward
-from canon.fast.pipeline import prefetched, run_pipeline
 from canon.fast.planner import dispatch
 from canon.fast.replay.recordings import replayed
+from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
 from canon.fast.sinks import FAST
 from canon.fast.tile_exchanges import OwnTokens, TileCast
-from canon.fast.transport import transport_for
 from canon.masks.cast_plan import CastPlan
 from canon.masks.plan_cache import PLANS
 from canon.runtime import public_ranks
@@ -85,24 +82,23 @@ class _Schedule:
         return 1000 + self.plan.nbytes + sum(1000 + step.active.nbytes for step in self.steps)
 
 
-class _Step:
-    """A step of one kind of call. Its keys are the ``own`` ones, then those of the ``transfer``.
-
-    ``active``: the queries that see a key. If the step has the own keys, all queries.
-    """
+class _Step(Step):
+    """A step of one kind of call. Its keys are the ``own`` ones, if any, then those of the ``transfer``: ``rows`` in all."""
 
     def __init__(self, schedule: _Schedule, number: int):
         call, plan, k = schedule.call, schedule.plan, schedule.call.shapes[1]
-        self.call, self.number, self.width, self.holds_own = call, number, k[-1], plan.holds_own(number)
-        self.active = active_queries_of(plan.local_mask(number, call.rank), self.holds_own)
-        self.keys, self.own = self.active.mask.keys, k[-3] if self.holds_own else 0
+        self.holds_own, self.width = plan.holds_own(number), k[-1]
+        active = active_queries_of(plan.local_mask(number, call.rank), self.holds_own)
+        super().__init__(call, active, writes=self.holds_own)
+        self.rows, self.own = active.mask.keys, k[-3] if self.holds_own else 0
         cast = plan.cast_of(number)
         self.transfer = None if cast is None else Transfer(plan, cast, call.rank)
-        self.has_work = self.holds_own or bool(self.active.mask.bands)
 
-    def columns(self, k: Tensor | None, v: Tensor | None, rows: Tensor | None) -> tuple[Tensor, ...]:
-        """Return K and V of the step: the own ones where there are no rows."""
-        return _columns(rows, self.width) if rows is not None else (k, v)
+    def keys(self, k: Tensor | None, v: Tensor | None, rows: Tensor | None) -> Sequence[Tensor]:
+        return (k, v) if rows is None else _columns(rows, self.width)
+
+    def gradients(self, grads: Tensor) -> list[Tensor]:
+        return _columns(grads, self.width)
 
 
 class _StepKeys:
@@ -122,23 +118,23 @@ class _StepKeys:
     ):
         self.steps, self.k, self.v, self.kept, self.keep, self.kinds = steps, k, v, list(kept), keep, kinds
 
-    def fetch(self, number: int) -> PendingKeys:
+    def fetch(self, number: int) -> Pending:
         """Start to bring the keys of a step: (k, v, None), or (None, None, rows)."""
         step, k, v = self.steps[number], self.k, self.v
         if step.transfer is None:
-            return PendingKeys([], (k, v, None))
+            return Pending([], (k, v, None))
         if step.transfer.cast < len(self.kept):
-            return PendingKeys([], (None, None, self.kept[step.transfer.cast]))
-        rows = _empty_rows(k, v, step.keys, k.dtype)
+            return Pending([], (None, None, self.kept[step.transfer.cast]))
+        rows = _empty_rows(k, v, step.rows, k.dtype)
         received, group = rows[step.own :] if step.own else rows, step.call.group
-        group_cast = GroupCast(k, v, step.transfer, received, group, kind=(step, self.kinds))
+        work, sent = begin_cast(k, v, step.transfer, received, group, kind=(step, self.kinds))
         if number:  # the next kernel fills all SMs: a cast that has not started before it would start after it
             transport_for(group, k.device).wait_until_started()
         if step.own:  # copied while the others are in flight
             replayed(_copy_own, (k, v, rows), kind=(step, self.kinds))
         if self.keep:
             self.kept.append(rows)
-        return PendingKeys([group_cast], (None, None, rows))
+        return Pending([work], (None, None, rows), [sent])
 
 
 def _copy_own(k: Tensor, v: Tensor, rows: Tensor) -> None:
@@ -168,27 +164,8 @@ def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, .
     steps = call.plan.steps
     keys = _StepKeys(steps, k, v, keep=keep)
     dtype = q.dtype if len(steps) == 1 else accumulate_dtype(q.dtype)
-    running: list[Tensor] = []  # out and lse of all queries over the keys so far
-
-    def compute(number: int, held: tuple[Tensor | None, ...]) -> None:
-        step = steps[number]
-        if not running:  # now, because the tokens that step 0 has sent need no memory any more
-            running.extend(empty_result(q, keys.v, dtype))
-        if step.has_work:
-            replayed(_forward_step, (q, *held, *running), step, kind=step)
-
-    run_pipeline(len(steps), keys.fetch, compute)
-    out, lse = running
+    out, lse = run_forward(steps, receiving(len(steps), keys.fetch), q, v, dtype)
     return out.to(q.dtype), lse, *keys.kept
-
-
-def _forward_step(q, k, v, rows: Tensor | None, out, lse, step: _Step) -> None:
-    """Compute the part of a step, and merge it into ``out`` and ``lse``. Step 0 writes them."""
-    active, scale, held = step.active, step.call.scale, step.columns(k, v, rows)
-    if step.number == 0:
-        forward_into(q, *held, active.mask, scale, out, lse)
-    else:
-        active.merge([out, lse], forward_part(active.take(q), *held, active.mask, scale=scale, out_dtype=out.dtype))
 
 
 def magi_backward(
@@ -206,18 +183,20 @@ def magi_backward(
         return gradients(dout, q, k, v, out, lse, dlse, mask, call.scale, call.backward, needs_grad)
     keys = _StepKeys(schedule.steps, k, v, kept, kinds=kinds_of(k, v, *kept))
     order = (*range(1, plan.steps), 0) if kept else range(plan.steps)
-    fetch = prefetched(lambda place: keys.fetch(order[place]))
+    received = receiving(plan.steps, lambda place: keys.fetch(order[place]))
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
-    backward = _Backward(schedule, order, inputs, keys, needs_grad)
-    run_pipeline(plan.steps, fetch, backward.compute, backward.reduce)
-    dk, dv = (None, None) if backward.own_rows is None else _columns(backward.own_rows, k.shape[-1])
-    return tuple(None if x is None else x.to(q.dtype) for x in (backward.dq, dk, dv))
+    state = _Backward(schedule, order, inputs, keys, needs_grad)
+    rows = state.gradient_rows() if any(needs_grad[1:]) else repeat(None)
+    run_backward(state.parts, received, inputs, state.dq, rows, state.reduce)
+    dk, dv = (None, None) if state.own_rows is None else _columns(state.own_rows, k.shape[-1])
+    return tuple(None if x is None else x.to(q.dtype) for x in (state.dq, dk, dv))
 
 
 class _Backward:
     """One backward pass: the running dq, and ``own_rows``, the running dk and dv of the own tokens.
 
-    ``order`` lists the steps in the order in which they are computed.
+    ``order`` lists the steps in the order in which they are computed. If the own keys come first, they write all of dq, and
+    other steps add to it.
     """
 
     def __init__(
@@ -228,31 +207,20 @@ class _Backward:
         keys: _StepKeys,
         needs_grad: tuple[bool, bool, bool],
     ):
-        self.call, self.inputs, self.k, self.v = schedule.call, inputs, keys.k, keys.v
-        self.accumulate, self.keys_need_grad = accumulate_dtype(self.k.dtype), any(needs_grad[1:])
-        self.dq = self.own_rows = None
+        self.call, self.k, self.v = schedule.call, keys.k, keys.v
+        self.accumulate, self.own_rows, self.dq = accumulate_dtype(self.k.dtype), None, None
+        own_is_first = order[0] == 0
         if needs_grad[0]:
             dtype = self.k.dtype if len(schedule.steps) == 1 else self.accumulate
-            self.dq = torch.empty(inputs.q.shape, dtype=dtype, device=self.k.device)
-        grads = needs_grad[0], self.keys_need_grad
-        key = _StepBackward, schedule, order[0], grads, kinds_of(*inputs[:3]), keys.kinds, chosen_backend()
-        new = lambda place: _StepBackward(schedule.steps[order[place]], place, inputs, keys.v, self.dq)
-        self.parts = PLANS.find(key, lambda: tuple(map(new, range(len(order)))))
+            self.dq = (torch.empty if own_is_first else torch.zeros)(inputs.q.shape, dtype=dtype, device=self.k.device)
+        grads = needs_grad[0], any(needs_grad[1:])
+        key = _Backward, schedule, own_is_first, grads, kinds_of(*inputs[:3]), keys.kinds, chosen_backend()
+        new = lambda number: StepBackward(
+            schedule.steps[number], inputs, keys.v, self.dq, adds_dq=number > 0 or not own_is_first
+        )
+        self.parts = PLANS.find(key, lambda: tuple(map(new, order)))
 
-    def compute(self, place: int, held: tuple[Tensor | None, ...]) -> tuple[Tensor | None, Callable[[], None]]:
-        """Launch the kernels of dk and dv. Return their rows, and the function that launches dq."""
-        part = self.parts[place]
-        rows = self._gradient_rows(part.step) if self.keys_need_grad else None
-        if self.dq is not None and place == 0 and part.kernels.adds_dq:
-            self.dq.zero_()
-        if not part.step.has_work:
-            return rows, lambda: None
-        room = part.kernels.scratch.empty(self.k.device)
-        tensors = (*self.inputs, *held, self.dq, rows, room)
-        replayed(_launch_dkdv, tensors, part, kind=part)
-        return rows, lambda: replayed(_launch_dq, tensors, part, kind=part)
-
-    def reduce(self, place: int, rows: Tensor | None, _: None) -> GroupReduce | None:
+    def reduce(self, place: int, rows: Tensor | None, _: Tensor | None) -> GroupReduce | None:
         """Add the own rows of the step to ``own_rows``, and start to send the other rows to their owners."""
         if rows is None:
             return None
@@ -267,28 +235,11 @@ class _Backward:
         rows = rows.to(self.call.reduce_dtype)
         return GroupReduce(rows, step.transfer, self.own_rows, self.call.group, kind=step)
 
-    def _gradient_rows(self, step: _Step) -> Tensor:
-        """Allocate rows for dk and dv of the step's keys: in the accumulation dtype if some are own keys."""
-        dtype = self.accumulate if step.holds_own else self.call.reduce_dtype
-        return _empty_rows(self.k, self.v, step.keys, dtype)
-
-
-class _StepBackward:
-    """The backward pass of a step for one kind of call. At ``place`` 0 the own keys write all of dq; other steps add to it."""
-
-    def __init__(self, step: _Step, place: int, inputs: QueryInputs, v: Tensor, dq: Tensor | None):
-        self.step = step
-        adds_dq = not (step.holds_own and place == 0)
-        self.kernels = PartialBackward(step.call, step.active, inputs, v, dq, adds_dq)
-
-
-def _launch_dkdv(dout, q, lse, delta, k, v, held, dq, rows, room, part: _StepBackward) -> None:
-    grads = (None, None) if rows is None else _columns(rows, part.step.width)
-    part.kernels.dkdv(QueryInputs(dout, q, lse, delta), *part.step.columns(k, v, held), dq, *grads, room)
-
-
-def _launch_dq(dout, q, lse, delta, k, v, held, dq, rows, room, part: _StepBackward) -> None:
-    part.kernels.dq(QueryInputs(dout, q, lse, delta), *part.step.columns(k, v, held), dq, rows, room)
+    def gradient_rows(self) -> Iterator[Tensor]:
+        """Allocate rows for dk and dv, step by step: in the accumulation dtype if some are own keys."""
+        for part in self.parts:
+            dtype = self.accumulate if part.step.holds_own else self.call.reduce_dtype
+            yield _empty_rows(self.k, self.v, part.step.rows, dtype)
 
 
 def kept_rows(call: Call) -> list[int]:
@@ -297,7 +248,7 @@ def kept_rows(call: Call) -> list[int]:
         return []
     if call.options["rank_invariant"]:
         return [TileCast(call).plans[False].rows] if call.ranks > 1 else []
-    return [step.keys for step in call.plan.steps if step.transfer is not None]
+    return [step.rows for step in call.plan.steps if step.transfer is not None]
 
 
 MAGI = Algorithm(FAST, "magi_attention", magi_forward, magi_backward, magi_plan, kept_rows=kept_rows)

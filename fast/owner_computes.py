@@ -23,7 +23,7 @@ Sources: as `canon.reference.owner_computes`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ from torch import Tensor
 from canon.fast.backward import QueryInputs, begin_backward, make_delta, rank_invariant_method
 from canon.fast.kernels.placed_mask import PlacedMask, aligned, canonical
 from canon.fast.local import empty_result, forward_into
-from canon.fast.pipeline import prefetched, run_pipeline
+from canon.fast.messages import Pending
+from canon.fast.schedule import receiving
 from canon.runtime.call import Call
 
 Messages = Sequence[tuple[Tensor, ...]]  # the tensors (b, t, heads, width) of each message
@@ -43,15 +44,6 @@ class Leg(NamedTuple):
     heads: range
     of_queries: bool
     messages: Messages
-
-
-@runtime_checkable
-class Pending(Protocol):
-    """Messages in flight."""
-
-    def wait(self) -> Any:
-        """Make later kernels wait for the messages, and return the tensors (b, rows of the buffer, heads, width)."""
-        ...
 
 
 @runtime_checkable
@@ -78,7 +70,9 @@ def owner_forward(
         own = query_heads(legs[number].heads, q, k)
         forward_into(q[:, :, own], *keys, exchange.key_mask, call.scale, out[:, :, own], lse[:, own])
 
-    run_pipeline(len(legs), exchange.fetches(legs), compute)
+    for number, keys in receiving(len(legs), exchange.fetches(legs)):
+        compute(number, keys)
+        keys = None
     return out, lse
 
 
@@ -110,7 +104,9 @@ def owner_backward(
             given = inputs.heads(own), *brought
             begin_backward(*given, exchange.key_mask, call.scale, method, dq[:, :, own], None, None)()
 
-    run_pipeline(len(legs), prefetched(exchange.fetches(legs)), compute)
+    for number, brought in receiving(len(legs), exchange.fetches(legs)):
+        compute(number, brought)
+        brought = None
     return dq, dk, dv
 
 

@@ -23,12 +23,12 @@ import torch
 from canon.fast.active_queries import ActiveQueries, active_queries_of, query_indices, visible_keys
 from canon.fast.backward import plan_gradients
 from canon.fast.device import kernels_for
-from canon.fast.exchange import gathered_mask, padded_tokens
 from canon.fast.group_collectives import cast_plan, rows_returned, rows_sent
 from canon.fast.kernels.device_plans import META
 from canon.fast.kernels.launcher import Gpu, gpu_of, meta_stands_for
 from canon.fast.local import attention, empty_result
 from canon.fast.magi import magi_attention
+from canon.fast.messages import gathered_mask, padded_tokens
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
 from canon.fast.strided import strided_attention
 from canon.masks.head_groups import strided_steps

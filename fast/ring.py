@@ -5,13 +5,13 @@ Read `canon.reference.ring` first. The algorithm and the order of sums between r
     messages          K and V travel in one message, dk and dv in another; the reference sends each tensor alone
     buffers           K and V travel through two: one is read and sent while the other receives. dk and dv travel through
                       two more: one is sent while the other receives. Then this rank's part is added to the other,
-                      and it is sent (`exchange.BlockRing`)
+                      and it is sent (`messages.BlockRing`)
     active queries    from step 1 on, a step computes only the queries that see a key (`active_queries.py`), over the keys
                       from the first to the last visible one: in zigzag, half of the queries or half of the keys. A
                       fully masked step computes nothing and only forwards K, V and the received sums. If it is
                       step 1, it sends zeros as dk and dv
     in place          a separate kernel merges each part into the running result; step 0 writes it directly
-    dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`PartialBackward`);
+    dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`StepBackward`);
                       "fused" has one kernel for all three
 
 Order of step i; the forward pass has the first three lines. The right column says in which steps a line runs, or
@@ -45,7 +45,7 @@ Backward: the same again, and W - 1 messages, (W - 1) N elements of reduce_dtype
 Sources: as `canon.reference.ring`.
 """
 
-from collections.abc import Callable
+from itertools import chain, cycle, repeat
 
 import torch
 from torch import Tensor
@@ -53,12 +53,11 @@ from torch import Tensor
 from canon.fast.active_queries import active_queries_of, row_indices, visible_keys
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
-from canon.fast.exchange import BlockRing, Blocks, Hop
 from canon.fast.kernels.triton.rows import add_to_rows
-from canon.fast.local import empty_result, forward_into, forward_part
-from canon.fast.partial_backward import PartialBackward
-from canon.fast.pipeline import run_pipeline
+from canon.fast.local import forward_part
+from canon.fast.messages import BlockRing, Blocks, Pending
 from canon.fast.replay.recordings import replayed
+from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
 from canon.fast.sinks import FAST
 from canon.masks.layout import Layout
 from canon.masks.plan_cache import PLANS
@@ -82,27 +81,24 @@ class _Ring:
         """About how many bytes it takes on the host."""
         return 1000 + 500 * self.call.ranks + sum(step.active.nbytes for step in self.steps)
 
-    def owner(self, step: int) -> int:
-        """Return the rank that owns the keys of a step."""
-        return (self.call.rank - step) % self.call.ranks
 
+class _Step(Step):
+    """A step of one kind of call, with the keys of rank ``owner``.
 
-class _Step:
-    """A step of one kind of call. ``active``: the queries that see a key; ``keys``: from the first visible key to the last.
-
-    In step 0 both are complete, because that step initialises the results.
+    ``visible``: the keys from the first to the last that a query sees; in step 0 all.
     """
 
     def __init__(self, ring: _Ring, number: int):
-        self.ring, self.number, self.owner = ring, number, ring.owner(number)
+        self.ring, self.number, self.owner = ring, number, (ring.call.rank - number) % ring.call.ranks
         mask = ring.call.local_mask(self.owner)
-        self.keys, visible = visible_keys(mask) if number else (slice(0, mask.keys), mask)
-        self.active = active_queries_of(visible, all_queries=number == 0)
-        self.has_work = number == 0 or bool(visible.bands)
+        self.visible, cells = visible_keys(mask) if number else (slice(0, mask.keys), mask)
+        super().__init__(ring.call, active_queries_of(cells, all_queries=number == 0), writes=number == 0)
 
-    def tensors(self, block: Tensor) -> list[Tensor]:
-        """Return the two tensors of ``block`` at this step's keys, as views."""
-        return [x[:, self.keys] for x in self.ring.blocks.views(block, self.owner)]
+    def keys(self, block: Tensor) -> list[Tensor]:
+        return [x[:, self.visible] for x in self.ring.blocks.views(block, self.owner)]
+
+    def gradients(self, grads: Tensor) -> list[Tensor]:
+        return self.ring.blocks.zero_outside(grads, self.owner, self.visible)
 
 
 def _ring_of(call: Call, k: Tensor, v: Tensor) -> _Ring:
@@ -114,26 +110,9 @@ def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     if call.ranks == 1:
         return forward_part(q, k, v, call.local_mask(0), scale=call.scale, out_dtype=q.dtype)
     ring = _ring_of(call, k, v)
-    keys = _KeyRing(ring, k, v)
-    out, lse = empty_result(q, v, accumulate_dtype(q.dtype))  # of all queries over the keys so far
-
-    def compute(number: int, block: Tensor) -> None:
-        step = ring.steps[number]
-        if step.has_work:
-            replayed(_forward_step, (q, block, out, lse), step, kind=step)
-
-    run_pipeline(call.ranks, keys.fetch, compute)
+    keys = receiving(call.ranks, _KeyRing(ring, k, v).fetch)
+    out, lse = run_forward(ring.steps, keys, q, v, accumulate_dtype(q.dtype))
     return out.to(q.dtype), lse
-
-
-def _forward_step(q: Tensor, block: Tensor, out: Tensor, lse: Tensor, step: _Step) -> None:
-    """Compute the part of a step, and merge it into ``out`` and ``lse``. Step 0 writes them."""
-    active, scale = step.active, step.ring.call.scale
-    if step.number == 0:
-        forward_into(q, *step.tensors(block), active.mask, scale, out, lse)
-    else:
-        part = forward_part(active.take(q), *step.tensors(block), active.mask, scale=scale, out_dtype=out.dtype)
-        active.merge([out, lse], part)
 
 
 def ring_backward(
@@ -146,103 +125,78 @@ def ring_backward(
     """
     if call.ranks == 1:
         return gradients(dout, q, k, v, out, lse, dlse, call.local_mask(0), call.scale, call.backward, needs_grad)
+    ring = _ring_of(call, k, v)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
-    backward = _Backward(_ring_of(call, k, v), inputs, k, v, needs_grad)
-    received = run_pipeline(call.ranks, backward.keys.fetch, backward.compute, backward.send)
-    dq = None if backward.dq is None else backward.dq.to(q.dtype)
-    if backward.own is None:
+    keys = receiving(call.ranks, _KeyRing(ring, k, v).fetch)
+    state = _Backward(ring, inputs, v, needs_grad)
+    received = run_backward(state.parts, keys, inputs, state.dq, state.grads, state.send)
+    dq = None if state.dq is None else state.dq.to(q.dtype)
+    if state.own is None:
         return dq, None, None
     if received is not None:
-        backward.own += received[: backward.own.numel()]
-    return dq, *backward.ring.blocks.views(backward.own.to(q.dtype), call.rank)
+        state.own += received[0][: state.own.numel()]
+    return dq, *ring.blocks.views(state.own.to(q.dtype), call.rank)
 
 
 class _Backward:
-    """The state of one backward pass: running dq, this rank's own dk and dv, the ring of K, V and that of dk, dv.
+    """The state of one backward pass: running dq, this rank's own dk and dv, and the ring of the sums of dk and dv.
 
     ``own`` holds dk and dv of this rank's keys from its own queries. The last hop brings the sum of the other ranks'
     parts. In step i > 1, buffer i % 2 of ``sums`` first receives the sum of ranks owner + 1, ..., rank - 1 for
     the keys of that step. Then this rank's part is added.
     """
 
-    def __init__(self, ring: _Ring, inputs: QueryInputs, k: Tensor, v: Tensor, needs_grad: tuple[bool, bool, bool]):
-        call, self.ring, self.inputs = ring.call, ring, inputs
-        accumulate, device = accumulate_dtype(k.dtype), k.device
-        self.dq = torch.empty(inputs.q.shape, dtype=accumulate, device=device) if needs_grad[0] else None
-        self.own = self.sums = None
-        self.keys = _KeyRing(ring, k, v)
+    def __init__(self, ring: _Ring, inputs: QueryInputs, v: Tensor, needs_grad: tuple[bool, bool, bool]):
+        call, new = ring.call, {"dtype": accumulate_dtype(v.dtype), "device": v.device}
+        self.dq = torch.empty(inputs.q.shape, **new) if needs_grad[0] else None
+        self.own, self.sums, self.grads = None, None, repeat(None)
         if any(needs_grad[1:]):
-            self.own = torch.empty(ring.blocks.elements[call.rank], dtype=accumulate, device=device)
-            self.sums = BlockRing(call, ring.blocks, call.reduce_dtype, device)
+            self.own = torch.empty(ring.blocks.elements[call.rank], **new)
+            self.sums = BlockRing(call, ring.blocks, call.reduce_dtype, v.device)
+            self.grads = chain([self.own], cycle(reversed(self.sums.buffers)))
         key = _StepBackward, ring, needs_grad[0], self.own is None, kinds_of(inputs.dout, inputs.q, inputs.lse)
         make = lambda: tuple(_StepBackward(step, inputs, v, self.dq, self.own) for step in ring.steps)
         self.parts = PLANS.find((*key, chosen_backend()), make)
 
-    def compute(self, number: int, block: Tensor) -> tuple[Tensor | None, Callable[[], None]]:
-        """Launch dk and dv. Return the scratch tensor of the step, and the function that launches dq."""
-        part = self.parts[number]
-        if not part.step.has_work:
-            if number == 1 and self.sums is not None:
-                self.sums.buffers[1].zero_()
-            return None, lambda: None
-        room = part.kernels.scratch.empty(block.device)
-        grads = self.own if number == 0 or self.sums is None else self.sums.buffers[number % 2]
-        tensors = (*self.inputs, block, self.dq, grads, room)
-        replayed(_launch_dkdv, tensors, part, kind=part)
-        return room, lambda: replayed(_launch_dq, tensors, part, kind=part)
-
-    def send(self, number: int, room: Tensor | None, _: Tensor | None) -> Hop | None:
+    def send(self, number: int, sums: Tensor | None, room: Tensor | None) -> Pending | None:
         """Add this rank's part to the received sums, and start to send them to the next rank."""
         if number == 0 or self.sums is None:
             return None
         part = self.parts[number]
         if number > 1 and part.step.has_work:
-            replayed(_add_part, (self.sums.buffers[number % 2], room), part, kind=part)
-        return self.sums.hop(number % 2, part.step.owner, self.ring.owner(number + 1))
+            replayed(_add_part, (sums, room), part, kind=part)
+        elif number == 1 and not part.step.has_work:
+            sums.zero_()
+        return self.sums.hop(number % 2, part.step.owner, self.parts[number + 1 - len(self.parts)].step.owner)
 
 
-class _StepBackward:
+class _StepBackward(StepBackward):
     """The backward pass of a step for one kind of call. In step 0 the kernel writes dk and dv into the own block.
 
-    In step 1 there is no received sum yet: the kernel writes dk and dv straight into the buffer that is sent. Keys
-    outside the step's ``keys`` get 0. In later steps the kernel writes into scratch, and `_add_part` adds
-    that to the received sums.
+    In step 1 there is no received sum yet: the kernel writes dk and dv straight into the buffer that is sent. In later
+    steps the kernel writes into scratch, and `_add_part` adds that to the received sums.
     """
 
     def __init__(self, step: _Step, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None):
-        self.step, self.has_part = step, own is not None and step.number > 1
-        self.kernels = PartialBackward(step.ring.call, step.active, inputs, v, dq, adds_dq=step.number > 0)
+        super().__init__(step, inputs, v, dq, adds_dq=step.number > 0)
+        self.has_part = own is not None and step.number > 1
         if self.has_part:
             for name, ((b, _, *width), _, _) in zip(("dk", "dv"), step.ring.blocks.places[step.owner], strict=True):
-                self.kernels.scratch.add(name, (b, step.keys.stop - step.keys.start, *width), own.dtype)
+                self.scratch.add(name, (b, step.visible.stop - step.visible.start, *width), own.dtype)
 
-    def gradients(self, grads: Tensor | None, room: Tensor | None) -> list[Tensor | None]:
-        """Return the tensors that the kernel writes: views of ``grads`` in steps 0 and 1, of scratch later."""
-        if grads is None:
-            return [None, None]
-        return self.parts(room) if self.has_part else self.step.tensors(grads)
+    def gradients(self, grads: Tensor, room: Tensor | None) -> list[Tensor]:
+        return self.parts(room) if self.has_part else self.step.gradients(grads)
 
     def parts(self, room: Tensor | None) -> list[Tensor]:
         """Return dk and dv in scratch."""
-        return [self.kernels.scratch.view(room, name) for name in ("dk", "dv")]
-
-
-def _launch_dkdv(dout, q, lse, delta, block, dq, grads, room, part: _StepBackward) -> None:
-    if grads is not None and part.step.number == 1:
-        part.step.ring.blocks.zero_outside(grads, part.step.owner, part.step.keys)
-    written = part.gradients(grads, room)
-    part.kernels.dkdv(QueryInputs(dout, q, lse, delta), *part.step.tensors(block), dq, *written, room)
-
-
-def _launch_dq(dout, q, lse, delta, block, dq, grads, room, part: _StepBackward) -> None:
-    dk, _ = part.gradients(grads, room)
-    part.kernels.dq(QueryInputs(dout, q, lse, delta), *part.step.tensors(block), dq, dk, room)
+        return [self.scratch.view(room, name) for name in ("dk", "dv")]
 
 
 def _add_part(sums: Tensor, room: Tensor, part: _StepBackward) -> None:
     """Add dk and dv of a step to the received sums."""
-    rows = row_indices(part.step.keys.start, part.step.keys.stop, sums.device)
-    for total, mine in zip(part.step.ring.blocks.views(sums, part.step.owner), part.parts(room), strict=True):
+    step = part.step
+    rows = row_indices(step.visible.start, step.visible.stop, sums.device)
+    for total, mine in zip(step.ring.blocks.views(sums, step.owner), part.parts(room), strict=True):
         add_to_rows(total, rows, mine)
 
 
@@ -250,15 +204,15 @@ class _KeyRing:
     """K and V of all ranks, one block in each step: first the own block, then that of the previous rank, and so on."""
 
     def __init__(self, ring: _Ring, k: Tensor, v: Tensor):
-        self.ring, self.blocks = ring, BlockRing(ring.call, ring.blocks, k.dtype, k.device)
+        self.steps, self.blocks = ring.steps, BlockRing(ring.call, ring.blocks, k.dtype, k.device)
         for target, source in zip(ring.blocks.views(self.blocks.buffers[0], ring.call.rank), (k, v), strict=True):
             target.copy_(source)
 
-    def fetch(self, step: int) -> Hop:
+    def fetch(self, step: int) -> Pending:
         """Start to receive the block of this step, and to send that of the step before."""
         if step == 0:
-            return Hop([], self.blocks.buffers[0])
-        return self.blocks.hop((step - 1) % 2, self.ring.owner(step - 1), self.ring.owner(step))
+            return Pending([], [self.blocks.buffers[0]])
+        return self.blocks.hop((step - 1) % 2, self.steps[step - 1].owner, self.steps[step].owner)
 
 
 RING = Algorithm(FAST, "ring_attention", ring_forward, ring_backward)

@@ -14,20 +14,16 @@ allocates a buffer for each leg. On GPUs, copies into buffers run on the communi
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from canon.fast.exchange import PendingKeys
-from canon.fast.kernels.device_plans import device_plan
+from canon.fast.group_collectives import Transfer, begin_cast, granular_plan
+from canon.fast.kernels.device_plans import device_plan, upload
 from canon.fast.kernels.placed_mask import PlacedMask, shifted
-from canon.fast.kernels.triton.rows import take_rows
+from canon.fast.messages import HeadGroup, Pending, transport_for
 from canon.fast.owner_computes import Leg
-from canon.fast.planner import areas_and_needs
-from canon.fast.transport import transport_for
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
@@ -49,9 +45,9 @@ class OwnTokens:
         own = pieces_of(call.layout, 0)
         self.key_mask = self.query_mask = _placed(call.mask, own, own, call.layout.tokens, call.layout.tokens)
 
-    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], PendingKeys]:
+    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
         """Return a function whose result holds the own tensors of a leg."""
-        return lambda number: PendingKeys([], [x for message in legs[number].messages for x in message])
+        return lambda number: Pending([], [x for message in legs[number].messages for x in message])
 
 
 class TileGather:
@@ -61,42 +57,38 @@ class TileGather:
         self.call, self.room = call, _room(call.layout)
         self.key_mask, self.query_mask = _gathered_masks(call.layout, call.mask, call.rank)
 
-    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], PendingKeys]:
+    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
         """Allocate the buffers, and return the function that starts to gather the tensors of a leg."""
         first = next(x for leg in legs for message in leg.messages for x in message)
         transport = transport_for(self.call.group, first.device)
         sizes = [sum(map(self._bytes, leg.messages)) for leg in legs]
-        buffers = [
-            transport.empty(f"gather {slot}", max(sizes[slot::2]), torch.uint8, first.device)
-            for slot in range(min(2, len(legs)))
-        ]
+        slots = range(min(2, len(legs)))
+        buffers = [torch.empty(max(sizes[slot::2]), dtype=torch.uint8, device=first.device) for slot in slots]
         return partial(self._fetch, legs, transport, buffers)
 
     def _bytes(self, message: Sequence[Tensor]) -> int:
-        x = message[0]
-        elements = self.call.ranks * self.room * x.shape[0] * x.shape[2] * sum(y.shape[-1] for y in message)
-        return -(-elements * x.element_size() // 256) * 256
+        return -(-self._group(message).elements * message[0].element_size() // 256) * 256
 
-    def _fetch(self, legs: Sequence[Leg], transport, buffers: Sequence[Tensor], number: int) -> PendingKeys:
+    def _group(self, message: Sequence[Tensor]) -> HeadGroup:
+        b, _, heads, _ = message[0].shape
+        return HeadGroup(self.call, b, range(heads), [x.shape[-1] for x in message], self.room)
+
+    def _fetch(self, legs: Sequence[Leg], transport, buffers: Sequence[Tensor], number: int) -> Pending:
         start, flat, tensors = 0, [], []
-        first, size = self.call.rank * self.room, self.call.layout.size(self.call.rank)
+        size = self.call.layout.size(self.call.rank)
         with transport.on_communication_stream():
             for message in legs[number].messages:
-                x, widths = message[0], [y.shape[-1] for y in message]
-                shape = self.call.ranks * self.room, x.shape[0], x.shape[2], sum(widths)
-                stop = start + prod(shape) * x.element_size()
-                flat.append(buffers[number % 2][start:stop].view(x.dtype))
+                group = self._group(message)
+                flat.append(buffers[number % 2][start:].view(message[0].dtype)[: group.elements])
                 start += self._bytes(message)
-                rows = flat[-1].view(shape)
-                rows[first + size : first + self.room].zero_()
-                made = rows.transpose(0, 1).split(widths, -1)
-                for target, source in zip(made, message, strict=True):
-                    target[:, first : first + size].copy_(source)
-                tensors += made
+                group.zero_behind(flat[-1], size)
+                for target, source in zip(group.own(flat[-1], size), message, strict=True):
+                    target.copy_(source)
+                tensors += group.views(flat[-1])
             works = [transport.all_gather(x) for x in flat]
         if number:  # the next kernel fills all SMs: a gather that starts later would wait for its end
             transport.wait_until_started()
-        return PendingKeys(works, tensors)
+        return Pending(works, tensors)
 
 
 class TileCast:
@@ -115,26 +107,19 @@ class TileCast:
         self.key_mask = _placed(call.mask, own, keys.pieces, size, keys.rows)
         self.query_mask = _placed(call.mask, queries.pieces, own, queries.rows, size)
 
-    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], PendingKeys]:
+    def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
         """Return the function that starts to cast the tensors of a leg."""
         return lambda number: self._fetch(legs[number], number)
 
-    def _fetch(self, leg: Leg, number: int) -> PendingKeys:
+    def _fetch(self, leg: Leg, number: int) -> Pending:
         plan, pairs = self.plans[leg.of_queries], self._pairs(leg)
         if self.kept and not leg.of_queries:
-            return PendingKeys([], _columns(self.kept[0], pairs[0][0].shape[-1]))
+            return Pending([], _columns(self.kept[0], pairs[0][0].shape[-1]))
         brought = [x.new_empty(plan.rows, x.shape[0], x.shape[2], x.shape[3] + y.shape[3]) for x, y in pairs]
-        works, sent = [], [rows.new_empty(sum(plan.sent), *rows.shape[1:]) for rows in brought]
-        transport = transport_for(self.call.group, brought[0].device)
-        with transport.on_communication_stream():
-            for pair, rows, part in zip(pairs, brought, sent, strict=True) if plan.travels else ():
-                take_rows(*pair, _sent_rows(plan, part.device), part.transpose(0, 1))
-                sizes = plan.received, plan.sent
-                works.append(
-                    dist.all_to_all_single(rows[plan.own :], part, *sizes, group=transport.gathers, async_op=True)
-                )
+        messages = zip(pairs, brought, strict=True) if plan.travels else ()
+        casts = [begin_cast(*pair, plan, rows[plan.own :], self.call.group) for pair, rows in messages]
         if number:  # the next kernel fills all SMs: a cast that starts later would wait for its end
-            transport.wait_until_started()
+            transport_for(self.call.group, brought[0].device).wait_until_started()
         for pair, rows in zip(pairs, brought, strict=True):  # copied while the others are in flight
             for target, source in zip(_columns(rows, pair[0].shape[-1]), pair, strict=True):
                 target[:, : source.shape[1]].copy_(source)
@@ -142,7 +127,7 @@ class TileCast:
         if self.keep and not leg.of_queries:
             self.rows = (brought[0],)
         columns = [x for pair, rows in zip(pairs, brought, strict=True) for x in _columns(rows, pair[0].shape[-1])]
-        return _PendingCast(works, columns, sent)
+        return Pending([work for work, _ in casts], columns, [sent for _, sent in casts])
 
     def _pairs(self, leg: Leg) -> list[tuple[Tensor, ...]]:
         """Return the tensors of a leg in pairs of one dtype. A message carries a pair."""
@@ -155,80 +140,43 @@ def _columns(rows: Tensor, width: int) -> list[Tensor]:
     return list(rows.transpose(0, 1).split([width, rows.shape[-1] - width], -1))
 
 
-class _PendingCast(PendingKeys):
-    """Casts in flight. ``sent`` is kept until they have ended."""
-
-    def __init__(self, works, keys: Sequence[Tensor], sent: Sequence[Tensor]):
-        super().__init__(works, keys)
-        self.sent = sent
-
-    def wait(self) -> Sequence[Tensor]:
-        """As `PendingKeys.wait`. Then the memory of the sent rows may be used again."""
-        keys = super().wait()
-        self.sent = ()
-        return keys
-
-
-class CastOfTiles:
+class CastOfTiles(Transfer):
     """A group cast of whole tiles, for one rank: a buffer of ``rows`` holds ``pieces``, the own ones first.
 
-    ``sent`` and ``received``: rows by rank. ``index``: the own rows that are sent, by receiver. ``travels``: whether any rank
-    receives a tile. The receivers of a token are the ranks with queries that see it in ``mask``.
+    ``index``: the own rows that are sent, by receiver. ``travels``: whether any rank receives a tile. The receivers of a
+    token are the ranks with queries that see it in ``mask``.
     """
 
     def __init__(self, layout: Layout, mask: Mask, rank: int):
-        owner, row = _tile_owners(layout)
-        need = _needed_tiles(layout, mask)
-        need[owner, np.arange(len(owner))] = False
-        received = np.flatnonzero(need[rank])
-        received = received[np.lexsort((row[received], owner[received]))]
-        sent = [tiles[np.argsort(row[tiles])] for tiles in (np.flatnonzero(each & (owner == rank)) for each in need)]
-        self.travels = bool(need.any())
-        self.received = (TILE * np.bincount(owner[received], minlength=layout.ranks)).tolist()
-        self.sent = [TILE * len(tiles) for tiles in sent]
-        self.own = whole_tiles(layout.size(rank))
-        self.rows = self.own + sum(self.received)
-        pieces = [
-            (TILE * at, range(TILE * tile, min(TILE * (tile + 1), layout.tokens)))
-            for at, tile in enumerate(received.tolist())
-        ]
-        self.pieces = _joined([*pieces_of(layout, rank), *shifted(pieces, self.own)])
-        index = (row[np.concatenate(sent)][:, None] + np.arange(TILE)).ravel()
-        self.index = np.minimum(index, max(0, layout.size(rank) - 1))  # behind a short tile: its last token
+        plan = granular_plan(mask, layout, 0, TILE)
+        self.travels, nothing = plan.casts > 0, [0] * layout.ranks
+        tokens = plan.send_sizes(0, rank) if self.travels else nothing
+        self.sends = list(map(whole_tiles, tokens))
+        self.receives = [whole_tiles(n) for n in (plan.receive_sizes(0, rank) if self.travels else nothing)]
+        self.received, self.sent = sum(self.receives), sum(self.sends)
+        self.own = self.rows = whole_tiles(layout.size(rank))
+        pieces = list(pieces_of(layout, rank))
+        for piece in plan.received(0, rank) if self.travels else ():
+            pieces.append((self.rows, piece.tokens))
+            self.rows += whole_tiles(len(piece.tokens))
+        self.pieces = _joined(pieces)
+        sent = plan.send_rows(0, rank).split(tokens) if self.travels else ()
+        # Behind a short tile: its last token.
+        index = [np.pad(rows.numpy(), (0, -len(rows) % TILE), "edge") for rows in sent if len(rows)]
+        self.index = np.concatenate([np.empty(0, np.int64), *index])
 
     @property
     def nbytes(self) -> int:
         """The memory on the host, in bytes (an estimate)."""
         return 500 + 100 * len(self.pieces) + self.index.nbytes
 
-
-def _tile_owners(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rank of each tile of the sequence, and its first row there."""
-    tiles = whole_tiles(layout.tokens) // TILE
-    owner, row = np.zeros(tiles, np.int64), np.zeros(tiles, np.int64)
-    for rank in range(layout.ranks):
-        for first, tokens in pieces_of(layout, rank):
-            held = slice(tokens.start // TILE, whole_tiles(tokens.stop) // TILE)
-            owner[held], row[held] = rank, first + TILE * np.arange(held.stop - held.start)
-    return owner, row
-
-
-def _needed_tiles(layout: Layout, mask: Mask) -> np.ndarray:
-    """Return the tiles of keys that the queries of each rank see: bool (ranks, tiles)."""
-    pieces = sorted(
-        (tokens.start, tokens.stop, rank) for rank in range(layout.ranks) for _, tokens in pieces_of(layout, rank)
-    )
-    start, stop, rank = np.array(pieces, np.int64).reshape(-1, 3).T
-    _, piece, first, last = areas_and_needs(mask, start, stop)
-    ends = np.zeros((layout.ranks, whole_tiles(layout.tokens) // TILE + 1), np.int64)
-    np.add.at(ends, (rank[piece], first // TILE), 1)
-    np.add.at(ends, (rank[piece], -(-last // TILE)), -1)
-    return np.cumsum(ends, 1)[:, :-1] > 0
+    def rows_sent(self, device: torch.device) -> Tensor:
+        return _sent_rows(self, device)
 
 
 @device_plan
 def _sent_rows(plan: CastOfTiles, device: torch.device) -> Tensor:
-    return torch.from_numpy(plan.index).to(device)
+    return upload(plan.index, device)
 
 
 @cached_plan

@@ -122,7 +122,9 @@ def test_cast_plans_are_exact(drawn, stages):
         own = layout.positions(rank)
         seen = dense[own].any(0)
         seen[own] = False
-        received = [token for cast in range(plan.casts) for piece in plan.received(cast, rank) for token in piece.tokens]
+        received = [
+            token for cast in range(plan.casts) for piece in plan.received(cast, rank) for token in piece.tokens
+        ]
         assert sorted(received) == seen.nonzero().flatten().tolist()
         for step in range(plan.steps):
             keys = torch.tensor([token for piece in plan.keys(step, rank) for token in piece], dtype=torch.int64)

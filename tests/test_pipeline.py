@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
-from canon.fast import pipeline
-from canon.fast.transport import Transport, transport_report
+from canon.fast import schedule
+from canon.fast.messages import AllGather, ReduceScatter, Transport
 from canon.testing import process_groups, thread_group
 from canon.testing.recording import recording
 
@@ -53,38 +53,30 @@ def order(events):
 # --- the pipeline ---
 
 
-def test_the_pipeline_fetches_one_step_ahead_and_reduces_one_step_behind():
-    events = []
+def test_messages_start_one_step_ahead_and_gradients_are_sent_before_dq():
+    events, x = [], torch.zeros(1)
 
     def message(kind, result=None):
         events.append(f"post {kind}")
         return SimpleNamespace(wait=lambda: (events.append(f"wait {kind}"), result)[1])
 
-    def compute(step, inputs):
-        events.append(f"compute {step} on {inputs}")
-        return step * 10, lambda: events.append(f"finish {step}")
+    def part(number):
+        noted = lambda what: lambda *tensors: events.append(f"{what} {number} on {tensors[-1]}")
+        step, scratch = SimpleNamespace(has_work=number != 1), SimpleNamespace(empty=lambda device: f"room {number}")
+        return SimpleNamespace(step=step, scratch=scratch, dkdv=noted("dk, dv"), dq=noted("dq"))
 
-    def reduce(step, results, previous):
-        return message(f"reduce {step} of {results} after {previous}", f"sum {step}")
-
-    last = pipeline.run_pipeline(3, lambda step: message(f"fetch {step}", f"keys {step}"), compute, reduce)
+    received = schedule.receiving(3, lambda step: message(f"keys {step}", [f"keys {step}"]))
+    assert events == ["post keys 0"], "before the backward pass begins"
+    reduce = lambda step, grads, room: message(f"reduce {grads} and {room}", f"sum {step}")
+    inputs = schedule.QueryInputs(x, x, x, x)
+    last = schedule.run_backward([part(n) for n in range(3)], received, inputs, x, iter("abc"), reduce)
     assert last == "sum 2"
-    assert events == [
-        "post fetch 0", "wait fetch 0", "post fetch 1", "compute 0 on keys 0", "post reduce 0 of 0 after None", "finish 0",
-        "wait fetch 1", "post fetch 2", "compute 1 on keys 1",
-        "wait reduce 0 of 0 after None", "post reduce 1 of 10 after sum 0", "finish 1",
-        "wait fetch 2", "compute 2 on keys 2",
-        "wait reduce 1 of 10 after sum 0", "post reduce 2 of 20 after sum 1", "finish 2",
-        "wait reduce 2 of 20 after sum 1",
+    assert events[1:] == [
+        "wait keys 0", "post keys 1", "dk, dv 0 on keys 0", "post reduce a and room 0", "dq 0 on keys 0",
+        "wait keys 1", "post keys 2", "wait reduce a and room 0", "post reduce b and None",
+        "wait keys 2", "dk, dv 2 on keys 2", "wait reduce b and None", "post reduce c and room 2", "dq 2 on keys 2",
+        "wait reduce c and room 2",
     ]  # fmt: skip
-
-
-def test_the_first_fetch_may_start_before_the_pipeline():
-    posted = []
-    fetch = pipeline.prefetched(lambda step: (posted.append(step), f"keys {step}")[1])
-    assert posted == [0]
-    assert [fetch(step) for step in range(3)] == ["keys 0", "keys 1", "keys 2"]
-    assert posted == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("name", "options"), [("strided", {"head_stride": 2}), ("magi", {"stages": 0})])
@@ -245,25 +237,21 @@ def test_short_first_and_last_head_groups_expose_less():
 
 @pytest.mark.parametrize(("options", "forward", "backward"), PATTERNS)
 def test_buffers_have_the_sizes_of_the_docstring(options, forward, backward, monkeypatch):
-    layout, made, empty = Layout([[range(0, 5)], [], [range(5, 8)]], 8), [], Transport.empty
-
-    def counted(self, name, elements, dtype, device):
-        if dist.get_rank() == 1:
-            made.append((name, elements, dtype))
-        return empty(self, name, elements, dtype, device)
-
-    monkeypatch.setattr(Transport, "empty", counted)
+    layout, made = Layout([[range(0, 5)], [], [range(5, 8)]], 8), []
+    for exchange in (AllGather, ReduceScatter):
+        start = exchange.__init__
+        noted = lambda self, *given, start=start: (start(self, *given), made.append((dist.get_rank(), self)))[0]
+        monkeypatch.setattr(exchange, "__init__", noted)
     process_groups.threads(lambda: train(fast, layout, inputs(8, torch.bfloat16), **options), 3)
+    ahead, again, sums = (exchange for rank, exchange in made if rank == 1)
     per_head = 3 * B * 5 * (D + DV)  # W N / g, with T = 5
-    expected = []
-    for names, steps, dtype in (
-        (["gather"], forward, torch.bfloat16),
-        (["send", "receive"], backward, torch.float32),
-        (["gather"], backward, torch.bfloat16),
+    for buffers, steps, dtype in (
+        (ahead.buffers, forward, torch.bfloat16),
+        (again.buffers, backward, torch.bfloat16),
+        (sums.sent, backward, torch.float32),
+        (sums.received, backward, torch.float32),
     ):
-        slots = range(min(2, len(steps)))
-        expected += [(f"{name} {slot}", per_head * max(steps), dtype) for name in names for slot in slots]
-    assert sorted(made, key=str) == sorted(expected, key=str)
+        assert [(x.numel(), x.dtype) for x in buffers] == [(per_head * max(steps), dtype)] * min(2, len(steps))
 
 
 def test_bytes_of_a_ring_are_those_of_the_docstring(half, monkeypatch):
@@ -286,8 +274,3 @@ def test_bytes_of_a_ring_are_those_of_the_docstring(half, monkeypatch):
     for operations in sent.values():
         items = {dtype: sum(n for of, n in operations if of == dtype) for dtype in {of for of, _ in operations}}
         assert items == {torch.bfloat16: 2 * (ranks - 1) * block, torch.float32: (ranks - 1) * block}
-
-
-def test_the_transport_is_reported():
-    assert transport_report("cpu") == "none: one rank"
-    assert set(process_groups.threads(lambda: transport_report("cpu"), 2)) == {"threads"}

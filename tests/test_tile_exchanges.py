@@ -67,13 +67,13 @@ def test_casts_carry_whole_tiles_that_are_needed():
     layout = Layout([[range(128), range(512, 700)], [range(128, 512)]], 700)
     calls = [SimpleNamespace(layout=layout, mask=mask, rank=rank, ranks=2, group=None) for rank in (0, 1)]
     first, second = (TileCast(call).plans[False] for call in calls)
-    assert first.received == [0, 384], "the second document sees tokens 200 to 699: tiles 1, 2 and 3 of the other rank"
-    assert second.sent == [384, 0]
+    assert first.receives == [0, 384], "the second document sees tokens 200 to 699: tiles 1, 2 and 3 of the other rank"
+    assert second.sends == [384, 0]
     assert first.pieces == ((0, range(128)), (128, range(512, 700)), (384, range(128, 512)))
-    assert second.received == [128, 0], "tokens 128 to 199 see tile 0"
+    assert second.receives == [128, 0], "tokens 128 to 199 see tile 0"
     assert second.pieces == ((0, range(128, 512)), (384, range(128)))
     queries = TileCast(calls[1]).plans[True]
-    assert queries.received == [256, 0], "tokens 512 to 699 see its keys: a whole tile and a short one"
+    assert queries.receives == [256, 0], "tokens 512 to 699 see its keys: a whole tile and a short one"
     assert queries.pieces == ((0, range(128, 700)),), "own tokens 128 to 511, then the received ones"
     sender = TileCast(calls[0]).plans[True]
     assert sender.index.tolist() == [*range(128, 316), *[315] * 68], "copies of the last token follow it"

@@ -31,12 +31,12 @@ FUNCTIONS = {  # in every module that uses them: the part
 METHODS = {  # module, class, method: the part
     ("canon.runtime.agreement", "GroupState", "agree"): "digests",
     ("canon.fast.replay.recordings", "PreparedPass", "replay"): "launches",
-    ("canon.fast.transport", "Transport", "all_gather"): "messages",
-    ("canon.fast.transport", "Transport", "all_to_all"): "messages",
-    ("canon.fast.exchange", "BlockRing", "hop"): "messages",
-    ("canon.fast.exchange", "Hop", "wait"): "messages",
+    ("canon.fast.messages", "Transport", "all_gather"): "messages",
+    ("canon.fast.messages", "Transport", "all_to_all"): "messages",
+    ("canon.fast.messages", "BlockRing", "hop"): "messages",
+    ("canon.fast.messages", "Pending", "wait"): "messages",
 }
-MODULES = ("local", "backward", "partial_backward", "exchange", "ring", "strided", "magi")  # of canon.fast
+MODULES = ("local", "backward", "schedule", "messages", "ring", "strided", "magi")  # of canon.fast
 PARTS = ("arguments", "digests", "results", "look-up", "launches", "messages", "other")
 
 

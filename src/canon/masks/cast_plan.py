@@ -69,6 +69,7 @@ class CastPlan:
     casts: int
     own_keys_first: bool
     casts_of: "Callable[[CastPlan, int], RankCasts]"
+    granularity: int = 1  # casts send whole units of so many tokens
 
     def __eq__(self, other) -> bool:
         if not isinstance(other, CastPlan):
@@ -80,14 +81,15 @@ class CastPlan:
 
     @cached_property
     def _content(self) -> tuple:
-        return self.mask, self.layout, self.casts, self.own_keys_first
+        return self.mask, self.layout, self.casts, self.own_keys_first, self.granularity
 
     @cached_property
     def _hash(self) -> int:
         return hash(self._content)
 
     def __reduce__(self):
-        return _unpickled, (FORMAT, *self._content, self.casts_of)
+        *content, granularity = self._content
+        return _unpickled, (FORMAT, *content, self.casts_of, granularity)
 
     @property
     def nbytes(self) -> int:
@@ -171,14 +173,20 @@ def cut(pieces: Sequence[Piece], parts: int) -> list[Pieces]:
 
 
 def planned_casts(
-    mask: Mask, layout: Layout, stages: int | None, largest: int, received: int, casts_of: Callable
+    mask: Mask,
+    layout: Layout,
+    stages: int | None,
+    largest: int,
+    received: int,
+    casts_of: Callable,
+    granularity: int = 1,
 ) -> CastPlan:
     """Return the plan for ``stages``, see `canon.runtime.plan_arguments.stages_of`; None decides by `own_keys_come_first`.
 
     ``largest``: the most tokens from one rank to another. ``received``: the tokens that all ranks receive.
     """
     own_keys_first = own_keys_come_first(mask, layout, received) if stages is None else stages > 0
-    return CastPlan(mask, layout, min(stages or 1, largest), own_keys_first, casts_of)
+    return CastPlan(mask, layout, min(stages or 1, largest), own_keys_first, casts_of, granularity)
 
 
 def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:

@@ -60,13 +60,11 @@ def _group_of_mesh(name: str, mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def new_group_of(group: Any, backend: str, options: Any = None, timeout: timedelta | None = None) -> Any:
+def new_group_of(group: Any, backend: str, timeout: timedelta | None = None) -> Any:
     """Return a new group of the same ranks, in ascending order. A collective of these ranks only."""
     ranks = sorted(dist.get_process_group_ranks(group))
     with _unbound():
-        return dist.new_group(
-            ranks, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
-        )
+        return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
 
 
 @contextmanager

@@ -4,8 +4,8 @@
         process_groups.threads(program, ranks=4)
     log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
 
-Messages are recorded at torch.distributed and at `BlockRing.hop`, computations at the names of `KINDS`. A `PartialBackward`
-is recorded at `dkdv`, as "computed", and at `dq`, as "finished". Ranks that are threads share a recording.
+Messages are recorded at torch.distributed and at `BlockRing.hop`, computations at the names of `KINDS`. A `StepBackward` is
+recorded at `dkdv`, as "computed", and at `dq`, as "finished". Ranks that are threads share a recording.
 """
 
 import sys
@@ -105,14 +105,15 @@ def recording(*modules: ModuleType) -> Iterator[Log]:
     ]
     patches.append(mock.patch.object(dist, "all_to_all_single", _all_to_all(log, dist.all_to_all_single)))
     patches.append(mock.patch.object(dist, "batch_isend_irecv", _hop(log, dist.batch_isend_irecv)))
-    if exchange := sys.modules.get("canon.fast.exchange"):  # not imported here: the reference needs no Triton
-        patches.append(mock.patch.object(exchange.BlockRing, "hop", _ring_hop(log, exchange.BlockRing.hop)))
-    for module in modules:
+    if messages := sys.modules.get("canon.fast.messages"):  # not imported here: the reference needs no Triton
+        patches.append(mock.patch.object(messages.BlockRing, "hop", _ring_hop(log, messages.BlockRing.hop)))
+    schedule: Any = sys.modules.get("canon.fast.schedule")
+    for module in (*modules, schedule) if schedule else modules:
         for name in KINDS.keys() & vars(module).keys():
             patches.append(mock.patch.object(module, name, _computed(log, KINDS[name], getattr(module, name))))
-    for part in {module.PartialBackward for module in modules if hasattr(module, "PartialBackward")}:
-        for name, what in (("dkdv", "computed"), ("dq", "finished")):
-            patches.append(mock.patch.object(part, name, _partial(log, what, getattr(part, name))))
+    for name, what in (("dkdv", "computed"), ("dq", "finished")) if schedule else ():
+        part = schedule.StepBackward
+        patches.append(mock.patch.object(part, name, _partial(log, what, getattr(part, name))))
     for patch in patches:
         patch.start()
     try:
@@ -169,11 +170,11 @@ def _computed(log: Log, kind: str, function: Callable) -> Callable:
 
 
 def _partial(log: Log, what: str, method: Callable) -> Callable:
-    def noted(part, inputs, *arguments):
+    def noted(part, dout, q, *arguments):
         start = time.perf_counter()
         if what == "computed":
-            event = log.add(what, "backward", items=part.active.mask.area * inputs.q.shape[-2])
-        method(part, inputs, *arguments)
+            event = log.add(what, "backward", items=part.active.mask.area * q[:, :, part.step.heads].shape[2])
+        method(part, dout, q, *arguments)
         if what == "finished":
             event = log.add(what, "backward")
         log.spans.append((event, start, time.perf_counter()))
@@ -185,7 +186,7 @@ def _ring_hop(log: Log, hop: Callable) -> Callable:
     def noted(ring, buffer, sent, received):
         flight, items = hop(ring, buffer, sent, received), ring.blocks.elements[received]
         if flight.works:
-            event = log.add("posted", "hop", None, items, items * flight.buffer.element_size())
+            event = log.add("posted", "hop", None, items, items * flight.received[0].element_size())
             flight.works = [_Noted(flight.works, log, event)]
         return flight
 

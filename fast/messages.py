@@ -1,22 +1,28 @@
-"""Messages between ranks through two reused buffers: blocks round a ring, all-gathers, reduce-scatters.
+"""Messages between ranks: blocks round a ring, all-gathers, reduce-scatters, and the communicators that carry them.
 
     schedule    fetch                                         reduce
     ring        `BlockRing`: one block from rank to rank      `BlockRing`: its gradient, one step behind
     strided     `AllGather`: K and V of some heads            `ReduceScatter`: dk and dv of these heads
-    magi        `GroupCast`: K and V of the needed tokens     `GroupReduce`: their dk and dv
+    magi        `begin_cast`: K and V of the needed tokens    `GroupReduce`: their dk and dv
 
-`GroupCast` and `GroupReduce` are in `group_collectives.py`. The other classes are here and have two buffers: kernels read one
-while the other one receives. Group casts differ in size, so each one allocates its own memory.
+`begin_cast` and `GroupReduce` are in `group_collectives.py`. Group casts differ in size, so each one allocates its own memory.
+The classes here have two buffers: kernels read one while the other one receives.
 
 A message starts before the kernel that overlaps with it. With NCCL, `wait` blocks the compute stream and not the host; gloo
 blocks the host. Two buffers are enough. A message into a buffer starts after the launch of all kernels that read its old
 content, and after the end of the message that sent it on. The stream of the messages waits for these kernels.
+
+On GPUs gathers and reductions have a communicator each, so that a gather never queues behind a reduction. On the communication
+stream of a `Transport`, kernels copy and sum the data of messages while attention kernels run. paper/copy_engines.md explains
+why no message uses copy engines.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from math import prod
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -24,27 +30,29 @@ from torch import Tensor
 
 from canon.fast.kernels.triton.sum_ranks import sum_ranks
 from canon.fast.replay.recordings import replayed
-from canon.fast.transport import transport_for
 from canon.masks.band import joined
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
+from canon.runtime.agreement import group_state
 from canon.runtime.call import Call
+from canon.runtime.group import backend_of, new_group_of
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # the shape, the strides and the first element of a view
 
 
-class Hop:
-    """A ring step in flight. ``buffer`` holds the received block after `wait`."""
+class Pending:
+    """Messages in flight. ``received``: the tensors that they bring. ``sent`` is kept until they have ended."""
 
-    def __init__(self, works: Sequence[dist.Work], buffer: Tensor):
-        self.works, self.buffer = works, buffer
+    def __init__(self, works: Sequence[Any], received: Sequence[Any], sent: Sequence[Tensor] = ()):
+        self.works, self.received, self.sent = works, received, sent
 
-    def wait(self) -> Tensor:
-        """Make later kernels wait for the block, and return its buffer."""
-        for work in self.works:  # includes the send, after which the sending buffer is free
+    def wait(self) -> Sequence[Any]:
+        """Make later kernels wait for the messages, and return ``received``. Sent tensors need no memory any more."""
+        for work in self.works:
             work.wait()
-        return self.buffer
+        self.works = self.sent = ()  # the works hold the sent tensors, too
+        return self.received
 
 
 class Blocks:
@@ -98,7 +106,7 @@ class BlockRing:
         self.buffers = [torch.empty(blocks.most, dtype=dtype, device=device) for _ in range(2)]
         self.coalesced = _coalesces(self.group, device)
 
-    def hop(self, buffer: int, sent: int, received: int) -> Hop:
+    def hop(self, buffer: int, sent: int, received: int) -> Pending:
         """Start to send the block of rank ``sent`` to the next rank, and to receive that of ``received``.
 
         ``buffer`` holds the sent block; the other buffer receives. This does what `dist.batch_isend_irecv` does, in less time.
@@ -113,7 +121,7 @@ class BlockRing:
             works.append(self.group.recv(incoming, self.previous, 0))
         if self.coalesced and works:
             works = [self.group._end_coalescing(self.device)]
-        return Hop(works, self.buffers[1 - buffer])
+        return Pending(works, [self.buffers[1 - buffer]])
 
     def _message(self, buffer: int, owner: int) -> list[Tensor]:
         """Return the block of a rank in a buffer as a list of one flat tensor, or of none if it is empty."""
@@ -126,31 +134,18 @@ def _coalesces(group: Any, device: torch.device) -> bool:
     return type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
 
 
-class PendingKeys:
-    """The keys of a step, with their messages in flight."""
-
-    def __init__(self, works: Sequence[Any], keys: Any):
-        self.works, self.keys = works, keys
-
-    def wait(self) -> Any:
-        """Make later kernels wait for the messages, and return the keys."""
-        for work in self.works:
-            work.wait()
-        self.works = ()  # they hold the sent tensors
-        return self.keys
-
-
 class HeadGroup:
     """The places of K and V (or dk and dv) of all ranks in a flat buffer, for the key ``heads`` of a step.
 
     A buffer is (W T, b, heads, d + dv), in rank order, so both tensors travel in one message. Each rank has room for T tokens,
-    the most that a rank holds. The room behind a smaller shard is not written.
+    the most that a rank holds, unless ``room`` is given. The room behind a smaller shard is not written.
     """
 
-    def __init__(self, call: Call, batch: int, heads: range, widths: Sequence[int]):
+    def __init__(self, call: Call, batch: int, heads: range, widths: Sequence[int], room: int | None = None):
         self.heads, self.batch, self.widths = heads, batch, widths
-        self.room, self.rank, self.ranks = padded_tokens(call.layout), call.rank, call.ranks
-        self.elements = self.ranks * self.room * batch * len(heads) * sum(widths)
+        self.room = padded_tokens(call.layout) if room is None else room
+        self.rank, self.ranks, self.token = call.rank, call.ranks, batch * len(heads) * sum(widths)
+        self.elements = self.ranks * self.room * self.token
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return both tensors (b, W T, heads, width) of all ranks."""
@@ -166,18 +161,22 @@ class HeadGroup:
 
     def zero_outside(self, buffer: Tensor, keys: slice) -> list[Tensor]:
         """Return both tensors of these gathered ``keys``, to be written; set those of other keys to 0."""
-        token = self.batch * len(self.heads) * sum(self.widths)
-        for rest in (buffer[: keys.start * token], buffer[keys.stop * token : self.elements]):
+        for rest in (buffer[: keys.start * self.token], buffer[keys.stop * self.token : self.elements]):
             if rest.numel():
                 rest.zero_()
         return [x[:, keys] for x in self.views(buffer)]
 
+    def zero_behind(self, buffer: Tensor, tokens: int) -> None:
+        """Set the room of this rank behind its ``tokens`` to 0."""
+        first = self.rank * self.room
+        buffer[(first + tokens) * self.token : (first + self.room) * self.token].zero_()
+
     def _views(self, buffer: Tensor, first: int, tokens: int) -> list[Tensor]:
         heads, stride = len(self.heads), sum(self.widths)
-        token = self.batch * heads * stride
-        strides, starts = (heads * stride, token, stride, 1), accumulate(self.widths[:-1], initial=0)
+        strides, start = (heads * stride, self.token, stride, 1), int(buffer.storage_offset()) + first * self.token
+        starts = accumulate(self.widths[:-1], initial=start)
         return [
-            buffer.as_strided((self.batch, tokens, heads, width), strides, start + first * token)
+            buffer.as_strided((self.batch, tokens, heads, width), strides, start)
             for width, start in zip(self.widths, starts, strict=True)
         ]
 
@@ -193,9 +192,9 @@ class AllGather:
         self.k, self.v, self.steps = k, v, steps
         self.transport = transport_for(call.group, k.device)
         elements, slots = max(step.elements for step in steps), range(min(2, len(steps)))
-        self.buffers = [self.transport.empty(f"gather {slot}", elements, k.dtype, k.device) for slot in slots]
+        self.buffers = [torch.empty(elements, dtype=k.dtype, device=k.device) for _ in slots]
 
-    def fetch(self, step: int) -> PendingKeys:
+    def fetch(self, step: int) -> Pending:
         """Start to gather the heads of a step. The result's `wait` returns their buffer."""
         group, buffer = self.steps[step], self.buffers[step % 2]
         first, stop = group.heads.start, group.heads.stop
@@ -205,7 +204,7 @@ class AllGather:
             works = [self.transport.all_gather(buffer[: group.elements])]
         if step:  # the next kernel fills all SMs: a gather that starts later would wait for its end
             self.transport.wait_until_started()
-        return PendingKeys(works, buffer)
+        return Pending(works, [buffer])
 
 
 class ReduceScatter:
@@ -224,8 +223,7 @@ class ReduceScatter:
         self.transport = transport_for(call.group, dk.device)
         elements, slots = max(step.elements for step in steps), range(min(2, len(steps)))
         self.sent, self.received = (
-            [self.transport.empty(f"{name} {slot}", elements, call.reduce_dtype, dk.device) for slot in slots]
-            for name in ("send", "receive")
+            [torch.empty(elements, dtype=call.reduce_dtype, device=dk.device) for _ in slots] for _ in range(2)
         )
         self.pending: list[tuple[Any, int] | None] = [None, None]  # by buffer: the exchange in flight and its step
 
@@ -282,3 +280,83 @@ def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
         return layout.local_mask(mask, rank, range(layout.ranks))
     bands = [band.shift(0, r * room) for r in range(layout.ranks) for band in layout.local_mask(mask, rank, r).bands]
     return Mask.of_disjoint(joined(bands), layout.size(rank), layout.ranks * room)
+
+
+class Transport:
+    """The communicators and the communication stream of one group. Its methods that send are collective.
+
+    ``gathers`` is the group itself. ``reductions`` is another communicator on NCCL, else the group, too.
+    """
+
+    def __init__(self, group, device: torch.device):
+        self._group = ref(group)  # the group may be destroyed first
+        self._reductions = _second_communicator(group, device)
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._delay = torch.zeros(1, device=device)  # `wait_until_started` fills it to pass time
+
+    @property
+    def gathers(self):
+        """Return the communicator of gathers."""
+        return self._group()
+
+    @property
+    def reductions(self):
+        """Return the communicator of reductions."""
+        return self._reductions or self._group()
+
+    def all_gather(self, buffer: Tensor) -> dist.Work:
+        """Start to fill a flat buffer with equal parts of all ranks. This rank has written its own part."""
+        elements = buffer.numel() // self.ranks
+        own = buffer.narrow(0, self.rank * elements, elements)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
+        return gather(buffer, own, group=self.gathers, async_op=True)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
+        """Start to send the r-th equal part of ``sent`` to rank r, and to receive its part for this rank."""
+        return dist.all_to_all_single(received, sent, group=self.reductions, async_op=True)
+
+    def on_communication_stream(self, after_compute: bool = True) -> AbstractContextManager:
+        """Launch the block's work on the communication stream, with ``after_compute`` after the compute stream's work."""
+        if self.stream is None:
+            return nullcontext()
+        if after_compute:
+            self._wait(self.stream, torch.cuda.current_stream(self.stream.device))
+        return torch.cuda.stream(self.stream)
+
+    def wait_until_started(self) -> None:
+        """Make later kernels wait for the communication stream, and start after the messages launched from it."""
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                self._delay.zero_()  # takes 2 us; meanwhile the messages start on streams of their own
+            self.join()
+
+    def join(self) -> None:
+        """Make later kernels wait for the communication stream."""
+        if self.stream is not None:
+            self._wait(torch.cuda.current_stream(self.stream.device), self.stream)
+
+    def _wait(self, waiting: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        """Make a stream wait for the work of another one so far, as `Stream.wait_stream` does with a new event each time."""
+        self._event.record(other)
+        waiting.wait_event(self._event)
+
+
+def transport_for(group, device: torch.device) -> Transport:
+    """Return the transport of this group on this device. ``group=None``: all ranks. A collective in the first call."""
+    transports = group_state(group).transports
+    if device not in transports:  # no lock: only this rank's thread uses its group
+        with torch.inference_mode(False):  # `_delay` is permanent, and training writes to it later
+            transports[device] = Transport(dist.group.WORLD if group is None else group, device)
+    return transports[device]
+
+
+def _second_communicator(group, device: torch.device):
+    """Return another communicator of the same ranks in the same order, or None. A collective of these ranks only."""
+    ranks = dist.get_process_group_ranks(group)
+    if backend_of(group, device) != "nccl" or ranks != sorted(ranks):  # a new group sorts its ranks
+        return None
+    communicator = new_group_of(group, "nccl")
+    group_state(group).aborted.append(communicator)
+    return communicator

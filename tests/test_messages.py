@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from canon import Layout
-from canon.fast import exchange
+from canon.fast import messages
 from canon.fast.ring import RING
 from canon.testing import process_groups
 
@@ -15,8 +15,8 @@ def test_a_buffer_has_one_exchange_in_flight():
         q, k, v = (torch.zeros(1, 2, 2, 8) for _ in range(3))
         call = RING.call(q, k, v, None, layout)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        groups = [exchange.HeadGroup(call, 1, range(head, head + 1), (8, 8)) for head in range(2)]
-        reduction = exchange.ReduceScatter(dk, dv, call, groups)
+        groups = [messages.HeadGroup(call, 1, range(head, head + 1), (8, 8)) for head in range(2)]
+        reduction = messages.ReduceScatter(dk, dv, call, groups)
         reduction.finish(0)  # empty: nothing happens
         for step, group in enumerate(groups):
             for part in group.zero_outside(reduction.sent[step], slice(0, 4)):

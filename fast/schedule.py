@@ -1,0 +1,227 @@
+"""Run the steps of a schedule so that messages overlap with kernels. Every distributed function uses this order.
+
+    time        before    step 0    step 1    step 2    step 3    end
+    messages    0         1         2         3                           K and V of the step
+    kernels               0         1         2         3
+    messages                        0         1         2         3       dk and dv of the step
+
+A column shows the steps that are in flight or computed at the same time. The first message overlaps with nothing, unless the
+caller calls `receiving` earlier. dk and dv of a step are sent before its dq is launched, if dq has a kernel of its own.
+
+    shared by ring, strided and magi                             their own part
+    `receiving`       starts messages one step ahead             messages (`messages.py`, `group_collectives.py`)
+    `run_forward`     the forward pass
+    `run_backward`    the backward pass                          `reduce`: where the sums of dk and dv are sent
+    `Step`            kernels of a forward step                  which keys and heads; where dk and dv are written
+    `StepBackward`    kernels of a backward step                 ring: a part of dk and dv, which is added to a sum
+
+`replayed` repeats a forward step as one pass. A backward step has two: dk and dv, then dq. So `forward`, `dkdv` and `dq` below
+run only to record a pass, or where it cannot be replayed. Both passes of a backward step share one scratch tensor:
+
+    dout, q, lse, delta    copies at the active queries, if these form several ranges; one range is read in place
+    statistics             row statistics in the form of the kernel backend, if it has its own form
+    dq                     the part of dq, if it is added to a running dq
+
+Source: double buffering; the order is that of aqlaboratory/ring-flash-attention pull request 12 (2025).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from canon.fast.active_queries import ActiveQueries
+from canon.fast.backward import QueryInputs, _dkdv, _dq
+from canon.fast.device import kernels_for
+from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.replay.recordings import replayed
+from canon.runtime.call import Call
+
+ALIGNMENT = 256  # bytes, of each tensor inside a scratch tensor
+
+
+def receiving(steps: int, fetch: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:
+    """Start the messages of step 0. Return an iterator over (step, tensors that its messages have brought).
+
+    ``fetch(step)`` starts the messages of a step, and its result's ``wait()`` returns the tensors. Before the iterator returns
+    a step, it starts the messages of the next one. So set the tensors of a step to None before the next step.
+    """
+    return _received(steps, fetch, fetch(0))
+
+
+def _received(steps: int, fetch: Callable[[int], Any], fetching: Any) -> Iterator[tuple[int, Any]]:
+    for step in range(steps):
+        held = fetching.wait()
+        if step + 1 < steps:
+            fetching = fetch(step + 1)
+        yield step, held
+        held = None
+
+
+def run_forward(
+    steps: Sequence["Step"], received: Iterator[tuple[int, Any]], q: Tensor, v: Tensor, dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """Return out (b, t, h, dv) in ``dtype`` and lse (b, h, t). ``received``: of `receiving`."""
+    results: Sequence[Tensor] = ()
+    for number, held in received:
+        if not results:  # now, because the tokens that step 0 has sent need no memory any more
+            results = empty_result(q, v, dtype)
+        step = steps[number]
+        if step.has_work:
+            replayed(step.forward, (q, *results, *held), kind=step)
+        held = None
+    return results
+
+
+def run_backward(
+    parts: Sequence["StepBackward"],
+    received: Iterator[tuple[int, Any]],
+    inputs: QueryInputs,
+    dq: Tensor | None,
+    grads: Iterator[Tensor | None],
+    reduce: Callable[[int, Tensor | None, Tensor | None], Any],
+) -> Any:
+    """Write dq. Return the result of the last reduction's ``wait()``, or None if nothing was reduced.
+
+    Args:
+        received: of `receiving`.
+        grads: yields the tensor for dk and dv of each step, None if they are not needed.
+        reduce: ``reduce(step, grads, room)`` starts to send dk and dv, and returns an object with ``wait()``, or None. At most
+            one reduction is in flight. ``room``: the scratch tensor of the step.
+    """
+    reducing = None
+    for number, held in received:
+        part, written, room, tensors = parts[number], next(grads), None, ()
+        if part.step.has_work:
+            room = part.scratch.empty(inputs.q.device)
+            tensors = (*inputs, dq, written, room, *held)
+            replayed(part.dkdv, tensors, kind=part)
+        if reducing:
+            reducing.wait()
+        reducing = reduce(number, written, room)
+        if tensors:
+            replayed(part.dq, tensors, kind=part)
+        held = written = room = tensors = None  # their memory may be used again
+    return reducing.wait() if reducing else None
+
+
+class Step:
+    """A step of a schedule for one kind of call: the ``active`` queries of some query ``heads``, over some keys.
+
+    A step that ``writes`` initialises the results of its heads. Other steps merge their part into the results. A schedule
+    defines `keys` and `gradients`.
+    """
+
+    def __init__(self, call: Call, active: ActiveQueries, writes: bool, heads: slice = slice(None)):
+        self.call, self.active, self.writes, self.heads = call, active, writes, heads
+        self.has_work = writes or bool(active.mask.bands)
+
+    def keys(self, *held: Any) -> Sequence[Tensor]:
+        """Return K and V (b, keys, heads, width) of the step, as views of the tensors ``held`` that its message brought."""
+        raise NotImplementedError
+
+    def gradients(self, grads: Tensor) -> Sequence[Tensor]:
+        """Return the views of ``grads`` for dk and dv of these keys, and set the gradients of other keys to 0."""
+        raise NotImplementedError
+
+    def forward(self, q: Tensor, out: Tensor, lse: Tensor, *held: Tensor | None) -> None:
+        """Compute the part of the step, into ``out`` and ``lse`` of all queries."""
+        mask, scale, heads, keys = self.active.mask, self.call.scale, self.heads, self.keys(*held)
+        if self.writes:
+            forward_into(q[:, :, heads], *keys, mask, scale, out[:, :, heads], lse[:, heads])
+        else:
+            part = forward_part(self.active.take(q), *keys, mask, scale=scale, out_dtype=out.dtype)
+            self.active.merge([out, lse], part)
+
+
+class _Place(NamedTuple):
+    start: int  # in bytes
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel() * self.dtype.itemsize
+
+
+class Scratch:
+    """The places of named tensors in one allocation of ``nbytes``."""
+
+    def __init__(self):
+        self.places: dict[str, _Place] = {}
+        self.nbytes = 0
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Reserve room for a contiguous tensor."""
+        start = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        self.places[name] = place = _Place(start, torch.Size(shape), dtype)
+        self.nbytes = place.stop
+
+    def empty(self, device: torch.device) -> Tensor | None:
+        """Allocate the room; None if nothing needs any."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device) if self.nbytes else None
+
+    def view(self, room: Tensor | None, name: str) -> Tensor:
+        """Return a tensor inside the room. Raises KeyError if there is none of this name."""
+        place = self.places[name]
+        if room is None:
+            return torch.empty(place.shape, dtype=place.dtype)
+        return room[place.start : place.stop].view(place.dtype).view(place.shape)
+
+
+class StepBackward:
+    """The kernels of a step's backward pass, for one kind of call.
+
+    With ``adds_dq`` the part of dq is added to a running dq, else it is written there. ``scratch`` has the places of the
+    tensors that both parts use; a schedule may add its own.
+    """
+
+    def __init__(self, step: Step, inputs: QueryInputs, v: Tensor, dq: Tensor | None, adds_dq: bool):
+        self.step: Any = step  # of the schedule's own class
+        self.active, self.adds_dq = step.active, adds_dq and dq is not None
+        self.scratch = Scratch()
+        inputs, tokens = inputs.heads(step.heads), self.active.mask.queries
+        if not self.active.in_place:
+            for name, x in zip(QueryInputs._fields, inputs, strict=True):
+                self.scratch.add(name, self.active.shape(x), x.dtype)
+        statistics = kernels_for(inputs.q, v).empty_statistics(inputs.lse.narrow(2, 0, tokens))
+        if statistics is not None:
+            self.scratch.add("statistics", statistics.shape, statistics.dtype)
+        if self.adds_dq:
+            self.scratch.add("dq", (dq.shape[0], tokens, *dq.shape[2:]), dq.dtype)
+
+    def dkdv(self, dout, q, lse, delta, dq: Tensor | None, grads: Tensor | None, room: Tensor | None, *held) -> None:
+        """Launch dk and dv; "fused" also launches dq. If ``grads`` is None, launch only what dq needs."""
+        inputs = QueryInputs(dout, q, lse, delta).heads(self.step.heads)
+        written = (None, None) if grads is None else self.gradients(grads, room)
+        if not self.active.in_place:
+            self.active.copy_inputs(inputs, self._copies(room))
+        self._launch(_dkdv, inputs, held, room, self._dq(dq, room), *written)
+
+    def dq(self, dout, q, lse, delta, dq: Tensor | None, grads: Tensor | None, room: Tensor | None, *held) -> None:
+        """Launch dq after `dkdv`, and add it to the running dq. ``grads``: as in `dkdv`; None changes the method."""
+        if dq is None:
+            return
+        part = self._dq(dq, room)
+        self._launch(_dq, QueryInputs(dout, q, lse, delta).heads(self.step.heads), held, room, part, grads)
+        if self.adds_dq:
+            self.active.add(dq, part)
+
+    def gradients(self, grads: Tensor, room: Tensor | None) -> Sequence[Tensor]:
+        """Return the tensors to which the kernels write dk and dv."""
+        return self.step.gradients(grads)
+
+    def _launch(self, launch, inputs: QueryInputs, held: Sequence[Tensor | None], room: Tensor | None, *grads) -> None:
+        dout, q, lse, delta = self.active.take_inputs(inputs) if self.active.in_place else self._copies(room)
+        statistics = self.scratch.view(room, "statistics") if "statistics" in self.scratch.places else None
+        options = self.active.mask, self.step.call.scale, self.step.call.backward
+        launch(q, *self.step.keys(*held), dout, lse, delta, statistics, *grads, *options)
+
+    def _copies(self, room: Tensor | None) -> QueryInputs:
+        return QueryInputs(*(self.scratch.view(room, name) for name in QueryInputs._fields))
+
+    def _dq(self, dq: Tensor | None, room: Tensor | None) -> Tensor | None:
+        if self.adds_dq:
+            return self.scratch.view(room, "dq")
+        return None if dq is None else dq[:, :, self.step.heads]
