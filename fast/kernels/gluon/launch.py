@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
@@ -178,6 +179,10 @@ def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> t
 
 def check(q: Tensor) -> None:
     """Raise ValueError unless there are Hopper kernels for q's dtype and device."""
+    if q.device.type == "cpu" and "run" not in vars(GluonJITFunction):  # `canon.simulator` sets it
+        raise ValueError(
+            'the Hopper kernels need a GPU of compute capability 9.0, got CPU tensors: use backend("triton")'
+        )
     if q.dtype not in DTYPES:
         raise ValueError(f'the Hopper kernels support bfloat16 and float16, not {q.dtype}: use backend("triton")')
     if q.device.type == "cuda" and capability(q.device) != CAPABILITY:
@@ -346,7 +351,7 @@ def constants(kernel, config: Config) -> dict:
 def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **options) -> None:
     """Launch a CTA on every SM, but at most ``work_tiles``.
 
-    Raises ValueError if the device has too little shared memory, and RuntimeError on a CPU without the simulator.
+    Raises ValueError if the device has too little shared memory.
     """
     try:
         launch(kernel, min(work_tiles, resident_ctas(q)), q.device, arguments, **constants(kernel, config), **options)
@@ -354,10 +359,4 @@ def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **
         raise ValueError(
             f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "
             'use backend("triton")'
-        ) from error
-    except RuntimeError as error:
-        if q.device.type != "cpu" or "active drivers" not in str(error):
-            raise
-        raise RuntimeError(
-            "the Hopper kernels need an sm_90, or the simulator: canon.testing.simulated_kernels"
         ) from error

@@ -249,7 +249,7 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
     """Check the arguments of a collective inside: an error on one rank raises on every rank, in its next `GroupState.agree`."""
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         if ranks > 1:
             group_state(group).agree(name, (("function", name), ("arguments", str(error))), wait=True)
         raise

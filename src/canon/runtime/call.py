@@ -26,6 +26,7 @@ from canon.runtime.agreement import GroupState, group_state, refused_together
 from canon.runtime.checks import (
     DTYPES,
     accumulate_dtype,
+    any_device,
     cached,
     check_mask_type,
     check_method,
@@ -49,15 +50,15 @@ class Half:
     """The properties that all algorithms of `canon.reference`, or of `canon.fast`, share.
 
     ``under_sink(out, lse, sink)`` returns out under a sink. ``settings(key)`` returns the caller's settings that change the
-    kernels of a call, and ``restored`` is a context with these settings, for its later passes. ``check_device`` raises
-    RuntimeError for a device that no kernel supports.
+    kernels of a call, and ``restored`` is a context with these settings, for its later passes. ``check_device(q)``
+    raises RuntimeError or ValueError if no kernel supports q.
     """
 
     name: str
     under_sink: Callable[[Tensor, Tensor, Tensor], Tensor]
     settings: Callable[[Hashable], Any] = _no_settings
     restored: Callable[[Any], AbstractContextManager] = nullcontext
-    check_device: Callable[[Tensor], None] = _no_settings
+    check_device: Callable[[Tensor], None] = any_device
 
 
 @dataclass(frozen=True, eq=False)
