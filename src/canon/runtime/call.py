@@ -35,7 +35,7 @@ from canon.runtime.checks import (
     default_scale,
 )
 from canon.runtime.digests import Fields, digest_of
-from canon.runtime.group import Group, place_in
+from canon.runtime.group import ENDED, Group, place_in
 from canon.runtime.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})  # types of options that a key may hold
@@ -166,9 +166,7 @@ class Call:
         if self.group_reference is None:
             return None
         if (group := self.group_reference()) is None:
-            raise RuntimeError(
-                f"{self.function}: the process group of this call has ended: keep it until the backward pass"
-            )
+            raise RuntimeError(f"{self.function}: {ENDED}")
         return group
 
     @cached_property

@@ -17,6 +17,8 @@ from canon.masks.arguments import shown
 from canon.runtime.digests import GatheredDigests, SharedDigests, shared_memory
 
 Group = dist.ProcessGroup | dist.DeviceMesh | None
+ENDED = "the process group has ended: make a new one, and keep it until the backward pass"
+UNUSED_TAG = 2**31 - 2  # of a receive that nothing answers
 GATHERING: set[str] = set()  # backends that always gather digests; tests add theirs
 
 
@@ -39,6 +41,8 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
         return None, 0, 1
     if isinstance(group, dist.DeviceMesh):
         group = _group_of_mesh(name, group)
+    if group is not None and group not in dist.distributed_c10d._world.pg_map:
+        raise ValueError(f"{name}: {ENDED}")
     rank = dist.get_rank(group)
     if rank < 0:
         members = ", ".join(map(str, dist.get_process_group_ranks(group)))
@@ -109,7 +113,7 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
     """Return the carrier of the digests of a group: memory that all ranks share, or all-gathers. A collective."""
     if backend_of(group, torch.device("cpu")) in GATHERING:
-        return GatheredDigests(ref(group), ranks)
+        return GatheredDigests(ref(group), ranks, lambda: None)  # aborted with the group
     timeout = dist.distributed_c10d.default_pg_timeout
     for device in ("cpu", "cuda"):
         with suppress(AttributeError, RuntimeError):
@@ -117,12 +121,24 @@ def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
     if (memory := shared_memory(store, rank, ranks)) is not None:
         return SharedDigests(memory, rank, ranks, timeout.total_seconds())
     if backend_of(group, torch.device("cpu")) in ("gloo", "mpi"):
-        return GatheredDigests(ref(group), ranks)
+        return GatheredDigests(ref(group), ranks, lambda: None)  # aborted with the group
     channel = new_group_of(group, "gloo", timeout=timeout)
-    return GatheredDigests(lambda: channel, ranks)
+    return GatheredDigests(lambda: channel, ranks, lambda: abort_group(channel))
 
 
-def is_from_messages(error: RuntimeError) -> bool:
+def abort_group(group: Any) -> None:
+    """End all messages of a group in flight: their waits raise, on this rank at once.
+
+    Gloo has no abort. A receive that times out closes all connections of a gloo group.
+    """
+    group.abort()
+    if backend_of(group, torch.device("cpu")) == "gloo":
+        other = (group.rank() + 1) % group.size()
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1)], other, UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+def is_from_messages(error: Exception) -> bool:
     """Return whether an error comes from messages between ranks, by its type or its text."""
     words = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)

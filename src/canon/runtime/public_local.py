@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.masks.mask import Mask
-from canon.runtime.agreement import group_state, refused_together
+from canon.runtime.agreement import group_state, named_failures, refused_together
 from canon.runtime.attend import attend
 from canon.runtime.binding import bound
 from canon.runtime.call import Algorithm
@@ -233,7 +233,7 @@ def decode_attention(decode: Callable[..., tuple[Tensor, Tensor]], check_device:
         Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
         given, rank, ranks, mask, scale = _agreed(q, k, v, mask, scale, sink, group, check_device)
-        with torch.no_grad():
+        with torch.no_grad(), named_failures("decode_attention", given, ranks):
             out, lse = decode(*batched(q, k, v), mask, scale, sink, given, rank, ranks)
         if q.ndim == 3:
             out, lse = out.squeeze(0), lse.squeeze(0)
