@@ -12,8 +12,10 @@ import torch
 
 import canon
 from canon.fast import backend, device
+from canon.fast.kernels import launcher
 from canon.fast.kernels.cuda import launch as cuda
 from canon.fast.kernels.gluon import launch as hopper
+from canon.fast.kernels.triton import config
 from canon.fast.kernels.triton import launch as portable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -51,6 +53,17 @@ def test_hopper_uses_gluon_where_it_supports_the_inputs(machine, d, dv, dtype, m
 def test_other_gpus_use_triton(machine, capability):
     machine["capability"] = capability
     assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
+
+
+def test_gpus_of_amd_take_no_kernels_and_no_tables_of_hopper(monkeypatch):
+    mi250 = SimpleNamespace(major=9, minor=0, multi_processor_count=104, shared_memory_per_block_optin=1 << 16)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mi250)
+    monkeypatch.setattr(portable, "INTERPRETED", False)
+    for hip, expected in (("6.2", portable), (None, hopper)):
+        monkeypatch.setattr(launcher, "_gpus", {})
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is expected
+        assert config.is_hopper(torch.device("cuda")) == (expected is hopper)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])

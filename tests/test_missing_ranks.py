@@ -238,7 +238,7 @@ def survive_an_exception(half, function, where, when):
 def test_an_exception_that_one_rank_survives_raises_on_every_rank(half, function, where, when):
     expected = f"rank 1 raised MemoryError in {function} ({where}): out of memory"
     found = process_groups.processes(functools.partial(survive_an_exception, half, function, where, when), 2)
-    for errors, log, seconds in found:
+    for errors, _, seconds in found:
         assert all(expected in error for error in errors)
         assert seconds < 10, "two looks of the watching thread are a second apart"
     assert when == "after" or any(expected in line for _, log, _ in found for line in log)
@@ -248,8 +248,8 @@ def survive_the_same_exception():
     """All ranks raise the same, so the group can still be used. Rank 1 then raises alone."""
     layout = canon.Layout([[range(8)], []], 8)
     for _ in range(2):
+        x = torch.ones(1, layout.size(dist.get_rank()), 2, 8)
         with pytest.raises(ValueError, match="head_stride"):
-            x = torch.ones(1, layout.size(dist.get_rank()), 2, 8)
             reference.strided_attention(x, x, x, layout=layout, head_stride=3)
         time.sleep(2.5)  # two looks of the watching thread
     reference.ring_attention(*(torch.ones(1, 8, 2, 8) for _ in range(3)))

@@ -36,6 +36,7 @@ from canon.runtime.rank_invariance import TILE
 
 LOG2E = 1.4426950408889634
 SIMULATED_SMS = 3
+MOST_VISITS = 2**29  # of a CTA, on average: half of 2^30, because CTAs that start late or hold long tiles differ
 TILES = {size: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)}
 VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
@@ -333,8 +334,14 @@ def resident_ctas(x: Tensor) -> int:
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
     """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq, in one allocation.
 
-    If no CTA reads it (one work tile each, no semaphores), ``work`` is returned twice.
+    If no CTA reads it (one work tile each, no semaphores), ``work`` is returned twice. Raises ValueError if a CTA could visit
+    2^30 tiles: the kernels use higher bits of that number as zeros.
     """
+    if plan.visits > MOST_VISITS * min(plan.work_tiles, resident_ctas(x)):
+        raise ValueError(
+            f"the call visits {plan.visits} tiles of scores, more than {MOST_VISITS} for each SM: split the heads over calls, "
+            'or use backend("triton")'
+        )
     if plan.work_tiles <= resident_ctas(x) and not semaphores:
         return plan.work, plan.work
     return plan.work, torch.zeros(1 + semaphores, dtype=torch.int32, device=x.device)

@@ -145,7 +145,10 @@ class GroupState:
         self.pending: PendingCall | None = None
         self.broken: Exception | None = None  # the error that made the group unusable
         self.raised = False  # whether this rank has raised an exception that is not compared yet
-        self.reports, self.doubtful = 0, False  # the reports of exceptions that all ranks raised; whether there are others
+        self.reports, self.doubtful = (
+            0,
+            False,
+        )  # the reports of exceptions that all ranks raised; whether there are others
         self.lock = threading.RLock()
         watch(self)
 
