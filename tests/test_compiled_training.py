@@ -98,7 +98,7 @@ def collectives():
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(loss, x)[0] for loss in (found, expected)))
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="redistributed sends messages: compile without fullgraph"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="canon does not trace redistributed: compile without"):
         torch.compile(step, backend="aot_eager", fullgraph=True)(x)
 
 

@@ -16,7 +16,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def _called(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg=f"{function.__name__} sends messages: compile without fullgraph=True")
+            torch._dynamo.graph_break(msg=f"canon does not trace {function.__name__}: compile without fullgraph=True")
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -4,9 +4,12 @@ A group is a ProcessGroup, a DeviceMesh of one dimension, also a slice (``mesh["
 alone without torch.distributed.
 """
 
+import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -38,6 +41,7 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
     if not dist.is_initialized():
         if group is not None:
             raise ValueError(f"{name}: a group was given, but torch.distributed has ended: call init_process_group")
+        _warn_of_one_rank()
         return None, 0, 1
     if isinstance(group, dist.DeviceMesh):
         group = _group_of_mesh(name, group)
@@ -48,6 +52,17 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
         members = ", ".join(map(str, dist.get_process_group_ranks(group)))
         raise ValueError(f"{name}: rank {dist.get_rank()} is not a member of the group, whose ranks are {members}")
     return group, rank, dist.get_world_size(group)
+
+
+@cache
+def _warn_of_one_rank() -> None:
+    """Warn once if a launcher has started several ranks, but torch.distributed is not initialised."""
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        warnings.warn(
+            f"canon: WORLD_SIZE is {ranks}, but torch.distributed is not initialised, so this process computes alone: call "
+            "init_process_group first",
+            stacklevel=3,
+        )
 
 
 def _group_of_mesh(name: str, mesh: dist.DeviceMesh) -> dist.ProcessGroup:

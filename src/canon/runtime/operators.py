@@ -13,7 +13,8 @@ compiled region. A group travels as its name. Results own their memory and are c
 Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs leave the operators out.
 The ranks do not compare the sink of a compiled call, so a sink that does not fit raises on its own rank only.
 ``keep_kv`` keeps as many rows as the mask needs: a compiled graph needs torch._dynamo.config.capture_dynamic_output_shape_ops.
-A compiled function cannot use other attributes or methods of masks and layouts than `unshard` and `redistribute`. FlopCounterMode counts no FLOPs of an operator.
+A compiled function cannot use attributes or methods of masks and layouts, except `unshard` and `redistribute`.
+FlopCounterMode counts no FLOPs of an operator.
 """
 
 from collections.abc import Callable, Iterator, Sequence
