@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.fast.device import check_inputs
 from canon.fast.local import attention_forward, forward_into, merge_into
 from canon.fast.messages import transport_for
 from canon.masks.mask import Mask
 from canon.runtime import public_local
-from canon.runtime.agreement import named_failures
 from canon.runtime.checks import accumulate_dtype
 from canon.runtime.sink_weights import weighted
 
@@ -39,15 +39,14 @@ def decode(
         forward_into(q, k, v, mask, scale, *parts[rank])
     (out, lse), *others = parts
     if others and out.numel():
-        with named_failures("decode_attention", group, ranks):
-            transport_for(group, q.device).all_gather(buffer).wait()
+        transport_for(group, q.device).all_gather(buffer).wait()
         for other in others:
             merge_into(out, lse, *other)
     return (out if sink is None else weighted(out, lse, sink)).to(q.dtype), lse
 
 
 # torch.compile breaks its graph here: it does not trace plans.
-decode_attention = torch.compiler.disable(public_local.decode_attention(decode))
+decode_attention = torch.compiler.disable(public_local.decode_attention(decode, check_inputs))
 
 
 def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

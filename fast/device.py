@@ -127,6 +127,13 @@ def _gluon_supports(q: Tensor, v: Tensor, method: str) -> bool:
     return q.dtype in config.DTYPES and bool(config.padded_to(kernel, q.shape[-1], v.shape[-1]))
 
 
+def check_inputs(q: Tensor) -> None:
+    """Raise RuntimeError or ValueError if no kernel, or no kernel of the chosen backend, supports q."""
+    check_device(q)
+    if _chosen.get() in ("gluon", "cuda"):
+        kernels_for(q, q).check(q)
+
+
 def check_device(x: Tensor) -> None:
     """Raise RuntimeError if no kernel can run on the device of x. Nothing runs while plans are made ahead."""
     if x.device.type == "meta" and are_noted():

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.fast.device import check_device
 from canon.fast.kernels.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.messages import transport_for
@@ -233,5 +234,5 @@ def as_heads(x: Tensor) -> Tensor:
 
 cast_plan = public_plans.cast_plan(granular_plan)
 plan_report = public_plans.plan_report(_plan_report)
-group_cast = public_plans.group_cast(_group_cast)
-group_reduce = public_plans.group_reduce(_group_reduce)
+group_cast = public_plans.group_cast(_group_cast, check_device)
+group_reduce = public_plans.group_reduce(_group_reduce, check_device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.fast.device import check_device, restored, settings_of
+from canon.fast.device import check_inputs, restored, settings_of
 from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
 from canon.fast.replay.recordings import replayed
 from canon.runtime.call import Half
@@ -47,4 +47,4 @@ class _Sink(torch.autograd.Function):
         return dout_keys, dlse if ctx.needs_input_grad[1] else None, dsink
 
 
-FAST = Half("fast", under_sink, settings_of, restored, check_device)
+FAST = Half("fast", under_sink, settings_of, restored, check_inputs)

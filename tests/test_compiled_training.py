@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from canon import Mask, reference
+from canon import Layout, Mask, reference
 from canon.testing import process_groups
+from canon.training import sequence_loss
 
 TOKENS = 24
 STEPS = ([0, 7], [0, 5, 9], [0, 3, 12])
@@ -79,3 +80,27 @@ def program(wrap):
 @pytest.mark.parametrize("wrap", [ddp, fsdp])
 def test_compiled_models_train_with_a_new_mask_in_each_step(wrap):
     process_groups.processes(partial(program, wrap), 2, timeout=200)
+
+
+def collectives():
+    """Compile a program with all collectives besides attention, and compare it with the eager one."""
+    rank, x = dist.get_rank(), torch.randn(1, 12, 5, requires_grad=True)
+    layout, to = Layout.contiguous(TOKENS, 2), Layout.zigzag(TOKENS, 2)
+    labels = torch.arange(12)[None] % 5
+
+    def step(x):
+        x = torch.sin(layout.redistribute(torch.sin(x), to))
+        loss = sequence_loss(torch.cos(x), labels)
+        return (layout.unshard(x) * (1 + rank)).sum() + 2 * loss
+
+    expected = step(x)
+    found = torch.compile(step, backend="aot_eager")(x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, x)[0] for loss in (found, expected)))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="canon does not trace redistributed: compile without"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_collectives_break_the_graph_of_a_compiled_program():
+    process_groups.processes(collectives, 2, timeout=200)

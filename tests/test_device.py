@@ -1,14 +1,21 @@
 """Hopper GPUs use the Gluon backend where it supports the inputs; others use Triton; a chosen backend is always used."""
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import canon
 from canon.fast import backend, device
+from canon.fast.kernels import launcher
 from canon.fast.kernels.cuda import launch as cuda
 from canon.fast.kernels.gluon import launch as hopper
+from canon.fast.kernels.triton import config
 from canon.fast.kernels.triton import launch as portable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -48,6 +55,17 @@ def test_other_gpus_use_triton(machine, capability):
     assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
 
 
+def test_gpus_of_amd_take_no_kernels_and_no_tables_of_hopper(monkeypatch):
+    mi250 = SimpleNamespace(major=9, minor=0, multi_processor_count=104, shared_memory_per_block_optin=1 << 16)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mi250)
+    monkeypatch.setattr(portable, "INTERPRETED", False)
+    for hip, expected in (("6.2", portable), (None, hopper)):
+        monkeypatch.setattr(launcher, "_gpus", {})
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is expected
+        assert config.is_hopper(torch.device("cuda")) == (expected is hopper)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
 @pytest.mark.parametrize("method", ["split", "head_parallel", "fused"])
 def test_cuda_is_never_chosen_without_being_asked_for(machine, capability, method):
@@ -74,3 +92,54 @@ def test_a_chosen_backend_is_never_replaced(machine, chosen, expected):
         assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is expected
         if chosen in ("gluon", "cuda"):  # its launches raise for inputs that it does not support
             assert device.kernels_for(heads(512, F32), heads(512, F32)) is expected
+
+
+@pytest.mark.parametrize("name", ["gluon", "cuda"])
+def test_a_chosen_backend_without_a_gpu_raises_before_a_message(name):
+    q = torch.ones(1, 8, 2, 8, dtype=BF16)
+    with backend(name), pytest.raises(ValueError, match='kernels need .* got .*(cpu|CPU).*: use backend\\("triton"\\)'):
+        device.check_inputs(q)
+
+
+ON_CPU = """
+import sys
+import torch, torch.distributed as dist
+from canon import Layout, Mask, fast, reference
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+x = torch.ones(1, 8, 2, 8)
+q, plan = x.to("meta") if rank else x, fast.cast_plan(Mask.causal(16), Layout.contiguous(16, 2))
+for function in (
+    lambda: fast.ring_attention(x, x, x), lambda: fast.strided_attention(x, x, x), lambda: fast.magi_attention(x, x, x),
+    lambda: fast.decode_attention(x, x, x), lambda: fast.group_cast(x[0], plan, 0),
+    lambda: fast.group_reduce(x[0, : 8 * rank], plan, 0, x[0].clone()),
+    lambda: fast.ring_attention(q, q, q),  # only rank 0 has CPU tensors
+):
+    try:
+        function()
+    except (RuntimeError, ValueError) as error:
+        print(error)
+    reference.ring_attention(x, x, x)
+"""
+
+
+def test_cpu_tensors_raise_one_sentence_on_every_rank_before_a_message(tmp_path):
+    """In fresh processes: the suite sets TRITON_INTERPRET."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(canon.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+    run = lambda rank: subprocess.Popen(
+        [sys.executable, "-c", ON_CPU, str(rank), str(tmp_path / "store")],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ranks = [run(rank) for rank in range(2)]
+    for printed, errors in [rank.communicate(timeout=100) for rank in ranks]:
+        *same, one_rank = printed.split(
+            "canon.fast needs tensors on a CUDA device, got CPU tensors: use canon.reference"
+        )[1:]
+        assert len(same) == 6, errors
+        assert "rank 1: q is on the meta device" in one_rank, errors

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hopper import HOPPER_ONLY, METHODS, assert_exact, attend, hopper, inputs
 from sharded import DEVICE, ON_HOPPER
-from triton.runtime import driver
 
 from canon import Band, Layout, Mask
 from canon.fast import backend, local, ring_attention
@@ -20,6 +19,18 @@ pytestmark = HOPPER_ONLY
 
 
 # --- loads and work tiles ---
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="the simulator has three SMs")
+def test_more_tiles_than_a_kernel_can_count_raise(monkeypatch):
+    mask = Mask.causal(300)
+    arguments = inputs(mask, h=4)
+    assert_exact(attend(*arguments, mask), *arguments, mask)
+    monkeypatch.setattr(launch, "MOST_VISITS", 5)  # a head has 1 + 2 + 3 tiles of scores, or twice as many
+    with pytest.raises(
+        ValueError, match="visits .* tiles of scores, more than 5 for each SM: split the heads over calls"
+    ):
+        attend(*arguments, mask)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -107,16 +118,6 @@ def test_configurations_that_would_hang_raise(wrong):
     mask = Mask.causal(9)
     with config.forced(forward=wrong), pytest.raises(ValueError, match="at least 2 stages"):
         attend(*inputs(mask), mask)
-
-
-@pytest.mark.skipif(ON_HOPPER, reason="here they run")
-def test_the_error_on_a_cpu_names_the_simulator(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(driver, "_active", None)
-    monkeypatch.setattr(driver, "_default", None)
-    mask = Mask.causal(9)
-    with backend("gluon"), pytest.raises(RuntimeError, match="simulator"):
-        local.attention_forward(*inputs(mask)[:3], mask)
 
 
 def test_too_much_shared_memory_raises_with_numbers():

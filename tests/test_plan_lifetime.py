@@ -2,6 +2,7 @@
 
 import gc
 import os
+import weakref
 from pathlib import Path
 from statistics import median
 
@@ -121,6 +122,37 @@ def test_the_second_thread_gets_the_plan_of_the_first():
     assert cache.find("key", make) == "first"
 
 
+class Graph:
+    """A torch.cuda.CUDAGraph without a GPU."""
+
+    get_currently_capturing_graph = None
+
+
+class PlanOnAGpu:
+    is_cuda = True
+
+    def data_ptr(self):
+        return 8
+
+
+def test_plans_of_a_captured_graph_live_as_long_as_the_graph(monkeypatch):
+    graphs = [Graph(), Graph()]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Graph, "get_currently_capturing_graph", lambda: graphs[-1])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    plans = [PlanOnAGpu(), PlanOnAGpu()]
+    alive = [weakref.ref(plan) for plan in plans]
+    plan_cache.keep_for_stream(plans.pop())
+    del graphs[1]
+    gc.collect()
+    assert alive[1](), "the graph may still run"
+    plan_cache.keep_for_stream(plans.pop())  # the next capture
+    assert alive[0]()
+    assert not alive[1]()
+    graphs.clear()
+    assert not plan_cache._captured
+
+
 # --- on GPUs
 
 
@@ -165,8 +197,9 @@ def test_a_captured_graph_keeps_its_plans(monkeypatch):
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(x, y) for x, y in zip(replayed, expected, strict=True))
-    assert plan_cache._captured
-    del blocks
+    del blocks, replayed, graph
+    gc.collect()
+    assert not plan_cache._captured
 
 
 @pytest.mark.gpus(1)

@@ -1,6 +1,7 @@
 """A recorded pass replays with the same bits on other tensors, and whatever cannot be replayed runs as written."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,3 +187,20 @@ def test_a_pass_with_large_temporaries_frees_them_as_it_goes(monkeypatch):
     prepared.replayed(body, (q, k, v, *room(q, v)))
     assert [x() for x in alive] == [None] * 3
     assert passes()[0].reason == "the pass allocates more than 0 MB"
+
+
+def test_a_pass_beyond_the_limits_of_the_native_replay_runs_as_written(monkeypatch):
+    def make(operations):
+        raise ValueError("a kernel has more bytes of parameters than replay.c holds")
+
+    monkeypatch.setattr(prepared, "REPLAYED", {DEVICE: prepared.PreparedPass})
+    monkeypatch.setattr(prepared, "native_module", lambda: SimpleNamespace(make=make, run=None))
+    monkeypatch.setattr(prepared, "packed", lambda operation, place: operation)
+    q, k, v, _ = inputs(0)
+    expected = room(q, v)
+    forward(q, k, v, *expected)
+    for _ in range(2):
+        out, lse = room(q, v)
+        prepared.replayed(forward, (q, k, v, out, lse))
+        assert torch.equal(out, expected[0])
+    assert "more bytes of parameters" in passes()[0].reason

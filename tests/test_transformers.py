@@ -1,15 +1,22 @@
 """Claims about `canon.integrations.transformers`: models compute as with eager attention, on one process and on several."""
 
+import copy
 import functools
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from canon import Layout, Mask
 from canon.testing import process_groups
 
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
 from tiny_models import MODELS, assert_close, sharded_step, tiny, tokens, whole_step
+
+from canon.integrations import transformers as transformers_module
+from canon.integrations.transformers import sharded
 
 N = 49
 ENDS = [0, 19, 30, N]
@@ -49,7 +56,7 @@ def test_padding_on_any_side_is_honoured(name):
     assert_close(whole_step(tiny(name, "canon"), batch), whole_step(tiny(name), batch), valid)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3"])  # GptOss does not find packs in position_ids
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3"])
 def test_packed_positions_divide_documents(name):
     batch = batch_of() | {"position_ids": POSITIONS}
     found, expected = (whole_step(tiny(name, attention), batch) for attention in ("canon", "eager"))
@@ -57,7 +64,53 @@ def test_packed_positions_divide_documents(name):
     assert (found[0] - eager(name)[0]).norm() > 0.1 * found[0].norm()
 
 
+def test_packed_positions_that_a_model_does_not_give_to_its_mask_raise():
+    batch = {"input_ids": tokens(N), "position_ids": POSITIONS}
+    for name, options in (("GptOss", dict(use_cache=False)), ("Llama", dict(use_cache=True))):
+        with pytest.raises(ValueError, match="position_ids restart at a token that sees the one before it"):
+            tiny(name, "canon")(**batch, **options)
+    tiny("GptOss", "canon")(input_ids=tokens(N), position_ids=torch.arange(N)[None], use_cache=False)
+    with sharded(Mask.documents(ENDS), Layout.contiguous(N, 1), half="reference"):
+        tiny("GptOss", "canon")(**batch, use_cache=False)
+
+
+def test_a_model_warns_outside_of_sharded_if_its_positions_are_those_of_a_shard():
+    model, layout = tiny("Llama", "canon"), Layout.zigzag(N, 2)
+
+    def program():
+        part = layout.shard_batch({"input_ids": tokens(N)}, dist.get_rank())
+        transformers_module._warn_of_a_shard.cache_clear()
+        with warnings.catch_warnings(record=True) as raised:
+            warnings.simplefilter("always")
+            model(**part, use_cache=False)
+            dist.barrier()
+        return [str(warning.message) for warning in raised]
+
+    (message,) = {message for found in process_groups.threads(program, 2) for message in found if "canon:" in message}
+    assert "this rank attends to its own tokens alone" in message
+
+
 # --- several ranks
+
+
+def compiled_steps(name):
+    """Compile a whole model inside `sharded`. One set of graphs serves all masks."""
+    model = tiny(name, "canon")
+    compiled, graphs = torch.compile(copy.deepcopy(model), backend="aot_eager"), []
+    for ends in ([5], [3, 9], [1, 2, 20]):
+        ends = [0, *ends, N]
+        step = functools.partial(sharded_step, batch=batch_of(), mask=Mask.documents(ends), layout=Layout.zigzag(N, 2))
+        found, expected = (step(x, cu_seqlens=ends, copied=False, half="reference") for x in (compiled, model))
+        assert_close(found, expected)
+        graphs.append(counters["stats"]["unique_graphs"])
+        model.zero_grad()
+        compiled.zero_grad()
+    assert len(set(graphs)) == 1
+
+
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_a_whole_model_can_be_compiled_inside_sharded(name):
+    process_groups.processes(functools.partial(compiled_steps, name), 2, timeout=300)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -58,19 +58,22 @@ def whole_step(model, batch, **options):
     return logits.detach(), loss.detach(), {name: x.grad for name, x in model.named_parameters()}
 
 
-def sharded_step(model, batch, mask, layout, cu_seqlens=None, backward_inside=False, **options):
+def sharded_step(model, batch, mask, layout, cu_seqlens=None, backward_inside=False, copied=True, **options):
     """Return logits of the whole sequence, loss, and the gradients of all ranks, added. Runs on every rank."""
     rank = dist.get_rank()
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model) if copied else model
     part = layout.shard_batch(batch, rank, cu_seqlens)
     with sharded(mask, layout, **options):
-        logits = model(**part, use_cache=False).logits
+        inputs = {name: x for name, x in part.items() if "labels" not in name}
+        logits = model(**inputs, use_cache=False).logits
         loss = sequence_loss(logits, part["shift_labels"])
         if backward_inside:
             loss.backward()
     if not backward_inside:
         loss.backward()
-    gradients = {name: x.grad / dist.get_world_size() for name, x in model.named_parameters()}
+    gradients = {
+        name.removeprefix("_orig_mod."): x.grad / dist.get_world_size() for name, x in model.named_parameters()
+    }
     for gradient in gradients.values():
         dist.all_reduce(gradient)
     return layout.unshard(logits.detach()), loss.detach(), gradients

@@ -3,7 +3,7 @@
     reader on            rule
     the same stream      nothing to do: the allocator reuses memory in stream order
     another stream       `Tensor.record_stream`: the allocator waits for that stream
-    a captured graph     replays read the memory, so the tensors are kept for the life of the process
+    a captured graph     replays read the memory, so the tensors are kept as long as the graph
 
 A new plan during a capture raises RuntimeError: the graph would replay its upload, or CUDA refuses it. Another process can
 make a `host_part` ahead (`canon.fast.preparation`), with tensors on the meta device.

@@ -96,7 +96,10 @@ def specialization(argument: Any) -> Any:
 
 
 class Gpu(NamedTuple):
-    """The properties of a GPU that plans depend on. ``shared_memory``: bytes that a CTA may use."""
+    """The properties of a GPU that plans depend on. ``shared_memory``: bytes that a CTA may use.
+
+    ``capability`` is (0, 0) for a GPU of AMD: it never takes kernels or tables of Hopper.
+    """
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -139,7 +142,8 @@ def gpu_of(device: torch.device) -> Gpu:
             "and pass its result as device"
         )
     properties = torch.cuda.get_device_properties(device)
-    capability = properties.major, properties.minor
+    # ROCm numbers its architectures alike: gfx90a has 9.0
+    capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
     gpu = Gpu(capability, properties.multi_processor_count, properties.shared_memory_per_block_optin)
     return _gpus.setdefault(device, gpu)
 

@@ -92,7 +92,10 @@ class PreparedPass:
     @staticmethod
     def _bound(operations: list[Launch | Zero], place: Callable[[Place], Place]) -> Callable[..., None]:
         native = native_module()
-        return partial(native.run, native.make(tuple(packed(x, place) for x in operations)))
+        try:
+            return partial(native.run, native.make(tuple(packed(x, place) for x in operations)))
+        except ValueError as error:  # a limit of `replay.c`
+            raise NotReplayable(str(error)) from error
 
 
 def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:

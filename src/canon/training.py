@@ -15,9 +15,11 @@ from torch.nn.functional import cross_entropy
 from canon.masks.arguments import shown, whole
 from canon.runtime.agreement import group_state, refused_together
 from canon.runtime.checks import accumulate_dtype, check_tensor
+from canon.runtime.graph_break import untraced
 from canon.runtime.group import Group, place_in
 
 
+@untraced
 def sequence_loss(logits: Tensor, shift_labels: Tensor, *, group: Group = None, ignore_index: int = -100) -> Tensor:
     """Return the mean cross-entropy over the valid tokens of all ranks: a scalar, equal on all ranks. A collective.
 

@@ -30,7 +30,7 @@ choose_method = portable.choose_method
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
-    check("forward", q)
+    check(q)
     q, k, v = map(loadable, (q, k, v))
     (own_out,) = writable(q, out)
     own_lse = (
@@ -51,7 +51,7 @@ def dq(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: Mask, scale: float, dq: Tensor
 ) -> None:
     """Write dq (b, t, h, d)."""
-    check("dq", q)
+    check(q)
     q, k, v, dout = map(loadable, (q, k, v, dout))
     (own_dq,), (lse, delta) = writable(q, dq), statistics
     config, table = plan("dq", q, v, mask)
@@ -79,7 +79,7 @@ def dkdv(
     """Write dk (b, s, o, d) and dv (b, s, o, dv) of key heads or query heads. Raises ValueError if ``dq`` (fused) is given."""
     if dq is not None:
         raise ValueError('the CUDA backend has no fused kernel: use backward="split", "head_parallel" or "auto"')
-    check("dkdv", q)
+    check(q)
     q, k, v, dout = map(loadable, (q, k, v, dout))
     (own_dk, own_dv), (lse, delta) = writable(q, dk, dv), statistics
     config, table = plan("dkdv", q, v, mask)
@@ -93,15 +93,15 @@ def dkdv(
     copy_back(dv, own_dv)
 
 
-def check(kernel: str, q: Tensor) -> None:
+def check(q: Tensor) -> None:
     """Raise ValueError if the backend does not support the dtype or the device."""
     remedy = 'use backend("triton")'
     if q.dtype not in DTYPES:
-        raise ValueError(f"the CUDA {kernel} kernel supports bfloat16 and float16, not {q.dtype}: {remedy}")
+        raise ValueError(f"the CUDA kernels support bfloat16 and float16, not {q.dtype}: {remedy}")
     if is_cpu(q.device):
-        raise ValueError(f"the CUDA {kernel} kernel needs tensors on a GPU, got {q.device}: {remedy}")
+        raise ValueError(f"the CUDA kernels need tensors on a GPU, got {q.device}: {remedy}")
     if (found := capability(q.device)) < CAPABILITY:
-        raise ValueError(f"the CUDA {kernel} kernel needs an sm_80 or later, this device is {found}: {remedy}")
+        raise ValueError(f"the CUDA kernels need an sm_80 or later, this device is {found}: {remedy}")
 
 
 def loadable(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
@@ -35,6 +36,7 @@ from canon.runtime.rank_invariance import TILE
 
 LOG2E = 1.4426950408889634
 SIMULATED_SMS = 3
+MOST_VISITS = 2**29  # of a CTA, on average: half of 2^30, because CTAs that start late or hold long tiles differ
 TILES = {size: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)}
 VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
@@ -178,6 +180,10 @@ def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> t
 
 def check(q: Tensor) -> None:
     """Raise ValueError unless there are Hopper kernels for q's dtype and device."""
+    if q.device.type == "cpu" and "run" not in vars(GluonJITFunction):  # `canon.simulator` sets it
+        raise ValueError(
+            'the Hopper kernels need a GPU of compute capability 9.0, got CPU tensors: use backend("triton")'
+        )
     if q.dtype not in DTYPES:
         raise ValueError(f'the Hopper kernels support bfloat16 and float16, not {q.dtype}: use backend("triton")')
     if q.device.type == "cuda" and capability(q.device) != CAPABILITY:
@@ -328,8 +334,14 @@ def resident_ctas(x: Tensor) -> int:
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
     """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq, in one allocation.
 
-    If no CTA reads it (one work tile each, no semaphores), ``work`` is returned twice.
+    If no CTA reads it (one work tile each, no semaphores), ``work`` is returned twice. Raises ValueError if a CTA could visit
+    2^30 tiles: the kernels use higher bits of that number as zeros.
     """
+    if plan.visits > MOST_VISITS * min(plan.work_tiles, resident_ctas(x)):
+        raise ValueError(
+            f"the call visits {plan.visits} tiles of scores, more than {MOST_VISITS} for each SM: split the heads over calls, "
+            'or use backend("triton")'
+        )
     if plan.work_tiles <= resident_ctas(x) and not semaphores:
         return plan.work, plan.work
     return plan.work, torch.zeros(1 + semaphores, dtype=torch.int32, device=x.device)
@@ -346,7 +358,7 @@ def constants(kernel, config: Config) -> dict:
 def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **options) -> None:
     """Launch a CTA on every SM, but at most ``work_tiles``.
 
-    Raises ValueError if the device has too little shared memory, and RuntimeError on a CPU without the simulator.
+    Raises ValueError if the device has too little shared memory.
     """
     try:
         launch(kernel, min(work_tiles, resident_ctas(q)), q.device, arguments, **constants(kernel, config), **options)
@@ -354,10 +366,4 @@ def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **
         raise ValueError(
             f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "
             'use backend("triton")'
-        ) from error
-    except RuntimeError as error:
-        if q.device.type != "cpu" or "active drivers" not in str(error):
-            raise
-        raise RuntimeError(
-            "the Hopper kernels need an sm_90, or the simulator: canon.testing.simulated_kernels"
         ) from error

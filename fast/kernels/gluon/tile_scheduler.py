@@ -89,7 +89,7 @@ class MaskedTokens(NamedTuple):
 
 
 class TileSchedule(NamedTuple):
-    """``work``: the schedule as `tile_queue` reads it, of ``work_tiles``.
+    """``work``: the schedule as `tile_queue` reads it, of ``work_tiles``. All CTAs together make ``visits`` of a tile.
 
     ``fully_masked_rows`` hold the rows of all tiles without spans, and perhaps others. The launch fills them first.
     """
@@ -98,6 +98,7 @@ class TileSchedule(NamedTuple):
     work_tiles: int
     fully_masked_rows: tuple[slice, ...]
     loads_masked_tokens: MaskedTokens
+    visits: int
 
 
 @device_plan
@@ -108,7 +109,7 @@ def tile_schedule(mask: Mask, traversal: Traversal, device: torch.device) -> Til
 
 
 @host_part
-def _host_schedule(mask: Mask, t: Traversal) -> tuple[np.ndarray, int, tuple[slice, ...], MaskedTokens]:
+def _host_schedule(mask: Mask, t: Traversal) -> tuple[np.ndarray, int, tuple[slice, ...], MaskedTokens, int]:
     """Return the parts of a `TileSchedule`, with ``work`` on the host."""
     costs = tile_costs(mask, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
     tiles, spans, _ = costs
@@ -138,13 +139,14 @@ def _host_schedule(mask: Mask, t: Traversal) -> tuple[np.ndarray, int, tuple[sli
         tiles[:, :2], spans, begin, end, order if heads.size else order[:0], heads, t.heads, tickets
     )
     if not number:
-        return work, number, _row_ranges(tiles[~active]), masked
+        return work, number, _row_ranges(tiles[~active]), masked, 0
     work_tiles = work[WORK_TILE : WORK_TILE * (1 + number)].reshape(len(heads), -1, heads.shape[1], WORK_TILE)
     if number >= SEVERAL * t.ctas > 0:
         _late_ctas_get_short_ones(work_tiles, costs.cost[order], t.ctas)
     if t.transposed and not t.ordered:
         _even_ends(work_tiles, costs.cost[order])
-    return work, number, _row_ranges(tiles[~active]), masked
+    visits = heads.size * int(spans[:, 1].sum(dtype=np.int64))
+    return work, number, _row_ranges(tiles[~active]), masked, visits
 
 
 # ------------------------------------------------------------------ the order

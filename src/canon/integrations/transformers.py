@@ -2,8 +2,11 @@
 
     register("canon")
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
+    part = layout.shard_batch(batch, rank)
+    labels = part.pop("shift_labels")
+    del part["labels"]                            # with labels, the model would compute a loss of this rank alone in float32
     with sharded(mask, layout, function="magi", stages=0):
-        logits = model(**layout.shard_batch(batch, rank)).logits
+        loss = canon.training.sequence_loss(model(**part, use_cache=False).logits, labels)
 
 transformers builds the mask of each kind of layer once in a forward pass:
 
@@ -14,20 +17,24 @@ On several ranks, a padding mask costs an all-gather of one byte for each token 
 group, so a checkpoint may recompute it after `sharded` has ended.
 
 Limits: soft-cap, dropout, position bias, cross-attention, a KV cache with earlier tokens, 4-D masks, chunked and custom masks
-raise. Packed `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document.
+raise. Packed `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document. Outside
+`sharded`, packed `position_ids` raise if the model does not give them to its mask, as gpt-oss; a compiled model is not checked.
 
 Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
@@ -36,6 +43,7 @@ from canon.masks.arguments import shown
 from canon.masks.band import picked
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
+from canon.runtime.graph_break import untraced
 from canon.runtime.group import Group
 
 __all__ = ["register", "sharded"]
@@ -150,6 +158,7 @@ class Pattern(NamedTuple):
     documents: Tensor | None = None
 
 
+@untraced
 def build_mask(
     batch_size: int,
     q_length: int,
@@ -210,7 +219,7 @@ def pattern_of(function: Callable) -> Pattern:
             return _both([pattern_of(part) for part in held["mask_functions"]])
     raise ValueError(
         f"canon: the mask function {name} is not supported, only causal, bidirectional, sliding window, padding and packed "
-        'position_ids are: use attn_implementation="flex_attention", or canon.sharded with a Mask that holds these cells'
+        'position_ids are: use attn_implementation="flex_attention", or `sharded` with a Mask that holds these cells'
     )
 
 
@@ -332,10 +341,50 @@ def attend_layer(
     if not isinstance(attention_mask, Mask | tuple):
         raise TypeError(
             f"canon: attention_mask must be a padding mask (b, n) or None, the layer got {shown(attention_mask)}: for other "
-            "cells use canon.sharded with a Mask"
+            "cells use `sharded` with a Mask"
         )
+    if (positions := options.get("position_ids")) is not None and not torch.compiler.is_compiling():
+        _check_positions(positions, attention_mask)
     half = import_module("canon.fast" if q.is_cuda else "canon.reference")
     return half.attention(q, k, v, attention_mask, scale=scaling, sink=s_aux).contiguous(), None
+
+
+_checked: list[tuple[Any, tuple]] = [(lambda: None, ())]  # the last position_ids and their masks: layers share them
+
+
+def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
+    """Raise ValueError if a token sees the one before it, but restarts the positions. Warn if they are those of a shard."""
+    known = _checked[0][1] if _checked[0][0]() is positions else ()
+    if positions.ndim != 2 or any(masks is one for one in known):
+        return
+    if positions.is_cuda and torch.cuda.is_current_stream_capturing():  # the host cannot read them
+        return
+    steps = torch.diff(positions, prepend=positions.new_full((len(positions), 1), -1)).cpu()
+    by_row = (masks,) * len(steps) if isinstance(masks, Mask) else masks
+    for step, mask in zip(steps.expand(len(by_row), -1), by_row, strict=True):
+        restarts, jumps = (x.nonzero().flatten().tolist() for x in (step < 1, step > 1))
+        if any(_sees(mask, token, token - 1) for token in restarts):
+            raise ValueError(
+                "canon: position_ids restart at a token that sees the one before it, because the model does not give them to "
+                "its mask, or use_cache is True: pass use_cache=False, or use canon.integrations.transformers.sharded with a "
+                "Layout of one rank and Mask.documents"
+            )
+        if dist.is_initialized() and any(_sees(mask, token, max(0, token - 1)) for token in jumps):
+            _warn_of_a_shard()
+    _checked[0] = ref(positions), (*known, masks)
+
+
+def _sees(mask: Mask, query: int, key: int) -> bool:
+    return bool(picked(mask.bands_near(range(query, query + 1)), range(query, query + 1), range(key, key + 1)))
+
+
+@cache
+def _warn_of_a_shard() -> None:
+    warnings.warn(
+        "canon: position_ids are those of a part of a sequence, but the model runs outside of "
+        "canon.integrations.transformers.sharded: this rank attends to its own tokens alone",
+        stacklevel=2,
+    )
 
 
 def _default_mask(tokens: int, causal: bool, sliding_window: int | None) -> Mask:

@@ -15,14 +15,16 @@ else:
 __all__ = ["OpaqueMeta", "registered"]
 
 
-def registered(kind: type) -> str:
+def registered(kind: type, methods: tuple[str, ...] = ()) -> str:
     """Register a class with metaclass `OpaqueMeta`. Return its name in schemas.
 
-    A compiled graph depends on the class of such an input, not on its content.
+    A compiled graph depends on the class of such an input, not on its content. A compiled function may call the ``methods``;
+    torch traces them, so they must break the graph before they read the content.
     """
+    members = dict.fromkeys(methods, opaque_object.MemberType.INLINED)
     register = getattr(opaque_object, "register_custom_class", None)
     if register is not None:
-        register(kind, typ="symbolic")
+        register(kind, typ="symbolic", members=members)
     else:
-        opaque_object.register_opaque_type(kind, typ="reference")
+        opaque_object.register_opaque_type(kind, typ="reference", members=members)
     return opaque_object.get_opaque_type_name(kind)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -89,7 +90,8 @@ class PlanCache:
 
 PLANS = PlanCache()
 PARTS = PlanCache(PARTS_LIMIT)
-_captured: dict[int, Tensor] = {}  # tensors that captured graphs read, by address
+_captured: dict[int, dict[int, Tensor]] = {}  # tensors that a captured graph reads, by its id and their address
+_retired: list[dict[int, Tensor]] = []  # those of graphs that have ended, but may still run
 _notes = threading.local()
 
 
@@ -155,9 +157,25 @@ def keep_for_stream(*tensors: Tensor) -> None:
         if not x.is_cuda:
             continue
         if torch.cuda.is_current_stream_capturing():
-            _captured[x.data_ptr()] = x
+            _tensors_of_captured_graph()[x.data_ptr()] = x
         else:
             x.record_stream(torch.cuda.current_stream(x.device))
+
+
+def _tensors_of_captured_graph() -> dict[int, Tensor]:
+    """Return the tensors that the graph being captured reads, by address. They are kept as long as its CUDAGraph.
+
+    They are then freed when the next capture begins, because `torch.cuda.graph` synchronises the device there. A graph of
+    another kind, or of a torch that does not return it, keeps them for the life of the process.
+    """
+    found = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", lambda: None)()
+    if not isinstance(found, torch.cuda.CUDAGraph):
+        return _captured.setdefault(0, {})
+    if (number := id(found)) not in _captured:
+        _retired.clear()
+        _captured[number] = {}
+        finalize(found, lambda: _retired.append(_captured.pop(number))).atexit = False
+    return _captured[number]
 
 
 def sizes(plan: Any) -> Counter:

@@ -12,6 +12,10 @@ once. Its digests are read at the next call, or after a second by a thread, whic
 cannot succeed. A replayed CUDA graph checks nothing.
 
 After a failure, each running rank answers through the group's store, by its thread. So errors name the missing ranks.
+
+A rank that raises in a pass writes its exception to the store. If the other ranks do not raise the same in that call, their
+messages cannot be completed. Then, within 3 s, the thread of every rank logs the exception and aborts the group, and the
+pending or the next call raises it.
 """
 
 import atexit
@@ -28,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from canon.runtime.digests import Fields, digest_of
-from canon.runtime.group import digests_of, is_from_messages
+from canon.runtime.group import ENDED, abort_group, digests_of, is_from_messages
 
 KNOWN = 65536  # the most digests that a group remembers
 ANSWER_SECONDS = 5.0
@@ -77,6 +81,36 @@ class Liveness:
             return "; ".join(f"rank {rank} is missing: it runs, but is at call {made}" for rank, made in behind.items())
         return "all ranks still run"
 
+    def report(self, call: int, error: str) -> None:
+        """Write that this rank has raised ``error`` in a call."""
+        with suppress(RuntimeError):
+            self.store.set(f"raised/{self.rank}", json.dumps({"call": call, "error": error}))
+            self.store.add("raised", 1)
+
+    def reports(self) -> int:
+        """Return the number of `report`s of all ranks."""
+        return self.store.add("raised", 0) if self.store.check(["raised"]) else 0
+
+    def raised_alone(self) -> str:
+        """Return the last exception that some ranks have raised, but not all in the same call; "" if there is none."""
+        with suppress(RuntimeError):
+            if not self.reports():
+                return ""
+            keys = {rank: key for rank in range(self.ranks) if self.store.check([key := f"raised/{rank}"])}
+            raised = {rank: json.loads(self.store.get(key)) for rank, key in keys.items()}
+            last = max(entry["call"] for entry in raised.values())
+            errors = {rank: entry["error"] for rank, entry in raised.items() if entry["call"] == last}
+            if len(errors) < self.ranks or len(set(errors.values())) > 1:
+                rank, error = next(iter(errors.items()))
+                return f"call {last}: rank {rank} raised {error}"
+        return ""
+
+    def first(self, alone: str) -> str:
+        """Return the ``alone`` of the first rank that calls this: all ranks then raise the same text."""
+        with suppress(RuntimeError):
+            return self.store.compare_set("raised/first", "", alone).decode()
+        return alone
+
     def answer(self, calls: int) -> None:
         """Write the number of calls of this rank if another rank has reported a failure."""
         if self.store.check(["failure"]):
@@ -110,6 +144,11 @@ class GroupState:
         self.known: set[int] = set()  # digests on which all ranks agreed
         self.pending: PendingCall | None = None
         self.broken: Exception | None = None  # the error that made the group unusable
+        self.raised = False  # whether this rank has raised an exception that is not compared yet
+        self.reports, self.doubtful = (
+            0,
+            False,
+        )  # the reports of exceptions that all ranks raised; whether there are others
         self.lock = threading.RLock()
         watch(self)
 
@@ -123,6 +162,8 @@ class GroupState:
         digest = digest_of(fields) if digest is None else digest
         with self.lock:
             self.settle()
+            if self.raised:
+                self._compare_exceptions()
             self.calls += 1
             try:
                 self.pending = PendingCall(name, self.calls, digest, fields, self.digests.post(self.calls, digest))
@@ -151,6 +192,9 @@ class GroupState:
                     self.known.clear()
                 self.known.add(call.digest)
                 return
+            if alone := self.liveness.raised_alone():
+                self._lose(alone)
+                raise self.broken
             problem = ValueError(self._difference(call))
             if not before_messages:
                 self.broken = ValueError(f"{problem}\nMessages of that call were in flight: make a new process group.")
@@ -177,29 +221,37 @@ class GroupState:
     # missing ranks
     @contextmanager
     def failures(self, name: str) -> Iterator[None]:
-        """Turn errors of the messages inside into errors that name the missing ranks."""
+        """Report an exception inside to the other ranks. Turn errors of messages into errors that name the missing ranks."""
         try:
             yield
-        except RuntimeError as error:
+        except Exception as error:
             self._fail(name, error)
 
-    def _fail(self, name: str, error: RuntimeError) -> NoReturn:
+    def _fail(self, name: str, error: Exception) -> NoReturn:
         """Raise an error that names the missing ranks, or ``error`` itself if it does not come from messages."""
-        if self.broken or not is_from_messages(error):
+        if self.broken:
+            raise type(self.broken)(*self.broken.args) from error
+        cause = (str(error).splitlines() or [""])[0][:200]
+        if not is_from_messages(error):
+            self.raised = True
+            self.liveness.report(self.calls, f"{type(error).__name__} in {name}: {cause}")
             raise error
-        missing = self.liveness.missing(self.calls)
-        cause = str(error).splitlines()[0][:200]
-        self.broken = RuntimeError(
-            f"{name}, call {self.calls} of rank {self.rank}: {missing}. The messages of the call failed ({cause}), "
-            "so make a new process group."
-        )
+        if alone := self.liveness.raised_alone():
+            self._lose(alone)
+        else:
+            missing = self.liveness.missing(self.calls)
+            self.broken = RuntimeError(
+                f"{name}, call {self.calls} of rank {self.rank}: {missing}. The messages of the call failed ({cause}), "
+                "so make a new process group."
+            )
         raise self.broken from error
 
     # the watching thread
     def look(self) -> None:
-        """Answer a liveness check. Abort the messages of an unread call that cannot succeed."""
+        """Answer a liveness check. Abort the messages of an unread call that cannot succeed, or after an exception."""
         if self.broken is None:
             self.liveness.answer(self.calls)
+            self._look_for_exceptions()
         call = self.pending
         if call is None or time.monotonic() - call.started < POLL_SECONDS:
             return
@@ -209,12 +261,41 @@ class GroupState:
             if self.pending is call:
                 self._read_late(call)
         except (ValueError, RuntimeError) as error:
-            logging.getLogger(__name__).error("%s", error)
-            for group in (self._group(), *self.aborted):
-                with suppress(Exception):
-                    group.abort()
+            self._abort(error)
         finally:
             self.lock.release()
+
+    def _look_for_exceptions(self) -> None:
+        """Abort the group if a rank has raised an exception, and the others have not raised it until the next look."""
+        if (reports := self.liveness.reports()) == self.reports:
+            return
+        if not (alone := self.liveness.raised_alone()):
+            self.reports, self.doubtful = reports, False
+        elif self.doubtful:
+            self._abort(self._lose(alone))
+        else:
+            self.doubtful = True
+
+    def _compare_exceptions(self) -> None:
+        """Wait until all ranks have raised the exception of this rank, or until it has broken the group."""
+        while not self.broken and self.liveness.raised_alone():
+            time.sleep(0.01)
+        self.raised = False
+        self.settle()
+
+    def _lose(self, alone: str) -> Exception:
+        """Make the group unusable, because some ranks have raised an exception alone. Return the error of later calls."""
+        lost = "The other ranks have not raised it, so their messages are lost: make a new process group."
+        self.broken = RuntimeError(f"{self.liveness.first(alone)}. {lost}")
+        return self.broken
+
+    def _abort(self, error: Exception) -> None:
+        """Write the error to the log, and end all messages in flight and all waits for digests."""
+        logging.getLogger(__name__).error("%s", error)
+        self.digests.abort()
+        for group in (self._group(), *self.aborted):
+            with suppress(Exception):
+                abort_group(group)
 
     def _read_late(self, call: PendingCall) -> None:
         """Compare the digests of a call in flight if all have arrived."""
@@ -234,7 +315,10 @@ class GroupState:
 
 def group_state(group: Any) -> GroupState:
     """Return the state of a group of this rank; None is the default group. The first call is a collective."""
-    group = dist.group.WORLD if group is None else group
+    world = dist.distributed_c10d._world
+    group = world.default_pg if group is None else group
+    if group is None or group not in world.pg_map:
+        raise RuntimeError(ENDED)
     with _lock:
         state = _states.get(group)
     if state is None:  # only this rank's thread uses its group
@@ -249,7 +333,7 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
     """Check the arguments of a collective inside: an error on one rank raises on every rank, in its next `GroupState.agree`."""
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         if ranks > 1:
             group_state(group).agree(name, (("function", name), ("arguments", str(error))), wait=True)
         raise

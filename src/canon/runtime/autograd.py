@@ -53,11 +53,11 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
         create_graph = torch.is_grad_enabled()
-        with torch.no_grad() if create_graph else _NOTHING, surroundings(q, call, "backward"):
-            if call.ranks > 1:
-                call.agree("backward", needs_grad)
-            with call.algorithm.half.restored(call.settings):  # this thread may have other settings
-                grads = call.algorithm.backward(call, needs_grad, dout, dlse, *saved)
+        if call.ranks > 1:
+            call.agree("backward", needs_grad)
+        restored = call.algorithm.half.restored(call.settings)  # this thread may have other settings
+        with torch.no_grad() if create_graph else _NOTHING, surroundings(q, call, "backward"), restored:
+            grads = call.algorithm.backward(call, needs_grad, dout, dlse, *saved)
         return *(_undifferentiable(*grads) if create_graph else grads), None
 
 

@@ -27,6 +27,7 @@ from canon.runtime.agreement import GroupState, group_state, refused_together
 from canon.runtime.checks import (
     DTYPES,
     accumulate_dtype,
+    any_device,
     cached,
     check_mask_type,
     check_method,
@@ -35,7 +36,7 @@ from canon.runtime.checks import (
     default_scale,
 )
 from canon.runtime.digests import Fields, digest_of
-from canon.runtime.group import Group, place_in
+from canon.runtime.group import ENDED, Group, place_in
 from canon.runtime.plan_arguments import stages_of
 from canon.runtime.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
@@ -51,15 +52,15 @@ class Half:
     """The properties that all algorithms of `canon.reference`, or of `canon.fast`, share.
 
     ``under_sink(out, lse, sink)`` returns out under a sink. ``settings(key)`` returns the caller's settings that change the
-    kernels of a call, and ``restored`` is a context with these settings, for its later passes. ``check_device`` raises
-    RuntimeError for a device that no kernel supports.
+    kernels of a call, and ``restored`` is a context with these settings, for its later passes. ``check_device(q)``
+    raises RuntimeError or ValueError if no kernel supports q.
     """
 
     name: str
     under_sink: Callable[[Tensor, Tensor, Tensor], Tensor]
     settings: Callable[[Hashable], Any] = _no_settings
     restored: Callable[[Any], AbstractContextManager] = nullcontext
-    check_device: Callable[[Tensor], None] = _no_settings
+    check_device: Callable[[Tensor], None] = any_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +169,7 @@ class Call:
         if self.group_reference is None:
             return None
         if (group := self.group_reference()) is None:
-            raise RuntimeError(
-                f"{self.function}: the process group of this call has ended: keep it until the backward pass"
-            )
+            raise RuntimeError(f"{self.function}: {ENDED}")
         return group
 
     @cached_property

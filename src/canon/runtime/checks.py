@@ -21,6 +21,10 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def any_device(x: Tensor) -> None:
+    """Accept every device."""
+
+
 def batched(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return packed tensors (t, h, d) with a batch axis of one, others unchanged."""
     return tuple(x.unsqueeze(0) if x.ndim == 3 else x for x in tensors)

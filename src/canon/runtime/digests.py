@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,16 @@ class SharedDigests:
         self.namespace = pid_namespace()
         self.words[self.place_of_process(rank)] = self.namespace
         self.words[self.place_of_process(rank) + 1] = os.getpid()
+        self.aborted = False
 
     def post(self, number: int, digest: int) -> "SharedPost":
         """Write this rank's digest of call ``number`` (from 1). Return the post."""
         self.words[SLOTS * self.rank + number % SLOTS] = (number & 255) << 56 | digest
         return SharedPost(self, number)
+
+    def abort(self) -> None:
+        """End all waits of this rank with an error."""
+        self.aborted = True
 
     def place_of_process(self, rank: int) -> int:
         """Return the place of the PID namespace of a rank; its PID follows."""
@@ -81,6 +87,8 @@ class SharedPost:
         start = checked = time.monotonic()
         while (digests := self.digests()) is None:
             time.sleep(2e-5 if time.monotonic() < start + 0.01 else 1e-3)
+            if self.shared.aborted:
+                raise RuntimeError("connection lost: the group is aborted")
             if (now := time.monotonic()) > checked + 0.5:
                 checked = now
                 self.shared.check_processes()
@@ -90,10 +98,10 @@ class SharedPost:
 
 
 class GatheredDigests:
-    """All-gathers of digests, by a group that moves CPU tensors. ``channel`` returns it."""
+    """All-gathers of digests, by a group that moves CPU tensors. ``channel`` returns it, ``abort`` ends their waits."""
 
-    def __init__(self, channel: Any, ranks: int):
-        self.channel, self.ranks = channel, ranks
+    def __init__(self, channel: Any, ranks: int, abort: Callable[[], None]):
+        self.channel, self.ranks, self.abort = channel, ranks, abort
 
     def post(self, number: int, digest: int) -> "GatheredPost":
         """Start to gather the digests of a call. Return the post."""

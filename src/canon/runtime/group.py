@@ -4,9 +4,12 @@ A group is a ProcessGroup, a DeviceMesh of one dimension, also a slice (``mesh["
 alone without torch.distributed.
 """
 
+import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -17,6 +20,8 @@ from canon.masks.arguments import shown
 from canon.runtime.digests import GatheredDigests, SharedDigests, shared_memory
 
 Group = dist.ProcessGroup | dist.DeviceMesh | None
+ENDED = "the process group has ended: make a new one, and keep it until the backward pass"
+UNUSED_TAG = 2**31 - 2  # of a receive that nothing answers
 GATHERING: set[str] = set()  # backends that always gather digests; tests add theirs
 
 
@@ -36,14 +41,28 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
     if not dist.is_initialized():
         if group is not None:
             raise ValueError(f"{name}: a group was given, but torch.distributed has ended: call init_process_group")
+        _warn_of_one_rank()
         return None, 0, 1
     if isinstance(group, dist.DeviceMesh):
         group = _group_of_mesh(name, group)
+    if group is not None and group not in dist.distributed_c10d._world.pg_map:
+        raise ValueError(f"{name}: {ENDED}")
     rank = dist.get_rank(group)
     if rank < 0:
         members = ", ".join(map(str, dist.get_process_group_ranks(group)))
         raise ValueError(f"{name}: rank {dist.get_rank()} is not a member of the group, whose ranks are {members}")
     return group, rank, dist.get_world_size(group)
+
+
+@cache
+def _warn_of_one_rank() -> None:
+    """Warn once if a launcher has started several ranks, but torch.distributed is not initialised."""
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        warnings.warn(
+            f"canon: WORLD_SIZE is {ranks}, but torch.distributed is not initialised, so this process computes alone: call "
+            "init_process_group first",
+            stacklevel=3,
+        )
 
 
 def _group_of_mesh(name: str, mesh: dist.DeviceMesh) -> dist.ProcessGroup:
@@ -107,7 +126,7 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
     """Return the carrier of the digests of a group: memory that all ranks share, or all-gathers. A collective."""
     if backend_of(group, torch.device("cpu")) in GATHERING:
-        return GatheredDigests(ref(group), ranks)
+        return GatheredDigests(ref(group), ranks, lambda: None)  # aborted with the group
     timeout = dist.distributed_c10d.default_pg_timeout
     for device in ("cpu", "cuda"):
         with suppress(AttributeError, RuntimeError):
@@ -115,12 +134,24 @@ def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
     if (memory := shared_memory(store, rank, ranks)) is not None:
         return SharedDigests(memory, rank, ranks, timeout.total_seconds())
     if backend_of(group, torch.device("cpu")) in ("gloo", "mpi"):
-        return GatheredDigests(ref(group), ranks)
+        return GatheredDigests(ref(group), ranks, lambda: None)  # aborted with the group
     channel = new_group_of(group, "gloo", timeout=timeout)
-    return GatheredDigests(lambda: channel, ranks)
+    return GatheredDigests(lambda: channel, ranks, lambda: abort_group(channel))
 
 
-def is_from_messages(error: RuntimeError) -> bool:
+def abort_group(group: Any) -> None:
+    """End all messages of a group in flight: their waits raise, on this rank at once.
+
+    Gloo has no abort. A receive that times out closes all connections of a gloo group.
+    """
+    group.abort()
+    if backend_of(group, torch.device("cpu")) == "gloo":
+        other = (group.rank() + 1) % group.size()
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1)], other, UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+def is_from_messages(error: Exception) -> bool:
     """Return whether an error comes from messages between ranks, by its type or its text."""
     words = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)

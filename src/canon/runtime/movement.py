@@ -28,9 +28,11 @@ from canon.masks.layout import Layout, positions_on
 from canon.masks.mask_inputs import Ints, document_ends
 from canon.masks.plan_cache import cached_plan, keep_for_stream
 from canon.runtime.agreement import group_state, named_failures, refused_together
+from canon.runtime.graph_break import untraced
 from canon.runtime.group import Group, place_in
 
 
+@untraced
 def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: bool) -> Tensor:
     """Return the full tensor, as `Layout.unshard`."""
     group, rank, ranks = place_in("unshard", group)
@@ -42,6 +44,7 @@ def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: b
     return Unshard.apply(x, layout, rank, group, partial_grad).movedim(0, dim)
 
 
+@untraced
 def redistributed(layout: Layout, x: Tensor, to: Layout, group: Group, dim: int) -> Tensor:
     """Return this rank's tokens in the layout ``to``, as `Layout.redistribute`."""
     group, rank, ranks = place_in("redistribute", group)

@@ -13,7 +13,8 @@ compiled region. A group travels as its name. Results own their memory and are c
 Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs leave the operators out.
 The ranks do not compare the sink of a compiled call, so a sink that does not fit raises on its own rank only.
 ``keep_kv`` keeps as many rows as the mask needs: a compiled graph needs torch._dynamo.config.capture_dynamic_output_shape_ops.
-A compiled function cannot use attributes or methods of masks and layouts. FlopCounterMode counts no FLOPs of an operator.
+A compiled function cannot use attributes or methods of masks and layouts, except `unshard` and `redistribute`.
+FlopCounterMode counts no FLOPs of an operator.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ from canon.runtime.call import ALGORITHMS, Algorithm, Call, Half, call_of
 from canon.runtime.checks import accumulate_dtype, batched, check_mask_type
 from canon.runtime.group import group_named, name_of
 
-MASK, LAYOUT = registered(Mask), registered(Layout)
+MASK, LAYOUT = registered(Mask), registered(Layout, ("unshard", "redistribute"))
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object
 EXPORTS = torch.__version__ >= "2.13"
 RANKS = "float? scale, str group, ScalarType? reduce_dtype, str backward, bool[] needs_grad"

@@ -9,11 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.masks.mask import Mask
-from canon.runtime.agreement import group_state, refused_together
+from canon.runtime.agreement import group_state, named_failures, refused_together
 from canon.runtime.attend import attend
 from canon.runtime.binding import bound
 from canon.runtime.call import Algorithm
 from canon.runtime.checks import (
+    any_device,
     batched,
     cached,
     check_gradients,
@@ -197,7 +198,7 @@ def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
     return bound(merge, merged)
 
 
-def decode_attention(decode: Callable[..., tuple[Tensor, Tensor]]):
+def decode_attention(decode: Callable[..., tuple[Tensor, Tensor]], check_device: Callable[[Tensor], None] = any_device):
     """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank, ranks)``, after the checks."""
 
     @under_autocast("q", "k", "v")
@@ -231,8 +232,8 @@ def decode_attention(decode: Callable[..., tuple[Tensor, Tensor]]):
         fit together, or dtypes, scales or shapes except s differ between ranks.
         Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
-        given, rank, ranks, mask, scale = _agreed(q, k, v, mask, scale, sink, group)
-        with torch.no_grad():
+        given, rank, ranks, mask, scale = _agreed(q, k, v, mask, scale, sink, group, check_device)
+        with torch.no_grad(), named_failures("decode_attention", given, ranks):
             out, lse = decode(*batched(q, k, v), mask, scale, sink, given, rank, ranks)
         if q.ndim == 3:
             out, lse = out.squeeze(0), lse.squeeze(0)
@@ -242,13 +243,21 @@ def decode_attention(decode: Callable[..., tuple[Tensor, Tensor]]):
 
 
 def _agreed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask] | None, scale: Any, sink: Tensor | None, group: Group
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Sequence[Mask] | None,
+    scale: Any,
+    sink: Tensor | None,
+    group: Group,
+    check_device: Callable[[Tensor], None],
 ) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], float]:
     """Return the process group, the rank, the number of ranks, the mask and the scale, after a comparison between ranks."""
     name = "decode_attention"
     group, rank, ranks = place_in(name, group)
     with refused_together(name, group, ranks):
         check_tensors(q, k, v)
+        check_device(q)
         if mask is None:
             mask = cached(Mask.full, q.shape[-3], k.shape[-3])
         elif isinstance(mask, (tuple, list)):

@@ -15,6 +15,7 @@ from canon.masks.mask import Mask
 from canon.masks.plan_cache import noted_plans
 from canon.runtime.agreement import group_state, named_failures, refused_together
 from canon.runtime.binding import bound
+from canon.runtime.checks import any_device
 from canon.runtime.group import Group, place_in
 from canon.runtime.plan_arguments import (
     Sizes,
@@ -119,7 +120,7 @@ def plan_report(reported: Callable[[Mask, Layout, int], PlanReport]):
     return bound(plan_report, reported)
 
 
-def group_cast(cast: Callable[..., Tensor]):
+def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], None] = any_device):
     """Return `group_cast` of a half. ``cast(x, plan, stage, group, rank, sizes)`` takes checked arguments."""
 
     def group_cast(
@@ -132,14 +133,14 @@ def group_cast(cast: Callable[..., Tensor]):
         The result is not differentiable; `group_reduce` sends gradients back. Raises ValueError if x, the group or the stage do
         not fit the plan. Source: Tao and Huang, MagiAttention (2025).
         """
-        group, rank, sizes = _agreed("group_cast", x, plan, stage, group)
+        group, rank, sizes = _agreed("group_cast", check_device, x, plan, stage, group)
         with named_failures("group_cast", group, plan.layout.ranks):
             return cast(x, plan, stage, group, rank, sizes)
 
     return bound(group_cast, cast)
 
 
-def group_reduce(reduce: Callable[..., Tensor]):
+def group_reduce(reduce: Callable[..., Tensor], check_device: Callable[[Tensor], None] = any_device):
     """Return `group_reduce` of a half. ``reduce(y, plan, stage, into, group, rank)`` takes checked arguments."""
 
     def group_reduce(
@@ -158,7 +159,7 @@ def group_reduce(reduce: Callable[..., Tensor]):
         Raises ValueError if y, into, the group or the stage do not fit the plan. Source: Tao and Huang, MagiAttention
         (2025).
         """
-        group, rank, _ = _agreed("group_reduce", y, plan, stage, group, into)
+        group, rank, _ = _agreed("group_reduce", check_device, y, plan, stage, group, into)
         with named_failures("group_reduce", group, plan.layout.ranks):
             return reduce(y, plan, stage, into, group, rank)
 
@@ -166,7 +167,13 @@ def group_reduce(reduce: Callable[..., Tensor]):
 
 
 def _agreed(
-    function: str, x: Tensor, plan: CastPlan, stage: int, group: Group, into: Tensor | None = None
+    function: str,
+    check_device: Callable[[Tensor], None],
+    x: Tensor,
+    plan: CastPlan,
+    stage: int,
+    group: Group,
+    into: Tensor | None = None,
 ) -> tuple[dist.ProcessGroup | None, int, Sizes]:
     """Return the process group, this rank and the sizes of its cast, after a comparison between all ranks. A collective.
 
@@ -176,6 +183,7 @@ def _agreed(
     group, rank, ranks = place_in(function, group)
     with refused_together(function, group, ranks):
         plain_tensor(function, x, 0)
+        check_device(x)
         if not isinstance(plan, CastPlan):
             raise TypeError(
                 f"{function}: plan must be a CastPlan, got {type(plan).__name__}: pass the result of cast_plan"

@@ -1,0 +1,23 @@
+"""Functions at which a compiled program breaks its graph: they run as in eager mode."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that torch.compile must not trace, as `torch.compiler.disable`, which imports torch._dynamo."""
+
+    @wraps(function)
+    def _called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(msg=f"canon does not trace {function.__name__}: compile without fullgraph=True")
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return _called
