@@ -61,16 +61,6 @@ class Buffers:
     k: Ring
     v: Ring
 
-    @gluon.constexpr_function
-    def __init__(self, q, dout, lse, delta, published, k, v):
-        self.q = q
-        self.dout = dout
-        self.lse = lse
-        self.delta = delta
-        self.published = published
-        self.k = k
-        self.v = v
-
 
 @gluon.jit
 def make_buffers(

@@ -32,12 +32,6 @@ class Exchange:
     ds: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, p, ds, full):
-        self.p = p
-        self.ds = ds
-        self.full = full
-
 
 @gluon.jit
 def issue_scores(k, v, q, dout, buffers, slot, parity, W: gl.constexpr):

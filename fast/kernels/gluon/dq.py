@@ -51,14 +51,6 @@ class Buffers:
     k: Ring
     v: Ring
 
-    @gluon.constexpr_function
-    def __init__(self, q, dout, published, k, v):
-        self.q = q
-        self.dout = dout
-        self.published = published
-        self.k = k
-        self.v = v
-
 
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):

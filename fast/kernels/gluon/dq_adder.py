@@ -68,14 +68,6 @@ class DqExchange:
     dq_full: gl.shared_memory_descriptor
     dq_free: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, ds, dq, ds_full, dq_full, dq_free):
-        self.ds = ds
-        self.dq = dq
-        self.ds_full = ds_full
-        self.dq_full = dq_full
-        self.dq_free = dq_free
-
 
 @gluon.jit
 def make_exchange(dtype: gl.constexpr, dq_desc, ROWS: gl.constexpr, COLUMNS: gl.constexpr, D_PAD: gl.constexpr):

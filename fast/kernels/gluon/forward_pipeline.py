@@ -20,13 +20,6 @@ class Buffers:
     v: Ring
     published: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, published):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.published = published
-
 
 @aggregate
 class Output:
@@ -37,14 +30,6 @@ class Output:
     tokens: gl.tensor
     stride_t: gl.tensor
     stride_h: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, out, lse, tokens, stride_t, stride_h):
-        self.out = out
-        self.lse = lse
-        self.tokens = tokens
-        self.stride_t = stride_t
-        self.stride_h = stride_h
 
 
 @aggregate
@@ -111,15 +96,6 @@ class Tile:
     span_end: gl.tensor
     column: gl.tensor
     stop: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, q_buffer, row, span, span_end, column, stop):
-        self.q_buffer = q_buffer
-        self.row = row
-        self.span = span
-        self.span_end = span_end
-        self.column = column
-        self.stop = stop
 
     @gluon.jit
     def at(self, column):

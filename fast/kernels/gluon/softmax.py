@@ -38,15 +38,6 @@ class SoftmaxState:
     excess: gl.tensor
     shrink: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, o, p, m, l, excess, shrink):
-        self.o = o
-        self.p = p
-        self.m = m
-        self.l = l
-        self.excess = excess
-        self.shrink = shrink
-
 
 @gluon.jit
 def empty_state(wg):

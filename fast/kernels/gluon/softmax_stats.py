@@ -14,7 +14,7 @@ from torch import Tensor
 
 from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.kernels.triton.blocks import head_pointer, statistic_head_pointer
+from canon.fast.kernels.triton.blocks import rows_of, statistic_head_pointer
 from canon.fast.kernels.triton.softmax_stats import row_dot
 
 TOKENS = 256  # of each CTA
@@ -90,9 +90,9 @@ def delta_stats_kernel(
         statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, mask=valid, other=0.0
     )
     active = valid & (lse_row > float("-inf"))
-    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
-    dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
-    delta = row_dot(out_head, dout_head, first, active, out_strides, dout_strides, D, D_PAD, ALIGN, ACC, BM)
+    out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
+    dout_rows = rows_of(dout, batch, head, dout_strides, BM, D_PAD, ALIGN)
+    delta = row_dot(out_rows, dout_rows, first, active, D, D_PAD, ALIGN, ACC)
     if HAS_DLSE:
         dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
         delta -= tl.load(dlse_rows, mask=active, other=0.0).to(ACC)

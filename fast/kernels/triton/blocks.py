@@ -82,14 +82,20 @@ def row_start(first, stride, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def rows_of(x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr):
+    """Return (pointer to one head of x, offsets inside a tile, strides), for `load_rows` and `store_rows`."""
+    return head_pointer(x, batch, head, strides, ALIGN), tile_offsets(strides, ROWS, PAD, ALIGN), strides
+
+
+@triton.jit
 def full_tile_source(
     x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr
 ):
-    """Return the source of `load_full_tile`: (descriptor, head, strides), or without TMA (head pointer, offsets, strides)."""
+    """Return the source of `load_full_tile`: (descriptor, head, strides), or without TMA `rows_of`."""
     if TMA:
         return x, head, strides
     else:
-        return head_pointer(x, batch, head, strides, ALIGN), tile_offsets(strides, ROWS, PAD, ALIGN), strides
+        return rows_of(x, batch, head, strides, ROWS, PAD, ALIGN)
 
 
 @triton.jit
@@ -120,23 +126,22 @@ def load_full_tile(
 
 
 @triton.jit
-def load_rows(pointer, offset, first, stride, valid, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """Return the tile from row ``first`` on, 0 in rows not ``valid`` and columns from WIDTH on."""
+def load_rows(source, first, valid, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Return the tile of `rows_of` from row ``first`` on, 0 in rows not ``valid`` and columns from WIDTH on."""
     keep = valid[:, None]
     if WIDTH != PAD:
         keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
-    return tl.load(pointer + row_start(first, stride, ALIGN) + offset, mask=keep, other=0.0)
+    return tl.load(source[0] + row_start(first, source[2][1], ALIGN) + source[1], mask=keep, other=0.0)
 
 
 @triton.jit
-def store_rows(
-    pointer, offset, first, stride, valid, x, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1
-):
-    """Write the ``valid`` rows of tile x, in the dtype of the destination."""
+def store_rows(target, first, valid, x, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Write the ``valid`` rows of tile x, in the dtype of the destination, a `rows_of`."""
     keep = valid[:, None]
     if WIDTH != PAD:
         keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
-    tl.store(pointer + row_start(first, stride, ALIGN) + offset, x.to(pointer.dtype.element_ty), mask=keep)
+    pointer = target[0] + row_start(first, target[2][1], ALIGN) + target[1]
+    tl.store(pointer, x.to(pointer.dtype.element_ty), mask=keep)
 
 
 @triton.jit

@@ -14,12 +14,11 @@ import triton.language as tl
 from canon.fast.kernels.triton.blocks import (
     cta_work_tile,
     full_tile_source,
-    head_pointer,
     load_full_tile,
     load_rows,
+    rows_of,
     statistic_head_pointer,
     store_rows,
-    tile_offsets,
     visible_columns,
     visible_mask,
 )
@@ -32,14 +31,17 @@ def largest_maximum(accumulate):
 
 
 @triton.jit
-def softmax_step(q, k, v, m, l, acc, scale, visible, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Add one tile of keys to the running maximum m (scaled, base 2), sum l and output acc. Return all three."""
+def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr):
+    """Add one tile of keys to the running maximum m (scaled, base 2), sum l and output acc. Return all three.
+
+    ``visible`` is None if every cell is.
+    """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
-    if MASKED:
+    if visible is not None:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     m_use = m_new
-    if MASKED:  # no visible key so far: exp2(-inf - 0) = 0, while -inf - -inf is NaN
+    if visible is not None:  # no visible key so far: exp2(-inf - 0) = 0, while -inf - -inf is NaN
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * scale - m_use[:, None])
     shrink = tl.exp2(m - m_use)  # the same rounded m as in P; the FMA above does not round s * scale
@@ -95,17 +97,13 @@ def forward_kernel(
     first, stop = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale = tl.full((), scale_log2, ACC)
-    k_head = head_pointer(k, batch, head // GROUP, k_strides, ALIGN)
-    v_head = head_pointer(v, batch, head // GROUP, v_strides, ALIGN)
-    k_offset = tile_offsets(k_strides, PARTIAL_BN, D_PAD, ALIGN)
-    v_offset = tile_offsets(v_strides, PARTIAL_BN, DV_PAD, ALIGN)
+    k_rows = rows_of(k, batch, head // GROUP, k_strides, PARTIAL_BN, D_PAD, ALIGN)
+    v_rows = rows_of(v, batch, head // GROUP, v_strides, PARTIAL_BN, DV_PAD, ALIGN)
     k_source = full_tile_source(k_tiles, batch, head // GROUP, k_strides, BN, D_PAD, ALIGN, TMA)
     v_source = full_tile_source(v_tiles, batch, head // GROUP, v_strides, BN, DV_PAD, ALIGN, TMA)
     rows = first + tl.arange(0, BM)
     valid = rows < stop
-    q_head = head_pointer(q, batch, head, q_strides, ALIGN)
-    q_offset = tile_offsets(q_strides, BM, D_PAD, ALIGN)
-    q_tile = load_rows(q_head, q_offset, first, q_strides[1], valid, D, D_PAD, ALIGN)
+    q_tile = load_rows(rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN)
     if SIGN != 1:  # the maximum needs a scale > 0: apply its sign (or 0) to q
         q_tile = (q_tile.to(ACC) * SIGN).to(q_tile.dtype)
     m = tl.full([BM], float("-inf"), ACC)
@@ -119,25 +117,23 @@ def forward_kernel(
         for j in tl.range(begin, begin + tl.load(span + 1) * PARTIAL_BN, PARTIAL_BN, num_stages=PARTIAL_STAGES):
             keys = j + tl.arange(0, PARTIAL_BN)
             in_band = (keys >= key_start) & (keys < key_stop)  # others may be NaN: load 0
-            k_tile = load_rows(k_head, k_offset, j, k_strides[1], in_band, D, D_PAD, ALIGN)
-            v_tile = load_rows(v_head, v_offset, j, v_strides[1], in_band, DV, DV_PAD, ALIGN)
+            k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)
+            v_tile = load_rows(v_rows, j, in_band, DV, DV_PAD, ALIGN)
             visible = visible_mask(left - j, right - j, PARTIAL_BN)
-            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, True, PRECISION)
+            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION)
 
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
         for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
             k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
             v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
-            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, False, PRECISION)
+            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, PRECISION)
 
     fully_masked = (l == 0.0) & (m == float("-inf"))
     in_range = (tl.abs(m) <= largest_maximum(ACC)) & (l > 0.0) & (l < float("inf"))
     l = tl.where(fully_masked, float("inf"), tl.where(in_range, l, float("nan")))
     # acc of a fully masked row is NaN if v holds NaN.
     acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])
-    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
-    out_offset = tile_offsets(out_strides, BM, DV_PAD, ALIGN)
-    store_rows(out_head, out_offset, first, out_strides[1], valid, acc, DV, DV_PAD, ALIGN)
+    store_rows(rows_of(out, batch, head, out_strides, BM, DV_PAD, ALIGN), first, valid, acc, DV, DV_PAD, ALIGN)
     natural = tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
     tl.store(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, natural, mask=valid)

@@ -12,14 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import (
-    cta_rows,
-    head_pointer,
-    load_rows,
-    statistic_head_pointer,
-    store_rows,
-    tile_offsets,
-)
+from canon.fast.kernels.triton.blocks import cta_rows, load_rows, rows_of, statistic_head_pointer, store_rows
 
 
 @triton.jit
@@ -60,12 +53,9 @@ def sink_kernel(
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
     a, _, _ = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
-    offset = tile_offsets(out_strides, BM, D_PAD, ALIGN)
-    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
-    x = load_rows(out_head, offset, first, out_strides[1], valid, D, D_PAD, ALIGN).to(ACC)
-    offset = tile_offsets(result_strides, BM, D_PAD, ALIGN)
-    result_head = head_pointer(result, batch, head, result_strides, ALIGN)
-    store_rows(result_head, offset, first, result_strides[1], valid, x * a[:, None], D, D_PAD, ALIGN)
+    x = load_rows(rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN).to(ACC)
+    target = rows_of(result, batch, head, result_strides, BM, D_PAD, ALIGN)
+    store_rows(target, first, valid, x * a[:, None], D, D_PAD, ALIGN)
 
 
 @triton.jit(
@@ -103,18 +93,15 @@ def sink_backward_kernel(
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
     a, slope, active = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
-    offset = tile_offsets(dout_strides, BM, D_PAD, ALIGN)
-    dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
-    dout_tile = load_rows(dout_head, offset, first, dout_strides[1], active, D, D_PAD, ALIGN).to(ACC)
-    offset = tile_offsets(out_strides, BM, D_PAD, ALIGN)
-    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
-    out_tile = load_rows(out_head, offset, first, out_strides[1], active, D, D_PAD, ALIGN).to(ACC)
+    dout_rows = rows_of(dout, batch, head, dout_strides, BM, D_PAD, ALIGN)
+    dout_tile = load_rows(dout_rows, first, active, D, D_PAD, ALIGN).to(ACC)
+    out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
+    out_tile = load_rows(out_rows, first, active, D, D_PAD, ALIGN).to(ACC)
     dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
     tl.store(dlse_rows, slope * tl.sum(out_tile * dout_tile, 1), mask=valid)
     if HAS_DOUT_KEYS:
-        offset = tile_offsets(dout_keys_strides, BM, D_PAD, ALIGN)
-        target = head_pointer(dout_keys, batch, head, dout_keys_strides, ALIGN)
-        store_rows(target, offset, first, dout_keys_strides[1], valid, dout_tile * a[:, None], D, D_PAD, ALIGN)
+        target = rows_of(dout_keys, batch, head, dout_keys_strides, BM, D_PAD, ALIGN)
+        store_rows(target, first, valid, dout_tile * a[:, None], D, D_PAD, ALIGN)
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
