@@ -64,8 +64,8 @@ def delta_stats_kernel(
     lse,
     dlse,
     stats,
-    tokens,
     padded,
+    tokens,
     heads,
     batch_heads,
     out_strides,
@@ -107,10 +107,9 @@ def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | N
     dout, out = map(portable.addressable, (dout, out))
     lse, dlse = portable.contiguous_rows(lse), None if dlse is None else portable.contiguous_rows(dlse)
     stats, dlse_or_any = empty_statistics(lse), lse if dlse is None else dlse
-    arguments = (out, dout, lse, dlse_or_any, stats, out.shape[1], stats.shape[3], out.shape[2])
-    options = {"HAS_DLSE": dlse is not None, **portable.row_options(torch.float32, out, dout)}
-    strided, heads = (out, dout, lse, dlse_or_any), portable.batch_heads(out)
-    portable.run(delta_stats_kernel, portable.row_grid(out), portable.ROWS, arguments, heads, strided, options)
+    tensors = out, dout, lse, dlse_or_any
+    options = {"HAS_DLSE": dlse is not None, **portable.row_options(out, dout, accumulate=torch.float32)}
+    portable.run_rows(delta_stats_kernel, out.shape, (*tensors, stats, stats.shape[3]), tensors, options)
     return stats
 
 

@@ -93,9 +93,9 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
     dout, out = map(addressable, (dout, out))
     lse = contiguous_rows(lse)
     dlse_or_any = lse if dlse is None else contiguous_rows(dlse)
-    arguments = (out, dout, lse, dlse_or_any, result, out.shape[1], out.shape[2])
-    options = {"HAS_DLSE": dlse is not None, **row_options(result.dtype, out, dout)}
-    run(delta_kernel, row_grid(out), ROWS, arguments, batch_heads(out), (out, dout, lse, dlse_or_any, result), options)
+    tensors = (out, dout, lse, dlse_or_any, result)
+    options = {"HAS_DLSE": dlse is not None, **row_options(out, dout, accumulate=result.dtype)}
+    run_rows(delta_kernel, out.shape, tensors, tensors, options)
 
 
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStatistics:
@@ -180,14 +180,9 @@ def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor 
     """Write dk (b, s, g, d) and, if given, dv (b, s, g, dv): sums over each group of the parts (b, s, h, ...)."""
     width = 0 if dv is None else dv.shape[-1]
     tensors = (dk_parts, dk_parts if dv_parts is None else dv_parts, dk, dk if dv is None else dv)
-    options = {
-        "GROUP": dk_parts.shape[2] // dk.shape[2],
-        "DV": width,
-        "DV_PAD": padded(max(1, width)),
-        **row_options(dk_parts.dtype, *tensors),
-    }
-    arguments = (*tensors, dk.shape[1], dk.shape[2])
-    run(sum_heads_kernel, row_grid(dk), ROWS, arguments, batch_heads(dk), tensors, options)
+    options = {"GROUP": dk_parts.shape[2] // dk.shape[2], "DV": width, "DV_PAD": padded(max(1, width))}
+    options |= row_options(*tensors, accumulate=dk_parts.dtype)
+    run_rows(sum_heads_kernel, dk.shape, tensors, tensors, options)
 
 
 def merge(
@@ -209,9 +204,14 @@ def merge(
         lse = contiguous_rows(lse)
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     table = other_lse if rows is None else rows
-    options = row_options(accumulate_dtype(new_lse.dtype), out, other_out, new_out) | {"INDEXED": rows is not None}
-    arguments = (*tensors, table, other_out.shape[1], out.shape[2])
-    run(merge_kernel, row_grid(other_out), ROWS, arguments, batch_heads(out), tensors, options)
+    options = row_options(out, other_out, new_out, accumulate=accumulate_dtype(new_lse.dtype))
+    run_rows(merge_kernel, other_out.shape, (*tensors, table), tensors, options | {"INDEXED": rows is not None})
+
+
+def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
+    """Launch a kernel without MMAs on tokens and heads of this ``shape`` (b, t, h, ...), ROWS tokens of a head in a CTA."""
+    b, t, h, *_ = shape
+    run(kernel, -(-t // ROWS.rows) * b * h, ROWS, (*arguments, t, h), b * h, strided, options)
 
 
 def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
@@ -286,16 +286,11 @@ def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
     }
 
 
-def row_options(accumulate: torch.dtype, *tensors: Tensor) -> dict:
-    """Return the constants of the kernels without MMAs."""
+def row_options(*tensors: Tensor, accumulate: torch.dtype | None = None) -> dict:
+    """Return the constants of the kernels without MMAs, with ACC if they ``accumulate``."""
     width = tensors[0].shape[-1]
-    return {
-        "D": width,
-        "D_PAD": padded(width),
-        "ALIGN": stride_divisor(*tensors),
-        "ACC": triton_dtype(accumulate),
-        "BM": ROWS.rows,
-    }
+    options = {"D": width, "D_PAD": padded(width), "ALIGN": stride_divisor(*tensors), "BM": ROWS.rows}
+    return options if accumulate is None else options | {"ACC": triton_dtype(accumulate)}
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -325,11 +320,6 @@ def stride_divisor(*tensors: Tensor) -> int:
 def batch_heads(x: Tensor) -> int:
     """Return batches times heads of x (b, t, h, d)."""
     return x.shape[0] * x.shape[2]
-
-
-def row_grid(x: Tensor) -> int:
-    """Return the number of CTAs for x (b, t, h, d), each with ROWS tokens of a head."""
-    return -(-x.shape[1] // ROWS.rows) * batch_heads(x)
 
 
 def head_bytes(*tensors: Tensor) -> int:

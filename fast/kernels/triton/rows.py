@@ -154,17 +154,9 @@ def statistics_kernel(
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
     """Write out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k (b, t, g, d) and v (b, t, g, dv)."""
-    d, dv = k.shape[-1], v.shape[-1]
-    options = {
-        "D": d,
-        "DV": dv,
-        "D_PAD": launch.padded(d),
-        "DV_PAD": launch.padded(dv),
-        "ALIGN": launch.stride_divisor(k, v, out),
-        "BM": launch.ROWS.rows,
-    }
-    arguments, heads = (k, v, rows, out, len(rows), k.shape[2]), launch.batch_heads(out)
-    launch.run(take_rows_kernel, launch.row_grid(out), launch.ROWS, arguments, heads, (k, v, out), options)
+    dv = v.shape[-1]
+    options = {**launch.row_options(k, v, out), "DV": dv, "DV_PAD": launch.padded(dv)}
+    launch.run_rows(take_rows_kernel, out.shape, (k, v, rows, out), (k, v, out), options)
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -183,9 +175,8 @@ def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], ro
     """Write parts[0] (b, h, n) = lse[:, :, rows] and parts[1] = delta[:, :, rows]. ``rows`` is int64."""
     lse, delta = map(launch.contiguous_rows, (lse, delta))
     b, h, n = parts[0].shape
-    arguments, options = (lse, delta, *parts, rows, n, h), {"BM": launch.ROWS.rows}
-    ctas = -(-n // launch.ROWS.rows) * b * h
-    launch.run(statistics_kernel, ctas, launch.ROWS, arguments, b * h, (lse, delta, *parts), options)
+    tensors = lse, delta, *parts
+    launch.run_rows(statistics_kernel, (b, n, h), (*tensors, rows), tensors, {"BM": launch.ROWS.rows})
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
@@ -194,15 +185,8 @@ def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
 
 
 def _run_row_kernel(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
-    options = {
-        "D": x.shape[-1],
-        "D_PAD": launch.padded(x.shape[-1]),
-        "ALIGN": launch.stride_divisor(x, part),
-        "BM": launch.ROWS.rows,
-        "ADD": add,
-    }
-    arguments, heads = (x, part, rows, len(rows), x.shape[2]), launch.batch_heads(x)
-    launch.run(row_kernel, launch.row_grid(part), launch.ROWS, arguments, heads, (x, part), options)
+    options = {**launch.row_options(x, part), "ADD": add}
+    launch.run_rows(row_kernel, part.shape, (x, part, rows), (x, part), options)
 
 
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
@@ -210,6 +194,6 @@ def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: 
 
     Token i gets received[:, places[first[i] : first[i + 1]]], in this order; first and places are int64.
     """
-    options = launch.row_options(accumulate_dtype(x.dtype), x, received, total)
-    arguments, heads = (x, received, first, places, total, x.shape[1], x.shape[2]), launch.batch_heads(x)
-    launch.run(add_rows_kernel, launch.row_grid(x), launch.ROWS, arguments, heads, (x, received, total), options)
+    tensors = x, received, total
+    options = launch.row_options(*tensors, accumulate=accumulate_dtype(x.dtype))
+    launch.run_rows(add_rows_kernel, x.shape, (x, received, first, places, total), tensors, options)

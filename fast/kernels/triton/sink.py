@@ -107,9 +107,8 @@ def sink_backward_kernel(
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
     """Write result (b, t, h, dv): out under the sink (h,), from lse (b, h, t) over all keys."""
     out, lse, sink = launch.addressable(out), launch.contiguous_rows(lse), sink.contiguous()
-    arguments, options = (out, lse, sink, result, *out.shape[1:3]), launch.row_options(lse.dtype, out, result)
-    strided = out, lse, result
-    launch.run(sink_kernel, launch.row_grid(out), launch.ROWS, arguments, launch.batch_heads(out), strided, options)
+    options = launch.row_options(out, result, accumulate=lse.dtype)
+    launch.run_rows(sink_kernel, out.shape, (out, lse, sink, result), (out, lse, result), options)
 
 
 def differentiate_sink(
@@ -119,7 +118,7 @@ def differentiate_sink(
     dout, out = map(launch.addressable, (dout, out))
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     written = out if dout_keys is None else dout_keys
-    options = {"HAS_DOUT_KEYS": dout_keys is not None, **launch.row_options(lse.dtype, dout, out, written)}
-    arguments, heads = (dout, out, lse, sink, written, dlse, *out.shape[1:3]), launch.batch_heads(out)
-    strided = dout, out, lse, written, dlse
-    launch.run(sink_backward_kernel, launch.row_grid(out), launch.ROWS, arguments, heads, strided, options)
+    options = {"HAS_DOUT_KEYS": dout_keys is not None}
+    options |= launch.row_options(dout, out, written, accumulate=lse.dtype)
+    arguments, strided = (dout, out, lse, sink, written, dlse), (dout, out, lse, written, dlse)
+    launch.run_rows(sink_backward_kernel, out.shape, arguments, strided, options)

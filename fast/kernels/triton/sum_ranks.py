@@ -12,9 +12,9 @@ from canon.fast.kernels.triton.blocks import cta_rows, load_rows, rows_of, store
 def sum_ranks_kernel(
     received,
     total,
+    rank_stride,
     tokens,
     heads,
-    rank_stride,
     batch_heads,
     received_strides,
     total_strides,
@@ -37,15 +37,6 @@ def sum_ranks_kernel(
 
 def sum_ranks(received: Tensor, total: Tensor) -> None:
     """Write total (b, t, h, d): received (b, W, t, h, d) summed over W, in rank order and in its dtype."""
-    first = received[:, 0]
-    width = total.shape[-1]
-    arguments = (first, total, total.shape[1], total.shape[2], received.stride(1))
-    options = {
-        "RANKS": received.shape[1],
-        "D": width,
-        "D_PAD": launch.padded(width),
-        "ALIGN": launch.stride_divisor(received, total),
-        "BM": launch.ROWS.rows,
-    }
-    heads = launch.batch_heads(total)
-    launch.run(sum_ranks_kernel, launch.row_grid(total), launch.ROWS, arguments, heads, (first, total), options)
+    tensors = received[:, 0], total
+    options = {**launch.row_options(received, total), "RANKS": received.shape[1]}
+    launch.run_rows(sum_ranks_kernel, total.shape, (*tensors, received.stride(1)), tensors, options)
