@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from canon.fast.kernels.launcher import tma_loadable
 from canon.masks.band import Band
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
@@ -179,10 +180,7 @@ def aligned(x: Tensor) -> Tensor:
 
     Tensors that TMA cannot load get another configuration. Axes of length 1 count, too.
     """
-    steps = [stride * x.element_size() for stride in x.stride()[:3]]
-    if x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(step > 0 and step % 16 == 0 for step in steps):
-        return x
-    return canonical(x)
+    return x if tma_loadable(x, every_axis=True) else canonical(x)
 
 
 def canonical(x: Tensor) -> Tensor:

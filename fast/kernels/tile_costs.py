@@ -4,6 +4,7 @@ The unit is the time for a full tile. A partial tile costs `PARTIAL` (its cells 
 `FIXED` more: its start, and the write of its result.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ FIXED = 1.0
 PARTIAL = 1.2
 MORE_OWNERS = 1.25  # ratio of imbalances above which `needs_more_owners` is true
 BOX = 4  # TMA loads queries from multiples of this number: 16 bytes of lse
+L2_BYTES = 32 << 20  # for tensors that heads in flight read repeatedly; L2 caches hold 40 to 60 MB
 
 
 class TileCosts(NamedTuple):
@@ -76,6 +78,18 @@ def _imbalance_bound(mask: Mask, rows: int, columns: int, owners: int, each: int
     """Return an upper bound of `imbalance`: two SMs differ by at most the longest work tile."""
     cost = _active_costs(mask, rows, columns, each)
     return 1 + cost.max() * sms / (cost.sum() * owners) if len(cost) else 1.0
+
+
+@lru_cache
+def divisors(number: int) -> list[int]:
+    """Return the divisors of ``number``, ascending; [1] for 0."""
+    return [n for n in range(1, number + 1) if number % n == 0] or [1]
+
+
+@lru_cache
+def largest_divisor(number: int, each: float, room: float) -> int:
+    """Return the largest divisor n of ``number`` with n * ``each`` <= ``room``, or 1."""
+    return max(n for n in divisors(number) if n == 1 or n * each <= room)
 
 
 def _active_costs(mask: Mask, rows: int, columns: int, each: int) -> np.ndarray:

@@ -12,7 +12,15 @@ from canon.fast.kernels.cuda.config import Config, choose
 from canon.fast.kernels.cuda.kernel import Kernel, Variant
 from canon.fast.kernels.launcher import capability, copy_back, gpu_of, is_cpu, launch
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.kernels.triton.launch import LOG2E, RowStatistics, batch_heads, head_bytes, heads_in_l2, kernel_strides
+from canon.fast.kernels.triton.launch import (
+    RowStatistics,
+    base2_scale,
+    batch_heads,
+    contiguous_rows,
+    head_bytes,
+    heads_in_l2,
+    kernel_strides,
+)
 from canon.fast.kernels.work_tables import WorkTable, work_table
 from canon.masks.mask import Mask
 
@@ -33,14 +41,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     check("forward", q)
     q, k, v = map(loadable, (q, k, v))
     (own_out,) = writable(q, out)
-    own_lse = (
-        lse if portable.contiguous_rows(lse) is lse else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    )
+    own_lse = lse if contiguous_rows(lse) is lse else torch.empty_like(lse, memory_format=torch.contiguous_format)
     config, table = plan("forward", q, v, mask)
     group = q.shape[2] // k.shape[2]
-    sign = 0 if portable.vanishes(scale, q.dtype) else -1 if scale < 0 else 1  # the kernel applies it to q
+    scale, sign = base2_scale(scale, q.dtype)
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    numbers = (abs(scale) if sign else 1.0) * LOG2E, sign, len(table), q.shape[2], group, l2_heads
+    numbers = scale, sign, len(table), q.shape[2], group, l2_heads
     tensors = (q, k, v, own_out, own_lse)
     run(FORWARD, config, len(table) * batch_heads(q), (*tensors, table.tiles, table.spans), tensors, numbers, own_out)
     copy_back(out, own_out)

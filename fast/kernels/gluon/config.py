@@ -10,9 +10,8 @@ shared memory with s stages and b buffers, plus 1 KB for barriers:
     dkdv_hdim256    dkdv + 8 rows columns
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -117,8 +116,4 @@ def choose(kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192
     return config, *pads
 
 
-@contextmanager
-def forced(**configs: Config) -> Iterator[None]:
-    """Use these configurations, kernel=Config(...), in all threads. Raises ValueError for unknown kernels."""
-    with forcing(FORCED, KERNELS, configs):
-        yield
+forced = partial(forcing, FORCED, KERNELS)

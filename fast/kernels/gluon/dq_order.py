@@ -28,13 +28,12 @@ from operator import itemgetter
 import numpy as np
 
 from canon.fast.kernels.placed_mask import counted
-from canon.fast.kernels.tile_costs import TileCosts, tile_costs
+from canon.fast.kernels.tile_costs import L2_BYTES, TileCosts, divisors, largest_divisor, tile_costs
 from canon.fast.kernels.work_tables import visits
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
 SMS = 132  # of an H200; constant, so that all GPUs get the same order and bits
-L2_BYTES = 32 << 20  # for tensors that heads in flight read; an H200 has 50 MB
 
 # Heads in flight, longest work tile first. Waits grow with the CTAs of one head: over about CTAS_PER_HEAD gained nothing. More
 # heads shorten waits, but CTAs of a head share L2 reads only while they stay close: so additions to a tile of dq x heads is at
@@ -64,13 +63,13 @@ def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None =
     A group is a key head, or the query heads that share one. ``additions``: mean additions to one tile of dq, if ordered;
     then up to as many as occupy all SMs, within `MAX_ADDITIONS` or four times `L2_BYTES`.
     """
-    choices = divisors(groups)
-    largest = lambda each, room: max(n for n in choices if n == 1 or n * each <= room)
-    fitting = largest(bytes_per_group, L2_BYTES)
+    fitting = largest_divisor(groups, bytes_per_group, L2_BYTES)
     if additions is None:
         return fitting
-    enough = next((n for n in choices if n * CTAS_PER_HEAD >= SMS), choices[-1])
-    close = max(largest(additions, MAX_ADDITIONS), largest(bytes_per_group, 4 * L2_BYTES))
+    enough = next((n for n in divisors(groups) if n * CTAS_PER_HEAD >= SMS), max(1, groups))
+    close = max(
+        largest_divisor(groups, additions, MAX_ADDITIONS), largest_divisor(groups, bytes_per_group, 4 * L2_BYTES)
+    )
     return max(fitting, min(enough, close))
 
 
@@ -109,11 +108,6 @@ def mean_additions(spans: np.ndarray, columns: int) -> float:
     """Return the mean number of work tiles that add to one tile of dq."""
     last = int((spans[:, 0] + columns * spans[:, 1]).max(initial=columns))
     return columns * float(spans[:, 1].sum()) / last
-
-
-def divisors(groups: int) -> list[int]:
-    """Return the divisors of ``groups``, ascending; [1] for 0."""
-    return [n for n in range(1, groups + 1) if groups % n == 0] or [1]
 
 
 @cached_plan

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.errors import OutOfResources
 
 from canon.fast.kernels.device_plans import device_plan, host_part, upload
 from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose, padded_to
@@ -25,15 +24,22 @@ from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_sta
 from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
 from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, Traversal, tile_schedule, untouched
-from canon.fast.kernels.launcher import capability, copy_back, is_cpu, launch, multiprocessor_count
+from canon.fast.kernels.launcher import (
+    capability,
+    copy_back,
+    is_cpu,
+    launch,
+    multiprocessor_count,
+    tma_loadable,
+)
 from canon.fast.kernels.placed_mask import PlacedMask, whole_of
 from canon.fast.kernels.triton import launch as portable
+from canon.fast.kernels.triton.launch import base2_scale, head_bytes
 from canon.fast.kernels.work_tables import area, visits
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.rank_invariance import TILE
 
-LOG2E = 1.4426950408889634
 SIMULATED_SMS = 3
 TILES = {size: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)}
 VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -58,22 +64,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     check(q)
     config, d, dv = forward_config(q, v, mask)
     group, pack, plan = query_plan(q, k, v, mask, config)
-    even_out, even_lse = (
-        evenly_strided(out),
-        lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS),
-    )
+    even_out = writable(out, even_batches=True)
+    even_lse = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
     for rows in plan.fully_masked_rows:
         even_out[:, rows] = 0
         even_lse[..., rows] = float("-inf")
     if plan.work_tiles:
-        q, scale = positive_scale(q, scale)
+        scale, sign = base2_scale(scale, q.dtype)
+        q = q if sign == 1 else q * sign  # NaN stays NaN
         tiles = (
             box(q, 64 // pack, pack, d),
             box(k, config.columns, 1, d),
             box(zero_masked(v, mask, plan, keys=True), config.columns, 1, dv),
         )
         strides = even_out.stride(1), even_out.stride(2)
-        arguments = (*tiles, even_out, even_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
+        arguments = (*tiles, even_out, even_lse, *queue(plan, q), scale, q.shape[1], *strides)
         options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack}
         options |= {"PING_PONG": config.ping_pong, "STALE_MAXIMUM": config.stale_maximum}
         run(forward_kernel, plan.work_tiles, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
@@ -86,7 +91,7 @@ def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: Mask,
     check(q)
     config, d, dv = choose("dq", q.shape[-1], v.shape[-1])
     group, pack, plan = query_plan(q, k, v, mask, config)
-    even = evenly_strided(dq)
+    even = writable(dq, even_batches=True)
     for rows in plan.fully_masked_rows:
         even[:, rows] = 0
     if plan.work_tiles:
@@ -126,7 +131,7 @@ def dkdv(
     each = q.shape[2] // owners
     heads, read = Heads(q.shape[0], owners, 1), each * head_bytes(q, dout)
     plan = tile_schedule(mask, Traversal(config.rows, config.columns, True, heads, 1, each, read, ordered), q.device)
-    own_dk, own_dv = map(within_reach, (dk, dv))
+    own_dk, own_dv = map(writable, (dk, dv))
     for rows in plan.fully_masked_rows:
         own_dk[:, rows] = 0
         own_dv[:, rows] = 0
@@ -185,13 +190,6 @@ def check(q: Tensor) -> None:
         raise ValueError(f'the Hopper kernels need compute capability 9.0, and this is {name}: use backend("triton")')
 
 
-def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q and a scale > 0 with the same scores, because the kernel masks with -inf before it scales. NaN stays NaN."""
-    if portable.vanishes(scale, q.dtype):
-        return q * 0.0, 1.0  # NaN stays NaN
-    return (-q, -scale) if scale < 0 else (q, scale)
-
-
 def zero_masked(x: Tensor, mask: Mask, plan: TileSchedule, keys: bool) -> Tensor:
     """Return x (b, t, h, d), or a copy with 0 in tokens that the plan loads but the mask does not touch."""
     if not plan.loads_masked_tokens[keys]:
@@ -245,18 +243,6 @@ def descriptor_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int
     return made
 
 
-def tma_loadable(x: Tensor) -> bool:
-    """Return whether TMA can load x (b, t, h, d) in place."""
-    return x.data_ptr() % 16 == 0 and tma_strides(x.shape, x.stride(), x.element_size())
-
-
-@lru_cache(maxsize=4096)
-def tma_strides(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether TMA supports these strides (in elements)."""
-    steps = [stride * itemsize for n, stride in zip(shape[:3], strides[:3], strict=True) if n > 1]
-    return strides[3] == 1 and all(step > 0 and step % 16 == 0 and step < 2**40 for step in steps)
-
-
 def empty_for_tma(x: Tensor) -> Tensor:
     """Return an empty tensor like x (b, t, h, d) that TMA can load in place."""
     return x.new_empty(*x.shape[:3], padded_width(x.dtype, x.shape))[..., : x.shape[3]]
@@ -298,28 +284,17 @@ def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
 CONTIGUOUS = torch.contiguous_format
 
 
-def evenly_strided(x: Tensor) -> Tensor:
+def writable(x: Tensor, even_batches: bool = False) -> Tensor:
     """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it.
 
-    They need a batch stride of t token strides, a last stride of 1, and 32-bit offsets within a tile.
+    They need a last stride of 1, 32-bit offsets within a tile, and ``even_batches``: a batch stride of t token strides.
     """
-    even = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    even = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) or not even_batches
     reach = 256 * x.stride(1) + x.shape[2] * x.stride(2)
-    return x if even and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
-
-
-def within_reach(x: Tensor) -> Tensor:
-    """Return x (b, s, o, d) if it has a last stride of 1 and 32-bit offsets within a tile, else an empty tensor like it."""
-    reach = 128 * x.stride(1)
-    return x if x.stride(3) == 1 and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
+    return x if even and x.stride(3) == 1 and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
 
 
 # ------------------------------------------------------------------ launches
-def head_bytes(*tensors: Tensor) -> int:
-    """Return the bytes of one head of these tensors (b, t, h, d)."""
-    return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
-
-
 def resident_ctas(x: Tensor) -> int:
     """Return how many CTAs run at a time: one on each SM."""
     return SIMULATED_SMS if is_cpu(x.device) else multiprocessor_count(x.device)
@@ -344,17 +319,9 @@ def constants(kernel, config: Config) -> dict:
 
 
 def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **options) -> None:
-    """Launch a CTA on every SM, but at most ``work_tiles``.
-
-    Raises ValueError if the device has too little shared memory, and RuntimeError on a CPU without the simulator.
-    """
+    """Launch a CTA on every SM, but at most ``work_tiles``. Raises RuntimeError on a CPU without the simulator."""
     try:
         launch(kernel, min(work_tiles, resident_ctas(q)), q.device, arguments, **constants(kernel, config), **options)
-    except OutOfResources as error:
-        raise ValueError(
-            f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "
-            'use backend("triton")'
-        ) from error
     except RuntimeError as error:
         if q.device.type != "cpu" or "active drivers" not in str(error):
             raise

@@ -14,16 +14,9 @@ import torch
 from torch import Tensor
 
 from canon.fast.kernels.device_plans import device_plan, host_part, upload
-from canon.fast.kernels.gluon.dq_order import (
-    L2_BYTES,
-    alternate,
-    alternation,
-    cut_by_tickets,
-    heads_in_flight,
-    mean_additions,
-)
+from canon.fast.kernels.gluon.dq_order import alternate, alternation, cut_by_tickets, heads_in_flight, mean_additions
 from canon.fast.kernels.placed_mask import PlacedMask, counted
-from canon.fast.kernels.tile_costs import BOX, TileCosts, tile_costs
+from canon.fast.kernels.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
 from canon.fast.kernels.work_tables import band_array
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan

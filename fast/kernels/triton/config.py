@@ -14,7 +14,8 @@ and 1 KB for barriers. If e > 2, add e rows columns for each of p and ds.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -101,7 +102,7 @@ def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, de
         return FORCED[kernel]
     if is_cpu(device):
         return INTERPRETED
-    return fitting(kernel, d, dv, itemsize, shared_limit(device), describable, is_hopper(device))
+    return fitting(kernel, d, dv, itemsize, gpu_of(device).shared_memory, describable, is_hopper(device))
 
 
 @lru_cache
@@ -126,21 +127,9 @@ def is_hopper(device: torch.device) -> bool:
     return not is_cpu(device) and capability(device) >= (9, 0)
 
 
-def shared_limit(device: torch.device) -> int:
-    """Return the bytes of shared memory of a CTA: 163 KB on sm_80, 99 KB on sm_86 and sm_89, 227 KB on sm_90."""
-    return gpu_of(device).shared_memory
-
-
 @contextmanager
-def forced(**configs: Config) -> Iterator[None]:
+def forcing(forced: dict, kernels: tuple[str, ...], **configs: Any) -> Iterator[None]:
     """Use these configurations, kernel=Config(...), on any device and in all threads. Raises ValueError for unknown kernels."""
-    with forcing(FORCED, KERNELS, configs):
-        yield
-
-
-@contextmanager
-def forcing(forced: dict, kernels: tuple[str, ...], configs: dict) -> Iterator[None]:
-    """Add ``configs`` to ``forced`` within the block. Raises ValueError for names outside ``kernels``."""
     if unknown := set(configs) - set(kernels):
         raise ValueError(f"unknown kernels {sorted(unknown)}: expected one of {', '.join(kernels)}")
     before = dict(forced)
@@ -150,3 +139,6 @@ def forcing(forced: dict, kernels: tuple[str, ...], configs: dict) -> Iterator[N
     finally:
         forced.clear()
         forced.update(before)
+
+
+forced = partial(forcing, FORCED, KERNELS)

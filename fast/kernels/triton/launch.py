@@ -24,18 +24,16 @@ under 256 tokens away.
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from canon.fast.kernels.launcher import is_cpu, launch
-from canon.fast.kernels.tile_costs import needs_more_owners
+from canon.fast.kernels.launcher import is_cpu, launch, tma_loadable
+from canon.fast.kernels.tile_costs import L2_BYTES, largest_divisor, needs_more_owners
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
 from canon.fast.kernels.triton.dq import dq_kernel
@@ -47,7 +45,6 @@ from canon.masks.mask import Mask
 from canon.runtime.checks import accumulate_dtype
 
 LOG2E = 1.4426950408889634
-L2_BYTES = 32 << 20  # for tensors that concurrent heads read repeatedly; L2 caches hold 40 to 60 MB
 ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` tokens a CTA
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`
@@ -74,18 +71,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     q, k, v = map(addressable, (q, k, v))
     config, table = plan("forward", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
-    sign = 0 if vanishes(scale, q.dtype) else -1 if scale < 0 else 1  # the kernel applies it to q
-    base2_scale = (abs(scale) if sign else 1.0) * LOG2E
+    scale, sign = base2_scale(scale, q.dtype)
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
-    arguments = (*tensors, table.tiles, table.spans, base2_scale, len(table), q.shape[2])
+    arguments = (*tensors, table.tiles, table.spans, scale, len(table), q.shape[2])
     options = {"SIGN": sign, "GROUP": group, **mma_options(config, q, v, k, out)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     run(forward_kernel, len(table) * batch_heads(q), config, arguments, l2_heads, (q, k, v, out, lse), options)
 
 
-def vanishes(scale: float, dtype: torch.dtype) -> bool:
-    """Return whether the scale rounds to 0 in the kernels, where the score -inf of a hidden element would become NaN."""
-    return abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150)
+def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
+    """Return a scale > 0 for scores in base 2, and the sign to multiply q with: kernels mask with -inf before they scale.
+
+    The sign of a scale that rounds to 0 in the kernels is 0.
+    """
+    if abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150):
+        return LOG2E, 0
+    return abs(scale) * LOG2E, -1 if scale < 0 else 1
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:
@@ -217,7 +218,7 @@ def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
 def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
     """Launch ``ctas`` CTAs with the arguments, ``l2_heads``, and the strides of the ``strided`` tensors.
 
-    Raises ValueError if a written tensor exceeds 32-bit offsets, or if the device has too little shared memory.
+    Raises ValueError if a written tensor exceeds 32-bit offsets, and as `launch`.
     """
     if not ctas:
         return
@@ -232,13 +233,7 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
             )
     arguments = (*arguments, l2_heads, *stride_arguments(strided))
     options = {**options, "num_warps": config.warps, "num_stages": config.stages}
-    try:
-        launch(kernel, ctas, strided[0].device, arguments, **options)
-    except OutOfResources as error:
-        raise ValueError(
-            f"{kernel.__name__} with {config} needs {error.required} of {error.name}, but this device has {error.limit}: "
-            "use a narrower dtype or canon.reference"
-        ) from error
+    launch(kernel, ctas, strided[0].device, arguments, **options)
 
 
 def stride_arguments(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...] | int]:
@@ -327,15 +322,9 @@ def head_bytes(*tensors: Tensor) -> int:
     return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
 
 
-@lru_cache
 def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
-    """Return how many of ``count`` heads run at a time: whole groups, a divisor, small enough for the L2 cache.
-
-    ``bytes_each``: memory that one group reads repeatedly.
-    """
-    groups = count // group
-    fitting = [n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * bytes_each <= L2_BYTES)]
-    return group * max(fitting, default=1)
+    """Return how many of ``count`` heads run at a time: groups, each of which reads ``bytes_each`` repeatedly."""
+    return group * largest_divisor(count // group, bytes_each, L2_BYTES)
 
 
 def plan(kernel: str, q: Tensor, v: Tensor, mask: Mask, *visited: Tensor) -> tuple[Config, WorkTable]:
@@ -357,15 +346,8 @@ def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
 
 def has_descriptor(x: Tensor) -> bool:
     """Return whether the sizes, strides and alignment of x fit a TMA descriptor."""
-    strides = [stride * x.element_size() for stride in x.stride()[:-1]]
-    return (
-        (is_cpu(x.device) or is_hopper(x.device))
-        and x.numel() > 0
-        and x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and x.shape[-1] == padded(x.shape[-1])
-        and all(stride % 16 == 0 and 0 < stride < 2**40 for stride in strides)
-    )
+    fits = x.numel() > 0 and x.shape[-1] == padded(x.shape[-1]) and tma_loadable(x, every_axis=True)
+    return fits and (is_cpu(x.device) or is_hopper(x.device))
 
 
 def addressable(x: Tensor) -> Tensor:
