@@ -104,7 +104,7 @@ class Emulation:
         q, v = tensors[0], tensors[2]
         config = self.configs[kernel]
         config = replace(config, shared_bytes=shared_bytes(kernel, config, q.shape[-1], v.shape[-1]))
-        table = work_table(mask, config.rows, config.columns, config.partial_columns, kernel == "dkdv")
+        table = work_table(mask, config.rows, config.columns, config.partial_columns, kernel == "dkdv", "cpu")
         macros = config.macros() | {
             "CANON_D": q.shape[-1],
             "CANON_DV": v.shape[-1],
@@ -112,13 +112,13 @@ class Emulation:
             "CANON_OUT_FLOAT": int(tensors[-1 if kernel != "forward" else 3].dtype == torch.float32),
         }
         library = compiled(kernel, tuple(sorted(macros.items())), self.sources)
-        numbers = (*first, len(table), *heads)
+        numbers = (*first, len(table.tiles), *heads)
         strides = [stride for x in tensors if x.ndim == 4 for stride in x.stride()[:3]]
         strides += next(x for x in tensors if x.ndim == 3).stride()[:2]
         words = [*(x.data_ptr() for x in (*tensors, table.tiles, table.spans)), *strides]
         packed = struct.pack(f"{len(words)}qf{len(numbers) - 1}i0q", *words, *numbers)
         assert len(packed) == library.params_bytes()
-        fault = library.run(packed, len(table) * q.shape[0] * heads[0], config.shared_bytes, int(self.backwards))
+        fault = library.run(packed, len(table.tiles) * q.shape[0] * heads[0], config.shared_bytes, int(self.backwards))
         if fault:
             raise RuntimeError(f"{kernel}: {fault.decode()}")
 

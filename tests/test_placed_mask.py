@@ -81,7 +81,7 @@ def as_tokens(mask, table, widths, transposed):
 def test_own_tiles_visit_what_they_visit_on_one_rank(case, sizes):
     mask, transposed = case
     rows, columns, small = sizes
-    whole, own = (tiles.work_table(x, rows, columns, small, transposed) for x in (in_place(mask.whole), mask))
+    whole, own = (tiles.host_table(x, rows, columns, small, transposed) for x in (in_place(mask.whole), mask))
     expected = as_tokens(in_place(mask.whole), whole, (small, columns), transposed)
     got = as_tokens(mask, own, (small, columns), transposed)
     held = {token for _, tokens in (mask.key_pieces if transposed else mask.query_pieces) for token in tokens}
@@ -125,9 +125,9 @@ def test_pieces_that_begin_inside_a_tile_raise():
         with pytest.raises(ValueError, match="do not begin at a multiple of 128"):
             PlacedMask(Mask.causal(256), ((row, tokens),), (), 256, 0)
     with pytest.raises(ValueError, match="sides that divide 128, got 192 x 128"):
-        tiles.work_table(in_place(Mask.causal(256)), 192, 128)
+        tiles.host_table(in_place(Mask.causal(256)), 192, 128, 128)
     with pytest.raises(RuntimeError, match="lacks tokens"):
-        tiles.work_table(PlacedMask(Mask.causal(256), ((0, range(256)),), ((0, range(128)),), 256, 128), 128, 128)
+        tiles.host_table(PlacedMask(Mask.causal(256), ((0, range(256)),), ((0, range(128)),), 256, 128), 128, 128, 128)
 
 
 # --- choices ---

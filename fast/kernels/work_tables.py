@@ -16,102 +16,63 @@ Cost: O(overlapping pairs of a band and a tile) in NumPy. Device memory: 20 byte
 (Dong et al., 2024) introduced block masks with full and partial tiles; bands replace its callbacks.
 """
 
-from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from canon.fast.kernels.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.placed_mask import PlacedMask, counted
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.rank_invariance import TILE
 
 TILE_FIELDS = 5  # row start, row stop, first partial span, first full span, end of the spans
-ALIGNMENT = 4  # numbers: spans begin at multiples of 16 bytes, for aligned loads
 SPAN_FIELDS = 8  # first column, number of tiles; the band's row start, stop, column start, stop, lo, hi
 
 
-@dataclass(frozen=True)
-class WorkTable:
+class WorkTable(NamedTuple):
     """The table that a kernel reads.
 
-    tiles: (n, 5) int32, longest first: start, stop, partial, full, end: rows start:stop, partial spans spans[partial:full],
+    tiles: (n, 5), longest first: start, stop, partial, full, end: rows start:stop, partial spans spans[partial:full],
         full spans spans[full:end]. Each row is in one tile, fully masked rows included.
-    spans: (m, 8) int32: first column, number of tiles (``columns`` wide if full, else ``partial_columns``), and
-        the band in the table's orientation (zeros if full).
+    spans: (m, 8): first column, number of tiles (``columns`` wide if full, else ``small``), and the band in the table's
+        orientation (zeros if full).
     visits: tiles that a kernel computes; a partial tile counts by its share of ``columns``. Of a `PlacedMask`: of all ranks.
     """
 
-    tiles: Tensor
-    spans: Tensor
+    tiles: Any  # an array, or a tensor on a device
+    spans: Any
     visits: float
-
-    def __len__(self) -> int:
-        return len(self.tiles)
-
-    @property
-    def held(self) -> tuple[Tensor]:
-        """The storage that both tensors share."""
-        return (self.tiles,)
 
 
 @device_plan
-def work_table(
-    mask: Mask,
-    rows: int,
-    columns: int,
-    partial_columns: int | None = None,
-    transposed: bool = False,
-    device: torch.device | str = "cpu",
-    boxes: int = 0,
-) -> WorkTable:
+def work_table(mask: Mask, rows: int, columns: int, small: int, transposed: bool) -> WorkTable:
+    """Return `host_table` without boxes, as int32."""
+    tiles, spans, visited = host_table(mask, rows, columns, small, transposed)
+    return WorkTable(tiles.astype(np.int32), spans.astype(np.int32), visited)
+
+
+def host_table(mask: Mask, rows: int, columns: int, small: int, transposed: bool = False, boxes: int = 0) -> WorkTable:
     """Return the table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x queries if ``transposed``.
 
     A `PlacedMask` has the own tiles of the whole mask's table, whose tiles and spans begin at multiples of their sizes.
 
     Args:
-        partial_columns: columns of partial tiles, a divisor of ``columns``; None is ``columns``.
+        small: columns of partial tiles, a divisor of ``columns``.
         boxes: spans begin at multiples of it, for kernels that load boxes of this many columns; else 0. A tile with
             fewer than ``rows`` rows then has partial spans only, which mask the rows behind its end.
 
     Raises ValueError if the mask is too large for 32-bit coordinates.
     """
-    both, tiles, visited = _packed_table(mask, rows, columns, partial_columns or columns, transposed, boxes)
-    table, size = upload(both, device), TILE_FIELDS * tiles
-    spans = table[_aligned(size) :].view(-1, SPAN_FIELDS)
-    return WorkTable(table[:size].view(-1, TILE_FIELDS), spans, visited)
-
-
-@host_part
-def _packed_table(
-    mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int
-) -> tuple[np.ndarray, int, float]:
-    """Return the numbers of a `WorkTable` in one array (one upload), the number of tiles, and the visits."""
-    tiles, spans, visited = host_table(mask, rows, columns, small, transposed, boxes)
-    first_span = _aligned(tiles.size)
-    both = np.zeros(first_span + spans.size, np.int32)
-    both[: tiles.size], both[first_span:] = tiles.ravel(), spans.ravel()
-    return both, len(tiles), visited
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def host_table(
-    mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return tiles (n, 5), int64, spans (m, 8), int32, and visits of `work_table`, with ``small`` partial columns."""
     if isinstance(mask, PlacedMask):
         cut = _own_part(mask, _even_cut(mask.whole, rows, columns, small, transposed), transposed)
         tiles, spans = _table(cut, rows, columns, small, boxes=columns)
-        return *mask.moved(tiles, spans, (small, columns), transposed), cut.visits
-    cut = _best_cut(mask, rows, columns, small, transposed, boxes)
-    return *_table(cut, rows, columns, small, boxes), cut.visits
+        tiles, spans = mask.moved(tiles, spans, (small, columns), transposed)
+    else:
+        cut = _best_cut(mask, rows, columns, small, transposed, boxes)
+        tiles, spans = _table(cut, rows, columns, small, boxes)
+    return WorkTable(tiles, spans, cut.visits)
 
 
 @cached_plan

@@ -46,9 +46,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     group = q.shape[2] // k.shape[2]
     scale, sign = base2_scale(scale, q.dtype)
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    numbers = scale, sign, len(table), q.shape[2], group, l2_heads
+    numbers = scale, sign, len(table.tiles), q.shape[2], group, l2_heads
     tensors = (q, k, v, own_out, own_lse)
-    run(FORWARD, config, len(table) * batch_heads(q), (*tensors, table.tiles, table.spans), tensors, numbers, own_out)
+    run(
+        FORWARD,
+        config,
+        len(table.tiles) * batch_heads(q),
+        (*tensors, table.tiles, table.spans),
+        tensors,
+        numbers,
+        own_out,
+    )
     copy_back(out, own_out)
     copy_back(lse, own_lse)
 
@@ -63,9 +71,9 @@ def dq(
     config, table = plan("dq", q, v, mask)
     group = q.shape[2] // k.shape[2]
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    numbers = scale, len(table), q.shape[2], group, l2_heads
+    numbers = scale, len(table.tiles), q.shape[2], group, l2_heads
     pointers = (q, k, v, dout, lse, delta, own_dq, table.tiles, table.spans)
-    run(DQ, config, len(table) * batch_heads(q), pointers, (q, k, v, dout, own_dq, lse), numbers, own_dq)
+    run(DQ, config, len(table.tiles) * batch_heads(q), pointers, (q, k, v, dout, own_dq, lse), numbers, own_dq)
     copy_back(dq, own_dq)
 
 
@@ -91,10 +99,10 @@ def dkdv(
     config, table = plan("dkdv", q, v, mask)
     owners, heads = dk.shape[2], q.shape[2] // dk.shape[2]
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
-    numbers = scale, len(table), owners, heads, q.shape[2] // k.shape[2], l2_heads
+    numbers = scale, len(table.tiles), owners, heads, q.shape[2] // k.shape[2], l2_heads
     pointers = (q, k, v, dout, lse, delta, own_dk, own_dv, table.tiles, table.spans)
     strided = (q, k, v, dout, own_dk, own_dv, lse)
-    run(DKDV, config, len(table) * batch_heads(dk), pointers, strided, numbers, own_dk)
+    run(DKDV, config, len(table.tiles) * batch_heads(dk), pointers, strided, numbers, own_dk)
     copy_back(dk, own_dk)
     copy_back(dv, own_dv)
 

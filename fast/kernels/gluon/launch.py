@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from canon.fast.kernels.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose, padded_to
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
@@ -198,13 +198,8 @@ def zero_masked(x: Tensor, mask: Mask, plan: TileSchedule, keys: bool) -> Tensor
 
 
 @device_plan
-def unseen_tokens(mask: Mask, keys: bool, device: torch.device) -> Tensor:
+def unseen_tokens(mask: Mask, keys: bool) -> np.ndarray:
     """Return which keys, or queries, no band touches (bool)."""
-    return upload(_unseen_tokens(mask, keys), device)
-
-
-@host_part
-def _unseen_tokens(mask: Mask, keys: bool) -> np.ndarray:
     unseen = np.zeros(mask.keys if keys else mask.queries, bool)
     for start, stop in zip(*untouched(mask, keys), strict=True):
         unseen[start:stop] = True

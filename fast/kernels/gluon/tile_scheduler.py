@@ -7,13 +7,11 @@ Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile 
 scheduling, longest processing time first: Graham, Bounds on multiprocessing timing anomalies (1969).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from canon.fast.kernels.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.gluon.dq_order import alternate, alternation, cut_by_tickets, heads_in_flight, mean_additions
 from canon.fast.kernels.placed_mask import PlacedMask, counted
 from canon.fast.kernels.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
@@ -82,22 +80,15 @@ class TileSchedule(NamedTuple):
     ``fully_masked_rows`` hold the rows of all tiles without spans, and perhaps others. The launch fills them first.
     """
 
-    work: Tensor
+    work: Any  # an array, or a tensor on a device
     work_tiles: int
     fully_masked_rows: tuple[slice, ...]
     loads_masked_tokens: MaskedTokens
 
 
 @device_plan
-def tile_schedule(mask: Mask, traversal: Traversal, device: torch.device) -> TileSchedule:
-    """Return the tile schedule of a mask, on the device."""
-    work, *others = _host_schedule(mask, traversal)
-    return TileSchedule(upload(work, device), *others)
-
-
-@host_part
-def _host_schedule(mask: Mask, t: Traversal) -> tuple[np.ndarray, int, tuple[slice, ...], MaskedTokens]:
-    """Return the parts of a `TileSchedule`, with ``work`` on the host."""
+def tile_schedule(mask: Mask, t: Traversal) -> TileSchedule:
+    """Return the tile schedule of a mask."""
     costs = tile_costs(mask, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
     tiles, spans, _ = costs
     first, begin, end, active = tiles[:, 0], tiles[:, 2], tiles[:, 4], costs.active
@@ -128,7 +119,7 @@ def _host_schedule(mask: Mask, t: Traversal) -> tuple[np.ndarray, int, tuple[sli
     if number >= SEVERAL * t.ctas > 0:
         work_tiles = work[WORK_TILE : WORK_TILE * (1 + number)].reshape(len(heads), len(order), -1, WORK_TILE)
         _late_ctas_get_short_ones(work_tiles, costs.cost[order], t.ctas)
-    return work, number, _row_ranges(tiles[~active]), masked
+    return TileSchedule(work, number, _row_ranges(tiles[~active]), masked)
 
 
 # ------------------------------------------------------------------ the order

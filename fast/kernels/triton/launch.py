@@ -73,10 +73,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     group = q.shape[2] // k.shape[2]
     scale, sign = base2_scale(scale, q.dtype)
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
-    arguments = (*tensors, table.tiles, table.spans, scale, len(table), q.shape[2])
+    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
     options = {"SIGN": sign, "GROUP": group, **mma_options(config, q, v, k, out)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    run(forward_kernel, len(table) * batch_heads(q), config, arguments, l2_heads, (q, k, v, out, lse), options)
+    run(forward_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, out, lse), options)
 
 
 def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
@@ -125,10 +125,10 @@ def dq(
     config, table = plan("dq", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), dout, lse, delta, dq)
-    arguments = (*tensors, table.tiles, table.spans, scale, len(table), q.shape[2])
+    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
     options = {"GROUP": group, **mma_options(config, q, v, k, dout, dq)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    run(dq_kernel, len(table) * batch_heads(q), config, arguments, l2_heads, (q, k, v, dout, lse, dq), options)
+    run(dq_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, dout, lse, dq), options)
 
 
 def dkdv(
@@ -157,14 +157,14 @@ def dkdv(
     heads = q.shape[2] // dk.shape[2]  # query heads of an owner
     dq_or_any = dk if dq is None else dq
     tensors = (q, k, v, dout, tile_source(q, config), tile_source(dout, config), lse, delta, dq_or_any, dk, dv)
-    arguments = (*tensors, table.tiles, table.spans, scale, len(table), dk.shape[2])
+    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), dk.shape[2])
     options: dict = {"FUSED": dq is not None, "GROUP": q.shape[2] // k.shape[2], "HEADS": heads}
     options |= mma_options(config, q, v, k, dout, dq_or_any, dk, dv)
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
     strided = (q, k, v, dout, lse, dq_or_any, dk, dv)
     for make_dk, make_dv in [(True, False), (False, True)] if config.apart else [(True, True)]:
         options |= {"MAKE_DK": make_dk, "MAKE_DV": make_dv}
-        run(dkdv_kernel, len(table) * batch_heads(dk), config, arguments, l2_heads, strided, options)
+        run(dkdv_kernel, len(table.tiles) * batch_heads(dk), config, arguments, l2_heads, strided, options)
 
 
 def refuse_atomics() -> None:
@@ -334,7 +334,8 @@ def plan(kernel: str, q: Tensor, v: Tensor, mask: Mask, *visited: Tensor) -> tup
     if config.tma and not describable:  # only if `forced`
         config = replace(config, tma=False)
     transposed = kernel in ("dkdv", "fused")
-    return config, work_table(mask, config.rows, config.columns, config.partial_columns, transposed, q.device)
+    partial = config.partial_columns or config.columns
+    return config, work_table(mask, config.rows, config.columns, partial, transposed, q.device)
 
 
 def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
