@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from canon.fast.kernels.placed_mask import AnyMask
 from canon.fast.kernels.work_tables import host_table
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
@@ -33,7 +34,7 @@ class TileCosts(NamedTuple):
 
 
 @cached_plan
-def tile_costs(mask: Mask, rows: int, columns: int, transposed: bool, repeat: int, boxes: int) -> TileCosts:
+def tile_costs(mask: AnyMask, rows: int, columns: int, transposed: bool, repeat: int, boxes: int) -> TileCosts:
     """Return the tables of `work_table` with costs. The spans of a tile are visited ``repeat`` times."""
     tiles, spans, _ = host_table(mask, rows, columns, columns, transposed, boxes)
     before = np.concatenate([[0], np.cumsum(spans[:, 1], dtype=np.float64)])  # visited tiles before each span

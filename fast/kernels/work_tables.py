@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canon.fast.kernels.device_plans import device_plan
-from canon.fast.kernels.placed_mask import PlacedMask, counted
-from canon.masks.mask import Mask
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, counted
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.rank_invariance import TILE
 
@@ -47,13 +46,15 @@ class WorkTable(NamedTuple):
 
 
 @device_plan
-def work_table(mask: Mask, rows: int, columns: int, small: int, transposed: bool) -> WorkTable:
+def work_table(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool) -> WorkTable:
     """Return `host_table` without boxes, as int32."""
     tiles, spans, visited = host_table(mask, rows, columns, small, transposed)
     return WorkTable(tiles.astype(np.int32), spans.astype(np.int32), visited)
 
 
-def host_table(mask: Mask, rows: int, columns: int, small: int, transposed: bool = False, boxes: int = 0) -> WorkTable:
+def host_table(
+    mask: AnyMask, rows: int, columns: int, small: int, transposed: bool = False, boxes: int = 0
+) -> WorkTable:
     """Return the table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x queries if ``transposed``.
 
     A `PlacedMask` has the own tiles of the whole mask's table, whose tiles and spans begin at multiples of their sizes.
@@ -76,7 +77,7 @@ def host_table(mask: Mask, rows: int, columns: int, small: int, transposed: bool
 
 
 @cached_plan
-def visits(mask: Mask, rows: int, columns: int, transposed: bool = False, boxes: int = 0) -> tuple[float, int]:
+def visits(mask: AnyMask, rows: int, columns: int, transposed: bool = False, boxes: int = 0) -> tuple[float, int]:
     """Return the ``visits`` and number of tiles of `work_table` without the table. A `PlacedMask` counts as a whole."""
     if isinstance(mask, PlacedMask):
         cut = _even_cut(mask.whole, rows, columns, columns, transposed)
@@ -86,13 +87,13 @@ def visits(mask: Mask, rows: int, columns: int, transposed: bool = False, boxes:
 
 
 @cached_plan
-def band_array(mask: Mask) -> np.ndarray:
+def band_array(mask: AnyMask) -> np.ndarray:
     """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi."""
     return np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands)).reshape(-1, 6)
 
 
 @cached_plan
-def area(mask: Mask) -> int:
+def area(mask: AnyMask) -> int:
     """Return ``mask.area``, the number of visible cells, without a loop."""
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     queries, keys = q_stop - q_start, k_stop - k_start
@@ -128,7 +129,7 @@ class _Cut(NamedTuple):
 
 
 @cached_plan  # `visits` and the table share a cut
-def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
+def _best_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
     """Return the cheaper cut: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
     bands, size = _bands_and_size(mask, rows, columns, transposed)
     even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
@@ -137,7 +138,7 @@ def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool,
     return min(cuts, key=lambda cut: len(cut.starts) + cut.visits)
 
 
-def _even_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool) -> _Cut:
+def _even_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool) -> _Cut:
     """Return the cut at multiples of ``rows``, with spans from multiples of ``columns`` on.
 
     Raises ValueError if pieces of whole tiles of 128 tokens cannot hold such tiles.
@@ -154,7 +155,7 @@ def _own_part(mask: PlacedMask, cut: _Cut, transposed: bool) -> _Cut:
     return cut._replace(**kept)
 
 
-def _bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
+def _bands_and_size(mask: AnyMask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
     if transposed:

@@ -11,6 +11,7 @@ from torch import Tensor
 from canon.fast.kernels.cuda.config import Config, choose
 from canon.fast.kernels.cuda.kernel import Kernel, Variant
 from canon.fast.kernels.launcher import capability, copy_back, gpu_of, is_cpu, launch
+from canon.fast.kernels.placed_mask import AnyMask
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.launch import (
     RowStatistics,
@@ -22,7 +23,6 @@ from canon.fast.kernels.triton.launch import (
     kernel_strides,
 )
 from canon.fast.kernels.work_tables import WorkTable, work_table
-from canon.masks.mask import Mask
 
 DTYPES = torch.bfloat16, torch.float16
 CAPABILITY = 8, 0  # for `cp.async` and MMAs of bfloat16
@@ -36,7 +36,7 @@ make_row_statistics, empty_statistics = portable.make_row_statistics, portable.e
 choose_method = portable.choose_method
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     check("forward", q)
     q, k, v = map(loadable, (q, k, v))
@@ -62,7 +62,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
 
 
 def dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: Mask, scale: float, dq: Tensor
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: float, dq: Tensor
 ) -> None:
     """Write dq (b, t, h, d)."""
     check("dq", q)
@@ -83,7 +83,7 @@ def dkdv(
     v: Tensor,
     dout: Tensor,
     statistics: RowStatistics,
-    mask: Mask,
+    mask: AnyMask,
     scale: float,
     dk: Tensor,
     dv: Tensor,
@@ -134,7 +134,7 @@ def writable(q: Tensor, *results: Tensor) -> list[Tensor]:
     return [x if fits(x) else torch.empty(x.shape, dtype=dtype, device=x.device) for x in results]
 
 
-def plan(kernel: str, q: Tensor, v: Tensor, mask: Mask) -> tuple[Config, WorkTable]:
+def plan(kernel: str, q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, WorkTable]:
     """Return the configuration and the work table of a kernel."""
     config = choose(kernel, q.shape[-1], v.shape[-1], gpu_of(q.device))
     transposed = kernel == "dkdv"

@@ -32,11 +32,10 @@ from canon.fast.kernels.launcher import (
     multiprocessor_count,
     tma_loadable,
 )
-from canon.fast.kernels.placed_mask import PlacedMask, whole_of
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, whole_of
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.launch import base2_scale, head_bytes
 from canon.fast.kernels.work_tables import area, visits
-from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.rank_invariance import TILE
 
@@ -47,7 +46,7 @@ VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # kernels without MMAs are portable
 
 
-def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
+def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int) -> str:
     """Return the method for "auto": as the Triton backend, but "fused" where ordered dq is faster."""
     method = portable.choose_method(q, k, v, mask, multiprocessors)
     d, dv = q.shape[3], v.shape[3]
@@ -59,7 +58,7 @@ def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: 
     return "fused" if pays else method
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
     config, d, dv = forward_config(q, v, mask)
@@ -86,7 +85,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     copy_back(lse, even_lse)
 
 
-def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: Mask, scale: float, dq: Tensor) -> None:
+def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMask, scale: float, dq: Tensor) -> None:
     """Write dq (b, t, h, d). ``stats``: from `row_statistics`."""
     check(q)
     config, d, dv = choose("dq", q.shape[-1], v.shape[-1])
@@ -112,7 +111,7 @@ def dkdv(
     v: Tensor,
     dout: Tensor,
     stats: Tensor,
-    mask: Mask,
+    mask: AnyMask,
     scale: float,
     dk: Tensor,
     dv: Tensor,
@@ -161,7 +160,7 @@ def dkdv(
 
 
 # ------------------------------------------------------------------ inputs
-def forward_config(q: Tensor, v: Tensor, mask: Mask) -> tuple[Config, int, int]:
+def forward_config(q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, int, int]:
     """Return the configuration of the forward kernel and the padded widths; of a `PlacedMask` by the whole mask alone."""
     widths = q.shape[-1], v.shape[-1]
     if isinstance(mask, PlacedMask):
@@ -169,7 +168,7 @@ def forward_config(q: Tensor, v: Tensor, mask: Mask) -> tuple[Config, int, int]:
     return choose("forward", *widths, tiles_seen(mask, q.shape[0] * q.shape[2], resident_ctas(q)))
 
 
-def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> tuple[int, int, TileSchedule]:
+def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, config: Config) -> tuple[int, int, TileSchedule]:
     """Return the query heads of a group, how many of them share a tile, and the schedule over tiles of queries."""
     group = q.shape[2] // k.shape[2]
     pack = packing(mask, config.rows, config.columns, group)
@@ -190,7 +189,7 @@ def check(q: Tensor) -> None:
         raise ValueError(f'the Hopper kernels need compute capability 9.0, and this is {name}: use backend("triton")')
 
 
-def zero_masked(x: Tensor, mask: Mask, plan: TileSchedule, keys: bool) -> Tensor:
+def zero_masked(x: Tensor, mask: AnyMask, plan: TileSchedule, keys: bool) -> Tensor:
     """Return x (b, t, h, d), or a copy with 0 in tokens that the plan loads but the mask does not touch."""
     if not plan.loads_masked_tokens[keys]:
         return x
@@ -198,7 +197,7 @@ def zero_masked(x: Tensor, mask: Mask, plan: TileSchedule, keys: bool) -> Tensor
 
 
 @device_plan
-def unseen_tokens(mask: Mask, keys: bool) -> np.ndarray:
+def unseen_tokens(mask: AnyMask, keys: bool) -> np.ndarray:
     """Return which keys, or queries, no band touches (bool)."""
     unseen = np.zeros(mask.keys if keys else mask.queries, bool)
     for start, stop in zip(*untouched(mask, keys), strict=True):
@@ -250,7 +249,7 @@ def padded_width(dtype: torch.dtype, shape: torch.Size) -> int:
 
 
 @cached_plan
-def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
+def packing(mask: AnyMask, rows: int, columns: int, group: int) -> int:
     """Return how many query heads of a group share a tile: more than one if that saves a tenth of the visits.
 
     A tile of 128 rows then holds 64 tokens of two heads, or 32 of four: ends of short documents waste less.
@@ -266,7 +265,7 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
 
 
 @cached_plan
-def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
+def tiles_seen(mask: AnyMask, heads: int, sms: int) -> float:
     """Return the mean number of tiles of 128 keys that a query sees, for `LONG_TABLE`.
 
     Return a quarter of it if no SM has two tiles of 128 queries of a head.

@@ -13,10 +13,9 @@ import numpy as np
 
 from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.gluon.dq_order import alternate, alternation, cut_by_tickets, heads_in_flight, mean_additions
-from canon.fast.kernels.placed_mask import PlacedMask, counted
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, counted
 from canon.fast.kernels.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
 from canon.fast.kernels.work_tables import band_array
-from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
 LATE = 32  # CTAs that begin with a short work tile; messages should hold no more SMs
@@ -87,7 +86,7 @@ class TileSchedule(NamedTuple):
 
 
 @device_plan
-def tile_schedule(mask: Mask, t: Traversal) -> TileSchedule:
+def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
     """Return the tile schedule of a mask."""
     costs = tile_costs(mask, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
     tiles, spans, _ = costs
@@ -205,7 +204,7 @@ def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) ->
 
 # ------------------------------------------------------------------ masked tokens
 @cached_plan
-def untouched(mask: Mask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
+def untouched(mask: AnyMask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and stops of the ranges of keys, or of queries, that no band touches."""
     if isinstance(mask, PlacedMask):
         return mask.untouched(keys, *untouched(mask.whole, keys))
@@ -216,7 +215,7 @@ def untouched(mask: Mask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
     return starts[starts < stops], stops[starts < stops]
 
 
-def _holds_masked(mask: Mask, keys: bool, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
+def _holds_masked(mask: AnyMask, keys: bool, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
     """Return whether a range start:start + length holds an untouched key (or query)."""
     gaps, stops = untouched(mask, keys)
     if not len(gaps):

@@ -33,6 +33,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from canon.fast.kernels.launcher import is_cpu, launch, tma_loadable
+from canon.fast.kernels.placed_mask import AnyMask
 from canon.fast.kernels.tile_costs import L2_BYTES, largest_divisor, needs_more_owners
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
@@ -41,7 +42,6 @@ from canon.fast.kernels.triton.forward import forward_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
 from canon.fast.kernels.triton.softmax_stats import delta_kernel
 from canon.fast.kernels.work_tables import WorkTable, work_table
-from canon.masks.mask import Mask
 from canon.runtime.checks import accumulate_dtype
 
 LOG2E = 1.4426950408889634
@@ -50,7 +50,7 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`
 
 
-def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
+def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int) -> str:
     """Return the method for "auto": "head_parallel" where the busiest SM has over a quarter more work under "split", else
     "split".
 
@@ -66,7 +66,7 @@ def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: 
 RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t), with the same strides
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     q, k, v = map(addressable, (q, k, v))
     config, table = plan("forward", q, v, mask, k, v)
@@ -117,7 +117,7 @@ def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowSt
 
 
 def dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: Mask, scale: float, dq: Tensor
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: float, dq: Tensor
 ) -> None:
     """Write dq (b, t, h, d)."""
     q, k, v, dout = map(addressable, (q, k, v, dout))
@@ -137,7 +137,7 @@ def dkdv(
     v: Tensor,
     dout: Tensor,
     statistics: RowStatistics,
-    mask: Mask,
+    mask: AnyMask,
     scale: float,
     dk: Tensor,
     dv: Tensor,
@@ -327,7 +327,7 @@ def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
     return group * largest_divisor(count // group, bytes_each, L2_BYTES)
 
 
-def plan(kernel: str, q: Tensor, v: Tensor, mask: Mask, *visited: Tensor) -> tuple[Config, WorkTable]:
+def plan(kernel: str, q: Tensor, v: Tensor, mask: AnyMask, *visited: Tensor) -> tuple[Config, WorkTable]:
     """Return the configuration and work table of a kernel that visits tiles of ``visited``."""
     describable = all(map(has_descriptor, visited))
     config = choose(kernel, *pads(q, v), q.element_size(), q.device, describable)
