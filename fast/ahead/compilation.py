@@ -64,11 +64,10 @@ class Outcome:
 def compile_ahead(
     collect: Collect, steps: int, *identity: Any, processes: int | None = None, progress: bool = True
 ) -> Outcome:
-    """Compile the kernels that ``collect`` launches.
+    """Compile the kernels that ``collect``, picklable, launches. It calls ``progress`` for each of ``steps``.
 
-    Args: ``collect``, picklable; ``steps``, the number of its calls of ``progress``; ``identity``, values with a stable repr
-    that
-        decide the work besides the code of Canon, Triton and the GPU; ``processes``, None is one per core; ``progress``: a bar.
+    ``identity``: values with a stable repr that decide the work besides the code of Canon, Triton and the GPU.
+    ``processes``: None is one per core. ``progress``: show a bar.
     """
     stamp = _stamp(*identity)
     stamp.parent.mkdir(parents=True, exist_ok=True)

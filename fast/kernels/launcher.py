@@ -1,10 +1,8 @@
 """Launch kernels through a cache of compiled kernels, and cache device properties.
 
-Triton inspects all arguments at each launch, a large part of its host time. `launch` lets it do so once for each key: dtypes
-and 16-byte alignment of tensors, integers, block shapes of descriptors, all constants.
-
-For plans made ahead (`canon.fast.preparation`), tensors on the meta device stand for those of a `Gpu` or a CPU; their
-launches do nothing.
+Triton inspects all arguments at each launch, a large part of its host time. `launch` lets it do so once for each key
+(`specialization`). For plans made ahead (`canon.fast.preparation`), tensors on the meta device stand for those of a `Gpu` or
+a CPU; their launches do nothing.
 """
 
 import threading

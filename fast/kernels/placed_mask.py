@@ -98,8 +98,7 @@ class PlacedMask:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the own tiles and their spans of a work table of ``whole``, in rows of the buffers.
 
-        ``widths``: columns of a partial and of a full tile. Spans are cut where pieces end. Raises RuntimeError if a buffer
-        lacks tokens that an own tile visits.
+        ``widths``: columns of a partial and of a full tile. Raises RuntimeError if a buffer lacks visited tokens.
         """
         own, visited = self.placement(transposed), self.placement(not transposed)
         tiles = tiles[self.owned(tiles[:, 0], transposed)]

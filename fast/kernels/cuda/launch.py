@@ -2,7 +2,7 @@
 
 q, k, v and dout have two bytes and widths that are multiples of 16 up to 256, on sm_80 or later; else ValueError. Tensors
 are copied if an address or stride is no multiple of 16 bytes, or the last stride is not 1. Results have the dtype of q or
-float32; others are copied. There is no fused kernel and no atomic, so all bits repeat.
+float32; others are copied. All bits repeat.
 """
 
 import torch

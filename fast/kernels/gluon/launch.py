@@ -118,8 +118,7 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv), and add to ``dq`` (b, t, h, d), float32, if given; in a fixed order if
-    ``ordered``.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv). Fused: add to ``dq`` (b, t, h, d), float32, in a fixed order if ``ordered``.
 
     Owners are key heads, or query heads for "head_parallel". ``stats``: from `row_statistics`.
     """
@@ -161,7 +160,7 @@ def dkdv(
 
 # ------------------------------------------------------------------ inputs
 def forward_config(q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, int, int]:
-    """Return the configuration of the forward kernel and the padded widths; of a `PlacedMask` by the whole mask alone."""
+    """Return the configuration of the forward kernel and the padded widths."""
     widths = q.shape[-1], v.shape[-1]
     if isinstance(mask, PlacedMask):
         return choose("forward", *widths, tiles_seen(mask.whole, 1, 0), most_rows=TILE)
@@ -206,10 +205,7 @@ def unseen_tokens(mask: AnyMask, keys: bool) -> np.ndarray:
 
 
 def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
-    """Return a descriptor for TMA boxes of x (b, t, h, d): of a copy if TMA cannot load x in place. Outside, x loads as 0.
-
-    A tensor that is added to must be `tma_loadable`.
-    """
+    """Return a descriptor for TMA boxes of x (b, t, h, d): of a copy unless x is `tma_loadable`. Outside, x loads as 0."""
     return descriptor(x if tma_loadable(x) else empty_for_tma(x).copy_(x), 1, tokens, heads, width)
 
 
@@ -297,7 +293,7 @@ def resident_ctas(x: Tensor) -> int:
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
     """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq, in one allocation.
 
-    If no CTA reads it (one work tile each, no semaphores), ``work`` is returned twice.
+    If no CTA reads the zeros, ``work`` is returned twice.
     """
     if plan.work_tiles <= resident_ctas(x) and not semaphores:
         return plan.work, plan.work

@@ -3,8 +3,7 @@
     stats (b, h, 2, padded):   lse * log2(e)   1e30 for queries that see no key: exp2(s - lse) is 0 without a comparison
                                -delta          the initial accumulator of dP - delta; both are 0 behind the last token
 
-``padded`` is a multiple of 4 tokens, so TMA can load any box that begins at a fourth token. The next row's numbers are
-finite. The kernel is plain Triton; traffic: 16 b h t bytes.
+``padded`` is a multiple of 4 tokens, so TMA can load any box that begins at a fourth token.
 """
 
 import torch
@@ -103,7 +102,7 @@ def delta_stats_kernel(
 
 
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Compute delta and return `row_statistics`, in one launch. Raises ValueError as it does."""
+    """Compute delta and return `row_statistics`, in one launch."""
     dout, out = map(portable.addressable, (dout, out))
     lse, dlse = portable.contiguous_rows(lse), None if dlse is None else portable.contiguous_rows(dlse)
     stats, dlse_or_any = empty_statistics(lse), lse if dlse is None else dlse

@@ -3,8 +3,8 @@
 Heads that share keys come together while their tensors fit the L2 cache; within such a set, the longest work tiles come
 first. The launch fills rows of tiles without a visible cell. With ordered dq: `dq_order`.
 
-Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for each ticket. Source: list
-scheduling, longest processing time first: Graham, Bounds on multiprocessing timing anomalies (1969).
+Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for each ticket. Source:
+Graham, Bounds on multiprocessing timing anomalies (1969): longest processing time first.
 """
 
 from typing import Any, NamedTuple
@@ -179,8 +179,8 @@ def _repeated(begin: np.ndarray, end: np.ndarray, repeat: int) -> np.ndarray:
 def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) -> tuple[np.ndarray, int]:
     """Return the numbers that `tile_queue` reads, and how many work tiles they hold.
 
-    ``heads`` (sets, heads of a set): the first head of each work tile, over all batches. Sets come one after another; within
-    a set, tiles come in ``order``, each for all heads.
+    ``heads`` (sets, heads of a set): the first head of each work tile, over all batches. Within a set, tiles come in ``order``,
+    each for all heads.
     """
     number = heads.size * len(order)
     first_span = WORK_TILE * (1 + number)

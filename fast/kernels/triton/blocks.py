@@ -12,7 +12,7 @@ import triton.language as tl
 def cta_work_tile(tiles, count, heads, l2_heads):
     """Return (pointer to the table entry, batch, head) of this CTA's work tile.
 
-    Consecutive CTAs take the same tile of ``l2_heads`` heads, which share tensors in the L2 cache; the longest tile first.
+    Consecutive CTAs take the same tile of ``l2_heads`` heads, which share tensors in the L2 cache.
     """
     pid = tl.program_id(0)
     batch_head = pid // (count * l2_heads) * l2_heads + pid % l2_heads

@@ -1,11 +1,9 @@
 """The forward kernel: one CTA for each (tile of queries, head) keeps a running softmax over the spans of its work tile.
 
 The softmax has base 2: the exponent of P = exp2(s * scale * log2(e) - m) is one FMA. m is scaled and rounded; a row gets NaN
-if
-|m| exceeds `largest_maximum`. Partial spans have their own loop, so the loop over full tiles needs no comparison.
+if |m| exceeds `largest_maximum`. Partial spans have their own loop, so the loop over full tiles needs no comparison.
 
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691); exp2 and the two loops as in
-Triton's fused attention tutorial.
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691).
 """
 
 import triton

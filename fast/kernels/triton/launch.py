@@ -6,8 +6,7 @@ method adds to dq.
 **Range** (Gluon, too): scores scale q k up to 1e7 in magnitude (float64: 6e15), values up to 1e21. A larger maximum gives
 NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale - m). All scores at -inf count as no visible key.
 
-**NaN and infinities** reach the tokens that see them. An MMA multiplies hidden elements by 0, and 0 * NaN is NaN, so they
-also reach some tokens of a tile that one MMA loads:
+**NaN and infinities** reach the tokens that see them, and some tokens of a tile that one MMA loads: 0 * NaN is NaN.
 
     in      out                 lse              dq                           dk                      dv
     q       its query           its query        its query                    keys of shared tiles    keys that it sees
@@ -51,11 +50,9 @@ COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`
 
 
 def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int) -> str:
-    """Return the method for "auto": "head_parallel" where the busiest SM has over a quarter more work under "split", else
-    "split".
+    """Return the method for "auto": "head_parallel" if `needs_more_owners`, else "split".
 
-    They have an owner of dk and dv for each query head, or key head. "fused" is never chosen: here it adds to dq in any
-    order.
+    "fused" is never chosen: here it adds to dq in any order.
     """
     b, h, g = q.shape[0], q.shape[2], k.shape[2]
     if h > g and needs_more_owners(mask, *COUNTED_TILE, b * g, b * h, multiprocessors):
@@ -100,7 +97,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
 
 
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStatistics:
-    """Compute delta and return `row_statistics`, in one launch, plus two copies if the strides of lse have gaps."""
+    """Compute delta and return `row_statistics`."""
     result = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
     delta(dout, out, lse, dlse, result)
     return row_statistics(lse, result)
@@ -146,8 +143,8 @@ def dkdv(
 ) -> None:
     """Write dk (b, s, o, d) and dv (b, s, o, dv). The o owners are the key heads or the query heads.
 
-    Also add to ``dq`` (b, t, h, d), in the accumulation dtype, by atomics, if given (fused). ``ordered`` requests repeatable
-    bits, which raises RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
+    Fused: also add to ``dq`` (b, t, h, d), in the accumulation dtype, by atomics. ``ordered`` requests repeatable bits, which
+    raises RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
     """
     if ordered:
         refuse_atomics()
@@ -197,7 +194,7 @@ def merge(
 ) -> None:
     """Write new_out (b, t, h, dv) and new_lse (b, h, t), which may be out and lse: the merge of two parts.
 
-    The other part has only the tokens ``rows`` (int64, distinct) if given, and only they are merged.
+    ``rows`` (int64, distinct): the only tokens that the other part has, and that are merged.
     """
     out, other_out = map(addressable, (out, other_out))
     other_lse = contiguous_rows(other_lse)
@@ -256,7 +253,7 @@ def contiguous_rows(x: Tensor) -> Tensor:
 def kernel_strides(x: Tensor) -> tuple[int, ...]:
     """Return the strides for a kernel: 0 for an axis of length 1, except the last.
 
-    Such a stride may be any, and Triton compiles a variant for each divisibility and bit length.
+    Triton compiles a variant for each divisibility and bit length of such a stride, which may be any.
     """
     return *[0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False)], x.stride(-1)
 
@@ -306,7 +303,7 @@ def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
 def stride_divisor(*tensors: Tensor) -> int:
     """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements. It limits the width of loads.
 
-    Return 1 if 16 divides them all: Triton detects that, and a second value would compile the kernel twice.
+    Return 1 if 16 divides them all, because Triton detects that: a second value would compile the kernel twice.
     """
     divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
     return 1 if divisor == 16 else divisor

@@ -2,8 +2,7 @@
 
     lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse') other_out
 
-Traffic: 3 x 4 bytes for each float32 element of out. Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1
-(https://arxiv.org/abs/2307.08691).
+Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2307.08691).
 """
 
 import triton

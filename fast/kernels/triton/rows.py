@@ -1,7 +1,6 @@
 """Gather, scatter and sum rows (tokens) by an index table.
 
-`take_rows` gathers K and V for a group cast. `add_rows` adds all received rows to their tokens for a group reduce, each read
-once, in the order of the table and without atomics, so bits repeat.
+`add_rows` reads each received row once, in the order of the table and without atomics, so bits repeat.
 """
 
 import triton

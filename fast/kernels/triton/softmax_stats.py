@@ -1,8 +1,5 @@
 """The delta kernel. delta = rowsum(dout * out) - dlse is the row statistic that the backward needs besides lse.
 
-Both statistics are (b, h, t). The kernels for dq, dk and dv use p = exp(s - lse) and ds = p * (dp - delta).
-Traffic: out and dout are read once; lse (and dlse) are read and delta is written, one value a row.
-
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 2, line 4 (https://arxiv.org/abs/2307.08691).
 """
 
