@@ -4,9 +4,9 @@
     process    calls `collect`; each launch records the compilation that it needs, and launches nothing
     forks      one per core: each compiles the next recorded job
 
-Forks inherit the jobs' live objects (descriptors, Gluon layouts) without pickling, and never use the GPU. The first process
-is new: a fork of a process with threads may deadlock, and a caller must not keep handles of kernels that were not compiled.
-Processes of one host take turns: the first compiles and leaves a stamp file.
+Forks inherit the jobs' live objects without pickling, and never use the GPU. The first process is new: a fork of a process
+with threads may deadlock, and a caller must not keep handles of kernels that were not compiled. Processes of one host take
+turns: the first compiles and leaves a stamp file.
 """
 
 import fcntl

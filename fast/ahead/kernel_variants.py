@@ -14,9 +14,8 @@
     TMA (Triton)                    dtype, widths                  not for a shard without queries or without keys
     addresses                       multiples of 16 bytes          -
 
-Kernels do not specialise on lse, delta and dlse, nor on numbers of tiles, tokens and heads. These compile when first used:
-other strides and addresses, a Triton scale of 0 or less, a reduce_dtype that is neither the dtype nor the accumulation
-dtype, several sequences of 2^31 elements each, rank_invariant=True.
+These compile when first used: other strides and addresses, a Triton scale of 0 or less, a reduce_dtype that is neither the
+dtype nor the accumulation dtype, several sequences of 2^31 elements each, rank_invariant=True.
 """
 
 from collections.abc import Callable, Iterator, Sequence

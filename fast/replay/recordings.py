@@ -120,8 +120,7 @@ def replayed(
     """Do what ``body(*tensors, *options)`` does, from its recording if there is one for such tensors and options.
 
     ``body`` writes into given tensors and returns None. The first tensor is not None; all are on its device. All else that
-    the launches depend on is in ``options`` or `_settings`. ``kind``: the caller's key for equal shapes, strides, dtypes,
-    alignment, device and options; None makes one.
+    the launches depend on is in ``options`` or `_settings`. ``kind``: the caller's key for all of this; None makes one.
     """
     first = tensors[0]
     prepared = REPLAYED.get(first.device.type)

@@ -1,8 +1,7 @@
 """Compile CUDA C++ at run time by NVRTC (through `cuda-core`; no nvcc, host compiler or GPU), and keep the cubins on disk.
 
-The cache is CANON_CACHE_DIR or a folder of Triton's cache. A file's name is a hash of all sources, macros, architecture,
-options and the version of NVRTC. Files are renamed when complete, so a reader never sees a part. Threads compile one program
-at a time; two processes may write the same file. `cuda-core` is imported by the first compilation or look into the cache.
+The cache is CANON_CACHE_DIR or a folder of Triton's cache. Files are renamed when complete, so a reader never sees a part.
+Threads compile one program at a time; two processes may write the same file.
 """
 
 import hashlib
@@ -76,9 +75,7 @@ class Program(NamedTuple):
 
 
 def compiler():
-    """Return the module `cuda.core` and the version of NVRTC. Raises ModuleNotFoundError with the command that installs
-    them.
-    """
+    """Return the module `cuda.core` and the version of NVRTC. Raises ModuleNotFoundError with the remedy."""
     with _importing:  # `cuda.core` replaces modules during import: a second thread would find a part
         return _imported()
 

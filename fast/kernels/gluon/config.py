@@ -1,13 +1,6 @@
 """Configurations of the Hopper kernels, by kernel and padded head widths; elements have two bytes.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in the others. Bytes of
-shared memory with s stages and b buffers, plus 1 KB for barriers:
-
-    forward         2 (b rows d + s columns (d + dv))
-    dq              2 (rows (d + dv) + s columns (d + dv))
-    dkdv            2 (b rows (d + dv) + s columns (d + dv)) + 8 s columns
-    fused           dkdv + 4 rows columns + 8 columns d
-    dkdv_hdim256    dkdv + 8 rows columns
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in the others.
 """
 
 from dataclasses import dataclass
@@ -73,7 +66,7 @@ FORCED: dict[str, Config] = {}
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
-    """Return the bytes of shared memory for padded widths d and dv."""
+    """Return the bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
     c = config
     owned = {"forward": c.buffers * d, "dq": d + dv}.get(kernel, c.buffers * (d + dv))
     need = 1024 + 2 * c.rows * owned + 2 * c.stages * c.columns * (d + dv)

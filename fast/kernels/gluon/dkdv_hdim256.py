@@ -7,8 +7,7 @@
                   dV += P dO   and   dK += dS Q       of its half of the columns
 
 P and dS have two buffers, so one barrier per tile suffices: a warpgroup passes that of tile t + 1 only after the other one
-has read tile t. Source: the split of D over two warpgroups: FlashAttention-3's backward at D = 256 (Shah et al., 2024, its
-code).
+has read tile t. Source: FlashAttention-3's backward at D = 256 (Shah et al., 2024, its code).
 """
 
 from triton.experimental import gluon

@@ -92,9 +92,9 @@ def alternation(
 def alternate(order: np.ndarray, together: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of short and of long work tiles alternating.
 
-    A set has SMS / together work tiles: the shortest ascending, then the longest descending, and so on. Causal work tiles
-    all end at the last query, so a short one waits for a longer predecessor that starts with it. Alternating, short ones end
-    one after another, and the long ones after them start staggered.
+    A set has SMS / together work tiles: the shortest ascending, then the longest descending, and so on. Causal work tiles all
+    end at the last query, so a short one waits for a longer predecessor. Alternating, short ones end one after another, and the
+    long ones after them start staggered.
     """
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)

@@ -1,14 +1,6 @@
 """Tile sizes of the Triton kernels: the fastest configuration that fits, by kernel, head width and element size.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused". Most
-bytes of shared memory, for elements of e bytes, s pipeline stages, and widths padded to a power of two:
-
-    forward    e (rows d + s columns (d + dv))
-    dq         e (rows (d + dv) + s columns (d + dv))
-    dkdv       e (rows (d + dv) + s columns (d + dv)) + 8 s columns
-    fused      dkdv + e rows columns + 4 columns (d + 32)
-
-and 1 KB for barriers. If e > 2, add e rows columns for each of p and ds.
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused".
 """
 
 from collections.abc import Iterator
@@ -81,7 +73,7 @@ FORCED: dict[str, Config] = {}
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) -> int:
-    """Return the bytes of shared memory by the formula above, for padded widths d and dv."""
+    """Return the most bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
     need = 1024 + itemsize * config.stages * config.columns * (d + dv)
     need += itemsize * config.rows * (d if kernel == "forward" else d + dv)
     if kernel in ("dkdv", "fused"):
