@@ -13,16 +13,13 @@ from torch import Tensor
 
 from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.kernels.triton.blocks import rows_of, statistic_head_pointer
+from canon.fast.kernels.triton.blocks import ROW_NUMBERS, kernel, rows_of, statistic_head_pointer
 from canon.fast.kernels.triton.softmax_stats import row_dot
 
 TOKENS = 256  # of each CTA
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "padded", "heads", "lse_stride_b", "lse_stride_h", "delta_stride_b", "delta_stride_h"],
-    do_not_specialize_on_alignment=["lse", "delta"],
-)
+@kernel("tokens", "padded", "heads", statistics=("lse", "delta"))
 def softmax_stats_kernel(
     lse,
     delta,
@@ -51,12 +48,7 @@ def softmax_stats_kernel(
     tl.store(start + padded + token, -y, mask=token < padded)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "padded", "heads", "batch_heads", "lse_stride_b", "lse_stride_h", "dlse_stride_b", "dlse_stride_h",
-    ],
-    do_not_specialize_on_alignment=["lse", "dlse"],
-)  # fmt: skip
+@kernel(*ROW_NUMBERS, "padded", statistics=("lse", "dlse"))
 def delta_stats_kernel(
     out,
     dout,

@@ -8,6 +8,16 @@ import triton
 import triton.language as tl
 
 
+def kernel(*numbers: str, statistics: tuple[str, ...] = (), pointers: tuple[str, ...] = ()):
+    """Decorate a kernel: these ``numbers`` and ``pointers``, and row ``statistics`` and their strides, compile no variants."""
+    strides = [f"{name}_stride_{axis}" for name in statistics for axis in "bh"]
+    return triton.jit(do_not_specialize=[*numbers, *strides], do_not_specialize_on_alignment=[*statistics, *pointers])
+
+
+TILE_NUMBERS = "tile_count", "heads", "l2_heads"  # of a kernel with MMAs
+ROW_NUMBERS = "tokens", "heads", "batch_heads"
+
+
 @triton.jit
 def cta_work_tile(tiles, count, heads, l2_heads):
     """Return (pointer to the table entry, batch, head) of this CTA's work tile.

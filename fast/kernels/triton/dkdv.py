@@ -16,11 +16,14 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    ROW_NUMBERS,
+    TILE_NUMBERS,
     accumulate_mma,
     cta_rows,
     cta_work_tile,
     full_tile_source,
     head_pointer,
+    kernel,
     load_full_tile,
     load_rows,
     row_start,
@@ -81,10 +84,7 @@ def add_dq(
     tl.atomic_add(x, part, mask=keep, sem="relaxed")
 
 
-@triton.jit(
-    do_not_specialize=["tile_count", "l2_heads", "heads", "statistic_stride_b", "statistic_stride_h"],
-    do_not_specialize_on_alignment=["lse", "delta"],
-)
+@kernel(*TILE_NUMBERS, "statistic_stride_b", "statistic_stride_h", pointers=("lse", "delta"))
 def dkdv_kernel(
     q,
     k,
@@ -213,7 +213,7 @@ def dkdv_kernel(
         store_rows(rows_of(dv, batch, owner, dv_strides, BM, DV_PAD, ALIGN), first, valid, dv_acc, DV, DV_PAD, ALIGN)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+@kernel(*ROW_NUMBERS)
 def sum_heads_kernel(
     dk_parts,
     dv_parts,

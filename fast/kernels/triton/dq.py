@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    TILE_NUMBERS,
     cta_work_tile,
     full_tile_source,
+    kernel,
     load_full_tile,
     load_rows,
     rows_of,
@@ -42,10 +44,7 @@ def dq_step(q, k, v, dout, lse2, delta, acc, scale, visible, PRECISION: tl.const
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 
 
-@triton.jit(
-    do_not_specialize=["tile_count", "l2_heads", "heads", "statistic_stride_b", "statistic_stride_h"],
-    do_not_specialize_on_alignment=["lse", "delta"],
-)
+@kernel(*TILE_NUMBERS, "statistic_stride_b", "statistic_stride_h", pointers=("lse", "delta"))
 def dq_kernel(
     q,
     k,

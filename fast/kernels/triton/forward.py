@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    TILE_NUMBERS,
     cta_work_tile,
     full_tile_source,
+    kernel,
     load_full_tile,
     load_rows,
     rows_of,
@@ -48,10 +50,7 @@ def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr):
     return m_new, l, acc
 
 
-@triton.jit(
-    do_not_specialize=["tile_count", "l2_heads", "heads", "lse_stride_b", "lse_stride_h"],
-    do_not_specialize_on_alignment=["lse"],
-)
+@kernel(*TILE_NUMBERS, statistics=("lse",))
 def forward_kernel(
     q,
     k,

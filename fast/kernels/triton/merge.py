@@ -5,11 +5,12 @@
 Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2307.08691).
 """
 
-import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    ROW_NUMBERS,
     cta_rows,
+    kernel,
     load_rows,
     row_pointers,
     rows_of,
@@ -18,13 +19,7 @@ from canon.fast.kernels.triton.blocks import (
 )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "heads", "batch_heads",
-        "lse_stride_b", "lse_stride_h", "other_lse_stride_b", "other_lse_stride_h", "new_lse_stride_b", "new_lse_stride_h",
-    ],
-    do_not_specialize_on_alignment=["lse", "other_lse", "new_lse", "table"],
-)  # fmt: skip
+@kernel(*ROW_NUMBERS, statistics=("lse", "other_lse", "new_lse"), pointers=("table",))
 def merge_kernel(
     out,
     lse,

@@ -3,22 +3,21 @@
 `add_rows` reads each received row once, in the order of the table and without atomics, so bits repeat.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import cta_rows, row_pointers, statistic_head_pointer
+from canon.fast.kernels.triton.blocks import ROW_NUMBERS, cta_rows, kernel, row_pointers, statistic_head_pointer
 from canon.runtime.checks import accumulate_dtype
 
 
-@triton.jit(do_not_specialize=["count", "heads", "batch_heads"])
+@kernel(*ROW_NUMBERS)
 def take_rows_kernel(
     k,
     v,
     rows,
     out,
-    count,
+    tokens,
     heads,
     batch_heads,
     k_strides,
@@ -34,7 +33,7 @@ def take_rows_kernel(
     """Write out[:, i] (b, n, g, d + dv) = concat(k[:, rows[i]], v[:, rows[i]])."""
     start, batch, head = cta_rows(heads, batch_heads, BM)
     index = start + tl.arange(0, BM)
-    valid = index < count
+    valid = index < tokens
     row, target = tl.load(rows + index, mask=valid, other=0), tl.cast(index, tl.int64)
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
     values = tl.load(row_pointers(k, batch, head, row, k_strides, D_PAD, ALIGN), mask=keep, other=0.0)
@@ -44,12 +43,12 @@ def take_rows_kernel(
     tl.store(row_pointers(out, batch, head, target, out_strides, DV_PAD, ALIGN) + D, values, mask=keep)
 
 
-@triton.jit(do_not_specialize=["count", "heads", "batch_heads"])
+@kernel(*ROW_NUMBERS)
 def row_kernel(
     x,
     part,
     rows,
-    count,
+    tokens,
     heads,
     batch_heads,
     x_strides,
@@ -63,7 +62,7 @@ def row_kernel(
     """Write part[:, i] (b, n, h, d) = x[:, rows[i]]. With ADD, update x[:, rows[i]] += part[:, i]."""
     start, batch, head = cta_rows(heads, batch_heads, BM)
     index = start + tl.arange(0, BM)
-    valid = index < count
+    valid = index < tokens
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
     row = tl.load(rows + index, mask=valid, other=0)
     x_rows = row_pointers(x, batch, head, row, x_strides, D_PAD, ALIGN)
@@ -75,14 +74,14 @@ def row_kernel(
         tl.store(part_rows, values, mask=keep)
 
 
-@triton.jit(do_not_specialize=["count", "heads", "batch_heads"])
+@kernel(*ROW_NUMBERS)
 def add_rows_kernel(
     x,
     received,
     first,
     places,
     total,
-    count,
+    tokens,
     heads,
     batch_heads,
     x_strides,
@@ -97,7 +96,7 @@ def add_rows_kernel(
     """Write total[:, i] (b, t, g, d): x[:, i] plus received[:, places[j]] for first[i] <= j < first[i + 1], in order."""
     start, batch, head = cta_rows(heads, batch_heads, BM)
     row = start + tl.arange(0, BM)
-    valid, token = row < count, tl.cast(row, tl.int64)
+    valid, token = row < tokens, tl.cast(row, tl.int64)
     begin = tl.load(first + row, mask=valid, other=0)
     number = tl.load(first + row + 1, mask=valid, other=0) - begin
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
@@ -111,21 +110,14 @@ def add_rows_kernel(
     tl.store(target, acc.to(total.dtype.element_ty), mask=keep)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "count", "heads", "batch_heads",
-        "lse_stride_b", "lse_stride_h", "delta_stride_b", "delta_stride_h",
-        "lse_part_stride_b", "lse_part_stride_h", "delta_part_stride_b", "delta_part_stride_h",
-    ],
-    do_not_specialize_on_alignment=["lse", "delta", "lse_part", "delta_part"],
-)  # fmt: skip
+@kernel(*ROW_NUMBERS, statistics=("lse", "delta", "lse_part", "delta_part"))
 def statistics_kernel(
     lse,
     delta,
     lse_part,
     delta_part,
     rows,
-    count,
+    tokens,
     heads,
     batch_heads,
     lse_stride_b,
@@ -141,7 +133,7 @@ def statistics_kernel(
     """Write lse_part[:, :, i] = lse[:, :, rows[i]] (b, h, n), and likewise delta_part."""
     start, batch, head = cta_rows(heads, batch_heads, BM)
     index = start + tl.arange(0, BM)
-    valid = index < count
+    valid = index < tokens
     row = tl.load(rows + index, mask=valid, other=0)
     values = tl.load(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + row, mask=valid)
     target = statistic_head_pointer(lse_part, batch, head, lse_part_stride_b, lse_part_stride_h)

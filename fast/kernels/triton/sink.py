@@ -12,7 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import cta_rows, load_rows, rows_of, statistic_head_pointer, store_rows
+from canon.fast.kernels.triton.blocks import (
+    ROW_NUMBERS,
+    cta_rows,
+    kernel,
+    load_rows,
+    rows_of,
+    statistic_head_pointer,
+    store_rows,
+)
 
 
 @triton.jit
@@ -26,10 +34,7 @@ def sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h
     return tl.where(x < 0, e, 1.0) / (1.0 + e), e / ((1.0 + e) * (1.0 + e)), active
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "heads", "batch_heads", "lse_stride_b", "lse_stride_h"],
-    do_not_specialize_on_alignment=["lse"],
-)
+@kernel(*ROW_NUMBERS, statistics=("lse",))
 def sink_kernel(
     out,
     lse,
@@ -58,12 +63,7 @@ def sink_kernel(
     store_rows(target, first, valid, x * a[:, None], D, D_PAD, ALIGN)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "heads", "batch_heads", "lse_stride_b", "lse_stride_h", "dlse_stride_b", "dlse_stride_h",
-    ],
-    do_not_specialize_on_alignment=["lse", "dlse"],
-)  # fmt: skip
+@kernel(*ROW_NUMBERS, statistics=("lse", "dlse"))
 def sink_backward_kernel(
     dout,
     out,

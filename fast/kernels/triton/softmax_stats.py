@@ -6,7 +6,7 @@ Source: Tri Dao, FlashAttention-2 (2023), algorithm 2, line 4 (https://arxiv.org
 import triton
 import triton.language as tl
 
-from canon.fast.kernels.triton.blocks import cta_rows, load_rows, rows_of, statistic_head_pointer
+from canon.fast.kernels.triton.blocks import ROW_NUMBERS, cta_rows, kernel, load_rows, rows_of, statistic_head_pointer
 
 
 @triton.jit
@@ -19,13 +19,7 @@ def row_dot(
     return tl.sum(out_tile * dout_tile, 1)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "heads", "batch_heads",
-        "lse_stride_b", "lse_stride_h", "dlse_stride_b", "dlse_stride_h", "delta_stride_b", "delta_stride_h",
-    ],
-    do_not_specialize_on_alignment=["lse", "dlse", "delta"],
-)  # fmt: skip
+@kernel(*ROW_NUMBERS, statistics=("lse", "dlse", "delta"))
 def delta_kernel(
     out,
     dout,

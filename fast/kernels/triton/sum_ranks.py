@@ -1,14 +1,13 @@
 """Sum the tensors received from all ranks, in rank order, in one pass."""
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import cta_rows, load_rows, rows_of, store_rows
+from canon.fast.kernels.triton.blocks import ROW_NUMBERS, cta_rows, kernel, load_rows, rows_of, store_rows
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+@kernel(*ROW_NUMBERS)
 def sum_ranks_kernel(
     received,
     total,
