@@ -92,7 +92,8 @@ def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: AnyMask, scale: 
         statistics = kernels.make_row_statistics(dout, out, lse, dlse)
     arguments = q, k, v, dout, statistics, mask, scale
     _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
-    _launch_dq(kernels, chosen, arguments, dq)
+    if dq is not None and chosen != "fused":
+        kernels.dq(*arguments, dq)
 
 
 def _empty_gradients(
@@ -144,10 +145,11 @@ def _dkdv(q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: AnyMask, scal
 
 def _dq(q, k, v, dout, lse, delta, statistics, dq, dk, mask: AnyMask, scale: float, method: str) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
+    if dq is None or chosen == "fused":
+        return
     if statistics is None:  # else `_dkdv` has written them
         statistics = kernels.row_statistics(lse, delta)
-    arguments = q, k, v, dout, statistics, mask, scale
-    _launch_dq(kernels, chosen, arguments, dq)
+    kernels.dq(q, k, v, dout, statistics, mask, scale, dq)
 
 
 def _choose(
@@ -171,11 +173,6 @@ def _launch_dkdv(kernels: ModuleType, chosen: str, method: str, arguments: tuple
         kernels.dkdv(*arguments, dk, dv)
     else:
         _head_parallel(kernels, arguments, dk, dv)
-
-
-def _launch_dq(kernels: ModuleType, chosen: str, arguments: tuple, dq: Tensor | None) -> None:
-    if dq is not None and chosen != "fused":
-        kernels.dq(*arguments, dq)
 
 
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

@@ -110,9 +110,7 @@ def warm_up(
     if not torch.cuda.is_available():
         print("canon.fast.warm_up: there is no CUDA device, so there is nothing to compile")
         return 0
-    from canon.fast.ahead.compilation import (
-        compile_ahead,  # only here: needs progress bars and processes
-    )
+    from canon.fast.ahead.compilation import compile_ahead  # only here: needs progress bars and processes
 
     device = f"cuda:{torch.cuda.current_device()}"
     outcome = compile_ahead(

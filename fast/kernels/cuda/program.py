@@ -7,10 +7,8 @@ Threads compile one program at a time; two processes may write the same file.
 import hashlib
 import io
 import os
-import re
 import tempfile
 import threading
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -113,20 +111,3 @@ def _write(path: Path, content: bytes) -> None:
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
-
-
-class Resources(NamedTuple):
-    """Registers and spilled bytes (stores and loads) of a thread, and bytes of static shared memory."""
-
-    registers: int
-    spilled: int
-    shared: int
-
-
-def resources(messages: str) -> Resources:
-    """Return the resources of a program's one kernel, from the messages of `Program.compile`."""
-    numbers: Callable[[str], list[int]] = lambda pattern: [int(found) for found in re.findall(pattern, messages)]
-    registers, spilled = numbers(r"Used (\d+) registers"), numbers(r"(\d+) bytes spill (?:stores|loads)")
-    if len(registers) != 1:
-        raise ValueError(f"expected the messages of one kernel, got {len(registers)}: {messages}")
-    return Resources(registers[0], sum(spilled), sum(numbers(r"(\d+) bytes smem")))
