@@ -104,7 +104,7 @@ class Emulation:
         q, v = tensors[0], tensors[2]
         config = self.configs[kernel]
         config = replace(config, shared_bytes=shared_bytes(kernel, config, q.shape[-1], v.shape[-1]))
-        table = work_table(mask, config.rows, config.columns, config.partial_columns, kernel == "dkdv", "cpu")
+        table = work_table(mask, config.rows, config.columns, config.columns, kernel == "dkdv", "cpu")
         macros = config.macros() | {
             "CANON_D": q.shape[-1],
             "CANON_DV": v.shape[-1],

@@ -81,10 +81,9 @@ def observed(note: Callable[[list[Tensor], "Upload | None"], None]) -> Iterator[
 
 
 def _uploaded(plan: Any, device: torch.device | str) -> Any:
-    """Return the plan with its arrays on the device. The host does not wait for the copies.
+    """Return the plan with its arrays on the device. The host does not wait.
 
-    A copy from pageable memory would block the host until all queued kernels have run. PyTorch keeps the pinned source until
-    the copy is complete.
+    A copy from pageable memory would wait for all queued kernels. PyTorch keeps the pinned source until the copy is complete.
     """
     if isinstance(plan, np.ndarray):
         source = torch.from_numpy(plan)
@@ -107,7 +106,7 @@ class Upload:
     def wait(self) -> bool:
         """Make the current stream wait for the uploads. Return False once they are known to be complete.
 
-        During a capture CUDA allows neither query nor wait; `torch.cuda.graph` synchronises the device before it captures.
+        During a capture CUDA allows neither query nor wait; `torch.cuda.graph` synchronises before it.
         """
         event = self.event
         if event is None or torch.cuda.is_current_stream_capturing():

@@ -29,10 +29,7 @@ _recorders = threading.local()
 
 
 def launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, **constants: Any) -> None:
-    """Launch ``ctas`` CTAs of a kernel with its ``arguments``, and constants and compiler options by name.
-
-    Raises ValueError if the device has too little shared memory.
-    """
+    """Launch ``ctas`` CTAs, with constants and options by name. Raises ValueError if shared memory does not suffice."""
     recorder = getattr(_recorders, "current", None)
     try:
         if recorder is None:

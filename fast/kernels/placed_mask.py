@@ -156,18 +156,12 @@ def in_place(mask: Mask) -> PlacedMask:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d), or a contiguous copy if its address or a stride is not a multiple of 16 bytes.
-
-    Tensors that TMA cannot load get another configuration. Axes of length 1 count, too.
-    """
+    """Return x (b, t, h, d) or a contiguous copy: tensors that TMA cannot load would get another configuration."""
     return x if tma_loadable(x, every_axis=True) else canonical(x)
 
 
 def canonical(x: Tensor) -> Tensor:
-    """Return x, or a contiguous copy at a multiple of 16 bytes, with the strides of a new tensor.
-
-    Alignment decides the order in which the kernel of delta adds.
-    """
+    """Return x or a contiguous copy, aligned and strided as a new tensor: delta is added in an order that this decides."""
     if x.data_ptr() % 16 or not x.is_contiguous():
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
     return x.reshape(-1).view(x.shape)  # an axis of length 1 may have any stride

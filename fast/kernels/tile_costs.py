@@ -63,9 +63,9 @@ def needs_more_owners(mask: Mask, rows: int, columns: int, key_heads: int, query
 
 @cached_plan
 def imbalance(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: int) -> float:
-    """Return the work of the busiest SM over the mean. Each of the ``owners`` sums ``each`` query heads.
+    """Return the work of the busiest SM over the mean, if the longest work tile always goes to the SM with the least work.
 
-    In each round the longest work tile goes to the SM with the least work.
+    Each of the ``owners`` sums ``each`` query heads.
     """
     cost = np.sort(_active_costs(mask, rows, columns, each))[::-1].repeat(owners)
     load = np.zeros(sms)

@@ -110,10 +110,7 @@ _TRANSPOSED = np.array([1, 1, 1, 1, -1, -1])
 
 
 class _Cut(NamedTuple):
-    """Rows cut into tiles, and a piece for each band and each tile in which it has rows.
-
-    ``first:last`` are the rows of a piece, ``begin:end`` the columns that some of them see.
-    """
+    """Rows cut into tiles, and a piece for each band and tile: rows ``first:last``, of which some see ``begin:end``."""
 
     bands: np.ndarray
     starts: np.ndarray  # of each tile
@@ -138,10 +135,7 @@ def _best_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bo
 
 
 def _even_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool) -> _Cut:
-    """Return the cut at multiples of ``rows``, with spans from multiples of ``columns`` on.
-
-    Raises ValueError if pieces of whole tiles of 128 tokens cannot hold such tiles.
-    """
+    """Return the cut at multiples of ``rows``, spans at multiples of ``columns``. Raises ValueError unless both divide 128."""
     if TILE % rows or TILE % columns:
         raise ValueError(f"rank_invariant=True needs tiles with sides that divide {TILE}, got {rows} x {columns}")
     bands, size = _bands_and_size(mask, rows, columns, transposed)

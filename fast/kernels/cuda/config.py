@@ -27,22 +27,8 @@ class Config:
     exchanges: int = 2  # buffers of "dkdv" for P and dS if parts > 1; if 1, dS follows P
     shared_bytes: int = 0
 
-    @property
-    def partial_columns(self) -> int:
-        """Columns of partial tiles. A warp skips a tile that its rows do not see."""
-        return self.columns
-
     def macros(self) -> dict[str, int]:
-        return {
-            "CANON_ROWS": self.rows,
-            "CANON_COLUMNS": self.columns,
-            "CANON_PARTIAL_COLUMNS": self.partial_columns,
-            "CANON_WARPS": self.warps,
-            "CANON_PARTS": self.parts,
-            "CANON_STAGES": self.stages,
-            "CANON_CTAS": self.ctas,
-            "CANON_EXCHANGES": self.exchanges,
-        }
+        return {f"CANON_{name.upper()}": value for name, value in vars(self).items() if name != "shared_bytes"}
 
 
 RESERVED = 1024  # bytes that the system uses for each CTA

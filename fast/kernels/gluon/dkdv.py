@@ -100,9 +100,9 @@ def load_tiles(
     GROUP: gl.constexpr,
     ORDERED: gl.constexpr,
 ):
-    """Claim work tiles, and load Q, lse, dO and delta of every visited tile (the loader).
+    """Load Q, lse, dO and delta of every visited tile (the loader). ``padded``: tokens in a row of statistics.
 
-    K follows the first Q and V the first dO: their buffers are freed late. ``padded``: tokens in a row of statistics.
+    K follows the first Q and V the first dO: their buffers are freed late.
     """
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v

@@ -108,10 +108,7 @@ class Tile:
 
 @gluon.jit
 def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
-    """Issue S = Q K^T of this tile once K has arrived. Return S in flight.
-
-    PING_PONG: first wait until the previous warpgroup has issued its MMAs.
-    """
+    """Issue S = Q K^T of this tile once K has arrived (PING_PONG: and the previous warpgroup has issued its MMAs)."""
     q = wg.q.tiles.index(tile.q_buffer).reshape([wg.M, wg.q.tiles.shape[4]])
     k = wg.k.tiles.index(ring.slot).reshape([wg.BN, wg.k.tiles.shape[4]])
     mbarrier.wait(wg.k.full.index(ring.slot), ring.parity)
@@ -123,10 +120,7 @@ def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
 
 @gluon.jit
 def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
-    """Issue o += p V of the previous tile. Return o in flight.
-
-    In the very first step p is 0, V is undefined, and the result is discarded.
-    """
+    """Issue o += p V of the previous tile. In the very first step V is undefined, and the result is discarded."""
     v = wg.v.tiles.index(ring.previous).reshape([wg.BN, wg.DV_PAD])
     o = hopper.warpgroup_mma(p, v, o, is_async=True)
     if PING_PONG:

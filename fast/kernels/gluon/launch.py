@@ -262,10 +262,7 @@ def packing(mask: AnyMask, rows: int, columns: int, group: int) -> int:
 
 @cached_plan
 def tiles_seen(mask: AnyMask, heads: int, sms: int) -> float:
-    """Return the mean number of tiles of 128 keys that a query sees, for `LONG_TABLE`.
-
-    Return a quarter of it if no SM has two tiles of 128 queries of a head.
-    """
+    """Return the mean tiles of 128 keys that a query sees; a quarter of it if no SM has two tiles of 128 queries of a head."""
     tiles = -(-mask.queries // 128)
     return area(mask) / max(1, mask.queries) / 128 / (1 if tiles * heads > sms else 4)
 

@@ -40,10 +40,7 @@ def wait_for_reductions():
 # ------------------------------------------------------------------ memory order between CTAs
 @gluon.jit
 def load_acquire(pointer):
-    """Load an int32 with acquire semantics; pairs with `store_release`.
-
-    PTX ISA, Memory Consistency Model, sections 8.8 and 8.9.5.
-    """
+    """Load an int32 with acquire semantics; pairs with `store_release` (PTX ISA, sections 8.8 and 8.9.5)."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -164,10 +161,7 @@ def in_place_constraints(number):
 
 @gluon.constexpr_function
 def rescale_rows_ptx(number):
-    """Return PTX that multiplies ``number`` elements by factors, unless all factors of the warp are 1.
-
-    A thread holds elements of two rows; elements 0 and 2 are of different rows.
-    """
+    """Return PTX that multiplies ``number`` elements, of two rows, by factors, unless all factors of the warp are 1."""
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * number + i};" for i in range(number))
     return (
         f"{{ .reg .pred some, any; setp.neu.f32 some, ${2 * number}, 1.0; "
@@ -215,10 +209,7 @@ def declare_registers_ptx(warpgroup, columns):
 
 @gluon.jit
 def declare_registers(p, W: gl.constexpr):
-    """Declare the registers of warpgroup W, once, before `any_above` and `round_and_keep`.
-
-    Gluon has no scalars that differ among threads.
-    """
+    """Declare the registers of a warpgroup once: Gluon has no scalars that differ among threads."""
     gl.inline_asm_elementwise(declare_registers_ptx(W, p.shape[1]), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -231,10 +222,7 @@ def compare_ptx(warpgroup):
 
 @gluon.constexpr_function
 def vote_ptx(warpgroup):
-    """Return PTX whose result is not 0 if the flag of any thread of the warpgroup is set.
-
-    The assembler treats the result of the final ballot as uniform.
-    """
+    """Return PTX whose result is not 0 if any flag of the warpgroup is set. The assembler treats a ballot as uniform."""
     vote = f"bar.red.or.pred some, {11 + warpgroup}, 128, some; vote.sync.ballot.b32 $0, some, -1;"
     return f"{{ .reg .pred some; setp.ne.u32 some, high_{warpgroup}, 0; {vote} }}"
 

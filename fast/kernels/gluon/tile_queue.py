@@ -37,10 +37,7 @@ def first_work_tile():
 
 @gluon.jit
 def claim_work_tile(work, counter):
-    """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left.
-
-    A relaxed atomic suffices: ``work`` does not change during the kernel.
-    """
+    """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left. ``work`` is constant: relaxed."""
     end = gl.load(work)
     work_tile = WORK_TILE * (1 + gl.num_programs(0))
     if work_tile < end:
@@ -70,10 +67,7 @@ def allocate_published(NUMBER: gl.constexpr):
 
 @gluon.jit
 def publish(published, work_tile):
-    """Publish a work tile. Every thread stores the number, so the one that arrives at ``full`` has stored it before.
-
-    A slower warp may store the same number later.
-    """
+    """Publish a work tile. Every thread stores the number, so the one that arrives at ``full`` has stored it before."""
     published.store(gl.full([1], work_tile, gl.int32, scalar_layout(gl.num_warps())))
 
 

@@ -45,10 +45,7 @@ class Ring:
 
 @aggregate
 class RingPosition:
-    """A reader's slots of the previous and this tile, and the parity of this one's phase.
-
-    They are counted up: a division by STAGES would delay the first MMA of each tile.
-    """
+    """A reader's previous and own slot, and the parity of its phase: counted up, as divisions would delay the first MMA."""
 
     previous: gl.tensor
     slot: gl.tensor

@@ -36,17 +36,15 @@ class Heads(NamedTuple):
 
 
 class Traversal(NamedTuple):
-    """How a kernel traverses a mask.
+    """How a kernel traverses a mask: it owns tiles of ``rows`` and visits tiles of ``columns``.
 
-    Attributes:
-        rows, columns: Size of a tile. A kernel owns tiles of rows and visits tiles of columns.
-        transposed: The rows are keys.
-        pack: Heads that share the rows of a tile.
-        repeat: Query heads of an owner; the spans are visited once for each.
-        bytes_per_group: Bytes that a group of heads reads.
-        ordered: Additions to dq come in the order of the schedule.
-        full_first: The full spans of a work tile come first.
-        ctas: The most CTAs, if CTA i starts with work tile i (`_late_ctas_get_short_ones`); else 0.
+    transposed         the rows are keys
+    pack               heads that share the rows of a tile
+    repeat             query heads of an owner; the spans are visited once for each
+    bytes_per_group    bytes that a group of heads reads
+    ordered            additions to dq come in the order of the schedule
+    full_first         the full spans of a work tile come first
+    ctas               the most CTAs, if CTA i starts with work tile i (`_late_ctas_get_short_ones`); else 0
     """
 
     rows: int
@@ -74,10 +72,7 @@ class MaskedTokens(NamedTuple):
 
 
 class TileSchedule(NamedTuple):
-    """``work``: the schedule as `tile_queue` reads it, of ``work_tiles``.
-
-    ``fully_masked_rows`` hold the rows of all tiles without spans, and perhaps others. The launch fills them first.
-    """
+    """The schedule ``work`` as `tile_queue` reads it; the launch fills ``fully_masked_rows`` (those without spans) first."""
 
     work: Any  # an array, or a tensor on a device
     work_tiles: int

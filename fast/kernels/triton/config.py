@@ -86,10 +86,7 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) ->
 
 
 def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, describable: bool) -> Config:
-    """Return the configuration for padded widths d and dv. ``describable``: tensor descriptors are possible.
-
-    Raises ValueError, with the bytes needed and available, if none fits.
-    """
+    """Return the configuration for padded widths. ``describable``: descriptors are possible. Raises ValueError if none fits."""
     if kernel in FORCED:
         return FORCED[kernel]
     if is_cpu(device):

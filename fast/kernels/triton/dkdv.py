@@ -41,10 +41,7 @@ from canon.fast.kernels.triton.blocks import (
 def dkdv_step(
     visited, k, v, dk, dv, scale, visible, MAKE_DK: tl.constexpr, MAKE_DV: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Return dk + ds^T q, dv + p^T dout and ds^T for one tile of queries. ``scale`` has base 2.
-
-    ``visible`` is None if every cell is.
-    """
+    """Return dk + ds^T q, dv + p^T dout and ds^T for a tile of queries. ``scale`` has base 2. ``visible``: None is all."""
     q, dout, lse, delta = visited
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
     p = tl.exp2(s * scale - (lse * 1.4426950408889634)[None, :])

@@ -32,10 +32,7 @@ def largest_maximum(accumulate):
 
 @triton.jit
 def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr):
-    """Add one tile of keys to the running maximum m (scaled, base 2), sum l and output acc. Return all three.
-
-    ``visible`` is None if every cell is.
-    """
+    """Add a tile of keys to maximum m (scaled, base 2), sum l and output acc. Return all three. ``visible``: None is all."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
     if visible is not None:
         s = tl.where(visible, s, float("-inf"))
@@ -88,7 +85,7 @@ def forward_kernel(
 ):
     """Write out (b, t, h, dv) and natural lse (b, h, t). Fully masked rows get 0 and -inf.
 
-    With TMA, ``k_tiles`` and ``v_tiles`` are tensor descriptors of k and v, else k and v.
+    TMA: ``k_tiles`` and ``v_tiles`` are tensor descriptors.
     """
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
     first, stop = tl.load(tile), tl.load(tile + 1)

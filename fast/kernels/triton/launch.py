@@ -50,10 +50,7 @@ COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`
 
 
 def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int) -> str:
-    """Return the method for "auto": "head_parallel" if `needs_more_owners`, else "split".
-
-    "fused" is never chosen: here it adds to dq in any order.
-    """
+    """Return the method for "auto": "head_parallel" if `needs_more_owners`, else "split". "fused" adds in any order here."""
     b, h, g = q.shape[0], q.shape[2], k.shape[2]
     if h > g and needs_more_owners(mask, *COUNTED_TILE, b * g, b * h, multiprocessors):
         return "head_parallel"
@@ -213,10 +210,7 @@ def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
 
 
 def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
-    """Launch ``ctas`` CTAs with the arguments, ``l2_heads``, and the strides of the ``strided`` tensors.
-
-    Raises ValueError if a written tensor exceeds 32-bit offsets, and as `launch`.
-    """
+    """Launch with the arguments, ``l2_heads`` and the strides of ``strided``. Raises ValueError if offsets exceed 32 bits."""
     if not ctas:
         return
     for x in strided:
@@ -301,9 +295,9 @@ def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
 
 
 def stride_divisor(*tensors: Tensor) -> int:
-    """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements. It limits the width of loads.
+    """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements; it limits the width of loads.
 
-    Return 1 if 16 divides them all, because Triton detects that: a second value would compile the kernel twice.
+    1 also if 16 divides them all: Triton detects that, and a second value would compile the kernel twice.
     """
     divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
     return 1 if divisor == 16 else divisor
