@@ -9,11 +9,10 @@ Cost: gathering copies q; the backward pass also copies dout, lse and delta.
 """
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from canon.fast.backward import QueryInputs
-from canon.fast.kernels.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_to_rows, copy_rows, copy_statistics, pick_rows
 from canon.fast.local import merge_into
 from canon.masks.band import Band
@@ -69,20 +68,15 @@ class ActiveQueries:
 
 
 @device_plan
-def query_indices(queries: ActiveQueries, device: torch.device) -> Tensor:
-    """Return the indices of these queries on the device, int64."""
-    return upload(_host_indices(queries), device)
-
-
-@host_part
-def _host_indices(queries: ActiveQueries) -> np.ndarray:
+def query_indices(queries: ActiveQueries) -> np.ndarray:
+    """Return the indices of these queries, int64."""
     return np.concatenate([np.arange(rows.start, rows.stop) for rows in queries.ranges] or [np.arange(0)])
 
 
 @device_plan
-def row_indices(start: int, stop: int, device: torch.device) -> Tensor:
-    """Return start, start + 1, ..., stop - 1 on the device, int64."""
-    return upload(np.arange(start, stop), device)
+def row_indices(start: int, stop: int) -> np.ndarray:
+    """Return start, start + 1, ..., stop - 1, int64."""
+    return np.arange(start, stop)
 
 
 @cached_plan

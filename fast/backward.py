@@ -40,10 +40,9 @@ from torch import Tensor
 
 from canon.fast.device import check_device, kernels_for
 from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
-from canon.fast.kernels.placed_mask import PlacedMask
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.replay.recordings import replayed
-from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.runtime import public_local
 from canon.runtime.checks import accumulate_dtype, batched
@@ -70,7 +69,7 @@ class QueryInputs(NamedTuple):
 
 
 def gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, mask: Mask,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, mask: AnyMask,
     scale: float, method: str, needs_grad: tuple[bool, bool, bool], dtype: torch.dtype | None = None, kind: Hashable = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all launches are one pass.
@@ -83,7 +82,7 @@ def gradients(
     return grads
 
 
-def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: Mask, scale: float, method: str) -> None:
+def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: AnyMask, scale: float, method: str) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
     if isinstance(mask, PlacedMask):  # the kernels that several ranks launch
         delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -93,7 +92,8 @@ def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: Mask, scale: flo
         statistics = kernels.make_row_statistics(dout, out, lse, dlse)
     arguments = q, k, v, dout, statistics, mask, scale
     _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
-    _launch_dq(kernels, chosen, arguments, dq)
+    if dq is not None and chosen != "fused":
+        kernels.dq(*arguments, dq)
 
 
 def _empty_gradients(
@@ -108,7 +108,7 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def plan_gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, method: str) -> None:
+def plan_gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, method: str) -> None:
     """Look up the plans of a backward pass: `gradients` on the meta device, where nothing is launched."""
     grads = _empty_gradients(q, k, v, q.dtype, (True, True, True))
     _gradients(out, q, k, v, out, lse, None, *grads, mask, 1.0, method)
@@ -118,7 +118,7 @@ def begin_backward(
     inputs: QueryInputs,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    mask: AnyMask,
     scale: float,
     method: str,
     dq: Tensor | None,
@@ -137,22 +137,23 @@ def begin_backward(
     return lambda: replayed(_dq, (*given, dq, dk), *options)
 
 
-def _dkdv(q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: Mask, scale: float, method: str) -> None:
+def _dkdv(q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: AnyMask, scale: float, method: str) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
     arguments = q, k, v, dout, kernels.row_statistics(lse, delta, statistics), mask, scale
     _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
 
 
-def _dq(q, k, v, dout, lse, delta, statistics, dq, dk, mask: Mask, scale: float, method: str) -> None:
+def _dq(q, k, v, dout, lse, delta, statistics, dq, dk, mask: AnyMask, scale: float, method: str) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
+    if dq is None or chosen == "fused":
+        return
     if statistics is None:  # else `_dkdv` has written them
         statistics = kernels.row_statistics(lse, delta)
-    arguments = q, k, v, dout, statistics, mask, scale
-    _launch_dq(kernels, chosen, arguments, dq)
+    kernels.dq(q, k, v, dout, statistics, mask, scale, dq)
 
 
 def _choose(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, method: str, dq: Tensor | None, dk: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, method: str, dq: Tensor | None, dk: Tensor | None
 ) -> tuple[ModuleType, str]:
     """Return the kernel backend and the method."""
     chosen = automatic(q, k, v, mask) if method == "auto" else method
@@ -174,11 +175,6 @@ def _launch_dkdv(kernels: ModuleType, chosen: str, method: str, arguments: tuple
         _head_parallel(kernels, arguments, dk, dv)
 
 
-def _launch_dq(kernels: ModuleType, chosen: str, arguments: tuple, dq: Tensor | None) -> None:
-    if dq is not None and chosen != "fused":
-        kernels.dq(*arguments, dq)
-
-
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """Return rowsum(dout * out) - dlse, (b, h, t). In fully masked rows it is 0, even if dout holds NaN there."""
     delta = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
@@ -187,7 +183,7 @@ def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> T
 
 
 def rank_invariant_method(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, method: str, device: torch.device | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, method: str, device: torch.device | None = None
 ) -> str:
     """Return ``method``, for "auto" the choice of "split" or "head_parallel" by all heads and the mask of the sequence.
 
@@ -201,7 +197,7 @@ def rank_invariant_method(
     return portable.choose_method(*batched(q, k, v), mask, multiprocessor_count(device))
 
 
-def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int | None = None) -> str:
+def automatic(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int | None = None) -> str:
     """Return the method for "auto", as the kernel backend chooses it. ``multiprocessors``: by default those of q's device."""
     if multiprocessors is None:
         multiprocessors = 1 if is_cpu(q.device) else multiprocessor_count(q.device)
@@ -223,7 +219,7 @@ def _head_parallel(kernels: ModuleType, arguments: tuple, dk: Tensor, dv: Tensor
 
 
 @cached_plan
-def _key_chunks(mask: Mask, most: int) -> tuple[tuple[range, Mask], ...]:
+def _key_chunks(mask: AnyMask, most: int) -> tuple[tuple[range, AnyMask], ...]:
     """Return ranges of at most ``most`` keys and the mask of each. Where possible they are multiples of 128, whole tiles."""
     if mask.keys <= most:
         return ((range(mask.keys), mask),)
@@ -242,7 +238,7 @@ def _fused(kernels: ModuleType, arguments: tuple, dq: Tensor, dk: Tensor, dv: Te
 
 def _attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None,
-    mask: Mask, *, scale: float, method: str, grad_dtype: torch.dtype, needs_grad: tuple[bool, bool, bool],
+    mask: AnyMask, *, scale: float, method: str, grad_dtype: torch.dtype, needs_grad: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     check_device(q)
     dout = dout.to(q.dtype)

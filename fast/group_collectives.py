@@ -19,12 +19,11 @@ from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from canon.fast.device import check_device
-from canon.fast.kernels.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.messages import transport_for
 from canon.fast.planner import areas_and_needs, union_of_intervals
@@ -201,26 +200,15 @@ def _add(into: Tensor, received: Tensor, plan: CastPlan, cast: int, rank: int) -
 
 
 @device_plan
-def rows_sent(plan: CastPlan, cast: int, rank: int, device: torch.device) -> Tensor:
-    """Return the rows that a rank sends in a cast, on the device, int64."""
-    return upload(_rows_sent(plan, cast, rank), device)
-
-
-@host_part
-def _rows_sent(plan: CastPlan, cast: int, rank: int) -> np.ndarray:
+def rows_sent(plan: CastPlan, cast: int, rank: int) -> np.ndarray:
+    """Return the rows that a rank sends in a cast, int64."""
     return plan.send_rows(cast, rank).numpy()
 
 
 @device_plan
-def rows_returned(plan: CastPlan, cast: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rows_returned(plan: CastPlan, cast: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the tables of `add_rows`: for each own row, the range of its entries; then the received rows, by sender."""
-    first, received = _rows_returned(plan, cast, rank)
-    return upload(first, device), upload(received, device)
-
-
-@host_part
-def _rows_returned(plan: CastPlan, cast: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    rows = _rows_sent(plan, cast, rank)
+    rows = plan.send_rows(cast, rank).numpy()
     counts = np.bincount(rows, minlength=plan.layout.size(rank))
     return np.append(0, np.cumsum(counts)), np.argsort(rows, kind="stable")
 

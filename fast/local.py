@@ -23,11 +23,10 @@ from torch import Tensor
 
 from canon.fast.backward import attention_backward, gradients, rank_invariant_method
 from canon.fast.device import check_device, kernels_for
-from canon.fast.kernels.placed_mask import PlacedMask, aligned, canonical, in_place
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, aligned, canonical, in_place
 from canon.fast.kernels.triton import launch
 from canon.fast.replay.recordings import replayed
 from canon.fast.sinks import FAST
-from canon.masks.mask import Mask
 from canon.runtime import public_local
 from canon.runtime.call import Algorithm, Call
 from canon.runtime.checks import accumulate_dtype
@@ -98,7 +97,7 @@ def _are_aligned(*tensors: Tensor) -> bool:
 
 
 def forward_part(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, out_dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, *, scale: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return out in ``out_dtype`` and lse as `attention_forward`, for a batch and without checks of the arguments."""
     out, lse = empty_result(q, v, out_dtype)
@@ -114,7 +113,7 @@ def empty_result(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def forward_into(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor, kind: Hashable = None
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor, kind: Hashable = None
 ) -> None:
     """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise RuntimeError for unusable devices.
 
@@ -123,7 +122,7 @@ def forward_into(
     replayed(_forward, (q, k, v, out, lse), mask, scale, kind=kind)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float) -> None:
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, scale: float) -> None:
     check_device(q)
     kernels_for(q, v).forward(q, k, v, mask, scale, out, lse)
 

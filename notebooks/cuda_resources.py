@@ -5,14 +5,16 @@ python notebooks/cuda_resources.py --arch 80 86 89 90 [--json]
 
 import argparse
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
 from canon.fast.kernels.cuda import config, launch
-from canon.fast.kernels.cuda.program import Program, resources
+from canon.fast.kernels.cuda.program import Program
 from canon.fast.kernels.launcher import Gpu
 from canon.testing.compile import SHARED_LIMIT
 
@@ -25,6 +27,23 @@ SHARED_MEMORY = {
     90: 233472,
 }  # bytes of an SM; each CTA takes 1024 more than it uses
 THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048}
+
+
+class Resources(NamedTuple):
+    """Registers and spilled bytes (stores and loads) of a thread, and bytes of static shared memory."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def resources(messages: str) -> Resources:
+    """Return the resources of a program's one kernel, from the messages of `Program.compile`."""
+    numbers: Callable[[str], list[int]] = lambda pattern: [int(found) for found in re.findall(pattern, messages)]
+    registers, spilled = numbers(r"Used (\d+) registers"), numbers(r"(\d+) bytes spill (?:stores|loads)")
+    if len(registers) != 1:
+        raise ValueError(f"expected the messages of one kernel, got {len(registers)}: {messages}")
+    return Resources(registers[0], sum(spilled), sum(numbers(r"(\d+) bytes smem")))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.tile_costs import BOX
 from canon.fast.kernels.triton.config import Config, forced
-from canon.fast.kernels.work_tables import work_table
+from canon.fast.kernels.work_tables import host_table
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended
 
@@ -49,7 +49,7 @@ class Shared(NamedTuple):
 
 def shared_tiles(mask: Mask, rows: int, columns: int, transposed: bool, boxes: int = 0) -> torch.Tensor:
     """Return the pairs (queries, keys), bool. Kernels with ``boxes`` load all columns of a tile, others those of its band."""
-    table = work_table(mask, rows, columns, None, transposed, "cpu", boxes if transposed else 0)
+    table = host_table(mask, rows, columns, columns, transposed, boxes if transposed else 0)
     pairs = torch.zeros(*((mask.keys, mask.queries) if transposed else (mask.queries, mask.keys)), dtype=torch.bool)
     for first, stop, begin, _, end in table.tiles.tolist():
         for column, tiles, _, row_stop, start, column_stop, *_ in table.spans[begin:end].tolist():

@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cuda_resources import resources
 from programs import printed
 
 from canon.fast.kernels.cuda import kernel, program
@@ -92,13 +93,13 @@ def test_an_error_in_the_source_has_the_messages_of_the_compiler(folder):
 
 
 def test_the_messages_of_the_assembler_give_registers_and_spills(folder):
-    registers, spilled, shared = program.resources(fill(folder).compile()[1])
+    registers, spilled, shared = resources(fill(folder).compile()[1])
     assert 4 <= registers <= 255
     assert (spilled, shared) == (0, 0)
     messages = "Used 168 registers, 40 bytes smem\n 0 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads"
-    assert program.resources(messages) == (168, 24, 40)
+    assert resources(messages) == (168, 24, 40)
     with pytest.raises(ValueError, match="one kernel, got 0"):
-        program.resources("")
+        resources("")
 
 
 def test_importing_canon_compiles_nothing_and_a_missing_compiler_names_the_extra():

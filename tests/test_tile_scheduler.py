@@ -238,7 +238,7 @@ def test_short_work_tiles_come_last_only_where_that_evens_the_ends(tokens, heads
     times, orders = [], []
     for least in (tile_scheduler.GAIN, 1.0):  # with 1.0, no tile moves
         monkeypatch.setattr(tile_scheduler, "GAIN", least)
-        schedule, *_ = tile_scheduler._host_schedule.__wrapped__(mask, traversal)
+        schedule = tile_schedule.__wrapped__(mask, traversal).work
         work_tiles = schedule[8 : schedule[0]].reshape(-1, 8)
         orders.append(work_tiles.tolist())
         times.append(tile_scheduler._time(np.array([cost_of[first] for first in work_tiles[:, 0].tolist()])))

@@ -4,9 +4,9 @@
     process    calls `collect`; each launch records the compilation that it needs, and launches nothing
     forks      one per core: each compiles the next recorded job
 
-Forks inherit the jobs' live objects (descriptors, Gluon layouts) without pickling, and never use the GPU. The first process
-is new: a fork of a process with threads may deadlock, and a caller must not keep handles of kernels that were not compiled.
-Processes of one host take turns: the first compiles and leaves a stamp file.
+Forks inherit the jobs' live objects without pickling, and never use the GPU. The first process is new: a fork of a process
+with threads may deadlock, and a caller must not keep handles of kernels that were not compiled. Processes of one host take
+turns: the first compiles and leaves a stamp file.
 """
 
 import fcntl
@@ -65,11 +65,10 @@ class Outcome:
 def compile_ahead(
     collect: Collect, steps: int, *identity: Any, processes: int | None = None, progress: bool = True
 ) -> Outcome:
-    """Compile the kernels that ``collect`` launches.
+    """Compile the kernels that ``collect``, picklable, launches. It calls ``progress`` for each of ``steps``.
 
-    Args: ``collect``, picklable; ``steps``, the number of its calls of ``progress``; ``identity``, values with a stable repr
-    that
-        decide the work besides the code of Canon, Triton and the GPU; ``processes``, None is one per core; ``progress``: a bar.
+    ``identity``: values with a stable repr that decide the work besides the code of Canon, Triton and the GPU.
+    ``processes``: None is one per core. ``progress``: show a bar.
     """
     stamp = _stamp(*identity)
     stamp.parent.mkdir(parents=True, exist_ok=True)

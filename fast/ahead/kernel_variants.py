@@ -14,9 +14,8 @@
     TMA (Triton)                    dtype, widths                  not for a shard without queries or without keys
     addresses                       multiples of 16 bytes          -
 
-Kernels do not specialise on lse, delta and dlse, nor on numbers of tiles, tokens and heads. These compile when first used:
-other strides and addresses, a Triton scale of 0 or less, a reduce_dtype that is neither the dtype nor the accumulation
-dtype, several sequences of 2^31 elements each, rank_invariant=True.
+These compile when first used: other strides and addresses, a Triton scale of 0 or less, a reduce_dtype that is neither the
+dtype nor the accumulation dtype, several sequences of 2^31 elements each, rank_invariant=True.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -111,9 +110,7 @@ def warm_up(
     if not torch.cuda.is_available():
         print("canon.fast.warm_up: there is no CUDA device, so there is nothing to compile")
         return 0
-    from canon.fast.ahead.compilation import (
-        compile_ahead,  # only here: needs progress bars and processes
-    )
+    from canon.fast.ahead.compilation import compile_ahead  # only here: needs progress bars and processes
 
     device = f"cuda:{torch.cuda.current_device()}"
     outcome = compile_ahead(

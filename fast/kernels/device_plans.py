@@ -6,24 +6,21 @@
     a captured graph     replays read the memory, so the tensors are kept as long as the graph
 
 A new plan during a capture raises RuntimeError: the graph would replay its upload, or CUDA refuses it. Another process can
-make a `host_part` ahead (`canon.fast.preparation`), with tensors on the meta device.
+make the host's part ahead (`canon.fast.preparation`), with tensors on the meta device.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from canon.masks import plan_cache
-from canon.masks.plan_cache import are_noted, cached_plan, keep_for_stream
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from canon.masks.plan_cache import are_noted, keep_for_stream
 
 NEW_WHILE_CAPTURING = (
     "a CUDA graph is being captured, and this mask, layout or shape is new: make the call once before the capture"
@@ -34,55 +31,43 @@ META = torch.device("meta")
 _observers = threading.local()
 
 
-def device_plan(function: Callable[P, R]) -> Callable[P, R]:
-    """Cache the results of a pure function, and keep them valid for later kernels of the current stream.
+def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a pure function of positional arguments that makes a plan on the host. A call has one more, the device.
 
-    A result is a tensor, a tuple of tensors, or an object with its tensors in ``held``.
+    The call returns the plan with its arrays as tensors on the device, valid for later kernels of the current stream. A plan
+    is an array, or a tuple with arrays. Plans on the host are cached only if they are made ahead.
     """
 
-    @cached_plan
-    @wraps(function)
-    def cached(*args: P.args, **kwargs: P.kwargs) -> tuple[R, "Upload | None"]:
+    def on_host(args: tuple) -> Any:
+        if are_noted():
+            return plan_cache.PLANS.find((plan, args), lambda: host(*args))
+        return host(*args) if (known := plan_cache.PLANS.get((plan, args))) is None else known
+
+    def on_device(*args: Any) -> tuple[Any, "Upload | None"]:
         try:
-            plan = function(*args, **kwargs)
+            uploaded = _uploaded(on_host(args[:-1]), args[-1])
         except RuntimeError as error:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(NEW_WHILE_CAPTURING) from error
             raise
-        devices = {x.device for x in _tensors(plan) if x.is_cuda}
+        devices = {x.device for x in tensors_in(uploaded) if x.is_cuda}
         if devices and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(NEW_WHILE_CAPTURING)
-        return plan, Upload(devices.pop()) if devices else None
+        return uploaded, Upload(devices.pop()) if devices else None
 
-    @wraps(function)
-    def kept(*args: P.args, **kwargs: P.kwargs) -> R:
-        if META in args:
-            return function(*args, **kwargs)
-        plan, uploaded = cached(*args, **kwargs)
-        if uploaded is not None:
-            uploaded.wait()
-            keep_for_stream(*_tensors(plan))
+    @wraps(host)
+    def plan(*args: Any) -> Any:
+        if args[-1] == META:
+            return _uploaded(on_host(args[:-1]), META)
+        made, upload = plan_cache.PLANS.find((plan, args), lambda: on_device(*args))
+        if upload is not None:
+            upload.wait()
+            keep_for_stream(*tensors_in(made))
         if (note := getattr(_observers, "current", None)) is not None:
-            note(_tensors(plan), uploaded)
-        return plan
+            note(tensors_in(made), upload)
+        return made
 
-    return kept
-
-
-def host_part(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a pure function of positional arguments that makes the host part of device plans.
-
-    Results are cached only if made ahead: otherwise the uploaded plan is.
-    """
-
-    @wraps(function)
-    def part(*args: P.args, **kwargs: P.kwargs) -> R:
-        key = part, args
-        if are_noted():
-            return plan_cache.PLANS.find(key, lambda: function(*args))
-        return function(*args) if (known := plan_cache.PLANS.get(key)) is None else known
-
-    return part
+    return plan
 
 
 @contextmanager
@@ -95,16 +80,19 @@ def observed(note: Callable[[list[Tensor], "Upload | None"], None]) -> Iterator[
         _observers.current = None
 
 
-def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
-    """Return the array as a tensor on the device, for a `device_plan`: the host does not wait for the copy.
+def _uploaded(plan: Any, device: torch.device | str) -> Any:
+    """Return the plan with its arrays on the device. The host does not wait.
 
-    A copy from pageable memory would block the host until all queued kernels have run. PyTorch keeps the pinned source until
-    the copy is complete.
+    A copy from pageable memory would wait for all queued kernels. PyTorch keeps the pinned source until the copy is complete.
     """
-    source = torch.from_numpy(array)
-    if torch.device(device).type == "cuda":
-        return source.pin_memory().to(device, non_blocking=True)
-    return source.to(device)
+    if isinstance(plan, np.ndarray):
+        source = torch.from_numpy(plan)
+        pinned = torch.device(device).type == "cuda"
+        return source.pin_memory().to(device, non_blocking=True) if pinned else source.to(device)
+    if not isinstance(plan, tuple):
+        return plan
+    parts = (_uploaded(part, device) for part in plan)
+    return plan._make(parts) if hasattr(plan, "_make") else tuple(parts)
 
 
 class Upload:
@@ -118,7 +106,7 @@ class Upload:
     def wait(self) -> bool:
         """Make the current stream wait for the uploads. Return False once they are known to be complete.
 
-        During a capture CUDA allows neither query nor wait; `torch.cuda.graph` synchronises the device before it captures.
+        During a capture CUDA allows neither query nor wait; `torch.cuda.graph` synchronises before it.
         """
         event = self.event
         if event is None or torch.cuda.is_current_stream_capturing():
@@ -130,6 +118,6 @@ class Upload:
         return self.event is not None
 
 
-def _tensors(plan: Any) -> list[Tensor]:
-    parts = plan if isinstance(plan, tuple) else getattr(plan, "held", (plan,))
-    return [x for x in parts if isinstance(x, Tensor)]
+def tensors_in(plan: Any) -> list[Tensor]:
+    """Return the tensors of a plan: itself, or its parts."""
+    return [x for x in (plan if isinstance(plan, tuple) else (plan,)) if isinstance(x, Tensor)]

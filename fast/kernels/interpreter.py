@@ -1,6 +1,6 @@
 """Repairs of Triton's CPU interpreter (TRITON_INTERPRET=1), releases 3.6 to 3.9.
 
-The first interpreted launch calls `repair`, which changes Triton for the whole process; without one, nothing changes.
+The first interpreted launch calls `repair`, which changes Triton for the whole process.
 
     fault of the interpreter                     repair
     bfloat16 is held as uint16 bit patterns;     widen operands of tl.dot, arithmetic, comparisons, reductions and scans
@@ -47,7 +47,6 @@ def is_requested() -> bool:
 def repair(kernel: Any = None) -> bool:
     """Repair the interpreter, once per process, if it is requested or runs ``kernel``. Return whether it is.
 
-    A kernel stays interpreted when TRITON_INTERPRET is removed after its definition.
     Raises ImportError if the repairs do not fit the installed release of Triton.
     """
     if not (is_requested() or type(kernel).__name__ == "InterpretedFunction"):

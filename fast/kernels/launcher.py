@@ -1,16 +1,15 @@
 """Launch kernels through a cache of compiled kernels, and cache device properties.
 
-Triton inspects all arguments at each launch, a large part of its host time. `launch` lets it do so once for each key: dtypes
-and 16-byte alignment of tensors, integers, block shapes of descriptors, all constants.
-
-For plans made ahead (`canon.fast.preparation`), tensors on the meta device stand for those of a `Gpu` or a CPU; their
-launches do nothing.
+Triton inspects all arguments at each launch, a large part of its host time. `launch` lets it do so once for each key
+(`specialization`). For plans made ahead (`canon.fast.preparation`), tensors on the meta device stand for those of a `Gpu` or
+a CPU; their launches do nothing.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.compiler import CompiledKernel
+from triton.runtime.errors import OutOfResources
 
 from canon.fast.kernels.interpreter import repair
 
@@ -29,13 +29,19 @@ _recorders = threading.local()
 
 
 def launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, **constants: Any) -> None:
-    """Launch ``ctas`` CTAs of a kernel with its ``arguments``, and constants and compiler options by name."""
+    """Launch ``ctas`` CTAs, with constants and options by name. Raises ValueError if shared memory does not suffice."""
     recorder = getattr(_recorders, "current", None)
-    if recorder is None:
-        _launch(kernel, ctas, device, arguments, constants)
-        return
-    with _disable_current_modes():  # record the launch, not the operators inside Triton's launcher
-        compiled = _launch(kernel, ctas, device, arguments, constants)
+    try:
+        if recorder is None:
+            _launch(kernel, ctas, device, arguments, constants)
+            return
+        with _disable_current_modes():  # record the launch, not the operators inside Triton's launcher
+            compiled = _launch(kernel, ctas, device, arguments, constants)
+    except OutOfResources as error:
+        raise ValueError(
+            f"{kernel.__name__} with {constants} needs {error.required} of {error.name}, but this device has {error.limit}: "
+            'use backend("triton"), a narrower dtype or canon.reference'
+        ) from error
     recorder.launched(kernel, compiled, ctas, arguments, constants)
 
 
@@ -65,6 +71,17 @@ def copy_back(x: Tensor, written: Tensor) -> None:
     """Copy a result into x, unless a kernel has written it in place."""
     if written is not x:
         x.copy_(written)
+
+
+def tma_loadable(x: Tensor, every_axis: bool = False) -> bool:
+    """Return whether TMA can load x (b, t, h, d) in place. ``every_axis``: strides of axes of length 1 matter, too."""
+    return x.data_ptr() % 16 == 0 and _tma_strides(x.shape, x.stride(), x.element_size(), every_axis)
+
+
+@lru_cache(maxsize=4096)
+def _tma_strides(shape: torch.Size, strides: tuple[int, ...], itemsize: int, every_axis: bool) -> bool:
+    steps = [stride * itemsize for n, stride in zip(shape[:3], strides[:3], strict=True) if n > 1 or every_axis]
+    return strides[3] == 1 and all(step % 16 == 0 and 0 < step < 2**40 for step in steps)
 
 
 def is_recording() -> bool:

@@ -11,13 +11,16 @@ Pieces begin at multiples of 128, in the sequence and in buffers, and tile sides
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from canon.masks.band import Band
+from canon.fast.kernels.launcher import tma_loadable
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.rank_invariance import TILE, Piece
@@ -35,56 +38,36 @@ class Placement(NamedTuple):
     shift: np.ndarray
 
 
-class PlacedMask(Mask):
+@dataclass(frozen=True)
+class PlacedMask:
     """The mask between a buffer of ``queries`` rows and one of ``keys`` rows, which hold pieces of the sequence of ``whole``.
 
     ``query_pieces``, ``key_pieces``: (first row, tokens) of each piece. Raises ValueError if one does not begin at a
     multiple of 128, in the sequence and in the buffer.
     """
 
-    __slots__ = ("_bands", "key_pieces", "query_pieces", "whole")
     whole: Mask
     query_pieces: tuple[Piece, ...]
     key_pieces: tuple[Piece, ...]
+    queries: int
+    keys: int
 
-    def __init__(
-        self, whole: Mask, query_pieces: tuple[Piece, ...], key_pieces: tuple[Piece, ...], queries: int, keys: int
-    ):
-        for row, tokens in (*query_pieces, *key_pieces):
+    def __post_init__(self):
+        for row, tokens in (*self.query_pieces, *self.key_pieces):
             if row % TILE or tokens.start % TILE or tokens.step != 1:
                 raise ValueError(f"tokens {tokens} at row {row} do not begin at a multiple of {TILE}")
-        content = dict(whole=whole, query_pieces=query_pieces, key_pieces=key_pieces, queries=queries, keys=keys)
-        unknown = dict(_bands=None, _rows=None, _digest=None)
-        for name, value in (content | unknown | {"_hash": hash(tuple(content.values()))}).items():
-            object.__setattr__(self, name, value)
 
-    @property
-    def bands(self) -> tuple[Band, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The bands between the buffers, made at the first use: kernels do not need them."""
-        if self._bands is None:
-            bands = [
-                band.pick(queries, keys).shift(q_row, k_row)
-                for q_row, queries in self.query_pieces
-                for k_row, keys in self.key_pieces
-                for band in self.whole.bands
-            ]
-            object.__setattr__(self, "_bands", tuple(sorted(band for band in bands if band.area)))
-        return self._bands
-
-    @property
-    def _content(self) -> tuple:
-        return self.whole, self.query_pieces, self.key_pieces, self.queries, self.keys
-
-    def __eq__(self, other) -> bool:
-        if not isinstance(other, PlacedMask):
-            return False
-        return self is other or (self._hash == other._hash and self._content == other._content)
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.whole, self.query_pieces, self.key_pieces, self.queries, self.keys))
 
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self):
-        return PlacedMask, self._content
+    @property
+    def area(self) -> int:
+        pairs = product(self.whole.bands, self.query_pieces, self.key_pieces)
+        return sum(band.pick(queries, keys).area for band, (_, queries), (_, keys) in pairs)
 
     @property
     def nbytes(self) -> int:
@@ -115,8 +98,7 @@ class PlacedMask(Mask):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the own tiles and their spans of a work table of ``whole``, in rows of the buffers.
 
-        ``widths``: columns of a partial and of a full tile. Spans are cut where pieces end. Raises RuntimeError if a buffer
-        lacks tokens that an own tile visits.
+        ``widths``: columns of a partial and of a full tile. Raises RuntimeError if a buffer lacks visited tokens.
         """
         own, visited = self.placement(transposed), self.placement(not transposed)
         tiles = tiles[self.owned(tiles[:, 0], transposed)]
@@ -143,26 +125,25 @@ class PlacedMask(Mask):
         return np.stack([*rows.T, starts, starts + partial, stops], 1), made
 
     def untouched(self, keys: bool, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ranges of rows of a buffer without a token that the whole mask touches; ``starts:stops`` are untouched
-        tokens.
+        """Return the ranges of rows of a buffer without a token that the whole mask touches.
+
+        ``starts:stops`` are the untouched tokens, in ranges that do not meet.
         """
-        pieces, size = self.placement(keys), self.keys if keys else self.queries
-        part, piece = _expanded(
-            np.searchsorted(pieces.stop, starts, "right"), np.searchsorted(pieces.start, stops, "left")
-        )
-        begin = np.maximum(starts[part], pieces.start[piece]) + pieces.shift[piece]
-        end = np.minimum(stops[part], pieces.stop[piece]) + pieces.shift[piece]
-        by_row = np.argsort(pieces.start + pieces.shift)
-        empty = (
-            np.append(0, (pieces.stop + pieces.shift)[by_row]),
-            np.append((pieces.start + pieces.shift)[by_row], size),
-        )
-        begin, end = np.append(begin, empty[0]), np.append(end, empty[1])
-        order = np.argsort(begin[begin < end], kind="stable")
-        return begin[begin < end][order], end[begin < end][order]
+        edges = np.zeros((self.whole.keys if keys else self.whole.queries) + 1, np.int8)
+        edges[starts], edges[stops] = 1, -1
+        tokens = np.cumsum(edges, dtype=np.int8)
+        rows = np.ones((self.keys if keys else self.queries) + 2, np.int8)
+        rows[0] = rows[-1] = 0
+        for row, piece in self.key_pieces if keys else self.query_pieces:
+            rows[1 + row : 1 + row + len(piece)] = tokens[piece.start : piece.stop]
+        changes = np.flatnonzero(np.diff(rows))
+        return changes[::2], changes[1::2]
 
 
-def whole_of(mask: Mask) -> Mask:
+AnyMask = Mask | PlacedMask
+
+
+def whole_of(mask: AnyMask) -> Mask:
     """Return the mask of the whole sequence, on which choices that change bits depend."""
     return mask.whole if isinstance(mask, PlacedMask) else mask
 
@@ -175,21 +156,12 @@ def in_place(mask: Mask) -> PlacedMask:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d), or a contiguous copy if its address or a stride is not a multiple of 16 bytes.
-
-    Tensors that TMA cannot load get another configuration. Axes of length 1 count, too.
-    """
-    steps = [stride * x.element_size() for stride in x.stride()[:3]]
-    if x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(step > 0 and step % 16 == 0 for step in steps):
-        return x
-    return canonical(x)
+    """Return x (b, t, h, d) or a contiguous copy: tensors that TMA cannot load would get another configuration."""
+    return x if tma_loadable(x, every_axis=True) else canonical(x)
 
 
 def canonical(x: Tensor) -> Tensor:
-    """Return x, or a contiguous copy at a multiple of 16 bytes, with the strides of a new tensor.
-
-    Alignment decides the order in which the kernel of delta adds.
-    """
+    """Return x or a contiguous copy, aligned and strided as a new tensor: delta is added in an order that this decides."""
     if x.data_ptr() % 16 or not x.is_contiguous():
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
     return x.reshape(-1).view(x.shape)  # an axis of length 1 may have any stride

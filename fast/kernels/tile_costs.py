@@ -4,10 +4,12 @@ The unit is the time for a full tile. A partial tile costs `PARTIAL` (its cells 
 `FIXED` more: its start, and the write of its result.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from canon.fast.kernels.placed_mask import AnyMask
 from canon.fast.kernels.work_tables import host_table
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_part, cached_plan
@@ -16,6 +18,7 @@ FIXED = 1.0
 PARTIAL = 1.2
 MORE_OWNERS = 1.25  # ratio of imbalances above which `needs_more_owners` is true
 BOX = 4  # TMA loads queries from multiples of this number: 16 bytes of lse
+L2_BYTES = 32 << 20  # for tensors that heads in flight read repeatedly; L2 caches hold 40 to 60 MB
 
 
 class TileCosts(NamedTuple):
@@ -31,7 +34,7 @@ class TileCosts(NamedTuple):
 
 
 @cached_part
-def tile_costs(mask: Mask, rows: int, columns: int, transposed: bool, repeat: int, boxes: int) -> TileCosts:
+def tile_costs(mask: AnyMask, rows: int, columns: int, transposed: bool, repeat: int, boxes: int) -> TileCosts:
     """Return the tables of `work_table` with costs. The spans of a tile are visited ``repeat`` times."""
     tiles, spans, _ = host_table(mask, rows, columns, columns, transposed, boxes)
     before = np.concatenate([[0], np.cumsum(spans[:, 1], dtype=np.float64)])  # visited tiles before each span
@@ -60,9 +63,9 @@ def needs_more_owners(mask: Mask, rows: int, columns: int, key_heads: int, query
 
 @cached_plan
 def imbalance(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: int) -> float:
-    """Return the work of the busiest SM over the mean. Each of the ``owners`` sums ``each`` query heads.
+    """Return the work of the busiest SM over the mean, if the longest work tile always goes to the SM with the least work.
 
-    In each round the longest work tile goes to the SM with the least work.
+    Each of the ``owners`` sums ``each`` query heads.
     """
     cost = np.sort(_active_costs(mask, rows, columns, each))[::-1].repeat(owners)
     load = np.zeros(sms)
@@ -76,6 +79,18 @@ def _imbalance_bound(mask: Mask, rows: int, columns: int, owners: int, each: int
     """Return an upper bound of `imbalance`: two SMs differ by at most the longest work tile."""
     cost = _active_costs(mask, rows, columns, each)
     return 1 + cost.max() * sms / (cost.sum() * owners) if len(cost) else 1.0
+
+
+@lru_cache
+def divisors(number: int) -> list[int]:
+    """Return the divisors of ``number``, ascending; [1] for 0."""
+    return [n for n in range(1, number + 1) if number % n == 0] or [1]
+
+
+@lru_cache
+def largest_divisor(number: int, each: float, room: float) -> int:
+    """Return the largest divisor n of ``number`` with n * ``each`` <= ``room``, or 1."""
+    return max(n for n in divisors(number) if n == 1 or n * each <= room)
 
 
 def _active_costs(mask: Mask, rows: int, columns: int, each: int) -> np.ndarray:

@@ -9,113 +9,74 @@
     . . . . x x
 
 All rows of a tile see all of a *full* span; a *partial* span holds its band. Tiles are cut at the ends of bands where that
-saves visits, and the longest come first. The transposed table, for dk and dv, swaps queries and keys: (lo, hi) become (-hi,
--lo).
+saves visits, and the longest come first. The transposed table, for dk and dv, swaps queries and keys.
 
 Cost: O(overlapping pairs of a band and a tile) in NumPy. Device memory: 20 bytes a tile, 32 a span. Source: FlexAttention
 (Dong et al., 2024) introduced block masks with full and partial tiles; bands replace its callbacks.
 """
 
-from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from canon.fast.kernels.device_plans import device_plan, host_part, upload
-from canon.fast.kernels.placed_mask import PlacedMask, counted
-from canon.masks.mask import Mask
+from canon.fast.kernels.device_plans import device_plan
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, counted
 from canon.masks.plan_cache import cached_part, cached_plan
 from canon.runtime.rank_invariance import TILE
 
 TILE_FIELDS = 5  # row start, row stop, first partial span, first full span, end of the spans
-ALIGNMENT = 4  # numbers: spans begin at multiples of 16 bytes, for aligned loads
 SPAN_FIELDS = 8  # first column, number of tiles; the band's row start, stop, column start, stop, lo, hi
 
 
-@dataclass(frozen=True)
-class WorkTable:
+class WorkTable(NamedTuple):
     """The table that a kernel reads.
 
-    tiles: (n, 5) int32, longest first: start, stop, partial, full, end: rows start:stop, partial spans spans[partial:full],
+    tiles: (n, 5), longest first: start, stop, partial, full, end: rows start:stop, partial spans spans[partial:full],
         full spans spans[full:end]. Each row is in one tile, fully masked rows included.
-    spans: (m, 8) int32: first column, number of tiles (``columns`` wide if full, else ``partial_columns``), and
-        the band in the table's orientation (zeros if full).
+    spans: (m, 8): first column, number of tiles (``columns`` wide if full, else ``small``), and the band in the table's
+        orientation (zeros if full).
     visits: tiles that a kernel computes; a partial tile counts by its share of ``columns``. Of a `PlacedMask`: of all ranks.
     """
 
-    tiles: Tensor
-    spans: Tensor
+    tiles: Any  # an array, or a tensor on a device
+    spans: Any
     visits: float
-
-    def __len__(self) -> int:
-        return len(self.tiles)
-
-    @property
-    def held(self) -> tuple[Tensor]:
-        """The storage that both tensors share."""
-        return (self.tiles,)
 
 
 @device_plan
-def work_table(
-    mask: Mask,
-    rows: int,
-    columns: int,
-    partial_columns: int | None = None,
-    transposed: bool = False,
-    device: torch.device | str = "cpu",
-    boxes: int = 0,
+def work_table(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool) -> WorkTable:
+    """Return `host_table` without boxes, as int32."""
+    tiles, spans, visited = host_table(mask, rows, columns, small, transposed)
+    return WorkTable(tiles.astype(np.int32), spans.astype(np.int32), visited)
+
+
+def host_table(
+    mask: AnyMask, rows: int, columns: int, small: int, transposed: bool = False, boxes: int = 0
 ) -> WorkTable:
     """Return the table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x queries if ``transposed``.
 
     A `PlacedMask` has the own tiles of the whole mask's table, whose tiles and spans begin at multiples of their sizes.
 
     Args:
-        partial_columns: columns of partial tiles, a divisor of ``columns``; None is ``columns``.
+        small: columns of partial tiles, a divisor of ``columns``.
         boxes: spans begin at multiples of it, for kernels that load boxes of this many columns; else 0. A tile with
             fewer than ``rows`` rows then has partial spans only, which mask the rows behind its end.
 
     Raises ValueError if the mask is too large for 32-bit coordinates.
     """
-    both, tiles, visited = _packed_table(mask, rows, columns, partial_columns or columns, transposed, boxes)
-    table, size = upload(both, device), TILE_FIELDS * tiles
-    spans = table[_aligned(size) :].view(-1, SPAN_FIELDS)
-    return WorkTable(table[:size].view(-1, TILE_FIELDS), spans, visited)
-
-
-@host_part
-def _packed_table(
-    mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int
-) -> tuple[np.ndarray, int, float]:
-    """Return the numbers of a `WorkTable` in one array (one upload), the number of tiles, and the visits."""
-    tiles, spans, visited = host_table(mask, rows, columns, small, transposed, boxes)
-    first_span = _aligned(tiles.size)
-    both = np.zeros(first_span + spans.size, np.int32)
-    both[: tiles.size], both[first_span:] = tiles.ravel(), spans.ravel()
-    return both, len(tiles), visited
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def host_table(
-    mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return tiles (n, 5), int64, spans (m, 8), int32, and visits of `work_table`, with ``small`` partial columns."""
     if isinstance(mask, PlacedMask):
         cut = _own_part(mask, _even_cut(mask.whole, rows, columns, small, transposed), transposed)
         tiles, spans = _table(cut, rows, columns, small, boxes=columns)
-        return *mask.moved(tiles, spans, (small, columns), transposed), cut.visits
-    cut = _best_cut(mask, rows, columns, small, transposed, boxes)
-    return *_table(cut, rows, columns, small, boxes), cut.visits
+        tiles, spans = mask.moved(tiles, spans, (small, columns), transposed)
+    else:
+        cut = _best_cut(mask, rows, columns, small, transposed, boxes)
+        tiles, spans = _table(cut, rows, columns, small, boxes)
+    return WorkTable(tiles, spans, cut.visits)
 
 
 @cached_plan
-def visits(mask: Mask, rows: int, columns: int, transposed: bool = False, boxes: int = 0) -> tuple[float, int]:
+def visits(mask: AnyMask, rows: int, columns: int, transposed: bool = False, boxes: int = 0) -> tuple[float, int]:
     """Return the ``visits`` and number of tiles of `work_table` without the table. A `PlacedMask` counts as a whole."""
     if isinstance(mask, PlacedMask):
         cut = _even_cut(mask.whole, rows, columns, columns, transposed)
@@ -125,13 +86,13 @@ def visits(mask: Mask, rows: int, columns: int, transposed: bool = False, boxes:
 
 
 @cached_plan
-def band_array(mask: Mask) -> np.ndarray:
+def band_array(mask: AnyMask) -> np.ndarray:
     """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi."""
     return np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands)).reshape(-1, 6)
 
 
 @cached_plan
-def area(mask: Mask) -> int:
+def area(mask: AnyMask) -> int:
     """Return ``mask.area``, the number of visible cells, without a loop."""
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     queries, keys = q_stop - q_start, k_stop - k_start
@@ -149,10 +110,7 @@ _TRANSPOSED = np.array([1, 1, 1, 1, -1, -1])
 
 
 class _Cut(NamedTuple):
-    """Rows cut into tiles, and a piece for each band and each tile in which it has rows.
-
-    ``first:last`` are the rows of a piece, ``begin:end`` the columns that some of them see.
-    """
+    """Rows cut into tiles, and a piece for each band and tile: rows ``first:last``, of which some see ``begin:end``."""
 
     bands: np.ndarray
     starts: np.ndarray  # of each tile
@@ -167,7 +125,7 @@ class _Cut(NamedTuple):
 
 
 @cached_part  # `visits` and the table share a cut
-def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
+def _best_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
     """Return the cheaper cut: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
     bands, size = _bands_and_size(mask, rows, columns, transposed)
     even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
@@ -176,11 +134,8 @@ def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool,
     return min(cuts, key=lambda cut: len(cut.starts) + cut.visits)
 
 
-def _even_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool) -> _Cut:
-    """Return the cut at multiples of ``rows``, with spans from multiples of ``columns`` on.
-
-    Raises ValueError if pieces of whole tiles of 128 tokens cannot hold such tiles.
-    """
+def _even_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool) -> _Cut:
+    """Return the cut at multiples of ``rows``, spans at multiples of ``columns``. Raises ValueError unless both divide 128."""
     if TILE % rows or TILE % columns:
         raise ValueError(f"rank_invariant=True needs tiles with sides that divide {TILE}, got {rows} x {columns}")
     bands, size = _bands_and_size(mask, rows, columns, transposed)
@@ -193,7 +148,7 @@ def _own_part(mask: PlacedMask, cut: _Cut, transposed: bool) -> _Cut:
     return cut._replace(**kept)
 
 
-def _bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
+def _bands_and_size(mask: AnyMask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
     if transposed:

@@ -1,7 +1,4 @@
-"""Record what a pass launches: kernels, temporaries, zeros and plans, with every address as (buffer, offset).
-
-`recordings.py` replays passes. `Recorder.reason` names the first operation that prevents this.
-"""
+"""Record what a pass launches: kernels, temporaries, zeros and plans, with every address as (buffer, offset)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

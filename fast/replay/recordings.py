@@ -8,9 +8,6 @@ dtypes, alignment, device) and on the other arguments. The first call of a kind 
     zeros          one memset clears zeroed temporaries; each zeroed range of a result is one memset among the launches
     plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
 
-Recording the first call of L layers takes R + (L - 1) P (R recorded, P replayed); recording the second would take S - P
-more, where S is a call as written.
-
 A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass that does anything else
 with tensors, or uses one of unknown origin, runs as written in each call (`PreparedPass.reason`): a replay never reads
 memory that it was not given.
@@ -126,8 +123,7 @@ def replayed(
     """Do what ``body(*tensors, *options)`` does, from its recording if there is one for such tensors and options.
 
     ``body`` writes into given tensors and returns None. The first tensor is not None; all are on its device. All else that
-    the launches depend on is in ``options`` or `_settings`. ``kind``: the caller's key for equal shapes, strides, dtypes,
-    alignment, device and options; None makes one.
+    the launches depend on is in ``options`` or `_settings`. ``kind``: the caller's key for all of this; None makes one.
     """
     first = tensors[0]
     prepared = REPLAYED.get(first.device.type)

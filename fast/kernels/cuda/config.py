@@ -1,11 +1,7 @@
 """Tile sizes of the CUDA kernels: the first configuration of a table that fits, by kernel, widths and shared memory.
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv". ``parts`` warps
-share rows, and divide the columns and widths. Shared memory in bytes with s stages, and 1 KB that a CTA reserves:
-
-    forward    2 (rows max(d, dv) + s columns (d + dv)) + 32 (s + 1)
-    dq         2 (rows (d + dv) + s columns (d + dv) + x) + 32 (s + 1)                x = rows columns if parts > 1, else 0
-    dkdv       2 (rows (d + dv) + s columns (d + dv) + x) + 32 (s + 1) + 8 s columns    x = exchanges rows columns, likewise
+share rows, and divide the columns and widths.
 
 Reads of shared memory limit the speed. A warp with 32 rows (rows * parts / warps) uses each fragment twice, so few warps
 with many registers, 8 on an SM, are faster than many.
@@ -31,22 +27,8 @@ class Config:
     exchanges: int = 2  # buffers of "dkdv" for P and dS if parts > 1; if 1, dS follows P
     shared_bytes: int = 0
 
-    @property
-    def partial_columns(self) -> int:
-        """Columns of partial tiles. A warp skips a tile that its rows do not see."""
-        return self.columns
-
     def macros(self) -> dict[str, int]:
-        return {
-            "CANON_ROWS": self.rows,
-            "CANON_COLUMNS": self.columns,
-            "CANON_PARTIAL_COLUMNS": self.partial_columns,
-            "CANON_WARPS": self.warps,
-            "CANON_PARTS": self.parts,
-            "CANON_STAGES": self.stages,
-            "CANON_CTAS": self.ctas,
-            "CANON_EXCHANGES": self.exchanges,
-        }
+        return {f"CANON_{name.upper()}": value for name, value in vars(self).items() if name != "shared_bytes"}
 
 
 RESERVED = 1024  # bytes that the system uses for each CTA

@@ -1,7 +1,7 @@
 """Load compiled CUDA kernels, pack their parameters and launch them.
 
 A kernel has one parameter, a structure: addresses, strides (int64), then numbers of four bytes. For `launcher` a `Kernel` is
-like a Triton kernel, and a `LoadedKernel` like a compiled one: one cache, recording and replay serve both.
+like a Triton kernel, and a `LoadedKernel` like a compiled one.
 """
 
 import ctypes

@@ -2,7 +2,7 @@
 
 q, k, v and dout have two bytes and widths that are multiples of 16 up to 256, on sm_80 or later; else ValueError. Tensors
 are copied if an address or stride is no multiple of 16 bytes, or the last stride is not 1. Results have the dtype of q or
-float32; others are copied. There is no fused kernel and no atomic, so all bits repeat.
+float32; others are copied. All bits repeat.
 """
 
 import torch
@@ -11,10 +11,18 @@ from torch import Tensor
 from canon.fast.kernels.cuda.config import Config, choose
 from canon.fast.kernels.cuda.kernel import Kernel, Variant
 from canon.fast.kernels.launcher import capability, copy_back, gpu_of, is_cpu, launch
+from canon.fast.kernels.placed_mask import AnyMask
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.kernels.triton.launch import LOG2E, RowStatistics, batch_heads, head_bytes, heads_in_l2, kernel_strides
+from canon.fast.kernels.triton.launch import (
+    RowStatistics,
+    base2_scale,
+    batch_heads,
+    contiguous_rows,
+    head_bytes,
+    heads_in_l2,
+    kernel_strides,
+)
 from canon.fast.kernels.work_tables import WorkTable, work_table
-from canon.masks.mask import Mask
 
 DTYPES = torch.bfloat16, torch.float16
 CAPABILITY = 8, 0  # for `cp.async` and MMAs of bfloat16
@@ -28,27 +36,33 @@ make_row_statistics, empty_statistics = portable.make_row_statistics, portable.e
 choose_method = portable.choose_method
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
     q, k, v = map(loadable, (q, k, v))
     (own_out,) = writable(q, out)
-    own_lse = (
-        lse if portable.contiguous_rows(lse) is lse else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    )
+    own_lse = lse if contiguous_rows(lse) is lse else torch.empty_like(lse, memory_format=torch.contiguous_format)
     config, table = plan("forward", q, v, mask)
     group = q.shape[2] // k.shape[2]
-    sign = 0 if portable.vanishes(scale, q.dtype) else -1 if scale < 0 else 1  # the kernel applies it to q
+    scale, sign = base2_scale(scale, q.dtype)
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    numbers = (abs(scale) if sign else 1.0) * LOG2E, sign, len(table), q.shape[2], group, l2_heads
+    numbers = scale, sign, len(table.tiles), q.shape[2], group, l2_heads
     tensors = (q, k, v, own_out, own_lse)
-    run(FORWARD, config, len(table) * batch_heads(q), (*tensors, table.tiles, table.spans), tensors, numbers, own_out)
+    run(
+        FORWARD,
+        config,
+        len(table.tiles) * batch_heads(q),
+        (*tensors, table.tiles, table.spans),
+        tensors,
+        numbers,
+        own_out,
+    )
     copy_back(out, own_out)
     copy_back(lse, own_lse)
 
 
 def dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: Mask, scale: float, dq: Tensor
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: float, dq: Tensor
 ) -> None:
     """Write dq (b, t, h, d)."""
     check(q)
@@ -57,9 +71,9 @@ def dq(
     config, table = plan("dq", q, v, mask)
     group = q.shape[2] // k.shape[2]
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    numbers = scale, len(table), q.shape[2], group, l2_heads
+    numbers = scale, len(table.tiles), q.shape[2], group, l2_heads
     pointers = (q, k, v, dout, lse, delta, own_dq, table.tiles, table.spans)
-    run(DQ, config, len(table) * batch_heads(q), pointers, (q, k, v, dout, own_dq, lse), numbers, own_dq)
+    run(DQ, config, len(table.tiles) * batch_heads(q), pointers, (q, k, v, dout, own_dq, lse), numbers, own_dq)
     copy_back(dq, own_dq)
 
 
@@ -69,7 +83,7 @@ def dkdv(
     v: Tensor,
     dout: Tensor,
     statistics: RowStatistics,
-    mask: Mask,
+    mask: AnyMask,
     scale: float,
     dk: Tensor,
     dv: Tensor,
@@ -85,10 +99,10 @@ def dkdv(
     config, table = plan("dkdv", q, v, mask)
     owners, heads = dk.shape[2], q.shape[2] // dk.shape[2]
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
-    numbers = scale, len(table), owners, heads, q.shape[2] // k.shape[2], l2_heads
+    numbers = scale, len(table.tiles), owners, heads, q.shape[2] // k.shape[2], l2_heads
     pointers = (q, k, v, dout, lse, delta, own_dk, own_dv, table.tiles, table.spans)
     strided = (q, k, v, dout, own_dk, own_dv, lse)
-    run(DKDV, config, len(table) * batch_heads(dk), pointers, strided, numbers, own_dk)
+    run(DKDV, config, len(table.tiles) * batch_heads(dk), pointers, strided, numbers, own_dk)
     copy_back(dk, own_dk)
     copy_back(dv, own_dv)
 
@@ -120,11 +134,11 @@ def writable(q: Tensor, *results: Tensor) -> list[Tensor]:
     return [x if fits(x) else torch.empty(x.shape, dtype=dtype, device=x.device) for x in results]
 
 
-def plan(kernel: str, q: Tensor, v: Tensor, mask: Mask) -> tuple[Config, WorkTable]:
+def plan(kernel: str, q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, WorkTable]:
     """Return the configuration and the work table of a kernel."""
     config = choose(kernel, q.shape[-1], v.shape[-1], gpu_of(q.device))
     transposed = kernel == "dkdv"
-    return config, work_table(mask, config.rows, config.columns, config.partial_columns, transposed, q.device)
+    return config, work_table(mask, config.rows, config.columns, config.columns, transposed, q.device)
 
 
 def run(

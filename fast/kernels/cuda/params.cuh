@@ -20,7 +20,6 @@ constexpr int ELEMENT_BYTES = 2;
 
 static_assert(D % 16 == 0 && DV % 16 == 0 && D <= 256 && DV <= 256, "MMAs have a depth of 16");
 static_assert(WARP_ROWS == 16 || WARP_ROWS == 32, "a warp owns one or two MMA tiles of rows");
-static_assert(CANON_PARTIAL_COLUMNS == COLUMNS, "a warp skips the masked part of a tile, so narrow tiles gain nothing");
 static_assert(STAGES >= 2, "a tile is loaded while another one is used");
 
 using Element = unsigned short;  // bits of a bfloat16 or float16

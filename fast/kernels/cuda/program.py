@@ -1,17 +1,14 @@
 """Compile CUDA C++ at run time by NVRTC (through `cuda-core`; no nvcc, host compiler or GPU), and keep the cubins on disk.
 
-The cache is CANON_CACHE_DIR or a folder of Triton's cache. A file's name is a hash of all sources, macros, architecture,
-options and the version of NVRTC. Files are renamed when complete, so a reader never sees a part. Threads compile one program
-at a time; two processes may write the same file. `cuda-core` is imported by the first compilation or look into the cache.
+The cache is CANON_CACHE_DIR or a folder of Triton's cache. Files are renamed when complete, so a reader never sees a part.
+Threads compile one program at a time; two processes may write the same file.
 """
 
 import hashlib
 import io
 import os
-import re
 import tempfile
 import threading
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -76,9 +73,7 @@ class Program(NamedTuple):
 
 
 def compiler():
-    """Return the module `cuda.core` and the version of NVRTC. Raises ModuleNotFoundError with the command that installs
-    them.
-    """
+    """Return the module `cuda.core` and the version of NVRTC. Raises ModuleNotFoundError with the remedy."""
     with _importing:  # `cuda.core` replaces modules during import: a second thread would find a part
         return _imported()
 
@@ -116,20 +111,3 @@ def _write(path: Path, content: bytes) -> None:
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
-
-
-class Resources(NamedTuple):
-    """Registers and spilled bytes (stores and loads) of a thread, and bytes of static shared memory."""
-
-    registers: int
-    spilled: int
-    shared: int
-
-
-def resources(messages: str) -> Resources:
-    """Return the resources of a program's one kernel, from the messages of `Program.compile`."""
-    numbers: Callable[[str], list[int]] = lambda pattern: [int(found) for found in re.findall(pattern, messages)]
-    registers, spilled = numbers(r"Used (\d+) registers"), numbers(r"(\d+) bytes spill (?:stores|loads)")
-    if len(registers) != 1:
-        raise ValueError(f"expected the messages of one kernel, got {len(registers)}: {messages}")
-    return Resources(registers[0], sum(spilled), sum(numbers(r"(\d+) bytes smem")))

@@ -1,18 +1,10 @@
 """Configurations of the Hopper kernels, by kernel and padded head widths; elements have two bytes.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in the others. Bytes of
-shared memory with s stages and b buffers, plus 1 KB for barriers:
-
-    forward         2 (b rows d + s columns (d + dv))
-    dq              2 (rows (d + dv) + s columns (d + dv))
-    dkdv            2 (b rows (d + dv) + s columns (d + dv)) + 8 s columns
-    fused           dkdv + 4 rows columns + 8 columns d
-    dkdv_hdim256    dkdv + 2 s rows columns
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in the others.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -74,7 +66,7 @@ FORCED: dict[str, Config] = {}
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
-    """Return the bytes of shared memory for padded widths d and dv."""
+    """Return the bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
     c = config
     owned = {"forward": c.buffers * d, "dq": d + dv}.get(kernel, c.buffers * (d + dv))
     need = 1024 + 2 * c.rows * owned + 2 * c.stages * c.columns * (d + dv)
@@ -117,8 +109,4 @@ def choose(kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192
     return config, *pads
 
 
-@contextmanager
-def forced(**configs: Config) -> Iterator[None]:
-    """Use these configurations, kernel=Config(...), in all threads. Raises ValueError for unknown kernels."""
-    with forcing(FORCED, KERNELS, configs):
-        yield
+forced = partial(forcing, FORCED, KERNELS)

@@ -11,9 +11,8 @@ A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span aft
     fused         dQ^T = K^T dS; an adder warp adds it to float32 dq (`dq_adder`)
 
 Each warpgroup holds dK and dV of half of the keys in registers. An *owner* is a key head, whose query heads are summed in
-order, or with "head_parallel" a query head, summed by another kernel. So dk and dv repeat their bits; fused dq only if
-ORDERED. Shared memory limits the speed: paper/shared_memory_bound.md. Sources: FlashAttention-2 (Tri Dao, 2023), algorithm
-2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
+order, or with "head_parallel" a query head. Shared memory limits the speed: paper/shared_memory_bound.md. Sources:
+FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
 """
 
 from triton.experimental import gluon
@@ -61,16 +60,6 @@ class Buffers:
     k: Ring
     v: Ring
 
-    @gluon.constexpr_function
-    def __init__(self, q, dout, lse, delta, published, k, v):
-        self.q = q
-        self.dout = dout
-        self.lse = lse
-        self.delta = delta
-        self.published = published
-        self.k = k
-        self.v = v
-
 
 @gluon.jit
 def make_buffers(
@@ -111,9 +100,9 @@ def load_tiles(
     GROUP: gl.constexpr,
     ORDERED: gl.constexpr,
 ):
-    """Claim work tiles, and load Q, lse, dO and delta of every visited tile (the loader).
+    """Load Q, lse, dO and delta of every visited tile (the loader). ``padded``: tokens in a row of statistics.
 
-    K follows the first Q and V the first dO: their buffers are freed late. ``padded``: tokens in a row of statistics.
+    K follows the first Q and V the first dO: their buffers are freed late.
     """
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
@@ -317,8 +306,8 @@ def dkdv_kernel(
 ):
     """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of the work tiles; o owners of HEADS query heads.
 
-    ``stats_desc``: flat row statistics (b, h, 2, padded). FUSED: add to float32 dq (b, t, h, d). ORDERED: in the schedule's
-    order; int32 zeros, the semaphores (b, h, dq_tiles), follow ``counter``.
+    ``stats_desc``: flat row statistics (b, h, 2, padded). FUSED: add to float32 dq (b, t, h, d). ORDERED: int32 zeros, the
+    semaphores (b, h, dq_tiles), follow ``counter``.
     """
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
     buffers = make_buffers(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2 + FUSED)

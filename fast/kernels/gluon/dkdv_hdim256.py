@@ -21,13 +21,7 @@ from canon.fast.kernels.gluon.dkdv import LOG2E, load_tiles, make_buffers, store
 from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_column_layout, shared_operand_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import broadcast_rows, keep_where_nonzero
-from canon.fast.kernels.gluon.tile_queue import (
-    SPAN,
-    columns_of,
-    is_partial,
-    receive,
-    spans_of,
-)
+from canon.fast.kernels.gluon.tile_queue import SPAN, columns_of, is_partial, receive, spans_of
 from canon.fast.kernels.gluon.tile_ring import make_barriers
 
 

@@ -40,10 +40,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @aggregate
 class Buffers:
-    """The owned ``q`` and ``dout`` of each warpgroup, and rings of the visited ``k`` and ``v``.
-
-    The barriers of q also guard the ``published`` work tile.
-    """
+    """The owned ``q`` and ``dout`` of each warpgroup, and rings of ``k`` and ``v``. Barriers of q also guard ``published``."""
 
     q: Ring
     dout: Ring
@@ -51,21 +48,10 @@ class Buffers:
     k: Ring
     v: Ring
 
-    @gluon.constexpr_function
-    def __init__(self, q, dout, published, k, v):
-        self.q = q
-        self.dout = dout
-        self.published = published
-        self.k = k
-        self.v = v
-
 
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
-    """Claim work tiles, and load K and V of every visited tile (the loader).
-
-    Q follows the first K and dO the first V: their buffers are freed late in the previous work tile.
-    """
+    """Load K and V of every visited tile (the loader). Q follows the first K and dO the first V: they are freed late."""
     q_desc, dout_desc, k_desc, v_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
     TOKENS: gl.constexpr = q.tiles.shape[2]
@@ -208,10 +194,7 @@ def dq_kernel(
     STAGES: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dq (b, t, h, d) of the work tiles in ``work``. Its batch stride is t times its token stride.
-
-    ``stats``: row statistics (b, h, 2, padded).
-    """
+    """Write dq (b, t, h, d) of the work tiles, batch stride t times token stride. ``stats``: (b, h, 2, padded)."""
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, D_PAD], q_desc.layout)
     dout = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, DV_PAD], dout_desc.layout)

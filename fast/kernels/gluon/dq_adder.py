@@ -17,11 +17,9 @@ that no CTA waits forever. For each tile the adder does (if not ORDERED, only 3 
     6. `wait_for_reductions`: the sum is complete in global memory
     7. write its own ticket with `store_release`
 
-What a CTA completed before its release (7) is visible after the successor's acquire (1). An acquire orders only generic
-accesses, and TMA uses the async proxy: hence step 2. Without step 6, step 7 would publish an addition in flight.
-
-Only the adder waits for other CTAs. Steps 1, 6 and 7 compile to waits, L1 invalidations and a memory barrier, which would
-stall a warpgroup in every tile (paper/deterministic_dq.md).
+What a CTA completed before its release (7) is visible after the successor's acquire (1). Without step 2, the acquire would
+not order TMA; without step 6, step 7 would publish an addition in flight. A warpgroup would stall in steps 1, 6 and 7, so
+only the adder waits for other CTAs (paper/deterministic_dq.md).
 """
 
 from triton.experimental import gluon
@@ -67,14 +65,6 @@ class DqExchange:
     ds_full: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor
     dq_free: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, ds, dq, ds_full, dq_full, dq_free):
-        self.ds = ds
-        self.dq = dq
-        self.ds_full = ds_full
-        self.dq_full = dq_full
-        self.dq_free = dq_free
 
 
 @gluon.jit
@@ -136,7 +126,7 @@ def publish_ticket(semaphore, ticket):
 def add_dq(dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS: gl.constexpr, ORDERED: gl.constexpr):
     """Add every tile of dQ to global memory (the adder warp).
 
-    ORDERED: in the order of tickets. ``semaphores`` (b, h, dq_tiles) then points to int32 zeros.
+    ORDERED: in the order of tickets, with int32 zeros at ``semaphores`` (b, h, dq_tiles).
     """
     published, k = buffers.published, buffers.k
     BUFFERS: gl.constexpr = published.shape[0]

@@ -17,7 +17,7 @@ it, or the next idle one will. Its predecessors are in finished work tiles or ea
 induction all do. Even first work tiles are claimed: dealt out, a running CTA could wait for one that has not started.
 
 A span whose tiles have different predecessors is cut (C above); its pieces keep one own ticket. Each query head has its own
-semaphores, so one table serves all heads. Cost: O(spans sqrt(tiles of dq of a head)) in NumPy.
+semaphores, so one table serves all heads.
 
 Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code). Measurements:
 paper/deterministic_dq.md.
@@ -28,17 +28,16 @@ from operator import itemgetter
 import numpy as np
 
 from canon.fast.kernels.placed_mask import counted
-from canon.fast.kernels.tile_costs import TileCosts, tile_costs
+from canon.fast.kernels.tile_costs import L2_BYTES, TileCosts, divisors, largest_divisor, tile_costs
 from canon.fast.kernels.work_tables import visits
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
 SMS = 132  # of an H200; constant, so that all GPUs get the same order and bits
-L2_BYTES = 32 << 20  # for tensors that heads in flight read; an H200 has 50 MB
 
-# Heads in flight, longest work tile first. Waits grow with the CTAs of one head: over about CTAS_PER_HEAD gained nothing. More
-# heads shorten waits, but CTAs of a head share L2 reads only while they stay close: so additions to a tile of dq x heads is at
-# most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES. Fitted: paper/data/lists_side_by_side_h200.json.
+# Heads in flight. Waits grow with the CTAs of one head. More heads shorten waits, but CTAs of a head share L2 reads only while
+# they stay close: additions to a tile of dq x heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES. Fitted:
+# paper/data/lists_side_by_side_h200.json.
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
@@ -49,9 +48,8 @@ WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
-# When ordered dq pays (five MMAs a tile, "split" seven). Alternating: waits and misses cost less than MAX_SHARE, and a tile of
-# keys visits over MIN_VISITS_ALTERNATING[padded width] tiles of queries. Else over MIN_VISITS[padded width], and LAG visits for
-# each CTA of a head are under a tenth of an SM's work. Fitted: paper/data/kernels_sweep_widths_h200.json, pairs_h200.json.
+# When ordered dq pays, by padded width (five MMAs a tile, "split" seven): `ordered_dq_pays`. LAG counts visits for each CTA of
+# a head. Fitted: paper/data/kernels_sweep_widths_h200.json, pairs_h200.json.
 MAX_SHARE = 0.08
 MIN_VISITS_ALTERNATING = {64: 8, 128: 12}
 MIN_VISITS = {64: 8, 128: 24}
@@ -61,16 +59,15 @@ LAG = 2.5
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
     """Return how many groups of heads are in flight: as many as fit the L2 cache, or more if dq is ordered.
 
-    A group is a key head, or the query heads that share one. ``additions``: mean additions to one tile of dq, if ordered;
-    then up to as many as occupy all SMs, within `MAX_ADDITIONS` or four times `L2_BYTES`.
+    A group is a key head, or the query heads that share one. ``additions``: mean additions to one tile of dq, if ordered.
     """
-    choices = divisors(groups)
-    largest = lambda each, room: max(n for n in choices if n == 1 or n * each <= room)
-    fitting = largest(bytes_per_group, L2_BYTES)
+    fitting = largest_divisor(groups, bytes_per_group, L2_BYTES)
     if additions is None:
         return fitting
-    enough = next((n for n in choices if n * CTAS_PER_HEAD >= SMS), choices[-1])
-    close = max(largest(additions, MAX_ADDITIONS), largest(bytes_per_group, 4 * L2_BYTES))
+    enough = next((n for n in divisors(groups) if n * CTAS_PER_HEAD >= SMS), max(1, groups))
+    close = max(
+        largest_divisor(groups, additions, MAX_ADDITIONS), largest_divisor(groups, bytes_per_group, 4 * L2_BYTES)
+    )
     return max(fitting, min(enough, close))
 
 
@@ -79,7 +76,7 @@ def alternation(
 ) -> tuple[int, float] | None:
     """Return how many groups of heads are in flight, and the cost of waits and misses (share of the time); or None.
 
-    None: do not alternate. There are no groups; under a quarter of a head's work tiles add to one tile of dq; all are about
+    None, do not alternate: there are no groups; under a quarter of a head's work tiles add to one tile of dq; all are about
     equally long; or repeat * rows < 2 * columns. ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout.
     """
     cost = costs.cost[costs.active]
@@ -95,9 +92,9 @@ def alternation(
 def alternate(order: np.ndarray, together: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of short and of long work tiles alternating.
 
-    A set has SMS / together work tiles: the shortest ascending, then the longest descending, and so on. Causal work tiles
-    all end at the last query, so a short one waits for a longer predecessor that starts with it. Alternating, short ones end
-    one after another, and the long ones after them start staggered.
+    A set has SMS / together work tiles: the shortest ascending, then the longest descending, and so on. Causal work tiles all
+    end at the last query, so a short one waits for a longer predecessor. Alternating, short ones end one after another, and the
+    long ones after them start staggered.
     """
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)
@@ -111,19 +108,11 @@ def mean_additions(spans: np.ndarray, columns: int) -> float:
     return columns * float(spans[:, 1].sum()) / last
 
 
-def divisors(groups: int) -> list[int]:
-    """Return the divisors of ``groups``, ascending; [1] for 0."""
-    return [n for n in range(1, groups + 1) if groups % n == 0] or [1]
-
-
 @cached_plan
 def ordered_dq_pays(
     mask: Mask, query_heads: int, key_heads: int, sms: int, width: int, rows: int, columns: int
 ) -> bool:
-    """Return whether fused with ordered dq is faster than "split". Heads are counted over the batch.
-
-    ``width``: of padded heads; ``rows``, ``columns``: of the fused kernel's tiles.
-    """
+    """Return whether fused with ordered dq is faster than "split". Heads are counted over the batch; ``width`` is padded."""
     visited, tiles = visits(mask, 128, 128, True, 128)
     if visited <= min(MIN_VISITS_ALTERNATING[width], MIN_VISITS[width]) * tiles:
         return False
@@ -144,9 +133,9 @@ def cut_by_tickets(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Cut spans where the predecessor changes. Return the cut spans, begin and end for each work tile, and the tickets.
 
-    ``spans[begin[i]:end[i]]`` are those of tile i; ``order`` is that of one head's tiles. Tickets are (predecessor's, own)
-    for each cut span. A span that starts or ends between two tiles of dq leaves them with different last spans, so the next
-    span that covers both is cut there.
+    ``spans[begin[i]:end[i]]`` are those of tile i; ``order`` is that of one head's tiles. Tickets are (predecessor's, own). A
+    span that starts or ends between two tiles of dq leaves them with different last spans, so the next span that covers both
+    is cut there.
     """
     number = (end - begin)[order]
     work_tile, place = counted(number)

@@ -27,10 +27,9 @@ equally many steps, so the named barriers match.
 Read `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` and `softmax`. With
 STALE_MAXIMUM, `stale_maximum` replaces `step` after a work tile's first tile. Compile-time switches:
 
-    ROWS            128; 192 (three warpgroups) for widths up to 64 if a query sees over 6 tiles of 128 keys on average
-                    (`launch.tiles_seen`), never with rank_invariant: tiles are cut at the same tokens on all ranks
-    STALE_MAXIMUM   if a query sees over 3 tiles (widths from 65 to 128: 6)
-    PACK            query heads that share a tile, over 1 for short documents (`launch.packing`)
+    ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never with rank_invariant
+    STALE_MAXIMUM   if a query sees many tiles
+    PACK            query heads that share a tile (`launch.packing`)
     LATE            if ROWS = 192: exponentials wait for the MMA with V
     EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S; else at the end of a step
 
@@ -183,8 +182,8 @@ def visit_span(state, wg, ring, tile, partial):
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the next ring position.
 
-    The MMA with V belongs to the tile before. FIRST: O of ``previous`` (if not 0) is then complete and written. LATE:
-    exponentials wait until that MMA has read the old P, whose registers the new P reuses.
+    The MMA with V belongs to the tile before. FIRST: O of ``previous`` (if not 0) is then complete and written. LATE: the new P
+    reuses the registers of the old one, which that MMA has read.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     # needs registers, and wider heads have none to spare
@@ -236,7 +235,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
 # ------------------------------------------------------------------ epilogue
 @gluon.jit
 def write_result(o, state, wg, work_tile):
-    """Divide the complete o by the sums, and write ``out`` and ``lse`` of a work tile; ``state`` has m, l, excess.
+    """Divide the complete o by the sums, and write ``out`` and ``lse`` of a work tile.
 
     Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN.
     """

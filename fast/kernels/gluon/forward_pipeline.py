@@ -20,13 +20,6 @@ class Buffers:
     v: Ring
     published: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, published):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.published = published
-
 
 @aggregate
 class Output:
@@ -37,14 +30,6 @@ class Output:
     tokens: gl.tensor
     stride_t: gl.tensor
     stride_h: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, out, lse, tokens, stride_t, stride_h):
-        self.out = out
-        self.lse = lse
-        self.tokens = tokens
-        self.stride_t = stride_t
-        self.stride_h = stride_h
 
 
 @aggregate
@@ -112,15 +97,6 @@ class Tile:
     column: gl.tensor
     stop: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, q_buffer, row, span, span_end, column, stop):
-        self.q_buffer = q_buffer
-        self.row = row
-        self.span = span
-        self.span_end = span_end
-        self.column = column
-        self.stop = stop
-
     @gluon.jit
     def at(self, column):
         return Tile(self.q_buffer, self.row, self.span, self.span_end, column, self.stop)
@@ -132,10 +108,7 @@ class Tile:
 
 @gluon.jit
 def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
-    """Issue S = Q K^T of this tile once K has arrived. Return S in flight.
-
-    PING_PONG: first wait until the previous warpgroup has issued its MMAs.
-    """
+    """Issue S = Q K^T of this tile once K has arrived (PING_PONG: and the previous warpgroup has issued its MMAs)."""
     q = wg.q.tiles.index(tile.q_buffer).reshape([wg.M, wg.q.tiles.shape[4]])
     k = wg.k.tiles.index(ring.slot).reshape([wg.BN, wg.k.tiles.shape[4]])
     mbarrier.wait(wg.k.full.index(ring.slot), ring.parity)
@@ -147,10 +120,7 @@ def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
 
 @gluon.jit
 def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
-    """Issue o += p V of the previous tile. Return o in flight.
-
-    In the very first step p is 0, V is undefined, and the result is discarded.
-    """
+    """Issue o += p V of the previous tile. In the very first step V is undefined, and the result is discarded."""
     v = wg.v.tiles.index(ring.previous).reshape([wg.BN, wg.DV_PAD])
     o = hopper.warpgroup_mma(p, v, o, is_async=True)
     if PING_PONG:

@@ -13,9 +13,8 @@ from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.errors import OutOfResources
 
-from canon.fast.kernels.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose, padded_to
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
@@ -26,15 +25,21 @@ from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_sta
 from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
 from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, Traversal, tile_schedule, untouched
-from canon.fast.kernels.launcher import capability, copy_back, is_cpu, launch, multiprocessor_count
-from canon.fast.kernels.placed_mask import PlacedMask, whole_of
+from canon.fast.kernels.launcher import (
+    capability,
+    copy_back,
+    is_cpu,
+    launch,
+    multiprocessor_count,
+    tma_loadable,
+)
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, whole_of
 from canon.fast.kernels.triton import launch as portable
+from canon.fast.kernels.triton.launch import base2_scale, head_bytes
 from canon.fast.kernels.work_tables import area, visits
-from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.rank_invariance import TILE
 
-LOG2E = 1.4426950408889634
 SIMULATED_SMS = 3
 MOST_VISITS = 2**29  # of a CTA, on average: half of 2^30, because CTAs that start late or hold long tiles differ
 TILES = {size: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)}
@@ -43,7 +48,7 @@ VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # kernels without MMAs are portable
 
 
-def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
+def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int) -> str:
     """Return the method for "auto": as the Triton backend, but "fused" where ordered dq is faster."""
     method = portable.choose_method(q, k, v, mask, multiprocessors)
     d, dv = q.shape[3], v.shape[3]
@@ -55,27 +60,26 @@ def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: 
     return "fused" if pays else method
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
     config, d, dv = forward_config(q, v, mask)
     group, pack, plan = query_plan(q, k, v, mask, config)
-    even_out, even_lse = (
-        evenly_strided(out),
-        lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS),
-    )
+    even_out = writable(out, even_batches=True)
+    even_lse = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
     for rows in plan.fully_masked_rows:
         even_out[:, rows] = 0
         even_lse[..., rows] = float("-inf")
     if plan.work_tiles:
-        q, scale = positive_scale(q, scale)
+        scale, sign = base2_scale(scale, q.dtype)
+        q = q if sign == 1 else q * sign  # NaN stays NaN
         tiles = (
             box(q, 64 // pack, pack, d),
             box(k, config.columns, 1, d),
             box(zero_masked(v, mask, plan, keys=True), config.columns, 1, dv),
         )
         strides = even_out.stride(1), even_out.stride(2)
-        arguments = (*tiles, even_out, even_lse, *queue(plan, q), scale * LOG2E, q.shape[1], *strides)
+        arguments = (*tiles, even_out, even_lse, *queue(plan, q), scale, q.shape[1], *strides)
         options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack}
         options |= {"PING_PONG": config.ping_pong, "STALE_MAXIMUM": config.stale_maximum}
         run(forward_kernel, plan.work_tiles, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
@@ -83,12 +87,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tens
     copy_back(lse, even_lse)
 
 
-def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: Mask, scale: float, dq: Tensor) -> None:
+def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMask, scale: float, dq: Tensor) -> None:
     """Write dq (b, t, h, d). ``stats``: from `row_statistics`."""
     check(q)
     config, d, dv = choose("dq", q.shape[-1], v.shape[-1])
     group, pack, plan = query_plan(q, k, v, mask, config)
-    even = evenly_strided(dq)
+    even = writable(dq, even_batches=True)
     for rows in plan.fully_masked_rows:
         even[:, rows] = 0
     if plan.work_tiles:
@@ -108,15 +112,14 @@ def dkdv(
     v: Tensor,
     dout: Tensor,
     stats: Tensor,
-    mask: Mask,
+    mask: AnyMask,
     scale: float,
     dk: Tensor,
     dv: Tensor,
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv), and add to ``dq`` (b, t, h, d), float32, if given; in a fixed order if
-    ``ordered``.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv). Fused: add to ``dq`` (b, t, h, d), float32, in a fixed order if ``ordered``.
 
     Owners are key heads, or query heads for "head_parallel". ``stats``: from `row_statistics`.
     """
@@ -127,7 +130,7 @@ def dkdv(
     each = q.shape[2] // owners
     heads, read = Heads(q.shape[0], owners, 1), each * head_bytes(q, dout)
     plan = tile_schedule(mask, Traversal(config.rows, config.columns, True, heads, 1, each, read, ordered), q.device)
-    own_dk, own_dv = map(within_reach, (dk, dv))
+    own_dk, own_dv = map(writable, (dk, dv))
     for rows in plan.fully_masked_rows:
         own_dk[:, rows] = 0
         own_dv[:, rows] = 0
@@ -158,15 +161,15 @@ def dkdv(
 
 
 # ------------------------------------------------------------------ inputs
-def forward_config(q: Tensor, v: Tensor, mask: Mask) -> tuple[Config, int, int]:
-    """Return the configuration of the forward kernel and the padded widths; of a `PlacedMask` by the whole mask alone."""
+def forward_config(q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, int, int]:
+    """Return the configuration of the forward kernel and the padded widths."""
     widths = q.shape[-1], v.shape[-1]
     if isinstance(mask, PlacedMask):
         return choose("forward", *widths, tiles_seen(mask.whole, 1, 0), most_rows=TILE)
     return choose("forward", *widths, tiles_seen(mask, q.shape[0] * q.shape[2], resident_ctas(q)))
 
 
-def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, config: Config) -> tuple[int, int, TileSchedule]:
+def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, config: Config) -> tuple[int, int, TileSchedule]:
     """Return the query heads of a group, how many of them share a tile, and the schedule over tiles of queries."""
     group = q.shape[2] // k.shape[2]
     pack = packing(mask, config.rows, config.columns, group)
@@ -191,14 +194,7 @@ def check(q: Tensor) -> None:
         raise ValueError(f'the Hopper kernels need compute capability 9.0, and this is {name}: use backend("triton")')
 
 
-def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q and a scale > 0 with the same scores, because the kernel masks with -inf before it scales. NaN stays NaN."""
-    if portable.vanishes(scale, q.dtype):
-        return q * 0.0, 1.0  # NaN stays NaN
-    return (-q, -scale) if scale < 0 else (q, scale)
-
-
-def zero_masked(x: Tensor, mask: Mask, plan: TileSchedule, keys: bool) -> Tensor:
+def zero_masked(x: Tensor, mask: AnyMask, plan: TileSchedule, keys: bool) -> Tensor:
     """Return x (b, t, h, d), or a copy with 0 in tokens that the plan loads but the mask does not touch."""
     if not plan.loads_masked_tokens[keys]:
         return x
@@ -206,13 +202,8 @@ def zero_masked(x: Tensor, mask: Mask, plan: TileSchedule, keys: bool) -> Tensor
 
 
 @device_plan
-def unseen_tokens(mask: Mask, keys: bool, device: torch.device) -> Tensor:
+def unseen_tokens(mask: AnyMask, keys: bool) -> np.ndarray:
     """Return which keys, or queries, no band touches (bool)."""
-    return upload(_unseen_tokens(mask, keys), device)
-
-
-@host_part
-def _unseen_tokens(mask: Mask, keys: bool) -> np.ndarray:
     unseen = np.zeros(mask.keys if keys else mask.queries, bool)
     for start, stop in zip(*untouched(mask, keys), strict=True):
         unseen[start:stop] = True
@@ -220,10 +211,7 @@ def _unseen_tokens(mask: Mask, keys: bool) -> np.ndarray:
 
 
 def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
-    """Return a descriptor for TMA boxes of x (b, t, h, d): of a copy if TMA cannot load x in place. Outside, x loads as 0.
-
-    A tensor that is added to must be `tma_loadable`.
-    """
+    """Return a descriptor for TMA boxes of x (b, t, h, d): of a copy unless x is `tma_loadable`. Outside, x loads as 0."""
     return descriptor(x if tma_loadable(x) else empty_for_tma(x).copy_(x), 1, tokens, heads, width)
 
 
@@ -251,18 +239,6 @@ def descriptor_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int
     return made
 
 
-def tma_loadable(x: Tensor) -> bool:
-    """Return whether TMA can load x (b, t, h, d) in place."""
-    return x.data_ptr() % 16 == 0 and tma_strides(x.shape, x.stride(), x.element_size())
-
-
-@lru_cache(maxsize=4096)
-def tma_strides(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether TMA supports these strides (in elements)."""
-    steps = [stride * itemsize for n, stride in zip(shape[:3], strides[:3], strict=True) if n > 1]
-    return strides[3] == 1 and all(step > 0 and step % 16 == 0 and step < 2**40 for step in steps)
-
-
 def empty_for_tma(x: Tensor) -> Tensor:
     """Return an empty tensor like x (b, t, h, d) that TMA can load in place."""
     return x.new_empty(*x.shape[:3], padded_width(x.dtype, x.shape))[..., : x.shape[3]]
@@ -275,7 +251,7 @@ def padded_width(dtype: torch.dtype, shape: torch.Size) -> int:
 
 
 @cached_plan
-def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
+def packing(mask: AnyMask, rows: int, columns: int, group: int) -> int:
     """Return how many query heads of a group share a tile: more than one if that saves a tenth of the visits.
 
     A tile of 128 rows then holds 64 tokens of two heads, or 32 of four: ends of short documents waste less.
@@ -291,11 +267,8 @@ def packing(mask: Mask, rows: int, columns: int, group: int) -> int:
 
 
 @cached_plan
-def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
-    """Return the mean number of tiles of 128 keys that a query sees, for `LONG_TABLE`.
-
-    Return a quarter of it if no SM has two tiles of 128 queries of a head.
-    """
+def tiles_seen(mask: AnyMask, heads: int, sms: int) -> float:
+    """Return the mean tiles of 128 keys that a query sees; a quarter of it if no SM has two tiles of 128 queries of a head."""
     tiles = -(-mask.queries // 128)
     return area(mask) / max(1, mask.queries) / 128 / (1 if tiles * heads > sms else 4)
 
@@ -304,28 +277,17 @@ def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
 CONTIGUOUS = torch.contiguous_format
 
 
-def evenly_strided(x: Tensor) -> Tensor:
+def writable(x: Tensor, even_batches: bool = False) -> Tensor:
     """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it.
 
-    They need a batch stride of t token strides, a last stride of 1, and 32-bit offsets within a tile.
+    They need a last stride of 1, 32-bit offsets within a tile, and ``even_batches``: a batch stride of t token strides.
     """
-    even = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    even = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) or not even_batches
     reach = 256 * x.stride(1) + x.shape[2] * x.stride(2)
-    return x if even and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
-
-
-def within_reach(x: Tensor) -> Tensor:
-    """Return x (b, s, o, d) if it has a last stride of 1 and 32-bit offsets within a tile, else an empty tensor like it."""
-    reach = 128 * x.stride(1)
-    return x if x.stride(3) == 1 and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
+    return x if even and x.stride(3) == 1 and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
 
 
 # ------------------------------------------------------------------ launches
-def head_bytes(*tensors: Tensor) -> int:
-    """Return the bytes of one head of these tensors (b, t, h, d)."""
-    return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
-
-
 def resident_ctas(x: Tensor) -> int:
     """Return how many CTAs run at a time: one on each SM."""
     return SIMULATED_SMS if is_cpu(x.device) else multiprocessor_count(x.device)
@@ -334,8 +296,8 @@ def resident_ctas(x: Tensor) -> int:
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
     """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq, in one allocation.
 
-    If no CTA reads it (one work tile each, no semaphores), ``work`` is returned twice. Raises ValueError if a CTA could visit
-    2^30 tiles: the kernels use higher bits of that number as zeros.
+    If no CTA reads the zeros, ``work`` is returned twice. Raises ValueError if a CTA could visit 2^30 tiles: the kernels use
+    higher bits of that number as zeros.
     """
     if plan.visits > MOST_VISITS * min(plan.work_tiles, resident_ctas(x)):
         raise ValueError(
@@ -356,14 +318,5 @@ def constants(kernel, config: Config) -> dict:
 
 
 def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **options) -> None:
-    """Launch a CTA on every SM, but at most ``work_tiles``.
-
-    Raises ValueError if the device has too little shared memory.
-    """
-    try:
-        launch(kernel, min(work_tiles, resident_ctas(q)), q.device, arguments, **constants(kernel, config), **options)
-    except OutOfResources as error:
-        raise ValueError(
-            f"{kernel.__name__} with {config} needs {error.required} of {error.name}, this device has {error.limit}: "
-            'use backend("triton")'
-        ) from error
+    """Launch a CTA on every SM, but at most ``work_tiles``."""
+    launch(kernel, min(work_tiles, resident_ctas(q)), q.device, arguments, **constants(kernel, config), **options)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def mma_layout(columns):
-    """Return the layout of a warpgroup's MMA accumulator: 64 rows, ``columns`` columns."""
+    """Return the layout of a warpgroup's MMA accumulator (64, columns)."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -35,13 +35,13 @@ def lane_sum_layout():
 
 @gluon.constexpr_function
 def operand_layout(columns):
-    """Return the register layout of a two-byte left operand; the accumulator has ``columns`` columns."""
+    """Return the register layout of a two-byte left operand for an accumulator with ``columns``."""
     return gl.DotOperandLayout(0, mma_layout(columns), 2)
 
 
 @gluon.constexpr_function
 def shared_operand_layout(columns):
-    """Return the shared layout of two-byte operands, swizzled over at most 64 columns."""
+    """Return the shared layout of two-byte operands."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
 
 

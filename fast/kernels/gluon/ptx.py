@@ -1,23 +1,4 @@
-"""All inline PTX of the Hopper kernels, and the operations that Triton has without a name for them in Gluon.
-
-    function                instruction                                  reason
-    tma_reduce_add          cp.reduce.async.bulk.tensor ... .add         Gluon 3.6 and 3.7 have no name for it
-    wait_for_reductions     cp.async.bulk.wait_group 0                   Gluon waits for the source only (.read)
-    load_acquire            ld.acquire.gpu                               not in Gluon, as the next three
-    store_release           st.release.gpu
-    back_off                nanosleep.u32
-    fence_async_global      fence.proxy.async.global
-    ping_pong_wait          bar.sync                                     Gluon has no named barriers
-    ping_pong_arrive        bar.arrive
-    broadcast_rows          mov.b32                                      fixes where an accumulator is initialised
-    keep_where_nonzero      setp, selp                                   a plain select is hoisted out of its branch
-    transpose_words         shfl.sync.bfly, selp                         Gluon would go through shared memory
-    rescale_rows            vote.sync.any, mul.f32                       a branch for a whole warp
-    zero_rows               vote.sync.any, mov.f32
-    declare_registers       .reg                                         state of one thread
-    any_above               setp.gt, bar.red.or.pred, vote.sync.ballot   a vote of a warpgroup with a uniform result
-    round_and_keep          cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32        keeps a copy of rounded P
-    add_rounding_excess     vote.sync.any, sub.f32                       a branch for a whole warp
+"""All inline PTX of the Hopper kernels, and operations of Triton without a name in Gluon.
 
 tests/test_ptx.py runs the text of ``*_ptx`` on an emulated warp. Text without a result ends in "mov.u32 $0, 0", because
 `gl.inline_asm_elementwise` must return a value.
@@ -32,7 +13,7 @@ from triton.experimental.gluon.language._core import builtin
 # ------------------------------------------------------------------ TMA reductions
 @builtin
 def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
-    """Start global[coordinates] += shared memory by TMA."""
+    """Start global[coordinates] += shared memory by TMA. Gluon 3.6 and 3.7 have no name for it."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
@@ -44,8 +25,7 @@ def wait_for_reductions():
     """Wait until all TMA reductions of this warp are complete in global memory.
 
     ``tma.store_wait`` waits only until shared memory has been read. The completion of a bulk operation implies a proxy fence
-    (PTX ISA, Data Movement and Conversion Instructions, Async Proxy). The warp barrier orders all lanes after the issuing
-    one.
+    (PTX ISA, Async Proxy). The warp barrier orders all lanes after the issuing one.
     """
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
@@ -60,10 +40,7 @@ def wait_for_reductions():
 # ------------------------------------------------------------------ memory order between CTAs
 @gluon.jit
 def load_acquire(pointer):
-    """Load an int32 with acquire semantics; pairs with `store_release`.
-
-    PTX ISA, Memory Consistency Model, Release and Acquire Patterns (section 8.8) and Causality Order (section 8.9.5).
-    """
+    """Load an int32 with acquire semantics; pairs with `store_release` (PTX ISA, sections 8.8 and 8.9.5)."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -87,7 +64,7 @@ def store_release(pointer, number):
 
 @gluon.jit
 def back_off():
-    """Sleep for at most 64 ns (up to twice the operand), so that polling leaves memory bandwidth."""
+    """Sleep for at most 64 ns (twice the operand), so that polling leaves memory bandwidth."""
     gl.inline_asm_elementwise("nanosleep.u32 32; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -95,8 +72,7 @@ def back_off():
 def fence_async_global():
     """Order later TMA operations behind the writes that `load_acquire` observed.
 
-    An acquire orders only the generic proxy; without a proxy fence, causality does not order the async proxy across CTAs
-    (PTX ISA, section 8.9.5: proxy-preserved base causality order).
+    An acquire orders only the generic proxy, and TMA uses the async proxy (PTX ISA, section 8.9.5).
     """
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -122,7 +98,7 @@ def ping_pong_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
 def broadcast_rows(x, like):
     """Return the vector x (one element for each column) in every row of a block like ``like``, as an initial accumulator.
 
-    Volatile moves stay here; the assembler would move others behind the next MMA and make one MMA wait for the other.
+    The assembler would move other than volatile moves behind the next MMA, and make one MMA wait for the other.
     """
     x, _ = gl.broadcast(gl.expand_dims(x, 0), like)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
@@ -149,7 +125,7 @@ def keep_where_nonzero(x, p):
 def transpose_words_ptx():
     """Return PTX that transposes words among the lanes of a quad: word i of lane j becomes word j of lane i.
 
-    Each lane has words 0 to 3 of two rows, alternately.
+    Each lane has words 0 to 3 of two rows, alternately. Gluon would go through shared memory.
     """
     lines = ["{ .reg .pred odd, high; .reg .b32 bits, mine, theirs; mov.u32 bits, %laneid; and.b32 mine, bits, 1;"]
     lines += ["setp.ne.u32 odd, mine, 0; and.b32 mine, bits, 2; setp.ne.u32 high, mine, 0;"]
@@ -185,10 +161,7 @@ def in_place_constraints(number):
 
 @gluon.constexpr_function
 def rescale_rows_ptx(number):
-    """Return PTX that multiplies ``number`` elements by factors, unless all factors of the warp are 1.
-
-    A thread holds elements of two rows; elements 0 and 2 are of different rows.
-    """
+    """Return PTX that multiplies ``number`` elements, of two rows, by factors, unless all factors of the warp are 1."""
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * number + i};" for i in range(number))
     return (
         f"{{ .reg .pred some, any; setp.neu.f32 some, ${2 * number}, 1.0; "
@@ -236,10 +209,7 @@ def declare_registers_ptx(warpgroup, columns):
 
 @gluon.jit
 def declare_registers(p, W: gl.constexpr):
-    """Declare the registers of warpgroup W, once, before `any_above` and `round_and_keep`.
-
-    Gluon has no scalars that differ among threads.
-    """
+    """Declare the registers of a warpgroup once: Gluon has no scalars that differ among threads."""
     gl.inline_asm_elementwise(declare_registers_ptx(W, p.shape[1]), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -252,10 +222,7 @@ def compare_ptx(warpgroup):
 
 @gluon.constexpr_function
 def vote_ptx(warpgroup):
-    """Return PTX whose result is not 0 if the flag of any thread of the warpgroup is set.
-
-    The assembler treats the result of the final ballot as uniform.
-    """
+    """Return PTX whose result is not 0 if any flag of the warpgroup is set. The assembler treats a ballot as uniform."""
     vote = f"bar.red.or.pred some, {11 + warpgroup}, 128, some; vote.sync.ballot.b32 $0, some, -1;"
     return f"{{ .reg .pred some; setp.ne.u32 some, high_{warpgroup}, 0; {vote} }}"
 
@@ -302,7 +269,7 @@ def round_and_keep(p, like, W: gl.constexpr):
 def add_rounding_excess_ptx(warpgroup, columns, dtype):
     """Return PTX that adds to $0 and $1, for two rows, the sums $4 and $5 of P minus those of rounded P, where above $6 or $7.
 
-    Words 2 i of the rounded P are of the first row, 2 i + 1 of the second.
+    Words 2 i of the rounded P are of the first row.
     """
     lines = ["{ .reg .pred first, second, any; .reg .b16 low, high; .reg .b32 x, sum_<4>;"]
     lines += ["setp.gt.f32 first, $4, $6; setp.gt.f32 second, $5, $7; or.pred any, first, second;"]
@@ -322,11 +289,9 @@ def add_rounding_excess_ptx(warpgroup, columns, dtype):
 
 @gluon.jit
 def add_rounding_excess(excess, p, sums, limit, W: gl.constexpr):
-    """Return ``excess`` (64, 4) plus ``sums`` of exact P by lane minus the sums of rounded P, where ``sums`` is above
-    ``limit``.
+    """Return ``excess`` (64, 4) plus ``sums`` of exact P by lane minus the sums of rounded P, where ``sums`` exceeds ``limit``.
 
-    Rounded P is the copy of the last `round_and_keep`; p gives its shape and dtype. A warp without such a sum skips the
-    work.
+    Rounded P is the copy of the last `round_and_keep`; p gives its shape and dtype.
     """
     return gl.inline_asm_elementwise(
         add_rounding_excess_ptx(W, p.shape[1], p.dtype),

@@ -6,9 +6,8 @@ tile's first and in repeated tiles). The sum l stays four partial sums.
 Any m gives the same result up to rounding, unless P overflows or underflows. A row keeps its m while the largest P is at
 most 2^8 and at most the row's sum so far (`highest_kept`), so a warp seldom rescales O.
 
-This is as accurate as the true maximum: a key whose P has a rounding error has at most half the weight of its row. With the
-true maximum the heaviest key has the exact P = 1; with a kept m, a new P is at most the sum before it. flash-attn-4 allows P
-up to 2^8 whatever the sum is: in rows with few keys, errors larger than those of the dtype.
+This is as accurate as the true maximum: a key whose P has a rounding error has at most half the weight of its row.
+flash-attn-4 allows P up to 2^8 whatever the sum is: in rows with few keys, errors larger than those of the dtype.
 """
 
 from triton.experimental import gluon
@@ -23,11 +22,11 @@ from canon.fast.kernels.gluon.tile_ring import aggregate
 class SoftmaxState:
     """The state of a warpgroup's rows between two tiles.
 
-    o (M, DV_PAD)   sum of P V over all tiles but the last; o * shrink is relative to m p (M, BN)       P of the last tile,
-    as an MMA operand m (M)           row maximum of the scores in base 2, or the older one that the row keeps l (M, 4)
-    sums of P, by lane excess (M, 4)   by lane: sums of P minus rounded P, over tiles where the lane's sum exceeded the row's
-    sum so far
-                    (`stale_maximum`); a scalar 0 without STALE_MAXIMUM
+    o (M, DV_PAD)   sum of P V over all tiles but the last; o * shrink is relative to m
+    p (M, BN)       P of the last tile, as an MMA operand
+    m (M)           row maximum of the scores in base 2, or the older one that the row keeps
+    l (M, 4)        sums of P, by lane
+    excess (M, 4)   by lane: sums of P minus rounded P (`stale_maximum`); a scalar 0 without STALE_MAXIMUM
     shrink (M)      factor that o still needs because m rose in the last tile
     """
 
@@ -37,15 +36,6 @@ class SoftmaxState:
     l: gl.tensor
     excess: gl.tensor
     shrink: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, o, p, m, l, excess, shrink):
-        self.o = o
-        self.p = p
-        self.m = m
-        self.l = l
-        self.excess = excess
-        self.shrink = shrink
 
 
 @gluon.jit

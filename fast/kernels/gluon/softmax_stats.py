@@ -3,8 +3,7 @@
     stats (b, h, 2, padded):   lse * log2(e)   1e30 for queries that see no key: exp2(s - lse) is 0 without a comparison
                                -delta          the initial accumulator of dP - delta; both are 0 behind the last token
 
-``padded`` is a multiple of 4 tokens, so TMA can load any box that begins at a fourth token. The next row's numbers are
-finite. The kernel is plain Triton; traffic: 16 b h t bytes.
+``padded`` is a multiple of 4 tokens, so TMA can load any box that begins at a fourth token.
 """
 
 import torch
@@ -14,16 +13,13 @@ from torch import Tensor
 
 from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.kernels.triton.blocks import head_pointer, statistic_head_pointer
+from canon.fast.kernels.triton.blocks import ROW_NUMBERS, kernel, rows_of, statistic_head_pointer
 from canon.fast.kernels.triton.softmax_stats import row_dot
 
 TOKENS = 256  # of each CTA
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "padded", "heads", "lse_stride_b", "lse_stride_h", "delta_stride_b", "delta_stride_h"],
-    do_not_specialize_on_alignment=["lse", "delta"],
-)
+@kernel("tokens", "padded", "heads", statistics=("lse", "delta"))
 def softmax_stats_kernel(
     lse,
     delta,
@@ -52,20 +48,15 @@ def softmax_stats_kernel(
     tl.store(start + padded + token, -y, mask=token < padded)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "padded", "heads", "batch_heads", "lse_stride_b", "lse_stride_h", "dlse_stride_b", "dlse_stride_h",
-    ],
-    do_not_specialize_on_alignment=["lse", "dlse"],
-)  # fmt: skip
+@kernel(*ROW_NUMBERS, "padded", statistics=("lse", "dlse"))
 def delta_stats_kernel(
     out,
     dout,
     lse,
     dlse,
     stats,
-    tokens,
     padded,
+    tokens,
     heads,
     batch_heads,
     out_strides,
@@ -90,9 +81,9 @@ def delta_stats_kernel(
         statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, mask=valid, other=0.0
     )
     active = valid & (lse_row > float("-inf"))
-    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
-    dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
-    delta = row_dot(out_head, dout_head, first, active, out_strides, dout_strides, D, D_PAD, ALIGN, ACC, BM)
+    out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
+    dout_rows = rows_of(dout, batch, head, dout_strides, BM, D_PAD, ALIGN)
+    delta = row_dot(out_rows, dout_rows, first, active, D, D_PAD, ALIGN, ACC)
     if HAS_DLSE:
         dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
         delta -= tl.load(dlse_rows, mask=active, other=0.0).to(ACC)
@@ -103,14 +94,13 @@ def delta_stats_kernel(
 
 
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Compute delta and return `row_statistics`, in one launch. Raises ValueError as it does."""
+    """Compute delta and return `row_statistics`, in one launch."""
     dout, out = map(portable.addressable, (dout, out))
     lse, dlse = portable.contiguous_rows(lse), None if dlse is None else portable.contiguous_rows(dlse)
     stats, dlse_or_any = empty_statistics(lse), lse if dlse is None else dlse
-    arguments = (out, dout, lse, dlse_or_any, stats, out.shape[1], stats.shape[3], out.shape[2])
-    options = {"HAS_DLSE": dlse is not None, **portable.row_options(torch.float32, out, dout)}
-    strided, heads = (out, dout, lse, dlse_or_any), portable.batch_heads(out)
-    portable.run(delta_stats_kernel, portable.row_grid(out), portable.ROWS, arguments, heads, strided, options)
+    tensors = out, dout, lse, dlse_or_any
+    options = {"HAS_DLSE": dlse is not None, **portable.row_options(out, dout, accumulate=torch.float32)}
+    portable.run_rows(delta_stats_kernel, out.shape, (*tensors, stats, stats.shape[3]), tensors, options)
     return stats
 
 

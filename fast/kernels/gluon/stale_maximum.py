@@ -1,7 +1,7 @@
 """The forward kernel's variant with a stale maximum: P is computed with the old row maximum, and verified afterwards.
 
-Far into a row the maximum seldom rises. The sums of P by lane, needed anyway, show how large P is, so the maximum, its
-comparisons and its exchange are saved. The warpgroup votes on the sums once in a tile:
+Far into a row the maximum seldom rises. The sums of P by lane, needed anyway, show how large P is, so the maximum and its
+exchange are saved. The warpgroup votes on the sums once in a tile:
 
     a lane's sum of P in one tile              consequence
     at most the whole row's sum so far         none: P is as accurate as with the row maximum
@@ -9,14 +9,13 @@ comparisons and its exchange are saved. The warpgroup votes on the sums once in 
     over 65504 (float16) or 2^32 (bfloat16)    compute S and P of this tile again; such rows take their maximum
 
 Second case: a key may weigh more than half, so O's divisor counts these P as rounded: l - excess. An error e in P of weight
-w then moves O by w (1 - w) e times its v's difference to the mean of the others. lse uses l. The third case keeps sums
-finite.
+w then moves O by w (1 - w) e times its v's difference to the mean of the others. lse uses l.
 
 K and Q stay until the sums are verified, which delays loads. So launches whose queries see few tiles have no stale maximum,
 nor has a work tile's first tile (`forward.step`).
 
-In bfloat16 a row's sum over a tile is at most 2^34, and over a sequence of 2^30 keys (2^24 tiles of 64) 2^58. So values up
-to 1e21 give a finite o.
+In bfloat16 a row's sum over a tile is at most 2^34, and over a sequence of 2^30 keys 2^58. So values up to 1e21 give a
+finite o.
 """
 
 from triton.experimental import gluon
@@ -76,9 +75,8 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
 
     Return the state; ring position and column of the first tile not yet added; ``above``, not 0 if that tile failed; and the
     sums of P of the last tile tried. For a failed tile, l and o hold exactly the tiles before it (o is not one tile late),
-    its K is not released, and its V has been waited for. The warpgroup votes on whether a sum exceeds its row's sum so far,
-    then on whether one is too large. Rows without a visible key so far use `LOWEST` for m: P of the first one is infinite,
-    and repeated.
+    its K is not released, and its V has been waited for. Rows without a visible key so far use `LOWEST` for m: P of the first
+    one is infinite, and repeated.
     """
     LATE: gl.constexpr = wg.COUNT == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess

@@ -8,13 +8,12 @@ One int32 tensor ``work`` (a single pointer saves registers) holds the schedule 
     spans         8 numbers each: first column, tiles, row start, row stop, column start, column stop, lo, hi
     tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's ticket, own ticket
 
-A work tile is identified by its offset in ``work``, 8 for the first one; 0 means none. Rows that see no key belong to none:
-the launch writes their results.
+A work tile is identified by its offset in ``work``, 8 for the first one; 0 means none.
 
 In forward and dq, CTA i starts with work tile i, so its first loads wait for no atomic. Later work tiles are claimed from an
 atomic counter, after all loads of the current one are issued. The kernels for dk and dv also claim the first one if there
 are more work tiles than CTAs: messages of other ranks can hold SMs, and no work tile then waits for a late CTA. With ordered
-dq every work tile is claimed, because a CTA must never wait for one that cannot run yet.
+dq every work tile is claimed (`dq_order`).
 
 The loader publishes a work tile before it loads Q (K for dk and dv), whose barriers also guard the number; 0 after the last.
 """
@@ -38,10 +37,7 @@ def first_work_tile():
 
 @gluon.jit
 def claim_work_tile(work, counter):
-    """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left.
-
-    A relaxed atomic suffices: ``work`` does not change during the kernel.
-    """
+    """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left. ``work`` is constant: relaxed."""
     end = gl.load(work)
     work_tile = WORK_TILE * (1 + gl.num_programs(0))
     if work_tile < end:
@@ -53,7 +49,7 @@ def claim_work_tile(work, counter):
 def claim_any_work_tile(work, counter, FIRST: gl.constexpr, ORDERED: gl.constexpr):
     """Claim the next work tile, even if it is this CTA's FIRST one. Return 0 if none is left.
 
-    With at most one work tile per CTA and not ORDERED, there is no counter: each CTA has the work tile of its number.
+    With at most one work tile per CTA and not ORDERED, there is no counter.
     """
     end = gl.load(work)
     work_tile = WORK_TILE * (1 + gl.program_id(0)) if FIRST else end
@@ -71,10 +67,7 @@ def allocate_published(NUMBER: gl.constexpr):
 
 @gluon.jit
 def publish(published, work_tile):
-    """Publish a work tile. Every thread stores the number, so the one that arrives at ``full`` has stored it before.
-
-    A slower warp may store the same number later.
-    """
+    """Publish a work tile. Every thread stores the number, so the one that arrives at ``full`` has stored it before."""
     published.store(gl.full([1], work_tile, gl.int32, scalar_layout(gl.num_warps())))
 
 
@@ -147,7 +140,7 @@ def first_tile(work, work_tile):
 
 @gluon.jit
 def next_tile(work, span, column, left, span_end, COLUMNS: gl.constexpr):
-    """Return (span, column, tiles left in the span) at the next visited tile. After the last one, span equals ``span_end``."""
+    """Return (span, column, tiles left in the span) at the next visited tile. After the last one, span is ``span_end``."""
     column += COLUMNS
     left -= 1
     if left == 0:

@@ -18,8 +18,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate
 
-aggregate = getattr(gluon, "aggregate", _aggregate)  # exported by newer Triton
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in Triton 3.8
+
+
+def aggregate(declared: type) -> type:
+    """Decorate an aggregate. Unless it has a constructor, its constructor takes all fields in order."""
+    fields = list(declared.__annotations__)  # part of the hash by which Triton caches kernels
+
+    def __init__(self, *values):
+        for field, value in zip(fields, values, strict=True):
+            setattr(self, field, value)
+
+    if "__init__" not in vars(declared):
+        declared.__init__ = gluon.constexpr_function(__init__)
+    return getattr(gluon, "aggregate", _aggregate)(declared)  # exported by newer Triton
 
 
 @aggregate
@@ -30,29 +42,14 @@ class Ring:
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, free):
-        self.tiles = tiles
-        self.full = full
-        self.free = free
-
 
 @aggregate
 class RingPosition:
-    """A reader's slots of the previous and this tile, and the parity of this one's phase.
-
-    They are counted up: a division by STAGES would delay the first MMA of each tile.
-    """
+    """A reader's previous and own slot, and the parity of its phase: counted up, as divisions would delay the first MMA."""
 
     previous: gl.tensor
     slot: gl.tensor
     parity: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, previous, slot, parity):
-        self.previous = previous
-        self.slot = slot
-        self.parity = parity
 
     @gluon.jit
     def next(self, STAGES: gl.constexpr):

@@ -4,20 +4,17 @@ Heads that share keys come together while their tensors fit the L2 cache; within
 first. So the last set starts its longest tile late. Where that costs dk and dv more than 2 %, the shortest tenth of the work
 comes last (`_even_ends`). The launch fills rows of tiles without a visible cell. With ordered dq: `dq_order`.
 
-Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for each ticket. Source: list
-scheduling, longest processing time first: Graham, Bounds on multiprocessing timing anomalies (1969).
+Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for each ticket. Source:
+Graham, Bounds on multiprocessing timing anomalies (1969): longest processing time first.
 """
 
 from heapq import heapreplace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from canon.fast.kernels.device_plans import device_plan, host_part, upload
+from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.gluon.dq_order import (
-    L2_BYTES,
     SMS,
     alternate,
     alternation,
@@ -25,10 +22,9 @@ from canon.fast.kernels.gluon.dq_order import (
     heads_in_flight,
     mean_additions,
 )
-from canon.fast.kernels.placed_mask import PlacedMask, counted
-from canon.fast.kernels.tile_costs import BOX, TileCosts, tile_costs
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, counted
+from canon.fast.kernels.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
 from canon.fast.kernels.work_tables import band_array
-from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
 SHORT = 0.1  # share of the work that evens the ends of the SMs
@@ -51,17 +47,15 @@ class Heads(NamedTuple):
 
 
 class Traversal(NamedTuple):
-    """How a kernel traverses a mask.
+    """How a kernel traverses a mask: it owns tiles of ``rows`` and visits tiles of ``columns``.
 
-    Attributes:
-        rows, columns: Size of a tile. A kernel owns tiles of rows and visits tiles of columns.
-        transposed: The rows are keys.
-        pack: Heads that share the rows of a tile.
-        repeat: Query heads of an owner; the spans are visited once for each.
-        bytes_per_group: Bytes that a group of heads reads.
-        ordered: Additions to dq come in the order of the schedule.
-        full_first: The full spans of a work tile come first.
-        ctas: The most CTAs, if CTA i starts with work tile i (`_late_ctas_get_short_ones`); else 0.
+    transposed         the rows are keys
+    pack               heads that share the rows of a tile
+    repeat             query heads of an owner; the spans are visited once for each
+    bytes_per_group    bytes that a group of heads reads
+    ordered            additions to dq come in the order of the schedule
+    full_first         the full spans of a work tile come first
+    ctas               the most CTAs, if CTA i starts with work tile i (`_late_ctas_get_short_ones`); else 0
     """
 
     rows: int
@@ -89,12 +83,12 @@ class MaskedTokens(NamedTuple):
 
 
 class TileSchedule(NamedTuple):
-    """``work``: the schedule as `tile_queue` reads it, of ``work_tiles``. All CTAs together make ``visits`` of a tile.
+    """The schedule ``work`` as `tile_queue` reads it. All CTAs together make ``visits`` of a tile.
 
-    ``fully_masked_rows`` hold the rows of all tiles without spans, and perhaps others. The launch fills them first.
+    The launch fills ``fully_masked_rows`` (those without spans) first.
     """
 
-    work: Tensor
+    work: Any  # an array, or a tensor on a device
     work_tiles: int
     fully_masked_rows: tuple[slice, ...]
     loads_masked_tokens: MaskedTokens
@@ -102,15 +96,8 @@ class TileSchedule(NamedTuple):
 
 
 @device_plan
-def tile_schedule(mask: Mask, traversal: Traversal, device: torch.device) -> TileSchedule:
-    """Return the tile schedule of a mask, on the device."""
-    work, *others = _host_schedule(mask, traversal)
-    return TileSchedule(upload(work, device), *others)
-
-
-@host_part
-def _host_schedule(mask: Mask, t: Traversal) -> tuple[np.ndarray, int, tuple[slice, ...], MaskedTokens, int]:
-    """Return the parts of a `TileSchedule`, with ``work`` on the host."""
+def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
+    """Return the tile schedule of a mask."""
     costs = tile_costs(mask, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
     tiles, spans, _ = costs
     first, begin, end, active = tiles[:, 0], tiles[:, 2], tiles[:, 4], costs.active
@@ -139,14 +126,14 @@ def _host_schedule(mask: Mask, t: Traversal) -> tuple[np.ndarray, int, tuple[sli
         tiles[:, :2], spans, begin, end, order if heads.size else order[:0], heads, t.heads, tickets
     )
     if not number:
-        return work, number, _row_ranges(tiles[~active]), masked, 0
+        return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, 0)
     work_tiles = work[WORK_TILE : WORK_TILE * (1 + number)].reshape(len(heads), -1, heads.shape[1], WORK_TILE)
     if number >= SEVERAL * t.ctas > 0:
         _late_ctas_get_short_ones(work_tiles, costs.cost[order], t.ctas)
     if t.transposed and not t.ordered:
         _even_ends(work_tiles, costs.cost[order])
     visits = heads.size * int(spans[:, 1].sum(dtype=np.int64))
-    return work, number, _row_ranges(tiles[~active]), masked, visits
+    return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, visits)
 
 
 # ------------------------------------------------------------------ the order
@@ -234,8 +221,8 @@ def _repeated(begin: np.ndarray, end: np.ndarray, repeat: int) -> np.ndarray:
 def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) -> tuple[np.ndarray, int]:
     """Return the numbers that `tile_queue` reads, and how many work tiles they hold.
 
-    ``heads`` (sets, heads of a set): the first head of each work tile, over all batches. Sets come one after another; within
-    a set, tiles come in ``order``, each for all heads.
+    ``heads`` (sets, heads of a set): the first head of each work tile, over all batches. Within a set, tiles come in ``order``,
+    each for all heads.
     """
     number = heads.size * len(order)
     first_span = WORK_TILE * (1 + number)
@@ -259,7 +246,7 @@ def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) ->
 
 # ------------------------------------------------------------------ masked tokens
 @cached_plan
-def untouched(mask: Mask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
+def untouched(mask: AnyMask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and stops of the ranges of keys, or of queries, that no band touches."""
     if isinstance(mask, PlacedMask):
         return mask.untouched(keys, *untouched(mask.whole, keys))
@@ -270,7 +257,7 @@ def untouched(mask: Mask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
     return starts[starts < stops], stops[starts < stops]
 
 
-def _holds_masked(mask: Mask, keys: bool, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
+def _holds_masked(mask: AnyMask, keys: bool, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
     """Return whether a range start:start + length holds an untouched key (or query)."""
     gaps, stops = untouched(mask, keys)
     if not len(gaps):

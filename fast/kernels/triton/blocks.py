@@ -8,11 +8,21 @@ import triton
 import triton.language as tl
 
 
+def kernel(*numbers: str, statistics: tuple[str, ...] = (), pointers: tuple[str, ...] = ()):
+    """Decorate a kernel: these ``numbers`` and ``pointers``, and row ``statistics`` and their strides, compile no variants."""
+    strides = [f"{name}_stride_{axis}" for name in statistics for axis in "bh"]
+    return triton.jit(do_not_specialize=[*numbers, *strides], do_not_specialize_on_alignment=[*statistics, *pointers])
+
+
+TILE_NUMBERS = "tile_count", "heads", "l2_heads"  # of a kernel with MMAs
+ROW_NUMBERS = "tokens", "heads", "batch_heads"
+
+
 @triton.jit
 def cta_work_tile(tiles, count, heads, l2_heads):
     """Return (pointer to the table entry, batch, head) of this CTA's work tile.
 
-    Consecutive CTAs take the same tile of ``l2_heads`` heads, which share tensors in the L2 cache; the longest tile first.
+    Consecutive CTAs take the same tile of ``l2_heads`` heads, which share tensors in the L2 cache.
     """
     pid = tl.program_id(0)
     batch_head = pid // (count * l2_heads) * l2_heads + pid % l2_heads
@@ -88,14 +98,20 @@ def row_start(first, stride, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def rows_of(x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr):
+    """Return (pointer to one head of x, offsets inside a tile, strides), for `load_rows` and `store_rows`."""
+    return head_pointer(x, batch, head, strides, ALIGN), tile_offsets(strides, ROWS, PAD, ALIGN), strides
+
+
+@triton.jit
 def full_tile_source(
     x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr
 ):
-    """Return the source of `load_full_tile`: (descriptor, head, strides), or without TMA (head pointer, offsets, strides)."""
+    """Return the source of `load_full_tile`: (descriptor, head, strides), or without TMA `rows_of`."""
     if TMA:
         return x, head, strides
     else:
-        return head_pointer(x, batch, head, strides, ALIGN), tile_offsets(strides, ROWS, PAD, ALIGN), strides
+        return rows_of(x, batch, head, strides, ROWS, PAD, ALIGN)
 
 
 @triton.jit
@@ -126,23 +142,22 @@ def load_full_tile(
 
 
 @triton.jit
-def load_rows(pointer, offset, first, stride, valid, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """Return the tile from row ``first`` on, 0 in rows not ``valid`` and columns from WIDTH on."""
+def load_rows(source, first, valid, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Return the tile of `rows_of` from row ``first`` on, 0 in rows not ``valid`` and columns from WIDTH on."""
     keep = valid[:, None]
     if WIDTH != PAD:
         keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
-    return tl.load(pointer + row_start(first, stride, ALIGN) + offset, mask=keep, other=0.0)
+    return tl.load(source[0] + row_start(first, source[2][1], ALIGN) + source[1], mask=keep, other=0.0)
 
 
 @triton.jit
-def store_rows(
-    pointer, offset, first, stride, valid, x, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1
-):
-    """Write the ``valid`` rows of tile x, in the dtype of the destination."""
+def store_rows(target, first, valid, x, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Write the ``valid`` rows of tile x, in the dtype of the destination, a `rows_of`."""
     keep = valid[:, None]
     if WIDTH != PAD:
         keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
-    tl.store(pointer + row_start(first, stride, ALIGN) + offset, x.to(pointer.dtype.element_ty), mask=keep)
+    pointer = target[0] + row_start(first, target[2][1], ALIGN) + target[1]
+    tl.store(pointer, x.to(pointer.dtype.element_ty), mask=keep)
 
 
 @triton.jit

@@ -1,20 +1,13 @@
 """Tile sizes of the Triton kernels: the fastest configuration that fits, by kernel, head width and element size.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused". Most
-bytes of shared memory, for elements of e bytes, s pipeline stages, and widths padded to a power of two:
-
-    forward    e (rows d + s columns (d + dv))
-    dq         e (rows (d + dv) + s columns (d + dv))
-    dkdv       e (rows (d + dv) + s columns (d + dv)) + 8 s columns
-    fused      dkdv + e rows columns + 4 columns (d + 32)
-
-and 1 KB for barriers. If e > 2, add e rows columns for each of p and ds.
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused".
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -80,7 +73,7 @@ FORCED: dict[str, Config] = {}
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) -> int:
-    """Return the bytes of shared memory by the formula above, for padded widths d and dv."""
+    """Return the most bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
     need = 1024 + itemsize * config.stages * config.columns * (d + dv)
     need += itemsize * config.rows * (d if kernel == "forward" else d + dv)
     if kernel in ("dkdv", "fused"):
@@ -93,15 +86,12 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) ->
 
 
 def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, describable: bool) -> Config:
-    """Return the configuration for padded widths d and dv. ``describable``: tensor descriptors are possible.
-
-    Raises ValueError, with the bytes needed and available, if none fits.
-    """
+    """Return the configuration for padded widths. ``describable``: descriptors are possible. Raises ValueError if none fits."""
     if kernel in FORCED:
         return FORCED[kernel]
     if is_cpu(device):
         return INTERPRETED
-    return fitting(kernel, d, dv, itemsize, shared_limit(device), describable, is_hopper(device))
+    return fitting(kernel, d, dv, itemsize, gpu_of(device).shared_memory, describable, is_hopper(device))
 
 
 @lru_cache
@@ -126,21 +116,9 @@ def is_hopper(device: torch.device) -> bool:
     return not is_cpu(device) and capability(device) >= (9, 0)
 
 
-def shared_limit(device: torch.device) -> int:
-    """Return the bytes of shared memory of a CTA: 163 KB on sm_80, 99 KB on sm_86 and sm_89, 227 KB on sm_90."""
-    return gpu_of(device).shared_memory
-
-
 @contextmanager
-def forced(**configs: Config) -> Iterator[None]:
+def forcing(forced: dict, kernels: tuple[str, ...], **configs: Any) -> Iterator[None]:
     """Use these configurations, kernel=Config(...), on any device and in all threads. Raises ValueError for unknown kernels."""
-    with forcing(FORCED, KERNELS, configs):
-        yield
-
-
-@contextmanager
-def forcing(forced: dict, kernels: tuple[str, ...], configs: dict) -> Iterator[None]:
-    """Add ``configs`` to ``forced`` within the block. Raises ValueError for names outside ``kernels``."""
     if unknown := set(configs) - set(kernels):
         raise ValueError(f"unknown kernels {sorted(unknown)}: expected one of {', '.join(kernels)}")
     before = dict(forced)
@@ -150,3 +128,6 @@ def forcing(forced: dict, kernels: tuple[str, ...], configs: dict) -> Iterator[N
     finally:
         forced.clear()
         forced.update(before)
+
+
+forced = partial(forcing, FORCED, KERNELS)

@@ -16,15 +16,19 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    ROW_NUMBERS,
+    TILE_NUMBERS,
     accumulate_mma,
     base2,
     cta_rows,
     cta_work_tile,
     full_tile_source,
     head_pointer,
+    kernel,
     load_full_tile,
     load_rows,
     row_start,
+    rows_of,
     statistic_head_pointer,
     statistic_pointers,
     store_rows,
@@ -36,25 +40,13 @@ from canon.fast.kernels.triton.blocks import (
 
 @triton.jit
 def dkdv_step(
-    q,
-    k,
-    v,
-    dout,
-    lse,
-    delta,
-    dk,
-    dv,
-    scale,
-    visible,
-    MASKED: tl.constexpr,
-    MAKE_DK: tl.constexpr,
-    MAKE_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    visited, k, v, dk, dv, scale, visible, MAKE_DK: tl.constexpr, MAKE_DV: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Return dk + ds^T q, dv + p^T dout and ds^T for one tile of queries. ``scale`` has base 2."""
+    """Return dk + ds^T q, dv + p^T dout and ds^T for a tile of queries. ``scale`` has base 2. ``visible``: None is all."""
+    q, dout, lse, delta = visited
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
     p = tl.exp2(s * scale - base2(lse)[None, :])
-    if MASKED:
+    if visible is not None:
         p = tl.where(visible, p, 0.0)
     if MAKE_DV:
         dv = accumulate_mma(dv, p.to(dout.dtype), dout, PRECISION)
@@ -62,7 +54,7 @@ def dkdv_step(
     if MAKE_DK:
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION, out_dtype=dk.dtype)
         ds = p * (dp - delta[None, :])
-        if MASKED:  # dp of an invisible key may be NaN, and 0 * NaN is NaN
+        if visible is not None:  # dp of an invisible key may be NaN, and 0 * NaN is NaN
             ds = tl.where(visible, ds, 0.0)
         dk = accumulate_mma(dk, ds.to(q.dtype), q, PRECISION)
     return dk, dv, ds.to(q.dtype)
@@ -90,10 +82,7 @@ def add_dq(
     tl.atomic_add(x, part, mask=keep, sem="relaxed")
 
 
-@triton.jit(
-    do_not_specialize=["tile_count", "l2_heads", "heads", "statistic_stride_b", "statistic_stride_h"],
-    do_not_specialize_on_alignment=["lse", "delta"],
-)
+@kernel(*TILE_NUMBERS, "statistic_stride_b", "statistic_stride_h", pointers=("lse", "delta"))
 def dkdv_kernel(
     q,
     k,
@@ -151,11 +140,10 @@ def dkdv_kernel(
     head_first = owner * HEADS
     rows = first + tl.arange(0, BM)
     valid = rows < stop
-    k_head = head_pointer(k, batch, head_first // GROUP, k_strides, ALIGN)
-    v_head = head_pointer(v, batch, head_first // GROUP, v_strides, ALIGN)
-    k_tile = load_rows(k_head, tile_offsets(k_strides, BM, D_PAD, ALIGN), first, k_strides[1], valid, D, D_PAD, ALIGN)
-    v_offset = tile_offsets(v_strides, BM, DV_PAD, ALIGN)
-    v_tile = load_rows(v_head, v_offset, first, v_strides[1], valid, DV, DV_PAD, ALIGN)
+    k_rows = rows_of(k, batch, head_first // GROUP, k_strides, BM, D_PAD, ALIGN)
+    v_rows = rows_of(v, batch, head_first // GROUP, v_strides, BM, DV_PAD, ALIGN)
+    k_tile = load_rows(k_rows, first, valid, D, D_PAD, ALIGN)
+    v_tile = load_rows(v_rows, first, valid, DV, DV_PAD, ALIGN)
     if FUSED:  # dq sums over all keys of the tile, and unseen ones may be NaN
         visible_keys = valid & (end > full)
         for index in range(partial, full):
@@ -184,28 +172,16 @@ def dkdv_kernel(
             in_band = (queries >= query_start) & (queries < query_stop)
             q_at = q_head + row_start(head, q_strides[2], ALIGN)
             dout_at = dout_head + row_start(head, dout_strides[2], ALIGN)
-            q_tile = load_rows(q_at, q_offset, i, q_strides[1], in_band, D, D_PAD, ALIGN)
-            dout_tile = load_rows(dout_at, dout_offset, i, dout_strides[1], in_band, DV, DV_PAD, ALIGN)
+            q_tile = load_rows((q_at, q_offset, q_strides), i, in_band, D, D_PAD, ALIGN)
+            dout_tile = load_rows((dout_at, dout_offset, dout_strides), i, in_band, DV, DV_PAD, ALIGN)
             lse_at = statistic_pointers(lse_head, i, head, statistic_stride_h, PARTIAL_BN)
             lse_row = tl.load(lse_at, mask=in_band, other=0.0)
             delta_at = statistic_pointers(delta_head, i, head, statistic_stride_h, PARTIAL_BN)
             delta_row = tl.load(delta_at, mask=in_band, other=0.0)
             visible = visible_mask(left - i, right - i, PARTIAL_BN)
+            visited = q_tile, dout_tile, lse_row, delta_row
             dk_acc, dv_acc, ds = dkdv_step(
-                q_tile,
-                k_tile,
-                v_tile,
-                dout_tile,
-                lse_row,
-                delta_row,
-                dk_acc,
-                dv_acc,
-                scale_log2,
-                visible,
-                True,
-                MAKE_DK,
-                MAKE_DV,
-                PRECISION,
+                visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, visible, MAKE_DK, MAKE_DV, PRECISION
             )
             if FUSED:
                 dq_offset = tile_offsets(dq_strides, PARTIAL_BN, D_PAD, ALIGN)
@@ -220,36 +196,22 @@ def dkdv_kernel(
             dout_tile = load_full_tile(dout_source, batch, i, head, BN, DV, DV_PAD, ALIGN, TMA)
             lse_row = tl.load(statistic_pointers(lse_head, i, head, statistic_stride_h, BN))
             delta_row = tl.load(statistic_pointers(delta_head, i, head, statistic_stride_h, BN))
+            visited = q_tile, dout_tile, lse_row, delta_row
             dk_acc, dv_acc, ds = dkdv_step(
-                q_tile,
-                k_tile,
-                v_tile,
-                dout_tile,
-                lse_row,
-                delta_row,
-                dk_acc,
-                dv_acc,
-                scale_log2,
-                None,
-                False,
-                MAKE_DK,
-                MAKE_DV,
-                PRECISION,
+                visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, None, MAKE_DK, MAKE_DV, PRECISION
             )
             if FUSED:
                 dq_offset, all_queries = tile_offsets(dq_strides, BN, D_PAD, ALIGN), queries >= 0
                 add_dq(dq_head, dq_offset, i, dq_strides, head, all_queries, ds, k_tile, scale_acc, D, D_PAD, PRECISION)
 
-    dk_head = head_pointer(dk, batch, owner, dk_strides, ALIGN)
-    dv_head = head_pointer(dv, batch, owner, dv_strides, ALIGN)
-    dk_offset, dv_offset = tile_offsets(dk_strides, BM, D_PAD, ALIGN), tile_offsets(dv_strides, BM, DV_PAD, ALIGN)
     if MAKE_DK:
-        store_rows(dk_head, dk_offset, first, dk_strides[1], valid, dk_acc * scale_acc, D, D_PAD, ALIGN)
+        dk_rows = rows_of(dk, batch, owner, dk_strides, BM, D_PAD, ALIGN)
+        store_rows(dk_rows, first, valid, dk_acc * scale_acc, D, D_PAD, ALIGN)
     if MAKE_DV:
-        store_rows(dv_head, dv_offset, first, dv_strides[1], valid, dv_acc, DV, DV_PAD, ALIGN)
+        store_rows(rows_of(dv, batch, owner, dv_strides, BM, DV_PAD, ALIGN), first, valid, dv_acc, DV, DV_PAD, ALIGN)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+@kernel(*ROW_NUMBERS)
 def sum_heads_kernel(
     dk_parts,
     dv_parts,
@@ -274,21 +236,15 @@ def sum_heads_kernel(
     """Write dk (b, s, g, d) and, unless DV is 0, dv (b, s, g, dv): sums of each GROUP heads of the parts, in order."""
     first, batch, head = cta_rows(heads, batch_heads, BM)
     valid = first + tl.arange(0, BM) < tokens
-    dk_offset = tile_offsets(dk_parts_strides, BM, D_PAD, ALIGN)
-    dv_offset = tile_offsets(dv_parts_strides, BM, DV_PAD, ALIGN)
     dk_acc = tl.zeros([BM, D_PAD], ACC)
     dv_acc = tl.zeros([BM, DV_PAD], ACC)
     for member in tl.static_range(GROUP):
-        dk_part = head_pointer(dk_parts, batch, head * GROUP + member, dk_parts_strides, ALIGN)
-        dk_acc += load_rows(dk_part, dk_offset, first, dk_parts_strides[1], valid, D, D_PAD, ALIGN)
+        part = head * GROUP + member
+        dk_part = rows_of(dk_parts, batch, part, dk_parts_strides, BM, D_PAD, ALIGN)
+        dk_acc += load_rows(dk_part, first, valid, D, D_PAD, ALIGN)
         if DV > 0:
-            dv_part = head_pointer(dv_parts, batch, head * GROUP + member, dv_parts_strides, ALIGN)
-            dv_acc += load_rows(dv_part, dv_offset, first, dv_parts_strides[1], valid, DV, DV_PAD, ALIGN)
-    dk_head, dk_offset = head_pointer(dk, batch, head, dk_strides, ALIGN), tile_offsets(dk_strides, BM, D_PAD, ALIGN)
-    store_rows(dk_head, dk_offset, first, dk_strides[1], valid, dk_acc, D, D_PAD, ALIGN)
+            dv_part = rows_of(dv_parts, batch, part, dv_parts_strides, BM, DV_PAD, ALIGN)
+            dv_acc += load_rows(dv_part, first, valid, DV, DV_PAD, ALIGN)
+    store_rows(rows_of(dk, batch, head, dk_strides, BM, D_PAD, ALIGN), first, valid, dk_acc, D, D_PAD, ALIGN)
     if DV > 0:
-        dv_head, dv_offset = (
-            head_pointer(dv, batch, head, dv_strides, ALIGN),
-            tile_offsets(dv_strides, BM, DV_PAD, ALIGN),
-        )
-        store_rows(dv_head, dv_offset, first, dv_strides[1], valid, dv_acc, DV, DV_PAD, ALIGN)
+        store_rows(rows_of(dv, batch, head, dv_strides, BM, DV_PAD, ALIGN), first, valid, dv_acc, DV, DV_PAD, ALIGN)

@@ -12,24 +12,23 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    TILE_NUMBERS,
     base2,
     cta_work_tile,
     full_tile_source,
-    head_pointer,
+    kernel,
     load_full_tile,
     load_rows,
+    rows_of,
     statistic_head_pointer,
     store_rows,
-    tile_offsets,
     visible_columns,
     visible_mask,
 )
 
 
 @triton.jit
-def dq_step(
-    q, k, v, dout, lse2, delta, acc, scale, visible, MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr
-):
+def dq_step(q, k, v, dout, lse2, delta, acc, scale, visible, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """Return acc + ds k for one tile of keys. ``scale`` and ``lse2`` have base 2.
 
     With TMA (16-bit operands, enough registers) the accumulator of dp starts at -delta.
@@ -41,15 +40,12 @@ def dq_step(
         ds = p * tl.dot(dout, tl.trans(v), minus_delta, input_precision=PRECISION, out_dtype=acc.dtype)
     else:
         ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=acc.dtype) - delta[:, None])
-    if MASKED:
+    if visible is not None:
         ds = tl.where(visible, ds, 0.0)
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 
 
-@triton.jit(
-    do_not_specialize=["tile_count", "l2_heads", "heads", "statistic_stride_b", "statistic_stride_h"],
-    do_not_specialize_on_alignment=["lse", "delta"],
-)
+@kernel(*TILE_NUMBERS, "statistic_stride_b", "statistic_stride_h", pointers=("lse", "delta"))
 def dq_kernel(
     q,
     k,
@@ -93,19 +89,15 @@ def dq_kernel(
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale_acc = tl.full((), scale, ACC)
     scale_log2 = scale_acc * 1.4426950408889634
-    k_head = head_pointer(k, batch, head // GROUP, k_strides, ALIGN)
-    v_head = head_pointer(v, batch, head // GROUP, v_strides, ALIGN)
-    k_offset = tile_offsets(k_strides, PARTIAL_BN, D_PAD, ALIGN)
-    v_offset = tile_offsets(v_strides, PARTIAL_BN, DV_PAD, ALIGN)
+    k_rows = rows_of(k, batch, head // GROUP, k_strides, PARTIAL_BN, D_PAD, ALIGN)
+    v_rows = rows_of(v, batch, head // GROUP, v_strides, PARTIAL_BN, DV_PAD, ALIGN)
     k_source = full_tile_source(k_tiles, batch, head // GROUP, k_strides, BN, D_PAD, ALIGN, TMA)
     v_source = full_tile_source(v_tiles, batch, head // GROUP, v_strides, BN, DV_PAD, ALIGN, TMA)
     rows = first + tl.arange(0, BM)
     valid = rows < stop
-    q_head = head_pointer(q, batch, head, q_strides, ALIGN)
-    q_tile = load_rows(q_head, tile_offsets(q_strides, BM, D_PAD, ALIGN), first, q_strides[1], valid, D, D_PAD, ALIGN)
-    dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
-    dout_offset = tile_offsets(dout_strides, BM, DV_PAD, ALIGN)
-    dout_tile = load_rows(dout_head, dout_offset, first, dout_strides[1], valid, DV, DV_PAD, ALIGN)
+    q_tile = load_rows(rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN)
+    dout_rows = rows_of(dout, batch, head, dout_strides, BM, DV_PAD, ALIGN)
+    dout_tile = load_rows(dout_rows, first, valid, DV, DV_PAD, ALIGN)
     lse_head = statistic_head_pointer(lse, batch, head, statistic_stride_b, statistic_stride_h)
     delta_head = statistic_head_pointer(delta, batch, head, statistic_stride_b, statistic_stride_h)
     lse_row = tl.load(lse_head + rows, mask=valid, other=0.0)
@@ -120,22 +112,17 @@ def dq_kernel(
         for j in tl.range(begin, begin + tl.load(span + 1) * PARTIAL_BN, PARTIAL_BN, num_stages=PARTIAL_STAGES):
             keys = j + tl.arange(0, PARTIAL_BN)
             in_band = (keys >= key_start) & (keys < key_stop)
-            k_tile = load_rows(k_head, k_offset, j, k_strides[1], in_band, D, D_PAD, ALIGN)
-            v_tile = load_rows(v_head, v_offset, j, v_strides[1], in_band, DV, DV_PAD, ALIGN)
+            k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)
+            v_tile = load_rows(v_rows, j, in_band, DV, DV_PAD, ALIGN)
             visible = visible_mask(left - j, right - j, PARTIAL_BN)
-            acc = dq_step(
-                q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, visible, True, PRECISION, TMA
-            )
+            acc = dq_step(q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, visible, PRECISION, TMA)
 
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
         for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
             k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
             v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
-            acc = dq_step(
-                q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, None, False, PRECISION, TMA
-            )
+            acc = dq_step(q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, None, PRECISION, TMA)
 
-    dq_head = head_pointer(dq, batch, head, dq_strides, ALIGN)
-    dq_offset = tile_offsets(dq_strides, BM, D_PAD, ALIGN)
-    store_rows(dq_head, dq_offset, first, dq_strides[1], valid, acc * scale_acc, D, D_PAD, ALIGN)
+    dq_rows = rows_of(dq, batch, head, dq_strides, BM, D_PAD, ALIGN)
+    store_rows(dq_rows, first, valid, acc * scale_acc, D, D_PAD, ALIGN)

@@ -1,25 +1,24 @@
 """The forward kernel: one CTA for each (tile of queries, head) keeps a running softmax over the spans of its work tile.
 
 The softmax has base 2: the exponent of P = exp2(s * scale * log2(e) - m) is one FMA. m is scaled and rounded; a row gets NaN
-if
-|m| exceeds `largest_maximum`. Partial spans have their own loop, so the loop over full tiles needs no comparison.
+if |m| exceeds `largest_maximum`. Partial spans have their own loop, so the loop over full tiles needs no comparison.
 
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691); exp2 and the two loops as in
-Triton's fused attention tutorial.
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691).
 """
 
 import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    TILE_NUMBERS,
     cta_work_tile,
     full_tile_source,
-    head_pointer,
+    kernel,
     load_full_tile,
     load_rows,
+    rows_of,
     statistic_head_pointer,
     store_rows,
-    tile_offsets,
     visible_columns,
     visible_mask,
 )
@@ -32,14 +31,14 @@ def largest_maximum(accumulate):
 
 
 @triton.jit
-def softmax_step(q, k, v, m, l, acc, scale, visible, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Add one tile of keys to the running maximum m (scaled, base 2), sum l and output acc. Return all three."""
+def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr):
+    """Add a tile of keys to maximum m (scaled, base 2), sum l and output acc. Return all three. ``visible``: None is all."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
-    if MASKED:
+    if visible is not None:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     m_use = m_new
-    if MASKED:  # no visible key so far: exp2(-inf - 0) = 0, while -inf - -inf is NaN
+    if visible is not None:  # no visible key so far: exp2(-inf - 0) = 0, while -inf - -inf is NaN
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * scale - m_use[:, None])
     shrink = tl.exp2(m - m_use)  # the same rounded m as in P; the FMA above does not round s * scale
@@ -48,10 +47,7 @@ def softmax_step(q, k, v, m, l, acc, scale, visible, MASKED: tl.constexpr, PRECI
     return m_new, l, acc
 
 
-@triton.jit(
-    do_not_specialize=["tile_count", "l2_heads", "heads", "lse_stride_b", "lse_stride_h"],
-    do_not_specialize_on_alignment=["lse"],
-)
+@kernel(*TILE_NUMBERS, statistics=("lse",))
 def forward_kernel(
     q,
     k,
@@ -89,23 +85,19 @@ def forward_kernel(
 ):
     """Write out (b, t, h, dv) and natural lse (b, h, t). Fully masked rows get 0 and -inf.
 
-    With TMA, ``k_tiles`` and ``v_tiles`` are tensor descriptors of k and v, else k and v.
+    TMA: ``k_tiles`` and ``v_tiles`` are tensor descriptors.
     """
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
     first, stop = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale = tl.full((), scale_log2, ACC)
-    k_head = head_pointer(k, batch, head // GROUP, k_strides, ALIGN)
-    v_head = head_pointer(v, batch, head // GROUP, v_strides, ALIGN)
-    k_offset = tile_offsets(k_strides, PARTIAL_BN, D_PAD, ALIGN)
-    v_offset = tile_offsets(v_strides, PARTIAL_BN, DV_PAD, ALIGN)
+    k_rows = rows_of(k, batch, head // GROUP, k_strides, PARTIAL_BN, D_PAD, ALIGN)
+    v_rows = rows_of(v, batch, head // GROUP, v_strides, PARTIAL_BN, DV_PAD, ALIGN)
     k_source = full_tile_source(k_tiles, batch, head // GROUP, k_strides, BN, D_PAD, ALIGN, TMA)
     v_source = full_tile_source(v_tiles, batch, head // GROUP, v_strides, BN, DV_PAD, ALIGN, TMA)
     rows = first + tl.arange(0, BM)
     valid = rows < stop
-    q_head = head_pointer(q, batch, head, q_strides, ALIGN)
-    q_offset = tile_offsets(q_strides, BM, D_PAD, ALIGN)
-    q_tile = load_rows(q_head, q_offset, first, q_strides[1], valid, D, D_PAD, ALIGN)
+    q_tile = load_rows(rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN)
     if SIGN != 1:  # the maximum needs a scale > 0: apply its sign (or 0) to q
         q_tile = (q_tile.to(ACC) * SIGN).to(q_tile.dtype)
     m = tl.full([BM], float("-inf"), ACC)
@@ -119,25 +111,23 @@ def forward_kernel(
         for j in tl.range(begin, begin + tl.load(span + 1) * PARTIAL_BN, PARTIAL_BN, num_stages=PARTIAL_STAGES):
             keys = j + tl.arange(0, PARTIAL_BN)
             in_band = (keys >= key_start) & (keys < key_stop)  # others may be NaN: load 0
-            k_tile = load_rows(k_head, k_offset, j, k_strides[1], in_band, D, D_PAD, ALIGN)
-            v_tile = load_rows(v_head, v_offset, j, v_strides[1], in_band, DV, DV_PAD, ALIGN)
+            k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)
+            v_tile = load_rows(v_rows, j, in_band, DV, DV_PAD, ALIGN)
             visible = visible_mask(left - j, right - j, PARTIAL_BN)
-            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, True, PRECISION)
+            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION)
 
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
         for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
             k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
             v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
-            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, False, PRECISION)
+            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, PRECISION)
 
     fully_masked = (l == 0.0) & (m == float("-inf"))
     in_range = (tl.abs(m) <= largest_maximum(ACC)) & (l > 0.0) & (l < float("inf"))
     l = tl.where(fully_masked, float("inf"), tl.where(in_range, l, float("nan")))
     # acc of a fully masked row is NaN if v holds NaN.
     acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])
-    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
-    out_offset = tile_offsets(out_strides, BM, DV_PAD, ALIGN)
-    store_rows(out_head, out_offset, first, out_strides[1], valid, acc, DV, DV_PAD, ALIGN)
+    store_rows(rows_of(out, batch, head, out_strides, BM, DV_PAD, ALIGN), first, valid, acc, DV, DV_PAD, ALIGN)
     natural = tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
     tl.store(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, natural, mask=valid)

@@ -6,8 +6,7 @@ method adds to dq.
 **Range** (Gluon, too): scores scale q k up to 1e7 in magnitude (float64: 6e15), values up to 1e21. A larger maximum gives
 NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale - m). All scores at -inf count as no visible key.
 
-**NaN and infinities** reach the tokens that see them. An MMA multiplies hidden elements by 0, and 0 * NaN is NaN, so they
-also reach some tokens of a tile that one MMA loads:
+**NaN and infinities** reach the tokens that see them, and some tokens of a tile that one MMA loads: 0 * NaN is NaN.
 
     in      out                 lse              dq                           dk                      dv
     q       its query           its query        its query                    keys of shared tiles    keys that it sees
@@ -24,18 +23,17 @@ under 256 tokens away. Under a sink, a NaN in lse also counts as one in dout.
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from canon.fast.kernels.launcher import is_cpu, launch
-from canon.fast.kernels.tile_costs import needs_more_owners
+from canon.fast.kernels.launcher import is_cpu, launch, tma_loadable
+from canon.fast.kernels.placed_mask import AnyMask
+from canon.fast.kernels.tile_costs import L2_BYTES, largest_divisor, needs_more_owners
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
 from canon.fast.kernels.triton.dq import dq_kernel
@@ -43,23 +41,16 @@ from canon.fast.kernels.triton.forward import forward_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
 from canon.fast.kernels.triton.softmax_stats import delta_kernel
 from canon.fast.kernels.work_tables import WorkTable, work_table
-from canon.masks.mask import Mask
 from canon.runtime.checks import accumulate_dtype
 
 LOG2E = 1.4426950408889634
-L2_BYTES = 32 << 20  # for tensors that concurrent heads read repeatedly; L2 caches hold 40 to 60 MB
 ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` tokens a CTA
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`
 
 
-def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
-    """Return the method for "auto": "head_parallel" where the busiest SM has over a quarter more work under "split", else
-    "split".
-
-    They have an owner of dk and dv for each query head, or key head. "fused" is never chosen: here it adds to dq in any
-    order.
-    """
+def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int) -> str:
+    """Return the method for "auto": "head_parallel" if `needs_more_owners`, else "split". "fused" adds in any order here."""
     b, h, g = q.shape[0], q.shape[2], k.shape[2]
     if h > g and needs_more_owners(mask, *COUNTED_TILE, b * g, b * h, multiprocessors):
         return "head_parallel"
@@ -69,23 +60,27 @@ def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: 
 RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t), with the same strides
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     q, k, v = map(addressable, (q, k, v))
     config, table = plan("forward", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
-    sign = 0 if vanishes(scale, q.dtype) else -1 if scale < 0 else 1  # the kernel applies it to q
-    base2_scale = (abs(scale) if sign else 1.0) * LOG2E
+    scale, sign = base2_scale(scale, q.dtype)
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
-    arguments = (*tensors, table.tiles, table.spans, base2_scale, len(table), q.shape[2])
+    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
     options = {"SIGN": sign, "GROUP": group, **mma_options(config, q, v, k, out)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    run(forward_kernel, len(table) * batch_heads(q), config, arguments, l2_heads, (q, k, v, out, lse), options)
+    run(forward_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, out, lse), options)
 
 
-def vanishes(scale: float, dtype: torch.dtype) -> bool:
-    """Return whether the scale rounds to 0 in the kernels, where the score -inf of a hidden element would become NaN."""
-    return abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150)
+def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
+    """Return a scale > 0 for scores in base 2, and the sign to multiply q with: kernels mask with -inf before they scale.
+
+    The sign of a scale that rounds to 0 in the kernels is 0.
+    """
+    if abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150):
+        return LOG2E, 0
+    return abs(scale) * LOG2E, -1 if scale < 0 else 1
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:
@@ -93,13 +88,13 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
     dout, out = map(addressable, (dout, out))
     lse = contiguous_rows(lse)
     dlse_or_any = lse if dlse is None else contiguous_rows(dlse)
-    arguments = (out, dout, lse, dlse_or_any, result, out.shape[1], out.shape[2])
-    options = {"HAS_DLSE": dlse is not None, **row_options(result.dtype, out, dout)}
-    run(delta_kernel, row_grid(out), ROWS, arguments, batch_heads(out), (out, dout, lse, dlse_or_any, result), options)
+    tensors = (out, dout, lse, dlse_or_any, result)
+    options = {"HAS_DLSE": dlse is not None, **row_options(out, dout, accumulate=result.dtype)}
+    run_rows(delta_kernel, out.shape, tensors, tensors, options)
 
 
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStatistics:
-    """Compute delta and return `row_statistics`, in one launch, plus two copies if the strides of lse have gaps."""
+    """Compute delta and return `row_statistics`."""
     result = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
     delta(dout, out, lse, dlse, result)
     return row_statistics(lse, result)
@@ -116,7 +111,7 @@ def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowSt
 
 
 def dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: Mask, scale: float, dq: Tensor
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: float, dq: Tensor
 ) -> None:
     """Write dq (b, t, h, d)."""
     q, k, v, dout = map(addressable, (q, k, v, dout))
@@ -124,10 +119,10 @@ def dq(
     config, table = plan("dq", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), dout, lse, delta, dq)
-    arguments = (*tensors, table.tiles, table.spans, scale, len(table), q.shape[2])
+    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
     options = {"GROUP": group, **mma_options(config, q, v, k, dout, dq)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    run(dq_kernel, len(table) * batch_heads(q), config, arguments, l2_heads, (q, k, v, dout, lse, dq), options)
+    run(dq_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, dout, lse, dq), options)
 
 
 def dkdv(
@@ -136,7 +131,7 @@ def dkdv(
     v: Tensor,
     dout: Tensor,
     statistics: RowStatistics,
-    mask: Mask,
+    mask: AnyMask,
     scale: float,
     dk: Tensor,
     dv: Tensor,
@@ -145,8 +140,8 @@ def dkdv(
 ) -> None:
     """Write dk (b, s, o, d) and dv (b, s, o, dv). The o owners are the key heads or the query heads.
 
-    Also add to ``dq`` (b, t, h, d), in the accumulation dtype, by atomics, if given (fused). ``ordered`` requests repeatable
-    bits, which raises RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
+    Fused: also add to ``dq`` (b, t, h, d), in the accumulation dtype, by atomics. ``ordered`` requests repeatable bits, which
+    raises RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
     """
     if ordered:
         refuse_atomics()
@@ -156,14 +151,14 @@ def dkdv(
     heads = q.shape[2] // dk.shape[2]  # query heads of an owner
     dq_or_any = dk if dq is None else dq
     tensors = (q, k, v, dout, tile_source(q, config), tile_source(dout, config), lse, delta, dq_or_any, dk, dv)
-    arguments = (*tensors, table.tiles, table.spans, scale, len(table), dk.shape[2])
+    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), dk.shape[2])
     options: dict = {"FUSED": dq is not None, "GROUP": q.shape[2] // k.shape[2], "HEADS": heads}
     options |= mma_options(config, q, v, k, dout, dq_or_any, dk, dv)
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
     strided = (q, k, v, dout, lse, dq_or_any, dk, dv)
     for make_dk, make_dv in [(True, False), (False, True)] if config.apart else [(True, True)]:
         options |= {"MAKE_DK": make_dk, "MAKE_DV": make_dv}
-        run(dkdv_kernel, len(table) * batch_heads(dk), config, arguments, l2_heads, strided, options)
+        run(dkdv_kernel, len(table.tiles) * batch_heads(dk), config, arguments, l2_heads, strided, options)
 
 
 def refuse_atomics() -> None:
@@ -180,14 +175,9 @@ def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor 
     """Write dk (b, s, g, d) and, if given, dv (b, s, g, dv): sums over each group of the parts (b, s, h, ...)."""
     width = 0 if dv is None else dv.shape[-1]
     tensors = (dk_parts, dk_parts if dv_parts is None else dv_parts, dk, dk if dv is None else dv)
-    options = {
-        "GROUP": dk_parts.shape[2] // dk.shape[2],
-        "DV": width,
-        "DV_PAD": padded(max(1, width)),
-        **row_options(dk_parts.dtype, *tensors),
-    }
-    arguments = (*tensors, dk.shape[1], dk.shape[2])
-    run(sum_heads_kernel, row_grid(dk), ROWS, arguments, batch_heads(dk), tensors, options)
+    options = {"GROUP": dk_parts.shape[2] // dk.shape[2], "DV": width, "DV_PAD": padded(max(1, width))}
+    options |= row_options(*tensors, accumulate=dk_parts.dtype)
+    run_rows(sum_heads_kernel, dk.shape, tensors, tensors, options)
 
 
 def merge(
@@ -201,7 +191,7 @@ def merge(
 ) -> None:
     """Write new_out (b, t, h, dv) and new_lse (b, h, t), which may be out and lse: the merge of two parts.
 
-    The other part has only the tokens ``rows`` (int64, distinct) if given, and only they are merged.
+    ``rows`` (int64, distinct): the only tokens that the other part has, and that are merged.
     """
     out, other_out = map(addressable, (out, other_out))
     other_lse = contiguous_rows(other_lse)
@@ -209,16 +199,18 @@ def merge(
         lse = contiguous_rows(lse)
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     table = other_lse if rows is None else rows
-    options = row_options(accumulate_dtype(new_lse.dtype), out, other_out, new_out) | {"INDEXED": rows is not None}
-    arguments = (*tensors, table, other_out.shape[1], out.shape[2])
-    run(merge_kernel, row_grid(other_out), ROWS, arguments, batch_heads(out), tensors, options)
+    options = row_options(out, other_out, new_out, accumulate=accumulate_dtype(new_lse.dtype))
+    run_rows(merge_kernel, other_out.shape, (*tensors, table), tensors, options | {"INDEXED": rows is not None})
+
+
+def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
+    """Launch a kernel without MMAs on tokens and heads of this ``shape`` (b, t, h, ...), ROWS tokens of a head in a CTA."""
+    b, t, h, *_ = shape
+    run(kernel, -(-t // ROWS.rows) * b * h, ROWS, (*arguments, t, h), b * h, strided, options)
 
 
 def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
-    """Launch ``ctas`` CTAs with the arguments, ``l2_heads``, and the strides of the ``strided`` tensors.
-
-    Raises ValueError if a written tensor exceeds 32-bit offsets, or if the device has too little shared memory.
-    """
+    """Launch with the arguments, ``l2_heads`` and the strides of ``strided``. Raises ValueError if offsets exceed 32 bits."""
     if not ctas:
         return
     for x in strided:
@@ -232,13 +224,7 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
             )
     arguments = (*arguments, l2_heads, *stride_arguments(strided))
     options = {**options, "num_warps": config.warps, "num_stages": config.stages}
-    try:
-        launch(kernel, ctas, strided[0].device, arguments, **options)
-    except OutOfResources as error:
-        raise ValueError(
-            f"{kernel.__name__} with {config} needs {error.required} of {error.name}, but this device has {error.limit}: "
-            "use a narrower dtype or canon.reference"
-        ) from error
+    launch(kernel, ctas, strided[0].device, arguments, **options)
 
 
 def stride_arguments(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...] | int]:
@@ -261,7 +247,7 @@ def contiguous_rows(x: Tensor) -> Tensor:
 def kernel_strides(x: Tensor) -> tuple[int, ...]:
     """Return the strides for a kernel: 0 for an axis of length 1, except the last.
 
-    Such a stride may be any, and Triton compiles a variant for each divisibility and bit length.
+    Triton compiles a variant for each divisibility and bit length of such a stride, which may be any.
     """
     return *[0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False)], x.stride(-1)
 
@@ -286,16 +272,11 @@ def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
     }
 
 
-def row_options(accumulate: torch.dtype, *tensors: Tensor) -> dict:
-    """Return the constants of the kernels without MMAs."""
+def row_options(*tensors: Tensor, accumulate: torch.dtype | None = None) -> dict:
+    """Return the constants of the kernels without MMAs, with ACC if they ``accumulate``."""
     width = tensors[0].shape[-1]
-    return {
-        "D": width,
-        "D_PAD": padded(width),
-        "ALIGN": stride_divisor(*tensors),
-        "ACC": triton_dtype(accumulate),
-        "BM": ROWS.rows,
-    }
+    options = {"D": width, "D_PAD": padded(width), "ALIGN": stride_divisor(*tensors), "BM": ROWS.rows}
+    return options if accumulate is None else options | {"ACC": triton_dtype(accumulate)}
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -314,9 +295,9 @@ def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
 
 
 def stride_divisor(*tensors: Tensor) -> int:
-    """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements. It limits the width of loads.
+    """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements; it limits the width of loads.
 
-    Return 1 if 16 divides them all: Triton detects that, and a second value would compile the kernel twice.
+    1 also if 16 divides them all: Triton detects that, and a second value would compile the kernel twice.
     """
     divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
     return 1 if divisor == 16 else divisor
@@ -327,35 +308,25 @@ def batch_heads(x: Tensor) -> int:
     return x.shape[0] * x.shape[2]
 
 
-def row_grid(x: Tensor) -> int:
-    """Return the number of CTAs for x (b, t, h, d), each with ROWS tokens of a head."""
-    return -(-x.shape[1] // ROWS.rows) * batch_heads(x)
-
-
 def head_bytes(*tensors: Tensor) -> int:
     """Return the bytes of one head of all these tensors (b, t, h, d)."""
     return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
 
 
-@lru_cache
 def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
-    """Return how many of ``count`` heads run at a time: whole groups, a divisor, small enough for the L2 cache.
-
-    ``bytes_each``: memory that one group reads repeatedly.
-    """
-    groups = count // group
-    fitting = [n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * bytes_each <= L2_BYTES)]
-    return group * max(fitting, default=1)
+    """Return how many of ``count`` heads run at a time: groups, each of which reads ``bytes_each`` repeatedly."""
+    return group * largest_divisor(count // group, bytes_each, L2_BYTES)
 
 
-def plan(kernel: str, q: Tensor, v: Tensor, mask: Mask, *visited: Tensor) -> tuple[Config, WorkTable]:
+def plan(kernel: str, q: Tensor, v: Tensor, mask: AnyMask, *visited: Tensor) -> tuple[Config, WorkTable]:
     """Return the configuration and work table of a kernel that visits tiles of ``visited``."""
     describable = all(map(has_descriptor, visited))
     config = choose(kernel, *pads(q, v), q.element_size(), q.device, describable)
     if config.tma and not describable:  # only if `forced`
         config = replace(config, tma=False)
     transposed = kernel in ("dkdv", "fused")
-    return config, work_table(mask, config.rows, config.columns, config.partial_columns, transposed, q.device)
+    partial = config.partial_columns or config.columns
+    return config, work_table(mask, config.rows, config.columns, partial, transposed, q.device)
 
 
 def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
@@ -367,15 +338,8 @@ def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
 
 def has_descriptor(x: Tensor) -> bool:
     """Return whether the sizes, strides and alignment of x fit a TMA descriptor."""
-    strides = [stride * x.element_size() for stride in x.stride()[:-1]]
-    return (
-        (is_cpu(x.device) or is_hopper(x.device))
-        and x.numel() > 0
-        and x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and x.shape[-1] == padded(x.shape[-1])
-        and all(stride % 16 == 0 and 0 < stride < 2**40 for stride in strides)
-    )
+    fits = x.numel() > 0 and x.shape[-1] == padded(x.shape[-1]) and tma_loadable(x, every_axis=True)
+    return fits and (is_cpu(x.device) or is_hopper(x.device))
 
 
 def addressable(x: Tensor) -> Tensor:

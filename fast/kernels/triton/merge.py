@@ -2,31 +2,24 @@
 
     lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse') other_out
 
-Traffic: 3 x 4 bytes for each float32 element of out. Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1
-(https://arxiv.org/abs/2307.08691).
+Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2307.08691).
 """
 
-import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    ROW_NUMBERS,
     cta_rows,
-    head_pointer,
+    kernel,
     load_rows,
     row_pointers,
+    rows_of,
     statistic_head_pointer,
     store_rows,
-    tile_offsets,
 )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "heads", "batch_heads",
-        "lse_stride_b", "lse_stride_h", "other_lse_stride_b", "other_lse_stride_h", "new_lse_stride_b", "new_lse_stride_h",
-    ],
-    do_not_specialize_on_alignment=["lse", "other_lse", "new_lse", "table"],
-)  # fmt: skip
+@kernel(*ROW_NUMBERS, statistics=("lse", "other_lse", "new_lse"), pointers=("table",))
 def merge_kernel(
     out,
     lse,
@@ -63,8 +56,8 @@ def merge_kernel(
     valid, other_token = rows < tokens, tl.cast(rows, tl.int64)
     token = tl.load(table + rows, mask=valid, other=0) if INDEXED else other_token
     a = tl.load(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + token, mask=valid, other=0.0)
-    other_rows = statistic_head_pointer(other_lse, batch, head, other_lse_stride_b, other_lse_stride_h) + other_token
-    b = tl.load(other_rows, mask=valid, other=0.0)
+    b = statistic_head_pointer(other_lse, batch, head, other_lse_stride_b, other_lse_stride_h) + other_token
+    b = tl.load(b, mask=valid, other=0.0)
     a, b = a.to(ACC), b.to(ACC)
     a_masked, b_masked = a == float("-inf"), b == float("-inf")
     top = tl.maximum(a, b)
@@ -74,25 +67,22 @@ def merge_kernel(
     merged = tl.where(a_masked & b_masked, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
     total = tl.where(total == 0.0, 1.0, total)
 
-    other_head = head_pointer(other_out, batch, head, other_out_strides, ALIGN)
+    other_rows = rows_of(other_out, batch, head, other_out_strides, BM, D_PAD, ALIGN)
     in_width = tl.arange(0, D_PAD)[None, :] < D
     if INDEXED:
         x = row_pointers(out, batch, head, token, out_strides, D_PAD, ALIGN)
         x = tl.load(x, mask=(valid & (a_masked == 0))[:, None] & in_width, other=0.0)
     else:
-        out_head = head_pointer(out, batch, head, out_strides, ALIGN)
-        offset = tile_offsets(out_strides, BM, D_PAD, ALIGN)
-        x = load_rows(out_head, offset, first, out_strides[1], valid & (a_masked == 0), D, D_PAD, ALIGN)
-    offset = tile_offsets(other_out_strides, BM, D_PAD, ALIGN)
-    y = load_rows(other_head, offset, first, other_out_strides[1], valid & (b_masked == 0), D, D_PAD)
+        out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
+        x = load_rows(out_rows, first, valid & (a_masked == 0), D, D_PAD, ALIGN)
+    y = load_rows(other_rows, first, valid & (b_masked == 0), D, D_PAD)
     both = x.to(ACC) * (a_weight / total)[:, None] + y.to(ACC) * (b_weight / total)[:, None]
     if INDEXED:
         target = row_pointers(new_out, batch, head, token, new_out_strides, D_PAD, ALIGN)
         tl.store(target, both.to(new_out.dtype.element_ty), mask=valid[:, None] & in_width)
     else:
-        new_head = head_pointer(new_out, batch, head, new_out_strides, ALIGN)
-        offset = tile_offsets(new_out_strides, BM, D_PAD, ALIGN)
-        store_rows(new_head, offset, first, new_out_strides[1], valid, both, D, D_PAD, ALIGN)
+        target = rows_of(new_out, batch, head, new_out_strides, BM, D_PAD, ALIGN)
+        store_rows(target, first, valid, both, D, D_PAD, ALIGN)
     tl.debug_barrier()  # new_lse may be lse: one warp writes all rows, so all warps must have read them
     new_rows = statistic_head_pointer(new_lse, batch, head, new_lse_stride_b, new_lse_stride_h) + token
     tl.store(new_rows, merged, mask=valid)

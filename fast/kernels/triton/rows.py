@@ -1,25 +1,23 @@
 """Gather, scatter and sum rows (tokens) by an index table.
 
-`take_rows` gathers K and V for a group cast. `add_rows` adds all received rows to their tokens for a group reduce, each read
-once, in the order of the table and without atomics, so bits repeat.
+`add_rows` reads each received row once, in the order of the table and without atomics, so bits repeat.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import cta_rows, row_pointers, statistic_head_pointer
+from canon.fast.kernels.triton.blocks import ROW_NUMBERS, cta_rows, kernel, row_pointers, statistic_head_pointer
 from canon.runtime.checks import accumulate_dtype
 
 
-@triton.jit(do_not_specialize=["count", "heads", "batch_heads"])
+@kernel(*ROW_NUMBERS)
 def take_rows_kernel(
     k,
     v,
     rows,
     out,
-    count,
+    tokens,
     heads,
     batch_heads,
     k_strides,
@@ -35,7 +33,7 @@ def take_rows_kernel(
     """Write out[:, i] (b, n, g, d + dv) = concat(k[:, rows[i]], v[:, rows[i]])."""
     start, batch, head = cta_rows(heads, batch_heads, BM)
     index = start + tl.arange(0, BM)
-    valid = index < count
+    valid = index < tokens
     row, target = tl.load(rows + index, mask=valid, other=0), tl.cast(index, tl.int64)
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
     values = tl.load(row_pointers(k, batch, head, row, k_strides, D_PAD, ALIGN), mask=keep, other=0.0)
@@ -45,12 +43,12 @@ def take_rows_kernel(
     tl.store(row_pointers(out, batch, head, target, out_strides, DV_PAD, ALIGN) + D, values, mask=keep)
 
 
-@triton.jit(do_not_specialize=["count", "heads", "batch_heads"])
+@kernel(*ROW_NUMBERS)
 def row_kernel(
     x,
     part,
     rows,
-    count,
+    tokens,
     heads,
     batch_heads,
     x_strides,
@@ -64,7 +62,7 @@ def row_kernel(
     """Write part[:, i] (b, n, h, d) = x[:, rows[i]]. With ADD, update x[:, rows[i]] += part[:, i]."""
     start, batch, head = cta_rows(heads, batch_heads, BM)
     index = start + tl.arange(0, BM)
-    valid = index < count
+    valid = index < tokens
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
     row = tl.load(rows + index, mask=valid, other=0)
     x_rows = row_pointers(x, batch, head, row, x_strides, D_PAD, ALIGN)
@@ -76,14 +74,14 @@ def row_kernel(
         tl.store(part_rows, values, mask=keep)
 
 
-@triton.jit(do_not_specialize=["count", "heads", "batch_heads"])
+@kernel(*ROW_NUMBERS)
 def add_rows_kernel(
     x,
     received,
     first,
     places,
     total,
-    count,
+    tokens,
     heads,
     batch_heads,
     x_strides,
@@ -98,7 +96,7 @@ def add_rows_kernel(
     """Write total[:, i] (b, t, g, d): x[:, i] plus received[:, places[j]] for first[i] <= j < first[i + 1], in order."""
     start, batch, head = cta_rows(heads, batch_heads, BM)
     row = start + tl.arange(0, BM)
-    valid, token = row < count, tl.cast(row, tl.int64)
+    valid, token = row < tokens, tl.cast(row, tl.int64)
     begin = tl.load(first + row, mask=valid, other=0)
     number = tl.load(first + row + 1, mask=valid, other=0) - begin
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
@@ -112,21 +110,14 @@ def add_rows_kernel(
     tl.store(target, acc.to(total.dtype.element_ty), mask=keep)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "count", "heads", "batch_heads",
-        "lse_stride_b", "lse_stride_h", "delta_stride_b", "delta_stride_h",
-        "lse_part_stride_b", "lse_part_stride_h", "delta_part_stride_b", "delta_part_stride_h",
-    ],
-    do_not_specialize_on_alignment=["lse", "delta", "lse_part", "delta_part"],
-)  # fmt: skip
+@kernel(*ROW_NUMBERS, statistics=("lse", "delta", "lse_part", "delta_part"))
 def statistics_kernel(
     lse,
     delta,
     lse_part,
     delta_part,
     rows,
-    count,
+    tokens,
     heads,
     batch_heads,
     lse_stride_b,
@@ -142,7 +133,7 @@ def statistics_kernel(
     """Write lse_part[:, :, i] = lse[:, :, rows[i]] (b, h, n), and likewise delta_part."""
     start, batch, head = cta_rows(heads, batch_heads, BM)
     index = start + tl.arange(0, BM)
-    valid = index < count
+    valid = index < tokens
     row = tl.load(rows + index, mask=valid, other=0)
     values = tl.load(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + row, mask=valid)
     target = statistic_head_pointer(lse_part, batch, head, lse_part_stride_b, lse_part_stride_h)
@@ -154,17 +145,9 @@ def statistics_kernel(
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
     """Write out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k (b, t, g, d) and v (b, t, g, dv)."""
-    d, dv = k.shape[-1], v.shape[-1]
-    options = {
-        "D": d,
-        "DV": dv,
-        "D_PAD": launch.padded(d),
-        "DV_PAD": launch.padded(dv),
-        "ALIGN": launch.stride_divisor(k, v, out),
-        "BM": launch.ROWS.rows,
-    }
-    arguments, heads = (k, v, rows, out, len(rows), k.shape[2]), launch.batch_heads(out)
-    launch.run(take_rows_kernel, launch.row_grid(out), launch.ROWS, arguments, heads, (k, v, out), options)
+    dv = v.shape[-1]
+    options = {**launch.row_options(k, v, out), "DV": dv, "DV_PAD": launch.padded(dv)}
+    launch.run_rows(take_rows_kernel, out.shape, (k, v, rows, out), (k, v, out), options)
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -183,9 +166,8 @@ def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], ro
     """Write parts[0] (b, h, n) = lse[:, :, rows] and parts[1] = delta[:, :, rows]. ``rows`` is int64."""
     lse, delta = map(launch.contiguous_rows, (lse, delta))
     b, h, n = parts[0].shape
-    arguments, options = (lse, delta, *parts, rows, n, h), {"BM": launch.ROWS.rows}
-    ctas = -(-n // launch.ROWS.rows) * b * h
-    launch.run(statistics_kernel, ctas, launch.ROWS, arguments, b * h, (lse, delta, *parts), options)
+    tensors = lse, delta, *parts
+    launch.run_rows(statistics_kernel, (b, n, h), (*tensors, rows), tensors, {"BM": launch.ROWS.rows})
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
@@ -194,15 +176,8 @@ def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
 
 
 def _run_row_kernel(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
-    options = {
-        "D": x.shape[-1],
-        "D_PAD": launch.padded(x.shape[-1]),
-        "ALIGN": launch.stride_divisor(x, part),
-        "BM": launch.ROWS.rows,
-        "ADD": add,
-    }
-    arguments, heads = (x, part, rows, len(rows), x.shape[2]), launch.batch_heads(x)
-    launch.run(row_kernel, launch.row_grid(part), launch.ROWS, arguments, heads, (x, part), options)
+    options = {**launch.row_options(x, part), "ADD": add}
+    launch.run_rows(row_kernel, part.shape, (x, part, rows), (x, part), options)
 
 
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
@@ -210,6 +185,6 @@ def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: 
 
     Token i gets received[:, places[first[i] : first[i + 1]]], in this order; first and places are int64.
     """
-    options = launch.row_options(accumulate_dtype(x.dtype), x, received, total)
-    arguments, heads = (x, received, first, places, total, x.shape[1], x.shape[2]), launch.batch_heads(x)
-    launch.run(add_rows_kernel, launch.row_grid(x), launch.ROWS, arguments, heads, (x, received, total), options)
+    tensors = x, received, total
+    options = launch.row_options(*tensors, accumulate=accumulate_dtype(x.dtype))
+    launch.run_rows(add_rows_kernel, x.shape, (x, received, first, places, total), tensors, options)

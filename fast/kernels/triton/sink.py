@@ -13,12 +13,13 @@ from torch import Tensor
 
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.blocks import (
+    ROW_NUMBERS,
     cta_rows,
-    head_pointer,
+    kernel,
     load_rows,
+    rows_of,
     statistic_head_pointer,
     store_rows,
-    tile_offsets,
 )
 
 
@@ -33,10 +34,7 @@ def sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h
     return tl.where(x < 0, e, 1.0) / (1.0 + e), e / ((1.0 + e) * (1.0 + e)), active
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "heads", "batch_heads", "lse_stride_b", "lse_stride_h"],
-    do_not_specialize_on_alignment=["lse"],
-)
+@kernel(*ROW_NUMBERS, statistics=("lse",))
 def sink_kernel(
     out,
     lse,
@@ -60,20 +58,12 @@ def sink_kernel(
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
     a, _, _ = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
-    offset = tile_offsets(out_strides, BM, D_PAD, ALIGN)
-    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
-    x = load_rows(out_head, offset, first, out_strides[1], valid, D, D_PAD, ALIGN).to(ACC)
-    offset = tile_offsets(result_strides, BM, D_PAD, ALIGN)
-    result_head = head_pointer(result, batch, head, result_strides, ALIGN)
-    store_rows(result_head, offset, first, result_strides[1], valid, x * a[:, None], D, D_PAD, ALIGN)
+    x = load_rows(rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN).to(ACC)
+    target = rows_of(result, batch, head, result_strides, BM, D_PAD, ALIGN)
+    store_rows(target, first, valid, x * a[:, None], D, D_PAD, ALIGN)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "heads", "batch_heads", "lse_stride_b", "lse_stride_h", "dlse_stride_b", "dlse_stride_h",
-    ],
-    do_not_specialize_on_alignment=["lse", "dlse"],
-)  # fmt: skip
+@kernel(*ROW_NUMBERS, statistics=("lse", "dlse"))
 def sink_backward_kernel(
     dout,
     out,
@@ -103,26 +93,22 @@ def sink_backward_kernel(
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
     a, slope, active = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
-    offset = tile_offsets(dout_strides, BM, D_PAD, ALIGN)
-    dout_head = head_pointer(dout, batch, head, dout_strides, ALIGN)
-    dout_tile = load_rows(dout_head, offset, first, dout_strides[1], active, D, D_PAD, ALIGN).to(ACC)
-    offset = tile_offsets(out_strides, BM, D_PAD, ALIGN)
-    out_head = head_pointer(out, batch, head, out_strides, ALIGN)
-    out_tile = load_rows(out_head, offset, first, out_strides[1], active, D, D_PAD, ALIGN).to(ACC)
+    dout_rows = rows_of(dout, batch, head, dout_strides, BM, D_PAD, ALIGN)
+    dout_tile = load_rows(dout_rows, first, active, D, D_PAD, ALIGN).to(ACC)
+    out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
+    out_tile = load_rows(out_rows, first, active, D, D_PAD, ALIGN).to(ACC)
     dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
     tl.store(dlse_rows, slope * tl.sum(out_tile * dout_tile, 1), mask=valid)
     if HAS_DOUT_KEYS:
-        offset = tile_offsets(dout_keys_strides, BM, D_PAD, ALIGN)
-        target = head_pointer(dout_keys, batch, head, dout_keys_strides, ALIGN)
-        store_rows(target, offset, first, dout_keys_strides[1], valid, dout_tile * a[:, None], D, D_PAD, ALIGN)
+        target = rows_of(dout_keys, batch, head, dout_keys_strides, BM, D_PAD, ALIGN)
+        store_rows(target, first, valid, dout_tile * a[:, None], D, D_PAD, ALIGN)
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
     """Write result (b, t, h, dv): out under the sink (h,), from lse (b, h, t) over all keys."""
     out, lse, sink = launch.addressable(out), launch.contiguous_rows(lse), sink.contiguous()
-    arguments, options = (out, lse, sink, result, *out.shape[1:3]), launch.row_options(lse.dtype, out, result)
-    strided = out, lse, result
-    launch.run(sink_kernel, launch.row_grid(out), launch.ROWS, arguments, launch.batch_heads(out), strided, options)
+    options = launch.row_options(out, result, accumulate=lse.dtype)
+    launch.run_rows(sink_kernel, out.shape, (out, lse, sink, result), (out, lse, result), options)
 
 
 def differentiate_sink(
@@ -132,7 +118,7 @@ def differentiate_sink(
     dout, out = map(launch.addressable, (dout, out))
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     written = out if dout_keys is None else dout_keys
-    options = {"HAS_DOUT_KEYS": dout_keys is not None, **launch.row_options(lse.dtype, dout, out, written)}
-    arguments, heads = (dout, out, lse, sink, written, dlse, *out.shape[1:3]), launch.batch_heads(out)
-    strided = dout, out, lse, written, dlse
-    launch.run(sink_backward_kernel, launch.row_grid(out), launch.ROWS, arguments, heads, strided, options)
+    options = {"HAS_DOUT_KEYS": dout_keys is not None}
+    options |= launch.row_options(dout, out, written, accumulate=lse.dtype)
+    arguments, strided = (dout, out, lse, sink, written, dlse), (dout, out, lse, written, dlse)
+    launch.run_rows(sink_backward_kernel, out.shape, arguments, strided, options)

@@ -1,20 +1,19 @@
 """Sum the tensors received from all ranks, in rank order, in one pass."""
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import cta_rows, head_pointer, load_rows, store_rows, tile_offsets
+from canon.fast.kernels.triton.blocks import ROW_NUMBERS, cta_rows, kernel, load_rows, rows_of, store_rows
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "batch_heads"])
+@kernel(*ROW_NUMBERS)
 def sum_ranks_kernel(
     received,
     total,
+    rank_stride,
     tokens,
     heads,
-    rank_stride,
     batch_heads,
     received_strides,
     total_strides,
@@ -27,27 +26,16 @@ def sum_ranks_kernel(
     """Write total (b, t, h, d): the sum of received (b, t, h, d) + r * rank_stride over r, in rank order."""
     first, batch, head = cta_rows(heads, batch_heads, BM)
     valid = first + tl.arange(0, BM) < tokens
-    offset = tile_offsets(received_strides, BM, D_PAD, ALIGN)
-    pointer = head_pointer(received, batch, head, received_strides, ALIGN)
-    acc = load_rows(pointer, offset, first, received_strides[1], valid, D, D_PAD)
+    source = rows_of(received, batch, head, received_strides, BM, D_PAD, ALIGN)
+    acc = load_rows(source, first, valid, D, D_PAD)
     for rank in range(1, RANKS):
-        part = pointer + tl.cast(rank, tl.int64) * rank_stride
-        acc += load_rows(part, offset, first, received_strides[1], valid, D, D_PAD)
-    total_head = head_pointer(total, batch, head, total_strides, ALIGN)
-    store_rows(total_head, tile_offsets(total_strides, BM, D_PAD, ALIGN), first, total_strides[1], valid, acc, D, D_PAD)
+        part = source[0] + tl.cast(rank, tl.int64) * rank_stride
+        acc += load_rows((part, source[1], received_strides), first, valid, D, D_PAD)
+    store_rows(rows_of(total, batch, head, total_strides, BM, D_PAD, ALIGN), first, valid, acc, D, D_PAD)
 
 
 def sum_ranks(received: Tensor, total: Tensor) -> None:
     """Write total (b, t, h, d): received (b, W, t, h, d) summed over W, in rank order and in its dtype."""
-    first = received[:, 0]
-    width = total.shape[-1]
-    arguments = (first, total, total.shape[1], total.shape[2], received.stride(1))
-    options = {
-        "RANKS": received.shape[1],
-        "D": width,
-        "D_PAD": launch.padded(width),
-        "ALIGN": launch.stride_divisor(received, total),
-        "BM": launch.ROWS.rows,
-    }
-    heads = launch.batch_heads(total)
-    launch.run(sum_ranks_kernel, launch.row_grid(total), launch.ROWS, arguments, heads, (first, total), options)
+    tensors = received[:, 0], total
+    options = {**launch.row_options(received, total), "RANKS": received.shape[1]}
+    launch.run_rows(sum_ranks_kernel, total.shape, (*tensors, received.stride(1)), tensors, options)

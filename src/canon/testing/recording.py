@@ -22,6 +22,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.fast.kernels.placed_mask import PlacedMask
 from canon.masks.mask import Mask
 
 GATHERS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
@@ -161,7 +162,7 @@ def _hop(log: Log, batch: Callable) -> Callable:
 
 def _computed(log: Log, kind: str, function: Callable) -> Callable:
     def noted(*arguments, **options):
-        first, mask = arguments[0], next(x for x in arguments if isinstance(x, Mask))
+        first, mask = arguments[0], next(x for x in arguments if isinstance(x, Mask | PlacedMask))
         queries = first if isinstance(first, Tensor) else first.q  # or dout, which has the same heads
         with log.timed(log.add("computed", kind, items=mask.area * queries.shape[-2])):
             return function(*arguments, **options)
