@@ -19,6 +19,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
