@@ -13,7 +13,7 @@ def ended(program, *arguments, **environment):
     """Run a program in a process that has TRITON_INTERPRET from ``environment`` alone. Return the ended process."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=1200)
+    return subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=3600)
 
 
 def printed(program, *arguments, **environment):

@@ -121,8 +121,8 @@ def ran(program, *arguments, **environment):
         (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto"),
     ],
 )
-def test_random_calls_need_no_other_variant(arch, backend, dtype, heads, widths, method):
-    found = ran(RANDOM_CALLS, arch, 100, backend, dtype, heads, widths, method, ALL)
+def test_200_random_calls_need_no_other_variant(arch, backend, dtype, heads, widths, method):
+    found = ran(RANDOM_CALLS, arch, 200, backend, dtype, heads, widths, method, ALL)
     assert found["kinds"] == sorted(ALL), "the draws reach all functions"
     assert found["seen"] > 0.5 * found["warmed"], "the calls need a good part of the set"
 
