@@ -139,6 +139,11 @@ def test_the_hopper_kernels_are_tuned_alike():
     assert [row["config"] for row in rows] == ["128,128,4,2,ping_pong", "128,64,2,1", "128,128,9,1"]
     assert rows[1]["tflops"] > 0
     assert "bytes of shared memory" in rows[2]["failed"]
+    with simulated_kernels.simulated():
+        _, row = tune.tune(shape, torch.bfloat16, CPU, "dq", [hopper_config.Config(128, 128, 4, 2)], "gluon")
+    assert row["failed"] == "dq does not read buffers"
+    with pytest.raises(ValueError, match='not torch.float32: use backend\\("triton"\\)'):
+        tune.candidates(options_of("tune", "--backend", "gluon", "--dtype", "float32"))
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

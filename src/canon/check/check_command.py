@@ -190,8 +190,8 @@ def _digest_runner(
     dtypes = arguments.dtype or _default_dtypes(placement.device, arguments.backend)
     options = placement.ranks, dtypes, placement.device == "cuda", arguments.only
     calls = [] if arguments.features else rank_digests.calls_of(module, *options)
-    tested = [call for call in calls if call.case.function in functions.tested]
-    calls = [call for call in tested if not declined_by(arguments.backend, call.case)]
+    own = any(call.case.function in functions.tested for call in calls)
+    calls = [call for call in calls if own and not declined_by(arguments.backend, call.case)]
     given = arguments.module, (), FromDocuments(documents), placement.device, Path(), arguments.backend
     return rank_digests.DigestRunner(*given, calls=tuple(calls))
 
