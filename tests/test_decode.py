@@ -56,3 +56,9 @@ def test_no_queries(half, shape):
 
 def test_the_result_is_not_differentiable(half):
     assert not any(x.requires_grad for pair in decoded(half, *(x.requires_grad_() for x in inputs())) for x in pair)
+
+
+@pytest.mark.usefixtures("own_errors")
+def test_a_missing_argument_is_named_with_the_function(half):
+    with pytest.raises(TypeError, match=r"^decode_attention\(\) missing 3 required positional"):
+        half.decode_attention()

@@ -9,6 +9,7 @@ from sharded import CALLS, attending, layout_of, on_this_rank, whole
 from torch.distributed.tensor import DTensor, Replicate
 
 from canon import Layout, Mask, fast, reference
+from canon.runtime import group
 from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}
@@ -101,3 +102,12 @@ def test_other_meshes_and_dtensors_raise_on_every_rank_with_a_remedy():
         assert "entry 'input_ids' must be a plain tensor" in errors["a batch"]
         outside = f"ValueError: unshard: rank {rank} is not a member of the mesh: call it on the members only"
         assert errors.get("a member", "") == ("" if rank < 2 else outside)
+
+
+def test_a_process_of_torchrun_without_a_group_warns_once(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    group._warn_of_one_rank.cache_clear()
+    x = torch.ones(1, 4, 2, 8)
+    with pytest.warns(UserWarning, match="WORLD_SIZE is 2, but torch.distributed is not initialised") as warned:
+        reference.ring_attention(reference.ring_attention(x, x, x), x, x)
+    assert len(warned) == 1

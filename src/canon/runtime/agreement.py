@@ -193,8 +193,7 @@ class GroupState:
                 self.known.add(call.digest)
                 return
             if alone := self.liveness.raised_alone():
-                self._lose(alone)
-                raise self.broken
+                raise self._lose(alone)
             problem = ValueError(self._difference(call))
             if not before_messages:
                 self.broken = ValueError(f"{problem}\nMessages of that call were in flight: make a new process group.")
@@ -237,13 +236,12 @@ class GroupState:
             self.liveness.report(self.calls, f"{type(error).__name__} in {name}: {cause}")
             raise error
         if alone := self.liveness.raised_alone():
-            self._lose(alone)
-        else:
-            missing = self.liveness.missing(self.calls)
-            self.broken = RuntimeError(
-                f"{name}, call {self.calls} of rank {self.rank}: {missing}. The messages of the call failed ({cause}), "
-                "so make a new process group."
-            )
+            raise self._lose(alone) from error
+        missing = self.liveness.missing(self.calls)
+        self.broken = RuntimeError(
+            f"{name}, call {self.calls} of rank {self.rank}: {missing}. The messages of the call failed ({cause}), "
+            "so make a new process group."
+        )
         raise self.broken from error
 
     # the watching thread
@@ -253,7 +251,7 @@ class GroupState:
             self.liveness.answer(self.calls)
             self._look_for_exceptions()
         call = self.pending
-        if call is None or time.monotonic() - call.started < POLL_SECONDS:
+        if self.broken or call is None or time.monotonic() - call.started < POLL_SECONDS:
             return
         if not self.lock.acquire(blocking=False):
             return  # the rank reads the digests now

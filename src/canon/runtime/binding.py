@@ -17,6 +17,9 @@ def bound(function: F, implementation: Callable[..., Any], notes: str = "") -> F
     ``notes``: sentences that are true of this half only. They follow the shared docstring.
     """
     function.__module__, function.__qualname__ = implementation.__module__, function.__name__
+    inner: Any = function
+    while inner := getattr(inner, "__wrapped__", None):  # errors of a missing argument name it
+        inner.__qualname__ = function.__qualname__
     if notes:
         shared, own = inspect.cleandoc(function.__doc__ or ""), inspect.cleandoc(notes)
         function.__doc__ = f"{shared}\n\nIn `canon.fast`:\n\n{own}"

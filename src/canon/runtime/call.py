@@ -34,6 +34,7 @@ from canon.runtime.checks import (
     check_tensors,
     default_mask,
     default_scale,
+    transpose_hint,
 )
 from canon.runtime.digests import Fields, digest_of
 from canon.runtime.group import ENDED, Group, place_in
@@ -317,7 +318,8 @@ def _mask_and_layout(
 ) -> tuple[Mask, Layout]:  # fmt: skip
     """Return the mask and the layout with their defaults. Raise unless they fit q and k on this rank."""
     if q.shape[-3] != k.shape[-3]:
-        raise ValueError(f"q and k of a rank must hold the same tokens, got {q.shape[-3]} and {k.shape[-3]}")
+        hint = transpose_hint((q, k.shape[-2]))
+        raise ValueError(f"q and k of a rank must hold the same tokens, got {q.shape[-3]} and {k.shape[-3]}{hint}")
     if mask is not None:
         check_mask_type(mask)
     if layout is not None and not isinstance(layout, Layout):
@@ -332,7 +334,8 @@ def _mask_and_layout(
     if layout.ranks != ranks:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
     if q.shape[-3] != layout.size(rank):
-        raise ValueError(f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}")
+        hint = transpose_hint((q, layout.size(rank)))
+        raise ValueError(f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}")
     return mask, layout
 
 

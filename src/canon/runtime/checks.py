@@ -72,7 +72,14 @@ def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
     if (mask.queries, mask.keys) != (q.shape[-3], k.shape[-3]):
         raise ValueError(
             f"{name} is {mask.queries} queries x {mask.keys} keys, q holds {q.shape[-3]} tokens and k {k.shape[-3]}"
+            + transpose_hint((q, mask.queries), (k, mask.keys))
         )
+
+
+def transpose_hint(*expected: tuple[Tensor, int]) -> str:
+    """Return a remedy if each tensor has the expected tokens on the axis of its heads, else ""."""
+    swapped = all(x.ndim == 4 and x.shape[2] == tokens != x.shape[1] for x, tokens in expected)
+    return ": pass x.transpose(1, 2) if tensors are (b, heads, t, width)" if swapped else ""
 
 
 def check_mask_type(mask: Any, name: str = "mask") -> None:
@@ -134,7 +141,8 @@ def check_sink(q: Tensor, sink: Tensor | None) -> None:
     if tuple(sink.shape) != (q.shape[-2],):
         raise ValueError(f"sink must be ({q.shape[-2]},), a logit for each query head, got {tuple(sink.shape)}")
     if sink.dtype not in (torch.float32, q.dtype):
-        raise ValueError(f"sink must be float32 or {q.dtype}, as q is, got {sink.dtype}: cast it")
+        names = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in (torch.float32, q.dtype))
+        raise ValueError(f"sink must be {' or '.join(names)}, got {sink.dtype}: cast it")
     if sink.device != q.device:
         raise ValueError(f"sink must be on {q.device}, as q is, got {sink.device}: move it")
 
@@ -150,7 +158,10 @@ def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
     """Return ``mask``, or the causal mask for None. Raise TypeError or ValueError if it does not fit q and k."""
     if mask is None:
         if q.shape[-3] != k.shape[-3]:
-            raise ValueError(f"mask=None is causal and needs as many queries as keys, got {q.shape[-3]}, {k.shape[-3]}")
+            raise ValueError(
+                f"mask=None is causal and needs as many queries as keys, got {q.shape[-3]}, {k.shape[-3]}"
+                + transpose_hint((q, k.shape[-2]))
+            )
         return cached(Mask.causal, q.shape[-3])
     check_mask(q, k, mask)
     return mask
