@@ -41,15 +41,10 @@ struct RowStatistics {
 
 // Replace dp by ds = p * (dp - delta), with p = exp2(scale_log2 s - lse log2(e)).
 DEVICE void differentiate(Scores& dp, const Scores& s, const RowStatistics& rows, float scale_log2) {
-#pragma unroll
-    for (int i = 0; i < M; ++i)
-#pragma unroll
-        for (int n = 0; n < PART_COLUMNS / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                float p = power_of_2(multiply_add(s.x[i][n][e], scale_log2, -rows.lse[i][e / 2]));
-                dp.x[i][n][e] = p * (dp.x[i][n][e] - rows.delta[i][e / 2]);
-            }
+    dp.each([&](float& x, int i, int n, int e) {
+        float p = power_of_2(multiply_add(s.x[i][n][e], scale_log2, -rows.lse[i][e / 2]));
+        x = p * (x - rows.delta[i][e / 2]);
+    });
 }
 
 // Write dq (b, t, h, d). Fully masked rows get 0.

@@ -74,14 +74,8 @@ DEVICE void softmax_step(Scores& s, RowState& rows, Output& out, const SharedTil
             shrink[i][half] = row_softmax(s.x[i], half, rows.maximum[i][half], rows.sum[i][half], scale);
             unchanged &= shrink[i][half] == 1.0f;
         }
-    if (!all_lanes(unchanged)) {  // late tiles seldom have a new maximum
-#pragma unroll
-        for (int i = 0; i < M; ++i)
-#pragma unroll
-            for (int n = 0; n < DV / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out.x[i][n][e] *= shrink[i][e / 2];
-    }
+    if (!all_lanes(unchanged))  // late tiles seldom have a new maximum
+        out.each([&](float& x, int i, int, int e) { x *= shrink[i][e / 2]; });
     RegisterOperand<COLUMNS / 16> p;
     p.round(s);
     multiply<COLUMNS>(out, p, v);

@@ -44,11 +44,7 @@ struct Visible {
 template <int N>
 DEVICE void hide(Accumulator<N>& x, const Visible& visible, int first, float value) {
     int column = first + 2 * (thread_index() % 4);
-#pragma unroll
-    for (int i = 0; i < M; ++i)
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (!visible.sees(2 * i + e / 2, column + 8 * n + e % 2)) x.x[i][n][e] = value;
+    x.each([&](float& score, int i, int n, int e) {
+        if (!visible.sees(2 * i + e / 2, column + 8 * n + e % 2)) score = value;
+    });
 }

@@ -21,23 +21,20 @@ template <int N>
 struct Accumulator {
     float x[M][N][4];
 
-    DEVICE void clear() {
+    // Call change(element, i, n, e) for each element.
+    template <class Change>
+    DEVICE void each(const Change& change) {
 #pragma unroll
         for (int i = 0; i < M; ++i)
 #pragma unroll
             for (int n = 0; n < N; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) x[i][n][e] = 0.0f;
+                for (int e = 0; e < 4; ++e) change(x[i][n][e], i, n, e);
     }
 
-    DEVICE void scale(float factor) {
-#pragma unroll
-        for (int i = 0; i < M; ++i)
-#pragma unroll
-            for (int n = 0; n < N; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[i][n][e] *= factor;
-    }
+    DEVICE void clear() { each([](float& x, int, int, int) { x = 0.0f; }); }
+
+    DEVICE void scale(float factor) { each([=](float& x, int, int, int) { x *= factor; }); }
 };
 
 // A left operand in shared memory: WARP_ROWS rows from `row` on, columns from 16 `first` on.
