@@ -33,7 +33,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
 // Return lse log2(e), and 1e30 for -inf: then the weight of a score of -inf is 0, not NaN.
-DEVICE float base_2(float lse) { return lse == -INFINITY ? 1e30f : lse * LOG2_E; }
+DEVICE float base_2(float lse) { return lse == -infinity() ? 1e30f : lse * LOG2_E; }
 
 struct Strides {
     int64 batch, token, head;
