@@ -17,6 +17,9 @@ from canon.fast.replay import recordings as prepared
 ROWS = "    rows = first + tl.arange(0, BM)\n"
 BARRIER = "    tl.debug_barrier()"
 LATE = '''
+import triton
+
+
 @triton.jit
 def late(x):
     """Return x; all warps except the first return it about 0.1 ms later."""
@@ -27,7 +30,7 @@ def late(x):
     )
 
 
-@triton.jit('''
+@kernel('''
 
 
 def late_kernel(folder: Path, barrier: bool):
@@ -35,8 +38,8 @@ def late_kernel(folder: Path, barrier: bool):
     source = Path(merge.__file__).read_text()
     assert source.count(ROWS) == source.count(BARRIER) == 1
     source = source.replace(ROWS, ROWS.replace("tl.arange(0, BM)", "late(tl.arange(0, BM))"))
-    assert source.count("\n@triton.jit(") == 1
-    source = source.replace("\n@triton.jit(", LATE)
+    assert source.count("\n@kernel(") == 1
+    source = source.replace("\n@kernel(", LATE)
     if not barrier:
         source = source.replace(BARRIER, "    # tl.debug_barrier()")
     path = folder / f"merge_{'with' if barrier else 'without'}.py"

@@ -17,7 +17,8 @@ from canon.testing.recording import recording
 HALVES = {"reference": reference, "fast": fast}
 B, G, D, DV = 2, 4, 8, 6
 PATTERNS = [
-    (dict(), [1, 1, 1, 1], [1, 1, 1, 1]),
+    (dict(head_stride=1), [1, 1, 1, 1], [1, 1, 1, 1]),
+    (dict(), [4], [4]),
     (dict(head_stride=4), [4], [4]),
     (dict(head_stride=2, forward_first_stride=1), [1, 1, 2], [2, 2]),
     (dict(head_stride=2, backward_first_stride=1, backward_last_stride=1), [2, 2], [1, 1, 1, 1]),
