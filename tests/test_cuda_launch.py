@@ -132,7 +132,7 @@ def test_a_chosen_backend_plans_for_every_gpu_and_never_falls_back(gpu):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(dtype=torch.float32), "supports bfloat16 and float16, not torch.float32"),
+        (dict(dtype=torch.float32), "support bfloat16 and float16, not torch.float32"),
         (dict(d=72), "multiples of 16 from 16 to 256"),
         (dict(dv=272), "multiples of 16 from 16 to 256"),
     ],
@@ -152,7 +152,7 @@ def test_the_fused_method_names_the_others(launched):
 
 def test_other_devices_name_the_remedy():
     q, k, v, out = inputs(device="meta")
-    for gpu, message in ((A100._replace(capability=(7, 5)), r"needs an sm_80 or later.*\(7, 5\)"), (None, "on a GPU")):
+    for gpu, message in ((A100._replace(capability=(7, 5)), r"need an sm_80 or later.*\(7, 5\)"), (None, "on a GPU")):
         with meta_stands_for(gpu), pytest.raises(ValueError, match=message):
             launch.forward(q, k, v, MASK, 0.5, out, torch.empty(2, 4, 40, device="meta"))
 
