@@ -1,0 +1,96 @@
+"""An exception that one rank survives, and a call on an ended group, raise on every rank: nothing waits for lost messages."""
+
+import functools
+import logging
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon import Layout, fast, reference
+from canon.runtime.call import ALGORITHMS
+from canon.testing import process_groups
+
+HALVES = {"reference": reference, "fast": fast}
+
+
+def survive_an_exception(half, function, where, when):
+    """Rank 1 raises at one end of a pass, and continues. Return each rank's later errors, its log, and the seconds."""
+    log, errors = [], []
+    logging.getLogger("canon.runtime.agreement").addFilter(lambda record: log.append(record.getMessage()))
+    leaves = [torch.ones(1, 8, heads, 8).requires_grad_() for heads in (4, 2, 2)]
+    step = lambda: getattr(HALVES[half], function)(*leaves).sum().backward()
+    step()
+    algorithm = ALGORITHMS[half, function]
+    run = getattr(algorithm, where)
+
+    def fails(*arguments):
+        if when == "after":
+            run(*arguments)
+        raise MemoryError("out of memory")
+
+    if dist.get_rank() == 1:
+        object.__setattr__(algorithm, where, fails)
+        with pytest.raises(MemoryError):
+            step()
+        object.__setattr__(algorithm, where, run)
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            step()
+        errors.append(str(raised.value))
+    return errors, log, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("half", "function", "where", "when"),
+    [
+        ("reference", "ring_attention", "forward", "before"),
+        ("fast", "magi_attention", "backward", "before"),
+        ("reference", "strided_attention", "forward", "after"),
+        ("fast", "ring_attention", "forward", "after"),
+    ],
+)
+def test_an_exception_that_one_rank_survives_raises_on_every_rank(half, function, where, when):
+    expected = f"rank 1 raised MemoryError in {function} ({where}): out of memory"
+    found = process_groups.processes(functools.partial(survive_an_exception, half, function, where, when), 2)
+    for errors, _, seconds in found:
+        assert all(expected in error for error in errors)
+        assert seconds < 10, "two looks of the watching thread are a second apart"
+    assert when == "after" or any(expected in line for _, log, _ in found for line in log)
+
+
+def survive_the_same_exception():
+    """All ranks raise the same, so the group can still be used. Rank 1 then raises alone."""
+    layout = Layout([[range(8)], []], 8)
+    for _ in range(2):
+        x = torch.ones(1, layout.size(dist.get_rank()), 2, 8)
+        with pytest.raises(ValueError, match="head_stride"):
+            reference.strided_attention(x, x, x, layout=layout, head_stride=3)
+        time.sleep(2.5)  # two looks of the watching thread
+    reference.ring_attention(*(torch.ones(1, 8, 2, 8) for _ in range(3)))
+
+
+def test_an_exception_of_all_ranks_leaves_the_group_usable():
+    process_groups.processes(survive_the_same_exception, 2)
+
+
+def use_an_ended_group(half):
+    group, x = dist.new_group([0, 1]), torch.ones(1, 8, 2, 8).requires_grad_()
+    layout = Layout.contiguous(16, 2)
+    out = HALVES[half].ring_attention(x, x, x, group=group)
+    dist.destroy_process_group(group)
+    for use in (
+        lambda: HALVES[half].ring_attention(x, x, x, group=group),
+        lambda: layout.unshard(x, group),
+        out.sum().backward,
+    ):
+        with pytest.raises((RuntimeError, ValueError), match="the process group has ended: make a new one") as raised:
+            use()
+        assert len(str(raised.value)) < 150
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_call_on_an_ended_group_raises_one_sentence(half):
+    process_groups.processes(functools.partial(use_an_ended_group, half), 2)
