@@ -55,6 +55,8 @@ def test_full_causal_and_window(n, left, right):
     assert same(Mask.full(n), offset == offset)
     assert same(Mask.full(n, 7), torch.ones(n, 7, dtype=torch.bool))
     assert same(Mask.causal(n), offset <= 0)
+    for keys in (0, 3, n + 4):  # also queries that see nothing
+        assert same(Mask.causal(n, keys), offsets(n, keys) <= keys - n)
     expected = torch.ones(n, n, dtype=torch.bool)
     expected &= (offset >= -left) if left not in (None, -1) else True
     expected &= (offset <= right) if right not in (None, -1) else True
