@@ -11,6 +11,8 @@ import torch
 from sharded import DEVICE, ON_HOPPER
 
 from canon.fast import backend, backward, local
+from canon.fast.kernels.device_plans import uploaded
+from canon.fast.kernels.gluon.tile_scheduler import tile_schedule
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended, agreement, dense, oracle
 
@@ -23,6 +25,11 @@ def hopper(order="random", seed=0):
     """Compute with the Hopper kernels."""
     with backend("gluon"), nullcontext() if ON_HOPPER else simulated_kernels.simulated(order=order, seed=seed):
         yield
+
+
+def new_schedule(mask, traversal, device):
+    """Return the tile schedule, not from the cache of plans."""
+    return uploaded(tile_schedule.__wrapped__(mask, traversal), device)
 
 
 def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):

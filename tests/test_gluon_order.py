@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hopper import HOPPER_ONLY, METHODS, assert_exact, attend, inputs
+from hopper import HOPPER_ONLY, METHODS, assert_exact, attend, inputs, new_schedule
 from sharded import ON_HOPPER
 
 from canon import Mask, simulator
-from canon.fast.kernels.gluon import dq_order, launch, tile_scheduler
+from canon.fast.kernels.gluon import dq_order, launch
 
 pytestmark = HOPPER_ONLY
 
@@ -45,7 +45,7 @@ def test_short_tiles_and_long_ones_by_turns_add_in_the_order_of_the_list(some, d
     arguments = inputs(mask, h=4 if ON_HOPPER else 2, g=2, d=128, dv=64)
     monkeypatch.setattr(dq_order, "SMS", 2 * some)
     monkeypatch.setattr(dq_order, "DRIFTING", (0.0, 0.0))  # so both heads stand side by side
-    monkeypatch.setattr(launch, "tile_schedule", tile_scheduler.tile_schedule.__wrapped__)  # not from the cache
+    monkeypatch.setattr(launch, "tile_schedule", new_schedule)
     first = attend(*arguments, mask, method="fused")
     assert_exact(first, *arguments, mask)
     for processors, order, seed in ((1, "early", 1), (3, "random", 2), (11, "late", 3)):

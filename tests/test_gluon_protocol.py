@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 import pytest
 import torch
 from gluon_mutants import BETWEEN_CTAS, KERNELS, SURVIVORS, mutants
+from hopper import new_schedule
 
 from canon import Mask, simulator
 from canon.fast.kernels.gluon import config, dq_order, launch, tile_scheduler
@@ -31,7 +32,7 @@ def _one_cta(monkeypatch):
     monkeypatch.setattr(launch, "SIMULATED_SMS", 1)
     monkeypatch.setattr(tile_scheduler, "LATE", 0)
     monkeypatch.setattr(dq_order, "UNEVEN", math.inf)
-    monkeypatch.setattr(launch, "tile_schedule", lru_cache(tile_scheduler.tile_schedule.__wrapped__))
+    monkeypatch.setattr(launch, "tile_schedule", lru_cache(new_schedule))
 
 
 @cache

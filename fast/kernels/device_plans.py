@@ -45,20 +45,20 @@ def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
 
     def on_device(*args: Any) -> tuple[Any, "Upload | None"]:
         try:
-            uploaded = _uploaded(on_host(args[:-1]), args[-1])
+            made = uploaded(on_host(args[:-1]), args[-1])
         except RuntimeError as error:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(NEW_WHILE_CAPTURING) from error
             raise
-        devices = {x.device for x in tensors_in(uploaded) if x.is_cuda}
+        devices = {x.device for x in tensors_in(made) if x.is_cuda}
         if devices and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(NEW_WHILE_CAPTURING)
-        return uploaded, Upload(devices.pop()) if devices else None
+        return made, Upload(devices.pop()) if devices else None
 
     @wraps(host)
     def plan(*args: Any) -> Any:
         if args[-1] == META:
-            return _uploaded(on_host(args[:-1]), META)
+            return uploaded(on_host(args[:-1]), META)
         made, upload = plan_cache.PLANS.find((plan, args), lambda: on_device(*args))
         if upload is not None:
             upload.wait()
@@ -80,7 +80,7 @@ def observed(note: Callable[[list[Tensor], "Upload | None"], None]) -> Iterator[
         _observers.current = None
 
 
-def _uploaded(plan: Any, device: torch.device | str) -> Any:
+def uploaded(plan: Any, device: torch.device | str) -> Any:
     """Return the plan with its arrays on the device. The host does not wait.
 
     A copy from pageable memory would wait for all queued kernels. PyTorch keeps the pinned source until the copy is complete.
@@ -91,7 +91,7 @@ def _uploaded(plan: Any, device: torch.device | str) -> Any:
         return source.pin_memory().to(device, non_blocking=True) if pinned else source.to(device)
     if not isinstance(plan, tuple):
         return plan
-    parts = (_uploaded(part, device) for part in plan)
+    parts = (uploaded(part, device) for part in plan)
     return plan._make(parts) if hasattr(plan, "_make") else tuple(parts)
 
 
