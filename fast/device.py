@@ -130,8 +130,11 @@ def _gluon_supports(q: Tensor, v: Tensor, method: str) -> bool:
 def check_inputs(q: Tensor) -> None:
     """Raise RuntimeError or ValueError if no kernel, or no kernel of the chosen backend, supports q."""
     check_device(q)
-    if _chosen.get() in ("gluon", "cuda"):
-        kernels_for(q, q).check(q)
+    if (chosen := _chosen.get()) in ("gluon", "cuda"):
+        kernels = kernels_for(q, q)
+        kernels.check(q)
+        if chosen == "gluon":
+            kernels.check_runs(q)
 
 
 def check_device(x: Tensor) -> None:

@@ -185,13 +185,17 @@ def check(q: Tensor) -> None:
     """Raise ValueError unless there are Hopper kernels for q's dtype and device."""
     if q.dtype not in DTYPES:
         raise ValueError(f'the Hopper kernels support bfloat16 and float16, not {q.dtype}: use backend("triton")')
+    if q.device.type == "cuda" and capability(q.device) != CAPABILITY:
+        name = torch.cuda.get_device_name(q.device)
+        raise ValueError(f'the Hopper kernels need compute capability 9.0, and this is {name}: use backend("triton")')
+
+
+def check_runs(q: Tensor) -> None:
+    """Raise ValueError if q is on a CPU, and not in the simulator."""
     if q.device.type == "cpu" and "run" not in vars(GluonJITFunction):  # `canon.simulator` sets it
         raise ValueError(
             'the Hopper kernels need a GPU of compute capability 9.0, got CPU tensors: use backend("triton")'
         )
-    if q.device.type == "cuda" and capability(q.device) != CAPABILITY:
-        name = torch.cuda.get_device_name(q.device)
-        raise ValueError(f'the Hopper kernels need compute capability 9.0, and this is {name}: use backend("triton")')
 
 
 def zero_masked(x: Tensor, mask: AnyMask, plan: TileSchedule, keys: bool) -> Tensor:

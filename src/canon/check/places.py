@@ -64,7 +64,7 @@ def explained(faults: Sequence[str], got: Results, exact: Results, x: Inputs) ->
 
 
 def _factor(got: Tensor, exact: Tensor) -> float | None:
-    got, exact = (t.to(exact.device).double().masked_fill(exact == -torch.inf, 0) for t in (got, exact))
+    got, exact = (t.to(exact.device).double().masked_fill(~exact.isfinite(), 0) for t in (got, exact))
     factor = (got * exact).sum() / exact.square().sum()
     explains = (got - factor * exact).norm() <= CLOSE * (got - exact).norm()  # False for NaN
     return factor.item() if explains and factor != 0 else None
