@@ -199,7 +199,8 @@ def test_a_captured_graph_keeps_its_plans(monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(replayed, expected, strict=True))
     del blocks, replayed, graph
     gc.collect()
-    assert not plan_cache._captured
+    if hasattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph"):  # older versions keep plans for ever
+        assert not plan_cache._captured
 
 
 @pytest.mark.gpus(1)

@@ -59,7 +59,7 @@ def call_operator(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse) from the operator of a public function. Its body checks the arguments."""
-    if torch.compiler.is_exporting() and not EXPORTS:
+    if not EXPORTS and torch.compiler._is_exporting_flag:  # in torch.compile, `is_exporting` of old versions is True
         raise RuntimeError("torch.export of canon needs torch >= 2.13: older versions do not take masks as constants")
     compiling, half = torch.compiler.is_compiling(), algorithm.half
     if not compiling:
