@@ -39,7 +39,7 @@ class Family:
     table: Callable[[str, Tensor, Tensor, Tensor, Tensor, Shape], Config]  # the table's own configuration
     grid: Callable[[str, Config, Shape], list[Config]]  # candidates around it
     named: Callable[[str, Shape], str]  # the name of a kernel in the configurations
-    numbers: int  # that a candidate needs
+    numbers: int  # least numbers of a candidate
     unread: Callable[[str, Any], list[str]]  # fields of a candidate that the kernel does not read
 
 

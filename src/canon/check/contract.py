@@ -6,8 +6,8 @@ from dataclasses import replace
 from canon.check.cases import ATTEND, MASKS, REPLICATED, Case
 
 CONVENTIONS = """\
-How to write MODULE. It is a Python module with one or more of the functions below. Functions that it lacks are
-skipped. NotImplementedError declines a case.
+How to write MODULE. It is a Python module with one or more of the functions below. Functions that it lacks, or
+imports from canon, are skipped. NotImplementedError declines a case.
 
   attention(q, k, v, mask)                  on one rank: the whole sequence
   ring_attention(q, k, v, mask, layout)     on all ranks; also strided_attention and magi_attention
