@@ -109,10 +109,10 @@ class _Backward:
         dq, dk, dv = self._zeros(self.q), self._zeros(self.k), self._zeros(self.v)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
-                p, ds, seen, q, k, dout = self._scores(queries, keys, visible)
-                dv[:, :, keys] += self._over_share(over_visible(p.mT, dout, seen.mT))
-                dk[:, :, keys] += self._over_share(over_visible(ds.mT, q, seen.mT))
-                dq[:, :, queries] += over_visible(ds, k, seen)
+                p, ds, visible, q, k, dout = self._scores(queries, keys, visible)
+                dv[:, :, keys] += self._over_share(over_visible(p.mT, dout, visible.mT))
+                dk[:, :, keys] += self._over_share(over_visible(ds.mT, q, visible.mT))
+                dq[:, :, queries] += over_visible(ds, k, visible)
         return dq, dk, dv
 
     def split(self):
@@ -124,9 +124,9 @@ class _Backward:
         dk, dv = self._zeros(self.k), self._zeros(self.v)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
-                p, ds, seen, q, _, dout = self._scores(queries, keys, visible)
-                dv[:, :, keys] += self._over_share(over_visible(p.mT, dout, seen.mT))
-                dk[:, :, keys] += self._over_share(over_visible(ds.mT, q, seen.mT))
+                p, ds, visible, q, _, dout = self._scores(queries, keys, visible)
+                dv[:, :, keys] += self._over_share(over_visible(p.mT, dout, visible.mT))
+                dk[:, :, keys] += self._over_share(over_visible(ds.mT, q, visible.mT))
         return dk, dv
 
     def head_parallel(self):
@@ -139,9 +139,9 @@ class _Backward:
         dk_heads, dv_heads = self._zeros(self.k, heads), self._zeros(self.v, heads)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
-                p, ds, seen, q, _, dout = self._scores(queries, keys, visible)
-                dv_heads[:, :, keys] += over_visible(p.mT, dout, seen.mT)
-                dk_heads[:, :, keys] += over_visible(ds.mT, q, seen.mT)
+                p, ds, visible, q, _, dout = self._scores(queries, keys, visible)
+                dv_heads[:, :, keys] += over_visible(p.mT, dout, visible.mT)
+                dk_heads[:, :, keys] += over_visible(ds.mT, q, visible.mT)
         return self._over_share(dk_heads), self._over_share(dv_heads)
 
     def dq(self):
@@ -149,19 +149,19 @@ class _Backward:
         dq = self._zeros(self.q)
         for queries, strip in visible_tiles(self.mask, self.q.device):
             for keys, visible in strip:
-                _, ds, seen, _, k, _ = self._scores(queries, keys, visible)
-                dq[:, :, queries] += over_visible(ds, k, seen)
+                _, ds, visible, _, k, _ = self._scores(queries, keys, visible)
+                dq[:, :, queries] += over_visible(ds, k, visible)
         return dq
 
     def _scores(self, queries, keys, visible):
         """Return p, scale * ds and the visible cells of one tile, and its q, k and dout in the accumulation dtype."""
         q, dout = (read(x, queries) for x in (self.q, self.dout))
         k, v = read_keys(self.k, self.v, keys, self.share)
-        scores = (self.scale * q @ k.mT).masked_fill(~visible, -torch.inf)
-        hidden = scores == -torch.inf
-        p = torch.exp(scores - self.lse[:, :, queries, None]).masked_fill(hidden, 0)
-        ds = (p * (dout @ v.mT - self.delta[:, :, queries, None])).masked_fill(hidden, 0)
-        return p, self.scale * ds, ~hidden, q, k, dout
+        lse, delta = (x[:, :, queries, None] for x in (self.lse, self.delta))
+        visible = visible & (lse != -torch.inf)
+        p = torch.exp(self.scale * q @ k.mT - lse).masked_fill(~visible, 0)
+        ds = (p * (dout @ v.mT - delta)).masked_fill(~visible, 0)
+        return p, self.scale * ds, visible, q, k, dout
 
     def _over_share(self, x):
         """Return the sum over the query heads of each key head, in head order."""

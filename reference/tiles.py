@@ -8,7 +8,7 @@ A tile is at most 128 queries x 128 keys, cut at multiples of 128. Tiles without
             256-383           x             x          /
 
 The weight of a hidden cell is 0, but 0 * NaN is NaN. `over_visible` leaves hidden cells out, so a NaN or an infinity reaches
-exactly the queries that see its token. A score of -inf hides its cell, too.
+exactly the queries that see its token.
 """
 
 from collections.abc import Iterator
@@ -42,8 +42,8 @@ def visible_tiles(mask: Mask, device: torch.device, by_keys: bool = False) -> It
 
 
 def read(x: Tensor, tokens: slice) -> Tensor:
-    """Return these tokens of ``x`` (b, heads, tokens, width) in the accumulation dtype."""
-    return x[:, :, tokens].to(accumulate_dtype(x.dtype))
+    """Return these tokens of ``x`` (b, heads, tokens, width) in the accumulation dtype, contiguous: strides may change bits."""
+    return x[:, :, tokens].to(accumulate_dtype(x.dtype)).contiguous()
 
 
 def read_keys(k: Tensor, v: Tensor, keys: slice, share: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from canon.check import draws, random_check
+from canon.check.planted_values import TENSORS, VALUES
 from canon.check.random_source import RandomSource
 from canon.reference import Layout, Mask
 from canon.testing.judge import Attended, agreement, dense, oracle, orders
@@ -61,6 +62,7 @@ def test_all_kinds_are_drawn():
     assert options.keys() == {"sink", "rank_invariant", "reduce_dtype", "stages", "keep_kv", "head_stride",
                               "backward_schedule", "forward_first_stride", "backward_first_stride",
                               "backward_last_stride"}  # fmt: skip
+    assert {case.planted for case in cases} == {"", *(f"{x} in {name}" for x in VALUES for name in TENSORS)}
     attended = [case for case in cases if case.dtype]
     assert any(case.shape.scale == 0 for case in attended)
     assert any((case.shape.scale or 0) < 0 for case in attended)

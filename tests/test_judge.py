@@ -36,7 +36,8 @@ FAULTS = {
     "the online softmax skips a rescale": (LOCAL, "local", "shrink[..., None] * weighted", "weighted"),
     "dk and dv are swapped": (LOCAL, "backward", "grads = walk()", "grads = [walk()[i] for i in (0, 2, 1)]"),
     "out is accumulated in bfloat16": (
-        FULL, "local", "weighted + p @ v_tile", "weighted.bfloat16() + (p @ v_tile).bfloat16()"),
+        FULL, "local", "weighted + over_visible(p, v_tile, scores > -torch.inf)",
+        "weighted.bfloat16() + (p @ v_tile).bfloat16()"),
     "parts are merged in bfloat16": (
         FULL, "ring", "merged(out, lse, *part)", "merged(out.bfloat16(), lse, *part)"),
     "dk and dv are accumulated in bfloat16": (FULL, "backward", "dtype=self.accumulate", "dtype=torch.bfloat16"),
@@ -71,6 +72,12 @@ FAULTS = {
         REDUCE, CASTS, "self.sizes.sent), parts, ", "self.sizes.sent)[1:], parts[1:], "),
     "gradients are added, but not in place": (
         REDUCE, CASTS, "parts = self.received", "self.into = self.into.clone(); parts = self.received"),
+    "a NaN on another rank is hidden": (
+        "ring_attention/contiguous/documents/nan in k", "local", "some = total != 0", "some = total > 0"),
+    "a merge drops a NaN": (
+        "ring_attention/contiguous/documents/nan in k", "local", "part_lse != -torch.inf", "part_lse > -torch.inf"),
+    "a query that sees a NaN gets 0": (
+        "attention/sequences/inf in v", "local", "return out, lse\n", "return out.nan_to_num(), lse\n"),
     "a plan forgets a token": (
         "cast_plan/planned/documents", "group_collectives", "common := owned[first:last]", "common := owned[first : last - 1]"),
 }  # fmt: skip

@@ -18,7 +18,7 @@ also reach some tokens of a tile that one MMA loads:
     dout    none                none             its query                    keys that it sees       keys of shared tiles
 
 Tiles have at most 256 rows and columns. A query and a key share one only if some query under 256 tokens away sees some key
-under 256 tokens away.
+under 256 tokens away. Under a sink, a NaN in lse also counts as one in dout.
 """
 
 import warnings

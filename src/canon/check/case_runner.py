@@ -27,6 +27,7 @@ from canon.check.cases import DTYPES, EXCHANGES, REPLICATED, Case, declined_by
 from canon.check.exchanges import answers, compared, rows_that_differ, tables
 from canon.check.inputs import FromDocuments, Inputs
 from canon.check.places import worst_places
+from canon.check.planted_values import everywhere
 from canon.check.random_source import RandomSource
 from canon.reference import Layout
 from canon.testing.judge import Attended, Measure, Results, agreement, relative
@@ -133,8 +134,10 @@ def _run_attention(module, case: Case, source: Source, device, runs, mask, layou
     if rank:
         return {}
     expected = source.expected(case, layout, device)
-    exact, judge = expected.exact, lambda got: agreement(got, expected.exact, expected.honest, expected.roundings)
-    verdict, reference_verdict = judge(first), judge(of_reference)
+    exact, judged_by = expected.exact, (expected.exact, expected.honest, expected.roundings)
+    spread = expected.spread if module.__name__.startswith("canon.") else everywhere(exact)
+    verdict = agreement(first, *judged_by, spread if case.planted else None)
+    reference_verdict = agreement(of_reference, *judged_by)
     faults = _wrong_dtypes(case, first, exact) + list(verdict.faults)
     faults += worst_places(list(verdict.faults), first, exact, layout if case.distributed else None)
     faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
@@ -257,8 +260,9 @@ def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
 
 def _difference(m: Measure, first: Results, of_reference: Results, exact: Results) -> float:
     a, b, true = (getattr(x, m.tensor).double() for x in (first, of_reference, exact))
-    unseen = true == -torch.inf
-    return relative(m.tensor, m.norm, (a - b).masked_fill(unseen, 0), true.masked_fill(unseen, 0))
+    error = a - b
+    missing = ~error.isfinite()
+    return relative(m.tensor, m.norm, error.masked_fill(missing, 0), true.masked_fill(missing, 0))
 
 
 def _wait_for_all(case: Case, device: str) -> None:

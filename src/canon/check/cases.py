@@ -5,6 +5,7 @@ part          a partial result of a schedule: delta is given, and the results ar
 sink          a sink is passed; its gradients are added over the ranks
 sequences     a tuple with a mask for each sequence
 last          a mask with the last queries only
+nan in k      one element of a visible token of k is NaN; the results of all queries that see it are, too
 
 Each mask has its own shape. Dtypes alternate over masks, layouts and methods.
 """
@@ -63,6 +64,21 @@ CASTS = (  # variant, mask, layout
     ("one_stage", "documents", "striped"),
     ("two_stages", "documents", "striped"),
     ("two_stages", "window", "zigzag"),
+)
+PLANTED = (  # function, mask, layout, options, planted
+    ("attention", "causal", None, {}, "nan in dout"),
+    ("attention", "documents", None, {"variant": "sink", "sink": True}, "nan in k"),
+    ("attention", "sequences", None, {}, "inf in v"),
+    ("attention_backward", "window", None, {"method": "fused"}, "inf in q"),
+    ("merge", "block_causal", None, {}, "nan in v"),
+    ("ring_attention", "documents", "contiguous", {}, "nan in k"),
+    ("ring_attention", "causal", "zigzag", {}, "inf in dout"),
+    ("zigzag_attention", "causal", "zigzag", {"variant": "sink", "sink": True}, "nan in v"),
+    ("striped_attention", "causal", "striped", {}, "-inf in k"),
+    ("strided_attention", "window", "contiguous", {"head_stride": 2}, "nan in q"),
+    ("magi_attention", "documents", "planned", {}, "nan in k"),
+    ("magi_attention", "block_causal", "planned", {"stages": 2}, "inf in v"),
+    ("decode_attention", "last", "contiguous", {"used": "forward"}, "nan in k"),
 )
 CAST_PLANS = {  # mask: layout, stages
     "documents": ("planned", 2),
@@ -130,10 +146,11 @@ class Case:
     variant: str = ""  # name of the options
     options: tuple[tuple[str, Any], ...] = ()
     used: str = "both"  # one of `USES`
+    planted: str = ""  # a value and a tensor, such as "nan in k"
 
     @property
     def name(self) -> str:
-        parts = (self.function, self.layout, self.mask, self.dtype, self.method, self.variant)
+        parts = (self.function, self.layout, self.mask, self.dtype, self.method, self.variant, self.planted)
         return "/".join(part for part in parts if part and part != "auto")
 
     @property
@@ -169,12 +186,13 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
     cases: list[Case] = []
 
     def add(
-        function: str, mask: str, layout: str | None = None, method="auto", dtype="", variant="", used="both", **options
-    ) -> None:
+        function: str, mask: str, layout: str | None = None, method="auto", dtype="", variant="", used="both", planted="",
+        **options,
+    ) -> None:  # fmt: skip
         number = list(SHAPES).index(mask) + (list(LAYOUTS).index(layout) if layout else 0) + METHODS.count(method)
         dtype = "" if function in PLANS else dtype or alternating[number % len(alternating)]
         shape = SHAPES[mask][gpu]
-        cases.append(Case(function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used))
+        cases.append(Case(function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used, planted))
 
     _add_local(add)
     _add_rings(add)
@@ -185,6 +203,8 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
         for variant, (mask, layout, options) in variants.items():
             add(function, mask, layout, variant=variant, **options)
     _add_exchanges(add)
+    for function, mask, layout, options, planted in PLANTED:
+        add(function, mask, layout, planted=planted, **options)
     if "float64" in dtypes and alternating != ["float64"]:
         add("attention", "documents", dtype="float64")
         add("ring_attention", "causal", "zigzag", dtype="float64")

@@ -27,6 +27,8 @@ skipped. NotImplementedError declines a case.
             logarithm of the softmax denominator, in float32 (float64 for float64). out and lse are differentiable.
   NaN       q, k, v and the gradient of out hold NaN for queries that see no key and for keys that no query sees.
             These NaN must not change other results. A query that sees no key gets out 0, lse -inf and zero gradients.
+            In some cases one element of a visible token is NaN or infinite. It must reach all results that depend on it,
+            and may reach more.
   keywords  return_lse; scale (default 1 / sqrt(d)); backward ("split", "fused" or "head_parallel", default "auto");
             reduce_dtype, the dtype in which dk and dv travel; and the options of strided_attention and magi_attention
             in canon.reference. A keyword is passed only if a case does not use its default. Functions with a parameter
@@ -55,6 +57,7 @@ changed to fit them, or left out:
   equal-heads        needs h == g
   equal-widths       needs d == dv
   contiguous         needs contiguous tensors
+  finite             is not tried with a NaN or an infinity in a visible token
 """
 
 TEMPLATE = '''\
@@ -102,7 +105,7 @@ def ring_attention(q, k, v, mask=None, layout=None, *, scale=None, backward="aut
 '''
 
 SHAPES = ("batched", "packed", "equal-heads", "equal-widths", "contiguous")
-WORDS = (*MASKS, "no-mask", "one-mask", "no-lse", "no-options", "forward", *SHAPES)
+WORDS = (*MASKS, "no-mask", "one-mask", "no-lse", "no-options", "forward", "finite", *SHAPES)
 
 
 def features(text: str) -> frozenset[str]:
@@ -130,6 +133,8 @@ def _adapted(case: Case, words: frozenset[str]) -> Case | None:
     masks = {"causal"} if "no-mask" in words else words & set(MASKS)
     attends = case.function in {*ATTEND, "prepare"} | REPLICATED
     if (masks and case.mask not in masks) or ("forward" in words and case.function == "attention_backward"):
+        return None
+    if "finite" in words and case.planted:
         return None
     if words & {"one-mask", "packed"} and "sequences" in case.mask:
         return None

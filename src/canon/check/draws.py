@@ -22,6 +22,7 @@ from canon.check.cases import (
     Masks,
     Shape,
 )
+from canon.check.planted_values import TENSORS, VALUES
 from canon.reference import Band, Layout, Mask
 
 WEIGHTS = {
@@ -90,6 +91,7 @@ class Drawn(Case):
             draws |= {"batch": str(shape.batch) if shape.batch else "packed", "scale": str(shape.scale)}
             draws |= {"strides": "contiguous" if shape.strides is None else f"random, seed {shape.strides}"}
             draws |= {"method": self.method, "variant": self.variant or "-", "differentiated": self.used}
+            draws |= {"planted": self.planted} if self.planted else {}
         return draws | {name: str(value) for name, value in self.options}
 
 
@@ -149,9 +151,17 @@ def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, mo
         n += -n % ranks  # without a mask, a function that makes its layout assumes shards of equal length
         mask, shape = f"Mask.causal({n})", Shape(shape.heads, shape.widths, shape.batch, True, None, shape.strides)
         layout = _layout(draw, mask, n, ranks, fixed) if layout else None
+    planted = _planted(draw, function, used) if dtype and function not in EXCHANGES else ""
     return Drawn(
-        function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used, seed, index, ranks
+        function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used, planted, seed, index, ranks
     )
+
+
+def _planted(draw: Random, function: str, used: str) -> str:
+    """Return a value and a tensor for one case in eight, else "". A tensor that the case does not use gets none."""
+    without_dout = used == "sum" or used.startswith("forward") or function in {"attention_forward", "merge"}
+    value, name = draw.choice(VALUES), draw.choice(TENSORS[:3] if without_dout else TENSORS)
+    return "" if used == "lse" or draw.random() < 7 / 8 else f"{value} in {name}"
 
 
 def _size(draw: Random, most: int) -> int:

@@ -1,7 +1,6 @@
 """Make the inputs of a case from documents, and the expected results. Cases with equal masks and dtypes share them."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from canon.check.cases import DTYPES, Case, Masks, Shape
 from canon.check.documents import Documents, projected
+from canon.check.planted_values import hide, plant, spread
 from canon.reference import Layout, Mask
 from canon.testing.judge import AttendedWithSink, Results, oracle, orders
 from canon.testing.roundings import sink_roundings
@@ -59,7 +59,7 @@ class Inputs:
 
 
 @lru_cache(maxsize=12)
-def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str) -> Inputs:
+def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str, planted: str) -> Inputs:
     dtype, tokens = DTYPES[dtype_name], documents.tokens
     rows = [
         projected(documents, Layout.zigzag(tokens, 3), shape.heads, shape.widths, row)
@@ -78,18 +78,11 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
     q, dout, dlse = q[:, -masks[0].queries :], dout[:, -masks[0].queries :], dlse[..., -masks[0].queries :]
     q, k, v, dout = (x.to(dtype).contiguous() for x in (q, k, v, dout))
     hide(masks, q, k, v, dout)
+    if planted:
+        plant(planted, masks, (q, k, v, dout))
     dlse, sink = (x.double() if dtype == torch.float64 else x for x in (dlse, sink))
     tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
     return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
-
-
-def hide(masks: Sequence[Mask], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    """Write NaN to queries that see no key and to keys that no query sees."""
-    for row, mask in enumerate(masks):
-        for axis, both in enumerate(((q, dout), (k, v))):
-            unseen = unseen_tokens(mask, axis)
-            for x in both:
-                x[row, unseen] = torch.nan
 
 
 def _mask(name: str, documents: Documents) -> Masks:
@@ -123,14 +116,6 @@ def _offset(documents: Documents) -> Tensor:
     return torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
 
 
-def unseen_tokens(mask: Mask, axis: int) -> Tensor:
-    """Return booleans: queries that see no key (axis 0), or keys that no query sees (axis 1)."""
-    unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
-    for band in mask.bands:  # every row and column of a band is seen
-        unseen[slice(band.k_start, band.k_stop) if axis else slice(band.q_start, band.q_stop)] = False
-    return unseen
-
-
 @lru_cache(maxsize=12)
 def _expected(
     mask_name: str,
@@ -141,22 +126,26 @@ def _expected(
     wide: bool,
     with_lse: bool,
     with_sink: bool,
+    planted: str,
 ) -> "Expected":
-    x = _inputs(mask_name, dtype_name, shape, documents, device)
+    x = _inputs(mask_name, dtype_name, shape, documents, device, planted)
     tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t for t in (x.q, x.k, x.v, x.dout)]
     sink = x.sink if with_sink else None
     arguments = (*tensors, x.mask, x.scale, x.dlse if with_lse else None, sink)
     few = None if sink is None else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scale, sink))
-    return Expected(oracle(*arguments), orders(*arguments), few)
+    exact = oracle(*arguments)
+    reach = spread(planted, exact, shape.heads[0] // shape.heads[1]) if planted else None
+    return Expected(exact, orders(*arguments), few, reach)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's result, honest results, and optional distances from `roundings`."""
+    """The oracle's result, honest results, and optional distances from `roundings` and places from `spread`."""
 
     exact: Results
     honest: list[Results]
     roundings: Results | None = None
+    spread: Results | None = None
 
 
 @dataclass(frozen=True)
@@ -169,9 +158,10 @@ class FromDocuments:
         return _mask(case.mask, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
-        return _inputs(case.mask, case.dtype, case.shape, self.documents, device)
+        return _inputs(case.mask, case.dtype, case.shape, self.documents, device, case.planted)
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
         wide = case.function == "merge"
         with_lse = case.variant != "plain" and case.used in {"both", "lse"}
-        return _expected(case.mask, case.dtype, case.shape, self.documents, device, wide, with_lse, case.has_sink)
+        inputs = case.mask, case.dtype, case.shape, self.documents, device
+        return _expected(*inputs, wide, with_lse, case.has_sink, case.planted)

@@ -22,7 +22,8 @@ def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
     got, exact = got.to(exact.device).double(), exact.double()
     if name == "dsink":
         return f"dsink is worst at head {int((got - exact).abs().nan_to_num(torch.inf).argmax())}"
-    error = torch.where(got == exact, 0.0, (got - exact).abs()).nan_to_num(torch.inf, torch.inf)
+    same = (got == exact) | ~(got.isfinite() | exact.isfinite())
+    error = torch.where(same, 0.0, (got - exact).abs()).nan_to_num(torch.inf, torch.inf)
     error = error.transpose(-1, -2) if name == "lse" else error.norm(dim=-1)  # (b, t, h)
     error = error if error.dim() == 3 else error[None]
     if not error.numel():

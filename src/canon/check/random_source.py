@@ -13,7 +13,8 @@ from torch import Tensor
 
 from canon.check.cases import DTYPES, Masks
 from canon.check.draws import Drawn, evaluated
-from canon.check.inputs import Expected, Inputs, hide
+from canon.check.inputs import Expected, Inputs
+from canon.check.planted_values import hide, plant, spread
 from canon.reference import Layout
 from canon.testing.judge import Results, dense, oracle, orders
 from canon.testing.roundings import roundings
@@ -38,7 +39,9 @@ class RandomSource:
         reduce_dtype = DTYPES[dict(case.options).get("reduce_dtype", "float64")]
         if reduce_dtype.itemsize == 2 and (layout.ranks > 1 or case.function == "strided_attention"):
             honest += [_reduced(arguments, layout, reduce_dtype, one, order) for order, one in enumerate(honest)]
-        return Expected(oracle(*arguments), honest, roundings(*arguments))
+        exact = oracle(*arguments)
+        reach = spread(case.planted, exact, case.shape.heads[0] // case.shape.heads[1]) if case.planted else None
+        return Expected(exact, honest, roundings(*arguments), reach)
 
 
 @lru_cache(maxsize=4)
@@ -59,6 +62,8 @@ def _inputs(case: Drawn, device: str) -> Inputs:
     dout = torch.zeros_like(dout) if case.used == "lse" else dout
     dlse = torch.zeros_like(dlse) if case.used in {"out", "no lse", "sum"} else dlse
     hide(masks, q, k, v, dout)
+    if case.planted:
+        plant(case.planted, masks, (q, k, v, dout))
     dout = torch.ones_like(dout) if case.used == "sum" else dout
     tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
     return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))

@@ -20,6 +20,10 @@ Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
 **Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO * out). lse stays that of
 the keys.
 
+**NaN and infinities** reach exactly the results of the cells that see them: a sum over keys or queries leaves out hidden
+cells. The judge compares their places, and the errors everywhere else. A module that multiplies hidden elements by 0 spreads
+them: ``spread`` holds the places where it may.
+
 ``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN.
 """
 
@@ -140,15 +144,15 @@ def _attend(
             scores = scale * LOG2E * _products(q[:, :, rows], k, narrow)
             scores.masked_fill_(~visible[:, keys], -torch.inf)
             out[:, :, rows], lse[:, :, rows] = _softmax(scores, v, 1 << order, rounded)
-            seen_lse = _finite(lse[:, :, rows])
+            seen_lse, seen = _finite(lse[:, :, rows]), visible[:, keys] & (lse[:, :, rows, None] != -torch.inf)
             a = q.new_ones(()) if sink is None else torch.sigmoid(seen_lse - sink)  # the share of the keys
             out[:, :, rows] = rounded(a[..., None] * out[:, :, rows])
             p = torch.exp2(scores - LOG2E * seen_lse[..., None])
-            delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1)
+            delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1).masked_fill(lse[:, :, rows] == -torch.inf, 0)
             ds = rounded(p * (a[..., None] * (dout[:, :, rows] @ v.mT) - (a * delta - dlse[:, :, rows])[..., None]))
-            dq[:, :, rows] = scale * (ds @ k)
-            dk += scale * (ds.mT @ q[:, :, rows])
-            dv += rounded(a[..., None] * p).mT @ dout[:, :, rows]
+            dq[:, :, rows] = scale * _over_seen(ds, k, seen)
+            dk += scale * _over_seen(ds.mT, q[:, :, rows], seen.mT)
+            dv += _over_seen(rounded(a[..., None] * p).mT, dout[:, :, rows], seen.mT)
             if sink is not None and dsink is not None:
                 dsink -= (torch.sigmoid(sink - seen_lse) * delta).sum((0, 2))
     dq, dk, dv = dq[..., widths.argsort()], dk[:, :, keys.argsort()][..., widths.argsort()], dv[:, :, keys.argsort()]
@@ -166,12 +170,21 @@ def _softmax(scores: Tensor, v: Tensor, parts: int, rounded: Callable[[Tensor], 
             top = scores_part.amax(-1, keepdim=True)
             p = torch.exp2(scores_part - _finite(top))
             total = p.sum(-1, keepdim=True)
-            part = rounded(p) @ v_part / total.masked_fill(total == 0, 1)
+            part = _over_seen(rounded(p), v_part, scores_part > -torch.inf) / total.masked_fill(total == 0, 1)
             part_lse = (top + total.log2()) / LOG2E
             merged = torch.logaddexp(lse, part_lse)
             out = torch.exp(lse - _finite(merged)) * out + torch.exp(part_lse - _finite(merged)) * part
             lse = merged
     return out, lse[..., 0]
+
+
+def _over_seen(weights: Tensor, x: Tensor, seen: Tensor) -> Tensor:
+    """Return weights @ x over the cells that are ``seen``. A weight of 0 does not hide a NaN, because 0 * NaN is NaN."""
+    finite = x.isfinite()
+    rest = (~finite).any(-1).flatten(0, 1).any(0)
+    cells = weights[..., rest, None] * x.masked_fill(finite, 0)[:, :, None, rest]
+    weights = weights.masked_fill(~seen, 0)
+    return weights @ x.masked_fill(~finite, 0) + cells.masked_fill(~seen[..., rest, None], 0).sum(-2)
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -286,22 +299,27 @@ class Agreement:
 
 
 def agreement(
-    got: Results, exact: Results, honest: Results | list[Results], roundings: Results | None = None
+    got: Results,
+    exact: Results,
+    honest: Results | list[Results],
+    roundings: Results | None = None,
+    spread: Results | None = None,
 ) -> Agreement:
     """Compare the error of ``got`` with the error of ``honest``, both against ``exact``.
 
     Tensors of ``got`` that are None are not judged. The distances in ``roundings`` (`canon.testing.roundings`) widen the
-    bounds. Raises ValueError if all tensors of ``got`` are None, or a shape is wrong.
+    bounds. ``spread``: booleans, more places where ``got`` may be NaN or infinite. Raises ValueError if all tensors of
+    ``got`` are None, or a shape is wrong.
     """
     measures, faults = [], []
-    honest = honest if isinstance(honest, list) else [honest]
-    for name, mine, true, size, *theirs in zip(
-        exact._fields, got, exact, roundings or (None,) * len(exact), *honest, strict=True
+    honest, none = honest if isinstance(honest, list) else [honest], (None,) * len(exact)
+    for name, mine, true, size, more, *theirs in zip(
+        exact._fields, got, exact, roundings or none, spread or none, *honest, strict=True
     ):
         if mine is not None:
             if mine.shape != true.shape:
                 raise ValueError(f"{name} has shape {tuple(mine.shape)}, expected {tuple(true.shape)}")
-            more_measures, more_faults = judged(name, mine.detach(), true, theirs, size)
+            more_measures, more_faults = judged(name, mine.detach(), true, theirs, size, more)
             measures += more_measures
             faults += more_faults
     if all(x is None for x in got):
@@ -310,15 +328,23 @@ def agreement(
 
 
 def judged(
-    name: str, got: Tensor, exact: Tensor, honest: list[Tensor], roundings: Tensor | None = None
+    name: str,
+    got: Tensor,
+    exact: Tensor,
+    honest: list[Tensor],
+    roundings: Tensor | None = None,
+    spread: Tensor | None = None,
 ) -> tuple[list[Measure], list[str]]:
     """Return the three measures of the tensor ``name`` (..., tokens, heads, width), and its faults as text."""
-    kept, unseen = honest[0].dtype, exact == -torch.inf
-    if name == "lse" and not torch.equal(got == -torch.inf, unseen):
+    kept, unseen, missing = honest[0].dtype, exact == -torch.inf, ~got.to(exact.device).isfinite()
+    if name == "lse" and not torch.equal(got.to(exact.device) == -torch.inf, unseen):
         return [], [f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at {int(unseen.sum())}"]
-    got, exact, *honest = (x.to(exact.device).double().masked_fill(unseen, 0) for x in (got, exact, *honest))
-    if not bool(got.isfinite().all()):
-        return [], [f"{name} has {int((~got.isfinite()).sum())} values that are not finite"]
+    stray = missing & exact.isfinite() if spread is None else missing & exact.isfinite() & ~spread.to(exact.device)
+    if bool(stray.any()):
+        return [], [f"{name} has {int(stray.sum())} values that are not finite"]
+    if hidden := int((~missing & ~exact.isfinite()).sum()):
+        return [], [f"{name} is finite at {hidden} places that a visible NaN or infinity reaches"]
+    got, exact, *honest = (x.to(exact.device).double().masked_fill(missing, 0) for x in (got, exact, *honest))
     floor = 0.0 if roundings is None else roundings.to(exact.device)  # below it, the oracle's own value may be rounding
     significant = bool((exact.abs() > floor).any())
     faults = [f"{name} is zero everywhere"] if significant and not bool(got.any()) else []
@@ -328,9 +354,9 @@ def judged(
         error, once, *theirs = (relative(name, norm, x - exact, exact) for x in (got, rounded, *honest))
         bound = EXACT if kept == torch.float64 else 2 * max(theirs) + once
         if roundings is not None:
-            bound += relative(name, norm, roundings.to(exact.device).masked_fill(unseen, 0), exact)
+            bound += relative(name, norm, roundings.to(exact.device).masked_fill(missing, 0), exact)
         measures.append(Measure(name, norm, error, bound))
-        if error > bound:
+        if not error <= bound:
             faults.append(f"{name} is off by {error:.2e} in the {norm} norm; its dtype explains at most {bound:.2e}")
     return measures, faults
 

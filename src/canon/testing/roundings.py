@@ -55,7 +55,8 @@ def roundings(q, k, v, dout, mask: Masks, scale: float | None = None, dlse=None,
     q, dout = (_heads_first(x, visible.any(1)) for x in (q, dout))
     k, v = (_heads_first(x, visible.any(0)).repeat_interleave(group, 1) for x in (k, v))
     dlse = torch.zeros_like(q[..., 0]) if dlse is None else dlse.double().masked_fill(~visible.any(1), 0)
-    scores = (scale * q @ k.mT).masked_fill(~visible, -torch.inf)
+    scores = _scores(scale * q, k, visible)
+    q, k, v, dout = map(_finite, (q, k, v, dout))
     lse = scores.logsumexp(-1) if mask.keys else scores.sum(-1)
     lse = lse.masked_fill(lse == -torch.inf, 0)
     p = torch.exp(scores - lse[..., None])
@@ -90,18 +91,18 @@ def sink_roundings(q, k, v, dout, mask: Masks, scale: float | None, sink) -> Ten
     narrow = torch.finfo(q.dtype).eps / 2 if q.dtype.itemsize == 2 else 0.0
     wide = EXACT if q.dtype == torch.float64 else UNIT
     scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[2] // k.shape[2]
-    q, k, v, dout = (x.detach().double().nan_to_num().transpose(1, 2) for x in (q, k, v, dout))
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    q, k, v, dout = (x.detach().double().transpose(1, 2) for x in (q, k, v, dout))
+    k, v = k.repeat_interleave(group, 1), _finite(v).repeat_interleave(group, 1)
     sink = sink.detach().double()[:, None]
     sums, squares = torch.zeros_like(sink[:, 0]), torch.zeros_like(sink[:, 0])
     for rows, visible in row_blocks(mask, q):
-        scores = (scale * q[:, :, rows] @ k.mT).masked_fill(~visible, -torch.inf)
+        scores = _scores(scale * q[:, :, rows], k, visible)
         lse = scores.logsumexp(-1) if mask.keys else scores.sum(-1)
         seen = lse > -torch.inf
         lse = lse.masked_fill(~seen, 0)
-        p, size = torch.exp(scores - lse[..., None]), abs(scale) * q[:, :, rows].abs() @ k.abs().mT
+        p, size = torch.exp(scores - lse[..., None]), abs(scale) * _finite(q[:, :, rows]).abs() @ _finite(k).abs().mT
         through = seen * torch.sigmoid(lse - sink) * torch.sigmoid(sink - lse)  # a (1 - a)
-        out, dy = p @ v, dout[:, :, rows]
+        out, dy = p @ v, _finite(dout[:, :, rows])
         weights = p * (1 + size + lse.abs()[..., None])
         of_weight = (dy * out).sum(-1).abs() * (2 + lse.abs() + sink.abs() + (p * (1 + size)).sum(-1))
         sums += (through * ((dy.abs() * (weights @ v.abs())).sum(-1) + of_weight)).sum((0, 2))
@@ -124,6 +125,15 @@ def _narrow(q, k, v, dout, p, dlse, scale: float, least: Tensor) -> tuple[Tensor
     ds = (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])).abs() + least
     dq = _rss(ds, k) + delta * (p @ k).abs()
     return out_error, None, scale * dq, scale * _rss((ds + p * delta).mT, q), _rss((p + least).mT, dout)
+
+
+def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+    """Return q k^T, -inf in hidden cells. NaN becomes 0, and inf a number: the judge reads no distance that depends on them."""
+    return (q @ k.mT).masked_fill(~visible, -torch.inf).nan_to_num(0.0, 0.0, -torch.inf)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _rss(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""A NaN or an infinity reaches exactly the results of the queries that see it, in the oracle and all over the reference."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded import CALLS, attending, layout_of, on_this_rank, whole
+
+from canon import Layout, Mask, reference
+from canon.check.planted_values import TENSORS, plant
+from canon.testing import process_groups
+from canon.testing.judge import Attended, AttendedWithSink, agreement, dense, oracle
+
+MASK = Mask.documents([0, 9, 31, 40], window=(12, 3), causal=False)
+LONG = Mask.documents([0, 100, 301, 310])  # tiles of 128 tokens on two ranks
+PLANTED = ["nan in q", "inf in q", "nan in k", "-inf in k", "nan in v", "inf in v", "nan in dout", "inf in dout"]
+
+
+def planted_in(planted, mask):
+    """Return q, k, v, dout and dlse of the whole sequence with a planted value."""
+    tensors = whole(mask)
+    plant(planted, [mask], tensors[:4])
+    return tensors
+
+
+def assert_exact(got, mask, q, k, v, dout, dlse, sink=None):
+    answers = (answer(q, k, v, dout, mask, dlse=dlse, sink=sink) for answer in (oracle, dense))
+    verdict = agreement(got, *answers)
+    assert verdict.agrees, str(verdict)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_the_oracle_follows_the_mask(name):
+    """Of the queries that see the token, p is NaN (q, k), or out and delta (v), or dp (dout)."""
+    tensors, seen, token = planted_in(f"nan in {name}", MASK), MASK.dense(), 20
+    queries = torch.arange(40) == token if name in ("q", "dout") else seen[:, token]
+    keys, none = seen[queries].any(0), torch.zeros(40, dtype=torch.bool)
+    expected = Attended(
+        out=none if name == "dout" else queries,
+        lse=queries if name in ("q", "k") else none,
+        dq=queries,
+        dk=keys,
+        dv=none if name == "v" else keys,
+    )
+    for answer in (oracle, dense):
+        for result, x, some in zip(
+            Attended._fields, answer(*tensors[:4], MASK, dlse=tensors[4]), expected, strict=True
+        ):
+            x = x.transpose(1, 2)[..., None] if result == "lse" else x
+            first, last = x.chunk(2, 2)  # the heads of two key heads; the last one holds the NaN
+            assert first.isfinite().all(), result
+            assert torch.equal(last.isnan().any(-1).any(-1)[0], some), result
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize("method", ["split", "fused", "head_parallel"])
+def test_on_one_rank(method, planted):
+    q, k, v, dout, dlse = planted_in(planted, MASK)
+    out, lse = reference.attention_forward(q, k, v, MASK)
+    grads = reference.attention_backward(dout, q, k, v, out, lse, MASK, dlse=dlse, method=method)
+    assert_exact(Attended(out, lse, *grads), MASK, q, k, v, dout, dlse)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize("call", CALLS)
+def test_on_several_ranks(call, planted):
+    tensors, layout = planted_in(planted, MASK), layout_of(call, 40, 2, Layout.zigzag(40, 2))
+    attend = attending(reference, call, MASK, layout)
+    got = process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 2)[0]
+    assert_exact(got, MASK, *tensors)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
+def test_where_owners_compute(function, planted):
+    tensors, layout = planted_in(planted, LONG), Layout.zigzag(310, 2, 128)
+    options = {"mask": LONG, "layout": layout, "rank_invariant": True, "return_lse": True}
+    attend = functools.partial(getattr(reference, function), **options)
+    got = process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 2)[0]
+    assert_exact(got, LONG, *tensors)
+
+
+@pytest.mark.parametrize("planted", PLANTED[:6])
+def test_decode(planted):
+    q, k, v, dout, dlse = planted_in(planted, MASK)
+
+    def program():
+        held = range(20 * dist.get_rank(), 20 * dist.get_rank() + 20)
+        own = [x[:, held.start : held.stop] for x in (k, v)]
+        return reference.decode_attention(q, *own, MASK.crop(keys=held), return_lse=True)
+
+    for out, lse in process_groups.threads(program, 2):
+        assert_exact(Attended(out, lse), MASK, q, k, v, dout, dlse)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_under_a_sink(planted):
+    q, k, v, dout, dlse = planted_in(planted, MASK)
+    leaves = [x.requires_grad_() for x in (q, k, v, torch.tensor([0.5, -2, 1, 30]).double())]
+    out, lse = reference.attention(*leaves[:3], MASK, sink=leaves[3], return_lse=True)
+    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    got = AttendedWithSink(out.detach(), lse.detach(), *grads)
+    assert_exact(got, MASK, q, k, v, dout, dlse, leaves[3])
+
+
+def test_a_sum_over_all_cells_of_a_tile_disagrees(monkeypatch):
+    """The planted fault: 0 * NaN is NaN."""
+    monkeypatch.setattr("canon.reference.local.over_visible", lambda weights, x, _: weights @ x)
+    with pytest.raises(AssertionError, match="out has 52 values that are not finite"):
+        test_on_one_rank("split", "nan in v")
+
+
+def test_scores_of_minus_infinity_alone_count_as_no_visible_key():
+    q, k, v, dout, dlse = whole(MASK)
+    q[:, 20], k[:, 9:24], v[:, 22] = -torch.inf, 1, torch.nan
+    out, lse = reference.attention_forward(q, k, v, MASK)
+    dq, _, _ = reference.attention_backward(dout, q, k, v, out, lse, MASK, dlse=dlse)
+    assert (lse[..., 20] == -torch.inf).all()
+    assert not out[:, 20].any()
+    assert not dq[:, 20].any()
