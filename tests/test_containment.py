@@ -217,6 +217,23 @@ def test_a_key_with_scores_of_minus_infinity_has_no_weight(method):
 
 
 @pytest.mark.parametrize("method", ["split", "fused"])
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+def test_a_query_with_scores_of_minus_infinity_alone_has_no_gradients(name, method):
+    """It counts as a query that sees no key: its gradients are 0, and those of the keys are finite."""
+    if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
+        pytest.skip("this GPU is not a Hopper")
+    draw = torch.Generator().manual_seed(0)
+    tensors = {x: torch.randn(1, 140, 1, 64, generator=draw).bfloat16().to(DEVICE) for x in PLANTED}
+    tensors["q"][:, 70], tensors["q"][..., 5], tensors["k"][..., 5] = 0, 0, 1e30
+    tensors["q"][:, 70, :, 5] = -1e30
+    got = attend(tensors, Mask.causal(140), method, name)
+    assert (got.lse[..., 70] == -torch.inf).all()
+    assert not got.out[:, 70].any()
+    assert not got.dq[:, 70].any()
+    assert all(x.isfinite().all() for x in (got.dq, got.dk, got.dv))
+
+
+@pytest.mark.parametrize("method", ["split", "fused"])
 @pytest.mark.parametrize(("name", "d"), [("triton", 64), ("gluon", 64), ("gluon", 256)])
 def test_a_nan_in_v_of_the_backward_alone_reaches_its_queries_and_its_key(name, d, method):
     """As in a ring, where other ranks contribute to out and lse: dP is NaN in hidden cells too."""

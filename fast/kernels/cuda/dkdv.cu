@@ -39,11 +39,12 @@ DEVICE void exponentiate(Scores& s, uint32 lse, float scale_log2) {
     for (int n = 0; n < PART_COLUMNS / 8; ++n) {
         float pair[2];
         read_shared(pair, lse + 32 * n + 8 * (thread_index() % 4));
+        pair[0] = base_2(pair[0]), pair[1] = base_2(pair[1]);
 #pragma unroll
         for (int i = 0; i < M; ++i)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                s.x[i][n][e] = power_of_2(multiply_add(s.x[i][n][e], scale_log2, -LOG2_E * pair[e % 2]));
+                s.x[i][n][e] = power_of_2(multiply_add(s.x[i][n][e], scale_log2, -pair[e % 2]));
     }
 }
 

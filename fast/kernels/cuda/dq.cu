@@ -33,7 +33,7 @@ struct RowStatistics {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 int at = row + 16 * i + 8 * half + thread_index() % 32 / 4;
-                lse[i][half] = at < stop ? read_constant(lse_head + at) * LOG2_E : 0.0f;
+                lse[i][half] = at < stop ? base_2(read_constant(lse_head + at)) : 0.0f;
                 delta[i][half] = at < stop ? read_constant(delta_head + at) : 0.0f;
             }
     }

@@ -33,6 +33,9 @@ using Result = Element;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
+// Return lse log2(e), and 1e30 for -inf: then the weight of a score of -inf is 0, not NaN.
+DEVICE float base_2(float lse) { return lse == -INFINITY ? 1e30f : lse * LOG2_E; }
+
 struct Strides {
     int64 batch, token, head;
 };

@@ -28,6 +28,12 @@ def cta_rows(heads, batch_heads, ROWS: tl.constexpr):
 
 
 @triton.jit
+def base2(lse):
+    """Return lse log2(e), and 1e30 for -inf: then the weight of a score of -inf is 0, not NaN."""
+    return tl.where(lse == float("-inf"), 1e30, lse * 1.4426950408889634)
+
+
+@triton.jit
 def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
     """Return acc + a b. Operands of over two bytes: a b first, else acc is rounded after each term."""
     if a.dtype.primitive_bitwidth > 16:  # the compiler would turn acc + tl.dot(a, b) into tl.dot(a, b, acc)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
     accumulate_mma,
+    base2,
     cta_rows,
     cta_work_tile,
     full_tile_source,
@@ -52,7 +53,7 @@ def dkdv_step(
 ):
     """Return dk + ds^T q, dv + p^T dout and ds^T for one tile of queries. ``scale`` has base 2."""
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
-    p = tl.exp2(s * scale - (lse * 1.4426950408889634)[None, :])
+    p = tl.exp2(s * scale - base2(lse)[None, :])
     if MASKED:
         p = tl.where(visible, p, 0.0)
     if MAKE_DV:

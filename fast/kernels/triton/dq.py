@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    base2,
     cta_work_tile,
     full_tile_source,
     head_pointer,
@@ -108,7 +109,7 @@ def dq_kernel(
     lse_head = statistic_head_pointer(lse, batch, head, statistic_stride_b, statistic_stride_h)
     delta_head = statistic_head_pointer(delta, batch, head, statistic_stride_b, statistic_stride_h)
     lse_row = tl.load(lse_head + rows, mask=valid, other=0.0)
-    lse2 = lse_row * 1.4426950408889634
+    lse2 = base2(lse_row)
     delta_row = tl.load(delta_head + rows, mask=valid, other=0.0)
     acc = tl.zeros([BM, D_PAD], ACC)
 
