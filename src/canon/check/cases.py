@@ -73,7 +73,7 @@ PLANTED = (  # function, mask, layout, options, planted
     ("merge", "block_causal", None, {}, "nan in v"),
     ("ring_attention", "documents", "contiguous", {}, "nan in k"),
     ("ring_attention", "causal", "zigzag", {}, "inf in dout"),
-    ("zigzag_attention", "causal", "zigzag", {"variant": "sink", "sink": True}, "nan in v"),
+    ("zigzag_attention", "block_causal", "zigzag", {"variant": "sink", "sink": True}, "nan in v"),
     ("striped_attention", "causal", "striped", {}, "-inf in k"),
     ("strided_attention", "window", "contiguous", {"head_stride": 2}, "nan in q"),
     ("magi_attention", "documents", "planned", {}, "nan in k"),
