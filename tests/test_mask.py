@@ -55,6 +55,8 @@ def test_full_causal_and_window(n, left, right):
     assert same(Mask.full(n), offset == offset)
     assert same(Mask.full(n, 7), torch.ones(n, 7, dtype=torch.bool))
     assert same(Mask.causal(n), offset <= 0)
+    for keys in (0, 3, n + 4):  # also queries that see nothing
+        assert same(Mask.causal(n, keys), offsets(n, keys) <= keys - n)
     expected = torch.ones(n, n, dtype=torch.bool)
     expected &= (offset >= -left) if left not in (None, -1) else True
     expected &= (offset <= right) if right not in (None, -1) else True
@@ -209,6 +211,7 @@ def test_bands_that_share_a_cell_raise_an_error_that_names_them(one, other):
     ("make", "numbers"),
     [
         (lambda: Mask.causal(-3), ["-3"]),
+        (lambda: Mask.causal(3, -2), ["keys", "-2"]),
         (lambda: Mask.full(-3), ["-3"]),
         (lambda: Mask([], 4, -2), ["keys", "-2"]),
         (lambda: Mask([Band(0, 5, 0, 4)], 4, 4), ["0:5", "4 queries"]),

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.usefixtures("own_errors")
     [
         ("queries", Mask.full),
         ("keys", lambda n: Mask.full(8, n) if n is not None else Mask.full(8, "8")),
-        ("n", Mask.causal),
+        ("queries", Mask.causal),
+        ("keys", lambda n: Mask.causal(8, n) if n is not None else Mask.causal(8, "8")),
         ("n", Mask.window),
         ("n", lambda n: Mask.prefix(n, 2)),
         ("prefix", lambda n: Mask.prefix(8, n)),

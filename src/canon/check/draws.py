@@ -249,8 +249,10 @@ def _square(draw: Random, n: int, parts: bool = True) -> str:
 
 
 def _any_mask(draw: Random, n: int) -> str:
-    kind = draw.choice(["square", "square", "square", "ranges", "blocks", "crop", "shift", "concat"])
+    kind = draw.choice(["square", "square", "square", "causal", "ranges", "blocks", "crop", "shift", "concat"])
     keys = _size(draw, max(3, 2 * n))
+    if kind == "causal":
+        return f"Mask.causal({n}, {keys})"
     if kind == "ranges":
         return _ranges(draw, n, keys)
     if kind == "blocks":

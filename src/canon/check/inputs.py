@@ -93,7 +93,7 @@ def _mask(name: str, documents: Documents) -> Masks:
     if name == "last of sequences":
         return tuple(mask.crop(queries=last) for mask in (Mask.causal(tokens), Mask.window(tokens, tokens // 2, 0)))
     if name == "last":
-        return Mask.causal(tokens).crop(queries=last)
+        return Mask.causal(len(last), tokens)
     if name == "last full":
         return Mask.full(len(last), tokens)
     if name == "block_causal":  # each document sees itself and all documents before it, except padding

@@ -106,9 +106,19 @@ class Mask(metaclass=OpaqueMeta):
         return cls.of_disjoint([Band(0, queries, 0, keys)] if queries and keys else [], queries, keys)
 
     @classmethod
-    def causal(cls, n: int) -> "Mask":
-        """Return the n x n mask in which token i sees the tokens j <= i."""
-        return cls.window(n, right=0)
+    def causal(cls, queries: int, keys: int | None = None) -> "Mask":
+        """Return the mask in which query i sees key j iff j <= i + keys - queries. The last query sees every key.
+
+            causal(2, 4)      x x x .      causal(3, 2)      . .
+                              x x x x                        x .
+                                                             x x
+
+        ``keys`` is by default ``queries``: token i sees the tokens j <= i. FlashAttention aligns in the same way.
+        """
+        queries = whole("queries", queries, 0)
+        keys = queries if keys is None else whole("keys", keys, 0)
+        band = Band(0, queries, 0, keys, None, keys - queries)
+        return cls.of_disjoint([band] if band.area else [], queries, keys)
 
     @classmethod
     def window(cls, n: int, left: int | None = None, right: int | None = None) -> "Mask":
