@@ -67,6 +67,31 @@ def test_every_token_is_on_one_rank(layout):
     assert torch.cat(held).sort().values.equal(torch.arange(layout.tokens))
 
 
+@given(st.lists(st.integers(0, 20), max_size=5), st.integers(1, 5))
+def test_zigzag_documents_divides_each_document_as_zigzag_does(lengths, ranks):
+    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    layout = Layout.zigzag_documents(ends, ranks)
+    assert (layout.tokens, layout.ranks) == (ends[-1], ranks)
+    for rank in range(ranks):
+        of_documents = [
+            start + Layout.zigzag(n, ranks).positions(rank) for start, n in zip(ends, lengths, strict=False)
+        ]
+        assert torch.equal(layout.positions(rank), torch.cat([torch.empty(0, dtype=torch.int64), *of_documents]))
+    assert layout == Layout.zigzag_documents(torch.tensor(ends), ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_zigzag_documents_is_the_order_of_ring_flash_attention(ranks):
+    """Its documents are multiples of 2 W tokens, cut by `torch.chunk`."""
+    layout, chunks = (
+        Layout.zigzag_documents([0, 24, 72], ranks),
+        [x.chunk(2 * ranks) for x in torch.arange(72).split([24, 48])],
+    )
+    for rank in range(ranks):
+        expected = torch.cat([piece for parts in chunks for piece in (parts[rank], parts[-1 - rank])])
+        assert torch.equal(layout.positions(rank), expected)
+
+
 @given(st.sampled_from(sorted(KINDS)), st.integers(0, 40), st.integers(1, 9))
 def test_contiguous_zigzag_and_striped_follow_their_definitions(kind, n, ranks):
     layout = KINDS[kind](n, ranks)

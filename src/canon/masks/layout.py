@@ -4,6 +4,7 @@
     contiguous               0 1 2 3         4 5 6 7         8 9 10 11
     zigzag                   0 1  10 11      2 3  8 9        4 5  6 7
     striped                  0 3 6 9         1 4 7 10        2 5 8 11
+    zigzag_documents         0 5  6 11       1 4  7 10       2 3  8 9        of two documents of 6 tokens
 
 Under a causal mask, the last of W contiguous shards has almost 2 W - 1 times the cells of the first. Zigzag and striped
 shards have nearly equal areas. A layout is the one source of shards, labels, positions and the masks between ranks.
@@ -14,6 +15,7 @@ Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brando
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 from canon.masks.arguments import plain_tensor, shown, whole
 from canon.masks.band import Band, IntervalIndex, joined, picked
 from canon.masks.mask import Mask
-from canon.masks.mask_inputs import Ints, RangesPerRank, checked_ranges
+from canon.masks.mask_inputs import Ints, RangesPerRank, checked_ranges, document_ends
 from canon.masks.opaque import OpaqueMeta
 from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import cached_plan, keep_for_stream
@@ -92,6 +94,23 @@ class Layout(metaclass=OpaqueMeta):
         n, ranks, multiple_of = whole("n", n, 0), whole("ranks", ranks, 1), whole("multiple_of", multiple_of, 1)
         pieces = _pieces(n, 2 * ranks, multiple_of)
         return cls([[pieces[r], pieces[2 * ranks - 1 - r]] for r in range(ranks)], n)
+
+    @classmethod
+    def zigzag_documents(cls, cu_seqlens: Ints, ranks: int) -> "Layout":
+        """Return the layout in which each document is divided as by `zigzag`, and a rank holds its pieces of all documents.
+
+        ``cu_seqlens``: 0, then the end of each document. A rank holds the two pieces of one document after those of another.
+        Raises ValueError if cu_seqlens does not start at 0 or decreases.
+
+        Source: Zilin Zhu, ring-flash-attention, `zigzag_ring_flash_attn_varlen_func`.
+        """
+        ends, ranks = document_ends(cu_seqlens), whole("ranks", ranks, 1)
+        held: list[list[range]] = [[] for _ in range(ranks)]
+        for start, stop in pairwise(ends):
+            pieces = [range(start + p.start, start + p.stop) for p in _pieces(stop - start, 2 * ranks, 1)]
+            for rank, own in enumerate(held):
+                own += [pieces[rank], pieces[-1 - rank]]
+        return cls(held, ends[-1])
 
     @classmethod
     def striped(cls, n: int, ranks: int) -> "Layout":

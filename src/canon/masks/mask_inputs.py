@@ -127,7 +127,8 @@ def _type_number(kind: int | str) -> int:
             return number
     elif kind in SLICE_TYPES:
         return SLICE_TYPES.index(kind)
-    raise ValueError(f"slice type {kind!r}: expected 0 to 3 or one of {SLICE_TYPES}")
+    remedy = "; write 'inverse_causal' for this type of MagiAttention" if kind == "inv_causal" else ""
+    raise ValueError(f"slice type {kind!r}: expected 0 to 3 or one of {SLICE_TYPES}{remedy}")
 
 
 def _pairs(name: str, ranges: Ranges) -> list[tuple[int, int]]:
