@@ -4,7 +4,8 @@ Tensors are 4-D, checked and on one device; lse and delta are (b, h, t). Results
 method adds to dq.
 
 **Range** (Gluon, too): scores scale q k up to 1e7 in magnitude (float64: 6e15), values up to 1e21. A larger maximum gives
-NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale - m). All scores at -inf count as no visible key.
+NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale - m). In the backward pass, lse has a spacing of 1
+there, so P would be off by a factor, without a NaN. All scores at -inf count as no visible key.
 
 **NaN and infinities** reach the tokens that see them. An MMA multiplies hidden elements by 0, and 0 * NaN is NaN, so they
 also reach some tokens of a tile that one MMA loads:

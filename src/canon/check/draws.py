@@ -34,6 +34,7 @@ RANKS = (3, 6, 5, 4, 3, 2, 2, 3)  # weights of 1 to 8 ranks
 RANK_INVARIANT = {"attention", "strided_attention", "magi_attention"}
 FOR_EACH_SEQUENCE = {"attention", "attention_forward", "attention_backward", "decode_attention"}
 TILED_TOKENS = 420  # tokens of a draw with rank_invariant, or more on a GPU: four tiles of 128
+LARGE = (1e2, 1e4, 5e5)  # factors of scores: the largest come near 1e7, the limit of `canon.fast`
 WORK = 48  # largest `_work` of an interpreted case: about half a second
 
 
@@ -151,7 +152,10 @@ def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, mo
         n += -n % ranks  # without a mask, a function that makes its layout assumes shards of equal length
         mask, shape = f"Mask.causal({n})", Shape(shape.heads, shape.widths, shape.batch, True, None, shape.strides)
         layout = _layout(draw, mask, n, ranks, fixed) if layout else None
-    planted = _planted(draw, function, used) if dtype and function not in EXCHANGES else ""
+    attends = dtype and function not in EXCHANGES
+    planted = _planted(draw, function, used) if attends else ""
+    if attends and variant != "plain" and not planted and _may_be_large(dtype, options) and draw.random() < 1 / 10:
+        shape = replace(shape, scale=draw.choice(LARGE) * shape.widths[0] ** -0.5)
     return Drawn(
         function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used, planted, seed, index, ranks
     )
@@ -162,6 +166,11 @@ def _planted(draw: Random, function: str, used: str) -> str:
     without_dout = used == "sum" or used.startswith("forward") or function in {"attention_forward", "merge"}
     value, name = draw.choice(VALUES), draw.choice(TENSORS[:3] if without_dout else TENSORS)
     return "" if used == "lse" or draw.random() < 7 / 8 else f"{value} in {name}"
+
+
+def _may_be_large(dtype: str, options: dict) -> bool:
+    """Return whether large scores leave all results finite: gradients exceed float16, and a sink's share underflows."""
+    return "float16" not in (dtype, options.get("reduce_dtype")) and "sink" not in options
 
 
 def _size(draw: Random, most: int) -> int:
