@@ -151,3 +151,15 @@ def test_planted_races_are_found(fault, tmp_path):
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_any_scale(scale):
     assert_exact(SMALL, MASKS["window"], scale)
+
+
+def test_a_query_with_scores_of_minus_infinity_alone_has_no_gradients():
+    mask = Mask.causal(N)
+    q, k, v, dout, dlse = inputs(mask)
+    q[..., 5], k[..., 5], q[:, 20] = 0, 1e30, 0
+    q[:, 20, :, 5] = -1e30
+    got = Emulation(SMALL).attend(q, k, v, dout, mask, q.shape[-1] ** -0.5, dlse)
+    assert (got.lse[..., 20] == -torch.inf).all()
+    assert not got.out[:, 20].any()
+    assert not got.dq[:, 20].any()
+    assert all(x.isfinite().all() for x in (got.dq, got.dk, got.dv))
