@@ -135,7 +135,8 @@ def test_the_numbers_of_speed_follow_from_records_and_name_their_commits(scripts
     speed, found = " ".join(section("Is it faster than mine\\?").split()), scripts("readme_figures").numbers()
     sentences = (
         "is {two zigzag} times as fast with `zigzag_attention`, and {two magi} times with `magi_attention`",
-        "is {torch 131072} times as fast at 131,072 tokens, and {torch 32768} times at 32,768",
+        "both passes of `strided_attention` are {torch 131072} times as fast at 131,072 tokens,",
+        "at 131,072 tokens, and {torch 32768} times at 32,768.",
         "keeps {share 131072} of one GPU's speed at 131,072 tokens. At 32,768 tokens it keeps {share 32768},",
         "and `zigzag_attention` {zigzag share 32768} (",
         "takes {forward} times the wall time of Canon's forward. For both passes it takes {both} times:",
