@@ -1,9 +1,12 @@
-"""Draw the figure of `README.md`: the masks and the timeline of a zigzag ring on four ranks.
+"""Draw the figures of `README.md`, and compute its numbers from records.
 
-The masks come from `canon.Layout` and `canon.Mask`. The timeline is a sketch without a scale.
+The masks of the zigzag ring come from `canon.Layout` and `canon.Mask`. Its timeline is a sketch without a scale.
 """
 
-from plots import BLUE, GREY, ORANGE, SKY, Drawing, new
+import kernel_tables
+import schedule_tables
+from plots import BLUE, GREY, ORANGE, SKY, Drawing, finish, new
+from records import load, median, span
 
 RANKS, TOKENS = 4, 32
 SIZE, PITCH = TOKENS // RANKS, (TOKENS // RANKS + 2, TOKENS // RANKS + 3.2)  # of the picture of one mask, in tokens
@@ -77,4 +80,78 @@ def _box(axes, left: float, bottom: float, width: float, colour: str, text: str,
     axes.text(left + width / 2, bottom + 0.4, text, ha="center", va="center", fontsize=7, color=ink)
 
 
-FIGURES = {"readme_zigzag": Drawing(readme_zigzag, ())}
+# --- speed
+
+EIGHT, ONE, TWO = "schedules_eight_h200", "kernels_h200", "swap_causal_two_h200"
+LENGTHS = (131072, 32768)  # tokens on eight GPUs
+ON_EIGHT = (  # name in the record, name in the figure
+    ("strided zigzag 8", "Canon, strided_attention"),
+    ("magi, 0 stages", "Canon, magi_attention"),
+    ("ring zigzag", "Canon, zigzag_attention"),
+    ("torch cudnn allgather", "torch context_parallel, cuDNN"),
+)
+ON_ONE = (("canon auto", "Canon, attention"), ("SDPA cudnn", "cuDNN"), ("flash-attn-4", "flash-attn-4"))
+
+
+def numbers() -> dict[str, str]:
+    """Return the numbers of `README.md` by name, computed from single times. Lengths are in tokens on eight GPUs."""
+    two = {row["function"]: median(row["seconds"][row["steps"] // 2 :]) for row in load(TWO)["results"]}
+    both = lambda name, n: median(schedule_tables.schedule(EIGHT, name, n)["both_ms"])
+    share = lambda name, n: f"{100 * both('one GPU', n) / 8 / both(name, n):.0f} %"
+    found = {f"two {name}": f"{two['torch'] / two[name]:.2f}" for name in ("zigzag", "magi")}
+    for n in LENGTHS:
+        peers = {row["schedule"] for row in load(EIGHT)["results"] if row["peer"]}
+        found[f"torch {n}"] = f"{min(both(peer, n) for peer in peers) / both('strided zigzag 8', n):.2f}"
+        found[f"share {n}"], found[f"zigzag share {n}"] = share("strided zigzag 8", n), share("ring zigzag", n)
+    found["strided over zigzag"] = span(
+        schedule_tables.schedule(record, "strided zigzag 8", n)["both_tflops"]
+        / schedule_tables.schedule(record, "ring zigzag", n)["both_tflops"]
+        for record, sizes in ((EIGHT, LENGTHS), ("schedules_four_h200", (16384, 65536, 262144)))
+        for n in sizes
+    )
+    ratios = [fastest_peer_over_canon(shape) for shape in kernel_tables.SHAPES]
+    wall = kernel_tables.wall()
+    slower = f"{sum(ratio < 1 for ratio in ratios)} of {len(ratios)}"
+    return found | {"forward": wall["wall_forward"], "both": wall["wall_both"], "slower": slower}
+
+
+def fastest_peer_over_canon(shape: str) -> float:
+    """Return the wall time of both passes of the fastest peer over that of Canon, on one GPU."""
+    times = {who: kernel_tables.clocks(ONE, shape, who, "both")[0] for who in ("canon auto", *kernel_tables.PEERS)}
+    return min(time for who, time in times.items() if time and who != "canon auto") / times["canon auto"]
+
+
+def readme_speed():
+    """Draw the speed of both passes on one and on eight GPUs, next to other libraries."""
+    shape = kernel_tables.SHAPES[0]
+    gpu_ms = {name: kernel_tables.clocks(ONE, shape, name, "both")[1] for name, _ in ON_ONE}
+    flops = 14 * 32 * 128 * 16384 * 16385 / 2  # of both passes: 14 d for each visible cell of a head
+    groups = [("1 GPU, 16,384 tokens", [(label, flops / gpu_ms[name] / 1e9) for name, label in ON_ONE])]
+    for n in LENGTHS:
+        speed = lambda name, n=n: schedule_tables.schedule(EIGHT, name, n)["both_tflops"]
+        groups.append((f"8 GPUs, {n:,} tokens", [(label, speed(name)) for name, label in ON_EIGHT]))
+    figure, grid = new(width=9, height=4.6)
+    axes, line, labels = grid[0][0], 0.0, []
+    for title, bars in groups:
+        axes.text(0, line, title, va="center", fontsize=9, weight="bold")
+        for label, value in bars:
+            line -= 1
+            axes.barh(line, value, 0.8, color=BLUE if label.startswith("Canon") else ORANGE)
+            axes.text(value + 6, line, f"{value:.0f}", va="center", fontsize=8)
+            labels.append((line, label))
+        line -= 1.4
+    axes.set_yticks(*zip(*labels, strict=True))
+    axes.set_ylim(line + 0.6, 0.9)
+    finish(axes, xlabel="TFLOP/s of each GPU, in GPU time")
+    figure.suptitle(
+        "Speed of forward and backward (longer is faster) on NVIDIA H200s\n"
+        "One causal sequence, 32 query heads, 8 key heads, D 128, bfloat16",
+        fontsize=10,
+    )
+    return figure
+
+
+FIGURES = {
+    "readme_zigzag": Drawing(readme_zigzag, ()),
+    "readme_speed": Drawing(readme_speed, (f"{ONE}.json", f"{EIGHT}.json")),
+}

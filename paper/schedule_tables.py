@@ -225,12 +225,20 @@ def plans() -> dict[str, str]:
 
 def training() -> dict[str, str]:
     """Return the table of the training experiment: tokens per second and peak memory, by function."""
-    causal, packed = (
-        {row["function"]: row for row in load(f"swap_{mask}_h200")["results"]} for mask in ("causal", "packed")
+    causal, packed, two = (
+        {row["function"]: row for row in load(f"swap_{name}_h200")["results"]}
+        for name in ("causal", "packed", "causal_two")
     )
     speed = lambda row: f"{tokens(round(row['tokens_per_second']))} ({row['peak_bytes'] / 1e9:.1f} GB)" if row else "-"
-    rows = [[name, speed(causal.get(name)), speed(packed.get(name))] for name in causal]
-    return {"training": table(("tokens per second (peak memory)", "one causal sequence", "packed documents"), rows)}
+    names = dict.fromkeys((*causal, *two))
+    rows = [[name, *(speed(found.get(name)) for found in (causal, packed, two))] for name in names]
+    header = (
+        "tokens per second (peak memory)",
+        "one causal sequence",
+        "packed documents",
+        "one causal sequence, two H200s",
+    )
+    return {"training": table(header, rows)}
 
 
 PARTS = (schedules, packs, host, plans, training)

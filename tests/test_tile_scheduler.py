@@ -232,7 +232,7 @@ def test_other_ordered_work_tiles_come_longest_first(mask, each, columns):
 )
 def test_short_work_tiles_come_last_only_where_that_evens_the_ends(tokens, heads, each, gain, monkeypatch):
     mask, read = Mask.causal(tokens), 512 * each * tokens
-    traversal = Traversal(128, 64, True, heads, 1, each, read)
+    traversal = Traversal(128, 64, True, heads, 1, each, read, even_ends=True)
     costs = tile_costs(mask, 128, 64, True, each, traversal.boxes)
     cost_of = dict(zip(costs.tiles[:, 0].tolist(), costs.cost.tolist(), strict=True))
     times, orders = [], []

@@ -129,7 +129,9 @@ def dkdv(
     config, d_pad, dv_pad = choose(kernel, d, dv_width)
     each = q.shape[2] // owners
     heads, read = Heads(q.shape[0], owners, 1), each * head_bytes(q, dout)
-    plan = tile_schedule(mask, Traversal(config.rows, config.columns, True, heads, 1, each, read, ordered), q.device)
+    # "fused": what even ends gain, reads of distant tiles lose
+    traversal = Traversal(config.rows, config.columns, True, heads, 1, each, read, ordered, even_ends=dq is None)
+    plan = tile_schedule(mask, traversal, q.device)
     own_dk, own_dv = map(writable, (dk, dv))
     for rows in plan.fully_masked_rows:
         own_dk[:, rows] = 0

@@ -1,8 +1,8 @@
 """The tile schedule of the Hopper kernels: all work tiles of a launch, in the order in which persistent CTAs claim them.
 
 Heads that share keys come together while their tensors fit the L2 cache; within such a set, the longest work tiles come
-first. So the last set starts its longest tile late. Where that costs dk and dv more than 2 %, the shortest tenth of the work
-comes last (`_even_ends`). The launch fills rows of tiles without a visible cell. With ordered dq: `dq_order`.
+first. So the last set starts its longest tile late. Where that costs more than 2 %, a launch of dk and dv without dq has the
+shortest tenth of its work last (`_even_ends`). The launch fills rows of tiles without a visible cell. With ordered dq: `dq_order`.
 
 Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for each ticket. Source:
 Graham, Bounds on multiprocessing timing anomalies (1969): longest processing time first.
@@ -55,6 +55,7 @@ class Traversal(NamedTuple):
     bytes_per_group    bytes that a group of heads reads
     ordered            additions to dq come in the order of the schedule
     full_first         the full spans of a work tile come first
+    even_ends          the shortest tiles may come last (`_even_ends`)
     ctas               the most CTAs, if CTA i starts with work tile i (`_late_ctas_get_short_ones`); else 0
     """
 
@@ -67,6 +68,7 @@ class Traversal(NamedTuple):
     bytes_per_group: int
     ordered: bool = False
     full_first: bool = False
+    even_ends: bool = False
     ctas: int = 0
 
     @property
@@ -130,7 +132,7 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
     work_tiles = work[WORK_TILE : WORK_TILE * (1 + number)].reshape(len(heads), -1, heads.shape[1], WORK_TILE)
     if number >= SEVERAL * t.ctas > 0:
         _late_ctas_get_short_ones(work_tiles, costs.cost[order], t.ctas)
-    if t.transposed and not t.ordered:
+    if t.even_ends:
         _even_ends(work_tiles, costs.cost[order])
     visits = heads.size * int(spans[:, 1].sum(dtype=np.int64))
     return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, visits)
