@@ -2,7 +2,8 @@
 
 Heads that share keys come together while their tensors fit the L2 cache; within such a set, the longest work tiles come
 first. So the last set starts its longest tile late. Where that costs more than 2 %, a launch of dk and dv without dq has the
-shortest tenth of its work last (`_even_ends`). The launch fills rows of tiles without a visible cell. With ordered dq: `dq_order`.
+shortest tenth of its work last (`_even_ends`). The launch fills rows of tiles without a visible cell. `dq_order` has the order
+of launches with ordered dq.
 
 Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for each ticket. Source:
 Graham, Bounds on multiprocessing timing anomalies (1969): longest processing time first.
