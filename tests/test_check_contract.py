@@ -77,7 +77,7 @@ def test_features_limit_the_cases_to_what_a_module_can_do(run, write_module):
     limits = "no-mask,equal-heads,equal-widths,batched"
     status, printed, record = run(*words, "--features", limits)
     assert status == 0, printed.out
-    assert list(verdicts(record)) == ["attention/causal/float32/plain", "attention/causal/float32/plain/nan in dout"]
+    assert list(verdicts(record)) == ["attention/causal/float32/plain", "attention/causal/float32/plain/inf in dout"]
     assert f"--features {limits}" in record["command"]
 
 

@@ -62,19 +62,16 @@ CASTS = (  # variant, mask, layout
     ("two_stages", "documents", "striped"), ("two_stages", "window", "zigzag"),
 )  # fmt: skip
 PLANTED = (  # function, mask, layout, options, planted
-    ("attention", "causal", None, {}, "nan in dout"),
+    ("attention", "causal", None, {}, "inf in dout"),
     ("attention", "documents", None, {"variant": "sink", "sink": True}, "nan in k"),
     ("attention", "sequences", None, {}, "inf in v"),
     ("attention_backward", "window", None, {"method": "fused"}, "inf in q"),
     ("merge", "block_causal", None, {}, "nan in v"),
     ("ring_attention", "documents", "contiguous", {}, "nan in k"),
-    ("ring_attention", "causal", "zigzag", {}, "inf in dout"),
     ("zigzag_attention", "block_causal", "zigzag", {"variant": "sink", "sink": True}, "nan in v"),
-    ("striped_attention", "causal", "striped", {}, "-inf in k"),
     ("strided_attention", "window", "contiguous", {"head_stride": 2}, "nan in q"),
-    ("magi_attention", "documents", "planned", {}, "nan in k"),
-    ("magi_attention", "block_causal", "planned", {"stages": 2}, "inf in v"),
-    ("decode_attention", "last", "contiguous", {"used": "forward"}, "nan in k"),
+    ("magi_attention", "documents", "planned", {}, "nan in dout"),
+    ("decode_attention", "last", "contiguous", {"used": "forward"}, "-inf in k"),
 )
 CAST_PLANS = {  # mask: layout, stages
     "documents": ("planned", 2), "causal": ("zigzag", 0), "window": ("striped", 1), "block_causal": ("planned", 3),
