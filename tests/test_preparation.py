@@ -97,7 +97,7 @@ def test_a_first_call_after_load_plans_nothing_and_has_the_same_bits(half, case,
 def test_plans_for_a_hopper_gpu_are_those_of_its_launches(case, monkeypatch, planned):
     """Launches are dropped here. The CPU stands for the GPU in the call, and the meta device in `prepare`."""
     monkeypatch.setattr(launcher, "_launch", lambda *_: None)
-    monkeypatch.setattr(gluon_launch, "check", lambda _: None)
+    monkeypatch.setattr(gluon_launch, "check_runs", lambda _: None)
     monkeypatch.setattr(gluon_launch, "SIMULATED_SMS", H200.multiprocessors)
     automatic = backward.automatic
     monkeypatch.setattr(backward, "automatic", lambda q, k, v, mask: automatic(q, k, v, mask, H200.multiprocessors))
