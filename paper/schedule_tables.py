@@ -255,4 +255,4 @@ PARTS = (schedules, packs, host, plans, training)
 def _ring_wall(rank: int, checked: bool) -> str:
     """Return the median wall time of a rank's forward, with or without the comparison of arguments."""
     rows = load("agreement_two_h200")["results"]
-    return f"{median(row['forward_us'][rank] for row in rows if row['checked'] is checked):.0f}"
+    return tokens(round(median(row["forward_us"][rank] for row in rows if row["checked"] is checked)))
