@@ -81,12 +81,13 @@ def best_peer(record: str, shape: str, name: str) -> float:
     return max(speed(record, shape, peer, name) for peer in PEERS)
 
 
-def agreeing(record: str) -> str:
-    """Return how many rows of schedules agree. Raises ValueError if one does not; one GPU alone is not judged."""
-    found = [row.get("agrees") for row in load(record)["results"] if row["schedule"] != "one GPU"]
-    if not all(found):
-        raise ValueError(f"{record}: a schedule does not agree")
-    return str(len(found))
+def agreeing(*records: str) -> str:
+    """Return how many schedules of Canon agree in every record. Raises ValueError if one does not, or if the lists differ."""
+    judged = [[row for row in load(name)["results"] if row["schedule"] != "one GPU"] for name in records]
+    found = [{row["schedule"] for row in rows if not row["schedule"].startswith("torch")} for rows in judged]
+    if not all(row.get("agrees") for rows in judged for row in rows) or found != found[:1] * len(found):
+        raise ValueError(f"{records}: a schedule does not agree, or the schedules differ")
+    return str(len(found[0]))
 
 
 def _random(record: str) -> str:
@@ -129,6 +130,9 @@ def agreement() -> dict[str, str]:
     return {
         "restructured": span([new[key] / old[key] for key in old]),
         "random_cpu": _random("random_cpu"),
+        "random_distinct": tokens(
+            len({(run["seed"], row[0]) for run in load("random_cpu")["runs"] for row in run["cases"]})
+        ),
         "random_gpu": _random("random_gpu_h200"),
         "agreement": table(
             ("run", "dtypes", "cases that agree", "cases that repeat their bits", "largest error over its bound"),
@@ -145,8 +149,7 @@ def agreement() -> dict[str, str]:
         "two_tests": count(passed[1], "passed"),
         "two_failed": count(passed[1], "failed"),
         "semaphore": f"{min(slower):.2f} to {max(slower):.2f}",
-        "four_agree": agreeing("schedules_four_h200"),
-        "eight_agree": agreeing("schedules_eight_h200"),
+        "schedules_agree": agreeing("schedules_four_h200", "schedules_eight_h200"),
     }
 
 

@@ -98,17 +98,27 @@ def checks_and_plans() -> dict[str, str]:
     """Return numbers of the check, of the plans and of compilation."""
     cases = [row for record, *_ in kernel_tables.CHECKS for row in load(record)["results"]]
     ratios = [measure["ratio"] for row in cases for measure in row["measures"]]
-    plans = [row for row in load("plans")["results"] if row["kind"] == "packs"]
     mean = lambda numbers: sum(numbers) / len(numbers)
+    planned = load("plans")["results"]
+    plans = [row for row in planned if row["kind"] == "packs"]
+    large = next(row for row in planned if row["kind"] == "a large pack")
+    speed = lambda shape: f"{kernel_tables.forward('kernels_h200', shape):.0f}"
+    worst = min(float(row[1]) for row in cells(kernel_tables.lengths()["lengths"]))
+    volumes = ", ".join(f"{mean(row['volume']):.3f} on {row['ranks']}" for row in plans)
     releases = sorted(path.stem.removeprefix("compile_triton_") for path in DATA.glob("compile_triton_*.json"))
     spilled = [row["spilled"] for release in releases for row in load(f"compile_triton_{release}")["results"]]
     return {
-        "check_cases": str(len(cases)),
+        "check_declined": str(sum(row["verdict"] == "declined" for row in cases)),
         "check_agree": str(sum(row["verdict"] == "agrees" for row in cases)),
         "check_worst": f"{max(ratios):.2f}",
         "check_median": f"{median(ratios):.2f}",
         "plan_balance": span([mean(row["balance"]) for row in plans], 3),
         "plan_volume": span([mean(row["volume"]) for row in plans], 3),
+        "plan_volumes": f"{volumes} ranks",
+        "plan_large_ms": tokens(round(median(large["ms"]))),
+        "documents_tflops": speed("B1 S65536 Hq64 Hk8 D128 documents:1024"),
+        "causal_tflops": speed("B1 S16384 Hq32 Hk8 D128 causal"),
+        "short_least": f"{worst:.2f}",
         "plan_ms": span([median(row["ms"]) for row in plans], 0),
         "plan_packs": str(len(plans[0]["balance"])),
         "releases": f"{releases[0]} to {releases[-1]}",
@@ -117,7 +127,7 @@ def checks_and_plans() -> dict[str, str]:
 
 
 def schedule_ratios() -> dict[str, str]:
-    """Return ratios of schedules, and the state of the kernels that were timed."""
+    """Return ratios of schedules."""
     host = schedule_tables.schedule("schedules_eight_h200", "ring zigzag", 32768)
     speed = lambda record, name, n: schedule_tables.schedule(record, name, n)["both_tflops"]
     timed = (("schedules_eight_h200", 32768), ("schedules_eight_h200", 131072))
@@ -126,13 +136,11 @@ def schedule_ratios() -> dict[str, str]:
     packs = schedule_tables.pack_speeds()
     mean = lambda name, i, j: sum(row[j] for row in packs[name, i]) / len(packs[name, i])
     stages = [mean("magi, 1 stages", i, j) / mean("magi, 0 stages", i, j) for i in range(2) for j in range(2)]
-    older = load("kernels_h200")["date"] < load("kernels_semaphore_h200")["date"]
     return {
         "ring_launches": f"{median(host['both_launches_ms']):.1f}",
         "ring_gpu": f"{median(host['both_ms']):.1f}",
         "ends_ratio": span(ends),
         "stages_ratio": span(stages),
-        "semaphore_state": "without" if older else "with",
     }
 
 

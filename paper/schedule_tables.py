@@ -89,7 +89,9 @@ def schedules() -> dict[str, str]:
         "strided_over_ring": span(over_ring),
         "ring_share_short": share(eight, "ring zigzag", 32768),
         "strided_share_short": share(eight, "strided zigzag 8", 32768),
-        "strided_share_long": share(eight, "strided zigzag 2", 131072),
+        "strided_share_two": share(eight, "strided zigzag 2", 131072),
+        "strided_share_four": share(eight, "strided zigzag 4", 131072),
+        "strided_share_eight": share(eight, "strided zigzag 8", 131072),
         "strided_share_figure": span(
             [
                 100 * both(r, "strided zigzag 8", n) / both(r, "one GPU", n)
@@ -206,9 +208,11 @@ def host() -> dict[str, str]:
         "host_parts": table(("host us of both passes", *HOST_PARTS), parts),
         "beside": table(("GPU ms, SMs held", "kernel", *(f"{x}" for x in HELD)), beside, left=2),
         "new_masks": table(("shape", "documents", "first ms", "repeated ms", "new mask ms"), new_masks),
-        "agreed_us": f"{load('agreement_two_h200')['agreed_call_us'][0]:.0f}",
-        "ring_with": _ring_wall(True),
-        "ring_without": _ring_wall(False),
+        "agreed_us": " and ".join(f"{us:.0f}" for us in load("agreement_two_h200")["agreed_call_us"]),
+        "ring_with_first": _ring_wall(0, True),
+        "ring_without_first": _ring_wall(0, False),
+        "ring_with": _ring_wall(1, True),
+        "ring_without": _ring_wall(1, False),
         "host_schedules": table(("ms, both passes, 8 GPUs, 32,768 tokens", "host: launches", "GPU"), launching),
     }
 
@@ -220,7 +224,11 @@ def plans() -> dict[str, str]:
     for row in (row for row in results if row["kind"] == "packs"):
         cells = [f"{mean(row[key]):.3f}" for key in ("balance", "volume", "worst_receive")]
         rows.append([str(row["ranks"]), tokens(row["tokens"]), *cells, f"{median(row['ms']):.0f} ms"])
-    return {"plans": table(("ranks", "tokens", "balance", "volume", "worst receive", "planned in"), rows, left=0)}
+    large = next(row for row in results if row["kind"] == "a large pack")
+    return {
+        "planned_large": tokens(round(median(large["ms"]))),
+        "plans": table(("ranks", "tokens", "balance", "volume", "worst receive", "planned in"), rows, left=0),
+    }
 
 
 def training() -> dict[str, str]:
@@ -244,7 +252,7 @@ def training() -> dict[str, str]:
 PARTS = (schedules, packs, host, plans, training)
 
 
-def _ring_wall(checked: bool) -> str:
-    """Return the median wall time of a forward, with or without the comparison of arguments."""
+def _ring_wall(rank: int, checked: bool) -> str:
+    """Return the median wall time of a rank's forward, with or without the comparison of arguments."""
     rows = load("agreement_two_h200")["results"]
-    return f"{median(row['forward_us'][1] for row in rows if row['checked'] is checked):.0f}"
+    return tokens(round(median(row["forward_us"][rank] for row in rows if row["checked"] is checked)))

@@ -49,18 +49,23 @@ def ordered() -> dict[str, str]:
 
 def peers() -> dict[str, str]:
     """Return the speeds of both fused backward passes of Canon and of flash-attn-4."""
-    rows, ours, theirs = [], [], []
+    rows, ours, theirs, costs, splits = [], [], [], [], []
     for shape in dict.fromkeys(row["shape"] for row in load("kernels_h200")["results"] if row["d"] <= 128):
         get = lambda contender, shape=shape: speed("kernels_h200", shape, contender, "backward")
         any_order, in_order = get("canon gluon fused"), get("canon gluon fused in order")
         fa, fa_in_order = get("flash-attn-4"), get("flash-attn-4 deterministic")
         ours.append(in_order / any_order)
         theirs.append(fa_in_order / fa)
+        if shape.endswith("D128 causal"):
+            costs.append(100 * (any_order / in_order - 1))
+            splits.append(get("canon gluon split") / in_order)
         speeds = [f"{value:.0f}" for value in (any_order, in_order, fa, fa_in_order)]
         rows.append([named(shape), *speeds, f"{in_order / fa_in_order:.2f}"])
     header = ("TFLOP/s", "Canon, any order", "Canon, ordered", "flash-attn-4, any order", "flash-attn-4, deterministic")
     header += ("Canon over flash-attn-4, both deterministic",)
     return {"peers": table(header, rows), "ours_kept": span(ours), "theirs_kept": span(theirs)} | {
+        "today_cost": span(costs, 0),
+        "split_over": span(splits),
         "ours_faster": str(sum(float(row[-1]) > 1 for row in rows)),
         "peer_rows": str(len(rows)),
         "semaphore": span(semaphore()),
