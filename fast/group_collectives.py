@@ -40,7 +40,6 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
 
 @cached_plan
-@cached_plan
 def granular_plan(mask: Mask, layout: Layout, stages: int | None, granularity: int = 1) -> CastPlan:
     """Return the plan of casts that send whole units of ``granularity`` tokens, cut at its multiples in the sequence."""
     rank, source, first, stop, step, _ = _transfers(mask, layout, granularity)

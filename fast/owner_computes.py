@@ -65,13 +65,9 @@ def owner_forward(
     q, k, v = map(aligned, (q, k, v))
     out, lse = empty_result(q, v, q.dtype)
     legs = [_key_leg(heads, k, v) for heads in steps]
-
-    def compute(number: int, keys: Sequence[Tensor]) -> None:
+    for number, keys in receiving(len(legs), exchange.fetches(legs)):
         own = query_heads(legs[number].heads, q, k)
         forward_into(q[:, :, own], *keys, exchange.key_mask, call.scale, out[:, :, own], lse[:, own])
-
-    for number, keys in receiving(len(legs), exchange.fetches(legs)):
-        compute(number, keys)
         keys = None
     return out, lse
 

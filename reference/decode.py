@@ -28,7 +28,6 @@ from torch import Tensor
 from canon.masks.mask import Mask
 from canon.reference.local import attention_forward, merged
 from canon.runtime import public_local
-from canon.runtime.agreement import named_failures
 from canon.runtime.checks import accumulate_dtype
 from canon.runtime.sink_weights import weighted
 
@@ -61,6 +60,5 @@ def _parts_of_ranks(
         return [(out, lse)]
     sent = torch.cat([out.flatten(), lse.flatten()])
     received = [torch.empty_like(sent) for _ in range(ranks)]
-    with named_failures("decode_attention", group, ranks):
-        dist.all_gather(received, sent, group=group)
+    dist.all_gather(received, sent, group=group)
     return [(x[: out.numel()].view(out.shape), x[out.numel() :].view(lse.shape)) for x in received]
