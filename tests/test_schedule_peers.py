@@ -1,15 +1,19 @@
 """Schedules agree before they are timed, and torch's context parallel, which is measured beside them, may fail."""
 
 import functools
+import importlib
+import inspect
 import json
 import pickle
+import sys
 from argparse import ArgumentParser
+from types import ModuleType
 
 import pytest
 import torch
 
 from canon import reference
-from canon.bench import bench_command, schedule_peers, schedules, shapes
+from canon.bench import bench_command, ring_flash_attn_peer, schedule_peers, schedules, shapes
 from canon.testing import process_groups
 
 CPU = torch.device("cpu")
@@ -88,3 +92,38 @@ def test_torch_context_parallel_is_for_causal_sequences_that_it_can_balance():
     assert found("1,64,4,2,16,causal", 4, "flash") == ways[2:]
     assert found("1,64,4,2,16,causal", 4, "flash allgather|cudnn") == ways[:3]
     assert found("1,60,4,2,16,causal", 4) == found("1,64,4,2,16,full", 4) == found("1,64,4,2,16,causal", 1) == []
+
+
+def test_ring_flash_attn_runs_on_flash_attn_4(monkeypatch):
+    """The two functions of FlashAttention 2 that ring-flash-attn imports pass their arguments on."""
+    kernels, ring, calls = ModuleType("flash_attn.cute.interface"), ModuleType("ring_flash_attn"), []
+    monkeypatch.setattr(kernels, "_flash_attn_fwd", lambda *x, **y: calls.append((x, y)) or (10, 11, 12), raising=False)
+    monkeypatch.setattr(kernels, "_flash_attn_bwd", lambda *x, **y: calls.append((x, y)), raising=False)
+
+    def zigzag(q, k, v, causal, return_attn_probs):
+        both = importlib.import_module("flash_attn.flash_attn_interface")
+        names = inspect.signature(both._flash_attn_forward).parameters
+        out, lse, *_ = both._flash_attn_forward(
+            *(dict.fromkeys(names) | {"q": q, "k": k, "v": v, "causal": causal}).values()
+        )
+        names = inspect.signature(both._flash_attn_backward).parameters
+        both._flash_attn_backward(**dict.fromkeys(names) | dict(zip(("dout", "q", "out", "dq"), range(4), strict=True)))
+        return (out, lse, None) if return_attn_probs else out
+
+    monkeypatch.setattr(ring, "zigzag_ring_flash_attn_func", zigzag, raising=False)
+    for name, module in {
+        "flash_attn": ModuleType("flash_attn"),
+        kernels.__name__: kernels,
+        ring.__name__: ring,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("flash_attn.flash_attn_interface", "ring_flash_attn.adapters"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    attend = ring_flash_attn_peer.zigzag_function()
+    assert attend is not None
+    assert attend(1, 2, 3, return_lse=True) == (10, 11)  # pyright: ignore[reportArgumentType]
+    (forward, _), (backward, options) = calls
+    assert forward == (1, 2, 3)
+    assert (backward[0], *backward[3:5], options["dq"]) == (1, 2, 0, 3)
+    for name in ("flash_attn.flash_attn_interface", "ring_flash_attn.adapters"):
+        monkeypatch.delitem(sys.modules, name)

@@ -156,7 +156,7 @@ def _kernels(options: argparse.Namespace, jobs: list) -> Batches:
 def _schedules(options: argparse.Namespace, schedules: ModuleType, program: Any) -> Batches:
     program = replace(program, keep=partial(_keep, options))
     for rows in schedules.measured(program, options.ranks[0] if options.ranks else None):
-        yield rows, schedules.tables(rows), {}
+        yield rows, schedules.tables(rows), {"peers": schedules.peers()}
 
 
 def _device() -> torch.device:

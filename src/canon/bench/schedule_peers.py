@@ -1,4 +1,4 @@
-"""List the contenders of `canon bench schedules`: Canon's and torch's context parallel.
+"""List the contenders of `canon bench schedules`: Canon's, torch's context parallel and ring-flash-attn.
 
 torch's context parallel replaces SDPA while a context is open, in the backward pass too: ``around`` opens it, untimed.
 Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.bench import ring_flash_attn_peer
 from canon.bench.shapes import Shape, asked_for
 from canon.masks.layout import Layout
 
@@ -48,7 +49,7 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
                 if stride > 1 or not options:
                     attend = partial(fast.strided_attention, mask=mask, layout=layout, head_stride=stride, **options)
                     found.append(Schedule(f"strided {kind} {stride}{name}", layout, attend))
-    planned = fast.dispatch(mask, ranks, chunk=max(1, min(1024, n // (8 * ranks))))
+    planned = fast.dispatch(mask, ranks)
     for stages in (0, 1, 2):
         for kept in (False, True):
             attend = partial(fast.magi_attention, mask=mask, layout=planned, stages=stages, keep_kv=kept)
@@ -77,6 +78,8 @@ def peer_schedules(shape: Shape, ranks: int, only: str, device: str) -> list[Sch
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION")
         for rotation in ("allgather", "alltoall")
     ]
+    if device == "cuda" and (attend := ring_flash_attn_peer.zigzag_function()) is not None:
+        found.append(Schedule(ring_flash_attn_peer.NAME, layout, attend, peer=True))
     return [schedule for schedule in found if asked_for(schedule.name, only)]
 
 

@@ -1,4 +1,4 @@
-"""`canon bench schedules`: time every schedule of `canon.fast` and torch's context parallel on several GPUs.
+"""`canon bench schedules`: time every schedule of `canon.fast`, torch's context parallel and ring-flash-attn on several GPUs.
 
 Each schedule must agree with float64 on a short sequence. Then rounds alternate between the schedules. All times are those
 of the slowest rank:
@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.bench import ring_flash_attn_peer
 from canon.bench.cuda_graph import captured
-from canon.bench.peers import verdict_row
+from canon.bench.peers import installed, verdict_row
 from canon.bench.schedule_peers import Schedule, peer_schedules, schedules
 from canon.bench.shapes import Shape, asked_for, shape_of, shapes_of
 from canon.bench.timing import eager, peak_mb, shown_mb, table
@@ -37,7 +38,7 @@ from canon.testing.judge import Attended, agreement, dense, oracle
 SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
 LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
-LIMIT, PEERS_LIMIT = 400.0, 150.0  # seconds for Canon, and for torch's context parallel
+LIMIT, PEERS_LIMIT = 400.0, 250.0  # seconds for Canon, and for its peers
 AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms
 # Elements of the message that synchronises the ranks. The first message after a pause is 75 us slower on H200s.
 MEETING = 1 << 22
@@ -54,7 +55,7 @@ class Bench:
     only: str
     rounds: int
     device: str = "cuda"
-    peers: bool = False  # torch's context parallel instead of Canon's schedules
+    peers: bool = False  # the peers instead of Canon's schedules
     keep: Callable[[list[dict]], object] | None = None  # called on rank 0 after each shape, with all rows so far
 
     def __call__(self) -> list[dict]:
@@ -265,6 +266,11 @@ def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if any(peer_schedules(shape, ranks, made.only, made.device) for shape in made.shapes):
         yield peer_rows(partial(process_groups.gpus, replace(made, peers=True, keep=None), ranks, timeout=PEERS_LIMIT))
+
+
+def peers() -> dict[str, str]:
+    """Return the versions of the peers outside torch, or why one is absent."""
+    return installed() | {"ring-flash-attn": ring_flash_attn_peer.installed()}
 
 
 def peer_rows(run: Callable[[], list[list[dict]]]) -> list[dict]:
