@@ -105,6 +105,7 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (ATTEND, dict(scale=float("inf")), "scale must be finite"),
     (ATTEND, dict(scale=torch.ones((), requires_grad=True)), "scale must be a number without a gradient"),
     (ATTEND, dict(scale="1"), "scale must be a number"),
+    (ATTEND, dict(scale=torch.ones((), device="meta")), "scale is a tensor on meta, for which each call would wait"),
     (ATTEND, dict(backward="fast"), "backward='fast': expected one of"),
     (ATTEND, dict(sink=zeros(3)), "sink must be (4,), a logit for each query head, got (3,)"),
     (ATTEND, dict(sink=zeros(1, 4)), "sink must be (4,)"),

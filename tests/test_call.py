@@ -10,12 +10,14 @@ import time
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
 from canon.reference.magi import MAGI
+from canon.reference.strided import STRIDED
 from canon.runtime import agreement as group_state_module
 from canon.runtime import call as call_module
 from canon.runtime.agreement import group_state
@@ -105,6 +107,13 @@ def test_equal_calls_are_one_object_and_each_is_compared():
         assert agreed([x.requires_grad_() for x in inputs()]) is first, "a checkpoint recomputes the same call"
 
     process_groups.threads(program, 2)
+
+
+@pytest.mark.parametrize("one", [1, 1.0, np.int64(1), np.float32(1), np.float64(1), torch.tensor(1.0), torch.tensor(1)])
+def test_equal_numbers_of_all_types_make_one_call(one):
+    """The launches of a pass are recorded for each call object."""
+    q, stride = inputs(), one if type(one) in (int, np.int64) else 1
+    assert STRIDED.call(*q, scale=one, head_stride=stride) is STRIDED.call(*q, scale=1.0, head_stride=1)
 
 
 def group_after_its_end():

@@ -39,17 +39,29 @@ def test_what_no_tile_loads_is_not_copied(method, monkeypatch):
     mask = Layout.zigzag(1024, 4).local_mask(Mask.causal(1024), 2, range(4))
     arguments = inputs(mask, h=4, g=2)
     assert arguments[1][:, 128:256].isnan().all()
-    monkeypatch.setattr(launch, "unseen_tokens", None)  # it selects the tokens to zero in a copy
+    monkeypatch.setattr(launch, "token_states", None)  # it selects the tokens of a copy
     assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
 
 
-def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens(monkeypatch):
-    mask = Mask([Band(0, 128, 0, 100), Band(200, 256, 0, 64)], 256, 256)
-    copied, unseen = [], launch.unseen_tokens
-    monkeypatch.setattr(launch, "unseen_tokens", lambda *which: copied.append(which[1]) or unseen(*which))
+def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens_and_only_what_they_may_load(monkeypatch):
+    mask = Mask([Band(0, 128, 0, 100), Band(200, 256, 900, 1000)], 256, 1200)
+    copied, states_of, room = [], launch.token_states, launch.empty_for_tma
+    monkeypatch.setattr(launch, "token_states", lambda *which: copied.append(which[1]) or states_of(*which))
+    monkeypatch.setattr(launch, "empty_for_tma", lambda x: room(x).fill_(torch.nan))
     arguments = inputs(mask)
+    before = [x.clone() for x in arguments]
     assert_exact(attend(*arguments, mask), *arguments, mask)
     assert copied == [True, True], "v for the forward pass, k for dq: a tile has keys that no query sees"
+    assert all(torch.equal(x.isnan(), y.isnan()) for x, y in zip(arguments, before, strict=True)), "inputs stay"
+    states = states_of(mask, True, torch.device("cpu"))
+    assert states.unique_consecutive(return_counts=True)[0].tolist() == [1, 0, -1, 0, 1, 0]
+    assert (states == -1).nonzero().aminmax() == (356, 643)
+
+
+def test_a_gap_at_the_start_of_the_keys_is_not_copied_wholly():
+    states = launch.token_states(Mask([Band(0, 9, 700, 709)], 9, 1200), True, torch.device("cpu"))
+    assert states.split([444, 256, 9, 256, 235])[0].eq(-1).all()
+    assert [x.unique().tolist() for x in states.split([444, 256, 9, 256, 235])] == [[-1], [0], [1], [0], [-1]]
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="the simulator logs which CTA did what")

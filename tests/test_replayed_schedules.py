@@ -9,9 +9,10 @@ from interpreted_replay import EVERYWHERE
 from sharded import whole
 
 from canon import Layout, Mask, fast
+from canon.fast import backend
 from canon.fast.replay import recordings as prepared
 from canon.masks.plan_cache import PLANS
-from canon.testing import process_groups
+from canon.testing import process_groups, simulated_kernels
 
 N, RANKS = 25, 3
 LAYOUTS = {"zigzag": Layout.zigzag(N, RANKS), "uneven": Layout([[range(14, N)], [], [range(14)]], N)}
@@ -39,30 +40,57 @@ def _replays(monkeypatch):
     PLANS.clear()
 
 
-def train(attend, layout, tensors, wanted):
+# Tiles of 128 rows: 2 ranks see buffers with masked tiles in the middle, and masked tokens in visible tiles.
+LONG = 800
+GLUON_MASKS = {
+    "causal": Mask.causal(LONG),
+    "window": Mask.window(LONG, 40, 0),
+    "documents": Mask.documents([0, 30, 170, 200, 310, 610, LONG]),
+}
+GLUON_LAYOUTS = {
+    "zigzag": Layout.zigzag(LONG, 2),
+    "uneven": Layout([[range(100), range(700, LONG)], [range(100, 700)]], LONG),
+}
+GLUON_FUNCTIONS = FUNCTIONS | {"magi": functools.partial(fast.magi_attention, stages=1)}
+
+
+def train(attend, mask, layout, wanted, tensors):
     """Return out, and the gradients of the ``wanted`` inputs. q, k and v of this rank are views of one tensor."""
     q, k, v, dout = (layout.shard(x, dist.get_rank()) for x in tensors[:4])
     parts = torch.cat([q, k, v], 2).split([q.shape[2], k.shape[2], v.shape[2]], 2)
     leaves = [x.requires_grad_(name in wanted) for name, x in zip("qkv", parts, strict=True)]
-    out = attend(*leaves, MASK, layout)
+    out = attend(*leaves, mask, layout)
     return out.detach(), *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], dout)
+
+
+def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
+    """Train twice, the second time from recordings, and again without them. ``several``: the tensors of both times."""
+
+    def program():
+        replayed = [train(*call, tensors) for tensors in several][1]  # the first call is recorded
+        passes = [x for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)]
+        dist.barrier()
+        prepared.REPLAYED = {}
+        dist.barrier()
+        return replayed, train(*call, several[1]), {x.reason for x in passes}
+
+    for replayed, written, reasons in process_groups.threads(program, ranks):
+        assert reasons == {""}
+        assert all(torch.equal(a, b) for a, b in zip(replayed, written, strict=True))
 
 
 @pytest.mark.usefixtures("_replays")
 @pytest.mark.parametrize(("function", "kind", "wanted"), CASES)
 def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, kind, wanted):
-    attend, layout = FUNCTIONS[function], LAYOUTS[kind]
     tensors = [whole(MASK, b=2, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
+    assert_a_replay_has_the_bits_of_steps_as_written(RANKS, tensors, FUNCTIONS[function], MASK, LAYOUTS[kind], wanted)
 
-    def program():
-        replays = [train(attend, layout, one, wanted) for one in tensors]  # the first call is recorded
-        passes = [x for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)]
-        dist.barrier()
-        prepared.REPLAYED = {}
-        dist.barrier()
-        return replays, [train(attend, layout, one, wanted) for one in tensors], [x.reason for x in passes]
 
-    for replays, written, reasons in process_groups.threads(program, RANKS):
-        assert set(reasons) == {""}
-        for got, expected in zip(replays, written, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+@pytest.mark.usefixtures("_replays")
+@pytest.mark.parametrize("function", ["ring", "strided", "magi"])
+@pytest.mark.parametrize(("mask", "kind"), [("causal", "zigzag"), ("window", "zigzag"), ("documents", "uneven")])
+def test_steps_of_the_hopper_kernels_replay_too(function, mask, kind):
+    mask, layout = GLUON_MASKS[mask], GLUON_LAYOUTS[kind]
+    tensors = [whole(mask, b=2, h=2, d=64, dv=64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
+    with backend("gluon"), simulated_kernels.simulated():
+        assert_a_replay_has_the_bits_of_steps_as_written(2, tensors, GLUON_FUNCTIONS[function], mask, layout, "qkv")

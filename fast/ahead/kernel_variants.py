@@ -33,7 +33,17 @@ from canon.fast import backward
 from canon.fast.device import AVAILABLE, chosen_backend, computing_with, kernels_for
 from canon.fast.group_collectives import as_heads
 from canon.fast.kernels.gluon import config as gluon_config
-from canon.fast.kernels.triton.rows import add_rows, add_to_rows, copy_statistics, pick_rows, take_rows
+from canon.fast.kernels.triton.rows import (
+    add_rows,
+    add_to_rows,
+    copy_statistic,
+    copy_statistics,
+    copy_touched,
+    mask_statistic,
+    pick_rows,
+    take_rows,
+    zero_rows,
+)
 from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
 from canon.fast.kernels.triton.sum_ranks import sum_ranks
 from canon.fast.local import forward_into, merge, merge_into
@@ -226,6 +236,19 @@ def backward_parts(model: Model, device: str) -> None:
                 backward.begin_backward(rows, x.k, x.v, x.mask, 1.0, model.backward, *grads)()
 
 
+def masked_rows(model: Model, device: str) -> None:
+    """Launch the copies and fills beside a mask, which the Gluon kernels need."""
+    x, lse = Inputs(model, device), Inputs(model, device).statistic()
+    if not packs_heads(kernels_for(x.q, x.v)):
+        return
+    mask_statistic(lse)
+    copy_statistic(lse, lse)
+    for y in (x.q, x.v):
+        copy_touched(y, y, x.indices.to(torch.int8))
+        for dtype in model.result_dtypes:
+            zero_rows(y.to(dtype))
+
+
 def merges(model: Model, device: str) -> None:
     """Launch the merges of parts, of all tokens and of some."""
     x = Inputs(model, device)
@@ -339,14 +362,14 @@ def _replaced(module: ModuleType, name: str, function: Callable) -> Iterator[Non
         setattr(module, name, original)
 
 
-PASSES = whole_passes, forward_parts, backward_parts
+PASSES = whole_passes, forward_parts, backward_parts, masked_rows
 RING = *PASSES, merges, active_rows, sinks
 FUNCTIONS = {
-    "attention": (whole_passes, sinks),
-    "attention_forward": (forward_parts,),
-    "attention_backward": (whole_passes, backward_parts),
+    "attention": (whole_passes, masked_rows, sinks),
+    "attention_forward": (forward_parts, masked_rows),
+    "attention_backward": (whole_passes, backward_parts, masked_rows),
     "merge": (whole_merges,),
-    "decode_attention": (forward_parts, merges),
+    "decode_attention": (forward_parts, masked_rows, merges),
     "ring_attention": RING,
     "zigzag_attention": RING,
     "striped_attention": RING,

@@ -36,11 +36,13 @@ from canon.fast.kernels.launcher import (
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, whole_of
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.launch import base2_scale, head_bytes
+from canon.fast.kernels.triton.rows import copy_statistic, copy_touched, mask_statistic, zero_rows
 from canon.fast.kernels.work_tables import area, visits
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.rank_invariance import TILE
 
 SIMULATED_SMS = 3
+LARGEST_TILE = 256  # rows or columns
 MOST_VISITS = 2**29  # of a CTA, on average: half of 2^30, because CTAs that start late or hold long tiles differ
 TILES = {size: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)}
 VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -68,8 +70,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
     even_out = writable(out, even_batches=True)
     even_lse = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
     for rows in plan.fully_masked_rows:
-        even_out[:, rows] = 0
-        even_lse[..., rows] = float("-inf")
+        zero_rows(even_out[:, rows])
+        mask_statistic(even_lse[..., rows])
     if plan.work_tiles:
         scale, sign = base2_scale(scale, q.dtype)
         q = q if sign == 1 else q * sign  # NaN stays NaN
@@ -84,7 +86,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
         options |= {"PING_PONG": config.ping_pong, "STALE_MAXIMUM": config.stale_maximum}
         run(forward_kernel, plan.work_tiles, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
     copy_back(out, even_out)
-    copy_back(lse, even_lse)
+    if even_lse is not lse:
+        copy_statistic(even_lse, lse)
 
 
 def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMask, scale: float, dq: Tensor) -> None:
@@ -94,7 +97,7 @@ def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMa
     group, pack, plan = query_plan(q, k, v, mask, config)
     even = writable(dq, even_batches=True)
     for rows in plan.fully_masked_rows:
-        even[:, rows] = 0
+        zero_rows(even[:, rows])
     if plan.work_tiles:
         queries, keys = (config.rows // 2 // pack, pack), (config.columns, 1)
         k = zero_masked(k, mask, plan, keys=True)  # dS is 0 there, but 0 times NaN is NaN
@@ -134,8 +137,8 @@ def dkdv(
     plan = tile_schedule(mask, traversal, q.device)
     own_dk, own_dv = map(writable, (dk, dv))
     for rows in plan.fully_masked_rows:
-        own_dk[:, rows] = 0
-        own_dv[:, rows] = 0
+        zero_rows(own_dk[:, rows])
+        zero_rows(own_dv[:, rows])
     if plan.work_tiles:
         q, dout = (zero_masked(x, mask, plan, keys=False) for x in (q, dout))
         if dq is not None:
@@ -201,19 +204,27 @@ def check_runs(q: Tensor) -> None:
 
 
 def zero_masked(x: Tensor, mask: AnyMask, plan: TileSchedule, keys: bool) -> Tensor:
-    """Return x (b, t, h, d), or a copy with 0 in tokens that the plan loads but the mask does not touch."""
+    """Return x (b, t, h, d). If the plan loads tokens that the mask does not touch, return a copy with 0 there.
+
+    The copy has only the tokens that a tile may load. Others are uninitialised.
+    """
     if not plan.loads_masked_tokens[keys]:
         return x
-    return torch.where(unseen_tokens(mask, keys, x.device)[:, None, None], 0.0, x)
+    copy = empty_for_tma(x)
+    copy_touched(x, copy, token_states(mask, keys, x.device))
+    return copy
 
 
 @device_plan
-def unseen_tokens(mask: AnyMask, keys: bool) -> np.ndarray:
-    """Return which keys, or queries, no band touches (bool)."""
-    unseen = np.zeros(mask.keys if keys else mask.queries, bool)
+def token_states(mask: AnyMask, keys: bool) -> np.ndarray:
+    """Return 1 for keys, or queries, that a band touches, 0 for others in reach of their tiles, -1 for the rest (int8)."""
+    states = np.ones(mask.keys if keys else mask.queries, np.int8)
     for start, stop in zip(*untouched(mask, keys), strict=True):
-        unseen[start:stop] = True
-    return unseen
+        states[start:stop] = 0
+        first = start + LARGEST_TILE if start else 0
+        last = stop - LARGEST_TILE if stop < len(states) else stop
+        states[first : max(first, last)] = -1
+    return states
 
 
 def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
@@ -288,7 +299,7 @@ def writable(x: Tensor, even_batches: bool = False) -> Tensor:
 
     They need a last stride of 1, 32-bit offsets within a tile, and ``even_batches``: a batch stride of t token strides.
     """
-    even = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) or not even_batches
+    even = x.shape[0] == 1 or not x.numel() or x.stride(0) == x.shape[1] * x.stride(1) or not even_batches
     reach = 256 * x.stride(1) + x.shape[2] * x.stride(2)
     return x if even and x.stride(3) == 1 and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
 

@@ -1,13 +1,23 @@
-"""Gather, scatter and sum rows (tokens) by an index table.
+"""Gather, scatter and sum rows (tokens) by an index table; copy and fill rows beside a mask.
 
-`add_rows` reads each received row once, in the order of the table and without atomics, so bits repeat.
+`add_rows` reads each received row once, in the order of the table and without atomics, so bits repeat. The copies and fills
+are kernels, and not operators of PyTorch, because `canon.fast.replay` records kernels only.
 """
 
 import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import ROW_NUMBERS, cta_rows, kernel, row_pointers, statistic_head_pointer
+from canon.fast.kernels.triton.blocks import (
+    ROW_NUMBERS,
+    cta_rows,
+    kernel,
+    load_rows,
+    row_pointers,
+    rows_of,
+    statistic_head_pointer,
+    store_rows,
+)
 from canon.runtime.checks import accumulate_dtype
 
 
@@ -143,6 +153,74 @@ def statistics_kernel(
     tl.store(target + index, values, mask=valid)
 
 
+@kernel(*ROW_NUMBERS)
+def touched_kernel(
+    x,
+    copy,
+    states,
+    tokens,
+    heads,
+    batch_heads,
+    x_strides,
+    copy_strides,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Write copy (b, t, h, d): x where ``states`` (int8) is 1, 0 where it is 0. Leave other rows."""
+    first, batch, head = cta_rows(heads, batch_heads, BM)
+    rows = first + tl.arange(0, BM)
+    state = tl.load(states + rows, mask=rows < tokens, other=-1)
+    values = load_rows(rows_of(x, batch, head, x_strides, BM, D_PAD, ALIGN), first, state == 1, D, D_PAD, ALIGN)
+    target = rows_of(copy, batch, head, copy_strides, BM, D_PAD, ALIGN)
+    store_rows(target, first, state >= 0, values, D, D_PAD, ALIGN)
+
+
+@kernel(*ROW_NUMBERS)
+def zero_rows_kernel(
+    x,
+    tokens,
+    heads,
+    batch_heads,
+    x_strides,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Write x (b, t, h, d) = 0."""
+    first, batch, head = cta_rows(heads, batch_heads, BM)
+    zeros = tl.zeros([BM, D_PAD], x.dtype.element_ty)
+    target = rows_of(x, batch, head, x_strides, BM, D_PAD, ALIGN)
+    store_rows(target, first, first + tl.arange(0, BM) < tokens, zeros, D, D_PAD, ALIGN)
+
+
+@kernel(*ROW_NUMBERS, statistics=("x", "result"))
+def statistic_kernel(
+    x,
+    result,
+    tokens,
+    heads,
+    batch_heads,
+    x_stride_b,
+    x_stride_h,
+    result_stride_b,
+    result_stride_h,
+    BM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Write result (b, h, t) = x. With MASKED, write -inf, and do not read x."""
+    first, batch, head = cta_rows(heads, batch_heads, BM)
+    rows = first + tl.arange(0, BM)
+    target = statistic_head_pointer(result, batch, head, result_stride_b, result_stride_h) + rows
+    if MASKED:
+        tl.store(target, float("-inf"), mask=rows < tokens)
+    else:
+        source = statistic_head_pointer(x, batch, head, x_stride_b, x_stride_h) + rows
+        tl.store(target, tl.load(source, mask=rows < tokens), mask=rows < tokens)
+
+
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
     """Write out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k (b, t, g, d) and v (b, t, g, dv)."""
     dv = v.shape[-1]
@@ -188,3 +266,29 @@ def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: 
     tensors = x, received, total
     options = launch.row_options(*tensors, accumulate=accumulate_dtype(x.dtype))
     launch.run_rows(add_rows_kernel, x.shape, (x, received, first, places, total), tensors, options)
+
+
+def copy_touched(x: Tensor, copy: Tensor, states: Tensor) -> None:
+    """Write copy (b, t, h, d): x at tokens with a state (int8) of 1, 0 at those with 0. Others stay uninitialised."""
+    launch.run_rows(touched_kernel, x.shape, (x, copy, states), (x, copy), launch.row_options(x, copy))
+
+
+def zero_rows(x: Tensor) -> None:
+    """Write x (b, t, h, d) = 0. Strides may be any."""
+    launch.run_rows(zero_rows_kernel, x.shape, (x,), (x,), launch.row_options(x))
+
+
+def copy_statistic(x: Tensor, result: Tensor) -> None:
+    """Write result (b, h, t) = x; both have a last stride of 1."""
+    _run_statistic_kernel(x, result, masked=False)
+
+
+def mask_statistic(x: Tensor) -> None:
+    """Write x (b, h, t) = -inf; its last stride is 1."""
+    _run_statistic_kernel(x, x, masked=True)
+
+
+def _run_statistic_kernel(x: Tensor, result: Tensor, masked: bool) -> None:
+    b, h, t = x.shape
+    options = {"BM": launch.ROWS.rows, "MASKED": masked}
+    launch.run_rows(statistic_kernel, (b, t, h), (x, result), (x, result), options)

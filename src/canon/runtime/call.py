@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -234,6 +235,9 @@ def call_of(
     """
     group, rank, ranks = (None, 0, 1) if algorithm.is_local else place_in(algorithm.function, group)
     key = _key(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink)
+    if key is None:  # perhaps numbers of NumPy
+        options = {name: x.item() if isinstance(x, np.number) else x for name, x in options.items()}
+        key = _key(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink)
     if key is not None and (call := PLANS.get(key)) is not None:
         return call
     with refused_together(algorithm.function, group, ranks):

@@ -173,6 +173,8 @@ def default_scale(q: Tensor, scale: float | None) -> float:
         return q.shape[-1] ** -0.5
     if isinstance(scale, (str, bytes)) or (isinstance(scale, Tensor) and (scale.requires_grad or scale.numel() != 1)):
         raise TypeError(f"scale must be a number without a gradient, got {scale!r}: multiply q instead")
+    if isinstance(scale, Tensor) and scale.device.type != "cpu":
+        raise TypeError(f"scale is a tensor on {scale.device}, for which each call would wait: pass a Python number")
     if not math.isfinite(number := float(scale)):
         raise ValueError(f"scale must be finite, got {number}")
     return number
