@@ -20,7 +20,7 @@ several sequences of 2^31 elements each.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from types import ModuleType
@@ -61,6 +61,7 @@ class Model:
     reduce_dtype: torch.dtype | None = None
     deterministic: bool = False  # torch.use_deterministic_algorithms
     precision: str = "none"  # torch.backends.cuda.matmul.fp32_precision
+    has_sink: bool = True
 
     @property
     def accumulate(self) -> torch.dtype:
@@ -123,7 +124,7 @@ def warm_up(
 
     device = f"cuda:{torch.cuda.current_device()}"
     outcome = compile_ahead(
-        partial(collect, model, device), len(steps(model)), model, processes=processes, progress=progress
+        partial(collect, model, device), len(steps(model)), identities(model), processes=processes, progress=progress
     )
     if not outcome.complete:
         raise RuntimeError(
@@ -180,7 +181,17 @@ def steps(model: Model) -> list[Callable[[Model, str], None]]:
     chosen = dict.fromkeys(step for function in model.functions for step in FUNCTIONS[function])
     if set(model.functions) <= RINGS and 1 not in model.ranks:
         chosen.pop(whole_passes)  # every result is a sum of parts
+    if not model.has_sink:
+        chosen.pop(sinks, None)
     return list(chosen)
+
+
+def identities(model: Model) -> list[tuple]:
+    """Return all that decides the variants of each step, for stamps."""
+    reduced = None if model.reduce_dtype in model.result_dtypes else model.reduce_dtype
+    key = replace(model, functions=(), ranks=(), reduce_dtype=reduced, has_sink=True)
+    places = {rank_sums: model.ranks}
+    return [(key, step.__name__, ranks) for step in steps(model) for ranks in places.get(step, (0,))]
 
 
 class Inputs:
