@@ -48,7 +48,7 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
                 if stride > 1 or not options:
                     attend = partial(fast.strided_attention, mask=mask, layout=layout, head_stride=stride, **options)
                     found.append(Schedule(f"strided {kind} {stride}{name}", layout, attend))
-    planned = fast.dispatch(mask, ranks, chunk=max(1, min(1024, n // (8 * ranks))))
+    planned = fast.dispatch(mask, ranks)
     for stages in (0, 1, 2):
         for kept in (False, True):
             attend = partial(fast.magi_attention, mask=mask, layout=planned, stages=stages, keep_kv=kept)
