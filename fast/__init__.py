@@ -5,6 +5,7 @@ Without Triton's interpreter, a function that launches a kernel raises RuntimeEr
 """
 
 from canon.fast.ahead.kernel_variants import warm_up
+from canon.fast.communicators import own_communicators
 from canon.fast.decode import decode_attention
 from canon.fast.device import backend
 from canon.fast.local import attention, attention_backward, attention_forward, merge
@@ -31,6 +32,7 @@ __all__ = [
     "group_reduce",
     "magi_attention",
     "merge",
+    "own_communicators",
     "plan_report",
     "prepare",
     "ring_attention",

@@ -152,7 +152,7 @@ class _Backward:
         self.own, self.sums, self.grads = None, None, repeat(None)
         if any(needs_grad[1:]):
             self.own = torch.empty(ring.blocks.elements[call.rank], **new)
-            self.sums = BlockRing(call, ring.blocks, call.reduce_dtype, v.device)
+            self.sums = BlockRing(call, ring.blocks, call.reduce_dtype, v.device, of_sums=True)
             self.grads = chain([self.own], cycle(reversed(self.sums.buffers)))
         key = _StepBackward, ring, needs_grad[0], self.own is None, kinds_of(inputs.dout, inputs.q, inputs.lse)
         make = lambda: tuple(_StepBackward(step, inputs, v, self.dq, self.own) for step in ring.steps)

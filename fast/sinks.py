@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from canon.fast.device import check_inputs, restored, settings_of
 from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
 from canon.fast.replay.recordings import replayed
-from canon.runtime.call import Half
+from canon.runtime.call import Call, Half
 
 
 def under_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -47,4 +47,11 @@ class _Sink(torch.autograd.Function):
         return dout_keys, dlse if ctx.needs_input_grad[1] else None, dsink
 
 
-FAST = Half("fast", under_sink, settings_of, restored, check_inputs)
+def _compile_for(call: Call) -> None:
+    if call.device.type == "cuda":
+        from canon.fast.ahead.first_call import compile_for  # only here: it imports all algorithms of this half
+
+        compile_for(call)
+
+
+FAST = Half("fast", under_sink, settings_of, restored, check_inputs, _compile_for)

@@ -31,6 +31,7 @@ def pytest_configure(config):
         import_before_forks("canon.fast", "canon.testing.process_groups", "torch._inductor.compile_fx")
     elif torch.cuda.is_available():
         os.environ.pop("TRITON_INTERPRET", None)
+        os.environ["CANON_COMPILE_AHEAD"] = "0"  # most tests call a model once
     else:
         raise pytest.UsageError("--gpu: torch finds no GPU here; without --gpu the tests run on the CPU")
 

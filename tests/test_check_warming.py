@@ -77,7 +77,7 @@ def collect(progress):
     launch.merge(out, lse, out, lse, out, lse)
 
 def compiled():
-    outcome = compilation.compile_ahead(collect, 1, "merge", processes=2, progress=False)
+    outcome = compilation.compile_ahead(collect, 1, ["merge"], processes=2, progress=False)
     assert outcome.complete, outcome
     return outcome.compiled, outcome.of
 """
@@ -133,14 +133,16 @@ def test_a_check_continues_after_any_end_of_the_compilation(groups, monkeypatch,
     assert (again == "The kernels are compiled already.") == stamped
 
 
-def test_processes_of_a_host_take_turns_and_compile_once(tmp_path):
+def test_a_script_and_a_program_from_the_standard_input_take_turns_and_compile_once(tmp_path):
+    script = tmp_path / "script.py"
     (tmp_path / "merging.py").write_text(MERGING)
+    script.write_text(f"import sys; sys.path.append({str(tmp_path)!r}); import merging; print(merging.compiled())")
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    kept |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": f"{tmp_path}:{kept.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-c", "import merging; print(merging.compiled())"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(command, env=kept, **pipes) for _ in range(2)]
-    (one, errors), (other, more) = (process.communicate(timeout=300) for process in both)
+    kept |= {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen([sys.executable, place], env=kept, **pipes) for place in (script, "-")]
+    texts = None, script.read_text()
+    (one, errors), (other, more) = (p.communicate(text, timeout=300) for p, text in zip(both, texts, strict=True))
     assert sorted(map(str.strip, (one, other))) == ["(0, 0)", "(2, 2)"], errors + more
     assert len(list((tmp_path / "cache").rglob("merge_kernel.cubin"))) == 1
     assert len(list((tmp_path / "cache").rglob("canon_replay*.so"))) == 1, "the native replay is compiled, too"

@@ -32,7 +32,7 @@ from canon.check.case_runner import CaseRunner
 from canon.testing.compile import SHARED_LIMIT, _target
 from canon.check.random_source import RandomSource
 
-arch, count, backend, dtype, heads, widths, method, functions = json.loads(sys.argv[1])
+arch, count, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions = json.loads(sys.argv[1])
 draw = Random(0)
 local.check_device = backward.check_device = lambda x: None
 object.__setattr__(sinks.FAST, "check_device", lambda x: None)
@@ -48,15 +48,17 @@ def cases():
     index = 0
     while True:
         case = draws.drawn(0, index := index + 1, "model", 4)
-        reduced = dict(case.options).get("reduce_dtype", dtype)
-        usual = case.used not in ("sum", "lse") and reduced in (dtype, "float32")
-        usual = usual and not dict(case.options).get("rank_invariant")
+        usual = dict(case.options).get("reduce_dtype", dtype) in (dtype, "float32", reduce_dtype)
+        usual = usual and not (dict(case.options).get("rank_invariant") and method == "fused")
+        usual = usual and case.used not in ("sum", "lse") and (case.ranks > 1 or least_ranks == 1)
         if case.function in functions and usual and (case.variant != "plain" or method == "auto"):
-            yield replace(case, method=method)
+            scale = draw.choice([case.shape.scale, -0.5, 0.0])
+            yield replace(case, method=method, shape=replace(case.shape, scale=scale))
 
 with _target(arch), fast.backend(backend), recorded_jobs() as jobs:
     model = kernel_variants._checked_model(getattr(torch, dtype), *widths, heads, functions, None, method, None)
-    kernel_variants.collect(replace(model, ranks=(2, 3, 4)), "cpu")
+    reduced = None if reduce_dtype is None else getattr(torch, reduce_dtype)
+    kernel_variants.collect(replace(model, ranks=tuple(range(least_ranks, 5)), reduce_dtype=reduced), "cpu")
     warmed, seen, kinds = set(jobs), set(), set()
     backward.automatic = lambda *_: draw.choice(METHODS)
     for case, _ in zip(cases(), range(count)):
@@ -93,9 +95,8 @@ warmed = [warm_up(getattr(torch, dtype), *widths, heads=tuple(heads), functions=
 index = done = 0
 while done < count:
     case = draws.drawn(1, index := index + 1, "model", 4)
-    reduced = dict(case.options).get("reduce_dtype", dtype)
-    invariant = dict(case.options).get("rank_invariant")
-    if case.function in functions and case.used not in ("sum", "lse") and reduced in (dtype, "float32") and not invariant:
+    usual = not ahead or dict(case.options).get("reduce_dtype", dtype) in (dtype, "float32")
+    if case.function in functions and case.used not in ("sum", "lse") and usual:
         runner = CaseRunner("canon.fast", (replace(case, method="auto"),), RandomSource(), "cuda", Path())
         process_groups.threads(runner.rehearse, case.ranks)
         done += 1
@@ -112,19 +113,25 @@ def ran(program, *arguments, **environment):
 
 
 @pytest.mark.parametrize(
-    ("arch", "backend", "dtype", "heads", "widths", "method"),
+    ("arch", "backend", "dtype", "heads", "widths", "method", "reduce_dtype", "least_ranks", "functions"),
     [
-        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto"),
-        (90, "gluon", "bfloat16", (2, 2), (128, 64), "fused"),
-        (90, "triton", "bfloat16", (4, 2), (64, 64), "auto"),
-        (80, "triton", "float32", (3, 1), (48, 32), "auto"),
-        (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto"),
+        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", "float16", 1, ALL),
+        (90, "gluon", "bfloat16", (2, 2), (128, 64), "fused", "float64", 1, ALL),
+        (90, "triton", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL),
+        (80, "triton", "float32", (3, 1), (48, 32), "auto", "bfloat16", 1, ALL),
+        (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL),
+        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3]),
+        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4]),
+        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[4:]),
     ],
 )
-def test_200_random_calls_need_no_other_variant(arch, backend, dtype, heads, widths, method):
-    found = ran(RANDOM_CALLS, arch, 200, backend, dtype, heads, widths, method, ALL)
-    assert found["kinds"] == sorted(ALL), "the draws reach all functions"
-    assert found["seen"] > 0.5 * found["warmed"], "the calls need a good part of the set"
+def test_200_random_calls_need_no_other_variant(
+    arch, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions
+):
+    model = backend, dtype, heads, widths, method, reduce_dtype, least_ranks
+    found = ran(RANDOM_CALLS, arch, 200, *model, functions)
+    assert found["kinds"] == sorted(functions), "the draws reach all functions"
+    assert found["seen"] > 0.4 * found["warmed"], "the calls need a good part of the set"
 
 
 @pytest.mark.gpus(1)
@@ -137,6 +144,15 @@ def test_after_warm_up_200_steps_with_random_masks_compile_nothing(dtype, heads,
     assert warm["warmed"][0] > 20
     assert warm["warmed"][-1] == 0, "a second call finds the stamp of the first"
     assert not warm["compiled"]
+
+
+@pytest.mark.gpus(1)
+def test_after_first_calls_200_steps_with_random_masks_compile_nothing(tmp_path):
+    functions = "attention", *DISTRIBUTED
+    found = ran(
+        COUNT, 200, "bfloat16", (8, 2), (64, 64), functions, [], TRITON_CACHE_DIR=str(tmp_path), CANON_COMPILE_AHEAD="1"
+    )
+    assert not found["compiled"], "first calls compile in other processes"
 
 
 # ---------------------------------------------------------------------- arguments

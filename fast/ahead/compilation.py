@@ -6,7 +6,7 @@
 
 Forks inherit the jobs' live objects without pickling, and never use the GPU. The first process is new: a fork of a process
 with threads may deadlock, and a caller must not keep handles of kernels that were not compiled. Processes of one host take
-turns: the first compiles and leaves a stamp file.
+turns: the first compiles and leaves stamp files.
 """
 
 import fcntl
@@ -44,7 +44,7 @@ from canon.fast.replay.native import native_module
 
 Job = Callable[[], Any]
 Collect = Callable[[Callable[[int], None]], None]  # makes launches; its argument takes the number of steps done
-PROCESS = [sys.executable, "-m", "canon.fast.ahead.compilation"]
+PROCESS = [sys.executable, "-P", "-m", "canon.fast.ahead.compilation"]
 _jobs: list[Job] = []  # inherited by forks
 
 
@@ -63,23 +63,36 @@ class Outcome:
 
 
 def compile_ahead(
-    collect: Collect, steps: int, *identity: Any, processes: int | None = None, progress: bool = True
+    collect: Collect, steps: int, identities: Sequence[Any], *, processes: int | None = None, progress: bool = True
 ) -> Outcome:
     """Compile the kernels that ``collect``, picklable, launches. It calls ``progress`` for each of ``steps``.
 
-    ``identity``: values with a stable repr that decide the work besides the code of Canon, Triton and the GPU.
+    ``identities``: values with a stable repr that decide the work besides the code of Canon, Triton and the GPU. Each one
+    leaves a stamp; if all have one, nothing is done.
     ``processes``: None is one per core. ``progress``: show a bar.
     """
-    stamp = _stamp(*identity)
-    stamp.parent.mkdir(parents=True, exist_ok=True)
-    with stamp.with_suffix(".lock").open("w") as lock:
+    folder = Path(knobs.cache.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "canon.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, also if this process dies
-        if stamp.exists():
+        if are_stamped(identities):
             return Outcome()
         outcome = _in_process(collect, steps, processes or len(os.sched_getaffinity(0)), progress)
         if outcome.complete:
-            stamp.touch()
+            for identity in identities:
+                _stamp(identity).touch()
     return outcome
+
+
+def are_stamped(identities: Sequence[Any]) -> bool:
+    """Return whether `compile_ahead` has completed all of them."""
+    return all(_stamp(identity).exists() for identity in identities)
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of the new process: it imports what this one can import, and uses the same cache."""
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": knobs.cache.dir, "CANON_COMPILE_AHEAD": "0"}
 
 
 def _in_process(collect: Collect, steps: int, processes: int, progress: bool) -> Outcome:
@@ -87,7 +100,7 @@ def _in_process(collect: Collect, steps: int, processes: int, progress: bool) ->
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress)
     with tempfile.TemporaryFile() as errors:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "env": _environment()}
         with subprocess.Popen(PROCESS, **pipes, start_new_session=True) as child, bar:
             task = bar.add_task("kernels: collecting", total=steps)
             try:
@@ -110,7 +123,7 @@ def _in_process(collect: Collect, steps: int, processes: int, progress: bool) ->
     return Outcome(done["compiled"], done["failed"], done["of"], lines[-1] if ended_early or done["failed"] else "")
 
 
-def _stamp(*identity: Any) -> Path:
+def _stamp(identity: Any) -> Path:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     content = repr((_code(), gpu, triton.__version__, torch.__version__, str(cache_folder()), identity))
     return Path(knobs.cache.dir) / f"canon-{hashlib.sha256(content.encode()).hexdigest()[:24]}"

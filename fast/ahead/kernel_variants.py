@@ -8,19 +8,19 @@
     OUT_FLOAT (CUDA)                dtype                          results in float32: parts of a sum
     PACK (Gluon)                    -                              query heads of a tile: divisors of GROUP up to 16
     RANKS (`sum_ranks`)             ranks                          -
-    dtypes of out, dq, dk and dv    dtype                          the accumulation dtype for parts of a sum
+    dtypes of out, dq, dk and dv    dtype, reduce_dtype            the accumulation dtype for parts of a sum
     widths of `as_heads`            d + dv, key heads              batches of 1 to 8
     strides of q, k, v and results  multiples of 16                an axis of length 1 has stride 0: `kernel_strides`
     TMA (Triton)                    dtype, widths                  not for a shard without queries or without keys
     addresses                       multiples of 16 bytes          -
 
-These compile when first used: other strides and addresses, a Triton scale of 0 or less, a reduce_dtype that is neither the
-dtype nor the accumulation dtype, several sequences of 2^31 elements each, rank_invariant=True.
+Every scale and rank_invariant=True need the same variants. These compile when first used: other strides and addresses, and
+several sequences of 2^31 elements each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from types import ModuleType
@@ -68,8 +68,10 @@ class Model:
     backend: str | None = None
     backward: str = "auto"
     ranks: tuple[int, ...] = ()
+    reduce_dtype: torch.dtype | None = None
     deterministic: bool = False  # torch.use_deterministic_algorithms
     precision: str = "none"  # torch.backends.cuda.matmul.fp32_precision
+    has_sink: bool = True
 
     @property
     def accumulate(self) -> torch.dtype:
@@ -79,6 +81,11 @@ class Model:
     def result_dtypes(self) -> set[torch.dtype]:
         """The dtypes of whole results and of parts."""
         return {self.dtype, self.accumulate}
+
+    @property
+    def key_grad_dtypes(self) -> set[torch.dtype]:
+        """The dtypes of dk and dv, of results, parts and messages."""
+        return self.result_dtypes | {self.reduce_dtype or self.accumulate}
 
 
 def warm_up(
@@ -91,13 +98,15 @@ def warm_up(
     backend: str | None = None,
     backward: str = "auto",
     ranks: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
     processes: int | None = None,
     progress: bool = True,
 ) -> int:
     """Compile every kernel variant that a model can need into the disk cache. Return how many this call compiled.
 
-    Later calls of ``functions`` compile nothing, whatever their masks, sizes and layouts. It is no collective: the first
-    process of a host compiles for all. Without a CUDA device it only prints a line. Call it after setting
+    Later calls of ``functions`` compile nothing, whatever their masks, sizes, layouts and scales. The first call of a function
+    does the same for its own model (`canon.fast.ahead.first_call`). It is no collective: the first process of a host
+    compiles for all. Without a CUDA device it only prints a line. Call it after setting
     `torch.use_deterministic_algorithms` and `torch.backends.cuda.matmul.fp32_precision`.
 
     Args:
@@ -106,7 +115,8 @@ def warm_up(
         functions: the functions of `canon.fast` that the model calls.
         backend: as for `canon.fast.backend`. None is the backend that surrounds this call, or the automatic choice.
         backward: the option of the functions.
-        ranks: of `strided_attention`; None is the world size, or 2, 4 and 8 without a process group.
+        ranks: of the group; None is the world size, or 1, 2, 4 and 8 without a process group.
+        reduce_dtype: the option of the functions, besides None.
         processes: compiling processes; None is one per core.
         progress: show a progress bar on the standard error stream.
 
@@ -114,7 +124,7 @@ def warm_up(
         ValueError: an argument is not as described.
         RuntimeError: a kernel does not compile, or no kernel supports the model; the message gives the cause.
     """
-    model = _checked_model(dtype, d, d if dv is None else dv, heads, functions, backend, backward, ranks)
+    model = _checked_model(dtype, d, d if dv is None else dv, heads, functions, backend, backward, ranks, reduce_dtype)
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be at least 1 or None, got {processes}")
     if not torch.cuda.is_available():
@@ -124,7 +134,7 @@ def warm_up(
 
     device = f"cuda:{torch.cuda.current_device()}"
     outcome = compile_ahead(
-        partial(collect, model, device), len(steps(model)), model, processes=processes, progress=progress
+        partial(collect, model, device), len(steps(model)), identities(model), processes=processes, progress=progress
     )
     if not outcome.complete:
         raise RuntimeError(
@@ -133,7 +143,7 @@ def warm_up(
     return outcome.compiled
 
 
-def _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks) -> Model:
+def _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks, reduce_dtype=None) -> Model:
     """Return the model. Raise ValueError if an argument of `warm_up` is not as described."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
@@ -151,11 +161,13 @@ def _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks) -> 
         raise ValueError(f"backend must be one of {', '.join(map(repr, AVAILABLE))} or None, got {backend!r}")
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ValueError(f"ranks must be a positive number of ranks or None, got {ranks!r}")
+    if reduce_dtype is not None and reduce_dtype not in DTYPES:
+        raise ValueError(f"reduce_dtype must be None or one of {', '.join(map(str, DTYPES))}, got {reduce_dtype}")
     if ranks is None and dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size()
     return Model(
-        dtype, d, dv, sizes, functions, backend or chosen_backend(), backward, (2, 4, 8) if ranks is None else (ranks,),
-        torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision,
+        dtype, d, dv, sizes, functions, backend or chosen_backend(), backward, (1, 2, 4, 8) if ranks is None else (ranks,),
+        reduce_dtype, torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision,
     )  # fmt: skip
 
 
@@ -176,7 +188,20 @@ def collect(model: Model, device: str, progress: Callable[[int], None] = lambda 
 
 def steps(model: Model) -> list[Callable[[Model, str], None]]:
     """Return the groups of launches that the model's functions need, each once."""
-    return list(dict.fromkeys(step for function in model.functions for step in FUNCTIONS[function]))
+    chosen = dict.fromkeys(step for function in model.functions for step in FUNCTIONS[function])
+    if set(model.functions) <= RINGS and 1 not in model.ranks:
+        chosen.pop(whole_passes)  # every result is a sum of parts
+    if not model.has_sink:
+        chosen.pop(sinks, None)
+    return list(chosen)
+
+
+def identities(model: Model) -> list[tuple]:
+    """Return all that decides the variants of each step, for stamps."""
+    reduced = None if model.reduce_dtype in model.result_dtypes else model.reduce_dtype
+    key = replace(model, functions=(), ranks=(), reduce_dtype=reduced, has_sink=True)
+    places = {rank_sums: model.ranks}
+    return [(key, step.__name__, ranks) for step in steps(model) for ranks in places.get(step, (0,))]
 
 
 class Inputs:
@@ -202,20 +227,27 @@ def all_inputs(model: Model, device: str) -> list[Inputs]:
 
 def whole_passes(model: Model, device: str) -> None:
     """Launch the passes of one rank: results have the dtype of q."""
+    _forward(model, device, model.dtype)
     for x in all_inputs(model, device):
         lse = x.statistic()
-        for choice in forward_choices(x):
-            with choice():
-                forward_into(x.q, x.k, x.v, x.mask, 1.0, x.out, lse)
         for dlse, method, choice, needed in product((None, lse), methods(x), dq_choices(x), NEEDED):
             with method(), choice():
                 backward.gradients(x.out, x.q, x.k, x.v, x.out, lse, dlse, x.mask, 1.0, model.backward, needed)
 
 
+def whole_forward(model: Model, device: str) -> None:
+    """Launch the forward for all keys: out has the dtype of q."""
+    _forward(model, device, model.dtype)
+
+
 def forward_parts(model: Model, device: str) -> None:
-    """Launch the forward for some keys: out may have the accumulation dtype."""
+    """Launch the forward for some keys: out has the accumulation dtype."""
+    _forward(model, device, model.accumulate)
+
+
+def _forward(model: Model, device: str, dtype: torch.dtype) -> None:
     for x in all_inputs(model, device):
-        for dtype, choice in product(model.result_dtypes, forward_choices(x)):
+        for choice in forward_choices(x):
             with choice():
                 forward_into(x.q, x.k, x.v, x.mask, 1.0, x.out.to(dtype), x.statistic())
 
@@ -228,7 +260,7 @@ def backward_parts(model: Model, device: str) -> None:
             backward.make_delta(x.out, x.out, lse, dlse)
         rows = backward.QueryInputs(x.out, x.q, lse, lse)
         for dtype, own, method, choice, needed in product(
-            model.result_dtypes, model.result_dtypes, methods(x), dq_choices(x), NEEDED
+            model.result_dtypes, model.key_grad_dtypes, methods(x), dq_choices(x), NEEDED
         ):
             dtypes = dtype, own, own  # of dq, and of dk and dv
             grads = (y.to(z) if wanted else None for y, z, wanted in zip((x.q, x.k, x.v), dtypes, needed, strict=True))
@@ -272,7 +304,7 @@ def active_rows(model: Model, device: str) -> None:
     copy_statistics(x.statistic(), x.statistic(), (x.statistic(), x.statistic()), x.indices)
     dq = x.q.to(model.accumulate)
     add_to_rows(dq, x.indices, dq)
-    for y, dtype in product((x.k, x.v), model.result_dtypes):
+    for y, dtype in product((x.k, x.v), model.key_grad_dtypes):
         add_to_rows(y.to(dtype), x.indices, y.to(model.accumulate))
 
 
@@ -289,7 +321,7 @@ def sinks(model: Model, device: str) -> None:
 def rank_sums(model: Model, device: str) -> None:
     """Launch the sums over ranks of `strided_attention`."""
     x = Inputs(model, device)
-    for ranks, dtype in product(model.ranks, model.result_dtypes):
+    for ranks, dtype in product(model.ranks, model.key_grad_dtypes):
         for total in (x.k, x.v):
             sum_ranks(torch.stack([total.to(dtype)] * ranks, 1), total)
 
@@ -298,10 +330,14 @@ def cast_rows(model: Model, device: str) -> None:
     """Launch the kernels of group casts and group reduces."""
     x = Inputs(model, device)
     take_rows(x.k, x.v, x.indices, torch.cat([x.k, x.v], -1))
-    for batch, dtype in product(range(1, 9), model.result_dtypes):  # it can change the widths of `as_heads`
+    for batch, dtype in product(range(1, 9), model.key_grad_dtypes):  # it can change the widths of `as_heads`
         rows = torch.empty(TOKENS, batch, model.heads[1], model.d + model.dv, dtype=dtype, device=device)
         total = as_heads(rows.to(model.accumulate))
         add_rows(total, as_heads(rows), x.indices.new_zeros(TOKENS + 1), x.indices, total)
+    for batch, tokens in product(range(1, 9), (TOKENS, TOKENS + 1)):  # strides of lse depend on the tokens
+        statistic = torch.zeros(batch, model.heads[0], tokens, dtype=model.accumulate, device=device)
+        sent = statistic.new_empty(TOKENS, batch, model.heads[0], 2).transpose(0, 1)
+        take_rows(*[statistic.transpose(1, 2)[..., None]] * 2, x.indices, sent)
 
 
 Choice = Callable[[], AbstractContextManager]
@@ -362,17 +398,15 @@ def _replaced(module: ModuleType, name: str, function: Callable) -> Iterator[Non
         setattr(module, name, original)
 
 
-PASSES = whole_passes, forward_parts, backward_parts, masked_rows
-RING = *PASSES, merges, active_rows, sinks
+RINGS = {"ring_attention", "zigzag_attention", "striped_attention"}
+RING = whole_passes, forward_parts, backward_parts, masked_rows, merges, active_rows, sinks
 FUNCTIONS = {
     "attention": (whole_passes, masked_rows, sinks),
-    "attention_forward": (forward_parts, masked_rows),
+    "attention_forward": (whole_forward, forward_parts, masked_rows),
     "attention_backward": (whole_passes, backward_parts, masked_rows),
     "merge": (whole_merges,),
-    "decode_attention": (forward_parts, masked_rows, merges),
-    "ring_attention": RING,
-    "zigzag_attention": RING,
-    "striped_attention": RING,
-    "strided_attention": (*RING, rank_sums),
+    "decode_attention": (whole_forward, forward_parts, masked_rows, merges),
+    **dict.fromkeys(sorted(RINGS), RING),
+    "strided_attention": (whole_passes, backward_parts, masked_rows, active_rows, sinks, rank_sums),
     "magi_attention": (*RING, cast_rows),
 }

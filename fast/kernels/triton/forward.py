@@ -68,7 +68,6 @@ def forward_kernel(
     out_strides,
     lse_stride_b,
     lse_stride_h,
-    SIGN: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -98,8 +97,6 @@ def forward_kernel(
     rows = first + tl.arange(0, BM)
     valid = rows < stop
     q_tile = load_rows(rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN)
-    if SIGN != 1:  # the maximum needs a scale > 0: apply its sign (or 0) to q
-        q_tile = (q_tile.to(ACC) * SIGN).to(q_tile.dtype)
     m = tl.full([BM], float("-inf"), ACC)
     l = tl.zeros([BM], ACC)
     acc = tl.zeros([BM, DV_PAD], ACC)

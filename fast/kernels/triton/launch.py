@@ -63,13 +63,14 @@ RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t), with the same 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
+    scale, sign = base2_scale(scale, q.dtype)
+    q = q if sign == 1 else q * sign  # NaN stays NaN
     q, k, v = map(addressable, (q, k, v))
     config, table = plan("forward", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
-    scale, sign = base2_scale(scale, q.dtype)
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
-    options = {"SIGN": sign, "GROUP": group, **mma_options(config, q, v, k, out)}
+    options = {"GROUP": group, **mma_options(config, q, v, k, out)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     run(forward_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, out, lse), options)
 

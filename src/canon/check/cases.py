@@ -77,8 +77,8 @@ CAST_PLANS = {  # mask: layout, stages
     "documents": ("planned", 2), "causal": ("zigzag", 0), "window": ("striped", 1), "block_causal": ("planned", 3),
     "full": ("contiguous", 1),
 }  # fmt: skip
-# Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`).
-VOCABULARY = {"Band", "Mask", "Layout", "backend", "warm_up"}
+# Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`, ...).
+VOCABULARY = {"Band", "Mask", "Layout", "backend", "own_communicators", "warm_up"}
 
 
 def interleaving(mask: Mask, ranks: int) -> dict[str, Any]:

@@ -127,6 +127,7 @@ class _Check:
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     """Run the check that `arguments` describe, and return the exit status."""
     console = console or Console(width=None if sys.stdout.isatty() else 120)
+    os.environ.setdefault("CANON_COMPILE_AHEAD", "0")  # `warming` compiles the cases' own kernels
     try:
         if arguments.template:
             console.print(contract.TEMPLATE, markup=False, highlight=False, soft_wrap=True, end="")

@@ -25,8 +25,8 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
 
     first = groups[0][1]
     names = [(ranks, case.name) for ranks, runner in groups for case in runner.cases]
-    identity = record.source(first.module), first.backend, first.source, names
-    outcome = compile_ahead(partial(collect, list(groups)), len(names), *identity)
+    identities = [(record.source(first.module), first.backend, first.source, names)]
+    outcome = compile_ahead(partial(collect, list(groups)), len(names), identities)
     if outcome.complete:
         return f"{outcome.compiled} kernels compiled." if outcome.compiled else "The kernels are compiled already."
     return f"{outcome.compiled} kernels compiled; others compile when they run, because of: {outcome.error}"

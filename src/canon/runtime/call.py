@@ -49,13 +49,18 @@ def _no_settings(key: Hashable) -> None:
     """Return None: the algorithms of this half depend on their arguments alone."""
 
 
+def _no_kernels(call: "Call") -> None:
+    """Compile nothing: this half has no kernels."""
+
+
 @dataclass(frozen=True, eq=False)
 class Half:
     """The properties that all algorithms of `canon.reference`, or of `canon.fast`, share.
 
     ``under_sink(out, lse, sink)`` returns out under a sink. ``settings(key)`` returns the caller's settings that change the
     kernels of a call, and ``restored`` is a context with these settings, for its later passes. ``check_device(q)``
-    raises RuntimeError or ValueError if no kernel supports q.
+    raises RuntimeError or ValueError if no kernel supports q. ``compile_for(call)`` compiles the kernels that calls of
+    this dtype and these heads can need.
     """
 
     name: str
@@ -63,6 +68,7 @@ class Half:
     settings: Callable[[Hashable], Any] = _no_settings
     restored: Callable[[Any], AbstractContextManager] = nullcontext
     check_device: Callable[[Tensor], None] = any_device
+    compile_for: Callable[["Call"], None] = _no_kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,6 +248,7 @@ def call_of(
         return call
     with refused_together(algorithm.function, group, ranks):
         call = _checked(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink, key)
+    algorithm.half.compile_for(call)
     # Calls with equal arguments share one object, however the arguments were passed.
     filled = call.options | {"scale": call.scale, "reduce_dtype": call.reduce_dtype, "backward": call.backward}
     resolved = {name: filled.get(name) for name in options}

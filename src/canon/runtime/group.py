@@ -5,13 +5,14 @@ alone without torch.distributed.
 """
 
 import os
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -79,11 +80,28 @@ def _group_of_mesh(name: str, mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def new_group_of(group: Any, backend: str, timeout: timedelta | None = None) -> Any:
-    """Return a new group of the same ranks, in ascending order. A collective of these ranks only."""
-    ranks = sorted(dist.get_process_group_ranks(group))
+def companion_of(group: Any, store: Any, name: str, backend: str, timeout: timedelta | None = None) -> Any:
+    """Return a new group of the same ranks, which ends when the last reference to ``group`` goes. A collective.
+
+    ``store``: of this group alone. ``name``: no other companion of the group has it. `dist.new_group` would need all ranks,
+    or reuse the names of groups that have ended, and then the addresses that these left in the store.
+    """
+    c10d, ranks, backend = dist.distributed_c10d, dist.get_process_group_ranks(group), dist.Backend(backend)
+    unique = store.compare_set(f"name of {name}", "", uuid.uuid4().hex).decode()  # the first rank's
+    timeout = c10d._get_default_timeout(backend) if timeout is None else timeout
+    place = len(ranks), dist.get_rank(group), ranks
     with _unbound():
-        return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        made, _ = c10d._new_process_group_helper(*place, backend, store, f"canon-{unique}", timeout=timeout)
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    finalize(group, _end, made).atexit = False
+    return made
+
+
+def _end(made: Any) -> None:
+    """End a group on this rank alone. NCCL's `destroy_process_group` could wait for the other ranks, an abort does not."""
+    if made in dist.distributed_c10d._world.pg_map:  # else torch has ended all groups
+        is_nccl = backend_of(made, torch.device("cuda")) == "nccl"
+        (dist.distributed_c10d._abort_process_group if is_nccl else dist.destroy_process_group)(made)
 
 
 @contextmanager
@@ -135,7 +153,7 @@ def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
         return SharedDigests(memory, rank, ranks, timeout.total_seconds())
     if backend_of(group, torch.device("cpu")) in ("gloo", "mpi"):
         return GatheredDigests(ref(group), ranks, lambda: None)  # aborted with the group
-    channel = new_group_of(group, "gloo", timeout=timeout)
+    channel = companion_of(group, store, "digests", "gloo", timeout)
     return GatheredDigests(lambda: channel, ranks, lambda: abort_group(channel))
 
 

@@ -1,0 +1,89 @@
+"""Compile all kernels of a model in its first call, so that a new mask, size or layout never waits for a compiler.
+
+A model is all that fixes the variants of its kernels: dtype, widths, heads, function, options, ranks and backend. The first
+call of a model compiles the same set as `warm_up`, by `compile_ahead`. This works from scripts without a main guard, from the
+standard input and in notebooks, because new interpreters compile. The first process of a host compiles for all, and the others
+wait. Rank 0 writes a line. A stamp file beside the kernels ends this in later processes.
+
+If Triton's cache is not writable, kernels go to a folder of this user among the temporary files, with a warning.
+CANON_COMPILE_AHEAD=0 disables all of this: then each kernel compiles when it is first used.
+"""
+
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from triton import knobs
+
+from canon.fast.ahead.compilation import are_stamped, compile_ahead
+from canon.fast.ahead.kernel_variants import Model, collect, identities, steps
+from canon.fast.kernels.triton.launch import INTERPRETED
+from canon.runtime.call import Call
+
+_lock = threading.Lock()  # ranks may be threads
+_compiled: set[tuple] = set()  # `identities`
+
+
+def compile_for(call: Call) -> None:
+    """Compile the kernels of the model of a call on a GPU, unless that was done before. Warn if some do not compile."""
+    if call.device.type != "cuda" or INTERPRETED or os.environ.get("CANON_COMPILE_AHEAD") == "0":
+        return
+    model = model_of(call)
+    needed = identities(model)
+    with _lock:
+        if not _compiled.issuperset(needed):
+            if not are_stamped(needed):
+                _compile(model, call.device)
+            _compiled.update(needed)
+
+
+def model_of(call: Call) -> Model:
+    """Return the model of a call."""
+    (_, _, h, d), (_, _, g, _), (_, _, _, dv) = call.shapes
+    return Model(
+        call.dtype, d, dv, (h, g), (call.function,), call.settings, call.backward, (call.ranks,), call.reduce_dtype,
+        torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision, call.sink is not None,
+    )  # fmt: skip
+
+
+def _compile(model: Model, device: torch.device) -> None:
+    make_cache_writable()
+    first_rank, began = not dist.is_initialized() or dist.get_rank() == 0, time.monotonic()
+    what = f"{model.functions[0]} ({model.dtype}, widths {model.d}/{model.dv}, heads {model.heads[0]}/{model.heads[1]})"
+    if first_rank:
+        print(f"canon.fast: compiling the kernels of {what}, once on each host ...", file=sys.stderr, flush=True)
+    done = compile_ahead(
+        partial(collect, model, str(device)), len(steps(model)), identities(model), progress=first_rank
+    )
+    if not done.complete:
+        warnings.warn(
+            f"canon.fast compiled {done.compiled} of {done.of or 'unknown many'} kernels of {what}; the others compile when "
+            f"they are first used: {done.error}",
+            stacklevel=2,
+        )
+    elif first_rank:
+        print(f"canon.fast: compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def make_cache_writable() -> None:
+    """Use another folder for Triton's cache, and warn, if its folder cannot be written. Raises OSError if none can be."""
+    folder = Path(knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        other = Path(tempfile.gettempdir()) / f"canon-triton-{os.getuid()}"
+        other.mkdir(mode=0o700, exist_ok=True)
+        if other.stat().st_uid != os.getuid():
+            raise PermissionError(
+                f"{other} belongs to another user: set TRITON_CACHE_DIR to a writable folder"
+            ) from error
+        warnings.warn(f"Triton's cache is not writable ({error}), so kernels go to {other}", stacklevel=2)
+        knobs.cache.dir = str(other)
