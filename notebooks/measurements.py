@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import real_ranks
+
 FOLDER = Path("../paper/data")
 
 
@@ -44,3 +46,13 @@ def hop_rate() -> float:
 
 def _slowest_first(schedule: str, kernel: str) -> float:
     return max(next(us for _, us, name in kernels if kernel in name) for kernels in timeline(schedule))
+
+
+def spans(schedule: str) -> dict[str, list[real_ranks.Span]]:
+    """Return the spans of `timeline` by "rank R", in milliseconds, to draw them."""
+    return {
+        f"rank {rank}": [
+            real_ranks.Span(real_ranks.kind_of(name), name, us / 1e3, (us + of) / 1e3) for us, of, name in kernels
+        ]
+        for rank, kernels in enumerate(timeline(schedule))
+    }
