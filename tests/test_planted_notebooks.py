@@ -93,7 +93,9 @@ def test_without_a_fault_the_section_passes(name, plant, capsys):
 @pytest.mark.parametrize(("name", "function"), CASES)
 def test_a_wrong_result_fails_an_assertion_of_the_section(name, function, plant):
     plant(function, "wrong")
-    differs = f"{function}, rank 0, fast: " if name == FIRST else "" if function.startswith("group") else "rank 0, fast: "
+    differs = (
+        f"{function}, rank 0, fast: " if name == FIRST else "" if function.startswith("group") else "rank 0, fast: "
+    )
     with pytest.raises(AssertionError, match=differs + r"\w+ is \d+\.\d times the bound" if differs else None):
         section(name)
 
