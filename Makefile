@@ -1,11 +1,12 @@
-# Four commands do everything on a machine with Python 3.11 and network access to PyPI:
+# Five commands do everything on a machine with Python 3.11 and network access to PyPI:
 #
 #   make check    every algorithm, on real documents, against the reference (4 CPU ranks, or all GPUs)
 #   make test     ruff, pyright, the tests and the notebooks; the kernels' tests once more on a GPU, where there is one
 #   make newest   the check with the newest torch and Triton that PyPI has; warnings are errors
+#   make course   the notebooks with holes, for a student who builds a Canon, in build/course
 #   make paper    the pages, the figures and the PDF under paper, from the records
 #
-# The first two and the last make .venv with the versions of requirements.txt and install the package in place. The third makes
+# All but the third make .venv with the versions of requirements.txt and install the package in place. The third makes
 # .venv-newest, of 6 GB.
 #
 # `.venv/bin/pytest --nbval` runs the tests and the notebooks together. `.venv/bin/jupyter lab notebooks` opens the notebooks.
@@ -19,7 +20,7 @@ STAMP := .venv/.installed
 # Ranks and test workers already fill the cores: one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install check test newest notebooks paper clean
+.PHONY: install check test newest notebooks course paper clean
 .DEFAULT_GOAL := check
 
 install: $(STAMP)
@@ -52,6 +53,10 @@ newest:
 # Runs the .md twins and writes them, with their outputs, as .ipynb beside them.
 notebooks: $(STAMP)
 	cd notebooks && ../$(BIN)/jupytext --to ipynb --execute *.md
+
+# Writes the notebooks with holes. The folder keeps the functions that a student has written.
+course: $(STAMP)
+	$(BIN)/python notebooks/course.py build/course
 
 # Writes the pages and the figures of `paper`, then the PDF.
 paper: $(STAMP)

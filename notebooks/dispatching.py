@@ -42,7 +42,7 @@ def plans_by_hand(mask, chunk, plans):
 
 def chunks(cu_seqlens, layouts, chunk):
     """Draw the documents of a pack and, for each layout, its chunks in the colours of their ranks."""
-    figure, ax = plt.subplots(figsize=(9.5, 0.5 + 0.42 * (1 + len(layouts))), layout="constrained")
+    figure, ax = plt.subplots(figsize=(9.5, 0.9 + 0.42 * (1 + len(layouts))), layout="constrained")
     for number, (start, stop) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)):
         ax.add_patch(Rectangle((start, 0.1), stop - start, 0.8, facecolor=("#c9c9c4", PALE)[number % 2]))
     for row, layout in enumerate(layouts.values(), 1):
@@ -51,7 +51,7 @@ def chunks(cu_seqlens, layouts, chunk):
                 for start in range(tokens.start, tokens.stop, chunk):
                     width = min(start + chunk, tokens.stop) - start
                     ax.add_patch(Rectangle((start, row + 0.1), width, 0.8, color=RANKS[rank % len(RANKS)], linewidth=0))
-    ax.set(xlim=(0, cu_seqlens[-1]), ylim=(1 + len(layouts), 0), xticks=[])
+    ax.set(xlim=(0, cu_seqlens[-1]), ylim=(1 + len(layouts), 0), xlabel="token")
     ax.set_yticks([row + 0.5 for row in range(1 + len(layouts))], ["documents", *layouts], color=INK)
     ax.tick_params(length=0)
     for side in ax.spines.values():
@@ -133,7 +133,7 @@ def buffer(mask, local, own, keys, owner):
                 left.add_patch(Rectangle((key - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0))
     left.imshow(shown, cmap=GREYS, vmin=0, vmax=1)
     left.set(
-        title="the mask; rank 0 computes the coloured cells", xlabel="keys", ylabel="queries", xticks=[], yticks=[]
+        title="the mask; the rank computes the coloured cells", xlabel="keys", ylabel="queries", xticks=[], yticks=[]
     )
     cells = local.dense()
     for row in range(local.queries):

@@ -7,7 +7,7 @@
     place = real_ranks.here()
     results = place.compare({"zigzag ring": FunctionCall("zigzag_attention", mask, layout)})
     print(real_ranks.table(results))
-    assert all(result.agrees and result.same_bits for result in results["zigzag ring"])
+    real_ranks.require(results)
 
 Every rank runs reference and fast twice on bfloat16 inputs. The caller's process then compares each shard with the shards of
 the judge's oracle and honest results. A third run of fast is the timeline. On GPUs, torch's profiler gives the kernels. On
@@ -180,6 +180,19 @@ def table(results: Mapping[str, list[RankResult]]) -> str:
             exposed = f"{one.exposed:.2f}" if one.spans else "-"
             lines.append(f"{first}  {bits[0]:9}  {bits[1]:6} {times[0]:10.2f} {times[1]:10.2f} {exposed:>9}")
     return "\n".join(lines)
+
+
+def require(results: Mapping[str, list[RankResult]]) -> None:
+    """Raise AssertionError that names the first difference, unless all results agree and both runs have equal bits."""
+    for name, of_ranks in results.items():
+        for one in of_ranks:
+            for half in HALVES:
+                where, verdict = f"{name}, rank {one.rank}, {half}", one.verdicts[half]
+                wrong = next((measure for measure in verdict.measures if not measure.ratio <= 1), None)
+                if not verdict.agrees:
+                    fault = f"{wrong.tensor} is {wrong.ratio:.1f} times the bound" if wrong else verdict.faults[0]
+                    raise AssertionError(f"{where}: {fault}")
+                assert one.equal_runs[half], f"{where}: two runs differ in their bits"
 
 
 def _worst(verdict: Agreement) -> str:

@@ -1,0 +1,79 @@
+"""Write the course: the notebooks with holes, where the student writes a function that the notebook checks.
+
+    python course.py FOLDER      (`make course`)
+
+A hole stands between two comments in the cell of a function. Its sentence names the lines to write:
+
+    # your turn: return the sum of both parts, each with its weight
+    return weight * part
+    # your turn ends
+
+In the course the hole raises NotImplementedError with this sentence. The solution is folded below the cell.
+"""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbformat import NotebookNode
+from nbformat.v4 import new_markdown_cell
+
+HERE = Path(__file__).parent
+HOLE = re.compile(
+    r"^(?P<indent> *)# your turn: (?P<sentence>.*(?:\n(?P=indent)# .*)*)\n"
+    r"(?P<solution>(?:.*\n)*?)(?P=indent)# your turn ends(?=\n|$)",
+    re.MULTILINE,
+)
+FOLDED = "<details><summary>Solution</summary>\n\n```python\n{}\n```\n\n</details>"
+
+
+def with_hole(source: str) -> str:
+    """Return the source of a cell with NotImplementedError in place of the solution."""
+
+    def hole(found: re.Match) -> str:
+        sentence = re.sub(r"\n *# ", " ", found["sentence"])
+        return f'{found["indent"]}raise NotImplementedError(\n{found["indent"]}    "{sentence}"\n{found["indent"]})'
+
+    return HOLE.sub(hole, source)
+
+
+def solution(source: str) -> str:
+    """Return the lines of the hole."""
+    return "\n".join(found["solution"].rstrip() for found in HOLE.finditer(source))
+
+
+def holes(notebook: NotebookNode) -> list[str]:
+    """Return the source of each cell that has a hole."""
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code" and HOLE.search(cell.source)]
+
+
+def for_students(notebook: NotebookNode) -> NotebookNode:
+    """Return the notebook with holes, and with folded solutions."""
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if cell.cell_type == "code" and HOLE.search(cell.source):
+            cells.append(new_markdown_cell(FOLDED.format(solution(cell.source))))
+            cell.source = with_hole(cell.source)
+    notebook.cells = cells
+    return notebook
+
+
+def write(folder: Path) -> None:
+    """Write the course into a folder: notebooks with holes, their modules, and links to the rest of the repository."""
+    (folder / "my_functions").mkdir(parents=True, exist_ok=True)
+    for module in HERE.glob("*.py"):
+        shutil.copy(module, folder)
+    for name in ("fast", "paper", "reference"):  # the notebooks link to their files
+        link = folder.parent / name
+        if not link.is_symlink():
+            link.symlink_to(HERE.parent / name)
+    for twin in sorted(HERE.glob("*.md")):
+        nbformat.write(for_students(jupytext.read(twin)), folder / f"{twin.stem}.ipynb")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]).resolve())

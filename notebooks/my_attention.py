@@ -1,0 +1,205 @@
+"""My own Canon: the functions of `canon.reference`, with those that I have written in their place.
+
+The notebooks leave some functions to you. `mine` puts yours here, under its name, and all other functions of this module use
+it from then on. If the folder `my_functions` exists, it also keeps the source there, for the next notebook and for the shell:
+
+    canon check my_attention --only merge
+
+`make course` writes the notebooks with holes, and makes the folder. Without it, all functions are those of the reference.
+"""
+
+import argparse
+import io
+import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from inspect import getsource
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from canon.masks.band import Band
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.reference import backward, group_collectives, local, magi, owner_computes, ring, sinks, strided, tiles
+from canon.runtime import public_local, public_plans, public_ranks
+from canon.runtime.call import Algorithm, Half
+
+FOLDER = Path(__file__).parent / "my_functions"
+
+
+class Row(NamedTuple):
+    """A function to write: the notebook that leaves it to you, and the options of `canon check` for its rows."""
+
+    notebook: str
+    options: str
+
+
+ROWS = {
+    "merged": Row("00_softmax_in_pieces", "--only merge/"),
+    "zigzag": Row("01_masks_and_layouts", "--only zigzag_attention/"),
+    "ring_forward": Row("02_ring_and_zigzag", "--only ring_attention/*/causal --features forward"),
+    "ring_backward": Row("02_ring_and_zigzag", "--only ring_attention/*/causal"),
+    "pick": Row("02_ring_and_zigzag", "--only attention_forward/"),
+    "strided_forward": Row("03_strided", "--only strided_attention/"),
+    "start_cast": Row("04_magi", "--only group_cast/"),
+    "scores": Row("05_backward", "--only attention_backward/"),
+}
+
+
+def _here(function: Callable) -> Callable:
+    """Return the function with the names of this module: it calls your functions."""
+    if not isinstance(function, FunctionType):
+        return function
+    placed = FunctionType(function.__code__, globals(), function.__name__, function.__defaults__, function.__closure__)
+    placed.__kwdefaults__, placed.__doc__ = function.__kwdefaults__, function.__doc__
+    return placed
+
+
+def _bring(module: ModuleType) -> None:
+    """Bring the names of a module of the reference here. Its functions then call yours."""
+    for name, value in vars(module).items():
+        if not name.startswith("__"):
+            globals()[name] = _here(value) if getattr(value, "__globals__", None) is vars(module) else value
+
+
+for _module in (tiles, backward, local, owner_computes, ring, strided, group_collectives, magi):
+    _bring(_module)
+
+
+# ---------------------------------------------------------------------- functions to write that the reference names otherwise
+def zigzag(n: int, ranks: int) -> list[list[range]]:
+    """Return the tokens of each rank in a zigzag layout."""
+    return [list(held) for held in Layout.zigzag(n, ranks).ranges_per_rank]
+
+
+def pick(band: Band, queries: range, keys: range) -> Band:
+    """Return the band between ``queries`` and ``keys``, numbered from 0."""
+    return band.pick(queries, keys)
+
+
+def start_cast(x, plan, stage, group):
+    """Return the sent rows, the received rows and the request of a group cast in flight."""
+    cast = group_collectives.GroupCast(x, plan, stage, group)
+    return cast.sent, cast.received, cast.work
+
+
+def scores(tile: Any, queries: slice, keys: slice, visible):
+    """Return p, scale * ds and the visible cells of one tile, and its q, k and dout."""
+    return backward._Backward._scores(tile, queries, keys, visible)
+
+
+# ---------------------------------------------------------------------- given: their callers
+class _PickedMask(NamedTuple):
+    """A mask with a crop that calls `pick`."""
+
+    bands: list[Band]
+    queries: int
+    keys: int
+
+    def crop(self, queries: range | None = None, keys: range | None = None) -> "_PickedMask":
+        rows, columns = queries or range(self.queries), keys or range(self.keys)
+        found = [pick(band, rows, columns) for band in self.bands]
+        return _PickedMask([band for band in found if band.area], len(rows), len(columns))
+
+    def dense(self):
+        return Mask(self.bands, self.queries, self.keys).dense()
+
+
+def visible_tiles(mask, device, by_keys=False):
+    """Yield the tiles of a mask, as `canon.reference.tiles` does."""
+    return tiles.visible_tiles(_PickedMask(list(mask.bands), mask.queries, mask.keys), device, by_keys)
+
+
+class GroupCast:
+    """A group cast in flight."""
+
+    def __init__(self, x, plan, stage, group):
+        self.sent, self.received, self.work = start_cast(x, plan, stage, group)
+
+    def wait(self):
+        """Wait for the exchange and return the received rows."""
+        self.work.wait()
+        return self.received
+
+
+class _Backward(backward._Backward):
+    def _scores(self, queries, keys, visible):
+        return scores(self, queries, keys, visible)
+
+
+# ---------------------------------------------------------------------- the public functions
+def _later(name: str) -> Callable:
+    """Return a function that calls the present function ``name`` of this module."""
+    return lambda *given, **options: globals()[name](*given, **options)
+
+
+def _algorithm(function: str, schedule: str, **more: Any) -> Algorithm:
+    return Algorithm(_MINE, function, _later(f"{schedule}_forward"), _later(f"{schedule}_backward"), **more)
+
+
+_MINE = Half("my_attention", sinks.under_sink)
+attention = public_local.attention(_algorithm("attention", "local"))
+attention_forward = public_local.attention_forward(_later("tiled_forward"))
+attention_backward = public_local.attention_backward(_later("gradients"))
+merge = public_local.merge(_later("merged"))
+ring_attention = public_ranks.ring_attention(_algorithm("ring_attention", "ring"))
+zigzag_attention = public_ranks.zigzag_attention(
+    _algorithm("zigzag_attention", "ring", layout=lambda n, ranks: Layout(zigzag(n, ranks), n))
+)
+strided_attention = public_ranks.strided_attention(
+    _algorithm("strided_attention", "strided", plan=strided.strided_plan)
+)
+magi_attention = public_ranks.magi_attention(
+    _algorithm("magi_attention", "magi", plan=magi.magi_plan, kept_rows=magi.kept_rows)
+)
+group_cast = public_plans.group_cast(_later("_group_cast"))
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "group_cast",
+    "magi_attention",
+    "merge",
+    "ring_attention",
+    "strided_attention",
+    "zigzag_attention",
+]
+
+
+# ---------------------------------------------------------------------- your functions
+def mine(function: Callable) -> Callable:
+    """Put ``function`` in the place of the one with its name, and return it. It may use all names of this module.
+
+    Keep its source in the folder `my_functions`, if this exists and the function is written.
+    """
+    name = function.__name__
+    if name not in ROWS:
+        raise NameError(f"my_attention has no place for {name!r}: expected one of {', '.join(ROWS)}")
+    source = getsource(function)
+    if FOLDER.is_dir() and "raise NotImplementedError" not in source:
+        (FOLDER / f"{name}.py").write_text(source[source.index("def ") :])
+    globals()[name] = _here(function)
+    return globals()[name]
+
+
+def check(options: str) -> None:
+    """Print the command `canon check my_attention` with these options, and its table. Raise AssertionError unless all agree."""
+    from canon.check import check_command
+
+    parser = argparse.ArgumentParser()
+    check_command.add_arguments(parser)
+    console = Console(file=io.StringIO(), width=160, force_terminal=False, force_jupyter=False)
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+        record = ["--record", f"{folder}/record.json"]
+        status = check_command.run(parser.parse_args(["my_attention", *options.split(), *record]), console)
+    lines = map(str.rstrip, console.file.getvalue().splitlines())
+    shown = [line for line in lines if not line.startswith(("No GPU in use", "Skipped", "Record:"))]
+    print(f"$ canon check my_attention {options}", *shown, sep="\n")
+    assert status == 0, f"canon check my_attention {options}: {shown[-1]}"
+
+
+for _path in sorted(FOLDER.glob("*.py")):
+    exec(compile(_path.read_text(), _path, "exec"), globals())

@@ -1,0 +1,121 @@
+"""Claims about the course: each hole has one solution, that of the reference, and an empty hole fails with its sentence."""
+
+import ast
+import inspect
+import re
+import runpy
+import textwrap
+from pathlib import Path
+
+import course
+import jupytext
+import my_attention
+import pytest
+from my_attention import ROWS
+from programs import printed
+
+from canon import Layout
+from canon.masks.band import Band
+from canon.reference import backward, group_collectives, local, ring, strided
+
+FOLDER = Path(course.__file__).parent
+TWINS = {path.stem: jupytext.read(path) for path in sorted(FOLDER.glob("*.md"))}
+CELLS = {
+    re.search(r"^def (\w+)", cell, re.MULTILINE)[1]: (name, cell)
+    for name, book in TWINS.items()
+    for cell in course.holes(book)
+}
+CAST = group_collectives.GroupCast
+
+# The function of the reference that each hole is an excerpt of, and its words that differ in the notebook.
+EXCERPTS = {
+    "merged": (local.merged, {}),
+    "ring_forward": (ring.ring_forward, {}),
+    "ring_backward": (ring.ring_backward, {}),
+    "pick": (Band.pick, {"self.": "band."}),
+    "strided_forward": (strided.strided_forward, {}),
+    "start_cast": (CAST.__init__, {"self.": ""}),
+    "scores": (backward._Backward._scores, {"self.": "tile."}),
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return ``run(cell)``, which runs the cell of a hole. Afterwards `my_attention` is as before."""
+    kept = dict(vars(my_attention))
+
+    def run(cell):
+        path = tmp_path / "cell.py"
+        path.write_text(f"from my_attention import mine\n\n\n{cell}\n")
+        return runpy.run_path(str(path))
+
+    yield run
+    vars(my_attention).update(kept)
+
+
+def lines_of(code):
+    """Return the code without comments and with one form for each statement."""
+    return ast.unparse(ast.parse(textwrap.dedent(code))).splitlines()
+
+
+def test_each_function_of_the_table_has_a_hole_in_its_notebook_and_rows_in_00():
+    assert {name: notebook for name, (notebook, _) in CELLS.items()} == {
+        name: row.notebook for name, row in ROWS.items()
+    }
+    table = (FOLDER / "00_softmax_in_pieces.md").read_text()
+    for name, row in ROWS.items():
+        assert f"| `{name}` | `{row.options}` |" in table
+
+
+@pytest.mark.parametrize("name", EXCERPTS)
+def test_a_solution_is_an_excerpt_of_the_reference(name):
+    function, words = EXCERPTS[name]
+    source = textwrap.dedent(inspect.getsource(function))
+    for word, other in words.items():
+        source = source.replace(word, other)
+    expected = "\n".join(line.strip() for line in lines_of(source))
+    # a return in the place of another last statement, as in `start_cast`, is no part of the excerpt
+    found = "\n".join(line.strip() for line in lines_of(course.solution(CELLS[name][1])))
+    assert found in expected
+
+
+def test_zigzag_of_the_course_is_the_layout(run):
+    zigzag = run(CELLS["zigzag"][1])["zigzag"]
+    for n in range(30):
+        for ranks in range(1, 6):
+            assert Layout(zigzag(n, ranks), n) == Layout.zigzag(n, ranks)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_filled_hole_passes_its_rows(name, run):
+    run(CELLS[name][1])
+    my_attention.check(ROWS[name].options)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_empty_hole_fails_with_the_sentence_that_says_what_to_write(name, run, capsys):
+    cell = course.with_hole(CELLS[name][1])
+    sentence = re.search(r'NotImplementedError\(\s*"(.*)"', cell)[1]
+    assert len(sentence.split()) >= 8
+    run(cell)
+    with pytest.raises(AssertionError, match="canon check my_attention"):
+        my_attention.check(ROWS[name].options)
+    assert sentence[:50] in capsys.readouterr().out
+
+
+def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_path):
+    folder = tmp_path / "build" / "course"
+    course.write(folder)
+    for notebook in {notebook for notebook, _ in CELLS.values()}:
+        text = (folder / f"{notebook}.ipynb").read_text()
+        assert "your turn" not in text
+        assert "<summary>Solution</summary>" in text
+    program = "import runpy, my_attention; runpy.run_path('cell.py'); print(my_attention.merged.__code__.co_filename)"
+    (folder / "cell.py").write_text("from my_attention import mine\n" + CELLS["merged"][1])
+    printed(f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}")
+    kept = folder / "my_functions" / "merged.py"
+    assert lines_of(kept.read_text())[1:] == lines_of(CELLS["merged"][1])[2:]
+    kept.write_text(kept.read_text().replace("logaddexp", "maximum"))
+    program = "import my_attention; my_attention.check('--only merge/')"
+    with pytest.raises(AssertionError, match="0 of 3 cases agree"):
+        printed(f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}")
