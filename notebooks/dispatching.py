@@ -122,7 +122,7 @@ def trade(curves):
 
 
 def buffer(mask, local, own, keys, owner):
-    """Draw the global mask with the cells of one rank in colour, and its local mask over its buffer of keys."""
+    """Draw the mask with the cells of one rank in colour, and its local mask over its buffer, which begins with own keys."""
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(8.4, 3.6), width_ratios=[mask.keys, local.keys], layout="constrained"
     )
@@ -133,7 +133,11 @@ def buffer(mask, local, own, keys, owner):
                 left.add_patch(Rectangle((key - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0))
     left.imshow(shown, cmap=GREYS, vmin=0, vmax=1)
     left.set(
-        title="the mask; rank 0 computes the coloured cells", xlabel="keys", ylabel="queries", xticks=[], yticks=[]
+        title=f"the mask; rank {owner[0]} computes the coloured cells",
+        xlabel="keys",
+        ylabel="queries",
+        xticks=[],
+        yticks=[],
     )
     cells = local.dense()
     for row in range(local.queries):
