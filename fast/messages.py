@@ -13,8 +13,8 @@ blocks the host. Two buffers are enough. A message into a buffer starts after th
 content, and after the end of the message that sent it on. The stream of the messages waits for these kernels.
 
 On GPUs gathers and reductions have a communicator each, so that a gather never queues behind a reduction. On the communication
-stream of a `Transport`, kernels copy and sum the data of messages while attention kernels run. paper/copy_engines.md explains
-why no message uses copy engines.
+stream of a `Transport`, kernels copy and sum the data of messages while attention kernels run. paper/records.md has the
+reason why no message uses copy engines.
 """
 
 from collections.abc import Sequence
