@@ -9,7 +9,7 @@ Read `canon.reference.magi` first. The algorithm and the order of sums are the s
 
 - At most two casts are held: the one that is computed on and the one that is in flight. With ``keep_kv`` all are held.
 - A step computes only its active queries (`active_queries.py`). One kernel merges a part into the running result.
-- With ``stages=0`` the own and the received keys share one buffer: one kernel, no merge, no float32 result.
+- With ``own_keys_first=False`` and one cast, the own and the received keys share one buffer: one kernel, no merge, no float32 result.
 - Kernels write dk and dv of received keys into the sending buffer. dk and dv leave before the kernel of dq, if they have a
   kernel of their own, so even a single reduction overlaps with a kernel. Received gradients are added on the communication
   stream, cast by cast and rank by rank, by rows and without atomics.
@@ -23,7 +23,7 @@ R_i and S_i are the tokens that this rank receives and sends in cast i:
     dk, dv      (R_i + R_{i-1} + S_{i-1}) N    of reduce_dtype: written, sent and received; then (R_i + S_i) N
                 t N                            of float32, of the own keys; keep_kv: twice in the last step
     the rest    out and lse, or dq, twice      of float32, running and newest part; backward also delta
-    stages=0    K, V (t + R) N, and S N at first; dk, dv (t + R) N of float32, S N of reduce_dtype (and R N, if it is
+    one buffer  K, V (t + R) N, and S N at first; dk, dv (t + R) N of float32, S N of reduce_dtype (and R N, if it is
                 another); delta
 
 Source: as `canon.reference.magi`.

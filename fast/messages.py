@@ -15,7 +15,7 @@ content, and after the end of the message that sent it on. The stream of the mes
 On GPUs gathers and reductions have a communicator each, so that a gather never queues behind a reduction. Gathers and hops use
 the group's own one, where they may queue behind other messages of the group, unless `own_communicators` was called. On the
 communication stream of a `Transport`, kernels copy and sum the data of messages while attention kernels run.
-paper/copy_engines.md explains why no message uses copy engines.
+paper/records.md has the reason why no message uses copy engines.
 """
 
 from collections.abc import Sequence

@@ -26,7 +26,7 @@ which messages are in flight meanwhile:
 
 With NCCL, hops run on a stream of the process group. At the start of each pass, a rank posts 8 bytes, a digest of the
 call. On GPUs, a repeated call does not wait for the bytes of other ranks: it compares them at the next pass at the
-latest (`canon.runtime.agreement`; its cost is in paper/measured.md). Autograd keeps q, k, v, out and lse of the
+latest (`canon.runtime.agreement`; its cost is in paper/records.md). Autograd keeps q, k, v, out and lse of the
 own tokens.
 
 `PLANS` caches one `_Ring` for each kind of call: the places of the blocks in a buffer, and each step's active queries and

@@ -75,7 +75,7 @@ def train(steps: int, context: int) -> list[float]:
         layout = attn.dispatch(mask, context)  # all ranks of a row plan the same layout
         part = layout.shard_batch({"input_ids": ids, "labels": ids}, column, cu_seqlens=ends)
         part = {name: x.to(device) for name, x in part.items()}
-        with sharded(mask, layout, mesh["context"], half=half, function="magi", stages=0):
+        with sharded(mask, layout, mesh["context"], half=half, function="magi"):
             logits = model(input_ids=part["input_ids"], position_ids=part["position_ids"], use_cache=False).logits
         loss = canon.training.sequence_loss(logits, part["shift_labels"])  # of all ranks: FSDP2 averages over them, too
         optimizer.zero_grad()

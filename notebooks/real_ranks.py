@@ -34,13 +34,12 @@ from torch import Tensor
 from canon.bench.schedules import meet
 from canon.masks.cast_plan import CastPlan
 from canon.reference import Layout, Mask
+from canon.show.spans import Span, kind_of
 from canon.testing import process_groups
 from canon.testing.judge import Agreement, Attended, agreement, oracle, orders
 from canon.testing.recording import recording
 
 HALVES = ("reference", "fast")
-KINDS = {"nccl": "message", "memcpy": "message", "forward": "forward", "dkdv": "backward", "dq": "backward"}
-KINDS |= {"fused": "backward", "backward": "backward"}  # part of a kernel's name -> kind of its span
 STEPS = ("forward", "backward")
 NOT_DRAWN = ("Memset", "HtoD", "DtoH")
 
@@ -53,16 +52,6 @@ class FunctionCall:
     mask: Mask
     layout: Layout
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Span:
-    """A kernel, a step or a message of a rank: "message", "forward", "backward" or "other", from start to stop in ms."""
-
-    kind: str
-    name: str
-    start: float
-    stop: float
 
 
 @dataclass(frozen=True)
@@ -157,11 +146,6 @@ def here() -> Place:
     if gpus:
         return Place("cuda", gpus if gpus > 1 else 4, 16384, h=16, g=8, d=128)
     return Place("cpu", 4, 192, h=4, g=2, d=16)
-
-
-def kind_of(kernel: str) -> str:
-    """Return the kind of a `Span` for the name of a kernel or a copy."""
-    return next((kind for part, kind in KINDS.items() if part in kernel.lower()), "other")
 
 
 def table(results: Mapping[str, list[RankResult]]) -> str:

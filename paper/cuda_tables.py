@@ -1,4 +1,4 @@
-"""Compute the tables of `measured.md` about the kernels in CUDA C++: a policy's shape, its layers, and causal sequences."""
+"""Compute the tables of `records.md` about the kernels in CUDA C++: a policy's shape, its layers, and causal sequences."""
 
 from kernel_tables import clocks, row_of, speed
 from records import load, median, table
@@ -36,12 +36,9 @@ def policy() -> dict[str, str]:
         [label, f"{median(row['both_wall_ms']):.1f} [{median(row['both_ms']):.1f}]", f"{row['peak_mb']:.0f}"]
         for label, row in ((label, layers[name]) for name, label in LAYERS.items())
     ]
-    ratio = lambda name: f"{layers['canon cuda']['peak_mb'] / layers[name]['peak_mb']:.2f}"
     return {
         "policy": table(("wall ms [GPU ms]", "forward", "both passes", "peak MB"), rows),
         "layers": table(("18 layers, wall ms [GPU ms]", "both passes", "peak MB"), stacked),
-        "layers_memory": ratio("eager"),
-        "layers_memory_float32": ratio("eager float32"),
     }
 
 

@@ -1,4 +1,4 @@
-"""Compute the tables and numbers of `measured.md` about agreement, kernels and compilation."""
+"""Compute the tables and numbers of `measured.md` and `records.md` about agreement, kernels and compilation."""
 
 import re
 
@@ -22,7 +22,6 @@ CHECKS = (  # record, what ran, dtypes
     ("check_one_h200", "4 ranks as threads on 1 H200", "bf16, fp16, fp32"),
     ("check_cuda_h200", "the same with the CUDA backend; 3 unordered cases declined", "bf16, fp16"),
     ("check_two_h200", "2 H200s, NCCL", "bf16, fp16, fp32"),
-    ("check_two_copy_engines_h200", "2 H200s, NCCL by copy engines, which Canon no longer uses", "bf16, fp16"),
     ("check_runs_four_h200", "4 H200s, NCCL, strided attention only", "bf16"),
     ("check_cpu", "4 CPU ranks, Triton's interpreter", "bf16, fp32, fp64"),
     ("check_gluon_simulated", "4 CPU ranks, Hopper kernels simulated", "bf16, fp16"),
@@ -213,7 +212,6 @@ def kernels() -> dict[str, str]:
 def wall() -> dict[str, str]:
     """Return the table of wall times, Canon's over those of the fastest peer, and the cost of `rank_invariant`."""
     rows, ratios, cost = [], {"forward": [], "both": []}, {"forward": [], "both": []}
-    costs = []
     for shape in SHAPES:
         cells = []
         for name in ("forward", "both"):
@@ -225,7 +223,6 @@ def wall() -> dict[str, str]:
             shown = (times[who] for who in ("canon auto", "SDPA cudnn", "flash-attn-4"))
             cells += [f"{wall:.2f} [{gpu:.2f}]" if wall else "-" for wall, gpu in shown]
         rows.append([named(shape), *cells])
-        costs.append([named(shape), *(f"{cost[name][-1]:.2f}" for name in ("forward", "both"))])
     header = (
         "wall ms [GPU ms]",
         "forward: Canon",
@@ -239,7 +236,6 @@ def wall() -> dict[str, str]:
         "wall": table(header, rows),
         "wall_forward": span(ratios["forward"]),
         "wall_both": span(ratios["both"]),
-        "invariant": table(("GPU time with the option over without", "forward", "both passes"), costs),
         "invariant_forward": span(cost["forward"]),
         "invariant_both": span(cost["both"]),
     }
@@ -313,25 +309,20 @@ def compilation() -> dict[str, str]:
 
 
 def tiles() -> dict[str, str]:
-    """Return the fastest tile sizes of the Triton backend on two shapes, from the records of `canon bench tune`."""
+    """Return the fastest tile sizes of the Triton backend on a causal sequence, from the records of `canon bench tune`."""
     rows = []
     for kernel in ("forward", "dq", "dkdv"):
-        for width, suffixes in ((64, ("_64",)), (128, ("",)), (256, ("_256_more" if kernel == "dq" else "_256",))):
-            record = f"tune_triton_{kernel}{suffixes[-1]}_h200"
-            times: dict[str, dict[str, float]] = {}
-            for row in load(record)["results"]:
-                if row.get("ms"):
-                    times.setdefault(row["shape"], {})[row["config"]] = row["tflops"]
-            links = ", ".join(f"[record](data/tune_triton_{kernel}{suffix}_h200.json)" for suffix in suffixes)
-            cells = []
-            for speeds in times.values():
-                config = max(speeds, key=lambda each: speeds[each])
-                keys, columns, warps = config.split(",")[:3]
-                cells.append(
-                    f"{keys} x {columns}, {warps} warps: {speeds[config]:.0f} (worst {min(speeds.values()):.0f})"
-                )
-            rows.append([f"{kernel}, D {width} ({links})", *cells])
-    return {"tiles": table(("kernel", "packed documents of mean 1024", "16,384 tokens, causal"), rows, left=3)}
+        cells = []
+        for suffix in ("_64", "", "_256_more" if kernel == "dq" else "_256"):
+            record = f"tune_triton_{kernel}{suffix}_h200"
+            timed = [row for row in load(record)["results"] if row.get("ms") and row["shape"].endswith("causal")]
+            speeds = {row["config"]: row["tflops"] for row in timed}
+            config = max(speeds, key=lambda each: speeds[each])
+            keys, columns, _ = config.split(",", 2)
+            best, worst = speeds[config], min(speeds.values())
+            cells.append(f"[{keys} x {columns}](data/{record}.json): {best:.0f} (worst {worst:.0f})")
+        rows.append([kernel, *cells])
+    return {"tiles": table(("kernel", "D 64", "D 128", "D 256"), rows, left=4)}
 
 
 PARTS = (agreement, planted, kernels, wall, portable, lengths, compilation, tiles)

@@ -1,43 +1,50 @@
-"""Write `measured.md`, the articles and their figures from the records under `data`.
+"""Write `measured.md`, `records.md`, the articles, their figures and the index of the records, from the files under `data`.
 
     python paper/measured.py                 pages and figures, in place
     python paper/measured.py --out FOLDER    the same, elsewhere
     python paper/measured.py --text          pages only; needs no matplotlib
 
 A page is a template under `templates` in which `{{name}}` stands for a table or a number. `kernel_tables.py`,
-`schedule_tables.py` and `articles` compute these from records.
+`schedule_tables.py`, `cuda_tables.py`, `choice.py` and `articles` compute these from records.
 """
 
 import argparse
 import re
 from pathlib import Path
 
+import choice
 import cuda_tables
 import kernel_tables
 import measured_figures
 import paper_figures
 import readme_figures
 import schedule_tables
-from articles import copy_engines, deterministic_dq, hidden_wait, shared_memory_bound, stale_maximum
+from articles import deterministic_dq, hidden_wait, shared_memory_bound, stale_maximum
 from plots import Drawing, save
-from records import DATA, HERE, appendix
+from records import DATA, HERE, index
 
 ARTICLES = {
     "deterministic_dq": deterministic_dq,
     "stale_maximum": stale_maximum,
     "shared_memory_bound": shared_memory_bound,
     "hidden_wait": hidden_wait,
-    "copy_engines": copy_engines,
 }
+PAGES = ("measured", "records")
+INDEX = "README.md"  # under `data`
 NOTE = "<!-- Written by measured.py from templates/{name}.md.template and data: change those, not this file. -->\n\n"
 FIELD = re.compile(r"\{\{(\w+)\}\}")
+IN_PAPER = re.compile(r'\bv\("(\w+)"\)')
 LINK = re.compile(r"\]\((?:paper/)?data/([\w.*-]+)\)")
+
+
+def fields(name: str) -> set[str]:
+    """Return the names of the tables and numbers in a template."""
+    return set(FIELD.findall((HERE / "templates" / f"{name}.md.template").read_text()))
 
 
 def filled(name: str, values: dict[str, str]) -> str:
     """Return the page ``name``. Raises ValueError unless the template uses exactly these values."""
-    template = (HERE / "templates" / f"{name}.md.template").read_text()
-    used = set(FIELD.findall(template))
+    template, used = (HERE / "templates" / f"{name}.md.template").read_text(), fields(name)
     if used != values.keys():
         raise ValueError(f"{name}: unknown {sorted(used - values.keys())}, unused {sorted(values.keys() - used)}")
     spaced = {key: re.sub(r"(?<=\d)%", " %", value) for key, value in values.items()}
@@ -46,26 +53,28 @@ def filled(name: str, values: dict[str, str]) -> str:
 
 def quoted(text: str) -> set[str]:
     """Return the files under `data` that a page links to."""
-    return set(LINK.findall(text))
+    return set(LINK.findall(text)) - {INDEX}
 
 
 def measured() -> dict[str, str]:
-    """Return all tables and numbers of `measured.md` but its appendix."""
-    parts = (*kernel_tables.PARTS, *cuda_tables.PARTS, *schedule_tables.PARTS)
+    """Return all tables and numbers of `measured.md` and `records.md`, and those that only the paper uses."""
+    parts = (*kernel_tables.PARTS, *cuda_tables.PARTS, *schedule_tables.PARTS, choice.values)
     return {key: value for part in parts for key, value in part().items()}
 
 
 def pages() -> dict[str, str]:
-    """Return the text of every page, by name. The appendix of `measured.md` lists the records that any of them links to."""
-    found = {name: filled(name, article.values()) for name, article in ARTICLES.items()}
-    values = measured()
-    linked = quoted(filled("measured", values | {"appendix": ""})).union(*map(quoted, found.values()))
-    return found | {"measured": filled("measured", values | {"appendix": appendix(linked)})}
+    """Return the text of every page, by name. Raises ValueError for a value that neither a page nor the paper uses."""
+    values, used = measured(), {name: fields(name) for name in PAGES}
+    in_paper = set(IN_PAPER.findall((HERE / "canon.typ").read_text())) | {"host_calls"}  # a table of the paper
+    if unused := sorted(values.keys() - in_paper.union(*used.values())):
+        raise ValueError(f"unused {unused}")
+    found = {name: filled(name, {key: values[key] for key in used[name] & values.keys()}) for name in PAGES}
+    return found | {name: filled(name, article.values()) for name, article in ARTICLES.items()}
 
 
 def drawings() -> dict[str, Drawing]:
     """Return every figure, by name."""
-    parts = (measured_figures.FIGURES, readme_figures.FIGURES, paper_figures.FIGURES)
+    parts = (choice.FIGURES, measured_figures.FIGURES, readme_figures.FIGURES, paper_figures.FIGURES)
     return {name: figure for part in parts for name, figure in part.items()} | {
         name: article.FIGURE for name, article in ARTICLES.items()
     }
@@ -74,7 +83,7 @@ def drawings() -> dict[str, Drawing]:
 def unquoted(pages: dict[str, str], *more: str) -> list[str]:
     """Return the files under `data` that neither these pages nor the texts ``more`` link to."""
     linked = set().union(*map(quoted, [*pages.values(), *more]))
-    return sorted({path.name for path in DATA.iterdir()} - linked)
+    return sorted({path.name for path in DATA.iterdir()} - linked - {INDEX})
 
 
 def main() -> None:
@@ -85,6 +94,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (options.out / f"{name}.md").write_text(text)
+    (options.out / "data").mkdir(exist_ok=True)
+    (options.out / "data" / INDEX).write_text(index())
     if not options.text:
         save(drawings(), options.out / "figures")
 

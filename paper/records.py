@@ -27,6 +27,21 @@ TEXTS = {  # name of a record, or of several: commit that holds the kernel or th
     "ncu_third": ("a3c8ed9", "2026-11-20", "1 H200", PROFILER),
     "ncu_fifth": ("0445676", "2026-11-21", "1 H200", PROFILER),
 }
+INDEX = """\
+<!-- Written by measured.py from the records: change it there, not here. -->
+
+# The records and their commands
+
+"Single times" counts the times that a record keeps; an empty cell means that a record keeps medians, errors or
+counters. "With changes" means that the run measured changes on top of the commit. The commit of a profile is the one
+that added the record. A GPU entry of "none" is a run on a CPU.
+
+{table}
+
+## Commands
+
+{commands}
+"""
 
 
 @cache
@@ -164,17 +179,16 @@ def _commit(record: dict) -> str:
     return " ".join(f"`{each[:7]}`" for each in hashes) + changed if hashes else "in the record"
 
 
-def appendix(names: Iterable[str]) -> str:
-    """Return the appendix: a table with the provenance of every record, and the commands under it."""
-    names = sorted(names)
+def index() -> str:
+    """Return the index of the records: a table with the provenance of each, and the commands under it."""
+    names = sorted(path.name for path in DATA.iterdir() if path.suffix != ".md")
     rows = []
     for name in names:
         commit, date, gpus, versions, count = provenance(name)
-        rows.append([f"[{name}](data/{name})", commit, date, gpus, versions, tokens(count) if count else ""])
+        rows.append([f"[{name}]({name})", commit, date, gpus, versions, tokens(count) if count else ""])
     header = ("record", "commit", "date", "GPUs", "versions", "single times")
-    commands = "\n".join(f"- [{name}](data/{name}): {command(name)}" for name in names)
-    details = f"<details><summary>Commands</summary>\n\n{commands}\n\n</details>"
-    return f"{table(header, rows, left=5)}\n\n{details}"
+    commands = "\n".join(f"- [{name}]({name}): {command(name)}" for name in names)
+    return INDEX.format(table=table(header, rows, left=5), commands=commands)
 
 
 def cut_off_cases(name: str) -> tuple[int, int]:

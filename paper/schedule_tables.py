@@ -1,8 +1,8 @@
-"""Compute the tables and numbers of `measured.md` about several GPUs, packed documents, host time and plans."""
+"""Compute tables and numbers of `measured.md` and `records.md`: several GPUs, packed documents, host time and plans."""
 
 from collections.abc import Sequence
 
-from records import load, median, span, table, tokens
+from records import load, median, only, span, table, tokens
 
 SCHEDULES = (  # name in the record, name on the page
     ("ring contiguous", "ring, contiguous shards"),
@@ -23,6 +23,10 @@ SCHEDULES = (  # name in the record, name on the page
     ("torch flash alltoall", "torch `context_parallel`, flash, all-to-all"),
     ("one GPU", "one GPU, the whole sequence"),
 )
+UNLISTED = (  # in the records, and in no table of causal sequences
+    *("strided contiguous 8", "strided zigzag 2", "strided zigzag 4, small ends", "magi, 0 stages, keys kept"),
+    *("magi, 1 stages, keys kept", "torch cudnn alltoall", "torch flash alltoall"),
+)
 PACKED = (
     *((name, label) for name, label in SCHEDULES if name.startswith("magi")),
     ("magi, 2 stages", "magi, own keys first, then two group casts"),
@@ -42,7 +46,7 @@ def schedule_table(records: Sequence[str], lengths: Sequence[int]) -> str:
     rows = [
         [label, *(found.get((name, n), "") for n in lengths)]
         for name, label in SCHEDULES
-        if any((name, n) in found for n in lengths)
+        if name not in UNLISTED and any((name, n) in found for n in lengths)
     ]
     return table(("forward / both passes", *(f"{tokens(n)} tokens" for n in lengths)), rows)
 
@@ -144,6 +148,7 @@ def packs() -> dict[str, str]:
 
 
 NEW_MASK = ("first_ms", "repeated_ms", "new_mask_ms")
+BESIDE = ("B1 S2048 Hq32 Hk8 D128 causal", "B1 S16384 Hq32 Hk8 D128 causal")
 HELD = ("0", "8", "16", "32")  # SMs
 HOST_PARTS = ("arguments", "results", "look-up", "launches", "other")  # of a call on one GPU
 
@@ -155,6 +160,7 @@ def host() -> dict[str, str]:
         [row["shape"], row["contender"], *(clocks(row, name) for name in ("forward", "both", "chain"))]
         for row in load("host_h200")["results"]
     ]
+    header = ("shape", "wall (host) ms", "forward", "both passes", "a layer of 8")
     new_masks = [
         [row["shape"], f"{median(row['documents']):.0f}", *(f"{median(row[name]):.1f}" for name in NEW_MASK)]
         for row in load("masks_h200")["results"]
@@ -192,6 +198,7 @@ def host() -> dict[str, str]:
     beside = [
         [row["shape"], row["kernel"], *(f"{median(row['held_ms'][x]):.3f}" for x in HELD)]
         for row in load("beside_h200")["results"]
+        if row["shape"] in BESIDE
     ]
     labels = dict(SCHEDULES)
     launching = []
@@ -199,13 +206,13 @@ def host() -> dict[str, str]:
         row = schedule("schedules_eight_h200", name, 32768)
         launching.append([labels[name], f"{median(row['both_launches_ms']):.1f}", f"{median(row['both_ms']):.1f}"])
     return {
-        "host_calls": table(("shape", "wall (host) ms", "forward", "both passes", "a layer of 8"), rows, left=2),
+        "host_calls": table(header, rows, left=2),
+        "host_short": table(header, [row for row in rows if row[1] in ("canon auto", "SDPA cudnn")], left=2),
         "short_forward": span(ratios["forward"]),
         "short_both": span(ratios["both"]),
         "short_chain": span(ratios["chain"]),
         "no_kernels": span([100 * x for x in share], 0),
         "launched": span([100 * x for x in launched], 0),
-        "host_parts": table(("host us of both passes", *HOST_PARTS), parts),
         "beside": table(("GPU ms, SMs held", "kernel", *(f"{x}" for x in HELD)), beside, left=2),
         "new_masks": table(("shape", "documents", "first ms", "repeated ms", "new mask ms"), new_masks),
         "agreed_us": " and ".join(f"{us:.0f}" for us in load("agreement_two_h200")["agreed_call_us"]),
@@ -221,11 +228,14 @@ def plans() -> dict[str, str]:
     """Return the table of plans, with means over packs."""
     results, rows = load("plans")["results"], []
     mean = lambda values: sum(values) / len(values)
-    for row in (row for row in results if row["kind"] == "packs"):
+    packs = [row for row in results if row["kind"] == "packs"]  # 8 ranks first
+    for row in packs:
         cells = [f"{mean(row[key]):.3f}" for key in ("balance", "volume", "worst_receive")]
         rows.append([str(row["ranks"]), tokens(row["tokens"]), *cells, f"{median(row['ms']):.0f} ms"])
     large = next(row for row in results if row["kind"] == "a large pack")
     return {
+        "balance_eight": f"{mean(packs[0]['balance']):.2f}",
+        "volume_eight": f"{mean(packs[0]['volume']):.0%}",
         "planned_large": tokens(round(median(large["ms"]))),
         "plans": table(("ranks", "tokens", "balance", "volume", "worst receive", "planned in"), rows, left=0),
     }
@@ -249,7 +259,34 @@ def training() -> dict[str, str]:
     return {"training": table(header, rows)}
 
 
-PARTS = (schedules, packs, host, plans, training)
+def messages() -> dict[str, str]:
+    """Return the ms of gathers beside kernels and alone, and the gains of a message that starts first and of copy engines."""
+    profile = only(
+        load("schedules_timeline_four_h200")["results"], schedule="strided zigzag 4", transport="NCCL's default"
+    )
+    ranks = [
+        [(begin, length / 1000) for begin, length, kernel in kernels if "AllGather" in kernel]
+        for kernels in profile["kernels_of_both_by_rank"]
+    ]
+    longest = [max(length for _, length in found) for found in ranks]
+    alone = [length for found in ranks for begin, length in found if begin < 1000]
+    waiting, late = (load(f"packs_{name}_four_h200")["results"] for name in ("begun", "not_begun"))
+    pairs = [(one, two) for one, two in zip(waiting, late, strict=True) if one["schedule"].startswith("magi, 1")]
+    gain = lambda key: span(one[f"{key}_tflops"] / two[f"{key}_tflops"] for one, two in pairs)
+    copied = [
+        row["both_tflops"] / schedule("schedules_eight_h200", row["schedule"], 131072)["both_tflops"]
+        for row in load("schedules_copy_engines_eight_h200")["results"]
+    ]
+    return {
+        "gather_worst": span(longest[1:], 1),
+        "gather_alone": span(alone, 2),
+        "started_forward": gain("forward"),
+        "started_both": gain("both"),
+        "copy_both": span(copied),
+    }
+
+
+PARTS = (schedules, packs, host, plans, training, messages)
 
 
 def _ring_wall(rank: int, checked: bool) -> str:

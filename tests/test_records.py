@@ -1,5 +1,6 @@
 """Claims about `paper`: pages follow from records, each record is quoted, and no figure is older than its records."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -17,11 +18,11 @@ def pages(scripts) -> dict[str, str]:
 def test_every_number_on_a_page_follows_from_its_records(pages):
     assert pages.keys() >= {
         "measured",
+        "records",
         "deterministic_dq",
         "stale_maximum",
         "shared_memory_bound",
         "hidden_wait",
-        "copy_engines",
     }
     for name, text in pages.items():
         written = (PAPER / f"{name}.md").read_text().splitlines()
@@ -32,6 +33,23 @@ def test_every_number_on_a_page_follows_from_its_records(pages):
         ]
         assert not changed, f"paper/{name}.md differs from its records: run `python paper/measured.py`"
         assert len(written) == len(text.splitlines()), f"paper/{name}.md: run `python paper/measured.py`"
+
+
+def words(text: str) -> int:
+    """Return the words of a page, without addresses and the marks of tables."""
+    plain = re.sub(r"<!--.*?-->|(?<=\])\([^)]*\)", "", text, flags=re.DOTALL)
+    return sum(bool(re.search(r"\w", word)) for word in plain.split())
+
+
+def test_the_measurements_and_articles_are_read_in_45_minutes(pages):
+    assert words("| a | [b c](d e) | - | 1.5 |\n<!-- f -->") == 4
+    assert words(pages["measured"]) <= 1500
+    assert pages["measured"].count("](figures/") == 4
+    assert sum(map(words, pages.values())) <= 45 * 200
+
+
+def test_the_index_of_records_is_written_from_them(scripts):
+    assert (PAPER / "data" / "README.md").read_text() == scripts("records").index(), "run `python paper/measured.py`"
 
 
 def test_every_record_is_quoted_by_a_page_a_notebook_or_the_readme(scripts, pages):
@@ -70,3 +88,19 @@ def test_a_template_must_use_exactly_the_values_that_are_computed(scripts):
         measured.filled("hidden_wait", {key: value for key, value in values.items() if key != "late"})
     with pytest.raises(ValueError, match="unused \\['more'\\]"):
         measured.filled("hidden_wait", values | {"more": ""})
+
+
+def test_no_record_contradicts_the_computed_choice(scripts):
+    """The function that was fastest in a record is computed as fastest, up to the error of the model."""
+    choice = scripts("choice")
+    rates, error = choice.fitted()
+    assert error < 0.1
+    compared = 0
+    for title in choice.masks(1024):
+        for tokens, name in choice.measured(title):
+            work = choice.work(choice.masks(8 * tokens)[title], choice.RANKS)
+            runs = choice.functions(work)
+            times = {each: choice.milliseconds(run, work, choice.RANKS, rates) for each, run in runs.items()}
+            assert times[name] <= (1 + error) * min(times.values()), (title, tokens)
+            compared += 1
+    assert compared == 3

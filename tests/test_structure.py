@@ -27,6 +27,7 @@ ROOMS = {
     "training": {"masks", "runtime"},
     "integrations": {"masks", "runtime", "reference", "fast", "training"},
     "simulator": set(),
+    "show": {"masks"},
     "testing": {"masks", "runtime", "reference", "fast", "simulator"},
     "check": {"masks", "runtime", "reference", "fast", "testing"},
     "bench": {"masks", "runtime", "reference", "fast", "testing"},
@@ -36,7 +37,10 @@ OUTSIDE = {
     "runtime": {"torch", "numpy", "jaxtyping"},
     "reference": {"torch", "jaxtyping"},
     "simulator": {"torch", "numpy", "triton"},
+    "show": {"torch", "matplotlib"},
 }
+# The rooms that the methods of Layout and of Mask import when they are called.
+CALLED = {"layout.py": {"runtime", "show"}, "mask.py": {"show"}}
 
 # Package of the files in each folder.
 PACKAGES = {
@@ -160,13 +164,14 @@ def room_of(module):
 
 
 def lazy_imports(path):
-    """Return the modules that the methods of `Layout` import when they are called."""
-    if path.name != "layout.py" or path.parent.name != "masks":
+    """Return the modules that the methods of `Layout` and `Mask` import when they are called."""
+    if path.name not in CALLED or path.parent.name != "masks":
         return set()
     tree = ast.parse(path.read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     checking = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    return {name for node in (*functions, *checking) for name in imports(node, "canon.masks.layout")}
+    found = {name for node in (*functions, *checking) for name in imports(node, "canon.masks.layout")}
+    return {name for name in found if room_of(name) in CALLED[path.name]}
 
 
 def forbidden_imports(path, module):
@@ -205,6 +210,10 @@ def test_each_room_imports_the_rooms_below_it_only():
     ("canon.testing.planted", "from canon.check.cases import Case"),
     ("canon.bench.planted", "from canon.check import documents"),
     ("canon.integrations.planted", "from canon.check import cases"),
+    ("canon.masks.planted", "from canon.show.style import plt"),
+    ("canon.masks.planted", "import matplotlib"),
+    ("canon.show.planted", "from canon.fast import dispatch"),
+    ("canon.runtime.planted", "import canon.show.spans"),
 ])  # fmt: skip
 def test_a_planted_forbidden_import_is_found(tmp_path, module, line):
     path = tmp_path / "planted.py"

@@ -1,4 +1,4 @@
-"""Run the command line: ``canon check``, ``canon bench`` and ``canon warm``, or ``python -m canon``."""
+"""Run the command line: ``canon check``, ``bench``, ``show`` and ``warm``, or ``python -m canon``."""
 
 import argparse
 import os
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     if not torch.cuda.is_available():  # Triton reads the variable when canon.fast defines its kernels
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from canon import warm_command
+    from canon import show_command, warm_command
     from canon.bench import bench_command
     from canon.check import check_command
     from canon.check.contract import CONVENTIONS
@@ -56,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     purpose = "measure the speed of kernels and schedules, after checking their results"
     bench = commands.add_parser("bench", help=purpose, description=bench_command.__doc__, formatter_class=raw)
     bench_command.add_arguments(bench)
+    purpose = "draw a mask, a layout, a plan or a recorded timeline into a file"
+    show = commands.add_parser("show", help=purpose, description=show_command.__doc__, formatter_class=raw)
+    show_command.add_arguments(show)
     purpose = "compile every kernel variant that a model can need"
     warm = commands.add_parser("warm", help=purpose, description=warm_command.__doc__, formatter_class=raw)
     warm_command.add_arguments(warm)
@@ -63,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
     except SystemExit as ended:  # argparse has printed the help or the error
         return int(ended.code or 0)
-    run = {"check": check_command.run, "bench": bench_command.run, "warm": warm_command.run}[arguments.command]
+    modules = {"check": check_command, "bench": bench_command, "show": show_command, "warm": warm_command}
+    run = modules[arguments.command].run
     try:
         return run(arguments)
     except KeyboardInterrupt:

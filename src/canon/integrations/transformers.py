@@ -5,7 +5,7 @@
     part = layout.shard_batch(batch, rank)
     labels = part.pop("shift_labels")
     del part["labels"]                            # with labels, the model would compute a loss of this rank alone in float32
-    with sharded(mask, layout, function="magi", stages=0):
+    with sharded(mask, layout, function="magi"):
         loss = canon.training.sequence_loss(model(**part, use_cache=False).logits, labels)
 
 transformers builds the mask of each kind of layer once in a forward pass:
@@ -90,7 +90,7 @@ def sharded(
         group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks.
         half: "fast", or "reference", which also runs on CPUs.
         function: "ring", "strided" or "magi".
-        options: of that function, such as ``stages=0``; not ``scale`` or ``sink``.
+        options: of that function, such as ``reduce_dtype``; not ``scale`` or ``sink``.
 
     ``attention_mask`` (b, t) is this rank's part of the padding mask. A key that is padding in some sequences only must be
     invisible in these: padding on the right of causal sequences is.

@@ -228,6 +228,15 @@ class Layout(metaclass=OpaqueMeta):
         several = k_ranks if isinstance(k_ranks, Sequence) else (k_ranks,)
         return _local_mask(self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several))
 
+    def plot(self, mask: Mask | None = None):
+        """Draw the rows of a mask in the colours of their ranks, and the visible cells of each rank. Return the figure.
+
+        ``mask``: by default causal. Raises ValueError if it does not fit, ModuleNotFoundError without matplotlib.
+        """
+        from canon.show.layout_figures import plot_layout
+
+        return plot_layout(self, mask)
+
 
 def positions_on(layout: Layout, rank: int, device: torch.device) -> Tensor:
     """Return `Layout.positions` on a device, from the cache. Do not change the tensor."""

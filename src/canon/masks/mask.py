@@ -319,6 +319,15 @@ class Mask(metaclass=OpaqueMeta):
             intervals += visible_keys(self.bands_near(rows), rows)
         return tuple(range(start, stop) for start, stop in union(intervals))
 
+    def plot(self, ax=None):
+        """Draw the visible cells, with one colour for each band, and return the matplotlib axes: ``ax``, or new ones.
+
+        Beyond 512 tokens the picture has every n-th query and key. Raises ModuleNotFoundError without matplotlib.
+        """
+        from canon.show.mask_figures import plot_mask
+
+        return plot_mask(self, ax)
+
     def bands_near(self, rows: range) -> tuple[Band, ...]:
         """Return a slice of ``bands`` with all that have queries in ``rows``, and perhaps others. O(log n) for n bands."""
         if self._rows is None:

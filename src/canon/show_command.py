@@ -1,0 +1,122 @@
+"""`canon show`: draw a mask, a layout, a plan or the timeline of a recorded run into a file. It needs matplotlib.
+
+canon show mask --window 4096,512 --out mask.svg
+canon show layout --causal 65536 --layout zigzag --ranks 8 --out layout.png
+canon show plan --documents 4096,1024,300 --ranks 8 --out plan.svg
+canon show timeline paper/data/schedules_timeline_four_h200.json --schedule "ring zigzag" --out timeline.svg
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.show import spans
+
+MISUSED = 2
+LAYOUTS = ("dispatch", "zigzag", "contiguous", "striped")
+MASKS: dict[str, tuple[str, str, Callable[..., Mask]]] = {  # option: metavar, help, mask of its numbers
+    "causal": ("TOKENS", "each token sees itself and all earlier ones", lambda n: Mask.causal(n)),
+    "full": ("TOKENS", "each token sees all tokens", lambda n: Mask.full(n)),
+    "window": (
+        "TOKENS,LEFT[,RIGHT]",
+        "each token sees LEFT tokens before it and RIGHT after it (default: 0)",
+        lambda n, left, right=0: Mask.window(n, left, right),
+    ),
+    "prefix": ("TOKENS,PREFIX", "causal; the first PREFIX tokens see each other", lambda n, p: Mask.prefix(n, p)),
+    "documents": (
+        "LENGTH[,LENGTH...]",
+        "packed documents of these lengths, causal inside each",
+        lambda *lengths: Mask.documents([0, *accumulate(lengths)]),
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``canon show``."""
+    whats = parser.add_subparsers(dest="what", required=True, metavar="mask|layout|plan|timeline")
+    for what, purpose in (
+        ("mask", "the visible cells, with one colour for each band"),
+        ("layout", "the rows of a mask in the colours of their ranks, and the work of each rank"),
+        ("plan", "the tokens, the work and the traffic of each rank"),
+        ("timeline", "the kernels and messages of each rank, from the record of a profiled run"),
+    ):
+        command = whats.add_parser(what, help=purpose, description=purpose)
+        command.add_argument(
+            "--out", type=Path, required=True, metavar="FILE", help="a name that ends in .svg, .png or .pdf"
+        )
+        if what == "timeline":
+            command.add_argument("record", type=Path, metavar="RECORD", help="a JSON file")
+            command.add_argument(
+                "--schedule", action="append", default=[], metavar="NAME", help="only this one (repeatable)"
+            )
+            continue
+        masks = command.add_mutually_exclusive_group(required=True)
+        for name, (metavar, text, _) in MASKS.items():
+            masks.add_argument(f"--{name}", type=numbers, metavar=metavar, help=text)
+        if what != "mask":
+            command.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that hold the tokens")
+            command.add_argument(
+                "--layout", choices=LAYOUTS, default="dispatch", help="default: dispatch, which fits the mask"
+            )
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers of "4096,1024"."""
+    return [int(number) for number in text.split(",")]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw, print the file's name and return the exit status: 0, or 2 for invalid arguments or without matplotlib."""
+    try:
+        drawn(arguments).savefig(arguments.out, bbox_inches="tight")
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+        print(f"canon show: {error}", file=sys.stderr)
+        return MISUSED
+    print(arguments.out)
+    return 0
+
+
+def drawn(arguments: argparse.Namespace) -> Any:
+    """Return the figure. Raises ModuleNotFoundError without matplotlib, ValueError or TypeError for invalid arguments."""
+    from canon.show.style import plt
+
+    plt.switch_backend("agg")  # a file needs no display
+    if arguments.what == "timeline":
+        from canon.show.timeline_figures import measured_spans
+
+        return measured_spans(spans.recorded(json.loads(arguments.record.read_text()), arguments.schedule))
+    mask = mask_of(arguments)
+    if arguments.what == "mask":
+        return mask.plot().figure
+    layout = layout_of(mask, arguments)
+    if arguments.what == "layout":
+        return layout.plot(mask)
+    from canon.fast import plan_report
+    from canon.show.plan_figures import plot_plan
+
+    return plot_plan(mask, layout, plan_report(mask, layout))
+
+
+def mask_of(arguments: argparse.Namespace) -> Mask:
+    """Return the mask of the one option that is given."""
+    name, given = next((name, getattr(arguments, name)) for name in MASKS if getattr(arguments, name) is not None)
+    metavar, _, make = MASKS[name]
+    try:
+        return make(*given)
+    except TypeError as error:
+        raise ValueError(f"--{name} takes {metavar}, got {','.join(map(str, given))}") from error
+
+
+def layout_of(mask: Mask, arguments: argparse.Namespace) -> Layout:
+    """Return the layout that ``--layout`` names."""
+    if arguments.layout != "dispatch":
+        return getattr(Layout, arguments.layout)(mask.queries, arguments.ranks)
+    from canon.fast import dispatch
+
+    return dispatch(mask, arguments.ranks)
