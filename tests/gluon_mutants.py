@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from canon.fast.kernels.gluon import dkdv, dkdv_hdim256, dq, forward
+from canon.fast.kernels.gluon import dkdv, dkdv_hdim256, dq, forward, forward_plain
 from canon.fast.kernels.gluon.config import Config
 
 Branches = tuple[tuple[str, bool], ...]
@@ -28,60 +28,60 @@ class Kernel(NamedTuple):
     branches: Branches = ()
 
 
-EARLY = ("EARLY", True), ("not EARLY", False)
-LATE = ("EARLY", False), ("not EARLY", True)
+EARLY = {on: (("EARLY", on), ("not EARLY", not on)) for on in (False, True)}
 WHOLE = ("FUSED", True), ("D_PAD > 64", False)
 HALVES = ("FUSED", True), ("D_PAD > 64", True)
 PING_PONG = {on: (("PING_PONG", on), ("wg.PING_PONG", on)) for on in (False, True)}
-PROMPT = ("LATE", False), ("not LATE", True)  # with two warpgroups
+P_AFTER_O = {on: (("P_AFTER_O", on), ("not P_AFTER_O", not on)) for on in (False, True)}
 KERNELS = {
     "forward": Kernel(
         forward.forward_kernel,
         Config(128, 64, 4, 2),
-        branches=(*PING_PONG[False], ("wg.STALE_MAXIMUM", False), *PROMPT),
+        branches=(*PING_PONG[False], ("wg.STALE_MAXIMUM", False), *P_AFTER_O[False]),
     ),
     "forward, ping-pong": Kernel(
         forward.forward_kernel,
         Config(128, 64, 2, ping_pong=True),
-        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), *PROMPT),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), *P_AFTER_O[False]),
     ),
     "forward by three": Kernel(
         forward.forward_kernel,
         Config(192, 64, 3, ping_pong=True),
-        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), ("LATE", True), ("not LATE", False)),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), *P_AFTER_O[True]),
     ),
     "forward, stale maximum": Kernel(
         forward.forward_kernel,
         Config(128, 64, 2, ping_pong=True, stale_maximum=True),
-        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", True), *PROMPT),
+        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", True), *P_AFTER_O[False]),
     ),
+    "forward, plain": Kernel(forward_plain.forward_plain_kernel, Config(128, 64, 2, plain=True)),
     "dq": Kernel(dq.dq_kernel, Config(128, 64, 2)),
     "dkdv": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 4, 2),
-        branches=(("FUSED", False), ("ORDERED", False), *EARLY),
+        branches=(("FUSED", False), ("ORDERED", False), *EARLY[True]),
     ),
     "fused": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 128, 2),
-        branches=(*WHOLE, ("ORDERED", False), *LATE),
+        branches=(*WHOLE, ("ORDERED", False), *EARLY[False]),
     ),
     "fused by halves": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 2),
         d=80,
-        branches=(*HALVES, ("ORDERED", False), *EARLY),
+        branches=(*HALVES, ("ORDERED", False), *EARLY[True]),
     ),
     "ordered": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 3),
-        branches=(*WHOLE, ("ORDERED", True), *EARLY),
+        branches=(*WHOLE, ("ORDERED", True), *EARLY[True]),
     ),
     "ordered by halves": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 2),
         d=80,
-        branches=(*HALVES, ("ORDERED", True), *EARLY),
+        branches=(*HALVES, ("ORDERED", True), *EARLY[True]),
     ),
     "dkdv_hdim256": Kernel(dkdv_hdim256.dkdv_hdim256_kernel, Config(64, 64, 2), d=144),
 }
@@ -92,6 +92,9 @@ FOR_THE_ASSEMBLER = "complete already: it keeps the assembler from waiting for d
 SURVIVORS = {
     "forward": {
         "forward_kernel: fence_async_shared() is left out": FENCE,
+    },
+    "forward, plain": {
+        "forward_plain_kernel: fence_async_shared() is left out": FENCE,
     },
     "dq": {
         "dq_kernel: fence_async_shared() is left out": FENCE,

@@ -144,6 +144,41 @@ def test_three_warpgroups_may_share_a_tile(shared):
         assert_exact(Attended(*got), *arguments, mask)
 
 
+# --- the plain forward ---
+
+PLAIN = Config(128, 64, 3, plain=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask", (MASKS | EMPTY).values(), ids=MASKS | EMPTY)
+def test_the_plain_forward_equals_the_oracle(mask, dtype):
+    for d, tiles, order in ((64, PLAIN, "late"), (128, Config(128, 128, 2, plain=True), "early")):
+        arguments = inputs(mask, b=2, h=4, g=2, d=d, dv=d, dtype=dtype)
+        with config.forced(forward=tiles), hopper(order=order):
+            got = local.attention_forward(*arguments[:3], mask)
+        if mask.queries and mask.keys:
+            assert_exact(Attended(*got), *arguments, mask)
+        else:
+            assert not got[0].any()
+            assert got[1].isneginf().all()
+
+
+@pytest.mark.parametrize("cases", ["attention_forward", "attention/causal", "attention/documents", "inf in v"])
+def test_the_plain_forward_agrees_in_the_cases_of_the_check(cases, run, monkeypatch):
+    kernels = set()
+    original = launch.run
+    monkeypatch.setattr(
+        launch, "run", lambda kernel, *a, **o: (kernels.add(kernel.__name__), original(kernel, *a, **o))
+    )
+    with config.forced(forward=PLAIN):
+        where = ("--ranks", 1, "--world", "threads", "--backend", "gluon")
+        status, printed, record = run("canon.fast", *where, "--tokens", 400, "--only", cases)
+    assert status == 0, printed.out
+    assert record["results"]
+    assert "forward_plain_kernel" in kernels
+    assert "forward_kernel" not in kernels
+
+
 # --- on several ranks ---
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,6 +130,14 @@ def test_unsupported_inputs_raise(changes, method, message):
 def test_configurations_that_would_hang_raise(wrong):
     mask = Mask.causal(9)
     with config.forced(forward=wrong), pytest.raises(ValueError, match="at least 2 stages"):
+        attend(*inputs(mask), mask)
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 192}, {"buffers": 2}, {"ping_pong": True}, {"stale_maximum": True}])
+def test_the_plain_forward_has_no_switches(wrong):
+    mask = Mask.causal(9)
+    plain = replace(Config(128, 64, 2, plain=True), **wrong)
+    with config.forced(forward=plain), pytest.raises(ValueError, match="no switches"):
         attend(*inputs(mask), mask)
 
 

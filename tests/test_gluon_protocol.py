@@ -30,7 +30,7 @@ MASK = Mask.documents([0, 140, TOKENS])  # the last work tile is so short that a
 def _one_cta(monkeypatch):
     """Run one CTA, and the longest tiles first in every kernel: a short last work tile reveals a missing last wait."""
     monkeypatch.setattr(launch, "SIMULATED_SMS", 1)
-    monkeypatch.setattr(tile_scheduler, "LATE", 0)
+    monkeypatch.setattr(tile_scheduler, "LATE_CTAS", 0)
     monkeypatch.setattr(dq_order, "UNEVEN", math.inf)
     monkeypatch.setattr(launch, "tile_schedule", lru_cache(new_schedule))
 
@@ -118,10 +118,10 @@ def test_the_input_is_sufficient(name, monkeypatch):
     seen = []
     monkeypatch.setattr(launch, "run", lambda kernel, work_tiles, q, config, arguments, **_: seen.append(arguments))
     run(name, "late", 0)
-    work, counter = (x.tolist() for x in seen[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
+    work, *counters = (x.tolist() for x in seen[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
     kernel = KERNELS[name]
     semaphores = 4 * -(-TOKENS // kernel.config.columns) if "ordered" in name else 0  # of four heads
-    assert counter == [0] * (1 + semaphores)
+    assert counters == [[0] * (1 + semaphores)] * (not kernel.config.plain)
     work_tiles = [work[at : at + 8] for at in range(8, work[0], 8)]
     spans = [work[at : at + 8] for work_tile in work_tiles for at in range(*work_tile[4:6], 8)]
     assert len(work_tiles) > 3 * kernel.config.buffers, "buffers are used several times"

@@ -11,7 +11,7 @@ from canon import Mask
 from canon.__main__ import main
 from canon.bench import held_sms
 from canon.fast.kernels.gluon import tile_scheduler
-from canon.fast.kernels.gluon.tile_scheduler import LATE, SEVERAL, WORK_TILE, Heads, Traversal, tile_schedule
+from canon.fast.kernels.gluon.tile_scheduler import LATE_CTAS, SEVERAL, WORK_TILE, Heads, Traversal, tile_schedule
 
 CPU, SMS = torch.device("cpu"), 132
 MASKS = {
@@ -40,7 +40,7 @@ def end_of(cost: np.ndarray, held: int) -> float:
     return max(free)
 
 
-@pytest.mark.parametrize("held", [0, 8, 24, LATE])
+@pytest.mark.parametrize("held", [0, 8, 24, LATE_CTAS])
 @pytest.mark.parametrize("mask", MASKS)
 def test_late_ctas_delay_the_end_little(mask, held):
     _, cost = schedule(MASKS[mask], SMS)
@@ -55,7 +55,7 @@ def test_late_ctas_delay_the_end_little(mask, held):
 def test_work_tiles_change_their_places_only(mask):
     (moved, cost), (longest_first, _) = schedule(MASKS[mask], SMS), schedule(MASKS[mask], 0)
     assert sorted(map(tuple, moved)) == sorted(map(tuple, longest_first))
-    assert cost[SMS - LATE : SMS].max() <= np.sort(cost)[2 * LATE]
+    assert cost[SMS - LATE_CTAS : SMS].max() <= np.sort(cost)[2 * LATE_CTAS]
 
 
 def test_few_work_tiles_keep_their_order():
@@ -67,7 +67,7 @@ def test_few_work_tiles_keep_their_order():
 
 
 def test_more_late_ctas_than_ctas(monkeypatch):
-    monkeypatch.setattr(tile_scheduler, "LATE", 1000)
+    monkeypatch.setattr(tile_scheduler, "LATE_CTAS", 1000)
     work_tiles, cost = schedule(Mask.window(8200, 700), SMS)  # not in the cache
     assert len(np.unique(work_tiles, axis=0)) == len(cost)
 

@@ -21,6 +21,7 @@ class Config:
     buffers: int = 1  # of owned tiles: 2 load the next work tile's during this one
     ping_pong: bool = False  # "forward": exponentials overlap MMAs of another warpgroup
     stale_maximum: bool = False  # "forward": P uses a stale row maximum, verified afterwards
+    plain: bool = False  # "forward": the kernel of `forward_plain`
 
     @property
     def math_registers(self) -> int:
@@ -57,6 +58,8 @@ LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
     ("forward", (256, 128)): {3: Config(128, 64, 3, ping_pong=True, stale_maximum=True)},
     ("forward", (256, 256)): {3: Config(128, 64, 2, ping_pong=True, stale_maximum=True)},
 }
+# For the kernel of `forward_plain`, which tests and measurements force.
+PLAIN: dict[Widths, Config] = {(64, 64): Config(128, 128, 4, plain=True), (128, 128): Config(128, 128, 3, plain=True)}
 KERNELS = ("forward", "dq", "dkdv", "fused", "dkdv_hdim256")
 # 64 for each warpgroup; in "dkdv_hdim256" both share them
 ROWS = {"forward": (128, 192), "dq": (128,), "dkdv": (128,), "fused": (128,), "dkdv_hdim256": (64,)}
@@ -101,6 +104,8 @@ def choose(kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192
             "2 stages: it waits for V of a tile before it releases the previous V" if kernel == "forward" else "1 stage"
         )
         raise ValueError(f"the Hopper {kernel} kernel needs {ROWS[kernel]} rows and at least {least}; got {config}")
+    if config.plain and config != Config(128, config.columns, config.stages, plain=True):
+        raise ValueError(f"the plain forward kernel has 128 rows, one buffer of Q and no switches; got {config}")
     if (need := shared_bytes(kernel, config, *pads)) > LIMIT:
         raise ValueError(
             f"the Hopper {kernel} kernel with {config} needs {need} bytes of shared memory for widths {pads}, but a CTA "

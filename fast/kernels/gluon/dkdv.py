@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from canon.fast.kernels.gluon.dq_adder import add_dq, issue_dq, make_exchange, pass_dq, share_ds
 from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.hoisting import unhoisted_index
 from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_column_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import broadcast_rows, keep_where_nonzero
@@ -41,8 +42,7 @@ from canon.fast.kernels.gluon.tile_queue import (
     spans_of,
 )
 from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, load_box, make_barriers, tma_load
-
-LOG2E = gl.constexpr(1.4426950408889634)
+from canon.fast.kernels.triton.blocks import LOG2E
 
 
 @aggregate
@@ -211,7 +211,7 @@ def differentiate(
                 slot = t % STAGES
                 q = buffers.q.tiles.index(slot).reshape([BN, D_PAD])
                 dout = buffers.dout.tiles.index(slot).reshape([BN, DV_PAD])
-                now = b + (t >> 30)  # equals b, but opaque: hoisted addresses of tiles would cost registers
+                now = unhoisted_index(b, t)
                 all_k = buffers.k.tiles.index(now).reshape([ROWS, D_PAD])
                 k = all_k.slice(W * N, N, dim=0)
                 v = buffers.v.tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)

@@ -17,12 +17,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.dkdv import LOG2E, load_tiles, make_buffers, store_gradient
+from canon.fast.kernels.gluon.dkdv import load_tiles, make_buffers, store_gradient
+from canon.fast.kernels.gluon.hoisting import unhoisted_index
 from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_column_layout, shared_operand_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import broadcast_rows, keep_where_nonzero
 from canon.fast.kernels.gluon.tile_queue import SPAN, columns_of, is_partial, receive, spans_of
 from canon.fast.kernels.gluon.tile_ring import make_barriers
+from canon.fast.kernels.triton.blocks import LOG2E
 
 
 @gluon.jit
@@ -50,7 +52,7 @@ def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, DV: gl.const
                 slot = t % STAGES
                 q = buffers.q.tiles.index(slot).reshape([BN, D_PAD])
                 dout = buffers.dout.tiles.index(slot).reshape([BN, DV_PAD])
-                k = buffers.k.tiles.index(b + (t >> 30)).reshape([ROWS, D_PAD])  # opaque: see `dkdv.differentiate`
+                k = buffers.k.tiles.index(unhoisted_index(b, t)).reshape([ROWS, D_PAD])
                 mbarrier.wait(buffers.q.full.index(slot), t // STAGES & 1)
                 lse = buffers.lse.index(slot).load(per_column_layout(BN))
                 s = hopper.warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -98,7 +100,7 @@ def compute_dk(buffers, shared_p, p_full, dk, strides, work, scale, D: gl.conste
                 slot = t % STAGES
                 q = buffers.q.tiles.index(slot).reshape([BN, D_PAD])
                 dout = buffers.dout.tiles.index(slot).reshape([BN, DV_PAD])
-                v = buffers.v.tiles.index(b + (t >> 30)).reshape([ROWS, DV_PAD])  # opaque: see `dkdv.differentiate`
+                v = buffers.v.tiles.index(unhoisted_index(b, t)).reshape([ROWS, DV_PAD])
                 mbarrier.wait(buffers.dout.full.index(slot), t // STAGES & 1)
                 dp = broadcast_rows(buffers.delta.index(slot).load(per_column_layout(BN)), zeros)
                 dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.hoisting import unhoisted_index
 from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.tile_queue import (
@@ -34,8 +35,7 @@ from canon.fast.kernels.gluon.tile_queue import (
     spans_of,
 )
 from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, load_box, make_barriers
-
-LOG2E = gl.constexpr(1.4426950408889634)
+from canon.fast.kernels.triton.blocks import LOG2E
 
 
 @aggregate
@@ -139,7 +139,7 @@ def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, 
                 slot = t % STAGES
                 parity = t // STAGES & 1
                 is_last = (span + SPAN == span_end) & (j + BN == stop)
-                now = W + (t >> 30)  # equals W, but opaque: hoisted addresses of tiles would cost registers
+                now = unhoisted_index(W, t)
                 q = buffers.q.tiles.index(now).reshape([M, D_PAD])
                 dout = buffers.dout.tiles.index(now).reshape([M, DV_PAD])
                 k = buffers.k.tiles.index(slot).reshape([BN, D_PAD])

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from canon.fast.kernels.gluon.hoisting import opaque_zero
 from canon.fast.kernels.gluon.layouts import mma_layout, store_layout
 from canon.fast.kernels.gluon.ptx import transpose_words
 
@@ -26,7 +27,7 @@ def columns_per_store(dtype):
 def store_tile(start, x, batch_head, left, stride_t, stride_h, WIDTH: gl.constexpr, PACK: gl.constexpr):
     """Write the first ``left`` tokens of x to ``start``, WIDTH columns.
 
-    ``batch_head``: any number >= 0 unknown at compile time, for the zero below.
+    ``batch_head``: any number >= 0 that is unknown at compile time, for `opaque_zero`.
     """
     UNIT: gl.constexpr = columns_per_store(start.dtype.element_ty)
     LAYOUT: gl.constexpr = store_layout(x.shape[1]) if UNIT == 8 else mma_layout(x.shape[1])
@@ -34,7 +35,7 @@ def store_tile(start, x, batch_head, left, stride_t, stride_h, WIDTH: gl.constex
     if UNIT == 8:
         x = to_store_layout(x)
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
-    zero = gl.minimum(batch_head, 0)  # as in mask_hidden: compute offsets here, not in the prologue
+    zero = opaque_zero(batch_head)
     d = gl.expand_dims(gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
     lane = gl.max_constancy(gl.multiple_of((d & (3 * UNIT)) ^ zero, [1, UNIT]), [1, UNIT])
     rest = gl.max_contiguous(gl.multiple_of(d & ~(3 * UNIT), [1, UNIT]), [1, UNIT])

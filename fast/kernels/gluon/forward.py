@@ -30,7 +30,7 @@ STALE_MAXIMUM, `stale_maximum` replaces `step` after a work tile's first tile. C
     ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never with rank_invariant
     STALE_MAXIMUM   if a query sees many tiles
     PACK            query heads that share a tile (`launch.packing`)
-    LATE            if ROWS = 192: exponentials wait for the MMA with V
+    P_AFTER_O       if ROWS = 192: exponentials wait for the MMA with V
     EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S; else at the end of a step
 
 Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries with |m| > 2^24 get NaN.
@@ -82,7 +82,8 @@ from canon.fast.kernels.gluon.tile_queue import (
     receive,
     spans_of,
 )
-from canon.fast.kernels.gluon.tile_ring import Ring, RingPosition, load_box, make_barriers
+from canon.fast.kernels.gluon.tile_ring import Ring, first_position, load_box, make_barriers
+from canon.fast.kernels.triton.blocks import LN2
 
 # m is rounded to float32, but not s scale_log2 in P = 2^(s scale_log2 - m) (FMA). Up to 2^24 the rounding is at most 1/2: a
 # factor of at most 2^0.5.
@@ -133,7 +134,7 @@ def attend(wg):
     """Compute this warpgroup's rows of every work tile."""
     state = empty_state(wg)
     previous, done = 0, 0  # the previous work tile, and how many are done
-    ring = RingPosition(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    ring = first_position()
     if wg.STALE_MAXIMUM:
         declare_registers(state.p, wg.INDEX)
     if wg.PING_PONG and wg.INDEX == wg.COUNT - 1:
@@ -182,10 +183,10 @@ def visit_span(state, wg, ring, tile, partial):
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the next ring position.
 
-    The MMA with V belongs to the tile before. FIRST: O of ``previous`` (if not 0) is then complete and written. LATE: the new P
-    reuses the registers of the old one, which that MMA has read.
+    The MMA with V belongs to the tile before. FIRST: O of ``previous`` (if not 0) is then complete and written. P_AFTER_O: the
+    new P reuses the registers of the old one, which that MMA has read.
     """
-    LATE: gl.constexpr = wg.COUNT == 3
+    P_AFTER_O: gl.constexpr = wg.COUNT == 3
     # needs registers, and wider heads have none to spare
     EARLY_RESCALE: gl.constexpr = wg.DV_PAD <= 128
     no_shrink = gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN))
@@ -210,14 +211,14 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         shrink = no_shrink
     else:
         shrink = gl.exp2(state.m - m_finite)
-    if LATE:
+    if P_AFTER_O:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
     p, l = exponentials(s, m_finite, wg)
     # V is needed only in the next step. But the wait is a loop, across which the compiler moves no code: it keeps the wait for
-    # o (if not LATE) below the exponentials.
+    # o (if not P_AFTER_O) below the exponentials.
     mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
-    if not LATE:
+    if not P_AFTER_O:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
     if FIRST:
@@ -249,7 +250,7 @@ def write_result(o, state, wg, work_tile):
     l = gl.convert_layout(gl.sum(state.l, 1), per_row_layout(wg.BN)) if wg.STALE_MAXIMUM else divisor
     masked = (l == 0.0) & (m == float("-inf"))
     in_range = (gl.abs(m) <= LARGEST_MAXIMUM) & (l > 0.0) & (l < float("inf"))
-    lse = (m + gl.log2(gl.where(in_range, l, 1.0))) * 0.6931471805599453
+    lse = (m + gl.log2(gl.where(in_range, l, 1.0))) * LN2
     lse = gl.where(masked, float("-inf"), gl.where(in_range, lse, float("nan")))
     r = gl.arange(0, wg.M, per_row_layout(wg.BN))
     start = output.lse + (batch_head.to(gl.int64) * output.tokens + first)

@@ -21,6 +21,7 @@ from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.dq_order import ordered_dq_pays
 from canon.fast.kernels.gluon.forward import forward_kernel
+from canon.fast.kernels.gluon.forward_plain import forward_plain_kernel
 from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_statistics
 from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
@@ -81,10 +82,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
             box(zero_masked(v, mask, plan, keys=True), config.columns, 1, dv),
         )
         strides = even_out.stride(1), even_out.stride(2)
-        arguments = (*tiles, even_out, even_lse, *queue(plan, q), scale, q.shape[1], *strides)
-        options = {"GROUP": group, "DV": v.shape[-1], "PACK": pack}
-        options |= {"PING_PONG": config.ping_pong, "STALE_MAXIMUM": config.stale_maximum}
-        run(forward_kernel, plan.work_tiles, q, config, arguments, D_PAD=d, DV_PAD=dv, **options)
+        work, counter = queue(plan, q)
+        options = {"GROUP": group, "DV": v.shape[-1], "D_PAD": d, "DV_PAD": dv}
+        if config.plain:
+            arguments = (*tiles, even_out, even_lse, work, scale, q.shape[1], *strides)
+            run(forward_plain_kernel, plan.work_tiles, q, config, arguments, **options)
+        else:
+            arguments = (*tiles, even_out, even_lse, work, counter, scale, q.shape[1], *strides)
+            options |= {"PACK": pack, "PING_PONG": config.ping_pong, "STALE_MAXIMUM": config.stale_maximum}
+            run(forward_kernel, plan.work_tiles, q, config, arguments, **options)
     copy_back(out, even_out)
     if even_lse is not lse:
         copy_statistic(even_lse, lse)
@@ -177,7 +183,7 @@ def forward_config(q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, int, in
 def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, config: Config) -> tuple[int, int, TileSchedule]:
     """Return the query heads of a group, how many of them share a tile, and the schedule over tiles of queries."""
     group = q.shape[2] // k.shape[2]
-    pack = packing(mask, config.rows, config.columns, group)
+    pack = 1 if config.plain else packing(mask, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
     # a stale maximum is good once all rows have seen many keys, which partial tiles do not give
     full_first = config.stale_maximum
@@ -328,12 +334,15 @@ def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, T
 
 def constants(kernel, config: Config) -> dict:
     """Return the compile-time arguments that the configuration states."""
-    stated = {"ROWS": config.rows, "COLUMNS": config.columns, "STAGES": config.stages}
-    if kernel is not dq_kernel:  # dq has one buffer for owned tiles
+    stated = {"COLUMNS": config.columns, "STAGES": config.stages}
+    if kernel is not forward_plain_kernel:
+        stated["ROWS"] = config.rows
+    if kernel not in (dq_kernel, forward_plain_kernel):  # these have one buffer for owned tiles
         stated["BUFFERS"] = config.buffers
     return {**stated, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
 
 
 def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **options) -> None:
-    """Launch a CTA on every SM, but at most ``work_tiles``."""
-    launch(kernel, min(work_tiles, resident_ctas(q)), q.device, arguments, **constants(kernel, config), **options)
+    """Launch a CTA on every SM, but at most ``work_tiles``. The plain forward has a CTA for each work tile."""
+    ctas = work_tiles if config.plain else min(work_tiles, resident_ctas(q))
+    launch(kernel, ctas, q.device, arguments, **constants(kernel, config), **options)

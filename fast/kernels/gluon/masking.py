@@ -5,18 +5,18 @@ hi.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from canon.fast.kernels.gluon.hoisting import opaque_zero
 from canon.fast.kernels.gluon.layouts import per_column_layout, per_row_layout
+from canon.fast.kernels.gluon.tile_queue import COLUMN_START, COLUMN_STOP, HI, LO, ROW_START, ROW_STOP
 
 
 @gluon.jit
 def mask_hidden(x, work, span, first, column, hidden, PACK: gl.constexpr):
     """Return x with ``hidden`` in the hidden cells. Row r is token ``first`` + r // PACK; columns begin at ``column``."""
-    row_start, row_stop = gl.load(work + span + 2), gl.load(work + span + 3)
-    start, stop = gl.load(work + span + 4), gl.load(work + span + 5)
-    lo, hi = gl.load(work + span + 6), gl.load(work + span + 7)
-    zero = gl.minimum(
-        stop, 0
-    )  # always 0, but opaque: the compiler would hoist the ranges below and keep them in registers
+    row_start, row_stop = gl.load(work + span + ROW_START), gl.load(work + span + ROW_STOP)
+    start, stop = gl.load(work + span + COLUMN_START), gl.load(work + span + COLUMN_STOP)
+    lo, hi = gl.load(work + span + LO), gl.load(work + span + HI)
+    zero = opaque_zero(stop)
     rows = first + (gl.arange(0, x.shape[0], per_row_layout(x.shape[1])) ^ zero) // PACK
     left = gl.maximum(rows + lo, start) - column  # a row sees columns left <= j < right
     right = gl.minimum(rows + hi + 1, stop) - column

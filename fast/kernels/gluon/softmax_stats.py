@@ -13,7 +13,7 @@ from torch import Tensor
 
 from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.kernels.triton.blocks import ROW_NUMBERS, kernel, rows_of, statistic_head_pointer
+from canon.fast.kernels.triton.blocks import ROW_NUMBERS, base2, kernel, rows_of, statistic_head_pointer
 from canon.fast.kernels.triton.softmax_stats import row_dot
 
 TOKENS = 256  # of each CTA
@@ -41,7 +41,7 @@ def softmax_stats_kernel(
     lse_row = statistic_head_pointer(lse, batch_head // heads, batch_head % heads, lse_stride_b, lse_stride_h)
     delta_row = statistic_head_pointer(delta, batch_head // heads, batch_head % heads, delta_stride_b, delta_stride_h)
     x = tl.load(lse_row + token, mask=inside, other=0.0)
-    x = tl.where(x == float("-inf"), 1e30, x * 1.4426950408889634)
+    x = base2(x)
     start = stats + tl.cast(batch_head, tl.int64) * 2 * padded
     tl.store(start + token, x, mask=token < padded)
     y = tl.load(delta_row + token, mask=inside, other=0.0)
@@ -88,7 +88,7 @@ def delta_stats_kernel(
         dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
         delta -= tl.load(dlse_rows, mask=active, other=0.0).to(ACC)
     start = stats + tl.cast(batch_head, tl.int64) * 2 * padded
-    lse2 = tl.where(lse_row == float("-inf"), 1e30, lse_row * 1.4426950408889634)
+    lse2 = base2(lse_row)
     tl.store(start + rows, lse2, mask=rows < padded)
     tl.store(start + padded + rows, -delta, mask=rows < padded)
 

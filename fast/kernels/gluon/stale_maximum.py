@@ -78,7 +78,7 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     its K is not released, and its V has been waited for. Rows without a visible key so far use `LOWEST` for m: P of the first
     one is infinite, and repeated.
     """
-    LATE: gl.constexpr = wg.COUNT == 3
+    P_AFTER_O: gl.constexpr = wg.COUNT == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess
     column, above, sums = tile.column, 0, l
     while (column < tile.stop) & (above == 0):
@@ -86,14 +86,14 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
         o = issue_output(o, p, wg, ring, wg.PING_PONG)
         limit = sum_so_far(l, wg.q.tiles)
         s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
-        if LATE:
+        if P_AFTER_O:
             mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(wg.v.free.index(ring.previous), count=1)
         if PARTIAL:
             s = mask_hidden(s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK)
         p, sums = exponentials(s, gl.maximum(m, LOWEST), wg, True)
-        if not LATE:
+        if not P_AFTER_O:
             mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(wg.v.free.index(ring.previous), count=1)

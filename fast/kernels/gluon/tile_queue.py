@@ -2,13 +2,12 @@
 
 One int32 tensor ``work`` (a single pointer saves registers) holds the schedule that `tile_scheduler` writes:
 
-    header        [end of the work tiles, six zeros, start of the tickets]
-    work tiles    8 numbers each: first token, stop token, batch, head (the first one if heads are packed), first span, end
-                  of the spans, batch * heads + head, first column of the first span
-    spans         8 numbers each: first column, tiles, row start, row stop, column start, column stop, lo, hi
+    header        8 numbers: the end of the work tiles, six zeros, start of the tickets
+    work tiles    8 numbers each: FIRST_TOKEN to FIRST_COLUMN below; HEAD is the first one if heads are packed
+    spans         8 numbers each: COLUMN to HI below; ROW_START to HI are the band, and ROW_STOP is 0 in a full span
     tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's ticket, own ticket
 
-A work tile is identified by its offset in ``work``, 8 for the first one; 0 means none.
+A work tile or span is identified by its offset in ``work``. The first work tile is 8, and 0 means none.
 
 In forward and dq, CTA i starts with work tile i, so its first loads wait for no atomic. Later work tiles are claimed from an
 atomic counter, after all loads of the current one are issued. The kernels for dk and dv also claim the first one if there
@@ -24,8 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from canon.fast.kernels.gluon.layouts import scalar_layout
 
-WORK_TILE = gl.constexpr(8)
-SPAN = gl.constexpr(8)
+WORK_TILE, SPAN = gl.constexpr(8), gl.constexpr(8)
+WORK_TILES_END, TICKETS = gl.constexpr(0), gl.constexpr(7)
+FIRST_TOKEN, STOP_TOKEN, BATCH, HEAD, FIRST_SPAN, SPANS_END, BATCH_HEAD, FIRST_COLUMN = map(gl.constexpr, range(8))
+COLUMN, TILES, ROW_START, ROW_STOP, COLUMN_START, COLUMN_STOP, LO, HI = map(gl.constexpr, range(8))
 
 
 # ------------------------------------------------------------------ claim work tiles
@@ -38,7 +39,7 @@ def first_work_tile():
 @gluon.jit
 def claim_work_tile(work, counter):
     """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left. ``work`` is constant: relaxed."""
-    end = gl.load(work)
+    end = gl.load(work + WORK_TILES_END)
     work_tile = WORK_TILE * (1 + gl.num_programs(0))
     if work_tile < end:
         work_tile += gl.atomic_add(counter, WORK_TILE, sem="relaxed")
@@ -51,7 +52,7 @@ def claim_any_work_tile(work, counter, FIRST: gl.constexpr, ORDERED: gl.constexp
 
     With at most one work tile per CTA and not ORDERED, there is no counter.
     """
-    end = gl.load(work)
+    end = gl.load(work + WORK_TILES_END)
     work_tile = WORK_TILE * (1 + gl.program_id(0)) if FIRST else end
     if ORDERED or WORK_TILE * (1 + gl.num_programs(0)) < end:
         work_tile = WORK_TILE + gl.atomic_add(counter, WORK_TILE, sem="relaxed")
@@ -91,43 +92,43 @@ def receive(published, full, parity):
 def position_of(work, work_tile):
     """Return (first token, stop token, batch, head) of a work tile."""
     return (
-        gl.load(work + work_tile),
-        gl.load(work + work_tile + 1),
-        gl.load(work + work_tile + 2),
-        gl.load(work + work_tile + 3),
+        gl.load(work + work_tile + FIRST_TOKEN),
+        gl.load(work + work_tile + STOP_TOKEN),
+        gl.load(work + work_tile + BATCH),
+        gl.load(work + work_tile + HEAD),
     )
 
 
 @gluon.jit
 def spans_of(work, work_tile):
     """Return (first span, end of the spans) of a work tile."""
-    return gl.load(work + work_tile + 4), gl.load(work + work_tile + 5)
+    return gl.load(work + work_tile + FIRST_SPAN), gl.load(work + work_tile + SPANS_END)
 
 
 @gluon.jit
 def batch_head_of(work, work_tile):
     """Return batch * heads + head of a work tile."""
-    return gl.load(work + work_tile + 6)
+    return gl.load(work + work_tile + BATCH_HEAD)
 
 
 @gluon.jit
 def columns_of(work, span, COLUMNS: gl.constexpr):
     """Return (first column, end of the last tile) of a span."""
-    column = gl.load(work + span)
-    return column, column + gl.load(work + span + 1) * COLUMNS
+    column = gl.load(work + span + COLUMN)
+    return column, column + gl.load(work + span + TILES) * COLUMNS
 
 
 @gluon.jit
 def ticket_of(work, span):
     """Return (predecessor's ticket, own ticket) of a span. Ticket 0 means no predecessor."""
-    at = work + gl.load(work + 7) + (span - gl.load(work)) // (SPAN // 2)
+    at = work + gl.load(work + TICKETS) + (span - gl.load(work + WORK_TILES_END)) // (SPAN // 2)
     return gl.load(at), gl.load(at + 1)
 
 
 @gluon.jit
 def is_partial(work, span):
-    """Return whether a span needs its band's mask. A full span has row stop 0."""
-    return gl.load(work + span + 3) > 0
+    """Return whether a span needs its band's mask."""
+    return gl.load(work + span + ROW_STOP) > 0
 
 
 # ------------------------------------------------------------------ iterate over the tiles of a work tile
@@ -135,7 +136,7 @@ def is_partial(work, span):
 def first_tile(work, work_tile):
     """Return (span, end of the spans, column, tiles left in the span) at the first visited tile of a work tile."""
     span, span_end = spans_of(work, work_tile)
-    return span, span_end, gl.load(work + work_tile + 7), gl.load(work + span + 1)
+    return span, span_end, gl.load(work + work_tile + FIRST_COLUMN), gl.load(work + span + TILES)
 
 
 @gluon.jit
@@ -146,5 +147,5 @@ def next_tile(work, span, column, left, span_end, COLUMNS: gl.constexpr):
     if left == 0:
         span += SPAN
         if span < span_end:
-            column, left = gl.load(work + span), gl.load(work + span + 1)
+            column, left = gl.load(work + span + COLUMN), gl.load(work + span + TILES)
     return span, column, left

@@ -58,6 +58,12 @@ class RingPosition:
 
 
 @gluon.jit
+def first_position():
+    """Return the position before the first tile is read."""
+    return RingPosition(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+
+
+@gluon.jit
 def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     """Allocate NUMBER mbarriers. Each completes a phase after ARRIVALS arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())

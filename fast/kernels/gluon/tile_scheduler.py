@@ -23,6 +23,22 @@ from canon.fast.kernels.gluon.dq_order import (
     heads_in_flight,
     mean_additions,
 )
+from canon.fast.kernels.gluon.tile_queue import (
+    BATCH,
+    BATCH_HEAD,
+    COLUMN,
+    FIRST_COLUMN,
+    FIRST_SPAN,
+    FIRST_TOKEN,
+    HEAD,
+    ROW_STOP,
+    SPANS_END,
+    STOP_TOKEN,
+    TICKETS,
+    TILES,
+    WORK_TILES_END,
+)
+from canon.fast.kernels.gluon.tile_queue import WORK_TILE as _WORK_TILE
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, counted
 from canon.fast.kernels.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
 from canon.fast.kernels.work_tables import band_array
@@ -30,9 +46,9 @@ from canon.masks.plan_cache import cached_plan
 
 SHORT = 0.1  # share of the work that evens the ends of the SMs
 GAIN = 0.02  # of the predicted time; reads of tiles that come last are not shared through L2
-LATE = 32  # CTAs that begin with a short work tile; messages should hold no more SMs
+LATE_CTAS = 32  # these begin with a short work tile; messages should hold no more SMs
 SEVERAL = 4  # work tiles for each CTA; with fewer, all short ones are needed at the end
-WORK_TILE = 8  # numbers of a work tile, and of a span: see `tile_queue`
+WORK_TILE = _WORK_TILE.value  # numbers of a work tile, and of a span
 
 
 class Heads(NamedTuple):
@@ -107,7 +123,7 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
     groups, order = _order(costs, t, mask.queries)
     loaded = [
         (first[active], t.rows // t.pack),
-        (spans[:, 0].astype(np.int64), t.columns * spans[:, 1].astype(np.int64)),
+        (spans[:, COLUMN].astype(np.int64), t.columns * spans[:, TILES].astype(np.int64)),
     ]
     queries, keys = loaded[::-1] if t.transposed else loaded
     masked = MaskedTokens(_holds_masked(mask, False, *queries), _holds_masked(mask, True, *keys))
@@ -135,7 +151,7 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
         _late_ctas_get_short_ones(work_tiles, costs.cost[order], t.ctas)
     if t.even_ends:
         _even_ends(work_tiles, costs.cost[order])
-    visits = heads.size * int(spans[:, 1].sum(dtype=np.int64))
+    visits = heads.size * int(spans[:, TILES].sum(dtype=np.int64))
     return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, visits)
 
 
@@ -167,7 +183,7 @@ def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: in
     of each tile.
     """
     sets, tiles, heads, _ = work_tiles.shape
-    late = min(LATE, ctas)
+    late = min(LATE_CTAS, ctas)
     shortest = np.argsort(cost, kind="stable")[: -(-2 * late // (sets * heads))]
     place = np.arange(sets * tiles * heads).reshape(sets, tiles, heads)[:, shortest].swapaxes(0, 1).ravel()
     records = work_tiles.reshape(-1).view(f"V{WORK_TILE * work_tiles.itemsize}")  # one element for each work tile
@@ -210,7 +226,7 @@ def _time(cost: np.ndarray) -> float:
 def _full_first(spans: np.ndarray, begin: np.ndarray, active: np.ndarray) -> np.ndarray:
     """Return the spans with the full ones of each tile first. A full span has no band."""
     owner = np.searchsorted(np.sort(begin[active]), np.arange(len(spans)), side="right")
-    return spans[np.argsort(2 * owner + (spans[:, 3] > 0), kind="stable")]
+    return spans[np.argsort(2 * owner + (spans[:, ROW_STOP] > 0), kind="stable")]
 
 
 def _repeated(begin: np.ndarray, end: np.ndarray, repeat: int) -> np.ndarray:
@@ -231,18 +247,15 @@ def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) ->
     first_span = WORK_TILE * (1 + number)
     first_ticket = first_span + spans[:, :WORK_TILE].size
     work = np.zeros(first_ticket + tickets.size, np.int32)
-    work[0], work[7] = first_span, first_ticket
+    work[WORK_TILES_END], work[TICKETS] = first_span, first_ticket
     work_tiles = work[WORK_TILE:first_span].reshape(len(heads), len(order), heads.shape[1], WORK_TILE)
     each = np.zeros((len(order), 1, WORK_TILE), np.int32)
-    each[:, 0, :2] = rows[order]
-    each[:, 0, 4], each[:, 0, 5] = (first_span + WORK_TILE * x[order] for x in (begin, end))
-    each[:, 0, 7] = spans[begin[order], 0]
+    each[:, 0, FIRST_TOKEN], each[:, 0, STOP_TOKEN] = rows[order].T
+    each[:, 0, FIRST_SPAN], each[:, 0, SPANS_END] = (first_span + WORK_TILE * x[order] for x in (begin, end))
+    each[:, 0, FIRST_COLUMN] = spans[begin[order], COLUMN]
     work_tiles[...] = each
-    batch_head = heads[:, None, :]
-    work_tiles[..., 2], work_tiles[..., 3], work_tiles[..., 6] = (
-        *np.divmod(batch_head, max(1, shape.number)),
-        batch_head,
-    )
+    work_tiles[..., BATCH_HEAD] = heads[:, None, :]
+    work_tiles[..., BATCH], work_tiles[..., HEAD] = np.divmod(heads[:, None, :], max(1, shape.number))
     work[first_span:first_ticket], work[first_ticket:] = spans.ravel(), tickets.ravel()
     return work, number
 

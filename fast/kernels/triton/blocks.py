@@ -7,6 +7,9 @@ iteration adds one number. ALIGN divides every stride but the last, in elements:
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
 
 def kernel(*numbers: str, statistics: tuple[str, ...] = (), pointers: tuple[str, ...] = ()):
     """Decorate a kernel: these ``numbers`` and ``pointers``, and row ``statistics`` and their strides, compile no variants."""
@@ -40,7 +43,7 @@ def cta_rows(heads, batch_heads, ROWS: tl.constexpr):
 @triton.jit
 def base2(lse):
     """Return lse log2(e), and 1e30 for -inf: then the weight of a score of -inf is 0, not NaN."""
-    return tl.where(lse == float("-inf"), 1e30, lse * 1.4426950408889634)
+    return tl.where(lse == float("-inf"), 1e30, lse * LOG2E)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    LOG2E,
     ROW_NUMBERS,
     TILE_NUMBERS,
     accumulate_mma,
@@ -136,7 +137,7 @@ def dkdv_kernel(
     first, stop = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale_acc = tl.full((), scale, ACC)
-    scale_log2 = scale_acc * 1.4426950408889634
+    scale_log2 = scale_acc * LOG2E
     head_first = owner * HEADS
     rows = first + tl.arange(0, BM)
     valid = rows < stop

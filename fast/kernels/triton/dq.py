@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    LOG2E,
     TILE_NUMBERS,
     base2,
     cta_work_tile,
@@ -88,7 +89,7 @@ def dq_kernel(
     first, stop = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale_acc = tl.full((), scale, ACC)
-    scale_log2 = scale_acc * 1.4426950408889634
+    scale_log2 = scale_acc * LOG2E
     k_rows = rows_of(k, batch, head // GROUP, k_strides, PARTIAL_BN, D_PAD, ALIGN)
     v_rows = rows_of(v, batch, head // GROUP, v_strides, PARTIAL_BN, DV_PAD, ALIGN)
     k_source = full_tile_source(k_tiles, batch, head // GROUP, k_strides, BN, D_PAD, ALIGN, TMA)

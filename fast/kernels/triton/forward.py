@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    LN2,
     TILE_NUMBERS,
     cta_work_tile,
     full_tile_source,
@@ -126,5 +127,5 @@ def forward_kernel(
     # acc of a fully masked row is NaN if v holds NaN.
     acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])
     store_rows(rows_of(out, batch, head, out_strides, BM, DV_PAD, ALIGN), first, valid, acc, DV, DV_PAD, ALIGN)
-    natural = tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
+    natural = tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * LN2)
     tl.store(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, natural, mask=valid)

@@ -35,6 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from canon.fast.kernels.launcher import is_cpu, launch, tma_loadable
 from canon.fast.kernels.placed_mask import AnyMask
 from canon.fast.kernels.tile_costs import L2_BYTES, largest_divisor, needs_more_owners
+from canon.fast.kernels.triton import blocks
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
 from canon.fast.kernels.triton.dq import dq_kernel
@@ -44,7 +45,7 @@ from canon.fast.kernels.triton.softmax_stats import delta_kernel
 from canon.fast.kernels.work_tables import WorkTable, work_table
 from canon.runtime.checks import accumulate_dtype
 
-LOG2E = 1.4426950408889634
+LOG2E: float = blocks.LOG2E.value
 ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` tokens a CTA
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`

@@ -32,7 +32,7 @@ from canon.fast.kernels.triton import config, launch, rows, sink, sum_ranks
 from canon.fast.kernels.triton.config import Config
 from canon.masks.mask import Mask
 from canon.testing import record
-from canon.testing.sass import overwritten, waits
+from canon.testing.sass import overwritten, skipped_waits, waits
 
 # These read a table of row indices.
 ROWS = "merge_rows", "pick_rows", "copy_statistics", "add_to_rows", "take_rows", "add_rows"
@@ -54,6 +54,7 @@ class Case:
     short: bool = False  # documents so short that query heads share a Hopper tile
     seen: int = 0  # a query sees more tiles than this: a key of `hopper_config.LONG_TABLE`
     ordered: bool = False  # dq is reduced in a fixed order
+    plain: bool = False  # the forward of `forward_plain`
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,15 @@ class Compiled:
     warnings: tuple[str, ...]
     updates_after_reading: bool  # a barrier lies between the last load from global memory and the last store
     overwritten: tuple[str, ...]  # instructions that write registers of an MMA in flight
-    waits_added: int  # waits for MMAs that the assembler has added
+    waits: int  # waits for MMAs in the machine code
+    waits_added: int  # of these, by the assembler
+    waits_skipped: int  # of these, in a branch without an MMA
 
     def __str__(self) -> str:
         case, c = self.case, self.config
         if case.backend == "gluon":
-            how = (
-                "packed" if case.short else f"sees {case.seen}" if case.seen else "ordered" if case.ordered else "gluon"
-            )
+            flags = {"packed": case.short, f"sees {case.seen}": case.seen, "ordered": case.ordered, "plain": case.plain}
+            how = next((text for text, flag in flags.items() if flag), "gluon")
             warps = 16 if c.rows == 192 else 12
         else:
             how, warps = "descriptors" if c.tma else "pointers", c.warps
@@ -110,6 +112,8 @@ def _hopper_cases() -> list[Case]:
         for (name, pads), choices in hopper_config.LONG_TABLE.items()
         for seen in choices
     ]
+    cases += [Case("forward", 90, dtype, *pads, True, "gluon", plain=True)
+              for pads in hopper_config.PLAIN for dtype in ("bfloat16", "float16")]  # fmt: skip
     fused = [pads for name, pads in hopper_config.TABLE if name == "fused"]
     return cases + [Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused]
 
@@ -134,7 +138,8 @@ def _compile_hopper(case: Case) -> list[Compiled]:
         "dq": lambda: hopper.dq(q, k, v, dout, softmax_stats, mask, 0.1, q),
         "fused": lambda: hopper.dkdv(q, k, v, dout, softmax_stats, mask, 0.1, k, v, wide, case.ordered),
     }
-    with _target(case.arch), mock.patch.object(hopper, "run", keep):
+    plain = {"forward": hopper_config.PLAIN[case.d, case.dv]} if case.plain else {}
+    with _target(case.arch), mock.patch.object(hopper, "run", keep), hopper_config.forced(**plain):
         calls.get(case.kernel, lambda: hopper.dkdv(q, k, v, dout, softmax_stats, mask, 0.1, k, v))()
     return results
 
@@ -240,7 +245,9 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
         tuple(sorted(set(re.findall(r"Potential Performance Loss[^\n]*", log)))),
         ptx.rfind("ld.global") < ptx.rfind("bar.sync") < ptx.rfind("st.global"),
         tuple(overwritten(listing)),
+        waits(listing),
         waits(listing) - ptx.count("wgmma.wait_group"),
+        skipped_waits(listing),
     )
 
 

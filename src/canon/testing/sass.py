@@ -16,12 +16,18 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
 _MMA = re.compile(r"HGMMA\.64x(\d+)x\S*F32\S* R(\d+)(?:, R(\d+))?")
 _WRITES = re.compile(r"(\S+)\s+(?:P\w,\s*)?R(\d+)\b")  # the first operand, after at most one predicate
 _FOUR, _TWO = re.compile(r"\.128|88\.4"), re.compile(r"\.64|\.WIDE|88\.2|^CS2R(?!\.32)")  # number of registers
+_SKIPPED_WAIT = re.compile(r"BRA `\((\.L\w+)\)(?:(?!HGMMA).)*?WARPGROUP\.DEPBAR[^\n]*\n\s*\1:", re.DOTALL)
 _READS = ("BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RED", "RET", "ST", "WARPSYNC")  # these read the first operand
 
 
 def waits(listing: str) -> int:
     """Return the number of waits for MMAs in a disassembled kernel."""
     return listing.count("WARPGROUP.DEPBAR")
+
+
+def skipped_waits(listing: str) -> int:
+    """Return the number of waits at the end of a branch that has no MMA before them."""
+    return len(_SKIPPED_WAIT.findall(listing))
 
 
 def overwritten(listing: str) -> list[str]:

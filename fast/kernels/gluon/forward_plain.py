@@ -1,0 +1,211 @@
+"""The forward kernel for Hopper without refinements: read it first. `forward` is the kernel that calls run.
+
+A CTA computes one work tile, 128 queries of one head, with a loader and two warpgroups of 64 queries:
+
+    loader         Q   K 0   V 0   K 1   V 1   K 2   V 2   ...     by TMA, into rings of STAGES buffers
+    warpgroup 0    S 0 | softmax 0 | O 0, S 1  | softmax 1 | O 1, S 2  | softmax 2 | ...
+    warpgroup 1        |    S 0    | softmax 0 | O 0, S 1  | softmax 1 | O 1, S 2  | ...
+
+S j is S = Q K^T with tile j of K. Softmax j computes P = exp2(S scale_log2 - m) with the row maximum m so far, and rescales O
+and the sum l of P where m rose. O j is O += P V with tile j of V. At the end, out is O / l.
+
+A warpgroup issues O j and S j + 1 in one turn; meanwhile the other one computes its softmax (ping-pong scheduling). So the
+tensor cores are busy while exponentials are computed.
+
+    barrier          arrivals in a phase   arrives                                waits           protects
+    q.full           1, and all bytes      loader, then TMA                       its warpgroup   Q until loaded
+    k.full, v.full   1, and all bytes      loader, then TMA                       warpgroups      K, V until loaded
+    k.free, v.free   2                     each warpgroup, once its MMA is done   loader          K, V until read
+    named 8 + w      256 threads           the other one, after its turn          warpgroup w     order of turns
+
+Read `tile_ring` for barriers and TMA, and `tile_queue` for ``work``: the spans of tiles that a work tile visits. Bits repeat.
+
+`forward` adds: MMAs of V that run during the warpgroup's own softmax, row maxima that are kept, several work tiles for each
+CTA, heads that share a tile. Source: Shah et al., FlashAttention-3 (2024), section 3.1.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_row_layout
+from canon.fast.kernels.gluon.masking import mask_hidden
+from canon.fast.kernels.gluon.ptx import ping_pong_arrive, ping_pong_wait
+from canon.fast.kernels.gluon.tile_queue import (
+    batch_head_of,
+    first_tile,
+    first_work_tile,
+    is_partial,
+    next_tile,
+    position_of,
+)
+from canon.fast.kernels.gluon.tile_ring import Ring, first_position, load_box, make_barriers
+from canon.fast.kernels.triton.blocks import LN2
+
+
+@gluon.jit
+def load_tiles(q_desc, k_desc, v_desc, q, k, v, work, GROUP: gl.constexpr):
+    """Load Q of both warpgroups, then K and V of every visited tile (the loader)."""
+    ROWS: gl.constexpr = q.tiles.shape[2]
+    first, _, batch, head = position_of(work, first_work_tile())
+    for w in gl.static_range(2):
+        load_box(q_desc, batch, first + w * ROWS, head, q.full.index(w), q.tiles.index(w))
+    ring = first_position()
+    span, span_end, column, left = first_tile(work, first_work_tile())
+    while span < span_end:
+        mbarrier.wait(k.free.index(ring.slot), ring.parity ^ 1)
+        load_box(k_desc, batch, column, head // GROUP, k.full.index(ring.slot), k.tiles.index(ring.slot))
+        mbarrier.wait(v.free.index(ring.slot), ring.parity ^ 1)
+        load_box(v_desc, batch, column, head // GROUP, v.full.index(ring.slot), v.tiles.index(ring.slot))
+        ring = ring.next(k.tiles.shape[0])
+        span, column, left = next_tile(work, span, column, left, span_end, k.tiles.shape[2])
+
+
+@gluon.jit
+def attend(q, k, v, result, work, scale_log2, W: gl.constexpr, DV: gl.constexpr):
+    """Compute out and lse of the 64 queries of warpgroup W."""
+    ROWS: gl.constexpr = q.tiles.shape[2]
+    STAGES: gl.constexpr = k.tiles.shape[0]
+    COLUMNS: gl.constexpr = k.tiles.shape[2]
+    DV_PAD: gl.constexpr = v.tiles.shape[4]
+    row = gl.load(work + first_work_tile()) + W * ROWS
+    m = gl.full([ROWS], float("-inf"), gl.float32, per_row_layout(COLUMNS))  # row maximum of the scores, in base 2
+    l = gl.zeros([ROWS], gl.float32, per_row_layout(COLUMNS))  # sum of P
+    o = gl.zeros([ROWS, DV_PAD], gl.float32, mma_layout(DV_PAD))  # sum of P V
+
+    ring = first_position()
+    span, span_end, column, left = first_tile(work, first_work_tile())
+    mbarrier.wait(q.full.index(W), 0)
+    if W == 1:
+        ping_pong_arrive(W, 2)  # warpgroup 0 goes first
+    ping_pong_wait(W)
+    s = issue_scores(q.tiles.index(W), k, ring)
+    ping_pong_arrive(W, 2)
+    s = hopper.warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k.free.index(ring.slot), count=1)
+    if is_partial(work, span):
+        s = mask_hidden(s, work, span, row, column, float("-inf"), 1)
+    span, column, left = next_tile(work, span, column, left, span_end, COLUMNS)
+
+    while span < span_end:
+        partial = is_partial(work, span)
+        following = ring.next(STAGES)
+        p, m, l, o = softmax(s, m, l, o, scale_log2, q.tiles.dtype)
+        ping_pong_wait(W)
+        o = issue_output(p, v, o, ring)
+        s = issue_scores(q.tiles.index(W), k, following)
+        ping_pong_arrive(W, 2)
+        s, o = hopper.warpgroup_mma_wait(0, deps=[s, o])
+        mbarrier.arrive(v.free.index(ring.slot), count=1)
+        mbarrier.arrive(k.free.index(following.slot), count=1)
+        if partial:
+            s = mask_hidden(s, work, span, row, column, float("-inf"), 1)
+        ring = following
+        span, column, left = next_tile(work, span, column, left, span_end, COLUMNS)
+
+    p, m, l, o = softmax(s, m, l, o, scale_log2, q.tiles.dtype)
+    ping_pong_wait(W)
+    o = issue_output(p, v, o, ring)
+    ping_pong_arrive(W, 2)
+    o = hopper.warpgroup_mma_wait(0, deps=[o])
+    if W == 0:
+        ping_pong_wait(W)  # take the last arrival of warpgroup 1: the barrier ends balanced
+    write_result(o, m, l, result, work, COLUMNS, W, DV)
+
+
+@gluon.jit
+def issue_scores(q_tile, k, ring):
+    """Issue S = Q K^T once K has arrived."""
+    ROWS: gl.constexpr = q_tile.shape[1]
+    COLUMNS: gl.constexpr = k.tiles.shape[2]
+    D_PAD: gl.constexpr = k.tiles.shape[4]
+    mbarrier.wait(k.full.index(ring.slot), ring.parity)
+    k_tile = k.tiles.index(ring.slot).reshape([COLUMNS, D_PAD]).permute((1, 0))
+    nothing = gl.zeros([ROWS, COLUMNS], gl.float32, mma_layout(COLUMNS))
+    return hopper.warpgroup_mma(q_tile.reshape([ROWS, D_PAD]), k_tile, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_output(p, v, o, ring):
+    """Issue O += P V once V has arrived."""
+    mbarrier.wait(v.full.index(ring.slot), ring.parity)
+    v_tile = v.tiles.index(ring.slot).reshape([v.tiles.shape[2], v.tiles.shape[4]])
+    return hopper.warpgroup_mma(p, v_tile, o, is_async=True)
+
+
+@gluon.jit
+def softmax(s, m, l, o, scale_log2, dtype: gl.constexpr):
+    """Return P of a tile as an MMA operand, the new m and l, and o relative to the new m."""
+    DV_PAD: gl.constexpr = o.shape[1]
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    m_finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # no visible key so far; -inf - -inf is NaN
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_finite, 1))
+    shrink = gl.exp2(m - m_finite)
+    l = l * shrink + gl.sum(p, 1)
+    o = o * gl.expand_dims(gl.convert_layout(shrink, per_row_layout(DV_PAD)), 1)
+    return gl.convert_layout(p.to(dtype), operand_layout(DV_PAD)), m_new, l, o
+
+
+@gluon.jit
+def write_result(o, m, l, result, work, COLUMNS: gl.constexpr, W: gl.constexpr, DV: gl.constexpr):
+    """Write o / l and lse. Fully masked rows get 0 and -inf; rows with |m| > 2^24, where m is inexact, get NaN."""
+    out, lse, tokens, stride_t, stride_h = result
+    first, stop, batch, head = position_of(work, first_work_tile())
+    batch_head = batch_head_of(work, first_work_tile())
+    first += W * o.shape[0]
+    masked = (m == float("-inf")) & (l == 0.0)
+    l = gl.where(gl.abs(m) <= 2.0**24, l, float("nan"))
+    natural = gl.where(masked, float("-inf"), (m + gl.log2(l)) * LN2)
+    r = gl.arange(0, o.shape[0], per_row_layout(COLUMNS))
+    gl.store(lse + (batch_head.to(gl.int64) * tokens + first) + r, natural, mask=first + r < stop)
+    inverse = gl.convert_layout(gl.where(masked, 0.0, 1.0 / l), per_row_layout(o.shape[1]))
+    inverse = gl.expand_dims(inverse, 1)
+    o = gl.where(inverse == 0.0, 0.0, o * inverse)  # 0 times NaN would be NaN
+    start = out + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
+    store_tile(start, o, batch_head, stop - first, stride_t, stride_h, DV, 1)
+
+
+@gluon.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
+def forward_plain_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out,
+    lse,
+    work,
+    scale_log2,  # > 0
+    tokens,
+    stride_t,
+    stride_h,
+    GROUP: gl.constexpr,
+    DV: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    D_PAD: gl.constexpr,
+    DV_PAD: gl.constexpr,
+    STAGES: gl.constexpr,
+    MATH_REGISTERS: gl.constexpr,
+):
+    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in ``work``, one for each CTA.
+
+    The batch stride of ``out`` is tokens * stride_t. GROUP query heads share a key head.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D_PAD], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
+    q = Ring(q_tiles, make_barriers(2, 1), make_barriers(2, 1))
+    k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
+    v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
+    fence_async_shared()  # TMA sees the initialised mbarriers
+    result = (out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
+    gl.warp_specialize(
+        [
+            (load_tiles, (q_desc, k_desc, v_desc, q, k, v, work, GROUP)),
+            (attend, (q, k, v, result, work, scale_log2, 0, DV)),
+            (attend, (q, k, v, result, work, scale_log2, 1, DV)),
+        ],
+        [4, 4],
+        [MATH_REGISTERS, MATH_REGISTERS],
+    )
