@@ -33,6 +33,7 @@ from canon.fast import backward
 from canon.fast.device import AVAILABLE, chosen_backend, computing_with, kernels_for
 from canon.fast.group_collectives import as_heads
 from canon.fast.kernels.gluon import config as gluon_config
+from canon.fast.kernels.triton.parts import forward_in_parts
 from canon.fast.kernels.triton.rows import add_rows, add_to_rows, copy_statistics, pick_rows, take_rows
 from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
 from canon.fast.kernels.triton.sum_ranks import sum_ranks
@@ -210,6 +211,14 @@ def forward_parts(model: Model, device: str) -> None:
                 forward_into(x.q, x.k, x.v, x.mask, 1.0, x.out.to(dtype), x.statistic())
 
 
+def few_queries(model: Model, device: str) -> None:
+    """Launch the kernels of parts of the keys. Keys that no query sees exclude descriptors."""
+    if model.backend in (None, "triton"):
+        x = Inputs(model, device)
+        for mask, dtype in product((x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), model.result_dtypes):
+            forward_in_parts(x.q, x.k, x.v, mask, 1.0, x.out.to(dtype), x.statistic())
+
+
 def backward_parts(model: Model, device: str) -> None:
     """Launch the backward for some keys: gradients may have the accumulation dtype."""
     for x in all_inputs(model, device):
@@ -342,11 +351,11 @@ def _replaced(module: ModuleType, name: str, function: Callable) -> Iterator[Non
 PASSES = whole_passes, forward_parts, backward_parts
 RING = *PASSES, merges, active_rows, sinks
 FUNCTIONS = {
-    "attention": (whole_passes, sinks),
-    "attention_forward": (forward_parts,),
+    "attention": (whole_passes, few_queries, sinks),
+    "attention_forward": (forward_parts, few_queries),
     "attention_backward": (whole_passes, backward_parts),
     "merge": (whole_merges,),
-    "decode_attention": (forward_parts, merges),
+    "decode_attention": (forward_parts, few_queries, merges),
     "ring_attention": RING,
     "zigzag_attention": RING,
     "striped_attention": RING,

@@ -5,14 +5,15 @@
                         out, lse      out, lse      out, lse    out, lse      merged in this order
 
 **Rule.** A call of `attention`, `attention_forward` or `decode_attention` with 1 to 128 queries and at least 4,096 keys is
-computed in parts, unless it has ``rank_invariant=True`` or a backend other than "triton" is forced.
+computed in parts, unless it has ``rank_invariant=True`` or a backend other than "triton" is forced. Different masks of several
+sequences count as one mask over all of them.
 
 **Bits.** A part begins at a multiple of 2,048 keys. Its tiles begin at multiples of their size, are visited in order, and
 run the same instructions whether a query sees all of a tile or a part of it. A tile that a query does not see leaves the
 state of the query as it is. So the bits of a query depend on the positions of its keys, and not on other queries, sequences
 or heads of the call, nor on the number of SMs.
 
-**Scratch**, in the accumulation dtype: p b t h (dv + 1) elements, where p is the number of parts with a visible cell.
+**Scratch**, in the accumulation dtype: p b t h (dv + 1) elements, where p is the number of parts with a visible cell, or 1.
 
 **Table.** A word of 64 bits holds which of 64 keys a query sees: t s / 8 bytes on the device for t queries x s keys.
 """

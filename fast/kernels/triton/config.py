@@ -67,12 +67,14 @@ AMPERE: Table = {  # two-byte elements, sm_80 to sm_89
     ("fused", 256): (Config(32, 16, 8, 2),),
     ("parts", 64): (Config(64, 64, 4, 3),),
     ("parts", 128): (Config(64, 64, 4, 2),),
-    ("parts", 256): (Config(64, 32, 4, 2),),
+    ("parts", 256): (Config(64, 32, 8, 2),),
 }
 LARGE_ELEMENTS: dict[int, dict[int, Config]] = {  # by bytes an element, then by the larger width
     4: {64: Config(32, 32, 8, 1, 1), 128: Config(32, 16, 8, 1, 1), 256: Config(16, 16, 8, 1, 1)},
     8: {64: Config(32, 16, 4, 1, 1), 128: Config(16, 16, 4, 1, 1), 256: Config(16, 16, 8, 1, 1)},
 }
+# Without tensor cores, more rows than a few queries have cost time.
+FLOAT32_PARTS = {64: Config(16, 32, 4, 3), 128: Config(16, 32, 4, 3), 256: Config(16, 16, 4, 3)}
 SMALLEST = Config(16, 16, 8, 1)
 INTERPRETED = Config(128, 128)  # NumPy likes large tiles
 INTERPRETED_PARTS = Config(64, 64)
@@ -106,8 +108,11 @@ def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, de
 def fitting(kernel: str, d: int, dv: int, itemsize: int, limit: int, describable: bool, hopper: bool) -> Config:
     """Return the first configuration with at most ``limit`` bytes of shared memory. Raises ValueError if there is none."""
     width = max(64, d, dv)
-    narrow = HOPPER if hopper else AMPERE
-    table = narrow.get((kernel, width), ()) if itemsize == 2 else filter(None, [LARGE_ELEMENTS[itemsize].get(width)])
+    if itemsize == 2:
+        table = (HOPPER if hopper else AMPERE).get((kernel, width), ())
+    else:
+        large = FLOAT32_PARTS if (kernel, itemsize) == ("parts", 4) else LARGE_ELEMENTS[itemsize]
+        table = filter(None, [large.get(width)])
     candidates = [c for c in (*table, SMALLEST) if describable or not c.tma]
     for config in candidates:
         if shared_bytes(kernel, config, d, dv, itemsize) <= limit:

@@ -191,15 +191,16 @@ def forward_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, 
     config = choose("parts", *launch.pads(q, v), q.element_size(), q.device, describable)
     table = part_table(mask, h // g, config.rows, key_parts.PART, q.device)
     config = replace(config, tma=config.tma and describable and table.loads_all)
-    outs = torch.empty(table.parts, b * t * h, dv, dtype=accumulate_dtype(q.dtype), device=q.device)
-    lses = torch.empty(table.parts, b * t * h, dtype=outs.dtype, device=q.device)
+    rows, accumulate = t * (h // g), accumulate_dtype(q.dtype)
+    outs, lses = (torch.empty(max(1, table.parts), b * t * h, n, dtype=accumulate, device=q.device) for n in (dv, 1))
     scale, sign = launch.base2_scale(scale, q.dtype)
-    tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses, table.work, table.words)
     options = {"SIGN": sign, "GROUP": h // g, **launch.mma_options(config, q, v, k)}
     options = {name: value for name, value in options.items() if not name.startswith("PARTIAL")}
-    numbers = scale, len(table.work), table.words.shape[1], t * (h // g), b * g
-    launch.run(parts_kernel, len(table.work) * b * g, config, (*tensors, *numbers), g, (q, k, v), options)
+    tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses)
+    arguments = (*tensors, *table[:2], scale, len(table.work), table.words.shape[1], rows, b * g)
+    launch.run(parts_kernel, len(table.work) * b * g, config, arguments, g, (q, k, v), options)
     merge = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
-    options = {name: options[name] for name in ("GROUP", "DV", "DV_PAD", "ACC")} | {"AT_ONCE": AT_ONCE, "BM": merge.rows}
-    arguments = (outs, lses, out, lse, table.parts, t * (h // g), b * t * h)
+    options = {name: options[name] for name in ("GROUP", "DV", "DV_PAD", "ACC")}
+    options |= {"AT_ONCE": AT_ONCE, "BM": merge.rows}
+    arguments = (outs, lses, out, lse, table.parts, rows, b * t * h)
     launch.run(merge_parts_kernel, -(-b * t * h // merge.rows), merge, arguments, g, (out, lse), options)
