@@ -8,6 +8,7 @@ For each tile of queries, over the tiles of keys that it sees (the online softma
 
 A mask becomes a work table (`tiles.py`): tiles that are visible from end to end need no mask comparisons.
 `device.py` selects the kernel backend. `merge` combines two whole results in one kernel. `backward.py` has the backward pass.
+Few queries over many keys are computed in parts of the keys: `kernels/key_parts.py` has the rule and the memory.
 
 Cost: 2 b h area (d + dv) FLOPs, where area is the number of visible cells. Memory beyond inputs and outputs: the work table.
 It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile and a band that overlap. A band is a rectangle of
@@ -16,17 +17,20 @@ cells, cut by two diagonals (`canon.masks.band`). There is no dropout, bias or s
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
 from canon.fast.backward import attention_backward, gradients, rank_invariant_method
-from canon.fast.device import check_device, kernels_for
+from canon.fast.device import check_device, chosen_backend, kernels_for
+from canon.fast.kernels.key_parts import has_parts
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, aligned, canonical, in_place
 from canon.fast.kernels.triton import launch
+from canon.fast.kernels.triton.parts import forward_in_parts
 from canon.fast.replay.recordings import replayed
 from canon.fast.sinks import FAST
+from canon.masks.mask import Mask
 from canon.runtime import public_local
 from canon.runtime.call import Algorithm, Call
 from canon.runtime.checks import accumulate_dtype
@@ -61,7 +65,7 @@ def local_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     plan = call.plan
     out, lse = empty_result(q, v, q.dtype)
-    replayed(_forward, (*plan.aligned(q, k, v), out, lse), plan.mask, call.scale, kind=call)
+    attend_into(*plan.aligned(q, k, v), plan.mask, call.scale, out, lse, kind=call)
     if not plan.strides:
         plan.strides = _strides(q, k, v, out, lse)
     return out, lse
@@ -122,9 +126,36 @@ def forward_into(
     replayed(_forward, (q, k, v, out, lse), mask, scale, kind=kind)
 
 
+def attend_into(
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor, kind: Hashable = None
+) -> None:
+    """Write the results of a whole call, as `forward_into` writes those of a step."""
+    replayed(_attend, (q, k, v, out, lse), mask, scale, kind=kind)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, scale: float) -> None:
     check_device(q)
     kernels_for(q, v).forward(q, k, v, mask, scale, out, lse)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, scale: float) -> None:
+    check_device(q)
+    forward_for(q, v, mask)(q, k, v, mask, scale, out, lse)
+
+
+def forward_for(q: Tensor, v: Tensor, mask: AnyMask) -> Callable[..., None]:
+    """Return the launch function of a whole call: few queries over many keys are computed in parts (`key_parts`)."""
+    if has_parts(mask) and chosen_backend() in (None, "triton"):
+        return forward_in_parts
+    return kernels_for(q, v).forward
+
+
+def _attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    out, lse = empty_result(q, v, out_dtype)
+    attend_into(q, k, v, mask, scale, out, lse)
+    return out, lse
 
 
 def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,5 +192,5 @@ NOTES = """
     """
 LOCAL = Algorithm(FAST, "attention", local_forward, local_backward, LocalPlan)
 attention = public_local.attention(LOCAL, NOTES)
-attention_forward = public_local.attention_forward(forward_part)
+attention_forward = public_local.attention_forward(_attention_forward)
 merge = public_local.merge(merged)

@@ -26,7 +26,7 @@ from canon.fast.device import kernels_for
 from canon.fast.group_collectives import cast_plan, rows_returned, rows_sent
 from canon.fast.kernels.device_plans import META
 from canon.fast.kernels.launcher import Gpu, gpu_of, meta_stands_for
-from canon.fast.local import attention, empty_result
+from canon.fast.local import attention, empty_result, forward_for
 from canon.fast.magi import magi_attention
 from canon.fast.messages import gathered_mask, padded_tokens
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
@@ -71,7 +71,8 @@ def _launch(part: _Part, given: Preparation) -> None:
     q, k, v = new(mask.queries, heads, d), new(mask.keys, part.key_heads, d), new(mask.keys, part.key_heads, dv)
     out, lse = empty_result(q, v, q.dtype)
     if part.forward:
-        kernels_for(q, v).forward(q, k, v, mask, 1.0, out, lse)
+        forward = forward_for(q, v, mask) if given.layout is None else kernels_for(q, v).forward
+        forward(q, k, v, mask, 1.0, out, lse)
     if part.backward and given.requires_grad:
         plan_gradients(q, k, v, out, lse, mask, given.backward)
 

@@ -23,6 +23,7 @@ from canon import fast
 from canon.fast import backward, local, sinks
 from canon.fast.ahead import kernel_variants
 from canon.fast.ahead.compilation import recorded_jobs
+from canon.fast.kernels import key_parts
 from canon.fast.kernels.cuda import kernel, launch as cuda
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.kernels.triton import config, launch
@@ -34,6 +35,7 @@ from canon.check.random_source import RandomSource
 
 arch, count, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions = json.loads(sys.argv[1])
 draw = Random(0)
+key_parts.FEWEST_KEYS = 64
 local.check_device = backward.check_device = lambda x: None
 object.__setattr__(sinks.FAST, "check_device", lambda x: None)
 launch.choose = lambda kernel, d, dv, itemsize, device, describable: config.fitting(

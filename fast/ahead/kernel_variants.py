@@ -33,6 +33,7 @@ from canon.fast import backward
 from canon.fast.device import AVAILABLE, chosen_backend, computing_with, kernels_for
 from canon.fast.group_collectives import as_heads
 from canon.fast.kernels.gluon import config as gluon_config
+from canon.fast.kernels.triton.parts import forward_in_parts
 from canon.fast.kernels.triton.rows import (
     add_rows,
     add_to_rows,
@@ -252,6 +253,14 @@ def _forward(model: Model, device: str, dtype: torch.dtype) -> None:
                 forward_into(x.q, x.k, x.v, x.mask, 1.0, x.out.to(dtype), x.statistic())
 
 
+def few_queries(model: Model, device: str) -> None:
+    """Launch the kernels of parts of the keys. Keys that no query sees exclude descriptors."""
+    if model.backend in (None, "triton"):
+        x = Inputs(model, device)
+        for mask, dtype in product((x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), model.result_dtypes):
+            forward_in_parts(x.q, x.k, x.v, mask, 1.0, x.out.to(dtype), x.statistic())
+
+
 def backward_parts(model: Model, device: str) -> None:
     """Launch the backward for some keys: gradients may have the accumulation dtype."""
     for x in all_inputs(model, device):
@@ -401,11 +410,11 @@ def _replaced(module: ModuleType, name: str, function: Callable) -> Iterator[Non
 RINGS = {"ring_attention", "zigzag_attention", "striped_attention"}
 RING = whole_passes, forward_parts, backward_parts, masked_rows, merges, active_rows, sinks
 FUNCTIONS = {
-    "attention": (whole_passes, masked_rows, sinks),
-    "attention_forward": (whole_forward, forward_parts, masked_rows),
+    "attention": (whole_passes, masked_rows, few_queries, sinks),
+    "attention_forward": (whole_forward, forward_parts, masked_rows, few_queries),
     "attention_backward": (whole_passes, backward_parts, masked_rows),
     "merge": (whole_merges,),
-    "decode_attention": (whole_forward, forward_parts, masked_rows, merges),
+    "decode_attention": (whole_forward, forward_parts, masked_rows, few_queries, merges),
     **dict.fromkeys(sorted(RINGS), RING),
     "strided_attention": (whole_passes, backward_parts, masked_rows, active_rows, sinks, rank_sums),
     "magi_attention": (*RING, cast_rows),

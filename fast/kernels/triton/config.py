@@ -1,6 +1,7 @@
 """Tile sizes of the Triton kernels: the fastest configuration that fits, by kernel, head width and element size.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused".
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused". In
+"parts", rows are pairs of a query and a head; its configurations of a GPU have equal tiles, with and without TMA.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ class Config:
     partial_columns: int = 0  # of partial tiles, a divisor of columns: narrow ones waste less; 0 means columns
 
 
-KERNELS = ("forward", "dq", "dkdv", "fused")
+KERNELS = ("forward", "dq", "dkdv", "fused", "parts")
 Table = dict[tuple[str, int], tuple[Config, ...]]  # (kernel, larger padded width, at least 64), best first
 
 # Two-byte elements, sm_90 and later. Up to width 128, with descriptors, one warpgroup with small tiles is faster than two with
@@ -47,6 +48,9 @@ HOPPER: Table = {
     ("fused", 64): (Config(128, 64, 8, 3, tma=True, partial_columns=32), Config(128, 64, 8, 2, partial_columns=32)),
     ("fused", 128): (Config(64, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
     ("fused", 256): (Config(32, 16, 8, 2),),
+    ("parts", 64): (Config(64, 64, 4, 4, tma=True), Config(64, 64, 4, 4)),
+    ("parts", 128): (Config(64, 64, 4, 3, tma=True), Config(64, 64, 4, 3)),
+    ("parts", 256): (Config(64, 32, 4, 3, tma=True), Config(64, 32, 4, 3)),
 }
 AMPERE: Table = {  # two-byte elements, sm_80 to sm_89
     ("forward", 64): (Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
@@ -61,13 +65,19 @@ AMPERE: Table = {  # two-byte elements, sm_80 to sm_89
     ("fused", 64): (Config(64, 32, 8, 2),),
     ("fused", 128): (Config(64, 32, 8, 2),),
     ("fused", 256): (Config(32, 16, 8, 2),),
+    ("parts", 64): (Config(64, 64, 4, 3),),
+    ("parts", 128): (Config(64, 64, 4, 2),),
+    ("parts", 256): (Config(64, 32, 8, 2),),
 }
 LARGE_ELEMENTS: dict[int, dict[int, Config]] = {  # by bytes an element, then by the larger width
     4: {64: Config(32, 32, 8, 1, 1), 128: Config(32, 16, 8, 1, 1), 256: Config(16, 16, 8, 1, 1)},
     8: {64: Config(32, 16, 4, 1, 1), 128: Config(16, 16, 4, 1, 1), 256: Config(16, 16, 8, 1, 1)},
 }
+# Without tensor cores, more rows than a few queries have cost time.
+FLOAT32_PARTS = {64: Config(16, 32, 4, 3), 128: Config(16, 32, 4, 3), 256: Config(16, 16, 4, 3)}
 SMALLEST = Config(16, 16, 8, 1)
 INTERPRETED = Config(128, 128)  # NumPy likes large tiles
+INTERPRETED_PARTS = Config(64, 64)
 
 FORCED: dict[str, Config] = {}
 
@@ -75,7 +85,7 @@ FORCED: dict[str, Config] = {}
 def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) -> int:
     """Return the most bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
     need = 1024 + itemsize * config.stages * config.columns * (d + dv)
-    need += itemsize * config.rows * (d if kernel == "forward" else d + dv)
+    need += itemsize * config.rows * (d if kernel in ("forward", "parts") else d + dv)
     if kernel in ("dkdv", "fused"):
         need += 8 * config.stages * config.columns
     if itemsize > 2:
@@ -90,7 +100,7 @@ def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, de
     if kernel in FORCED:
         return FORCED[kernel]
     if is_cpu(device):
-        return INTERPRETED
+        return INTERPRETED_PARTS if kernel == "parts" else INTERPRETED
     return fitting(kernel, d, dv, itemsize, gpu_of(device).shared_memory, describable, is_hopper(device))
 
 
@@ -98,8 +108,11 @@ def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, de
 def fitting(kernel: str, d: int, dv: int, itemsize: int, limit: int, describable: bool, hopper: bool) -> Config:
     """Return the first configuration with at most ``limit`` bytes of shared memory. Raises ValueError if there is none."""
     width = max(64, d, dv)
-    narrow = HOPPER if hopper else AMPERE
-    table = narrow.get((kernel, width), ()) if itemsize == 2 else filter(None, [LARGE_ELEMENTS[itemsize].get(width)])
+    if itemsize == 2:
+        table = (HOPPER if hopper else AMPERE).get((kernel, width), ())
+    else:
+        large = FLOAT32_PARTS if (kernel, itemsize) == ("parts", 4) else LARGE_ELEMENTS[itemsize]
+        table = filter(None, [large.get(width)])
     candidates = [c for c in (*table, SMALLEST) if describable or not c.tma]
     for config in candidates:
         if shared_bytes(kernel, config, d, dv, itemsize) <= limit:

@@ -28,7 +28,7 @@ from triton.runtime import driver
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.gluon import softmax_stats as hopper_stats
-from canon.fast.kernels.triton import config, launch, rows, sink, sum_ranks
+from canon.fast.kernels.triton import config, launch, parts, rows, sink, sum_ranks
 from canon.fast.kernels.triton.config import Config
 from canon.masks.mask import Mask
 from canon.testing import record
@@ -158,7 +158,8 @@ def _compile_portable(case: Case) -> list[Compiled]:
         strides = launch.stride_arguments(strided)
         stages = {"num_warps": used.warps, "num_stages": used.stages}
         binary = kernel.warmup(*arguments, width, *strides, **options, **stages, grid=(1,))
-        expected = config.shared_bytes(case.kernel, used, *pads, dtype.itemsize) if forced else 4096
+        has_mma = used in forced.values()
+        expected = config.shared_bytes(case.kernel, used, *pads, dtype.itemsize) if has_mma else 4096
         results.append(_report(case, used, binary, expected))
 
     def keep_stats(kernel, _, device, arguments, **options):
@@ -189,6 +190,7 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
         "dq": lambda: launch.dq(q, k, v, dout, (lse, lse), mask, 0.1, q),
         "dkdv": lambda: launch.dkdv(q, k, v, dout, (lse, lse), mask, 0.1, k, v),
         "fused": lambda: launch.dkdv(q, k, v, dout, (lse, lse), mask, 0.1, k, v, wide),
+        "parts": lambda: parts.forward_in_parts(q, k, v, mask, 0.1, dout, lse),
         "delta": lambda: launch.delta(dout, dout, lse, lse, lse),
         "sum_heads": lambda: launch.sum_heads(wide, dout, k, v),
         "merge": lambda: launch.merge(wide, lse, wide, lse, wide, lse),

@@ -1,0 +1,206 @@
+"""Two kernels for few queries (`canon.fast.kernels.key_parts`): one sums each part of the keys, one merges the parts in order.
+
+    parts_kernel           a CTA for each (part, tile of rows, key head)     reads K and V once for all heads of a group
+    merge_parts_kernel     a CTA for each (query, query head)               adds in the order of the keys
+
+A row of a tile is a query and one of the query heads that share a key head. The grid and the tile sizes do not depend on the
+number of queries.
+
+Source: Dao et al., Flash-Decoding (2023), https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
+"""
+
+from dataclasses import replace
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from canon.fast.kernels import key_parts
+from canon.fast.kernels.key_parts import part_table
+from canon.fast.kernels.triton import launch
+from canon.fast.kernels.triton.blocks import (
+    full_tile_source,
+    head_pointer,
+    kernel,
+    load_full_tile,
+    load_rows,
+    rows_of,
+)
+from canon.fast.kernels.triton.config import Config, choose
+from canon.fast.kernels.triton.forward import largest_maximum, softmax_step
+from canon.masks.mask import Mask
+from canon.runtime.checks import accumulate_dtype
+
+MERGE, INTERPRETED_MERGE = Config(1, 1, 1, 1), Config(128, 1, 1, 1)  # rows of a CTA
+AT_ONCE = 8  # parts that a CTA of the merge loads at a time
+
+
+@kernel("scale_log2", "work_count", "columns", "rows", "batch_heads", "heads")
+def parts_kernel(
+    q,
+    k,
+    v,
+    k_tiles,
+    v_tiles,
+    outs,
+    lses,
+    work,
+    words,
+    scale_log2: "fp64",  # > 0
+    work_count,
+    columns,  # of words
+    rows,
+    batch_heads,
+    heads,
+    q_strides,
+    k_strides,
+    v_strides,
+    SIGN: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Write out (parts, batch_heads, rows, dv) and lse (parts, batch_heads, rows), in base 2, of each part.
+
+    ``heads`` are key heads. ``rows`` are queries times GROUP. Rows that see no key of the part get 0 and -inf.
+    """
+    pid = tl.program_id(0)
+    head, batch = pid % heads, pid // heads // work_count  # key heads of a token are neighbours in memory
+    entry = work + pid // heads % work_count * 4
+    first, begin, end, part = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    scale = tl.full((), scale_log2, ACC)
+    row = first + tl.arange(0, BM)
+    valid, query = row < rows, row // GROUP
+    start = tl.cast(query, tl.int64) * q_strides[1] + tl.cast(head * GROUP + row % GROUP, tl.int64) * q_strides[2]
+    width, value_width = tl.arange(0, D_PAD)[None, :], tl.arange(0, DV_PAD)[None, :]
+    q_tile = head_pointer(q, batch, 0, q_strides, ALIGN) + start[:, None] + width * q_strides[3]
+    q_tile = tl.load(q_tile, mask=valid[:, None] & (width < D), other=0.0)
+    if SIGN != 1:  # as in `forward_kernel`
+        q_tile = (q_tile.to(ACC) * SIGN).to(q_tile.dtype)
+    k_rows = rows_of(k, batch, head, k_strides, BN, D_PAD, ALIGN)
+    v_rows = rows_of(v, batch, head, v_strides, BN, DV_PAD, ALIGN)
+    k_source = full_tile_source(k_tiles, batch, head, k_strides, BN, D_PAD, ALIGN, TMA)
+    v_source = full_tile_source(v_tiles, batch, head, v_strides, BN, DV_PAD, ALIGN, TMA)
+    loaded = words + (columns - (rows + BM - 1) // BM + first // BM)
+    m = tl.full([BM], float("-inf"), ACC)
+    l = tl.zeros([BM], ACC)
+    acc = tl.zeros([BM, DV_PAD], ACC)
+
+    # The words of the next tile are loaded early: the pipeline prefetches only K and V.
+    seen = tl.load(words + begin // 64 * columns + query, mask=valid & (begin < end), other=0)
+    kept = tl.load(loaded + begin // 64 * columns, mask=begin < end, other=0)
+    for j in range(begin, end, BN):
+        bits = j % 64 + tl.arange(0, BN)
+        visible = ((seen[:, None] >> bits[None, :]) & 1) != 0
+        seen = tl.load(words + (j + BN) // 64 * columns + query, mask=valid & (j + BN < end), other=0)
+        if TMA:
+            k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
+            v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
+        else:
+            is_loaded = ((kept >> bits) & 1) != 0  # others may be NaN: load 0
+            kept = tl.load(loaded + (j + BN) // 64 * columns, mask=j + BN < end, other=0)
+            k_tile = load_rows(k_rows, j, is_loaded, D, D_PAD, ALIGN)
+            v_tile = load_rows(v_rows, j, is_loaded, DV, DV_PAD, ALIGN)
+        m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION)
+
+    fully_masked = (l == 0.0) & (m == float("-inf"))
+    # Below the range, a part has no weight beside one in the range. `merge_parts_kernel` decides.
+    low = (m < -largest_maximum(ACC)) & (m > float("-inf"))
+    in_range = (m <= largest_maximum(ACC)) & (l > 0.0) & (l < float("inf"))
+    l = tl.where(fully_masked | low, float("inf"), tl.where(in_range, l, float("nan")))
+    acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])
+    lse = tl.where(fully_masked | low, m, m + tl.log2(l))
+    target = (tl.cast(part, tl.int64) * batch_heads + batch * heads + head) * rows + row
+    tl.store(outs + target[:, None] * DV + value_width, acc, mask=valid[:, None] & (value_width < DV))
+    tl.store(lses + target, lse, mask=valid)
+
+
+@kernel("parts", "rows", "all_rows", "heads", statistics=("lse",))
+def merge_parts_kernel(
+    outs,
+    lses,
+    out,
+    lse,
+    parts,
+    rows,
+    all_rows,
+    heads,
+    out_strides,
+    lse_stride_b,
+    lse_stride_h,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    ACC: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Write out (b, t, h, dv) and natural lse (b, h, t): the parts of `parts_kernel`, added in order.
+
+    ``all_rows`` are ``rows`` of all batches and key heads.
+    """
+    place = tl.cast(tl.program_id(0), tl.int64) * BM + tl.arange(0, BM)
+    valid = place < all_rows
+    tops = tl.full([BM, 64], float("-inf"), ACC)
+    for start in range(0, parts, 64):
+        part = start + tl.arange(0, 64)[None, :]
+        part_lses = lses + tl.cast(part, tl.int64) * all_rows + place[:, None]
+        part_lses = tl.load(part_lses, mask=(part < parts) & valid[:, None], other=float("-inf"))
+        tops = tl.maximum(tops, part_lses)
+    top = tl.max(tops, 1)
+    top_or_zero = tl.where(top == float("-inf"), 0.0, top)
+
+    in_width = valid[:, None] & (tl.arange(0, DV_PAD)[None, :] < DV)
+    total = tl.zeros([BM], ACC)
+    acc = tl.zeros([BM, DV_PAD], ACC)
+    for start in range(0, parts, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            index = tl.cast(start + i, tl.int64) * all_rows + place
+            exists = start + i < parts
+            part_lse = tl.load(lses + index, mask=valid & exists, other=float("-inf"))
+            part_out = outs + index[:, None] * DV + tl.arange(0, DV_PAD)[None, :]
+            weight = tl.exp2(part_lse - top_or_zero)
+            total += weight
+            acc += weight[:, None] * tl.load(part_out, mask=in_width & exists, other=0.0)
+
+    fully_masked = (total == 0.0) & (top == float("-inf"))
+    in_range = tl.abs(top) <= largest_maximum(ACC)
+    total = tl.where(fully_masked, 1.0, tl.where(in_range, total, float("nan")))
+    row, batch_head = place % rows, place // rows
+    query, batch, head = row // GROUP, batch_head // heads, batch_head % heads * GROUP + row % GROUP
+    target = out + (batch * out_strides[0] + query * out_strides[1] + head * out_strides[2])[:, None]
+    target += tl.arange(0, DV_PAD)[None, :] * out_strides[3]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_width)
+    natural = tl.where(fully_masked, float("-inf"), (top_or_zero + tl.log2(total)) * 0.6931471805599453)
+    tl.store(lse + batch * lse_stride_b + head * lse_stride_h + query, natural, mask=valid)
+
+
+def forward_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+    """Write out (b, t, h, dv) and lse (b, h, t), as `launch.forward` does."""
+    q, k, v = map(launch.addressable, (q, k, v))
+    (b, t, h, _), g, dv = q.shape, k.shape[2], v.shape[3]
+    describable = launch.has_descriptor(k) and launch.has_descriptor(v)
+    config = choose("parts", *launch.pads(q, v), q.element_size(), q.device, describable)
+    table = part_table(mask, h // g, config.rows, key_parts.PART, q.device)
+    config = replace(config, tma=config.tma and describable and table.loads_all)
+    rows, accumulate = t * (h // g), accumulate_dtype(q.dtype)
+    outs, lses = (torch.empty(max(1, table.parts), b * t * h, n, dtype=accumulate, device=q.device) for n in (dv, 1))
+    scale, sign = launch.base2_scale(scale, q.dtype)
+    options = {"SIGN": sign, "GROUP": h // g, **launch.mma_options(config, q, v, k)}
+    options = {name: value for name, value in options.items() if not name.startswith("PARTIAL")}
+    tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses)
+    arguments = (*tensors, *table[:2], scale, len(table.work), table.words.shape[1], rows, b * g)
+    launch.run(parts_kernel, len(table.work) * b * g, config, arguments, g, (q, k, v), options)
+    merge = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
+    options = {name: options[name] for name in ("GROUP", "DV", "DV_PAD", "ACC")}
+    options |= {"AT_ONCE": AT_ONCE, "BM": merge.rows}
+    arguments = (outs, lses, out, lse, table.parts, rows, b * t * h)
+    launch.run(merge_parts_kernel, -(-b * t * h // merge.rows), merge, arguments, g, (out, lse), options)

@@ -1,0 +1,276 @@
+"""Few queries over many keys are computed in parts of the keys: results, bits, rule, scratch and replay."""
+
+import functools
+from contextlib import contextmanager
+
+import hopper
+import numpy as np
+import pytest
+import torch
+from hopper import assert_exact
+from interpreted_replay import EVERYWHERE
+from sharded import DEVICE
+from test_memory import Held
+
+from canon import Band, Mask, fast
+from canon.fast import device, local
+from canon.fast.kernels import key_parts
+from canon.fast.kernels.key_parts import part_table, visible_words
+from canon.fast.kernels.triton import launch, parts
+from canon.fast.kernels.triton.config import Config, forced
+from canon.fast.replay import recordings
+from canon.masks.plan_cache import PLANS
+from canon.testing.judge import Attended
+
+pytestmark = pytest.mark.gpu
+N = 700
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+inputs = functools.partial(hopper.inputs, b=2, d=16, dv=16)
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch):
+    """Cut all calls into parts of 128 keys."""
+    monkeypatch.setattr(key_parts, "PART", 128)
+    monkeypatch.setattr(key_parts, "FEWEST_KEYS", 1)
+    PLANS.clear()
+    yield
+    PLANS.clear()
+
+
+@contextmanager
+def one_kernel():
+    """Compute as calls with more queries do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_parts, "MOST_QUERIES", 0)
+        yield
+
+
+def attended(q, k, v, mask, **options):
+    return local.attention(q, k, v, mask, return_lse=True, **options)
+
+
+MASKS = {
+    "one query": Mask.full(1, N),
+    "causal": Mask.causal(17, N),
+    "128 queries": Mask.causal(128, 400),
+    "window": Mask.window(N, 150, 3).crop(queries=range(400, 440)),
+    "documents": Mask.documents([0, 1, 65, 66, 300, 470, N]).crop(queries=range(280, 330)),
+    "blocks": Mask.block_causal([i // 13 for i in range(N)]).crop(queries=range(500, 600)),
+    "a gap between bands of a tile": Mask([Band(0, 3, 130, 140), Band(0, 2, 150, 500), Band(2, 3, 600, N)], 5, N),
+    "no bands": Mask([], 4, N),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_words_hold_the_visible_cells(mask):
+    bits = visible_words(mask)[..., None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)
+    assert np.array_equal(bits.transpose(1, 0, 2).reshape(mask.queries, -1)[:, : mask.keys], mask.dense())
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_parts_give_the_results_of_the_oracle(mask, heads):
+    """Unseen tokens hold NaN."""
+    for dtype in DTYPES if heads == (6, 2) else DTYPES[:1]:
+        arguments = inputs(mask, h=heads[0], g=heads[1], dtype=dtype)
+        out, lse = attended(*arguments[:3], mask)
+        assert torch.equal(lse.isneginf(), ~mask.dense().any(1).to(DEVICE).expand(lse.shape))
+        assert_exact(Attended(out, lse), *arguments, mask)
+
+
+def test_gradients_follow_from_out_and_lse_of_the_parts():
+    mask = MASKS["documents"]
+    arguments = inputs(mask, h=4, g=2, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in arguments[:3]]
+    out, lse = attended(*leaves, mask)
+    grads = torch.autograd.grad((out, lse), leaves, arguments[3:])
+    assert_exact(Attended(out.detach(), lse.detach(), *grads), *(x.detach() for x in arguments), mask)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (40, 24), (192, 128), (256, 256)])
+def test_widths_scales_and_strides(d, dv):
+    mask = MASKS["causal"]
+    q, k, v, dout, dlse = inputs(mask, h=4, g=2, d=d, dv=dv, dtype=torch.bfloat16)
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for scale in (0.2, -0.1, 0.0):
+        got = Attended(*local.attention_forward(*transposed, mask, scale=scale, out_dtype=torch.float32))
+        assert_exact(got, q, k, v, dout, dlse, mask, scale)
+
+
+# ---------------------------------------------------------------------- bits
+def different(one, other):
+    return not all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def few_of_many(queries, most=128, **options):
+    """Return whether the last ``queries`` of a call have other bits than in a call of ``most`` queries, in another batch."""
+    q, k, v, *_ = inputs(Mask.causal(most, N), h=4, g=2, d=64, dv=64, **options)
+    out, lse = local.attention_forward(q, k, v, Mask.causal(most, N))
+    few = local.attention_forward(q[:1, -queries:], k[:1], v[:1], Mask.causal(queries, N))
+    return different(few, (out[:1, -queries:], lse[:1, :, -queries:]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_bits_of_a_query_do_not_depend_on_the_other_queries(dtype):
+    assert not any(few_of_many(queries, dtype=dtype) for queries in (1, 17, 100))
+
+
+def test_bits_of_a_query_depend_on_the_keys_that_it_sees_and_not_on_bands():
+    """Three masks in which query 0 sees keys 5 to 399: one band; bands that meet inside a tile; among other bands."""
+    whole = Mask([Band(0, 1, 5, 400)], 1, N)
+    cut = Mask([Band(0, 1, 5, 100), Band(0, 1, 100, 257), Band(0, 1, 257, 400)], 1, N)
+    other = Mask([Band(0, 1, 5, 300), Band(0, 1, 300, 400), Band(1, 20, 0, N), Band(20, 40, 600, N, -2, 600)], 40, N)
+    q, k, v, *_ = inputs(Mask.full(40, N), h=4, g=2, d=64, dv=64)
+    one = local.attention_forward(q[:, :1], k, v, whole)
+    for mask in (cut, other):
+        out, lse = local.attention_forward(q[:, : mask.queries], k, v, mask)
+        assert not different((out[:, :1], lse[..., :1]), one)
+
+
+def test_unseen_and_misaligned_keys_keep_the_bits():
+    """They select other loads: with descriptors, or with pointers that leave out the keys that no query sees."""
+    q, k, v, *_ = inputs(Mask.full(3, 640), h=4, g=2, d=64, dv=64)
+    with forced(parts=Config(64, 64, 4, 3, tma=True)):
+        one = local.attention_forward(q, k, v, Mask.full(3, 640))
+        flat = k.new_empty(k.numel() + 1)
+        flat[1:] = k.reshape(-1)
+        assert not different(local.attention_forward(q, flat[1:].view(k.shape), v, Mask.full(3, 640)), one)
+        longer = [torch.cat([x, torch.full_like(x[:, :10], torch.nan)], 1) for x in (k, v)]
+        assert not different(local.attention_forward(q, *longer, Mask([Band(0, 3, 0, 640)], 3, 650)), one)
+
+
+# ---------------------------------------------------------------------- planted faults
+def planted(monkeypatch, change):
+    """Change each part table."""
+    make = part_table.__wrapped__
+
+    def changed(*arguments):
+        *given, on = arguments
+        return key_parts.PartTable(*(torch.as_tensor(x).to(on) if isinstance(x, np.ndarray) else x
+                                     for x in change(make(*given), *given)))  # fmt: skip
+
+    monkeypatch.setattr(parts, "part_table", changed)
+
+
+def by_number_of_queries(table, mask, share, rows, part):
+    return part_table.__wrapped__(mask, share, rows, part if mask.queries < 64 else 2 * part)
+
+
+def in_reversed_order(table, mask, share, rows, part):
+    table.work[:, 3] = (table.parts - 1 - table.work[:, 3]) if mask.queries < 64 else table.work[:, 3]
+    return table
+
+
+@pytest.mark.parametrize("change", [by_number_of_queries, in_reversed_order])
+def test_parts_that_depend_on_the_queries_are_found(change, monkeypatch):
+    planted(monkeypatch, change)
+    assert few_of_many(17, dtype=torch.float32)
+
+
+def loads_everything(table, *_):
+    table.words[:, -1] = -1
+    return table._replace(loads_all=True)
+
+
+def one_key_less(table, *_):
+    table.words[3, 0] &= ~1
+    return table
+
+
+@pytest.mark.parametrize("change", [loads_everything, one_key_less])
+def test_wrong_words_are_found(change, monkeypatch):
+    mask = MASKS["a gap between bands of a tile"]
+    planted(monkeypatch, change)
+    arguments = inputs(mask, dtype=torch.float64)
+    with pytest.raises(AssertionError):
+        assert_exact(Attended(*local.attention_forward(*arguments[:3], mask)), *arguments, mask)
+
+
+# ---------------------------------------------------------------------- range
+def test_a_part_below_the_range_has_no_weight_and_a_query_beyond_it_is_nan():
+    q, k, v = torch.ones(1, 4, 1, 16), torch.zeros(1, 256, 1, 16), torch.randn(1, 256, 1, 16)
+    k[:, :128] = -4e6  # scores of -6.4e7 in the first part, 0 in the second
+    mask = Mask([Band(0, 2, 0, 256), Band(2, 3, 0, 128), Band(3, 4, 128, 256)], 4, 256)
+    out, lse = local.attention_forward(*(x.to(DEVICE) for x in (q, k, v)), mask)
+    assert not different((out[:, :1], lse[..., :1]), (out[:, 3:], lse[..., 3:]))
+    assert out[:, 2].isnan().all()
+    assert lse[..., 2].isnan().all()
+    out, lse = local.attention_forward(*(x.to(DEVICE) for x in (q, -k, v)), mask)
+    assert out[:, :3].isnan().all()
+    assert lse[..., :3].isnan().all()
+    assert out[:, 3].isfinite().all()
+
+
+# ---------------------------------------------------------------------- rule, scratch, replay
+@pytest.fixture
+def calls(monkeypatch):
+    """The launches in parts."""
+    found, forward = [], parts.forward_in_parts
+    monkeypatch.setattr(local, "forward_in_parts", lambda *x: (found.append(x[3]), forward(*x)))
+    return found
+
+
+def test_the_rule(calls, monkeypatch):
+    monkeypatch.undo()
+    few = Mask.causal(128, 4096)
+    assert key_parts.has_parts(few)
+    assert not any(map(key_parts.has_parts, (Mask.causal(129, 4096), Mask.causal(128, 4095), Mask([], 0, 4096))))
+    assert not key_parts.has_parts(key_parts.AnyMask.__args__[1](few, (), (), 128, 4096)), "rank_invariant=True"
+    q = torch.empty(1, 128, 2, 16, device=DEVICE)
+    assert local.forward_for(q, q, few) is local.forward_in_parts
+    for name in ("gluon", "cuda"):
+        with device.backend(name):
+            assert local.forward_for(q, q, few) is device.kernels_for(q, q).forward
+
+
+def test_three_functions_use_parts_and_rank_invariant_does_not(calls):
+    mask = MASKS["causal"]
+    q, k, v, *_ = inputs(mask, h=4, g=2, dtype=torch.float32)
+    fast.attention(q, k, v, mask)
+    fast.attention_forward(q, k, v, mask)
+    fast.decode_attention(q, k, v, mask)
+    fast.attention(q, k, v, [mask, Mask.full(17, N)], sink=torch.zeros(4, device=DEVICE))
+    assert calls == [mask, mask, mask, Mask.concat([mask, Mask.full(17, N)])]
+    invariant = attended(q, k, v, mask, rank_invariant=True)
+    with one_kernel():
+        assert not different(attended(q, k, v, mask, rank_invariant=True), invariant)
+    assert len(calls) == 4
+
+
+def test_scratch_is_that_of_the_formula(monkeypatch):
+    monkeypatch.setattr(launch, "run", lambda *_: None)  # the interpreter allocates, too
+    mask = MASKS["window"]
+    q, k, v, *_ = inputs(mask, h=4, g=2, dtype=torch.bfloat16)
+    out, lse = local.empty_result(q, v, q.dtype)
+    part_table(mask, 2, 64, 128, q.device)
+    with Held() as held:
+        parts.forward_in_parts(q, k, v, mask, 1.0, out, lse)
+    seen = mask.dense().any(0).nonzero()[:, 0] // 128
+    assert held.peak == len(seen.unique()) * 2 * mask.queries * 4 * (16 + 1) * 4
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "no bands"])
+def test_a_repeated_call_is_replayed_with_the_same_bits(name, monkeypatch):
+    mask = MASKS[name]
+    expected = [
+        local.attention_forward(*inputs(mask, h=4, g=2, seed=seed, dtype=torch.float32)[:3], mask) for seed in (0, 1)
+    ]
+    monkeypatch.setattr(recordings, "REPLAYED", EVERYWHERE)
+    PLANS.clear()
+    for seed in (0, 1, 1):
+        tensors = inputs(mask, h=4, g=2, seed=seed, dtype=torch.float32)[:3]
+        assert not different(local.attention_forward(*tensors, mask), expected[seed])
+        assert not different(attended(*tensors, mask), expected[seed])
+    reasons = [plan.reason for plan, _ in PLANS.plans.values() if isinstance(plan, recordings.PreparedPass)]
+    assert reasons == ["", ""]
+
+
+def test_a_prepared_call_makes_no_table():
+    mask = MASKS["documents"]
+    tensors = inputs(mask, h=4, g=2, dtype=torch.float32)[:3]
+    shapes = dict(batch=2, heads=(4, 2), widths=(16, 16), dtype=torch.float32, requires_grad=False)
+    fast.prepare("attention", mask, device=DEVICE, **shapes).load()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_parts, "visible_words", None)
+        attended(*tensors, mask)
