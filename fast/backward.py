@@ -20,7 +20,7 @@ The Triton kernel cannot: there "fused" raises RuntimeError, or warns with ``war
     "split"            otherwise
 
 The thresholds fit these records: paper/data/kernels_auto_h200.json, paper/data/kernels_sweep_widths_h200.json,
-paper/data/pairs_h200.json. paper/deterministic_dq.md explains the fixed order.
+paper/data/pairs_h200.json. paper/backward_on_hopper.md explains the fixed order.
 
 Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs (`canon.fast.schedule`).
 

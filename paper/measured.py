@@ -19,14 +19,13 @@ import measured_figures
 import paper_figures
 import readme_figures
 import schedule_tables
-from articles import deterministic_dq, hidden_wait, shared_memory_bound, stale_maximum
+from articles import backward_on_hopper, hidden_wait, order_of_dq, stale_maximum
 from plots import Drawing, save
 from records import DATA, HERE, index
 
 ARTICLES = {
-    "deterministic_dq": deterministic_dq,
+    "backward_on_hopper": backward_on_hopper,
     "stale_maximum": stale_maximum,
-    "shared_memory_bound": shared_memory_bound,
     "hidden_wait": hidden_wait,
 }
 PAGES = ("measured", "records")
@@ -76,7 +75,8 @@ def drawings() -> dict[str, Drawing]:
     """Return every figure, by name."""
     parts = (choice.FIGURES, measured_figures.FIGURES, readme_figures.FIGURES, paper_figures.FIGURES)
     return {name: figure for part in parts for name, figure in part.items()} | {
-        name: article.FIGURE for name, article in ARTICLES.items()
+        "order_of_dq": order_of_dq.FIGURE,
+        **{name: article.FIGURE for name, article in ARTICLES.items()},
     }
 
 

@@ -2,7 +2,7 @@
 
 import kernel_tables
 import schedule_tables
-from articles import deterministic_dq
+from articles import order_of_dq
 from measured_figures import short
 from plots import BLUE, GREEN, GREY, ONE, ORANGE, SKY, VERMILION, Drawing, finish, new
 from records import load, tokens
@@ -195,9 +195,9 @@ def dq_order():
     """Draw the cost of a fixed order of the additions to dq."""
     figure, grid = new(width=NARROW, height=2.75)
     axes = grid[0][0]
-    cases = deterministic_dq.ORDERED
+    cases = order_of_dq.ORDERED
     for i, text in enumerate(cases):
-        times = deterministic_dq.ordered_times(text)
+        times = order_of_dq.ordered_times(text)
         for offset, colour, name in ((0.2, SKY, "longest first"), (-0.2, VERMILION, "by turns")):
             cost = 100 * (times[name] / times["any order"] - 1)
             axes.barh(-i + offset, cost, color=colour, height=0.36)

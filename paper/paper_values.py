@@ -214,7 +214,7 @@ def mutants() -> Table:
 
 def clocks() -> Table:
     """Return the clocks of shared memory and of the tensor cores for one tile of each kernel."""
-    markdown = measured.ARTICLES["shared_memory_bound"].values()["clocks"]
+    markdown = measured.ARTICLES["backward_on_hopper"].values()["clocks"]
     header = ["clocks per tile", "shared memory", "tensor cores", "measured"]
     return {"header": header, "rows": cells(markdown, (0, 6, 7, 8))}
 

@@ -11,7 +11,7 @@ A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span aft
     fused         dQ^T = K^T dS; an adder warp adds it to float32 dq (`dq_adder`)
 
 Each warpgroup holds dK and dV of half of the keys in registers. An *owner* is a key head, whose query heads are summed in
-order, or with "head_parallel" a query head. Shared memory limits the speed: paper/shared_memory_bound.md. Sources:
+order, or with "head_parallel" a query head. Shared memory limits the speed: paper/backward_on_hopper.md. Sources:
 FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
 """
 

@@ -19,7 +19,7 @@ that no CTA waits forever. For each tile the adder does (if not ORDERED, only 3 
 
 What a CTA completed before its release (7) is visible after the successor's acquire (1). Without step 2, the acquire would
 not order TMA; without step 6, step 7 would publish an addition in flight. A warpgroup would stall in steps 1, 6 and 7, so
-only the adder waits for other CTAs (paper/deterministic_dq.md).
+only the adder waits for other CTAs (paper/backward_on_hopper.md).
 """
 
 from triton.experimental import gluon

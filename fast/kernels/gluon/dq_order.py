@@ -20,7 +20,7 @@ A span whose tiles have different predecessors is cut (C above); its pieces keep
 semaphores, so one table serves all heads.
 
 Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code). Measurements:
-paper/deterministic_dq.md.
+paper/backward_on_hopper.md.
 """
 
 from operator import itemgetter

@@ -1,9 +1,10 @@
-"""Compute the tables and numbers of `shared_memory_bound.md` from the records, and draw its figure."""
+"""Compute the tables and numbers of `backward_on_hopper.md` from the records, and draw its first figure."""
 
 from collections import Counter
 
+from articles import order_of_dq
 from plots import BLUE, GREEN, ONE, PURPLE, SKY, VERMILION, YELLOW, Drawing, finish, new
-from records import cell, load, only, samples, table, tokens
+from records import cell, load, median, only, samples, table, tokens
 
 SMS = 132
 LANES = 128  # bytes of shared memory per clock
@@ -66,6 +67,20 @@ def clocks(kernel: str) -> dict[str, float]:
     return {**found, "MMA": mmas * owned * visited * d / RATE, "measured": elapsed}
 
 
+EXCHANGED = "dS and dQ exchanged by named barriers, one buffer of dQ"
+SCALED = "dq scaled by the kernel that casts it"
+RELEASED = "as before, and Q and dO released by named barriers"
+REGISTERS = "dq added from registers, two elements an instruction"
+LATER = (  # text on the page; run, method, variants before and after in `variants_barriers_h100`
+    ("release Q and dO by named barriers", (1, "split", "as it was", RELEASED)),
+    ("scale dq in the kernel that casts it", (2, "fused", "as it was", SCALED)),
+    ("the same, and release Q and dO by named barriers", (2, "fused", "as it was", RELEASED)),
+    ("exchange dS and dQ by named barriers, with one buffer of dQ", (1, "fused", "as it was", EXCHANGED)),
+    ("the same, in a fixed order", (1, "ordered", "as it was", EXCHANGED)),
+    ("add dq from registers, two elements an instruction", (3, "fused", "as it was", REGISTERS)),
+)
+
+
 def values() -> dict[str, str]:
     """Return the tables and numbers of the page, by name."""
     rows = []
@@ -77,6 +92,7 @@ def values() -> dict[str, str]:
     return {
         "clocks": table(("clocks per tile", *PARTS, "shared memory, all", "tensor cores", "measured"), rows),
         "changes": changes(),
+        "later": later(),
         "fused_shared": f"{shared(fused) / fused['measured']:.0%}",
         "fused_ceiling": f"{fused['MMA'] / shared(fused):.0%}",
         "fused_total": tokens(round(shared(fused))),
@@ -84,7 +100,7 @@ def values() -> dict[str, str]:
         "stores_before": f"{fused['dq stores']:.0f}",
         "stores_after": f"{later_stores():.0f}",
         "dq_rate": f"{dq['MMA'] / dq['measured']:.0%}",
-        "dq_clock": f"{cell('ncu_first_q128', 'SM Frequency'):.2f}",
+        **order_of_dq.values(),
     }
 
 
@@ -107,6 +123,20 @@ def changes() -> str:
         speeds = [f"{tflops(kernel, d, variant, machine):.0f}" for variant in (before, after)]
         rows.append([text, f"{'dk, dv' if kernel == 'dkdv' else kernel}, D {d}", *speeds])
     return table(("change", "kernel", "before", "after"), rows, left=2)
+
+
+def later() -> str:
+    """Return the table of later changes: the speed after each over that before it, on all shapes of its run."""
+    rows = []
+    for text, (run, method, before, after) in LATER:
+        found = [row for row in load("variants_barriers_h100")["results"] if (row["run"], row["method"]) == (run, method)]
+        ratios = [
+            median(only(found, shape=shape, variant=before)["backward_ms"])
+            / median(only(found, shape=shape, variant=after)["backward_ms"])
+            for shape in dict.fromkeys(row["shape"] for row in found)
+        ]
+        rows.append([text, method, f"{min(ratios):.2f} to {max(ratios):.2f}"])
+    return table(("change", "kernel", "speed after over before"), rows, left=2)
 
 
 def tflops(kernel: str, d: int, variant: str, machine: int) -> float:

@@ -1,6 +1,4 @@
-"""Compute the tables and numbers of `deterministic_dq.md` from the records, and draw its figure."""
-
-import re
+"""Compute what `backward_on_hopper.md` says about the order of additions to dq, and draw its second figure."""
 
 from kernel_tables import semaphore, speed
 from plots import ONE, SKY, VERMILION, Drawing, finish, new
@@ -17,7 +15,6 @@ ORDERED = (  # cases of the fourth run of `pairs_h200`
     "4,4096,32,8,128,causal",
     "4,8192,16,16,128,causal",
 )
-ADDER = ("1,16384,32,8,128,causal", "1,16384,32,8,128,full", "4,8192,16,16,128,causal", "8,2048,32,8,128,causal")
 
 
 def ordered_times(text: str) -> dict[str, float]:
@@ -28,23 +25,17 @@ def ordered_times(text: str) -> dict[str, float]:
 
 def values() -> dict[str, str]:
     """Return the tables and numbers of the page, by name."""
-    return ordered() | peers() | {"heads": heads(), "adder": adder()} | documents() | model()
+    return ordered() | peers()
 
 
 def ordered() -> dict[str, str]:
-    """Return the times of the backward pass by the order of the sums, and the cost of each order."""
-    rows, costs = [], {name: [] for name in ORDERS}
+    """Return the cost of each order of the sums, in percent of the backward pass."""
+    costs = {name: [] for name in ORDERS}
     for text in ORDERED:
         times = ordered_times(text)
         for name in ORDERS:
-            costs[name].append(times[name] / times["any order"])
-        over = [f"{times[name]:.2f} ({times[name] / times['any order'] - 1:+.0%})" for name in ORDERS[1:]]
-        rows.append([case(text), f"{times['any order']:.2f}", *over, f"{times['split']:.2f}"])
-    return {
-        "ordered": table(("ms", "any order", "ordered, longest first", "ordered, alternating", "split"), rows),
-        "longest_cost": span([100 * (c - 1) for c in costs["longest first"]], 0),
-        "alternating_cost": span([100 * (c - 1) for c in costs["by turns"]], 0),
-    }
+            costs[name].append(100 * (times[name] / times["any order"] - 1))
+    return {"longest_cost": span(costs["longest first"], 0), "alternating_cost": span(costs["by turns"], 0)}
 
 
 def peers() -> dict[str, str]:
@@ -69,58 +60,6 @@ def peers() -> dict[str, str]:
         "ours_faster": str(sum(float(row[-1]) > 1 for row in rows)),
         "peer_rows": str(len(rows)),
         "semaphore": span(semaphore()),
-    }
-
-
-def heads() -> str:
-    """Return the times of a rank's backward pass by the number of key heads in progress. The least is bold."""
-    rows = []
-    for text in ("zigzag 32768/2 rank 0", "zigzag 65536/4 rank 0", "zigzag 131072/2 rank 0", "zigzag 262144/4 rank 0"):
-        row = only(load("lists_side_by_side_h200")["results"][0]["rows"], case=text)
-        n, ranks = re.findall(r"\d+", text)[:2]
-        times = [median(row["ms"][count]) for count in "1248"]
-        shown = [f"**{ms:.1f}**" if ms == min(times) else f"{ms:.1f}" for ms in times]
-        rows.append([f"{tokens(int(n))} on {ranks} ranks", *shown])
-    return table(("tokens", "1 head", "2", "4", "8"), rows)
-
-
-def adder() -> str:
-    """Return the speeds without and with an adder warp."""
-    rows = []
-    for shape in ADDER:
-        found = {
-            row["variant"]: row["tflops"]
-            for row in load("variants_last_h200")["results"]
-            if row["kernel"] == "in order" and row["shape"] == shape and row["machine"] == 3
-        }
-        rows.append(
-            [case(shape), *(" and ".join(map(str, found[name])) for name in ("as it was (334452d)", "one adder"))]
-        )
-    header = ("TFLOP/s of the MMAs, two passes over the variants", "the warpgroups add", "an adder warp adds")
-    return table(header, rows)
-
-
-def documents() -> dict[str, str]:
-    """Return the speeds of the ordered kernel and of split on packed documents."""
-    ratios = [
-        median(row["ms"]["split"]) / median(row["ms"]["(8, False)"])
-        for row in load("lists_side_by_side_h200")["results"][2]["rows"]
-        if row["case"].startswith(("magi 32768", "magi 65536"))
-    ]
-    shape = "B1 S65536 Hq64 Hk8 D128 documents:4096"
-    return {
-        "packs_over_split": span(ratios),
-        "documents_split": f"{speed('kernels_h200', shape, 'canon gluon split', 'backward'):.0f}",
-        "documents_ordered": f"{speed('kernels_h200', shape, 'canon gluon fused in order', 'backward'):.0f}",
-    }
-
-
-def model() -> dict[str, str]:
-    """Return the predicted and the measured cost of waiting for the predecessor."""
-    row = only(load("pairs_h200")["runs"][2]["results"], case="1,16384,32,8,128 causal")
-    return {
-        "model": f"{row['model']['longest first'] - 1:.0%}",
-        "model_measured": f"{median(row['ms']['longest first']) / median(row['ms']['any order']) - 1:.0%}",
     }
 
 
