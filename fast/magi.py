@@ -9,8 +9,7 @@ Read `canon.reference.magi` first. The algorithm and the order of sums are the s
 
 - At most two casts are held: the one that is computed on and the one that is in flight. With ``keep_kv`` all are held.
 - A step computes only its active queries (`active_queries.py`). One kernel merges a part into the running result.
-- With ``own_keys_first=False`` and one cast, own and received keys share one buffer: one kernel, no merge, no float32
-  result.
+- With ``own_keys_first=False`` and one cast, own and received keys share one buffer: one kernel, no merge, no float32 result.
 - Kernels write dk and dv of received keys into the sending buffer. dk and dv leave before the kernel of dq, if they have a
   kernel of their own, so even a single reduction overlaps with a kernel. Received gradients are added on the communication
   stream, cast by cast and rank by rank, by rows and without atomics.

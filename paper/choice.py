@@ -21,6 +21,7 @@ FITTED = (
 )  # tokens of a GPU
 SCHEDULES = ("ring zigzag", "strided zigzag 4", "strided zigzag 8", "magi, 0 stages", "magi, 1 stages")
 COLOURS = {"zigzag_attention": SKY, "strided_attention": VERMILION, "magi_attention": GREEN}
+PANELS = ("one causal document", "a window of 4,096 tokens", "packed documents")
 LENGTHS = [1 << power for power in range(10, 18)]  # tokens of a GPU
 LINKS = [4 * 10 ** (i / 16) for i in range(33)]  # GB/s
 
@@ -46,21 +47,21 @@ class Rates(NamedTuple):
     step: float
 
 
-def work(mask, ranks: int) -> Work:
-    """Return the work of a mask on so many ranks."""
+def work(of, ranks: int) -> Work:
+    """Return the work of the mask ``of`` on so many ranks."""
     from canon import Layout, fast
 
-    everyone, zigzag, planned = range(ranks), Layout.zigzag(mask.queries, ranks), fast.dispatch(mask, ranks)
-    cells = lambda layout, rank, owner: layout.local_mask(mask, rank, owner).area
-    report = fast.plan_report(mask, planned)
+    everyone, zigzag, planned = range(ranks), Layout.zigzag(of.queries, ranks), fast.dispatch(of, ranks)
+    cells = lambda layout, rank, owner: layout.local_mask(of, rank, owner).area
+    report = fast.plan_report(of, planned)
     return Work(
-        mask.queries // ranks,
+        of.queries // ranks,
         [max(cells(zigzag, rank, (rank - step) % ranks) for rank in everyone) for step in everyone],
         max(cells(zigzag, rank, tuple(everyone)) for rank in everyone),
         max(report.areas),
         min(cells(planned, rank, rank) for rank in everyone),
         max(report.received),
-        fast.cast_plan(mask, planned).own_keys_first,
+        fast.cast_plan(of, planned).own_keys_first,
     )
 
 
@@ -110,9 +111,11 @@ def fitted() -> tuple[Rates, float]:
     from canon import Mask
 
     known = [
-        (name, work(Mask.causal(t * ranks), ranks), ranks, median(schedule(record, name, t * ranks)["both_ms"]))
+        (name, of, ranks, median(schedule(record, name, t * ranks)["both_ms"]))
         for record, ranks, sizes in FITTED
-        for t, name in product(sizes, SCHEDULES)
+        for t in sizes
+        for of in [work(Mask.causal(t * ranks), ranks)]
+        for name in SCHEDULES
     ]
 
     def errors(rates: Rates) -> list[float]:
@@ -144,16 +147,14 @@ def fastest(work: Work, gigabytes: float) -> tuple[str, float]:
     return first, times[second] / times[first]
 
 
-def masks(tokens: int) -> dict[str, object]:
-    """Return the masks of the figure, for so many tokens."""
+def mask(title: str, tokens: int):
+    """Return the mask of a panel, for so many tokens."""
     from canon import Mask
     from canon.bench.packs import sampled_packs
 
-    return {
-        "one causal document": Mask.causal(tokens),
-        "a window of 4,096 tokens": Mask.window(tokens, 4095, 0),
-        "packed documents": Mask.documents(sampled_packs(tokens, 1)[0]),
-    }
+    if title == "packed documents":
+        return Mask.documents(sampled_packs(tokens, 1)[0])
+    return Mask.causal(tokens) if title == "one causal document" else Mask.window(tokens, 4095, 0)
 
 
 def values() -> dict[str, str]:
@@ -193,9 +194,9 @@ def choose():
 
     figure, grid = new(3, width=10, height=4.3, sharey=True)
     rates, error = fitted()
-    works = {t: {title: work(mask, RANKS) for title, mask in masks(RANKS * t).items()} for t in LENGTHS}
-    for axes, title in zip(grid[0], works[LENGTHS[0]], strict=True):
-        cells = [[fastest(works[t][title], link) for link in LINKS] for t in LENGTHS]
+    for axes, title in zip(grid[0], PANELS, strict=True):
+        works = [work(mask(title, RANKS * t), RANKS) for t in LENGTHS]
+        cells = [[fastest(of, link) for link in LINKS] for of in works]
         image = [[to_rgba(COLOURS[name], 0.85 if lead > 1 + error else 0.35) for name, lead in row] for row in cells]
         axes.imshow(image, origin="lower", aspect="auto", extent=(-0.5, len(LINKS) - 0.5, -0.5, len(LENGTHS) - 0.5))
         at = lambda gigabytes: 16 * log(gigabytes / LINKS[0], 10)

@@ -95,9 +95,9 @@ def test_no_record_contradicts_the_computed_choice(scripts):
     rates, error = choice.fitted()
     assert error < 0.1
     compared = 0
-    for title in choice.masks(1024):
+    for title in choice.PANELS:
         for tokens, name in choice.measured(title):
-            work = choice.work(choice.masks(8 * tokens)[title], choice.RANKS)
+            work = choice.work(choice.mask(title, 8 * tokens), choice.RANKS)
             runs = choice.functions(work)
             times = {each: choice.milliseconds(run, work, choice.RANKS, rates) for each, run in runs.items()}
             assert times[name] <= (1 + error) * min(times.values()), (title, tokens)

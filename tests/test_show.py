@@ -130,6 +130,7 @@ def test_the_command_writes_its_picture(words, tmp_path, capsys):
     ("mask --causal 4 --ranks 2", "unrecognized arguments: --ranks 2"),
     ("layout --causal 4", "the following arguments are required: --ranks"),
     ("timeline paper/data/plans.json", "the record has no timeline: no result has 'kernels_of_both_by_rank'"),
+    ("timeline README.md", "README.md is not JSON: Expecting value"),
     (f"timeline {RECORD} --schedule spiral", "the record has no timeline of 'spiral'; it has 'ring zigzag', "),
 ])  # fmt: skip
 def test_the_command_refuses_what_it_cannot_draw(words, message, tmp_path, capsys, monkeypatch):

@@ -90,7 +90,11 @@ def drawn(arguments: argparse.Namespace) -> Any:
     if arguments.what == "timeline":
         from canon.show.timeline_figures import measured_spans
 
-        return measured_spans(spans.recorded(json.loads(arguments.record.read_text()), arguments.schedule))
+        try:
+            record = json.loads(arguments.record.read_text())
+        except ValueError as error:
+            raise ValueError(f"{arguments.record} is not JSON: {error}") from error
+        return measured_spans(spans.recorded(record, arguments.schedule))
     mask = mask_of(arguments)
     if arguments.what == "mask":
         return mask.plot().figure

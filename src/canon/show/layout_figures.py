@@ -84,7 +84,7 @@ def local_masks(layouts, mask):
 
 @styled
 def zigzag_cases(layout, mask):
-    """Draw the local masks of a zigzag layout, queries by row and keys by column, and beside them their three cases."""
+    """Draw the local masks of a zigzag layout, queries by row and keys by column, and their three cases."""
     ranks = layout.ranks
     figure = plt.figure(figsize=(9, 4.2))
     grid, cases = figure.subfigures(1, 2, squeeze=False, width_ratios=[1.5, 1])[0]

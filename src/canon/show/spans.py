@@ -25,12 +25,13 @@ def kind_of(name: str) -> str:
     return next((kind for part, kind in KINDS.items() if part in name.lower()), "other")
 
 
-def recorded(record: dict[str, Any], schedules: Iterable[str] = ()) -> dict[str, dict[str, list[Span]]]:
+def recorded(record: Any, schedules: Iterable[str] = ()) -> dict[str, dict[str, list[Span]]]:
     """Return the spans of a record by title and rank, of the named schedules or of all.
 
     Raises ValueError if the record has no timeline, or no schedule of a name.
     """
-    rows = [row for row in record.get("results", ()) if isinstance(row, dict) and KERNELS in row]
+    results = record.get("results", ()) if isinstance(record, dict) else ()
+    rows = [row for row in results if isinstance(row, dict) and KERNELS in row]
     if not rows:
         raise ValueError(f"the record has no timeline: no result has {KERNELS!r}, the kernels of a profiled run")
     names = list(dict.fromkeys(row["schedule"] for row in rows))
