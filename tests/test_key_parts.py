@@ -7,10 +7,10 @@ import hopper
 import numpy as np
 import pytest
 import torch
+from held_memory import Held
 from hopper import assert_exact
 from interpreted_replay import EVERYWHERE
 from sharded import DEVICE
-from test_memory import Held
 
 from canon import Band, Mask, fast
 from canon.fast import device, local

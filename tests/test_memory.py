@@ -1,44 +1,20 @@
 """The peak memory of each distributed function equals the formula of its docstring, to the byte, on every rank."""
 
-import weakref
-
 import pytest
 import torch
 import torch.distributed as dist
+from held_memory import Held
 from sharded import whole
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from canon import Layout, Mask, fast
 from canon.fast.kernels.triton import launch
-from canon.runtime import operators
 from canon.testing import process_groups, thread_group
 
 B, H, G, D, DV = 2, 4, 2, 4, 12
 KV, OUT, DQ = B * G * (D + DV), B * H * DV, B * H * D  # elements for each token
 LSE = DELTA = 4 * B * H  # bytes for each token
 UNEVEN = Layout([[range(0, 7)], [range(7, 12)], [range(12, 22)]], 22)
-
-
-class Held(TorchDispatchMode):
-    """Measure ``peak``, the largest number of bytes that this thread's storages from inside the block hold at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes, self.peak = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "canon":  # measured inside the operator
-            with self:
-                return operators.BODIES[func._opname](*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for storage in [x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]:
-            if storage._cdata not in given | self.sizes.keys():
-                self.sizes[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, storage._cdata)
-        self.peak = max(self.peak, sum(self.sizes.values()))
-        return result
 
 
 @pytest.fixture(autouse=True)
