@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, fast
+from canon.bench import communicators, shapes
 from canon.fast import messages
 from canon.runtime.agreement import group_state
 from canon.testing import process_groups
@@ -80,3 +81,13 @@ def test_20_groups_made_and_destroyed_leave_as_many_as_before():
 
 def test_a_process_alone_needs_none():
     fast.own_communicators()
+
+
+def test_the_bench_compares_both_ways_beside_ddp():
+    shape = shapes.shape_of("1,64,4,2,16,causal")
+    rows, _ = process_groups.processes(communicators.Bench((shape,), torch.float32, "ring|magi", "cpu", steps=2), 2)
+    assert [(row["schedule"], row["own"]) for row in rows] == [
+        (f"{name}_attention", own) for name in ("ring", "magi") for own in (False, True)
+    ]
+    assert all(len(row["step_wall_ms"]) == len(row["both_wall_ms"]) == 1 and "failed" not in row for row in rows)
+    assert communicators.tables(rows)[0].row_count == len(rows)
