@@ -1,9 +1,9 @@
 """Compile all kernels of a model in its first call, so that a new mask, size or layout never waits for a compiler.
 
 A model is all that fixes the variants of its kernels: dtype, widths, heads, function, options, ranks and backend. The first
-call of a model compiles the same set as `warm_up`, by `compile_ahead`. This works from scripts without a main guard, from the
-standard input and in notebooks, because new interpreters compile. The first process of a host compiles for all, and the others
-wait. Rank 0 writes a line. A stamp file beside the kernels ends this in later processes.
+call of a model compiles the same set as `warm_up`, by `compile_ahead`. Scripts need no main guard, and programs may come from
+the standard input or a notebook, because new interpreters compile. The first process of a host compiles for all, and the others
+wait. Rank 0 writes a line. A stamp file in the cache ends this in later processes.
 
 If Triton's cache is not writable, kernels go to a folder of this user among the temporary files, with a warning.
 CANON_COMPILE_AHEAD=0 disables all of this: then each kernel compiles when it is first used.

@@ -7,7 +7,7 @@
     canon bench beside       one GPU: kernels while messages hold SMs
     canon bench tune         one GPU: each kernel in many tile sizes
     canon bench schedules    several GPUs: ring, strided and Magi
-    canon bench communicators    several GPUs: steps beside DDP, with and without own communicators
+    canon bench communicators    several GPUs: steps under DDP, with and without own communicators
     canon bench plans        no GPU: dispatch plans
 
 A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells: forward 4 h d

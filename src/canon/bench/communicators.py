@@ -1,6 +1,6 @@
-"""`canon bench communicators`: steps beside DDP, with and without `canon.fast.own_communicators`, and the memory of NCCL.
+"""`canon bench communicators`: time steps under DDP, with and without `canon.fast.own_communicators`, and the memory of NCCL.
 
-A step is both passes of layers with attention, whose messages run beside those of DDP. By default both share a communicator.
+A step is both passes of layers with attention. By default DDP and attention share a communicator.
 Windows of steps alternate between both ways. The longest window shows stalls, and a time limit ends a run that hangs.
 
     step       wall time of a step, of each window
