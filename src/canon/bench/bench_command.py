@@ -30,7 +30,7 @@ from canon.bench import kernels, plans
 from canon.bench.shapes import MASKS, SWEEP_TOKENS, Shape, shapes_of
 from canon.testing import process_groups, record
 
-SEVERAL_GPUS = ("schedules", "communicators")
+SEVERAL_GPUS = {"schedules": "schedules", "communicators": "communicator_time"}  # modules
 # The commands of each option. An option of another command is an error.
 OWNERS = {
     "shape": ("kernels", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
@@ -127,7 +127,7 @@ def _prepared(options: argparse.Namespace) -> Batches:
     if options.what == "kernels":
         return _kernels(options, kernels.jobs(options))
     if options.what in SEVERAL_GPUS:
-        module = import_module(f"canon.bench.{options.what}")
+        module = import_module(f"canon.bench.{SEVERAL_GPUS[options.what]}")
         return _on_ranks(options, module, module.program(options))
     module = import_module(f"canon.bench.{BENCHES[options.what][0]}")
     found = shapes_of(options.shape or [], options.mask or [], module.SHAPES)
