@@ -20,12 +20,12 @@ __all__ = ["own_communicators"]
 def own_communicators(group: Group = None) -> None:
     """Give the messages of ``group`` two communicators of their own; None is all ranks. Later calls use them.
 
-    Then no message queues behind messages of DDP or FSDP, no hop of keys queues behind a hop of sums, and the kernels of a ring
+    Then no message queues behind messages of DDP or FSDP, and no hop of keys queues behind a hop of sums. The kernels of a ring
     step start after its hop of keys has started. Call it on every rank of the group, at the same place between two steps, with
     the current CUDA device of the rank. A second call does nothing. The communicators end when the group is destroyed and no
     variable refers to it.
 
-    Each NCCL communicator takes GPU memory: `canon bench communicators` measures it, and the time of steps beside DDP. It is no
+    Each NCCL communicator takes GPU memory. `canon bench communicators` measures it, and the time of steps under DDP. It is no
     default, because no record shows yet that it pays.
     """
     group, _, ranks = place_in("own_communicators", group)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, fast
+from canon.bench import communicator_time, shapes
 from canon.fast import messages
 from canon.runtime.agreement import group_state
 from canon.testing import process_groups
@@ -15,8 +16,10 @@ FUNCTIONS = fast.ring_attention, fast.strided_attention, fast.magi_attention
 
 def both_passes(function, group=None):
     """Return out, dq, dk and dv of this rank."""
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    q, k, v = (torch.randn(1, TOKENS // 2, heads, 8, generator=draw, requires_grad=True) for heads in (4, 2, 2))
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    draw = torch.Generator(device).manual_seed(dist.get_rank())
+    new = lambda heads: torch.randn(1, TOKENS // 2, heads, 8, generator=draw, device=device, requires_grad=True)
+    q, k, v = map(new, (4, 2, 2))
     out = function(q, k, v, None, Layout.zigzag(TOKENS, 2), group=group)
     return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
@@ -78,5 +81,20 @@ def test_20_groups_made_and_destroyed_leave_as_many_as_before():
     process_groups.processes(ends_with_groups, 2)
 
 
+@pytest.mark.gpus(2)
+def test_20_groups_made_and_destroyed_on_gpus_leave_as_many_as_before():
+    process_groups.gpus(ends_with_groups, 2, timeout=200)
+
+
 def test_a_process_alone_needs_none():
     fast.own_communicators()
+
+
+def test_the_bench_compares_both_ways_beside_ddp():
+    shape = shapes.shape_of("1,64,4,2,16,causal")
+    rows, _ = process_groups.processes(communicator_time.Bench((shape,), torch.float32, "ring|magi", "cpu", steps=2), 2)
+    assert [(row["schedule"], row["own"]) for row in rows] == [
+        (f"{name}_attention", own) for name in ("ring", "magi") for own in (False, True)
+    ]
+    assert all(len(row["step_wall_ms"]) == len(row["both_wall_ms"]) == 1 and "failed" not in row for row in rows)
+    assert communicator_time.tables(rows)[0].row_count == len(rows)

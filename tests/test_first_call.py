@@ -1,6 +1,7 @@
 """Claims about `canon.fast.ahead.first_call`: the first call of a model compiles all that later calls can need."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -65,13 +66,16 @@ def test_no_team_starts_on_a_cpu_or_after_the_variable_or_the_stamps_forbid_it(t
     assert not found
 
 
-def test_a_team_that_fails_warns_once(teams):
+def test_a_team_that_fails_warns_once(teams, monkeypatch):
     found, outcome = teams
     outcome[0] = Outcome(2, 1, 3, "no such instruction")
     with pytest.warns(UserWarning, match="compiled 2 of 3 kernels of attention .*: no such instruction"):
         first_call.compile_for(call())
     first_call.compile_for(call())
     assert len(found) == 1
+    monkeypatch.setattr(first_call, "compile_ahead", Mock(side_effect=OSError("no locks available")))
+    with pytest.warns(UserWarning, match="unknown many kernels .*: OSError: no locks available"):
+        first_call.compile_for(call(dtype=torch.float16))
 
 
 def test_warm_up_leaves_the_stamps_of_first_calls():

@@ -1,9 +1,9 @@
 """Compile all kernels of a model in its first call, so that a new mask, size or layout never waits for a compiler.
 
 A model is all that fixes the variants of its kernels: dtype, widths, heads, function, options, ranks and backend. The first
-call of a model compiles the same set as `warm_up`, by `compile_ahead`. This works from scripts without a main guard, from the
-standard input and in notebooks, because new interpreters compile. The first process of a host compiles for all, and the others
-wait. Rank 0 writes a line. A stamp file beside the kernels ends this in later processes.
+call of a model compiles the same set as `warm_up`, by `compile_ahead`. Scripts need no main guard, and programs may come from
+the standard input or a notebook, because new interpreters compile. The first process of a host compiles for all, and the others
+wait. Rank 0 writes a line. A stamp file in the cache ends this in later processes.
 
 If Triton's cache is not writable, kernels go to a folder of this user among the temporary files, with a warning.
 CANON_COMPILE_AHEAD=0 disables all of this: then each kernel compiles when it is first used.
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from triton import knobs
 
-from canon.fast.ahead.compilation import are_stamped, compile_ahead
-from canon.fast.ahead.kernel_variants import Model, collect, identities, steps
+from canon.fast.ahead.compilation import Outcome, are_stamped, compile_ahead
+from canon.fast.ahead.kernel_variants import Model, collect, identities, precision_of, steps
 from canon.fast.kernels.triton.launch import INTERPRETED
 from canon.runtime.call import Call
 
@@ -49,19 +49,21 @@ def model_of(call: Call) -> Model:
     (_, _, h, d), (_, _, g, _), (_, _, _, dv) = call.shapes
     return Model(
         call.dtype, d, dv, (h, g), (call.function,), call.settings, call.backward, (call.ranks,), call.reduce_dtype,
-        torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision, call.sink is not None,
+        torch.are_deterministic_algorithms_enabled(), precision_of(call.dtype), call.sink is not None,
     )  # fmt: skip
 
 
 def _compile(model: Model, device: torch.device) -> None:
-    make_cache_writable()
     first_rank, began = not dist.is_initialized() or dist.get_rank() == 0, time.monotonic()
     what = f"{model.functions[0]} ({model.dtype}, widths {model.d}/{model.dv}, heads {model.heads[0]}/{model.heads[1]})"
     if first_rank:
         print(f"canon.fast: compiling the kernels of {what}, once on each host ...", file=sys.stderr, flush=True)
-    done = compile_ahead(
-        partial(collect, model, str(device)), len(steps(model)), identities(model), progress=first_rank
-    )
+    work = partial(collect, model, str(device)), len(steps(model)), identities(model)
+    try:
+        make_cache_writable()
+        done = compile_ahead(*work, progress=first_rank)
+    except OSError as error:  # some file systems have no locks
+        done = Outcome(error=f"{type(error).__name__}: {error}")
     if not done.complete:
         warnings.warn(
             f"canon.fast compiled {done.compiled} of {done.of or 'unknown many'} kernels of {what}; the others compile when "

@@ -168,8 +168,13 @@ def _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks, red
         ranks = dist.get_world_size()
     return Model(
         dtype, d, dv, sizes, functions, backend or chosen_backend(), backward, (1, 2, 4, 8) if ranks is None else (ranks,),
-        reduce_dtype, torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision,
+        reduce_dtype, torch.are_deterministic_algorithms_enabled(), precision_of(dtype),
     )  # fmt: skip
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Return PyTorch's precision of float32 products; other dtypes do not depend on it."""
+    return torch.backends.cuda.matmul.fp32_precision if dtype == torch.float32 else "none"
 
 
 def collect(model: Model, device: str, progress: Callable[[int], None] = lambda done: None) -> None:

@@ -201,17 +201,24 @@ def _even_ends(work_tiles: np.ndarray, cost: np.ndarray) -> None:
     ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``: of each tile.
     """
     sets, _, heads, _ = work_tiles.shape
-    if sets == 1 or cost.max() * SMS <= GAIN * cost.sum() * sets * heads:  # no tile could end so late
-        return
     each = np.tile(np.repeat(cost, heads), sets)
+    least = each.sum() / SMS
+    if sets == 1 or _latest(each) - least <= GAIN * least:
+        return
     by_cost = np.argsort(each, kind="stable")
     short = np.zeros(len(each), bool)
     short[by_cost[np.cumsum(each[by_cost]) <= SHORT * each.sum()]] = True
     last = np.flatnonzero(short)
     order = np.append(np.flatnonzero(~short), last[np.argsort(-each[last], kind="stable")])
-    if _time(each) - _time(each[order]) > GAIN * each.sum() / SMS:
+    now, even = _time(each), each[order]
+    if now - _latest(even) > GAIN * least or now - _time(even) > GAIN * least:  # the bound decides most masks
         flat = work_tiles.reshape(-1, WORK_TILE)
         flat[:] = flat[order]
+
+
+def _latest(cost: np.ndarray) -> float:
+    """Return an upper bound of `_time`: the first free multiprocessor has at most the mean of the work before a tile."""
+    return float(((np.cumsum(cost) - cost) / SMS + cost).max())
 
 
 def _time(cost: np.ndarray) -> float:

@@ -7,6 +7,7 @@
     canon bench beside       one GPU: kernels while messages hold SMs
     canon bench tune         one GPU: each kernel in many tile sizes
     canon bench schedules    several GPUs: ring, strided and Magi
+    canon bench communicators    several GPUs: steps under DDP, with and without own communicators
     canon bench plans        no GPU: dispatch plans
 
 A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells: forward 4 h d
@@ -29,16 +30,17 @@ from canon.bench import kernels, plans
 from canon.bench.shapes import MASKS, SWEEP_TOKENS, Shape, shapes_of
 from canon.testing import process_groups, record
 
+SEVERAL_GPUS = {"schedules": "schedules", "communicators": "communicator_time"}  # modules
 # The commands of each option. An option of another command is an error.
 OWNERS = {
-    "shape": ("kernels", "layers", "tune", "schedules", "host", "masks", "beside"),
-    "mask": ("kernels", "layers", "tune", "schedules", "host", "masks", "beside"),
-    "only": ("kernels", "layers", "tune", "schedules", "host"),
-    "dtype": ("kernels", "layers", "tune", "schedules", "host", "masks", "beside"),
+    "shape": ("kernels", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
+    "mask": ("kernels", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
+    "only": ("kernels", "layers", "tune", "schedules", "communicators", "host"),
+    "dtype": ("kernels", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
     "rounds": ("kernels", "layers", "schedules", "host", "masks", "beside"),
     "config": ("tune",),
     "backend": ("kernels", "tune"),
-    "ranks": ("plans", "schedules"),
+    "ranks": ("plans", *SEVERAL_GPUS),
     "packs": ("plans",),
     "sweep": ("kernels",),
     "auto": ("kernels",),
@@ -60,7 +62,7 @@ Batches = Iterator[tuple[list[dict], Iterable[Any], dict[str, Any]]]  # rows, wh
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
     add = parser.add_argument
-    add("what", choices=["kernels", *BENCHES, "schedules", "plans"], help="the subject, from the list above")
+    add("what", choices=["kernels", *BENCHES, *SEVERAL_GPUS, "plans"], help="the subject, from the list above")
     add("--shape", action="append", help="b,n,h,g,d or b,n,h,g,d,mask (repeatable)", metavar="SHAPE")
     add("--mask", action="append", help=MASKS, metavar="MASK")
     add("--dtype", default=DEFAULTS["dtype"], choices=["bfloat16", "float16", "float32"])
@@ -76,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sets.add_argument("--auto", action="store_true", help="kernels: the automatic choice and all methods on 12 shapes")
     text = "kernels: a causal mask and a full one of equal area; --shape without masks"
     sets.add_argument("--partial", action="store_true", help=text)
-    text = "plans: repeatable (8, 16, 32 and 64); schedules: GPUs (all)"
+    text = "plans: repeatable (8, 16, 32 and 64); schedules, communicators: GPUs (all)"
     add("--ranks", type=int, action="append", metavar="N", help=text)
     add("--packs", type=int, default=DEFAULTS["packs"], metavar="N", help="plans: packs for each number of ranks (20)")
     add("--record", type=Path, help="where to write JSON (default canon-bench/WHAT.json)")
@@ -124,9 +126,9 @@ def _prepared(options: argparse.Namespace) -> Batches:
         raise ValueError("it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU")
     if options.what == "kernels":
         return _kernels(options, kernels.jobs(options))
-    if options.what == "schedules":
-        schedules = import_module("canon.bench.schedules")
-        return _schedules(options, schedules, schedules.program(options))
+    if options.what in SEVERAL_GPUS:
+        module = import_module(f"canon.bench.{SEVERAL_GPUS[options.what]}")
+        return _on_ranks(options, module, module.program(options))
     module = import_module(f"canon.bench.{BENCHES[options.what][0]}")
     found = shapes_of(options.shape or [], options.mask or [], module.SHAPES)
     if options.what == "masks" and any(not shape.mask_name.startswith("documents:") for shape in found):
@@ -153,10 +155,10 @@ def _kernels(options: argparse.Namespace, jobs: list) -> Batches:
     yield [], kernels.conclusions(more), more
 
 
-def _schedules(options: argparse.Namespace, schedules: ModuleType, program: Any) -> Batches:
+def _on_ranks(options: argparse.Namespace, module: ModuleType, program: Any) -> Batches:
     program = replace(program, keep=partial(_keep, options))
-    for rows in schedules.measured(program, options.ranks[0] if options.ranks else None):
-        yield rows, schedules.tables(rows), {"peers": schedules.peers()}
+    for rows in module.measured(program, options.ranks[0] if options.ranks else None):
+        yield rows, module.tables(rows), {"peers": module.peers()} if options.what == "schedules" else {}
 
 
 def _device() -> torch.device:
