@@ -58,7 +58,12 @@ class PartTable(NamedTuple):
 
 @device_plan
 def part_table(mask: Mask, share: int, rows: int, part: int) -> PartTable:
-    """Return the table for ``share`` query heads of a key head, tiles of ``rows`` rows and parts of ``part`` keys."""
+    """Return the table for ``share`` query heads of a key head, tiles of ``rows`` rows and parts of ``part`` keys.
+
+    Raises ValueError unless ``part`` is a multiple of 64.
+    """
+    if part % WORD:
+        raise ValueError(f"a part must be a multiple of {WORD} keys, got {part}")
     words = visible_words(mask)
     seen = np.bitwise_or.reduce(words, 1)
     parts = np.unique(np.flatnonzero(seen) * WORD // part)
