@@ -180,6 +180,9 @@ def _merge_in_place(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tens
 
 
 NOTES = """
+    1 to 128 queries over at least 4,096 keys are summed in parts of the keys (`canon.fast.kernels.key_parts`). The option
+    ``rank_invariant`` and a forced backend other than "triton" exclude parts.
+
     Limit scores, scale * q k, to 1e7 in magnitude (6e15 in float64), and values to 1e21.
 
     If the largest score of a query is beyond this range, its out and lse are NaN. They may also be NaN if one of its scores

@@ -5,7 +5,7 @@ import torch
 from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
-from canon.bench import bench_command, kernels, layers, shapes, tune
+from canon.bench import bench_command, few_queries, kernels, layers, shapes, tune
 from canon.bench.packs import sampled_packs
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
@@ -58,7 +58,7 @@ def test_an_option_of_another_command_is_refused():
         bench_command._check_owners(options_of(what))  # what is given by default belongs to all
     with pytest.raises(ValueError, match="belongs to tune"):
         bench_command._check_owners(options_of("kernels", "--config", "64,64,4,1"))
-    with pytest.raises(ValueError, match="belongs to kernels and layers and schedules"):
+    with pytest.raises(ValueError, match="belongs to kernels and few and layers and schedules"):
         bench_command._check_owners(options_of("plans", "--rounds", "3"))
 
 
@@ -95,6 +95,29 @@ def test_checkpointed_layers_are_judged_and_timed_for_every_kind_of_contender(mo
     assert all(row["agrees"] and row["both_ms"] == [1.0] * 6 and row["peak_mb"] is None for row in rows[:-1])
     assert "support bfloat16" in rows[-1]["declined"]
     assert layers.tables(rows)[0].row_count == len(rows)
+
+
+def test_few_queries_are_judged_in_every_configuration_and_timed_beside_a_copy(monkeypatch):
+    monkeypatch.setattr(few_queries, "FLUSHED", 1024)
+    monkeypatch.setattr(few_queries, "_gpu_times", lambda run, flush, times: [run() is None or 2.0] * times)
+    shape = shapes.shape_of("1,2,2,1,16", "full:5000")
+    options = options_of("few", "--config", "part=512,stages=4", "--config", "columns=128", "--config", "part=500")
+    rows = few_queries.measure(shape, torch.bfloat16, CPU, 1, "auto|part=", few_queries.candidates(options))
+    automatic, other, wide, odd, copy = rows
+    assert automatic["contender"] == "canon auto"
+    assert (
+        other["contender"]
+        == "canon part=512,rows=64,columns=64,warps=8,stages=4,tma=0,merge_rows=1,merge_warps=1,at_once=8"
+    )
+    assert all(row["agrees"] and row["tbs"] == row["bytes"] / 2e9 and row["of_copy"] for row in rows[:2])
+    assert "divide 64" in wide["declined"]
+    assert "multiple of 64" in odd["declined"]
+    assert copy["tbs"] == pytest.approx((5000 * 2 + 2 * 2 * 2) * 16 * 2 / copy["gpu_ms"][0] / 1e9)
+    assert few_queries.tables(rows)[0].row_count == 5
+    assert len(few_queries.candidates(options_of("few", "--config", "grid"))) == 91
+    for text in ("part", "part=x", "size=3"):
+        with pytest.raises(ValueError, match="expected grid, or NAME=NUMBER"):
+            few_queries.candidates(options_of("few", "--config", text))
 
 
 def test_tuning_tries_what_it_is_given_and_drops_what_disagrees(monkeypatch):

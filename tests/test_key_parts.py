@@ -1,4 +1,4 @@
-"""Few queries over many keys are computed in parts of the keys: results, bits, rule, scratch and replay."""
+"""Few queries over many keys are computed in parts of the keys: results, bits, rule and replay."""
 
 import functools
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from canon import Band, Mask, fast
 from canon.fast import device, local
 from canon.fast.kernels import key_parts
 from canon.fast.kernels.key_parts import part_table, visible_words
-from canon.fast.kernels.triton import launch, parts
+from canon.fast.kernels.triton import parts
 from canon.fast.kernels.triton.config import Config, forced
 from canon.fast.replay import recordings
 from canon.masks.plan_cache import PLANS
@@ -202,7 +202,7 @@ def test_a_part_below_the_range_has_no_weight_and_a_query_beyond_it_is_nan():
     assert out[:, 3].isfinite().all()
 
 
-# ---------------------------------------------------------------------- rule, scratch, replay
+# ---------------------------------------------------------------------- rule, replay, preparation
 @pytest.fixture
 def calls(monkeypatch):
     """The launches in parts."""
@@ -236,18 +236,6 @@ def test_three_functions_use_parts_and_rank_invariant_does_not(calls):
     with one_kernel():
         assert not different(attended(q, k, v, mask, rank_invariant=True), invariant)
     assert len(calls) == 4
-
-
-def test_scratch_is_that_of_the_formula(monkeypatch):
-    monkeypatch.setattr(launch, "run", lambda *_: None)  # the interpreter allocates, too
-    mask = MASKS["window"]
-    q, k, v, *_ = inputs(mask, h=4, g=2, dtype=torch.bfloat16)
-    out, lse = local.empty_result(q, v, q.dtype)
-    part_table(mask, 2, 64, 128, q.device)
-    with Held() as held:
-        parts.forward_in_parts(q, k, v, mask, 1.0, out, lse)
-    seen = mask.dense().any(0).nonzero()[:, 0] // 128
-    assert held.peak == len(seen.unique()) * 2 * mask.queries * 4 * (16 + 1) * 4
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "no bands"])

@@ -62,6 +62,16 @@ def test_the_methods_take_the_memory_of_their_table(grad_dtype):
         assert held.peak == t * (grad_dtype.itemsize * (DQ + KV) + scratch)
 
 
+@pytest.mark.parametrize(("window", "count"), [(9000, 5), (100, 1)])
+def test_few_queries_hold_float32_parts_of_the_keys_that_they_see(window, count):
+    mask = Mask.window(9000, window, 0).crop(queries=range(8900, 8917))
+    q, k, v = (torch.empty(B, *x, dtype=torch.bfloat16) for x in ((17, H, D), (9000, G, D), (9000, G, DV)))
+    for _ in range(2):  # a new call also makes the table
+        with Held() as held:
+            fast.attention_forward(q, k, v, mask)
+    assert held.peak == 17 * (2 * OUT + LSE + count * 4 * B * H * (DV + 1))
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_ring_holds_two_blocks_each_way(ranks):
     t, layout = 12, Layout.zigzag(12 * ranks, ranks)

@@ -11,7 +11,8 @@
     dtypes of out, dq, dk and dv    dtype, reduce_dtype            the accumulation dtype for parts of a sum
     widths of `as_heads`            d + dv, key heads              batches of 1 to 8
     strides of q, k, v and results  multiples of 16                an axis of length 1 has stride 0: `kernel_strides`
-    TMA (Triton)                    dtype, widths                  not for a shard without queries or without keys
+    TMA (Triton)                    dtype, widths                  not for a shard without queries or without keys, nor for
+                                                                   few queries if no query sees some of the loaded keys
     addresses                       multiples of 16 bytes          -
 
 Every scale and rank_invariant=True need the same variants. These compile when first used: other strides and addresses, and

@@ -10,6 +10,7 @@ Words of the kernels, and of FlashAttention 3 (FA), FlexAttention or MagiAttenti
     tile              block (FA)                 rows x columns of S for one step; also these rows or columns
     span              full / partial blocks      adjacent tiles of columns; a partial span is masked by its band
     work table        BlockMask (Flex)           for each tile of rows, the spans to visit
+    part              split (FA)                 keys that one CTA sums, if few queries see many keys
     work tile         work tile (FA)             a tile of rows of one head or of packed heads
     tile schedule     tile scheduler (FA)        all work tiles of a launch, in the order in which CTAs claim them
     owner             -                          the head whose dk and dv a CTA computes

@@ -58,7 +58,12 @@ class PartTable(NamedTuple):
 
 @device_plan
 def part_table(mask: Mask, share: int, rows: int, part: int) -> PartTable:
-    """Return the table for ``share`` query heads of a key head, tiles of ``rows`` rows and parts of ``part`` keys."""
+    """Return the table for ``share`` query heads of a key head, tiles of ``rows`` rows and parts of ``part`` keys.
+
+    Raises ValueError unless ``part`` is a multiple of 64.
+    """
+    if part % WORD:
+        raise ValueError(f"a part must be a multiple of {WORD} keys, got {part}")
     words = visible_words(mask)
     seen = np.bitwise_or.reduce(words, 1)
     parts = np.unique(np.flatnonzero(seen) * WORD // part)
@@ -71,14 +76,13 @@ def part_table(mask: Mask, share: int, rows: int, part: int) -> PartTable:
         begin, end = padded[begin] * some, (padded[end - 1] + 1) * some
         work.append(np.stack([np.full_like(parts, first), begin * WORD, end * WORD, np.arange(len(parts))], 1))
         loaded.append(np.where(own, seen, 0))
-    table = np.concatenate([words, np.stack(loaded, 1)], 1).view(np.int64)
+    table = np.ascontiguousarray(np.concatenate([words, np.stack(loaded, 1)], 1)).view(np.int64)
     ordered = np.stack(work, 1).reshape(-1, 4).astype(np.int32)  # row tiles of one part are neighbours: they share keys
     return PartTable(ordered, table, len(parts), _loads_all(work, loaded, mask.keys))
 
 
 def visible_words(mask: Mask) -> np.ndarray:
     """Return uint64 words (keys / 64, queries): bit j of word i, query q, is set if q sees key 64 i + j."""
-    words = np.zeros((-(-mask.keys // WORD), mask.queries), np.uint64)
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     band, place = counted(q_stop - q_start)
     query = q_start[band] + place
@@ -87,13 +91,14 @@ def visible_words(mask: Mask) -> np.ndarray:
     first, end = left // WORD, last // WORD
     head, tail = ALL << (left % WORD).astype(np.uint64), ALL >> (WORD - 1 - last % WORD).astype(np.uint64)
     head, several = np.where(first == end, head & tail, head), first < end
-    inner = np.zeros((len(words) + 1, mask.queries), np.int32)
-    np.add.at(inner, (first[several] + 1, query[several]), 1)
-    np.add.at(inner, (end[several], query[several]), -1)
-    words[np.cumsum(inner, 0)[:-1] > 0] = ALL
-    np.bitwise_or.at(words, (first, query), head)
-    np.bitwise_or.at(words, (end[several], query[several]), tail[several])
-    return words
+    # Between ``first`` and ``end``, a query sees whole words: their sum over the words before is 1.
+    inner = np.zeros((mask.queries, -(-mask.keys // WORD) + 1), np.int8)
+    np.add.at(inner, (query[several], first[several] + 1), 1)
+    np.add.at(inner, (query[several], end[several]), -1)
+    words = np.cumsum(inner, 1, np.int8)[:, :-1].astype(np.uint64) * ALL
+    np.bitwise_or.at(words, (query, first), head)
+    np.bitwise_or.at(words, (query[several], end[several]), tail[several])
+    return words.T
 
 
 def _loads_all(work: list[np.ndarray], loaded: list[np.ndarray], keys: int) -> bool:

@@ -66,8 +66,8 @@ AMPERE: Table = {  # two-byte elements, sm_80 to sm_89
     ("fused", 128): (Config(64, 32, 8, 2),),
     ("fused", 256): (Config(32, 16, 8, 2),),
     ("parts", 64): (Config(64, 64, 4, 3),),
-    ("parts", 128): (Config(64, 64, 4, 2),),
-    ("parts", 256): (Config(64, 32, 8, 2),),
+    ("parts", 128): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    ("parts", 256): (Config(64, 32, 8, 3), Config(64, 32, 8, 2)),
 }
 LARGE_ELEMENTS: dict[int, dict[int, Config]] = {  # by bytes an element, then by the larger width
     4: {64: Config(32, 32, 8, 1, 1), 128: Config(32, 16, 8, 1, 1), 256: Config(16, 16, 8, 1, 1)},

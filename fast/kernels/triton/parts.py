@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels import key_parts
-from canon.fast.kernels.key_parts import part_table
+from canon.fast.kernels.key_parts import WORD, part_table
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.blocks import (
     full_tile_source,
@@ -189,6 +189,8 @@ def forward_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, 
     (b, t, h, _), g, dv = q.shape, k.shape[2], v.shape[3]
     describable = launch.has_descriptor(k) and launch.has_descriptor(v)
     config = choose("parts", *launch.pads(q, v), q.element_size(), q.device, describable)
+    if WORD % config.columns:
+        raise ValueError(f"the kernel of the parts needs tiles of keys that divide {WORD}, got {config.columns}")
     table = part_table(mask, h // g, config.rows, key_parts.PART, q.device)
     config = replace(config, tma=config.tma and describable and table.loads_all)
     rows, accumulate = t * (h // g), accumulate_dtype(q.dtype)

@@ -1,6 +1,7 @@
 """`canon bench`: measure speed and memory beside peers. A contender that disagrees gets no figure.
 
     canon bench kernels      one GPU: forward, every backward, peers
+    canon bench few          one GPU: few queries over many keys, with a cold L2 cache
     canon bench layers       one GPU: checkpointed layers, their time and memory
     canon bench host         one GPU: wall and host time of eager calls
     canon bench masks        one GPU, or none: plans of a new mask
@@ -33,12 +34,12 @@ from canon.testing import process_groups, record
 SEVERAL_GPUS = {"schedules": "schedules", "communicators": "communicator_time"}  # modules
 # The commands of each option. An option of another command is an error.
 OWNERS = {
-    "shape": ("kernels", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
-    "mask": ("kernels", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
-    "only": ("kernels", "layers", "tune", "schedules", "communicators", "host"),
-    "dtype": ("kernels", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
-    "rounds": ("kernels", "layers", "schedules", "host", "masks", "beside"),
-    "config": ("tune",),
+    "shape": ("kernels", "few", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
+    "mask": ("kernels", "few", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
+    "only": ("kernels", "few", "layers", "tune", "schedules", "communicators", "host"),
+    "dtype": ("kernels", "few", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
+    "rounds": ("kernels", "few", "layers", "schedules", "host", "masks", "beside"),
+    "config": ("tune", "few"),
     "backend": ("kernels", "tune"),
     "ranks": ("plans", *SEVERAL_GPUS),
     "packs": ("plans",),
@@ -50,6 +51,7 @@ DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20}  # given to every co
 DISAGREES, MISUSED = 1, 2
 # Benches of one shape after another: the module, and its rows from (module, inputs, options).
 BENCHES: dict[str, tuple[str, Callable[[ModuleType, tuple, argparse.Namespace], list[dict]]]] = {
+    "few": ("few_queries", lambda m, x, o: m.measure(*x, o.rounds, o.only, m.candidates(o))),
     "layers": ("layers", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
     "host": ("host_time", lambda m, x, o: m.host(*x, o.rounds, o.only)),
     "masks": ("mask_time", lambda m, x, o: m.masks(*x, o.rounds)),
@@ -70,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=DEFAULTS["rounds"], help="how often all are timed (default 10)")
     text = "kernels: the only backend that is forced (default all); tune: triton or gluon (default triton)"
     add("--backend", choices=["triton", "gluon", "cuda"], help=text)
-    add("--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG")
+    add("--config", action="append", default=[], help="tune, few: a candidate (repeatable)", metavar="CONFIG")
     widths = "64,128,256"
     text = f"kernels: 512 to 131072 causal tokens, {SWEEP_TOKENS} in all, for these widths (default {widths})"
     sets = parser.add_mutually_exclusive_group()
@@ -135,6 +137,7 @@ def _prepared(options: argparse.Namespace) -> Batches:
         raise ValueError("masks needs packed documents: documents:MEAN")
     if options.what == "tune":
         options.backend = options.backend or "triton"
+    if options.what in OWNERS["config"]:
         module.candidates(options)
     return _by_shape(options, module, found)
 

@@ -5,6 +5,7 @@ part          a partial result of a schedule: delta is given, and the results ar
 sink          a sink is passed; its gradients are added over the ranks
 sequences     a tuple with a mask for each sequence
 last          a mask with the last queries only
+few           a mask with 17 queries and 5,000 keys or more: the documents come several times
 nan in k      one element of a visible token of k is NaN; the results of all queries that see it are, too
 
 Each mask has its own shape. Dtypes alternate over masks, layouts and methods.
@@ -72,6 +73,7 @@ PLANTED = (  # function, mask, layout, options, planted
     ("strided_attention", "window", "contiguous", {"head_stride": 2}, "nan in q"),
     ("magi_attention", "documents", "planned", {}, "nan in dout"),
     ("decode_attention", "last", "contiguous", {"used": "forward"}, "-inf in k"),
+    ("attention", "few in a window", None, {"used": "forward"}, "nan in v"),
 )
 CAST_PLANS = {  # mask: layout, stages
     "documents": ("planned", 2), "causal": ("zigzag", 0), "window": ("striped", 1), "block_causal": ("planned", 3),
@@ -109,6 +111,8 @@ MASKS = tuple(SHAPES)
 SHAPES |= {  # masks of some functions only
     "last": (Shape((4, 2), (32, 32), batch=1), Shape((8, 2), (128, 128), batch=1)),
     "last full": (Shape((3, 1), (32, 32)), Shape((8, 1), (64, 64))),
+    "few": (Shape((4, 2), (32, 32), batch=1), Shape((8, 2), (128, 128), batch=1)),
+    "few in a window": (Shape((3, 1), (32, 16), batch=2), Shape((4, 1), (128, 64), batch=2)),
     "sequences": (Shape((2, 1), (32, 16), batch=2), Shape((4, 2), (128, 64), batch=2)),
     "last of sequences": (Shape((2, 1), (32, 32), batch=2), Shape((4, 1), (128, 128), batch=2)),
 }
@@ -208,6 +212,8 @@ def _add_local(add: Callable[..., None]) -> None:
         add("attention_backward", mask, method=method)
     for function in ("attention", "attention_forward"):
         add(function, "sequences")
+    add("attention", "few in a window")
+    add("attention_forward", "few in a window", variant="part")
     add("attention_forward", "window", variant="part")
     add("attention_backward", "causal", method="split", variant="part")
 
@@ -230,6 +236,7 @@ def _add_decode(add: Callable[..., None]) -> None:
     for layout in ("contiguous", "zigzag"):
         add("decode_attention", "last", layout, used="forward")
     add("decode_attention", "last", "contiguous", variant="sink", used="forward", sink=True)
+    add("decode_attention", "few", "contiguous", used="forward")
     add("decode_attention", "last of sequences", "zigzag", used="forward")
     add("decode_attention", "last full", "contiguous", variant="plain", used="forward, no lse")
 

@@ -17,6 +17,11 @@ from canon.testing.judge import AttendedWithSink, Results, oracle, orders
 from canon.testing.roundings import sink_roundings
 
 LAST = 5  # queries of `decode_attention`
+FEW = 17  # queries
+MANY_KEYS = {
+    "few": 18_000,
+    "few in a window": 5_000,
+}  # at least: `canon.fast` cuts them into parts, the first on 4 ranks too
 
 
 def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
@@ -56,6 +61,7 @@ class Inputs:
 
 @lru_cache(maxsize=12)
 def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str, planted: str) -> Inputs:
+    documents = _sequence(mask_name, documents)
     dtype, tokens = DTYPES[dtype_name], documents.tokens
     rows = [
         projected(documents, Layout.zigzag(tokens, 3), shape.heads, shape.widths, row)
@@ -83,7 +89,14 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
     return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
 
 
+def _sequence(mask_name: str, documents: Documents) -> Documents:
+    """Return the documents of a mask's sequence: all, or for few queries all of them several times."""
+    times = max(1, -(-MANY_KEYS.get(mask_name, 0) // documents.tokens))
+    return Documents(documents.names * times, documents.texts * times)
+
+
 def _mask(name: str, documents: Documents) -> Masks:
+    documents = _sequence(name, documents)
     cu_seqlens, tokens = documents.cu_seqlens, documents.tokens
     last = range(max(0, tokens - LAST), tokens)
     if name == "sequences":
@@ -94,6 +107,10 @@ def _mask(name: str, documents: Documents) -> Masks:
         return Mask.causal(len(last), tokens)
     if name == "last full":
         return Mask.full(len(last), tokens)
+    if name == "few":
+        return Mask.causal(FEW, tokens)
+    if name == "few in a window":
+        return Mask.window(tokens, tokens // 2, 5).crop(queries=range(tokens - 2000, tokens - 2000 + FEW))
     if name == "block_causal":  # each document sees itself and all documents before it, except padding
         blocks = torch.repeat_interleave(torch.arange(len(documents.lengths)), torch.tensor(documents.lengths))
         position = torch.arange(tokens) / max(1, tokens)
