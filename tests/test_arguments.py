@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from canon import Layout, Mask, fast, reference
+from canon import Layout, Mask, fast, reference, training
 from canon.testing import process_groups
-from canon.training import sequence_loss
 
 pytestmark = pytest.mark.usefixtures("own_errors")
 HALVES = {"reference": reference, "fast": fast}
@@ -21,7 +20,8 @@ RINGS = ("ring_attention", "zigzag_attention", "striped_attention")
 PLACED = ("ring_attention", "strided_attention", "magi_attention")
 DISTRIBUTED = (*RINGS, "strided_attention", "magi_attention")
 ATTEND = ("attention", *DISTRIBUTED)
-MOVES = ("unshard", "redistribute", "sequence_loss")
+LOSSES = ("sequence_loss", "linear_sequence_loss")
+MOVES = ("unshard", "redistribute", *LOSSES)
 OTHERS = ("merge", "decode_attention", "group_cast", "group_reduce", "dispatch", "cast_plan", "plan_report", "prepare")
 CALLED_ALONE = (*LOCAL, "merge", "dispatch", "cast_plan", "plan_report", "prepare")
 RANKS, T, HALF = 3, 8, torch.float16
@@ -66,6 +66,11 @@ def right(half, function):
         "unshard": {"x": X},
         "redistribute": {"x": X, "to": Layout.zigzag(T * RANKS, RANKS)},
         "sequence_loss": {"logits": zeros(1, T, 5), "shift_labels": zeros(1, T, dtype=torch.int64)},
+        "linear_sequence_loss": {
+            "hidden": zeros(1, T, 3),
+            "linear_weight": zeros(5, 3),
+            "shift_labels": zeros(1, T, dtype=torch.int64),
+        },
     }.get(function, qkv)
 
 
@@ -76,8 +81,8 @@ def rank():
 def call(half, function, change):
     """Call a function with some of its arguments changed."""
     given = right(half, function) | change
-    if function == "sequence_loss":
-        return sequence_loss(**given)
+    if function in LOSSES:
+        return getattr(training, function)(**given)
     if function in ("unshard", "redistribute"):
         return getattr(CONTIGUOUS, function)(**given)
     return getattr(half, function)(**given)
@@ -191,9 +196,23 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (("sequence_loss",), dict(logits=zeros(1, 3, 5)), "got (1, 3, 5) and (1, 8)"),
     (("sequence_loss",), dict(logits=zeros(1, T, 5).int()), "logits must be floating-point"),
     (("sequence_loss",), dict(logits=None), "logits must be a torch.Tensor, got NoneType"),
-    (("sequence_loss",), dict(shift_labels=zeros(1, T)), "shift_labels must be int64"),
-    (("sequence_loss",), dict(shift_labels=torch.full((1, T), 5)), "shift_labels must be in 0..4 or ignore_index=-100, got 5"),
-    (("sequence_loss",), dict(ignore_index=0.5), "ignore_index must be a whole number"),
+    (LOSSES, dict(shift_labels=zeros(1, T)), "shift_labels must be int64"),
+    (LOSSES, dict(shift_labels=torch.full((1, T), 5)), "shift_labels must be in 0..4 or ignore_index=-100, got 5"),
+    (LOSSES, dict(ignore_index=0.5), "ignore_index must be a whole number"),
+    (LOSSES, dict(weights=zeros(1, 3)), "weights must be constants of the shape of shift_labels, (1, 8), got (1, 3)"),
+    (LOSSES, dict(weights=zeros(1, T, requires_grad=True)), "got a tensor with a gradient: pass weights.detach()"),
+    (LOSSES, dict(weights=zeros(1, T).int()), "weights must be floating-point"),
+    (LOSSES, dict(num_items_in_batch=-1), "num_items_in_batch must be a finite number >= 0, got -1"),
+    (LOSSES, dict(num_items_in_batch=torch.ones(2)), "num_items_in_batch must be a number >= 0, got a tensor of shape (2,)"),
+    (("linear_sequence_loss",), dict(hidden=zeros(1, 3, 3)), "hidden must be (b, t, width) and shift_labels (b, t), or both"),
+    (("linear_sequence_loss",), dict(linear_weight=zeros(5, 4)), "must be (vocabulary, 3) and not empty, got (5, 4)"),
+    (("linear_sequence_loss",), dict(linear_weight=zeros(0, 3)), "and not empty, got (0, 3)"),
+    (("linear_sequence_loss",), dict(linear_weight=zeros(5, 3).double()), "hidden and linear_weight must share a dtype"),
+    (("linear_sequence_loss",), dict(linear_bias=zeros(4)), "linear_bias must be (5,), a row for each of linear_weight"),
+    (("linear_sequence_loss",), dict(softcap=0.0), "softcap must be a finite number > 0, got 0.0"),
+    (("linear_sequence_loss",), dict(z_loss=float("nan")), "z_loss must be a finite number >= 0, got nan"),
+    (("linear_sequence_loss",), dict(label_smoothing=True), "label_smoothing must be a number >= 0 and <= 1, got True"),
+    (("linear_sequence_loss",), dict(chunk=0), "chunk must be a whole number >= 1, got 0"),
     (("attention", "strided_attention"), dict(rank_invariant=True, backward="fused"), "backward='fused'"),
     (("attention",), dict(rank_invariant=1), "rank_invariant must be True or False"),
     (("strided_attention", "magi_attention"), dict(rank_invariant=True, reduce_dtype=torch.float32), "reduce_dtype=torch.f"),
@@ -233,7 +252,11 @@ DIFFERENT = [  # arguments of one rank that are right in themselves, and the fie
         dict(logits=zeros(1, T, 5).double()),
         "dtype: rank 0, 2: torch.float32; rank 1: torch.float64",
     ),
-    (("sequence_loss",), dict(ignore_index=4), "ignore_index: rank 0, 2: -100; rank 1: 4"),
+    (LOSSES, dict(ignore_index=4), "ignore_index: rank 0, 2: -100; rank 1: 4"),
+    (LOSSES, dict(num_items_in_batch=4), "num_items_in_batch: rank 0, 2: None; rank 1: 4.0"),
+    (LOSSES, dict(weights=zeros(1, T)), "weights: rank 0, 2: "),
+    (("linear_sequence_loss",), dict(softcap=4), "softcap, z_loss and label_smoothing: rank 0, 2: (None, 0.0, 0.0)"),
+    (("linear_sequence_loss",), dict(linear_weight=zeros(6, 3)), "vocabulary: rank 0, 2: 5; rank 1: 6"),
 ]
 
 
@@ -286,7 +309,7 @@ def disagreements(name, functions):
 @pytest.mark.parametrize("name", HALVES)
 def test_a_disagreement_of_the_ranks_is_named(name):
     """In threads for each function, and in processes over gloo for two of them."""
-    functions = (*DISTRIBUTED, "decode_attention", "redistribute", "sequence_loss")
+    functions = (*DISTRIBUTED, "decode_attention", "redistribute", *LOSSES)
     assert process_groups.threads(functools.partial(disagreements, name, functions), RANKS) == [[]] * RANKS
     program = functools.partial(disagreements, name, ("ring_attention", "magi_attention"))
     assert process_groups.processes(program, RANKS) == [[]] * RANKS

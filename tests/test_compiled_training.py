@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from canon import Layout, Mask, reference
 from canon.testing import process_groups
-from canon.training import sequence_loss
+from canon.training import linear_sequence_loss, sequence_loss
 
 TOKENS = 24
 STEPS = ([0, 7], [0, 5, 9], [0, 3, 12])
@@ -86,17 +86,17 @@ def collectives():
     """Compile a program with all collectives besides attention, and compare it with the eager one."""
     rank, x = dist.get_rank(), torch.randn(1, 12, 5, requires_grad=True)
     layout, to = Layout.contiguous(TOKENS, 2), Layout.zigzag(TOKENS, 2)
-    labels = torch.arange(12)[None] % 5
+    labels, weight = torch.arange(12)[None] % 5, torch.randn(7, 5, requires_grad=True)
 
     def step(x):
         x = torch.sin(layout.redistribute(torch.sin(x), to))
-        loss = sequence_loss(torch.cos(x), labels)
+        loss = sequence_loss(torch.cos(x), labels) + linear_sequence_loss(torch.sin(x), weight, labels, softcap=3.0)
         return (layout.unshard(x) * (1 + rank)).sum() + 2 * loss
 
     expected = step(x)
     found = torch.compile(step, backend="aot_eager")(x)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, x)[0] for loss in (found, expected)))
+    torch.testing.assert_close(*(torch.autograd.grad(loss, (x, weight)) for loss in (found, expected)))
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="canon does not trace redistributed: compile without"):
         torch.compile(step, backend="aot_eager", fullgraph=True)(x)

@@ -1,4 +1,4 @@
-"""`sequence_loss` on several ranks, under DDP and FSDP2, gives the loss and the gradients of one process."""
+"""The losses of several ranks, under DDP and FSDP2, are the loss of one process, with its gradients."""
 
 import functools
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import canon
 from canon import Layout, Mask, reference
 from canon.testing import process_groups
-from canon.training import sequence_loss
+from canon.training import linear_sequence_loss, sequence_loss
 
 VOCABULARY, ENDS = 11, [0, 5, 6, 19]
 MASK = Mask.documents(ENDS)
@@ -24,10 +24,16 @@ class Model(nn.Module):
         self.token, self.position = nn.Embedding(VOCABULARY, 16), nn.Embedding(19, 16)
         self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
 
-    def forward(self, ids, positions, attend):
+    def forward(self, ids, positions, attend, labels=None, **options):
+        """Return the logits, or with ``labels`` the loss: FSDP2 has the weights of the head only inside of forward."""
         x = self.token(ids) + self.position(positions)
         q, k, v = self.qkv(x).unflatten(2, (6, 8)).split(2, dim=2)
-        return self.head(x + attend(q, k, v).flatten(2))
+        x, head = x + attend(q, k, v).flatten(2), self.head
+        return (
+            head(x)
+            if labels is None
+            else linear_sequence_loss(x, head.weight, labels, linear_bias=head.bias, **options)
+        )
 
 
 def new_model():
@@ -56,12 +62,16 @@ def gradients_of_one_process(*batches):
     return loss.detach(), [x.grad for x in model.parameters()]
 
 
-def step(model, batch, layout, attention_group, loss_group):
+def step(model, batch, layout, attention_group, loss_group, linear=False, **options):
     """Return the loss of this rank's part of the sequence, after the backward pass."""
     part = layout.shard_batch(batch, dist.get_rank(attention_group), ENDS)
     attend = functools.partial(reference.ring_attention, mask=MASK, layout=layout, group=attention_group)
-    logits = model(part["input_ids"], part["position_ids"], attend)
-    loss = sequence_loss(logits, part["shift_labels"], group=loss_group)
+    inputs, labels, options = (
+        (part["input_ids"], part["position_ids"], attend),
+        part["shift_labels"],
+        options | {"group": loss_group},
+    )
+    loss = model(*inputs, labels, chunk=4, **options) if linear else sequence_loss(model(*inputs), labels, **options)
     loss.backward()
     return loss.detach()
 
@@ -80,14 +90,46 @@ def assert_equal_to_one_process(loss, model, *batches):
 def train_on_two_ranks(wrap):
     for layout in (Layout.zigzag(19, 2), Layout([[range(19)], []], 19), Layout.contiguous(19, 2)):
         for ignored in IGNORED:
-            model = wrap(new_model())
-            mine = batch(ignored=ignored)
-            assert_equal_to_one_process(step(model, mine, layout, None, None), model, mine)
+            for linear in (False, True):
+                model = wrap(new_model())
+                mine = batch(ignored=ignored)
+                assert_equal_to_one_process(step(model, mine, layout, None, None, linear), model, mine)
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard], ids=["DDP", "FSDP2"])
 def test_two_ranks_have_the_loss_and_gradients_of_one_process(wrap):
     process_groups.processes(functools.partial(train_on_two_ranks, wrap), 2)
+
+
+def assert_equal_to_tokens(loss, model, batches):
+    """Compare with the mean over all tokens of the batches in one process."""
+    tokens = [int((Layout.contiguous(19, 1).shard_batch(each, 0, ENDS)["shift_labels"] >= 0).sum()) for each in batches]
+    alone = [gradients_of_one_process(each) for each in batches]
+    weights = [n / sum(tokens) for n in tokens]
+    expected = sum(weight * mean for weight, (mean, _) in zip(weights, alone, strict=True))
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for parameter, *parts in zip(model.parameters(), *(gradients for _, gradients in alone), strict=True):
+        whole = sum(weight * part for weight, part in zip(weights, parts, strict=True))
+        torch.testing.assert_close(parameter.grad, whole, rtol=1e-12, atol=1e-12)  # tokens count equally
+
+
+def accumulate_on_two_ranks():
+    """Two microbatches with different numbers of valid tokens: their losses add up to the mean over all tokens."""
+    layout, microbatches = Layout.zigzag(19, 2), (batch(0, range(3, 12)), batch(1))
+    count = sum(
+        (layout.shard_batch(each, dist.get_rank(), ENDS)["shift_labels"] != -100).sum() for each in microbatches
+    )
+    dist.all_reduce(count)
+    for linear in (False, True):
+        model = DistributedDataParallel(new_model())
+        losses = [step(model, each, layout, None, None, linear, num_items_in_batch=count) for each in microbatches]
+        assert_equal_to_tokens(sum(losses), model, microbatches)
+        total = step(model, microbatches[1], layout, None, None, linear, num_items_in_batch=1)
+        torch.testing.assert_close(total, mean_of_one_process(new_model(), batch(1)).detach() * 16)
+
+
+def test_accumulation_weights_tokens():
+    process_groups.processes(accumulate_on_two_ranks, 2)
 
 
 def train_on_a_mesh():
@@ -102,14 +144,7 @@ def train_on_a_mesh():
     assert_equal_to_one_process(sum_over(loss, mesh["dp"].get_group()) / 2, model, *both)  # data ranks count equally
     model = DistributedDataParallel(new_model())
     loss = step(model, mine, layout, context, None)
-    tokens = [int((Layout.contiguous(19, 1).shard_batch(each, 0, ENDS)["shift_labels"] >= 0).sum()) for each in both]
-    alone = [gradients_of_one_process(each) for each in both]
-    weights = [n / sum(tokens) for n in tokens]
-    expected = sum(weight * mean for weight, (mean, _) in zip(weights, alone, strict=True))
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    for parameter, *parts in zip(model.parameters(), *(gradients for _, gradients in alone), strict=True):
-        whole = sum(weight * part for weight, part in zip(weights, parts, strict=True))
-        torch.testing.assert_close(parameter.grad, whole, rtol=1e-12, atol=1e-12)  # tokens count equally
+    assert_equal_to_tokens(loss, model, both)
 
 
 def sum_over(x, group):
@@ -144,3 +179,15 @@ def test_without_a_valid_token_loss_and_gradients_are_0(tokens):
         return loss == 0 and logits.grad.eq(0).all()
 
     assert all(process_groups.threads(program, 2))
+
+
+def test_labels_of_later_tokens_stay_inside_their_documents():
+    """Multi-token prediction: each `shard_batch` of a whole sequence shifts its labels once more."""
+    labels = batch()["labels"]
+    for k in (1, 2, 3):
+        part = Layout.zigzag(19, 2).shard_batch({"labels": labels}, 1, ENDS)
+        positions = Layout.zigzag(19, 2).positions(1)
+        ends = torch.tensor([min(end for end in ENDS if end > place) for place in positions])
+        later = batch()["labels"][:, (positions + k).clamp(max=18)]
+        assert part["shift_labels"].equal(torch.where(positions + k < ends, later, -100))
+        labels = Layout.contiguous(19, 1).shard_batch({"labels": labels}, 0, ENDS)["shift_labels"]

@@ -58,7 +58,7 @@ class Attention(torch.autograd.Function):
         restored = call.algorithm.half.restored(call.settings)  # this thread may have other settings
         with torch.no_grad() if create_graph else _NOTHING, surroundings(q, call, "backward"), restored:
             grads = call.algorithm.backward(call, needs_grad, dout, dlse, *saved)
-        return *(_undifferentiable(*grads) if create_graph else grads), None
+        return *(undifferentiable(NO_SECOND_DERIVATIVE, *grads) if create_graph else grads), None
 
 
 def surroundings(q: Tensor, call: Call, name: str) -> AbstractContextManager:
@@ -77,7 +77,7 @@ def _without_autocast(q: Tensor, call: Call, name: str) -> Iterator[None]:
         yield
 
 
-def _undifferentiable(*grads: Tensor | None) -> tuple[Any, ...]:
-    """Return gradients that raise when they are differentiated. Otherwise a second derivative would silently be 0."""
-    raising = torch._C._functions.DelayedError(NO_SECOND_DERIVATIVE.encode(), len(grads))  # pyright: ignore[reportAttributeAccessIssue]
+def undifferentiable(message: str, *grads: Tensor | None) -> tuple[Any, ...]:
+    """Return gradients that raise ``message`` if they are differentiated. Otherwise a second derivative would be 0."""
+    raising = torch._C._functions.DelayedError(message.encode(), len(grads))  # pyright: ignore[reportAttributeAccessIssue]
     return raising(*(None if x is None else x.detach().requires_grad_() for x in grads))
