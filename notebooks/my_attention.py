@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: it runs on the CPU
 
 import triton
-import triton.language as tl
+import triton.language as tl  # noqa: F401 - a kept `forward_kernel` uses it
 
 from canon.fast.kernels import interpreter
 from canon.masks.band import Band
