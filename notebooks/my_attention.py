@@ -12,9 +12,9 @@ import argparse
 import io
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr
-from inspect import getsource
+from inspect import getsource, unwrap
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from canon.fast.kernels import interpreter
 from canon.masks.band import Band
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
+from canon.masks.plan_cache import PLANS
 from canon.reference import backward, group_collectives, local, magi, owner_computes, ring, sinks, strided, tiles
 from canon.runtime import public_local, public_plans, public_ranks
 from canon.runtime.call import Algorithm, Half
@@ -69,15 +70,18 @@ def _here(function: Callable) -> Callable:
     return placed
 
 
-def _bring(module: ModuleType) -> None:
-    """Bring the names of a module of the reference here. Its functions then call yours."""
-    for name, value in vars(module).items():
-        if not name.startswith("__"):
-            globals()[name] = _here(value) if getattr(value, "__globals__", None) is vars(module) else value
+def _bring(modules: Iterable[ModuleType]) -> None:
+    """Bring all names of modules of the reference here. Their functions then call yours."""
+    for module in modules:
+        globals().update({name: value for name, value in vars(module).items() if not name.startswith("__")})
+    for module in modules:
+        for name, value in vars(module).items():
+            plain = unwrap(value) if isinstance(value, FunctionType) else value
+            if getattr(plain, "__globals__", None) is vars(module):
+                globals()[name] = _here(plain)
 
 
-for _module in (tiles, backward, local, owner_computes, ring, strided, group_collectives, magi):
-    _bring(_module)
+_bring((tiles, backward, local, owner_computes, ring, strided, group_collectives, magi))
 
 
 # ---------------------------------------------------------------------- functions to write that the reference names otherwise
@@ -122,9 +126,12 @@ class _PickedMask(NamedTuple):
         return Mask(self.bands, self.queries, self.keys).dense()
 
 
+_tiles_of = visible_tiles  # of the reference
+
+
 def visible_tiles(mask, device, by_keys=False):
     """Yield the tiles of a mask, as `canon.reference.tiles` does."""
-    return tiles.visible_tiles(_PickedMask(list(mask.bands), mask.queries, mask.keys), device, by_keys)
+    return _tiles_of(_PickedMask(list(mask.bands), mask.queries, mask.keys), device, by_keys)
 
 
 class GroupCast:
@@ -151,7 +158,7 @@ def local_forward(call, q, k, v):
     return launch(q, k, v, call.scale)
 
 
-def launch(q, k, v, scale, tile=32):
+def launch(q, k, v, scale, tile=64):
     """Run `forward_kernel` with one program for each tile of queries of each head. Widths are padded to a power of two."""
     (b, t, h, _), width = q.shape, max(16, triton.next_power_of_2(max(q.shape[-1], v.shape[-1])))
     padded = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
@@ -214,6 +221,7 @@ def mine(function: Callable) -> Callable:
     source = getsource(plain)
     if FOLDER.is_dir() and "raise NotImplementedError" not in source:
         (FOLDER / f"{name}.py").write_text(source.replace("@mine\n", "", 1))
+    PLANS.clear()  # calls with an older layout
     globals()[name] = _here(function)
     return globals()[name]
 
