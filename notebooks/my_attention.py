@@ -10,24 +10,35 @@ it from then on. If the folder `my_functions` exists, it also keeps the source t
 
 import argparse
 import io
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr
-from inspect import getsource
+from inspect import getsource, unwrap
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: it runs on the CPU
+
+import triton
+import triton.language as tl  # noqa: F401 - a kept `forward_kernel` uses it
+
+from canon.fast.kernels import interpreter
 from canon.masks.band import Band
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
+from canon.masks.plan_cache import PLANS
 from canon.reference import backward, group_collectives, local, magi, owner_computes, ring, sinks, strided, tiles
 from canon.runtime import public_local, public_plans, public_ranks
 from canon.runtime.call import Algorithm, Half
 
 FOLDER = Path(__file__).parent / "my_functions"
+interpreter.repair()
 
 
 class Row(NamedTuple):
@@ -46,6 +57,7 @@ ROWS = {
     "strided_forward": Row("03_strided", "--only strided_attention/"),
     "start_cast": Row("04_magi", "--only group_cast/"),
     "scores": Row("05_backward", "--only attention_backward/"),
+    "forward_kernel": Row("06_grouped_heads", "--only attention/causal --features forward,causal,one-mask,finite"),
 }
 
 
@@ -58,15 +70,18 @@ def _here(function: Callable) -> Callable:
     return placed
 
 
-def _bring(module: ModuleType) -> None:
-    """Bring the names of a module of the reference here. Its functions then call yours."""
-    for name, value in vars(module).items():
-        if not name.startswith("__"):
-            globals()[name] = _here(value) if getattr(value, "__globals__", None) is vars(module) else value
+def _bring(modules: Iterable[ModuleType]) -> None:
+    """Bring all names of modules of the reference here. Their functions then call yours."""
+    for module in modules:
+        globals().update({name: value for name, value in vars(module).items() if not name.startswith("__")})
+    for module in modules:
+        for name, value in vars(module).items():
+            plain = unwrap(value) if isinstance(value, FunctionType) else value
+            if getattr(plain, "__globals__", None) is vars(module):
+                globals()[name] = _here(plain)
 
 
-for _module in (tiles, backward, local, owner_computes, ring, strided, group_collectives, magi):
-    _bring(_module)
+_bring((tiles, backward, local, owner_computes, ring, strided, group_collectives, magi))
 
 
 # ---------------------------------------------------------------------- functions to write that the reference names otherwise
@@ -91,6 +106,9 @@ def scores(tile: Any, queries: slice, keys: slice, visible):
     return backward._Backward._scores(tile, queries, keys, visible)
 
 
+forward_kernel: Any = None  # without yours, `attention` computes with the tiles of the reference
+
+
 # ---------------------------------------------------------------------- given: their callers
 class _PickedMask(NamedTuple):
     """A mask with a crop that calls `pick`."""
@@ -108,9 +126,12 @@ class _PickedMask(NamedTuple):
         return Mask(self.bands, self.queries, self.keys).dense()
 
 
+_tiles_of = visible_tiles  # of the reference
+
+
 def visible_tiles(mask, device, by_keys=False):
     """Yield the tiles of a mask, as `canon.reference.tiles` does."""
-    return tiles.visible_tiles(_PickedMask(list(mask.bands), mask.queries, mask.keys), device, by_keys)
+    return _tiles_of(_PickedMask(list(mask.bands), mask.queries, mask.keys), device, by_keys)
 
 
 class GroupCast:
@@ -128,6 +149,24 @@ class GroupCast:
 class _Backward(backward._Backward):
     def _scores(self, queries, keys, visible):
         return scores(self, queries, keys, visible)
+
+
+def local_forward(call, q, k, v):
+    """Return out and lse: by `forward_kernel` for a causal mask, if it is written, else by tiles of PyTorch."""
+    if forward_kernel is None or call.mask != Mask.causal(q.shape[1]):
+        return tiled_forward(q, k, v, call.mask, scale=call.scale, out_dtype=q.dtype)
+    return launch(q, k, v, call.scale)
+
+
+def launch(q, k, v, scale, tile=64):
+    """Run `forward_kernel` with one program for each tile of queries of each head. Widths are padded to a power of two."""
+    (b, t, h, _), width = q.shape, max(16, triton.next_power_of_2(max(q.shape[-1], v.shape[-1])))
+    padded = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    heads_first = [x.transpose(1, 2).contiguous() for x in padded]
+    out, lse = torch.empty_like(heads_first[0]), q.new_empty(b, h, t, dtype=torch.float32)
+    share = h // k.shape[2]
+    forward_kernel[triton.cdiv(t, tile), b * h](*heads_first, out, lse, t, scale, SHARE=share, D=width, TILE=tile)
+    return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), lse
 
 
 # ---------------------------------------------------------------------- the public functions
@@ -175,12 +214,14 @@ def mine(function: Callable) -> Callable:
 
     Keep its source in the folder `my_functions`, if this exists and the function is written.
     """
-    name = function.__name__
+    plain = getattr(function, "fn", function)  # of a Triton kernel
+    name = plain.__name__
     if name not in ROWS:
         raise NameError(f"my_attention has no place for {name!r}: expected one of {', '.join(ROWS)}")
-    source = getsource(function)
+    source = getsource(plain)
     if FOLDER.is_dir() and "raise NotImplementedError" not in source:
-        (FOLDER / f"{name}.py").write_text(source[source.index("def ") :])
+        (FOLDER / f"{name}.py").write_text(source.replace("@mine\n", "", 1))
+    PLANS.clear()  # calls with an older layout
     globals()[name] = _here(function)
     return globals()[name]
 

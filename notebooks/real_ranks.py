@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from verdicts import first_difference
 
 from canon.bench.schedules import meet
 from canon.masks.cast_plan import CastPlan
@@ -172,10 +173,7 @@ def require(results: Mapping[str, list[RankResult]]) -> None:
         for one in of_ranks:
             for half in HALVES:
                 where, verdict = f"{name}, rank {one.rank}, {half}", one.verdicts[half]
-                wrong = next((measure for measure in verdict.measures if not measure.ratio <= 1), None)
-                if not verdict.agrees:
-                    fault = f"{wrong.tensor} is {wrong.ratio:.1f} times the bound" if wrong else verdict.faults[0]
-                    raise AssertionError(f"{where}: {fault}")
+                assert verdict.agrees, f"{where}: {first_difference(verdict)}"
                 assert one.equal_runs[half], f"{where}: two runs differ in their bits"
 
 

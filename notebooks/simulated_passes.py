@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import torch
+import verdicts
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -10,6 +11,7 @@ from canon import fast
 from canon.bench import peers
 from canon.masks.mask import Mask
 from canon.testing import simulated_kernels
+from canon.testing.judge import Attended
 
 INTERLEAVINGS = (("late", 0), ("early", 1), ("random", 2), ("random", 3))  # order and seed of `simulator.simulated`
 
@@ -29,6 +31,12 @@ def simulated_passes(
         out, lse = fast.attention_forward(q, k, v, mask, out_dtype=torch.float32)
         grads = fast.attention_backward(dout, q, k, v, out, lse, mask, method=name, grad_dtype=torch.float32)
     return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True))
+
+
+def agree_with_reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, method: str) -> None:
+    """Print the errors of a simulated run over their bounds. Raise AssertionError that names the first difference."""
+    found = simulated_passes(q, k, v, dout, mask, method)
+    verdicts.require(f"gluon, {method}", Attended(**found), q, k, v, dout, mask)
 
 
 def different_bits(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, method: str) -> dict[str, int]:

@@ -46,7 +46,7 @@ def run(tmp_path):
 
     def run(cell):
         path = tmp_path / "cell.py"
-        path.write_text(f"from my_attention import mine\n\n\n{cell}\n")
+        path.write_text(f"from my_attention import mine, tl, triton\n\n\n{cell}\n")
         return runpy.run_path(str(path))
 
     yield run

@@ -1,21 +1,12 @@
-"""Claims about the instrumentation of the notebooks: excerpts, walks over tiles, claims of SMs, and events of a kernel."""
+"""Claims about the instrumentation of the notebooks: claims of SMs, and events of a kernel."""
 
-import pytest
 import torch
 import torch.distributed as dist
-from excerpts import excerpt
 from tile_claims import claims_of
 
 from canon import Layout, Mask, reference
-from canon.reference import backward
 from canon.testing import process_groups
 from canon.testing.recording import recording
-
-
-@pytest.mark.parametrize("texts", [("no such line",), ("return dq", "dq = self")])
-def test_an_excerpt_without_such_lines_raises(texts):
-    with pytest.raises(ValueError, match=r"no line .* contains"):
-        excerpt(backward._Backward.dq, *texts)
 
 
 def test_owners_by_query_head_share_the_work_that_few_owners_cannot():

@@ -1,6 +1,7 @@
 """Claims about notebooks: each has the cells of its .md twin, the outputs of one complete run, and the parts of a lesson."""
 
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -11,7 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
 TAUGHT = ("00_", "01_", "02_", "03_", "04_", "05_", "06_", "07_", "08_", "09_")  # a takeaway, exercises and their time
+SHOWN = [*(ROOT / "reference").glob("*.py"), *(ROOT / "fast").rglob("*.*"), *(ROOT / "src/canon/masks").glob("*.py")]
+SHOWN += FOLDER.glob("*.py")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+
+
+def unindented(text):
+    """Return the lines of a text without their indentation, apart by line breaks."""
+    return "".join(f"\n{line.strip()}" for line in text.splitlines() if line.strip()) + "\n"
+
+
+SOURCES = [unindented(path.read_text()) for path in SHOWN if path.suffix in (".py", ".cu")]
 
 
 def test_every_notebook_has_a_twin():
@@ -34,6 +45,23 @@ def test_notebooks_hold_the_outputs_of_one_run_from_top_to_bottom(name):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     kinds = {output.get("name", output.output_type) for cell in cells for output in cell.outputs}
     assert not kinds & {"stderr", "error"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebooks_have_few_code_cells_and_pictures_have_an_alternative_text(name):
+    cells = [cell for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells if cell.cell_type == "code"]
+    assert len(cells) <= 14
+    pictures = [cell for cell in cells if any("image/png" in output.get("data", {}) for output in cell.outputs)]
+    assert all(len(cell.metadata.get("alt", "").split()) >= 8 for cell in pictures)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_code_on_the_page_is_an_excerpt_of_the_source(name):
+    """A block "py" or "cpp" shows lines of one file, without their common indentation. A line "..." leaves lines out."""
+    blocks = re.findall(r"^```(?:py|cpp)\n(.*?)^```", (FOLDER / f"{name}.md").read_text(), re.MULTILINE | re.DOTALL)
+    for part in (part for block in blocks for part in re.split(r"^\.\.\.\n", block, flags=re.MULTILINE)):
+        assert part == textwrap.dedent(part)
+        assert any(unindented(part) in source for source in SOURCES), part
 
 
 def test_pytest_collects_tests_and_cells_in_one_run_and_make_runs_each_once():

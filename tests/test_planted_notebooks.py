@@ -1,5 +1,7 @@
 """The sections "On real ranks" of the notebooks find a fault in each fast function: a wrong result, and an exception."""
 
+import copy
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from real_ranks import FunctionCall, Place, Span
 
 from canon import Layout, Mask
+from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.testing import process_groups
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
@@ -105,6 +108,25 @@ def test_an_exception_of_a_rank_ends_the_section_with_its_traceback(name, plant)
     plant(FUNCTIONS[name][-1], "raises")
     with pytest.raises(RuntimeError, match=rf"(?s)rank \d: RuntimeError: {PLANTED}.*Traceback.*in fail"):
         section(name)
+
+
+@pytest.mark.parametrize("name", ["05_backward", "06_grouped_heads", "07_overlap_on_hopper"])
+def test_an_off_by_one_in_the_causal_mask_of_gluon_fails_the_notebook(name, monkeypatch):
+    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    imports, *others = (cell.source for cell in cells if cell.cell_type == "code")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = {}
+    exec(imports, names)
+    compared = next(cell for cell in others if "agree_with_reference(" in cell)
+    exec(compared, names)
+    right, wrong = mask_hidden, copy.copy(mask_hidden)
+    wrong.raw_src = ["".join(right.raw_src).replace("rows + hi + 1", "rows + hi + 2")]
+    assert wrong.raw_src != ["".join(right.raw_src)]
+    for module in [module for name, module in sys.modules.items() if name.startswith("canon.fast.kernels.gluon.")]:
+        if getattr(module, "mask_hidden", None) is right:
+            monkeypatch.setattr(module, "mask_hidden", wrong)
+    with pytest.raises(AssertionError, match=r"^gluon, \w+: out is \d+\.\d times the bound"):
+        exec(compared, names)
 
 
 def test_every_distributed_function_of_fast_is_in_a_section():

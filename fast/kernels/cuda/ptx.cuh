@@ -1,4 +1,4 @@
-// All PTX instructions of the kernels, one function each; tests/cuda_emulation.h defines them for a CPU.
+// All PTX instructions of the kernels, one function each; src/canon/testing/cuda_emulation.h defines them for a CPU.
 //
 // Shared memory has 32-bit byte addresses. A 32-bit register holds two 16-bit values, the first in the lower half.
 #pragma once

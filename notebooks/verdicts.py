@@ -1,0 +1,33 @@
+"""Verdicts of the judge on kernels, against `canon.reference` in float64."""
+
+import torch
+from torch import Tensor
+
+from canon import reference
+from canon.masks.mask import Mask
+from canon.testing.judge import Agreement, Attended, agreement, orders
+
+
+def first_difference(verdict: Agreement) -> str:
+    """Return the first fault of a verdict, such as "lse is 3.1 times the bound"; "" if it agrees."""
+    if verdict.agrees:
+        return ""
+    wrong = next((measure for measure in verdict.measures if not measure.ratio <= 1), None)
+    return f"{wrong.tensor} is {wrong.ratio:.1f} times the bound" if wrong else verdict.faults[0]
+
+
+def require(name: str, found: Attended, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> None:
+    """Print the largest error of each tensor over its bound. Raise AssertionError that names the first difference.
+
+    Errors are against `canon.reference` in float64 on the same inputs. An error may be twice that of plain attention in the
+    dtype of q, plus one rounding.
+    """
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = reference.attention(*leaves, mask, return_lse=True)
+    exact = Attended(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double()))
+    verdict = agreement(found, exact, orders(q, k, v, dout, mask))
+    worst: dict[str, float] = {}
+    for measure in verdict.measures:
+        worst[measure.tensor] = max(measure.ratio, worst.get(measure.tensor, 0.0))
+    print(f"{name}: error / bound", ", ".join(f"{tensor} {ratio:.2f}" for tensor, ratio in worst.items()))
+    assert verdict.agrees, f"{name}: {first_difference(verdict)}"
