@@ -9,14 +9,14 @@ A CTA computes one work tile, 128 queries of one head, with a loader and two war
 S j is S = Q K^T with tile j of K. Softmax j computes P = exp2(S scale_log2 - m) with the row maximum m so far, and rescales O
 and the sum l of P where m rose. O j is O += P V with tile j of V. At the end, out is O / l.
 
-A warpgroup issues O j and S j + 1 in one turn; meanwhile the other one computes its softmax (ping-pong scheduling). So the
+A warpgroup issues O j and S j + 1 together. Meanwhile the other one computes its softmax (ping-pong scheduling). So the
 tensor cores are busy while exponentials are computed.
 
     barrier          arrivals in a phase   arrives                                waits           protects
     q_full           1, and all bytes      loader, then TMA                       its warpgroup   Q until loaded
     k.full, v.full   1, and all bytes      loader, then TMA                       warpgroups      K, V until loaded
     k.free, v.free   2                     each warpgroup, once its MMA is done   loader          K, V until read
-    named 8 + w      256 threads           the other one, after its turn          warpgroup w     order of turns
+    named 8 + w      256 threads           the other one, its MMAs issued         warpgroup w     order of MMAs
 
 Read `tile_ring` for barriers and TMA, and `tile_queue` for ``work``: the spans of tiles that a work tile visits. Bits repeat.
 
