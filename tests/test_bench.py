@@ -149,6 +149,7 @@ def test_candidates_are_read():
             tune.config_of(text)
     assert tune.config_of("128,64,2,ping_pong", "gluon") == hopper_config.Config(128, 64, 2, ping_pong=True)
     assert tune.config_of("192,128,4,2,ping_pong", "gluon") == hopper_config.Config(192, 128, 4, 2, ping_pong=True)
+    assert tune.config_of("128,128,3,1,plain", "gluon") == hopper_config.PLAIN[128, 128]
     assert tune.config_of("128,64,2,stale_maximum", "gluon") == hopper_config.Config(128, 64, 2, stale_maximum=True)
     with pytest.raises(ValueError, match="expected rows,columns,stages,buffers"):
         tune.config_of("128,64,2,tma", "gluon")

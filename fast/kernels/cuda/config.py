@@ -10,6 +10,7 @@ with many registers, 8 on an SM, are faster than many.
 from dataclasses import dataclass, replace
 
 from canon.fast.kernels.launcher import Gpu
+from canon.fast.kernels.triton.config import tile_bytes
 
 KERNELS = ("forward", "dq", "dkdv")
 
@@ -53,14 +54,11 @@ TABLE: dict[tuple[str, int], tuple[Config, ...]] = {
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     """Return the dynamic shared memory of a CTA."""
     rows, columns, stages = config.rows, config.columns, config.stages
-    visited = stages * columns * (d + dv)
-    visits = 32 * (stages + 1)
-    exchanged = rows * columns if config.parts > 1 else 0  # elements of a buffer
-    if kernel == "forward":
-        return 2 * (rows * max(d, dv) + visited) + visits
-    if kernel == "dq":
-        return 2 * (rows * (d + dv) + visited + exchanged) + visits
-    return 2 * (rows * (d + dv) + visited + config.exchanges * exchanged) + 8 * stages * columns + visits
+    need = tile_bytes(kernel, rows, columns, stages, d, dv) + 32 * (stages + 1)
+    if kernel == "forward":  # out takes the place of Q
+        return need + 2 * rows * max(0, dv - d)
+    exchanges = 0 if config.parts == 1 else 1 if kernel == "dq" else config.exchanges
+    return need + 2 * exchanges * rows * columns
 
 
 def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:

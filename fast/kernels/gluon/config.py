@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from canon.fast.kernels.triton.config import forcing
+from canon.fast.kernels.triton.config import forcing, tile_bytes
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,7 @@ FORCED: dict[str, Config] = {}
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     """Return the bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
     c = config
-    owned = {"forward": c.buffers * d, "dq": d + dv}.get(kernel, c.buffers * (d + dv))
-    need = 1024 + 2 * c.rows * owned + 2 * c.stages * c.columns * (d + dv)
-    if kernel in ("dkdv", "fused", "dkdv_hdim256"):
-        need += 8 * c.stages * c.columns
+    need = 1024 + tile_bytes(kernel, c.rows * c.buffers, c.columns, c.stages, d, dv)
     exchanged = {"fused": 4 * c.rows * c.columns + 8 * c.columns * d, "dkdv_hdim256": 2 * c.stages * c.rows * c.columns}
     return need + exchanged.get(kernel, 0)
 

@@ -24,8 +24,9 @@ w - 1 is modulo the number of warpgroups; at the start the last one arrives once
 releases the previous V: hence two stages or more. Partial spans come first (STALE_MAXIMUM: last). All warpgroups make
 equally many steps, so the named barriers match.
 
-Read `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` and `softmax`. With
-STALE_MAXIMUM, `stale_maximum` replaces `step` after a work tile's first tile. Compile-time switches:
+Read `forward_plain` first, a kernel without these refinements. Then read `forward_kernel`, `load_tiles`, `attend`, `step`,
+`write_result`; then `forward_pipeline` and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after a work tile's
+first tile. Compile-time switches:
 
     ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never with rank_invariant
     STALE_MAXIMUM   if a query sees many tiles

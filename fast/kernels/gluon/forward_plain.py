@@ -9,14 +9,14 @@ A CTA computes one work tile, 128 queries of one head, with a loader and two war
 S j is S = Q K^T with tile j of K. Softmax j computes P = exp2(S scale_log2 - m) with the row maximum m so far, and rescales O
 and the sum l of P where m rose. O j is O += P V with tile j of V. At the end, out is O / l.
 
-A warpgroup issues O j and S j + 1 in one turn; meanwhile the other one computes its softmax (ping-pong scheduling). So the
+A warpgroup issues O j and S j + 1 together. Meanwhile the other one computes its softmax (ping-pong scheduling). So the
 tensor cores are busy while exponentials are computed.
 
     barrier          arrivals in a phase   arrives                                waits           protects
-    q.full           1, and all bytes      loader, then TMA                       its warpgroup   Q until loaded
+    q_full           1, and all bytes      loader, then TMA                       its warpgroup   Q until loaded
     k.full, v.full   1, and all bytes      loader, then TMA                       warpgroups      K, V until loaded
     k.free, v.free   2                     each warpgroup, once its MMA is done   loader          K, V until read
-    named 8 + w      256 threads           the other one, after its turn          warpgroup w     order of turns
+    named 8 + w      256 threads           the other one, its MMAs issued         warpgroup w     order of MMAs
 
 Read `tile_ring` for barriers and TMA, and `tile_queue` for ``work``: the spans of tiles that a work tile visits. Bits repeat.
 
@@ -46,12 +46,12 @@ from canon.fast.kernels.triton.blocks import LN2
 
 
 @gluon.jit
-def load_tiles(q_desc, k_desc, v_desc, q, k, v, work, GROUP: gl.constexpr):
+def load_tiles(q_desc, k_desc, v_desc, q, q_full, k, v, work, GROUP: gl.constexpr):
     """Load Q of both warpgroups, then K and V of every visited tile (the loader)."""
-    ROWS: gl.constexpr = q.tiles.shape[2]
+    ROWS: gl.constexpr = q.shape[2]
     first, _, batch, head = position_of(work, first_work_tile())
     for w in gl.static_range(2):
-        load_box(q_desc, batch, first + w * ROWS, head, q.full.index(w), q.tiles.index(w))
+        load_box(q_desc, batch, first + w * ROWS, head, q_full.index(w), q.index(w))
     ring = first_position()
     span, span_end, column, left = first_tile(work, first_work_tile())
     while span < span_end:
@@ -64,9 +64,9 @@ def load_tiles(q_desc, k_desc, v_desc, q, k, v, work, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def attend(q, k, v, result, work, scale_log2, W: gl.constexpr, DV: gl.constexpr):
+def attend(q, q_full, k, v, result, work, scale_log2, W: gl.constexpr, DV: gl.constexpr):
     """Compute out and lse of the 64 queries of warpgroup W."""
-    ROWS: gl.constexpr = q.tiles.shape[2]
+    ROWS: gl.constexpr = q.shape[2]
     STAGES: gl.constexpr = k.tiles.shape[0]
     COLUMNS: gl.constexpr = k.tiles.shape[2]
     DV_PAD: gl.constexpr = v.tiles.shape[4]
@@ -75,13 +75,14 @@ def attend(q, k, v, result, work, scale_log2, W: gl.constexpr, DV: gl.constexpr)
     l = gl.zeros([ROWS], gl.float32, per_row_layout(COLUMNS))  # sum of P
     o = gl.zeros([ROWS, DV_PAD], gl.float32, mma_layout(DV_PAD))  # sum of P V
 
+    # S 0
     ring = first_position()
     span, span_end, column, left = first_tile(work, first_work_tile())
-    mbarrier.wait(q.full.index(W), 0)
+    mbarrier.wait(q_full.index(W), 0)
     if W == 1:
         ping_pong_arrive(W, 2)  # warpgroup 0 goes first
     ping_pong_wait(W)
-    s = issue_scores(q.tiles.index(W), k, ring)
+    s = issue_scores(q.index(W), k, ring)
     ping_pong_arrive(W, 2)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k.free.index(ring.slot), count=1)
@@ -89,13 +90,14 @@ def attend(q, k, v, result, work, scale_log2, W: gl.constexpr, DV: gl.constexpr)
         s = mask_hidden(s, work, span, row, column, float("-inf"), 1)
     span, column, left = next_tile(work, span, column, left, span_end, COLUMNS)
 
+    # softmax j, then O j and S j + 1
     while span < span_end:
         partial = is_partial(work, span)
         following = ring.next(STAGES)
-        p, m, l, o = softmax(s, m, l, o, scale_log2, q.tiles.dtype)
+        p, m, l, o = softmax(s, m, l, o, scale_log2, q.dtype)
         ping_pong_wait(W)
         o = issue_output(p, v, o, ring)
-        s = issue_scores(q.tiles.index(W), k, following)
+        s = issue_scores(q.index(W), k, following)
         ping_pong_arrive(W, 2)
         s, o = hopper.warpgroup_mma_wait(0, deps=[s, o])
         mbarrier.arrive(v.free.index(ring.slot), count=1)
@@ -105,7 +107,8 @@ def attend(q, k, v, result, work, scale_log2, W: gl.constexpr, DV: gl.constexpr)
         ring = following
         span, column, left = next_tile(work, span, column, left, span_end, COLUMNS)
 
-    p, m, l, o = softmax(s, m, l, o, scale_log2, q.tiles.dtype)
+    # the last softmax, and O
+    p, m, l, o = softmax(s, m, l, o, scale_log2, q.dtype)
     ping_pong_wait(W)
     o = issue_output(p, v, o, ring)
     ping_pong_arrive(W, 2)
@@ -192,19 +195,19 @@ def forward_plain_kernel(
     The batch stride of ``out`` is tokens * stride_t. GROUP query heads share a key head.
     """
     dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D_PAD], q_desc.layout)
+    q = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D_PAD], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
-    q = Ring(q_tiles, make_barriers(2, 1), make_barriers(2, 1))
+    q_full = make_barriers(2, 1)
     k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     fence_async_shared()  # TMA sees the initialised mbarriers
     result = (out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
     gl.warp_specialize(
         [
-            (load_tiles, (q_desc, k_desc, v_desc, q, k, v, work, GROUP)),
-            (attend, (q, k, v, result, work, scale_log2, 0, DV)),
-            (attend, (q, k, v, result, work, scale_log2, 1, DV)),
+            (load_tiles, (q_desc, k_desc, v_desc, q, q_full, k, v, work, GROUP)),
+            (attend, (q, q_full, k, v, result, work, scale_log2, 0, DV)),
+            (attend, (q, q_full, k, v, result, work, scale_log2, 1, DV)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

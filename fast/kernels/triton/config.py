@@ -82,12 +82,15 @@ INTERPRETED_PARTS = Config(64, 64)
 FORCED: dict[str, Config] = {}
 
 
+def tile_bytes(kernel: str, rows: int, columns: int, stages: int, d: int, dv: int, itemsize: int = 2) -> int:
+    """Return the bytes of owned and visited tiles, and of row statistics of visited queries. Forward and parts own Q only."""
+    owned, statistics = (d if kernel in ("forward", "parts") else d + dv), (8 if kernel in ("dkdv", "fused") else 0)
+    return itemsize * rows * owned + stages * columns * (itemsize * (d + dv) + statistics)
+
+
 def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) -> int:
     """Return the most bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
-    need = 1024 + itemsize * config.stages * config.columns * (d + dv)
-    need += itemsize * config.rows * (d if kernel in ("forward", "parts") else d + dv)
-    if kernel in ("dkdv", "fused"):
-        need += 8 * config.stages * config.columns
+    need = 1024 + tile_bytes(kernel, config.rows, config.columns, config.stages, d, dv, itemsize)
     if itemsize > 2:
         need += itemsize * config.rows * config.columns * (2 if kernel in ("dkdv", "fused") else 1)
     if kernel == "fused":
