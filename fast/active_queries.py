@@ -13,7 +13,7 @@ from torch import Tensor
 
 from canon.fast.backward import QueryInputs
 from canon.fast.kernels.device_plans import device_plan
-from canon.fast.kernels.triton.rows import add_to_rows, copy_rows, copy_statistics, pick_rows
+from canon.fast.kernels.triton.rows import add_to_rows, copy_rows, copy_statistics, copy_tokens, pick_rows
 from canon.fast.local import merge_into
 from canon.masks.band import Band
 from canon.masks.mask import Mask
@@ -55,12 +55,21 @@ class ActiveQueries:
         """Return the shape of (b, t, h, d) or (b, h, t) at these queries."""
         return tuple(self.mask.queries if axis == (1 if x.ndim == 4 else 2) else n for axis, n in enumerate(x.shape))
 
-    def merge(self, running: list[Tensor], part: tuple[Tensor, Tensor]) -> None:
-        """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, out and lse of all queries."""
+    def merge(self, running: list[Tensor], part: tuple[Tensor, Tensor], result: Tensor | None = None) -> None:
+        """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, out and lse of all queries.
+
+        ``result``: instead of the running out, write that of all queries there, in its dtype.
+        """
         if self.in_place:
-            merge_into(self.take(running[0]), self.take(running[1], 2), *part)
+            out = None if result is None else self.take(result)
+            merge_into(self.take(running[0]), self.take(running[1], 2), *part, result=out)
+            others = slice(self.ranges[0].start), slice(self.ranges[0].stop, None)
         else:
             merge_into(*running, *part, rows=query_indices(self, part[0].device))
+            others = (slice(None),)
+        if result is not None:
+            for rows in others:
+                copy_tokens(running[0][:, rows], result[:, rows])
 
     def add(self, total: Tensor, part: Tensor) -> None:
         """Add dq (b, n, h, d) of these queries to ``total``, dq of all queries."""

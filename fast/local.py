@@ -167,16 +167,26 @@ def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     return new_out, new_lse
 
 
-def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None = None) -> None:
+def merge_into(
+    out: Tensor,
+    lse: Tensor,
+    other_out: Tensor,
+    other_lse: Tensor,
+    rows: Tensor | None = None,
+    result: Tensor | None = None,
+) -> None:
     """Merge another part into ``out`` and ``lse`` in place, for batches and without checks.
 
-    ``rows``: indices (int64, no duplicates) of the tokens that the other part has; None is all of them.
+    ``rows``: indices (int64, no duplicates) of the tokens that the other part has; None is all of them. ``result``: out is
+    written there, in any dtype.
     """
-    replayed(_merge_in_place, (out, lse, other_out, other_lse, rows))
+    replayed(_merge_in_place, (out, lse, other_out, other_lse, rows, result))
 
 
-def _merge_in_place(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None) -> None:
-    launch.merge(out, lse, other_out, other_lse, out, lse, rows)
+def _merge_in_place(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None, result: Tensor | None
+) -> None:
+    launch.merge(out, lse, other_out, other_lse, out if result is None else result, lse, rows)
 
 
 NOTES = """

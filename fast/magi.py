@@ -163,9 +163,7 @@ def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, .
         return out, lse, *exchange.rows
     steps = call.plan.steps
     keys = _StepKeys(steps, k, v, keep=keep)
-    dtype = q.dtype if len(steps) == 1 else accumulate_dtype(q.dtype)
-    out, lse = run_forward(steps, receiving(len(steps), keys.fetch), q, v, dtype)
-    return out.to(q.dtype), lse, *keys.kept
+    return *run_forward(steps, receiving(len(steps), keys.fetch), q, v), *keys.kept
 
 
 def magi_backward(

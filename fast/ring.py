@@ -10,7 +10,8 @@ Read `canon.reference.ring` first. The algorithm and the order of sums between r
                       from the first to the last visible one: in zigzag, half of the queries or half of the keys. A
                       fully masked step computes nothing and only forwards K, V and the received sums. If it is
                       step 1, it sends zeros as dk and dv
-    in place          a separate kernel merges each part into the running result; step 0 writes it directly
+    in place          a separate kernel merges each part into the running result; step 0 writes it directly, and the
+                      last merge writes out in the dtype of the inputs
     dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`StepBackward`);
                       "fused" has one kernel for all three
 
@@ -111,8 +112,7 @@ def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
         return forward_part(q, k, v, call.local_mask(0), scale=call.scale, out_dtype=q.dtype)
     ring = _ring_of(call, k, v)
     keys = receiving(call.ranks, _KeyRing(ring, k, v).fetch)
-    out, lse = run_forward(ring.steps, keys, q, v, accumulate_dtype(q.dtype))
-    return out.to(q.dtype), lse
+    return run_forward(ring.steps, keys, q, v)
 
 
 def ring_backward(
@@ -133,9 +133,9 @@ def ring_backward(
     dq = None if state.dq is None else state.dq.to(q.dtype)
     if state.own is None:
         return dq, None, None
-    if received is not None:
-        state.own += received[0][: state.own.numel()]
-    return dq, *ring.blocks.views(state.own.to(q.dtype), call.rank)
+    own = state.own if state.own.dtype is q.dtype else torch.empty_like(state.own, dtype=q.dtype)
+    torch.add(state.own, received[0][: own.numel()], out=own)
+    return dq, *ring.blocks.views(own, call.rank)
 
 
 class _Backward:

@@ -37,6 +37,7 @@ from canon.fast.device import kernels_for
 from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.replay.recordings import replayed
 from canon.runtime.call import Call
+from canon.runtime.checks import accumulate_dtype
 
 ALIGNMENT = 256  # bytes, of each tensor inside a scratch tensor
 
@@ -60,18 +61,24 @@ def _received(steps: int, fetch: Callable[[int], Any], fetching: Any) -> Iterato
 
 
 def run_forward(
-    steps: Sequence["Step"], received: Iterator[tuple[int, Any]], q: Tensor, v: Tensor, dtype: torch.dtype
-) -> Sequence[Tensor]:
-    """Return out (b, t, h, dv) in ``dtype`` and lse (b, h, t). ``received``: of `receiving`."""
-    results: Sequence[Tensor] = ()
+    steps: Sequence["Step"], received: Iterator[tuple[int, Any]], q: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t). ``received``: of `receiving`.
+
+    If steps merge, the running out is in the accumulation dtype. The last merge writes the result.
+    """
+    merges = [number for number, step in enumerate(steps) if step.has_work and not step.writes]
+    accumulate, out, result = accumulate_dtype(q.dtype), None, None
     for number, held in received:
-        if not results:  # now, because the tokens that step 0 has sent need no memory any more
-            results = empty_result(q, v, dtype)
+        if out is None:  # now, because the tokens that step 0 has sent need no memory any more
+            out, lse = empty_result(q, v, accumulate if merges else q.dtype)
         step = steps[number]
+        if merges[-1:] == [number] and accumulate is not q.dtype:
+            result = torch.empty_like(out, dtype=q.dtype)
         if step.has_work:
-            replayed(step.forward, (q, *results, *held), kind=step)
+            replayed(step.forward, (q, out, lse, result, *held), kind=step)
         held = None
-    return results
+    return out if result is None else result, lse
 
 
 def run_backward(
@@ -125,14 +132,14 @@ class Step:
         """Return the views of ``grads`` for dk and dv of these keys, and set the gradients of other keys to 0."""
         raise NotImplementedError
 
-    def forward(self, q: Tensor, out: Tensor, lse: Tensor, *held: Tensor | None) -> None:
-        """Compute the part of the step, into ``out`` and ``lse`` of all queries."""
+    def forward(self, q: Tensor, out: Tensor, lse: Tensor, result: Tensor | None, *held: Tensor | None) -> None:
+        """Compute the part of the step, into ``out`` and ``lse`` of all queries. ``result``: as in `ActiveQueries.merge`."""
         mask, scale, heads, keys = self.active.mask, self.call.scale, self.heads, self.keys(*held)
         if self.writes:
             forward_into(q[:, :, heads], *keys, mask, scale, out[:, :, heads], lse[:, heads])
         else:
             part = forward_part(self.active.take(q), *keys, mask, scale=scale, out_dtype=out.dtype)
-            self.active.merge([out, lse], part)
+            self.active.merge([out, lse], part, result)
 
 
 class _Place(NamedTuple):

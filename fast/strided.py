@@ -108,8 +108,7 @@ def strided_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     if call.ranks == 1:
         return forward_part(q, k, v, call.local_mask(0), scale=call.scale, out_dtype=q.dtype)
     keys = receiving(len(steps), AllGather(k, v, call, [step.group for step in steps]).fetch)
-    out, lse = run_forward(steps, keys, q, v, q.dtype)
-    return out, lse
+    return run_forward(steps, keys, q, v)
 
 
 def strided_backward(

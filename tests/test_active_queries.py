@@ -68,6 +68,10 @@ def test_parts_are_merged_into_their_rows_only(mask):
     expected = [out.clone(), lse.clone()]
     merged = local.merge(out[:, rows], lse[:, :, rows], part, part_lse)
     expected[0][:, rows], expected[1][:, :, rows] = merged
+    result, merged_lse = torch.empty(out.shape, dtype=torch.bfloat16, device=DEVICE), lse.clone()
+    active.merge([out.clone(), merged_lse], (part, part_lse), result)
+    torch.testing.assert_close(result, expected[0].bfloat16(), equal_nan=True, rtol=0, atol=0)  # rounded once
+    assert torch.equal(merged_lse, expected[1])
     active.merge([out, lse], (part, part_lse))
     torch.testing.assert_close(out, expected[0], equal_nan=True, rtol=0, atol=0)  # the result of merge on these rows
     torch.testing.assert_close(lse, expected[1], rtol=0, atol=0)

@@ -77,7 +77,7 @@ def test_a_ring_holds_two_blocks_each_way(ranks):
     t, layout = 12, Layout.zigzag(12 * ranks, ranks)
     keys, sums, so_far, newest = 2 * 2 * KV, 2 * 4 * KV, 4 * (DQ + KV) + DELTA, 4 * (DQ + KV * (ranks > 2))
     rounded = 2 * (DQ + KV)  # the results, once the newest part has been added and K and V are free
-    expected = t * (keys + 2 * (4 * OUT + LSE)), t * (sums + so_far + max(keys + newest, rounded))
+    expected = t * (keys + 2 * (4 * OUT + LSE) + 2 * OUT), t * (sums + so_far + max(keys + newest, rounded))
     assert peaks(fast.ring_attention, layout) == [expected] * ranks
 
 
@@ -110,7 +110,8 @@ def test_magi_attention_holds_two_casts(stages, keep_kv, dtype):
         t, (r, s), forward, backward, leaving = UNEVEN.size(rank), casts_of(rank, stages), [], [], 0
         for i in steps:
             keys = s[i + 1] + (sum(r[: i + 2]) if keep_kv else r[i] + r[i + 1])
-            forward.append(2 * KV * keys + (1 + (i > 0)) * t * (4 * OUT + LSE))
+            last = 2 * OUT * (i == stages)  # the result
+            forward.append(2 * KV * keys + t * ((1 + (i > 0)) * (4 * OUT + LSE) + last))
         for place, i in enumerate([*steps[1:], 0] if keep_kv else steps):
             keys = 0 if keep_kv else s[i + 1] + r[i] + r[i + 1]  # kept keys belong to the forward pass
             own = 4 * KV * t * ((place > 0) + (i == 0))

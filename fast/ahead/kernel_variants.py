@@ -40,7 +40,7 @@ from canon.fast.kernels.triton.rows import (
     add_to_rows,
     copy_statistic,
     copy_statistics,
-    copy_touched,
+    copy_tokens,
     mask_statistic,
     pick_rows,
     take_rows,
@@ -291,7 +291,7 @@ def masked_rows(model: Model, device: str) -> None:
     mask_statistic(lse)
     copy_statistic(lse, lse)
     for y in (x.q, x.v):
-        copy_touched(y, y, x.indices.to(torch.int8))
+        copy_tokens(y, y, x.indices.to(torch.int8))
         for dtype in model.result_dtypes:
             zero_rows(y.to(dtype))
 
@@ -302,6 +302,8 @@ def merges(model: Model, device: str) -> None:
     out, lse = x.out.to(model.accumulate), x.statistic()
     for rows in (None, x.indices):
         merge_into(out, lse, out, lse, rows)
+    merge_into(out, lse, out, lse, result=x.out)
+    copy_tokens(out, x.out)
 
 
 def whole_merges(model: Model, device: str) -> None:

@@ -37,7 +37,7 @@ from canon.fast.kernels.launcher import (
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, whole_of
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.launch import base2_scale, head_bytes
-from canon.fast.kernels.triton.rows import copy_statistic, copy_touched, mask_statistic, zero_rows
+from canon.fast.kernels.triton.rows import copy_statistic, copy_tokens, mask_statistic, zero_rows
 from canon.fast.kernels.work_tables import area, visits
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.rank_invariance import TILE
@@ -217,7 +217,7 @@ def zero_masked(x: Tensor, mask: AnyMask, plan: TileSchedule, keys: bool) -> Ten
     if not plan.loads_masked_tokens[keys]:
         return x
     copy = empty_for_tma(x)
-    copy_touched(x, copy, token_states(mask, keys, x.device))
+    copy_tokens(x, copy, token_states(mask, keys, x.device))
     return copy
 
 

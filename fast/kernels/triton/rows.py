@@ -154,7 +154,7 @@ def statistics_kernel(
 
 
 @kernel(*ROW_NUMBERS)
-def touched_kernel(
+def copy_kernel(
     x,
     copy,
     states,
@@ -167,14 +167,20 @@ def touched_kernel(
     D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     BM: tl.constexpr,
+    HAS_STATES: tl.constexpr,
 ):
-    """Write copy (b, t, h, d): x where ``states`` (int8) is 1, 0 where it is 0. Leave other rows."""
+    """Write copy (b, t, h, d) = x. HAS_STATES: only where ``states`` (int8) is 1, and 0 where it is 0."""
     first, batch, head = cta_rows(heads, batch_heads, BM)
     rows = first + tl.arange(0, BM)
-    state = tl.load(states + rows, mask=rows < tokens, other=-1)
-    values = load_rows(rows_of(x, batch, head, x_strides, BM, D_PAD, ALIGN), first, state == 1, D, D_PAD, ALIGN)
+    written = rows < tokens
+    read = written
+    if HAS_STATES:
+        state = tl.load(states + rows, mask=written, other=-1)
+        read = state == 1
+        written = state >= 0
+    values = load_rows(rows_of(x, batch, head, x_strides, BM, D_PAD, ALIGN), first, read, D, D_PAD, ALIGN)
     target = rows_of(copy, batch, head, copy_strides, BM, D_PAD, ALIGN)
-    store_rows(target, first, state >= 0, values, D, D_PAD, ALIGN)
+    store_rows(target, first, written, values, D, D_PAD, ALIGN)
 
 
 @kernel(*ROW_NUMBERS)
@@ -268,9 +274,14 @@ def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: 
     launch.run_rows(add_rows_kernel, x.shape, (x, received, first, places, total), tensors, options)
 
 
-def copy_touched(x: Tensor, copy: Tensor, states: Tensor) -> None:
-    """Write copy (b, t, h, d): x at tokens with a state (int8) of 1, 0 at those with 0. Others stay uninitialised."""
-    launch.run_rows(touched_kernel, x.shape, (x, copy, states), (x, copy), launch.row_options(x, copy))
+def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
+    """Write copy (b, t, h, d) = x, in the dtype of the copy.
+
+    ``states`` (int8, one for each token): copy x where it is 1, write 0 where it is 0, and leave the others uninitialised.
+    """
+    x = launch.addressable(x)
+    options = launch.row_options(x, copy) | {"HAS_STATES": states is not None}
+    launch.run_rows(copy_kernel, x.shape, (x, copy, x if states is None else states), (x, copy), options)
 
 
 def zero_rows(x: Tensor) -> None:

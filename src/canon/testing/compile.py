@@ -36,6 +36,7 @@ from canon.testing.sass import overwritten, skipped_waits, waits
 
 # These read a table of row indices.
 ROWS = "merge_rows", "pick_rows", "copy_statistics", "add_to_rows", "take_rows", "add_rows"
+ROWS += "copy_tokens", "zero_rows", "mask_statistic"
 NO_MMA = "delta", "sum_heads", "sum_ranks", "softmax_stats", "delta_stats", "merge", "sink", "sink_backward", *ROWS
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes of a CTA: CUDA Programming Guide, 16.2
 
@@ -200,6 +201,9 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
         "add_to_rows": lambda: rows.add_to_rows(wide, indices, wide),
         "take_rows": lambda: rows.take_rows(k, v, indices, torch.cat([k, v], -1)),
         "add_rows": lambda: rows.add_rows(k, k, indices, indices, k),
+        "copy_tokens": lambda: rows.copy_tokens(k, k, indices.to(torch.int8)),
+        "zero_rows": lambda: rows.zero_rows(k),
+        "mask_statistic": lambda: rows.mask_statistic(lse),
         "sum_ranks": lambda: sum_ranks.sum_ranks(torch.stack([wide, wide], 1), wide),
         "sink": lambda: sink.apply_sink(dout, lse, lse[0, :, 0], dout),
         "sink_backward": lambda: sink.differentiate_sink(dout, dout, lse, lse[0, :, 0], dout, lse),
