@@ -7,7 +7,6 @@ import hopper
 import numpy as np
 import pytest
 import torch
-from held_memory import Held
 from hopper import assert_exact
 from interpreted_replay import EVERYWHERE
 from sharded import DEVICE

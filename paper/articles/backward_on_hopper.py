@@ -2,9 +2,10 @@
 
 from collections import Counter
 
-from articles import order_of_dq
 from plots import BLUE, GREEN, ONE, PURPLE, SKY, VERMILION, YELLOW, Drawing, finish, new
 from records import cell, load, median, only, samples, table, tokens
+
+from articles import order_of_dq
 
 SMS = 132
 LANES = 128  # bytes of shared memory per clock
@@ -129,7 +130,9 @@ def later() -> str:
     """Return the table of later changes: the speed after each over that before it, on all shapes of its run."""
     rows = []
     for text, (run, method, before, after) in LATER:
-        found = [row for row in load("variants_barriers_h100")["results"] if (row["run"], row["method"]) == (run, method)]
+        found = [
+            row for row in load("variants_barriers_h100")["results"] if (row["run"], row["method"]) == (run, method)
+        ]
         ratios = [
             median(only(found, shape=shape, variant=before)["backward_ms"])
             / median(only(found, shape=shape, variant=after)["backward_ms"])

@@ -2,7 +2,7 @@
 
 from kernel_tables import semaphore, speed
 from plots import ONE, SKY, VERMILION, Drawing, finish, new
-from records import case, load, median, named, only, span, table, tokens
+from records import case, load, median, named, only, span, table
 
 ORDERS = ("any order", "longest first", "by turns")
 ORDERED = (  # cases of the fourth run of `pairs_h200`

@@ -84,7 +84,10 @@ FORCED: dict[str, Config] = {}
 
 def tile_bytes(kernel: str, rows: int, columns: int, stages: int, d: int, dv: int, itemsize: int = 2) -> int:
     """Return the bytes of owned and visited tiles, and of row statistics of visited queries. Forward and parts own Q only."""
-    owned, statistics = (d if kernel in ("forward", "parts") else d + dv), (8 if kernel in ("dkdv", "fused") else 0)
+    owned, statistics = (
+        (d if kernel in ("forward", "parts") else d + dv),
+        (0 if kernel in ("forward", "dq", "parts") else 8),
+    )
     return itemsize * rows * owned + stages * columns * (itemsize * (d + dv) + statistics)
 
 
