@@ -54,7 +54,7 @@ newest:
 notebooks: $(STAMP)
 	cd notebooks && ../$(BIN)/jupytext --to ipynb --execute *.md
 
-# Writes the notebooks with holes. The folder keeps the functions that a student has written.
+# Writes the notebooks with holes, except those that a student has begun.
 course: $(STAMP)
 	$(BIN)/python notebooks/course.py build/course
 

@@ -35,7 +35,7 @@ def with_hole(source: str) -> str:
 
     def hole(found: re.Match) -> str:
         sentence = re.sub(r"\n *# ", " ", found["sentence"])
-        return f'{found["indent"]}raise NotImplementedError(\n{found["indent"]}    "{sentence}"\n{found["indent"]})'
+        return f'{found["indent"]}raise NotImplementedError(\n{found["indent"]}    "Your turn: {sentence}"\n{found["indent"]})'
 
     return HOLE.sub(hole, source)
 
@@ -63,7 +63,10 @@ def for_students(notebook: NotebookNode) -> NotebookNode:
 
 
 def write(folder: Path) -> None:
-    """Write the course into a folder: notebooks with holes, their modules, and links to the rest of the repository."""
+    """Write the course into a folder: notebooks with holes, their modules, and links to the rest of the repository.
+
+    A notebook that is there already has the student's cells, and stays.
+    """
     (folder / "my_functions").mkdir(parents=True, exist_ok=True)
     for module in HERE.glob("*.py"):
         shutil.copy(module, folder)
@@ -72,7 +75,9 @@ def write(folder: Path) -> None:
         if not link.is_symlink():
             link.symlink_to(HERE.parent / name)
     for twin in sorted(HERE.glob("*.md")):
-        nbformat.write(for_students(jupytext.read(twin)), folder / f"{twin.stem}.ipynb")
+        notebook = folder / f"{twin.stem}.ipynb"
+        if not notebook.exists():
+            nbformat.write(for_students(jupytext.read(twin)), notebook)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ def head_groups(patterns):
         ax.tick_params(length=0)
         for side in ax.spines.values():
             side.set_visible(False)
+    axes[-1, 0].set_xlabel("key heads, in the order of the steps")
     figure.tight_layout(h_pad=0.3)
     plt.show()
 
