@@ -38,6 +38,7 @@ from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.replay.recordings import replayed
 from canon.runtime.call import Call
 from canon.runtime.checks import accumulate_dtype
+from canon.runtime.profiling import named_steps
 
 ALIGNMENT = 256  # bytes, of each tensor inside a scratch tensor
 
@@ -48,7 +49,7 @@ def receiving(steps: int, fetch: Callable[[int], Any]) -> Iterator[tuple[int, An
     ``fetch(step)`` starts the messages of a step, and its result's ``wait()`` returns the tensors. Before the iterator returns
     a step, it starts the messages of the next one. So set the tensors of a step to None before the next step.
     """
-    return _received(steps, fetch, fetch(0))
+    return iter(named_steps(_received(steps, fetch, fetch(0))))
 
 
 def _received(steps: int, fetch: Callable[[int], Any], fetching: Any) -> Iterator[tuple[int, Any]]:

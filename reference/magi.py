@@ -64,6 +64,7 @@ from canon.reference.sinks import REFERENCE
 from canon.runtime import public_ranks
 from canon.runtime.call import Algorithm, Call
 from canon.runtime.checks import accumulate_dtype
+from canon.runtime.profiling import named_steps
 from canon.runtime.rank_invariance import transposed
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
@@ -85,7 +86,7 @@ def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, .
     out = q.new_zeros(b, t, h, v.shape[-1], dtype=accumulate)
     lse = q.new_full((b, h, t), -torch.inf, dtype=accumulate)
     kept: list[Tensor] = []
-    for step, keys, received in key_steps(call, join_kv(k, v)):
+    for step, keys, received in named_steps(key_steps(call, join_kv(k, v))):
         mask = call.plan.local_mask(step, call.rank)
         part = tiled_forward(q, *split_kv(keys, d), mask, scale=call.scale, out_dtype=accumulate)
         out, lse = merged(out, lse, *part)
@@ -111,7 +112,7 @@ def magi_backward(
     own = join_kv(k, v)
     own_grads = torch.zeros_like(own, dtype=accumulate) if keys_need_grad else None
     reduction = None
-    for step, keys, _ in key_steps(call, own, kept):
+    for step, keys, _ in named_steps(key_steps(call, own, kept)):
         dq_part, *parts = tiled_backward(
             dout, q, *split_kv(keys, d), lse, delta, plan.local_mask(step, call.rank),
             scale=call.scale, method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,

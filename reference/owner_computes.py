@@ -47,6 +47,7 @@ from torch import Tensor
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import tiled_forward
 from canon.runtime.call import Call
+from canon.runtime.profiling import named_steps
 from canon.runtime.rank_invariance import Piece, pieces_of
 
 
@@ -69,7 +70,7 @@ def owner_forward(
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t). ``steps``: the key heads of each step."""
     outs, lses = [], []
     keys = fetch(k, v, steps[0])
-    for heads, next_heads in zip(steps, (*steps[1:], None), strict=True):
+    for heads, next_heads in named_steps(zip(steps, (*steps[1:], None), strict=True)):
         k_full, v_full = keys.wait()
         if next_heads:
             keys = fetch(k, v, next_heads)
@@ -101,7 +102,7 @@ def owner_backward(
 
     dqs, key_grads = [], []
     queries, keys = fetch(steps[0])
-    for heads, next_heads in zip(steps, (*steps[1:], None), strict=True):
+    for heads, next_heads in named_steps(zip(steps, (*steps[1:], None), strict=True)):
         queries_full, keys_full = [each.wait() for each in queries], keys.wait() if keys else None
         if next_heads:
             queries, keys = fetch(next_heads)

@@ -53,6 +53,7 @@ from canon.reference.sinks import REFERENCE
 from canon.runtime import public_ranks
 from canon.runtime.call import Algorithm, Call
 from canon.runtime.checks import accumulate_dtype
+from canon.runtime.profiling import named_steps
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
@@ -64,7 +65,7 @@ def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     out = q.new_zeros(b, t, h, v.shape[-1], dtype=accumulate)
     lse = q.new_full((b, h, t), -torch.inf, dtype=accumulate)
     held = [k.contiguous(), v.contiguous()]
-    for step in range(call.ranks):
+    for step in named_steps(range(call.ranks)):
         owner = (call.rank - step) % call.ranks  # of the keys that this rank holds now
         hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
         part = tiled_forward(q, *held, call.local_mask(owner), scale=call.scale, out_dtype=accumulate)
@@ -87,7 +88,7 @@ def ring_backward(
     dq = torch.zeros_like(q, dtype=accumulate) if needs_grad[0] else None
     held, gradient_hop = [k.contiguous(), v.contiguous()], None
     own_part: list = [None, None]  # dk and dv of this rank's keys from its own queries: set at step 0
-    for step in range(call.ranks):
+    for step in named_steps(range(call.ranks)):
         owner = (call.rank - step) % call.ranks
         hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
         dq_part, *part = tiled_backward(

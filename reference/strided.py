@@ -58,6 +58,7 @@ from canon.reference.sinks import REFERENCE
 from canon.runtime import public_ranks
 from canon.runtime.call import Algorithm, Call
 from canon.runtime.checks import accumulate_dtype
+from canon.runtime.profiling import named_steps
 
 __all__ = ["strided_attention"]
 
@@ -75,7 +76,7 @@ def strided_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     mask, steps = gathered_mask(call), call.plan.forward
     outs, lses = [], []
     gather = AllGather(k, v, steps[0], call)
-    for heads, next_heads in zip(steps, (*steps[1:], None), strict=True):
+    for heads, next_heads in named_steps(zip(steps, (*steps[1:], None), strict=True)):
         k_full, v_full = gather.wait()
         if next_heads:
             gather = AllGather(k, v, next_heads, call)
@@ -102,7 +103,7 @@ def strided_backward(
     delta = make_delta(dout, out, dlse)
     dqs, sums, reduction = [], [], None
     gather = AllGather(k, v, steps[0], call)
-    for heads, next_heads in zip(steps, (*steps[1:], None), strict=True):
+    for heads, next_heads in named_steps(zip(steps, (*steps[1:], None), strict=True)):
         k_full, v_full = gather.wait()
         if next_heads:
             gather = AllGather(k, v, next_heads, call)

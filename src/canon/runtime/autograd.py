@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from canon.runtime.call import Call
+from canon.runtime.profiling import recorded
 
 NO_TRANSFORMS = "canon does not support torch.func transforms (grad, vmap, jvp): call it outside of them"
 NO_FORWARD_MODE = (
@@ -62,8 +63,8 @@ class Attention(torch.autograd.Function):
 
 
 def surroundings(q: Tensor, call: Call, name: str) -> AbstractContextManager:
-    """Turn autocast off. If messages of the pass ``name`` fail, raise an error that names the missing ranks."""
-    if call.ranks == 1 and not torch._C._is_any_autocast_enabled():
+    """Turn autocast off, and name the pass ``name`` in traces. If its messages fail, raise an error that names the ranks."""
+    if call.ranks == 1 and not torch._C._is_any_autocast_enabled() and not profiler._is_profiler_enabled:
         return _NOTHING
     return _without_autocast(q, call, name)
 
@@ -73,7 +74,8 @@ def _without_autocast(q: Tensor, call: Call, name: str) -> Iterator[None]:
     device = q.device.type
     plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
     named = call.state.failures(f"{call.function} ({name})") if call.ranks > 1 else _NOTHING
-    with plain, named:
+    traced = recorded(f"{call.function} ({name})") if profiler._is_profiler_enabled else _NOTHING
+    with plain, named, traced:
         yield
 
 

@@ -307,8 +307,8 @@ def _checked(
         mask, layout = default_mask(q, k, mask), None
     else:
         invariant = own.get("rank_invariant", False)
-        default = algorithm.layout or (contiguous_tiles if invariant else Layout.contiguous)
-        mask, layout = _mask_and_layout(q, k, mask, layout, default, rank, ranks)
+        default = default_layout(algorithm, invariant)
+        mask, layout = mask_and_layout(q, k, mask, layout, default, rank, ranks)
         if invariant:
             check_tiled(algorithm.function, layout)
     hash(tuple(own.values()))  # raises TypeError for an option that is a list
@@ -323,7 +323,12 @@ def _checked(
     )  # fmt: skip
 
 
-def _mask_and_layout(
+def default_layout(algorithm: Algorithm, rank_invariant: bool) -> Callable[[int, int], Layout]:
+    """Return the constructor of the layout of calls without one."""
+    return algorithm.layout or (contiguous_tiles if rank_invariant else Layout.contiguous)
+
+
+def mask_and_layout(
     q: Tensor, k: Tensor, mask: Mask | None, layout: Layout | None, default: Callable[[int, int], Layout], rank: int,
     ranks: int,
 ) -> tuple[Mask, Layout]:  # fmt: skip

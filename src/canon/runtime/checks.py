@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
+from canon.runtime.profiling import recorded
 
 METHODS = ("auto", "fused", "split", "head_parallel")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -183,7 +185,8 @@ def default_scale(q: Tensor, scale: float | None) -> float:
 def under_autocast(*names: str) -> Callable:
     """Decorate a function: under autocast, cast the arguments ``names`` to its dtype and run without autocast.
 
-    Tensors of all floating dtypes except float64 are cast, as `torch.nn.functional.scaled_dot_product_attention` does.
+    Tensors of all floating dtypes except float64 are cast, as `torch.nn.functional.scaled_dot_product_attention` does. The
+    function has its name in traces of torch.profiler.
     """
 
     def _decorate(function: Callable) -> Callable:
@@ -191,6 +194,12 @@ def under_autocast(*names: str) -> Callable:
 
         @wraps(function)
         def _called(*args, **kwargs):
+            if profiler._is_profiler_enabled:
+                with recorded(function.__name__):
+                    return _cast(*args, **kwargs)
+            return _cast(*args, **kwargs)
+
+        def _cast(*args, **kwargs):
             if not torch._C._is_any_autocast_enabled():
                 return function(*args, **kwargs)
             first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)

@@ -6,18 +6,24 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from canon.runtime.profiling import recorded
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that torch.compile must not trace, as `torch.compiler.disable`, which imports torch._dynamo."""
+    """Decorate a function that torch.compile must not trace, as `torch.compiler.disable`, which imports torch._dynamo.
+
+    It has its name in traces of torch.profiler.
+    """
 
     @wraps(function)
     def _called(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=f"canon does not trace {function.__name__}: compile without fullgraph=True")
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
+            return torch.compiler.disable(_called)(*args, **kwargs)
+        with recorded(function.__name__):
+            return function(*args, **kwargs)
 
     return _called

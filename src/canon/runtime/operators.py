@@ -14,7 +14,7 @@ Limits: a replayed CUDA graph would compute with the mask of its capture, so Ind
 The ranks do not compare the sink of a compiled call, so a sink that does not fit raises on its own rank only.
 ``keep_kv`` keeps as many rows as the mask needs: a compiled graph needs torch._dynamo.config.capture_dynamic_output_shape_ops.
 A compiled function cannot use attributes or methods of masks and layouts, except `unshard` and `redistribute`.
-FlopCounterMode counts no FLOPs of an operator.
+FlopCounterMode counts FLOPs by the formulas of `flops.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +31,7 @@ from canon.masks.opaque import registered
 from canon.runtime.autograd import NO_SECOND_DERIVATIVE, check_differentiation, surroundings
 from canon.runtime.call import ALGORITHMS, Algorithm, Call, Half, call_of
 from canon.runtime.checks import accumulate_dtype, batched, check_mask_type
+from canon.runtime.flops import register_formulas
 from canon.runtime.group import group_named, name_of
 
 MASK, LAYOUT = registered(Mask), registered(Layout, ("unshard", "redistribute"))
@@ -63,6 +64,7 @@ def call_operator(
         raise RuntimeError("torch.export of canon needs torch >= 2.13: older versions do not take masks as constants")
     compiling, half = torch.compiler.is_compiling(), algorithm.half
     if not compiling:
+        register_formulas(OPTIONS, _options_by_name)
         check_differentiation(q, k, v)
     if mask is not None:
         check_mask_type(mask)
@@ -113,6 +115,12 @@ def _check_settings(half: Half, settings: str | None) -> None:
 
 def _names(function: str) -> list[str]:
     return [option.split()[1] for option in OPTIONS[function].split(", ")]
+
+
+def _options_by_name(function: str, values: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operator after q, k and v by name."""
+    names = ("mask", "has_mask", "layout", "has_layout", "half", "settings", *_names(function))
+    return dict(zip(names, values, strict=False)) | keywords
 
 
 def _forward(function: str, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:

@@ -27,6 +27,7 @@ from canon.runtime.plan_arguments import (
     stages_of,
 )
 from canon.runtime.prepared_plans import Preparation, PreparedPlans
+from canon.runtime.profiling import recorded
 
 
 def dispatch(planned: Callable[..., Layout]):
@@ -74,7 +75,8 @@ def dispatch(planned: Callable[..., Layout]):
         checked = checked_dispatch(
             mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk, rank_invariant
         )
-        return planned(mask, *checked)
+        with recorded("dispatch"):
+            return planned(mask, *checked)
 
     return bound(dispatch, planned)
 
@@ -98,7 +100,8 @@ def cast_plan(planned: Callable[[Mask, Layout, int | None], CastPlan]):
         types raise TypeError. Source: Tao and Huang, MagiAttention (2025).
         """
         check_cast(mask, layout)
-        return planned(mask, layout, stages_of(casts, own_keys_first, stages))
+        with recorded("cast_plan"):
+            return planned(mask, layout, stages_of(casts, own_keys_first, stages))
 
     return bound(cast_plan, planned)
 
@@ -115,7 +118,8 @@ def plan_report(reported: Callable[[Mask, Layout, int], PlanReport]):
         Source: Tao and Huang, MagiAttention (2025).
         """
         check_cast(mask, layout)
-        return reported(mask, layout, checked_chunk(chunk, layout.tokens, layout.ranks))
+        with recorded("plan_report"):
+            return reported(mask, layout, checked_chunk(chunk, layout.tokens, layout.ranks))
 
     return bound(plan_report, reported)
 
@@ -134,7 +138,7 @@ def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], Non
         not fit the plan. Source: Tao and Huang, MagiAttention (2025).
         """
         group, rank, sizes = _agreed("group_cast", check_device, x, plan, stage, group)
-        with named_failures("group_cast", group, plan.layout.ranks):
+        with recorded("group_cast"), named_failures("group_cast", group, plan.layout.ranks):
             return cast(x, plan, stage, group, rank, sizes)
 
     return bound(group_cast, cast)
@@ -160,7 +164,7 @@ def group_reduce(reduce: Callable[..., Tensor], check_device: Callable[[Tensor],
         (2025).
         """
         group, rank, _ = _agreed("group_reduce", check_device, y, plan, stage, group, into)
-        with named_failures("group_reduce", group, plan.layout.ranks):
+        with recorded("group_reduce"), named_failures("group_reduce", group, plan.layout.ranks):
             return reduce(y, plan, stage, into, group, rank)
 
     return bound(group_reduce, reduce)
@@ -241,7 +245,7 @@ def prepare(make: Callable[[Preparation, Any], None], functions: Sequence[Callab
         given = Preparation(
             function, mask, layout, rank, batch, heads, widths, dtype, backward, requires_grad, options
         ).checked(functions)
-        with noted_plans() as plans:
+        with recorded("prepare"), noted_plans() as plans:
             make(given, device)
         return given.prepared(plans)
 

@@ -1,0 +1,79 @@
+"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`. Visible cells count, not the dense square.
+
+    cells       of the mask, between this rank's queries and the keys of all ranks; so the ranks' counts add up
+    forward     2 cells b h (d + dv)
+    backward    2 cells b h (d + dv) for the scores and dout v^T, 2 cells b h d for dq, 2 cells b h (d + dv) for dk and dv
+
+Unneeded gradients count 0. The repeated scores of ``backward="split"`` count 0, as in torch's formula of
+`scaled_dot_product_attention`. With ``rank_invariant=True``, dk and dv are computed, but not counted, by the owner of the keys.
+
+`torch.utils.flop_counter` imports Triton, and `canon.reference` must not. So formulas are registered after a program has
+imported it: at a call under a dispatch mode. Under such a mode, torch runs compiled functions in eager mode.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.runtime.call import ALGORITHMS, default_layout, mask_and_layout
+from canon.runtime.checks import batched, default_mask
+from canon.runtime.group import group_named
+
+Named = Callable[[str, tuple, dict[str, Any]], dict[str, Any]]
+
+
+def register_formulas(functions: Iterable[str], named: Named) -> None:
+    """Register the formulas if flop_counter is loaded, also with the counters that are active.
+
+    ``named(function, arguments, keywords)`` returns all arguments of an operator after q, k and v, by name.
+    """
+    if (counting := sys.modules.get("torch.utils.flop_counter")) is None:
+        return
+    formulas = {}
+    for function in functions:
+        formulas[getattr(torch.ops.canon, function)] = partial(_forward, named, function)
+        formulas[getattr(torch.ops.canon, f"{function}_backward")] = partial(_backward, named, function)
+    modes: list[Any] = [x for x in _get_current_dispatch_mode_stack() if isinstance(x, counting._FlopCounterMode)]
+    for registry in (counting.flop_registry, *(mode.counter.flop_registry for mode in modes)):
+        for operator, formula in formulas.items():
+            registry.setdefault(operator, formula)
+
+
+def _forward(
+    named: Named, function: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any, **keywords: Any
+) -> int:
+    cells = _cells(function, q, k, named(function, rest, keywords))
+    return 2 * cells * (q.shape[-1] + v.shape[-1])
+
+
+def _backward(
+    named: Named, function: str, needs_grad: list[bool], dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
+    v: Tensor, out: Tensor, lse: Tensor, kept: list[Tensor], *rest: Any, out_val: Any, **keywords: Any,
+) -> int:  # fmt: skip
+    cells = _cells(function, q, k, named(function, rest, keywords))
+    d, both = q.shape[-1], q.shape[-1] + v.shape[-1]
+    return 2 * cells * (both + d * needs_grad[0] + both * any(needs_grad[1:]))
+
+
+def _cells(function: str, q: Tensor, k: Tensor, options: dict[str, Any]) -> int:
+    """Return the visible cells of this rank's queries, over all sequences and query heads."""
+    mask: Mask | None = options["mask"] if options["has_mask"] else None
+    layout: Layout | None = options["layout"] if options["has_layout"] else None
+    (q, k), algorithm = batched(q, k), ALGORITHMS[options["half"], function]
+    if algorithm.is_local:
+        area = default_mask(q, k, mask).area
+    else:
+        group = group_named(options["group"])
+        rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        default = default_layout(algorithm, options.get("rank_invariant", False))
+        mask, layout = mask_and_layout(q, k, mask, layout, default, rank, ranks)
+        area = layout.local_mask(mask, rank, range(ranks)).area
+    return area * q.shape[0] * q.shape[2]

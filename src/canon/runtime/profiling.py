@@ -1,0 +1,36 @@
+"""Names in the traces of torch.profiler: `canon.ring_attention (forward)`, and inside `canon step 0`, `canon step 1`, ...
+
+While no profiler runs, a pass of attention tests one flag for its name and one for all its steps, and makes no record.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch.autograd import profiler
+
+T = TypeVar("T")
+_NOTHING = nullcontext()
+
+
+def recorded(function: str) -> AbstractContextManager:
+    """Return a context that gives a function its name in a trace."""
+    profiled = profiler._is_profiler_enabled and not torch.compiler.is_compiling()
+    return profiler.record_function(f"canon.{function}") if profiled else _NOTHING
+
+
+def named_steps(steps: Iterable[T]) -> Iterable[T]:
+    """Return the steps of a loop. Under a profiler, the body of each has its number as a name."""
+    return _named(iter(steps)) if profiler._is_profiler_enabled else steps
+
+
+def _named(steps: Iterator[T]) -> Iterator[T]:
+    for number in itertools.count():
+        try:
+            step = [next(steps)]
+        except StopIteration:
+            return
+        with profiler.record_function(f"canon step {number}"):
+            yield step.pop()  # the loop alone holds the tensors of a step
