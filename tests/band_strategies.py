@@ -51,15 +51,33 @@ def layouts(draw, n=None):
 
 
 @st.composite
+def trees(draw, most=9):
+    """Draw parents, lengths and starts of a tree in depth-first order, with empty nodes and gaps."""
+    sizes = st.lists(st.sampled_from([0, 1, 1, 2, 5]), max_size=most)
+    parents, path, lengths = [], [-1], draw(sizes)
+    for node in range(len(lengths)):
+        path = path[: draw(st.integers(1, len(path)))]
+        parents.append(path[-1])
+        path.append(node)
+    gaps = [draw(st.sampled_from([0, 0, 0, 1, 3])) for _ in lengths]
+    starts = [sum(lengths[:i]) + sum(gaps[: i + 1]) for i in range(len(lengths))]
+    return parents, lengths, starts
+
+
+@st.composite
 def square_masks(draw, n):
     """Draw an n x n mask of every kind, also with queries that see nothing and keys that are not seen."""
-    kind = draw(st.sampled_from(["window", "documents", "block_causal", "ranges"]))
+    kind = draw(st.sampled_from(["window", "documents", "block_causal", "ranges", "tree"]))
     if kind == "window":
         sides = st.none() | st.integers(0, n)
         return Mask.window(n, draw(sides), draw(sides))
     if kind == "documents":
         inner = sorted(draw(st.lists(st.integers(0, n), max_size=5)))  # repeated ends are empty documents
         return Mask.documents([0, *inner, n], causal=draw(st.booleans()))
+    if kind == "tree":
+        parents, lengths, starts = draw(trees())
+        kept = [node for node, start in enumerate(starts) if start + lengths[node] <= n]
+        return Mask.tree([*parents[: len(kept)], -1], [*lengths[: len(kept)], 0], [*starts[: len(kept)], n])
     if kind == "block_causal":
         tokens = {"min_size": n, "max_size": n}
         blocks = draw(st.lists(st.integers(0, 3), **tokens))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from canon import Band, Layout, Mask
+from canon import Band, Layout, Mask, trees
 
 MASK, LAYOUT, ONE = Mask.causal(8), Layout.zigzag(8, 2), Layout.contiguous(8, 1)
 X = torch.zeros(1, 8)
@@ -29,6 +29,8 @@ pytestmark = pytest.mark.usefixtures("own_errors")
         ("keys", lambda n: MASK.shift(0, n)),
         ("q_stop", lambda n: Band(0, n, 0, 8)),
         (r"cu_seqlens\[1\]", lambda n: Mask.documents([0, n])),
+        (r"lengths\[0\]", lambda n: Mask.tree([-1], [n])),
+        ("multiple_of", lambda n: trees.pack([], n)),
         (r"lengths\[0\]", lambda n: Mask.padding([n], 9)),
         ("n", lambda n: Mask.padding([1], n)),
         (r"position_ids\[1\]", lambda n: Mask.from_position_ids([0, n])),
@@ -143,6 +145,26 @@ def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
         (lambda: Mask.from_position_ids([[0], [0.0]]), TypeError, "position_ids[1][0] must be a whole number, got 0.0"),
         (lambda: Mask.from_position_ids(X), TypeError, "position_ids[0][0] must be a whole number, got 0.0"),
         (lambda: Mask.block_causal([[0], [1]], q_valid=[[1]]), ValueError, "{'q_blocks': 2, 'q_valid': 1}"),
+        (lambda: Mask.tree([-1, 0, 0, 1], [1] * 4), ValueError, "parents[3] must be 2, an ancestor of node 2, or -1"),
+        (
+            lambda: Mask.tree([0], [1]),
+            ValueError,
+            "parents[0] must be -1, because nodes come in depth-first order; got 0",
+        ),
+        (lambda: Mask.tree([-1, 0], [1, -1]), ValueError, "lengths[1] must be >= 0, got -1"),
+        (
+            lambda: Mask.tree([-1, 0], [3, 1], [1, 3]),
+            ValueError,
+            "starts[1] must be at least 4, the end of the node before",
+        ),
+        (lambda: Mask.tree([-1], [1], [-1]), ValueError, "starts[0] must be at least 0"),
+        (lambda: Mask.tree([-1], [1, 2]), ValueError, "1 parents, 2 lengths and 2 starts: give one of each"),
+        (lambda: trees.pack([[1], [2.5]]), TypeError, "sequences[1][0] must be a whole number, got 2.5"),
+        (lambda: trees.pack([1, 2]), TypeError, "sequences[0] must be a sequence or a tensor of whole numbers, got 1"),
+        (lambda: trees.pack(3), TypeError, "sequences must be a list with the token ids of each sequence, got 3"),
+        (lambda: trees.pack([[1]], 0), ValueError, "multiple_of must be a whole number >= 1, got 0"),
+        (lambda: trees.pack([[1, 2]], max_tokens=1), ValueError, "sequences[0] has 2 tokens, more than max_tokens=1"),
+        (lambda: trees.pack([[1, 2]]).unpack(X), ValueError, "unpack: x has 1 entries along dim 0, the tree 2"),
         (lambda: Mask.documents([0, 8], window=0), TypeError, "window must be a pair (left, right) or None, got 0"),
         (lambda: Mask.documents([0, 8], window=(3,)), TypeError, "window must be a pair"),
         (lambda: Mask.ranges([(0, 3, 9)], [(0, 3)], [0]), TypeError, "q_ranges[0] must be a pair"),

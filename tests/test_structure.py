@@ -25,6 +25,7 @@ ROOMS = {
     "reference": {"masks", "runtime"},
     "fast": {"masks", "runtime"},
     "training": {"masks", "runtime"},
+    "trees": {"masks"},
     "integrations": {"masks", "runtime", "reference", "fast", "training"},
     "simulator": set(),
     "show": {"masks"},

@@ -3,17 +3,18 @@
     from canon import reference as attn      # plain PyTorch: read it, step through it
     from canon import fast as attn           # the same functions as Triton and Gluon kernels
 
-Both halves take a `Mask` (a set of `Band`s) and a `Layout` (the tokens of each rank). `canon.training` has the loss.
-Importing `canon` needs torch only. The first use of `canon.fast` imports Triton.
+Both halves take a `Mask` (a set of `Band`s) and a `Layout` (the tokens of each rank). `canon.training` has the loss, and
+`canon.trees` packs sequences that begin alike. Importing `canon` needs torch only. The first use of
+`canon.fast` imports Triton.
 """
 
 from importlib import import_module
 
-from canon import training
+from canon import training, trees
 from canon.masks import Band, Layout, Mask
 
 __version__ = "0.1.0"
-__all__ = ["Band", "Layout", "Mask", "fast", "reference", "training"]
+__all__ = ["Band", "Layout", "Mask", "fast", "reference", "training", "trees"]
 
 
 def __getattr__(name):

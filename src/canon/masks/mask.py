@@ -28,6 +28,7 @@ from canon.masks.mask_inputs import (
     document_bands,
     position_ends,
     slice_bands,
+    tree_bands,
     window_bounds,
 )
 from canon.masks.opaque import OpaqueMeta
@@ -150,6 +151,26 @@ class Mask(metaclass=OpaqueMeta):
         Raises ValueError if cu_seqlens does not start at 0 or decreases.
         """
         bands, tokens = document_bands(cu_seqlens, causal, window)
+        return cls.of_disjoint(bands, tokens, tokens)
+
+    @classmethod
+    def tree(cls, parents: Ints, lengths: Ints, starts: Ints | None = None) -> "Mask":
+        """Return the mask of packed branches: a token sees the tokens of its node's ancestors and, causally, its own node.
+
+            tree([-1, 0, 0], [2, 1, 2])      x . . . .      two branches of 1 and 2 tokens
+                                             x x . . .      share a trunk of 2 tokens
+                                             x x x . .
+                                             x x . x .
+                                             x x . x x
+
+        ``parents[i]`` is the node before node i, -1 for a root. Nodes come in depth-first order: node i follows node i - 1
+        or an ancestor of it. ``lengths[i]`` tokens of node i begin at ``starts[i]``, by default at the end of node i - 1.
+        No query sees a token between two nodes. As a query, this token sees the ancestors of the node after it. A last node
+        of length 0 makes the mask end at its start. The mask has one band for each node of length > 0.
+
+        Raises ValueError that names the node if nodes overlap or are in another order.
+        """
+        bands, tokens = tree_bands(parents, lengths, starts)
         return cls.of_disjoint(bands, tokens, tokens)
 
     @classmethod

@@ -1,7 +1,7 @@
 """Checks of the arguments of `Mask` and `Layout`, and their values as plain numbers, tensors, ranges and bands."""
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import gt
 from typing import Any
 
@@ -47,13 +47,45 @@ def document_bands(
     return tight_bands(squares), ends[-1]
 
 
+def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[Band], int]:
+    """Return the bands of a tree's nodes, and the number of its tokens. Cost: O(n) for n nodes."""
+    before, sizes = whole_numbers("parents", parents), whole_numbers("lengths", lengths)
+    begins = [0, *accumulate(sizes)][: len(sizes)] if starts is None else whole_numbers("starts", starts)
+    if not len(before) == len(sizes) == len(begins):
+        raise ValueError(f"{len(before)} parents, {len(sizes)} lengths and {len(begins)} starts: give one of each")
+    bands, path, end = [], [], 0
+
+    def leave(parent: int) -> None:
+        """Finish the nodes of the path behind ``parent``: their subtrees stop at ``end``."""
+        while path and path[-1] > parent:
+            start, size = begins[node := path.pop()], sizes[node]
+            if size:
+                bands.append((start, end, start, start + size, start - end + 1, 0))
+
+    for node, (parent, start, size) in enumerate(zip(before, begins, sizes, strict=True)):
+        if size < 0:
+            raise ValueError(f"lengths[{node}] must be >= 0, got {size}")
+        if start < end:
+            raise ValueError(f"starts[{node}] must be at least {end}, the end of the node before it, got {start}")
+        leave(parent)
+        if parent != (path[-1] if path else -1):
+            allowed = "-1" if not node else f"{node - 1}, an ancestor of node {node - 1}, or -1"
+            raise ValueError(
+                f"parents[{node}] must be {allowed}, because nodes come in depth-first order; got {parent}"
+            )
+        path.append(node)
+        end = start + size
+    leave(-1)
+    return tight_bands(bands), end
+
+
 def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
     """Return cu_seqlens of each sequence, and whether ``position_ids`` were (b, n)."""
     several = _rows("position_ids", position_ids)
     found = []
     for row, numbers in enumerate([position_ids] if several is None else several):
         name = "position_ids" if several is None else f"position_ids[{row}]"
-        positions = _numbers(name, numbers)
+        positions = number_tensor(name, numbers)
         starts = positions == 0
         wrong = ~starts
         wrong[1:] &= positions[1:] != positions[:-1] + 1
@@ -91,7 +123,7 @@ def _rows(name: str, values: Any) -> list[Any] | None:
     return list(values.cpu().unbind()) if isinstance(values, Tensor) else list(values)
 
 
-def _numbers(name: str, values: Ints) -> Tensor:
+def number_tensor(name: str, values: Ints) -> Tensor:
     if isinstance(values, Tensor) and values.ndim == 1 and values.dtype in INTEGERS:
         return values.to("cpu", torch.int64)
     return torch.tensor(whole_numbers(name, values), dtype=torch.int64, device="cpu")

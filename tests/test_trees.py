@@ -1,0 +1,188 @@
+"""A tree's mask equals the sets of ancestors. A packed tree computes each sequence as it is alone."""
+
+import pytest
+import torch
+from band_strategies import trees
+from hypothesis import given
+from hypothesis import strategies as st
+from test_mask import same
+from torch import nn
+
+from canon import Mask, reference
+from canon.trees import Tree, pack
+
+# Equal sequences, beginnings of others, one token, no token, other roots.
+HARD = [
+    [0, 1, 2, 3, 4, 5],
+    [0, 1, 2],
+    [0, 1, 2, 3, 6, 7, 8],
+    [7],
+    [0, 1, 2],
+    [],
+    [7, 8],
+    [0, 1, 2, 3, 6, 7],
+    [0, 3, 3, 3],
+]
+few = st.lists(st.integers(0, 2), max_size=9)
+
+
+def ancestors(parents, lengths, starts):
+    """Return the dense mask: each token sees its node and the ancestors, a token in a gap the ancestors of the next node."""
+    n = starts[-1] + lengths[-1] if starts else 0
+    matrix = torch.zeros(n, n, dtype=torch.bool)
+    for token in range(n):
+        node = max(node for node, start in enumerate([-1, *starts]) if start <= token) - 1
+        if node < 0 or token >= starts[node] + lengths[node]:
+            node = parents[node + 1]
+        while node >= 0:
+            matrix[token, starts[node] : starts[node] + lengths[node]] = True
+            node = parents[node]
+    return matrix.tril()
+
+
+# --- masks
+
+
+@given(trees())
+def test_a_tree_mask_equals_the_sets_of_ancestors(tree):
+    parents, lengths, _ = tree
+    mask = Mask.tree(*tree)
+    assert same(mask, ancestors(*tree))
+    assert len(mask.bands) == sum(size > 0 for size in lengths)
+    assert mask == Mask.tree(*(torch.tensor(x, dtype=torch.int32) for x in tree))
+    starts = [sum(lengths[:node]) for node in range(len(lengths))]
+    assert Mask.tree(parents, lengths) == Mask.tree(parents, lengths, starts)
+
+
+def test_a_deep_chain_is_causal():
+    n = 2000
+    mask = Mask.tree(range(-1, n - 1), [1] * n)
+    assert len(mask.bands) == n
+    assert mask.area == Mask.causal(n).area
+    assert Mask.tree([-1], [5]) == Mask.causal(5)
+
+
+# --- packing
+
+
+def checked(tree: Tree, sequences, multiple_of):
+    """Assert the rules of a tree. Return it."""
+    n, m = len(tree.token_ids), multiple_of
+    assert (tree.mask, tree.mask.keys) == (Mask.tree(tree.parents, tree.lengths, tree.starts), n)
+    for x, expected in ((tree.token_ids, lambda s: s), (tree.position_ids, lambda s: [*range(len(s))]),
+                        (tree.labels, lambda s: [*s[1:], -100][: len(s)])):  # fmt: skip
+        assert [part.tolist() for part in tree.unpack(x)] == [expected(list(s)) for s in sequences]
+    filled = torch.zeros(n, dtype=torch.bool)
+    for start, size in zip(tree.starts, tree.lengths, strict=True):
+        assert size > 0
+        filled[start : start + size] = True
+    positions = torch.arange(n)
+    assert (positions % m == tree.position_ids % m)[filled].all()
+    assert (tree.labels[~filled] == -100).all()
+    assert (tree.weights == 0).equal(tree.labels == -100)
+    leaves = set(range(len(tree.parents))) - set(tree.parents)
+    assert {path[-1] for path in tree.paths if path} == leaves
+    ends = [start + size for start, size in zip(tree.starts, tree.lengths, strict=True)]
+    assert all(ends[node] == tree.starts[node + 1] for node in range(len(ends) - 1) if node not in leaves), (
+        "gaps follow leaves"
+    )
+    return tree
+
+
+def depth_of_fork(one, other, m):
+    """Return the tokens that two sequences share: up to a multiple of m whose next token is still shared."""
+    shared = next(
+        (i for i, (a, b) in enumerate(zip([*one, "end"], [*other, "end"], strict=False)) if a != b), len(one) + 1
+    )
+    return len(one) if one == other else max((d for d in range(0, shared, m)), default=0)
+
+
+@given(st.lists(few, max_size=6), st.sampled_from([1, 2, 3, 4]))
+def test_sequences_share_a_position_up_to_the_last_fork_with_one_label(sequences, m):
+    tree = checked(pack(map(torch.tensor, map(list, sequences)) if all(sequences) else sequences, m), sequences, m)
+    places = tree.unpack(torch.arange(len(tree.token_ids)))
+    for one, at in zip(sequences, places, strict=True):
+        for other, there in zip(sequences, places, strict=True):
+            assert len({*at.tolist()} & {*there.tolist()}) == depth_of_fork(one, other, m)
+
+
+@given(st.lists(few, max_size=8), st.sampled_from([1, 2, 4]), st.integers(9, 20))
+def test_trees_of_at_most_max_tokens_hold_the_sequences_in_order(sequences, m, most):
+    trees = pack(sequences, m, max_tokens=most)
+    first = 0
+    for tree in trees:
+        some = sequences[first : first + len(tree.paths)]
+        checked(tree, some, m)
+        assert len(tree.token_ids) <= most
+        first += len(some)
+        if first < len(sequences):
+            assert len(pack([*some, sequences[first]], m).token_ids) > most, "the next sequence does not fit"
+    assert first == len(sequences)
+
+
+# --- training
+
+
+class Model(nn.Module):
+    """Return the losses of the tokens of one sequence, and leaves q, k, v of its attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.position = nn.Embedding(9, 16), nn.Embedding(9, 16)
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 9)
+
+    def forward(self, ids, positions, labels, mask, attention=reference.attention):
+        x = self.token(ids) + self.position(positions)
+        q, k, v = leaves = self.qkv(x).unflatten(1, (6, 8)).split(2, dim=1)
+        logits = self.head(x + attention(q, k, v, mask).flatten(1))
+        return nn.functional.cross_entropy(logits, labels, reduction="none"), leaves
+
+
+def alone(model, sequence):
+    ids = torch.tensor(sequence, dtype=torch.int64)
+    labels = torch.cat([ids[1:], ids.new_full((min(1, len(ids)),), -100)])
+    return model(ids, torch.arange(len(ids)), labels, Mask.causal(len(ids)))
+
+
+def same_numbers(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mean", ["tokens", "sequences"])
+@pytest.mark.parametrize("multiple_of", [1, 2, 4])
+def test_a_tree_has_the_losses_and_gradients_of_separate_sequences(multiple_of, mean):
+    """Gradients of q, k and v: at a token of one sequence those of the sequence, at a shared token their sum."""
+    torch.manual_seed(0)
+    model, tree = Model().double(), pack(HARD, multiple_of)
+    parameters = [*model.parameters()]
+    losses, tensors = model(tree.token_ids, tree.position_ids, tree.labels, tree.mask)
+    weights = tree.weights if mean == "tokens" else tree.sequence_weights
+    loss = (losses * weights).sum() / weights.sum()
+    separate = [alone(model, sequence) for sequence in HARD]
+    for found, (expected, _) in zip(tree.unpack(losses), separate, strict=True):
+        same_numbers(found, expected)
+    long = [losses[:-1] for losses, _ in separate if len(losses) > 1]
+    expected = torch.cat(long).mean() if mean == "tokens" else torch.stack([each.mean() for each in long]).mean()
+    same_numbers(loss, expected)
+    same_numbers(*(torch.autograd.grad(x, parameters, retain_graph=True) for x in (loss, expected)))
+
+    rows = tree.unpack(torch.arange(len(losses)))
+    for found, parts in zip(
+        torch.autograd.grad(loss, tensors), zip(*(x for _, x in separate), strict=True), strict=True
+    ):
+        total = torch.zeros_like(found)
+        for at, part in zip(
+            rows, torch.autograd.grad(expected, parts, retain_graph=True, materialize_grads=True), strict=True
+        ):
+            total[at] += part
+        same_numbers(found, total)
+
+
+def test_gradients_of_unpacked_rows_are_sums():
+    tree = pack(HARD, 2)
+    x = torch.randn(3, len(tree.token_ids), 2, requires_grad=True, dtype=torch.float64)
+    parts = tree.unpack(x, 1)
+    assert [part.shape for part in parts] == [(3, len(sequence), 2) for sequence in HARD]
+    sum(part.sum() for part in parts).backward()
+    uses = torch.cat(tree.unpack(torch.arange(len(tree.token_ids)))).bincount(minlength=len(tree.token_ids))
+    assert x.grad.equal(uses[None, :, None].expand_as(x).double())
