@@ -114,7 +114,7 @@ def test_few_queries_are_judged_in_every_configuration_and_timed_beside_a_copy(m
     assert "multiple of 64" in odd["declined"]
     assert copy["tbs"] == pytest.approx((5000 * 2 + 2 * 2 * 2) * 16 * 2 / copy["gpu_ms"][0] / 1e9)
     assert few_queries.tables(rows)[0].row_count == 5
-    assert len(few_queries.candidates(options_of("few", "--config", "grid"))) == 91
+    assert len(few_queries.candidates(options_of("few", "--config", "grid"))) == 155
     for text in ("part", "part=x", "size=3"):
         with pytest.raises(ValueError, match="expected grid, or NAME=NUMBER"):
             few_queries.candidates(options_of("few", "--config", text))

@@ -46,7 +46,7 @@ class PartTable(NamedTuple):
         Keys are multiples of 64, or both 0 if the rows see no key of the part.
     words: (words, queries + row tiles), int64: bit j of row i, column q: query q sees key 64 i + j. A further column of each
         row tile has the keys that it loads: those that any query sees, if a row of the tile sees one of the word.
-    parts: number of parts with a visible cell.
+    parts: number of parts with a visible cell, or 1.
     loads_all: the work visits only keys that are loaded.
     """
 
@@ -66,7 +66,7 @@ def part_table(mask: Mask, share: int, rows: int, part: int) -> PartTable:
         raise ValueError(f"a part must be a multiple of {WORD} keys, got {part}")
     words = visible_words(mask)
     seen = np.bitwise_or.reduce(words, 1)
-    parts = np.unique(np.flatnonzero(seen) * WORD // part)
+    parts = np.unique(np.flatnonzero(seen) * WORD // part) if seen.any() else np.zeros(1, np.int64)
     work, loaded = [], []
     for first in range(0, mask.queries * share, rows):
         own = words[:, first // share : -(-min(first + rows, mask.queries * share) // share)].any(1)

@@ -185,6 +185,14 @@ def merge_parts_kernel(
 
 def forward_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t), as `launch.forward` does."""
+    merge_parts(*sum_parts(q, k, v, mask, scale), out, lse, k.shape[2])
+
+
+def sum_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+    """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part with a visible cell, in order.
+
+    Rows are batches x key heads x queries x heads of a group.
+    """
     q, k, v = map(launch.addressable, (q, k, v))
     (b, t, h, _), g, dv = q.shape, k.shape[2], v.shape[3]
     describable = launch.has_descriptor(k) and launch.has_descriptor(v)
@@ -193,16 +201,22 @@ def forward_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, 
         raise ValueError(f"the kernel of the parts needs tiles of keys that divide {WORD}, got {config.columns}")
     table = part_table(mask, h // g, config.rows, key_parts.PART, q.device)
     config = replace(config, tma=config.tma and describable and table.loads_all)
-    rows, accumulate = t * (h // g), accumulate_dtype(q.dtype)
-    outs, lses = (torch.empty(max(1, table.parts), b * t * h, n, dtype=accumulate, device=q.device) for n in (dv, 1))
+    outs = torch.empty(table.parts, b * t * h, dv, dtype=accumulate_dtype(q.dtype), device=q.device)
+    lses = torch.empty(table.parts, b * t * h, dtype=outs.dtype, device=q.device)
     scale, sign = launch.base2_scale(scale, q.dtype)
     options = {"SIGN": sign, "GROUP": h // g, **launch.mma_options(config, q, v, k)}
     options = {name: value for name, value in options.items() if not name.startswith("PARTIAL")}
     tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses)
-    arguments = (*tensors, *table[:2], scale, len(table.work), table.words.shape[1], rows, b * g)
+    arguments = (*tensors, *table[:2], scale, len(table.work), table.words.shape[1], t * (h // g), b * g)
     launch.run(parts_kernel, len(table.work) * b * g, config, arguments, g, (q, k, v), options)
-    merge = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
-    options = {name: options[name] for name in ("GROUP", "DV", "DV_PAD", "ACC")}
-    options |= {"AT_ONCE": AT_ONCE, "BM": merge.rows}
-    arguments = (outs, lses, out, lse, table.parts, rows, b * t * h)
-    launch.run(merge_parts_kernel, -(-b * t * h // merge.rows), merge, arguments, g, (out, lse), options)
+    return outs, lses
+
+
+def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads: int) -> None:
+    """Write out (b, t, h, dv) and natural lse (b, h, t) from the parts of `sum_parts`."""
+    (b, t, h, dv), share = out.shape, out.shape[2] // key_heads
+    config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
+    options = {"GROUP": share, "DV": dv, "DV_PAD": launch.padded(dv), "ACC": launch.triton_dtype(lses.dtype)}
+    options |= {"AT_ONCE": AT_ONCE, "BM": config.rows}
+    arguments = (outs, lses, out, lse, len(lses), t * share, b * t * h)
+    launch.run(merge_parts_kernel, -(-b * t * h // config.rows), config, arguments, key_heads, (out, lse), options)

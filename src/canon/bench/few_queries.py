@@ -96,8 +96,9 @@ def _change(text: str) -> Change:
 
 
 def _grid() -> Iterator[Change]:
-    for part, columns, stages, tma in product((512, 1024, 2048, 4096), (32, 64), (2, 3, 4, 5), (0, 1)):
-        yield {"part": part, "columns": columns, "stages": stages, "tma": tma}
+    tiles = product((512, 1024, 2048, 4096), ((64, 4), (128, 8)), (32, 64), (2, 3, 4, 5), (0, 1))
+    for part, (rows, warps), columns, stages, tma in tiles:
+        yield {"part": part, "rows": rows, "warps": warps, "columns": columns, "stages": stages, "tma": tma}
     for rows, warps, at_once in product((1, 2, 4), (1, 2, 4), (4, 8, 16)):
         yield {"merge_rows": rows, "merge_warps": warps, "at_once": at_once}
 
