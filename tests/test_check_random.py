@@ -51,7 +51,7 @@ def test_all_kinds_are_drawn():
     """Draw 800 cases and find every function, constructor, layout, number of ranks, dtype, option and small size."""
     cases = [draws.drawn(0, i) for i in range(800)]
     assert {case.function for case in cases} == set(draws.WEIGHTS)
-    for word in ("full", "causal", "window", "documents", "prefix", "block_causal", "ranges", "concat"):
+    for word in ("full", "causal", "window", "documents", "prefix", "block_causal", "ranges", "tree", "concat"):
         assert any(f"Mask.{word}(" in case.mask for case in cases), word
     for word in (".crop(", ".shift(", "window=(", "causal=False", "q_valid", "k_valid", "left=-1"):
         assert any(word in case.mask for case in cases), word

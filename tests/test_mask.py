@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from band_strategies import bounds, intervals, ranges_inside
+from band_strategies import bounds, intervals, ranges_inside, trees
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -111,6 +111,39 @@ def test_ranges_has_the_four_slice_types_of_magiattention(q, k, kind):
     assert same(
         Mask.ranges([q], [k], [kind], queries=10, keys=11), torch.nn.functional.pad(expected, (0, 11 - k1, 0, 10 - q1))
     )
+
+
+def ancestors(parents, lengths, starts):
+    """Return the dense mask: each token sees its node and the ancestors, a token in a gap the ancestors of the next node."""
+    n = starts[-1] + lengths[-1] if starts else 0
+    matrix = torch.zeros(n, n, dtype=torch.bool)
+    for token in range(n):
+        node = max(node for node, start in enumerate([-1, *starts]) if start <= token) - 1
+        if node < 0 or token >= starts[node] + lengths[node]:
+            node = parents[node + 1]
+        while node >= 0:
+            matrix[token, starts[node] : starts[node] + lengths[node]] = True
+            node = parents[node]
+    return matrix.tril()
+
+
+@given(trees())
+def test_a_tree_mask_equals_the_sets_of_ancestors(tree):
+    parents, lengths, _ = tree
+    mask = Mask.tree(*tree)
+    assert same(mask, ancestors(*tree))
+    assert len(mask.bands) == sum(size > 0 for size in lengths)
+    assert mask == Mask.tree(*(torch.tensor(x, dtype=torch.int32) for x in tree))
+    starts = [sum(lengths[:node]) for node in range(len(lengths))]
+    assert Mask.tree(parents, lengths) == Mask.tree(parents, lengths, starts)
+
+
+def test_a_deep_chain_is_causal():
+    n = 2000
+    mask = Mask.tree(range(-1, n - 1), [1] * n)
+    assert len(mask.bands) == n
+    assert mask.area == Mask.causal(n).area
+    assert Mask.tree([-1], [5]) == Mask.causal(5)
 
 
 # --- methods ---

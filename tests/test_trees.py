@@ -1,11 +1,9 @@
-"""A tree's mask equals the sets of ancestors. A packed tree computes each sequence as it is alone."""
+"""A packed tree follows the rules of its docstring, and computes each sequence as it is alone."""
 
 import pytest
 import torch
-from band_strategies import trees
 from hypothesis import given
 from hypothesis import strategies as st
-from test_mask import same
 from torch import nn
 
 from canon import Mask, reference
@@ -24,45 +22,6 @@ HARD = [
     [0, 3, 3, 3],
 ]
 few = st.lists(st.integers(0, 2), max_size=9)
-
-
-def ancestors(parents, lengths, starts):
-    """Return the dense mask: each token sees its node and the ancestors, a token in a gap the ancestors of the next node."""
-    n = starts[-1] + lengths[-1] if starts else 0
-    matrix = torch.zeros(n, n, dtype=torch.bool)
-    for token in range(n):
-        node = max(node for node, start in enumerate([-1, *starts]) if start <= token) - 1
-        if node < 0 or token >= starts[node] + lengths[node]:
-            node = parents[node + 1]
-        while node >= 0:
-            matrix[token, starts[node] : starts[node] + lengths[node]] = True
-            node = parents[node]
-    return matrix.tril()
-
-
-# --- masks
-
-
-@given(trees())
-def test_a_tree_mask_equals_the_sets_of_ancestors(tree):
-    parents, lengths, _ = tree
-    mask = Mask.tree(*tree)
-    assert same(mask, ancestors(*tree))
-    assert len(mask.bands) == sum(size > 0 for size in lengths)
-    assert mask == Mask.tree(*(torch.tensor(x, dtype=torch.int32) for x in tree))
-    starts = [sum(lengths[:node]) for node in range(len(lengths))]
-    assert Mask.tree(parents, lengths) == Mask.tree(parents, lengths, starts)
-
-
-def test_a_deep_chain_is_causal():
-    n = 2000
-    mask = Mask.tree(range(-1, n - 1), [1] * n)
-    assert len(mask.bands) == n
-    assert mask.area == Mask.causal(n).area
-    assert Mask.tree([-1], [5]) == Mask.causal(5)
-
-
-# --- packing
 
 
 def checked(tree: Tree, sequences, multiple_of):

@@ -45,6 +45,7 @@ STRIDED = {  # variant: mask, layout, options
     "split_first": ("window", "zigzag", {"head_stride": 2, "forward_first_stride": 1, "backward_first_stride": 1}),
     "one_by_one": ("full", "striped", {}),
     "sink": ("documents", "zigzag", {"sink": True, "head_stride": 2}),
+    "branches": ("tree", "zigzag", {"head_stride": 2}),
 }
 MAGI = {
     "": ("documents", "planned", {}),
@@ -53,6 +54,7 @@ MAGI = {
     "kept": ("block_causal", "planned", {"stages": 2, "keep_kv": True}),
     "three_stages": ("full", "zigzag", {"stages": 3}),
     "sink": ("documents", "planned", {"sink": True, "stages": 2}),
+    "branches": ("tree", "planned", {"stages": 2}),
 }
 PREPARED = {  # function: layout
     "ring_attention": "zigzag", "striped_attention": "striped", "strided_attention": "contiguous",
@@ -77,7 +79,7 @@ PLANTED = (  # function, mask, layout, options, planted
 )
 CAST_PLANS = {  # mask: layout, stages
     "documents": ("planned", 2), "causal": ("zigzag", 0), "window": ("striped", 1), "block_causal": ("planned", 3),
-    "full": ("contiguous", 1),
+    "full": ("contiguous", 1), "tree": ("planned", 2),
 }  # fmt: skip
 # Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`, ...).
 VOCABULARY = {"Band", "Mask", "Layout", "backend", "own_communicators", "warm_up"}
@@ -107,7 +109,7 @@ SHAPES = {  # by mask: (on the CPU, on GPUs)
     "block_causal": (Shape((3, 1), (32, 32), scale=0.15), Shape((6, 1), (64, 64), scale=0.11)),
     "full": (Shape((1, 1), (64, 64), batch=2), Shape((8, 1), (64, 64), batch=2)),
 }
-MASKS = tuple(SHAPES)
+MASKS = (*SHAPES, "tree")
 SHAPES |= {  # masks of some functions only
     "last": (Shape((4, 2), (32, 32), batch=1), Shape((8, 2), (128, 128), batch=1)),
     "last full": (Shape((3, 1), (32, 32)), Shape((8, 1), (64, 64))),
@@ -115,6 +117,7 @@ SHAPES |= {  # masks of some functions only
     "few in a window": (Shape((3, 1), (32, 16), batch=2), Shape((4, 1), (128, 64), batch=2)),
     "sequences": (Shape((2, 1), (32, 16), batch=2), Shape((4, 2), (128, 64), batch=2)),
     "last of sequences": (Shape((2, 1), (32, 32), batch=2), Shape((4, 1), (128, 128), batch=2)),
+    "tree": (Shape((4, 2), (32, 16), batch=1), Shape((8, 2), (128, 128), batch=1)),
 }
 
 
@@ -207,8 +210,8 @@ def _add_local(add: Callable[..., None]) -> None:
     for mask in ("documents", "block_causal"):
         add("attention_forward", mask)
         add("merge", mask)
-    for mask, method in (("documents", "split"), ("documents", "fused"), ("documents", "head_parallel"),
-                         ("window", "split"), ("block_causal", "fused"), ("sequences", "split")):  # fmt: skip
+    for mask, method in (("documents", "split"), ("documents", "fused"), ("documents", "head_parallel"), ("window", "split"),
+                         ("block_causal", "fused"), ("sequences", "split"), ("tree", "head_parallel")):  # fmt: skip
         add("attention_backward", mask, method=method)
     for function in ("attention", "attention_forward"):
         add(function, "sequences")

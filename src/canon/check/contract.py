@@ -47,7 +47,7 @@ python -c "import canon; help(canon.reference.merge)" shows them:
 --features takes a list of words, separated by commas. Each word states a limit of MODULE. Cases beyond the limits are
 changed to fit them, or left out:
 
-  full, causal, window, documents, block_causal    supports only the masks that are named; default: all
+  full, causal, window, documents, block_causal, tree    supports only the masks that are named; default: all
   no-mask            supports causal attention only; mask is None or not passed
   one-mask           supports one mask for all sequences, and no tuple of masks
   no-lse             returns out only

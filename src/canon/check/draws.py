@@ -7,6 +7,7 @@ expression. On GPUs a table has few shapes, because each is compiled.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from random import Random
 
 from canon import reference
@@ -251,6 +252,7 @@ def _square(draw: Random, n: int, parts: bool = True) -> str:
         "prefix": lambda: f"Mask.prefix({n}, {draw.randint(0, n)})",
         "block_causal": lambda: f"Mask.block_causal({_blocks(draw, n)}{_validity(draw, n, 'qk')})",
         "ranges": lambda: _ranges(draw, n, n),
+        "tree": lambda: _tree(draw, n),
         "concat": lambda: _concat(draw, n, lambda size: _square(draw, size, False)),
     }
     names = [*kinds, "documents", "documents"]
@@ -288,6 +290,20 @@ def _documents(draw: Random, n: int) -> str:
         f", window=({window})" if draw.random() < 0.4 else ""
     )
     return f"Mask.documents({ends}{options})"
+
+
+def _tree(draw: Random, n: int) -> str:
+    """Return `Mask.tree` with empty nodes and gaps. The last node ends the mask at n tokens."""
+    starts = sorted(draw.randint(0, n) for _ in range(draw.choice([1, 2, 5, 9, 20])))
+    lengths = [
+        draw.choice([stop - start] * 3 + [draw.randint(0, stop - start)]) for start, stop in pairwise([*starts, n])
+    ]
+    parents, path = [], [-1]
+    for node in range(len(starts)):
+        path = path[: draw.randint(max(1, len(path) - 3), len(path))]
+        parents.append(path[-1])
+        path.append(node)
+    return f"Mask.tree({[*parents, -1]}, {[*lengths, 0]}, {[*starts, n]})"
 
 
 def _runs(draw: Random, n: int, most: int, values: Callable[[], int]) -> str:

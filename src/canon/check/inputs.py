@@ -117,6 +117,12 @@ def _mask(name: str, documents: Documents) -> Masks:
         return Mask.block_causal(
             blocks, q_valid=(position < 0.6) | (position > 0.7), k_valid=(position < 0.65) | (position > 0.8)
         )
+    if name == "tree":  # a node for each document, with a gap at its end
+        depths = [min(place, (1, 2, 2)[place % 3]) for place in range(len(documents.lengths))]
+        parents = [
+            max((i for i in range(place) if depths[i] < depths[place]), default=-1) for place in range(len(depths))
+        ]
+        return Mask.tree([*parents, -1], [*(n - n // 8 for n in documents.lengths), 0], cu_seqlens)
     return {
         "documents": lambda: Mask.documents(cu_seqlens),
         "causal": lambda: Mask.causal(tokens),
