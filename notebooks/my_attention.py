@@ -152,8 +152,11 @@ class _Backward(backward._Backward):
 
 
 def local_forward(call, q, k, v):
-    """Return out and lse: by `forward_kernel` for a causal mask, if it is written, else by tiles of PyTorch."""
-    if forward_kernel is None or call.mask != Mask.causal(q.shape[1]):
+    """Return out and lse: by `forward_kernel` for a causal mask, if it is written, else by tiles of PyTorch.
+
+    With ``rank_invariant`` the sums have the tiles of the reference.
+    """
+    if forward_kernel is None or call.mask != Mask.causal(q.shape[1]) or call.options["rank_invariant"]:
         return tiled_forward(q, k, v, call.mask, scale=call.scale, out_dtype=q.dtype)
     return launch(q, k, v, call.scale)
 
