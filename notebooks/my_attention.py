@@ -242,7 +242,7 @@ def check(options: str) -> None:
     lines = map(str.rstrip, console.file.getvalue().splitlines())
     shown = [line for line in lines if not line.startswith(("No GPU in use", "Skipped", "Record:"))]
     print(f"$ canon check my_attention {options}", *shown, sep="\n")
-    assert status == 0, f"canon check my_attention {options}: {shown[-1]}"
+    assert status == 0, f"canon check my_attention {options}: {shown[-1] if shown else 'invalid options'}"
 
 
 for _path in sorted(FOLDER.glob("*.py")):
