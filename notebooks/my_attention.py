@@ -152,8 +152,11 @@ class _Backward(backward._Backward):
 
 
 def local_forward(call, q, k, v):
-    """Return out and lse: by `forward_kernel` for a causal mask, if it is written, else by tiles of PyTorch."""
-    if forward_kernel is None or call.mask != Mask.causal(q.shape[1]):
+    """Return out and lse: by `forward_kernel` for a causal mask, if it is written, else by tiles of PyTorch.
+
+    With ``rank_invariant`` the sums have the tiles of the reference.
+    """
+    if forward_kernel is None or call.mask != Mask.causal(q.shape[1]) or call.options["rank_invariant"]:
         return tiled_forward(q, k, v, call.mask, scale=call.scale, out_dtype=q.dtype)
     return launch(q, k, v, call.scale)
 
@@ -234,12 +237,12 @@ def check(options: str) -> None:
     check_command.add_arguments(parser)
     console = Console(file=io.StringIO(), width=160, force_terminal=False, force_jupyter=False)
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
-        record = ["--record", f"{folder}/record.json"]
-        status = check_command.run(parser.parse_args(["my_attention", *options.split(), *record]), console)
+        here = ["--world", "threads", "--record", f"{folder}/record.json"]  # ranks of this process call your functions
+        status = check_command.run(parser.parse_args(["my_attention", *options.split(), *here]), console)
     lines = map(str.rstrip, console.file.getvalue().splitlines())
     shown = [line for line in lines if not line.startswith(("No GPU in use", "Skipped", "Record:"))]
     print(f"$ canon check my_attention {options}", *shown, sep="\n")
-    assert status == 0, f"canon check my_attention {options}: {shown[-1]}"
+    assert status == 0, f"canon check my_attention {options}: {shown[-1] if shown else 'invalid options'}"
 
 
 for _path in sorted(FOLDER.glob("*.py")):

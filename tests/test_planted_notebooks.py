@@ -13,6 +13,7 @@ from real_ranks import FunctionCall, Place, Span
 
 from canon import Layout, Mask
 from canon.fast.kernels.gluon.masking import mask_hidden
+from canon.reference import local
 from canon.testing import process_groups
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
@@ -59,10 +60,20 @@ def slightly_wrong(function, *given, **options):
     return tuple(map(changed, found)) if isinstance(found, tuple) else changed(found)
 
 
-def with_a_fault(name, fault, program):
-    """Run ``program`` on a rank where ``canon.fast`` has the fault in the function ``name``."""
-    from canon import fast
+def one_more(function, *given):
+    left, right = function(*given)
+    return left, right + 1
 
+
+def with_a_fault(name, fault, program):
+    """Run ``program`` on a rank where ``canon.fast``, or its Triton kernels, have the fault in the function ``name``."""
+    from canon import fast
+    from canon.fast.kernels.triton import dkdv, dq, forward
+
+    if name == "visible_columns":
+        for kernel in (forward, dq, dkdv):
+            kernel.visible_columns = partial(one_more, kernel.visible_columns)
+        return program()
     setattr(fast, name, fail if fault == "raises" else partial(slightly_wrong, getattr(fast, name)))
     return program()
 
@@ -108,6 +119,24 @@ def test_an_exception_of_a_rank_ends_the_section_with_its_traceback(name, plant)
     plant(FUNCTIONS[name][-1], "raises")
     with pytest.raises(RuntimeError, match=rf"(?s)rank \d: RuntimeError: {PLANTED}.*Traceback.*in fail"):
         section(name)
+
+
+def test_an_off_by_one_in_the_mask_of_triton_fails_the_section(plant):
+    plant("visible_columns", "sees one more key")
+    with pytest.raises(AssertionError, match=r"^ring_attention, rank 0, fast: out is \d+\.\d times the bound"):
+        section(FIRST)
+
+
+def test_a_fault_in_the_reference_fails_the_notebook(monkeypatch):
+    cells = nbformat.read(FOLDER / "00_softmax_in_pieces.ipynb", as_version=4).cells
+    imports, *others = (cell.source for cell in cells if cell.cell_type == "code")
+    names = {}
+    exec(imports, names)
+    compared = next(cell for cell in others if "k_all, v_all" in cell)
+    exec(compared, names)
+    monkeypatch.setattr(local, "tiled_forward", partial(slightly_wrong, local.tiled_forward))
+    with pytest.raises(AssertionError):
+        exec(compared, names)
 
 
 @pytest.mark.parametrize("name", ["05_backward", "06_grouped_heads", "07_overlap_on_hopper"])
