@@ -4,7 +4,8 @@
   which none of its chunks needs, and over those that exactly *one* needs. The keys that a chunk would add to a rank, or take
   away, are differences of two entries.
 - Swaps of one rank with some others are scored at once. The first with a gain swaps; the others are scored again. Without a
-  gain, the next scoring takes twice as many, up to `MOST_TOGETHER`.
+  gain, the next scoring takes twice as many, up to `MOST_TOGETHER`. Lower bounds exclude most swaps before keys that two
+  chunks share are counted.
 - Two ranks are skipped if unchanged since their last comparison. Two within their limits are also skipped, if they share no
   key or a lower bound of the traffic shows no gain.
 
@@ -292,50 +293,52 @@ class _Assignment:
     def _swap_with_first_of(self, rank, others, to_other, to_me):
         """Make the best swap with the first of ``others`` that gains. Return that rank, or None."""
         chunks, mine, theirs = self.chunks, self.slots[rank], self.slots[others]
-        shared_here, shared_there = self._shared(rank, mine, others, theirs)
         # Axes: others, mine, theirs. Keys that only the leaving chunk needed leave, unless the arriving one needs them.
-        here = shared_here + (to_me[:, None] - self.sole_needs[mine][:, None])
-        there = shared_there + (to_other[:, :, None] - self.sole_needs[theirs][:, None])
+        here = to_me[:, None] - self.sole_needs[mine][:, None]
+        there = to_other[:, :, None] - self.sole_needs[theirs][:, None]
         work = chunks.work[theirs][:, None] - chunks.work[mine][:, None]
         own = chunks.own[theirs][:, None] - chunks.own[mine][:, None] if chunks.small_ones else 0
-        change = here + there
-        here += self.received[rank] - own
-        there += self.received[others][:, None, None] + own
-        peak = np.maximum(
-            np.maximum(work + self.load[rank], here), np.maximum(self.load[others][:, None, None] - work, there)
-        )
-        np.maximum(peak, chunks.allowed, out=peak)
+        received = here + (self.received[rank] - own), there + (self.received[others][:, None, None] + own)
+        load = np.maximum(work + self.load[rank], self.load[others][:, None, None] - work)
+        peak_now = np.maximum(self.cost[others], max(self.cost[rank], chunks.allowed))
+        # Shared keys only add to a peak and to a change, so they are needed only where these bounds gain.
+        peak, change = np.maximum(np.maximum(load, chunks.allowed), np.maximum(*received)), here + there
+        gains = _gains(peak, change, peak_now[:, None, None])
         if chunks.small_ones:
             small, their_small = chunks.small[mine][:, None], chunks.small[theirs][:, None]
-            there_has_small = self.has_small[others][:, None, None]
-            peak[(small & ~their_small & there_has_small) | (~small & their_small & self.has_small[rank])] = FAR
-        peak, change = (x.reshape(len(others), -1) for x in (peak, change))
-        lowest = peak.min(1)
-        change[peak > lowest[:, None]] = FAR
-        peak_now = np.maximum(self.cost[others], max(self.cost[rank], chunks.allowed))
-        gains = (lowest < peak_now) | ((lowest == peak_now) & (change.min(1) < 0))
-        which = int(gains.argmax())
-        if not gains[which]:
+            gains &= ~(small & ~their_small & self.has_small[others][:, None, None])
+            gains &= small | ~their_small | ~self.has_small[rank]
+        pairs = np.nonzero(gains)
+        which, x, y = pairs
+        shared = self._shared(rank, others[which], mine[x], theirs[which, y])
+        peak = np.maximum(
+            peak[pairs], np.maximum(*(keys[pairs] + more for keys, more in zip(received, shared, strict=True)))
+        )
+        change = change[pairs] + sum(shared)
+        gains = _gains(peak, change, peak_now[which])
+        if not gains.any():
             return None
-        other, (x, y) = int(others[which]), divmod(int(change[which].argmin()), chunks.slots)
+        first = which[gains.argmax()]
+        best = np.lexsort((change, peak, which != first))[0]
+        other, x, y = int(others[first]), x[best], y[best]
         self.slots[rank, x], self.slots[other, y] = self.slots[other, y], self.slots[rank, x]
         self._update(np.array([rank, other]))
         return other
 
-    def _shared(self, rank, mine, others, theirs):
-        """Return the keys shared by each chunk of mine and theirs, here and there, where no other chunk needs them."""
-        chunks, intervals = self.chunks, self.chunks.first.shape[1]
-        my_first, my_last = (x.take(mine, 0).reshape(-1, 1) for x in (chunks.first, chunks.last))
-        first, last = (x.take(theirs, 0).reshape(len(others), 1, -1) for x in (chunks.first, chunks.last))
-        first, last = np.maximum(first, my_first), np.minimum(last, my_last)
-        np.maximum(last, first, out=last)
+    def _shared(self, rank, others, mine, theirs):
+        """Return the keys shared by the chunks of each pair, here and there, where no other chunk needs them."""
+        first, last = self.chunks.first, self.chunks.last
+        first = np.maximum(first[mine][:, :, None], first[theirs][:, None])
+        last = np.maximum(np.minimum(last[mine][:, :, None], last[theirs][:, None]), first)
         here, there = self.once[rank], self.once.reshape(-1)
         offset = (others * self.once.shape[1])[:, None, None]
         shared = here.take(last) - here.take(first), there.take(last + offset) - there.take(first + offset)
-        if intervals == 1:
-            return shared
-        split = (len(others), len(mine), intervals, theirs.shape[1], intervals)
-        return tuple(x.reshape(split).sum((2, 4)) for x in shared)
+        return tuple(keys.sum((1, 2)) for keys in shared)
+
+
+def _gains(peak, change, peak_now):
+    """Return where a swap lowers the peak, or keeps it and receives fewer keys."""
+    return (peak < peak_now) | ((peak == peak_now) & (change < 0))
 
 
 dispatch = public_plans.dispatch(_dispatch)
