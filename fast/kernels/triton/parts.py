@@ -55,7 +55,6 @@ def parts_kernel(
     q_strides,
     k_strides,
     v_strides,
-    SIGN: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -83,8 +82,6 @@ def parts_kernel(
     width, value_width = tl.arange(0, D_PAD)[None, :], tl.arange(0, DV_PAD)[None, :]
     q_tile = head_pointer(q, batch, 0, q_strides, ALIGN) + start[:, None] + width * q_strides[3]
     q_tile = tl.load(q_tile, mask=valid[:, None] & (width < D), other=0.0)
-    if SIGN != 1:  # as in `forward_kernel`
-        q_tile = (q_tile.to(ACC) * SIGN).to(q_tile.dtype)
     k_rows = rows_of(k, batch, head, k_strides, BN, D_PAD, ALIGN)
     v_rows = rows_of(v, batch, head, v_strides, BN, DV_PAD, ALIGN)
     k_source = full_tile_source(k_tiles, batch, head, k_strides, BN, D_PAD, ALIGN, TMA)
@@ -204,7 +201,8 @@ def sum_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tupl
     outs = torch.empty(table.parts, b * t * h, dv, dtype=accumulate_dtype(q.dtype), device=q.device)
     lses = torch.empty(table.parts, b * t * h, dtype=outs.dtype, device=q.device)
     scale, sign = launch.base2_scale(scale, q.dtype)
-    options = {"SIGN": sign, "GROUP": h // g, **launch.mma_options(config, q, v, k)}
+    q = q if sign == 1 else q * sign  # NaN stays NaN
+    options = {"GROUP": h // g, **launch.mma_options(config, q, v, k)}
     options = {name: value for name, value in options.items() if not name.startswith("PARTIAL")}
     tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses)
     arguments = (*tensors, *table[:2], scale, len(table.work), table.words.shape[1], t * (h // g), b * g)
