@@ -50,6 +50,11 @@ def holes(notebook: NotebookNode) -> list[str]:
     return [cell.source for cell in notebook.cells if cell.cell_type == "code" and HOLE.search(cell.source)]
 
 
+def unprofiled(source: str) -> str:
+    """Return the source without `named_steps`, which names the steps of a loop for a profiler. Pages leave it out."""
+    return re.sub(r"named_steps\((.*)\):", r"\1:", source)
+
+
 def for_students(notebook: NotebookNode) -> NotebookNode:
     """Return the notebook with holes, and with folded solutions."""
     cells = []

@@ -5,6 +5,7 @@ import textwrap
 import tomllib
 from pathlib import Path
 
+import course
 import jupytext
 import nbformat
 import pytest
@@ -22,7 +23,7 @@ def unindented(text):
     return "".join(f"\n{line.strip()}" for line in text.splitlines() if line.strip()) + "\n"
 
 
-SOURCES = [unindented(path.read_text()) for path in SHOWN if path.suffix in (".py", ".cu")]
+SOURCES = [unindented(course.unprofiled(path.read_text())) for path in SHOWN if path.suffix in (".py", ".cu")]
 
 
 def test_every_notebook_has_a_twin():
