@@ -67,8 +67,8 @@ def test_sequences_share_a_position_up_to_the_last_fork_with_one_label(sequences
 
 @given(st.lists(few, max_size=8), st.sampled_from([1, 2, 4]), st.integers(9, 20))
 def test_trees_of_at_most_max_tokens_hold_the_sequences_in_order(sequences, m, most):
-    trees = pack(sequences, m, max_tokens=most)
-    first = 0
+    trees, first = pack(sequences, m, max_tokens=most), 0
+    assert isinstance(trees, list)
     for tree in trees:
         some = sequences[first : first + len(tree.paths)]
         checked(tree, some, m)

@@ -124,6 +124,7 @@ def _rows(name: str, values: Any) -> list[Any] | None:
 
 
 def number_tensor(name: str, values: Ints) -> Tensor:
+    """Return whole numbers as int64 on the CPU."""
     if isinstance(values, Tensor) and values.ndim == 1 and values.dtype in INTEGERS:
         return values.to("cpu", torch.int64)
     return torch.tensor(whole_numbers(name, values), dtype=torch.int64, device="cpu")
