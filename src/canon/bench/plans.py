@@ -34,7 +34,7 @@ def plans(options: argparse.Namespace) -> list[dict]:
             _row("a window of 1024", ranks, [Mask.window(tokens, 1024, 0)]),
             _row("1000 documents", ranks, [Mask.documents(even)]),
             _row("1000 documents, cut at random", ranks, [Mask.documents(random)]),
-            *(_row(f"a tree of 2000 nodes, depth {depth}", ranks, [_tree(tokens, depth)]) for depth in (4, 200)),
+            *(_row(f"a tree of 2000 nodes, depth {depth}", ranks, [tree(tokens, depth, 2000)]) for depth in (4, 200)),
         ]
     if not options.ranks:
         ranks, tokens = LARGE
@@ -42,14 +42,14 @@ def plans(options: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def _tree(tokens: int, depth: int) -> Mask:
-    """Return a tree of 2000 nodes: a chain of ``depth`` nodes, then nodes that follow a random place of the path before."""
+def tree(tokens: int, depth: int, nodes: int) -> Mask:
+    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow a random node of the path before them."""
     draw, parents, path = Random(depth), [], [-1]
-    for node in range(2000):
+    for node in range(nodes):
         path = path if node < depth else path[: draw.randint(1, min(depth, len(path)))]
         parents.append(path[-1])
         path.append(node)
-    cuts = sorted(draw.randint(0, tokens) for _ in range(1999))
+    cuts = sorted(draw.randint(0, tokens) for _ in range(nodes - 1))
     return Mask.tree(parents, [stop - start for start, stop in pairwise([0, *cuts, tokens])])
 
 
