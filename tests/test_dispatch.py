@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Layout, Mask, fast, reference
+from canon.bench import plans
 from canon.bench.packs import sampled_packs
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache
@@ -58,6 +59,16 @@ def test_both_halves_make_the_same_plan_with_evenly_divided_chunks(mask, ranks, 
     for ranges in layout.ranges_per_rank:
         assert [r.start for r in ranges] == sorted(r.start for r in ranges)
         assert all(r.start % chunk == 0 and (r.stop % chunk == 0 or r.stop == n) for r in ranges)
+
+
+@pytest.mark.parametrize(
+    "rates", [{}, {"imbalance": 1.2}, {"cells_per_us": 1000, "tokens_per_us": 1, "swaps_per_chunk": 5}]
+)
+@pytest.mark.parametrize(("ranks", "chunk"), [(3, 17), (4, 20), (8, 16)])
+def test_both_halves_make_the_same_plan_of_a_deep_tree(ranks, chunk, rates):
+    """A chunk of it needs many intervals of keys."""
+    mask = plans.tree(1000, 30, 100)
+    assert reference.dispatch(mask, ranks, chunk=chunk, **rates) == fast.dispatch(mask, ranks, chunk=chunk, **rates)
 
 
 def test_one_causal_document_becomes_zigzag(half):

@@ -6,6 +6,8 @@ The cache is empty. Balance is the largest area over max(mean, largest chunk), v
 import argparse
 import statistics
 import time
+from itertools import pairwise
+from random import Random
 
 import torch
 
@@ -32,11 +34,23 @@ def plans(options: argparse.Namespace) -> list[dict]:
             _row("a window of 1024", ranks, [Mask.window(tokens, 1024, 0)]),
             _row("1000 documents", ranks, [Mask.documents(even)]),
             _row("1000 documents, cut at random", ranks, [Mask.documents(random)]),
+            *(_row(f"a tree of 2000 nodes, depth {depth}", ranks, [tree(tokens, depth, 2000)]) for depth in (4, 200)),
         ]
     if not options.ranks:
         ranks, tokens = LARGE
         rows.append(_row("a large pack", ranks, [Mask.documents(sampled_packs(tokens, 1)[0])]))
     return rows
+
+
+def tree(tokens: int, depth: int, nodes: int) -> Mask:
+    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow a random node of the path before them."""
+    draw, parents, path = Random(depth), [], [-1]
+    for node in range(nodes):
+        path = path if node < depth else path[: draw.randint(1, min(depth, len(path)))]
+        parents.append(path[-1])
+        path.append(node)
+    cuts = sorted(draw.randint(0, tokens) for _ in range(nodes - 1))
+    return Mask.tree(parents, [stop - start for start, stop in pairwise([0, *cuts, tokens])])
 
 
 def _row(kind: str, ranks: int, masks: list[Mask]) -> dict:
