@@ -25,8 +25,8 @@ def own_communicators(group: Group = None) -> None:
     the current CUDA device of the rank. A second call does nothing. The communicators end when the group is destroyed and no
     variable refers to it.
 
-    Each NCCL communicator takes GPU memory. `canon bench communicators` measures it, and the time of steps under DDP. It is no
-    default, because no record shows yet that it pays.
+    It is no default: on two H100 steps under DDP took as long without, and a communicator took 0.5 GB of each GPU
+    (paper/data/communicators_two_h100.json, of `canon bench communicators`).
     """
     group, _, ranks = place_in("own_communicators", group)
     if ranks == 1:

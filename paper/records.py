@@ -23,6 +23,7 @@ TEXTS = {  # name of a record, or of several: commit that holds the kernel or th
     "tests_cpu.txt": ("8f337b3", "2026-11-24", "none", "make test"),
     "tests_h200.txt": ("28cf8d8", "2026-11-24", "1 and 2 H200", "pytest --gpu tests"),
     "sanitizer_h200.txt": ("6112dcf", "2026-11-23", "1 H200", "compute-sanitizer"),
+    "forward_plain_h100.txt": ("c01975e", "2026-11-25", "1 H100", "canon bench tune"),
     "ncu_first": ("54bacf9", "2026-11-20", "1 H200", PROFILER),
     "ncu_third": ("a3c8ed9", "2026-11-20", "1 H200", PROFILER),
     "ncu_fifth": ("0445676", "2026-11-21", "1 H200", PROFILER),

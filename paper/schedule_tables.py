@@ -286,7 +286,66 @@ def messages() -> dict[str, str]:
     }
 
 
-PARTS = (schedules, packs, host, plans, training, messages)
+TWO_H100 = {  # record: schedule in it, name on the page
+    "schedules_two_h100": (
+        ("ring zigzag", "ring, zigzag"),
+        ("strided zigzag 2", "strided, zigzag, 2 key heads at a time"),
+        ("strided zigzag 8", "strided, zigzag, 8"),
+        ("strided zigzag 8, rank invariant", "strided, zigzag, 8, rank invariant"),
+        ("magi, 0 stages", "magi, one group cast"),
+        ("magi, 1 stages", "magi, own keys first"),
+        ("magi, rank invariant", "magi, rank invariant"),
+        ("one GPU", "one GPU, the whole sequence"),
+    ),
+    "schedules_peers_two_h100": (
+        ("ring zigzag", "ring, zigzag"),
+        ("magi, 0 stages", "magi, one group cast"),
+        ("magi, 1 stages", "magi, own keys first"),
+        ("ring-flash-attn zigzag", "ring-flash-attn on flash-attn-4, zigzag"),
+        ("torch cudnn allgather", "torch `context_parallel`, cuDNN, all-gather"),
+    ),
+}
+
+
+def two_gpus() -> dict[str, str]:
+    """Return tables of wall and GPU time on two H100, and of steps with own communicators."""
+
+    def times(record: str, name: str, n: int) -> str:
+        row = schedule(record, name, n)
+        return f"{median(row['both_wall_ms']):.2f} / {median(row['both_ms']):.2f}"
+
+    lengths = 8192, 32768
+    header = ("wall / GPU ms, both passes", *(f"{tokens(n)} tokens" for n in lengths))
+    found = {
+        name: table(header, [[label, *(times(record, schedule, n) for n in lengths)] for schedule, label in rows])
+        for name, (record, rows) in zip(("two_h100", "two_h100_peers"), TWO_H100.items(), strict=True)
+    }
+    wall = lambda name, n: median(schedule("schedules_peers_two_h100", name, n)["both_wall_ms"])
+    rows = load("communicators_two_h100")["results"]
+    steps = {own: [median(row["step_wall_ms"]) for row in rows if row["own"] is own] for own in (False, True)}
+    return found | {
+        "ring_over_peer_short": f"{wall('ring-flash-attn zigzag', 8192) / wall('ring zigzag', 8192):.2f}",
+        "ring_over_peer_long": f"{wall('ring-flash-attn zigzag', 32768) / wall('ring zigzag', 32768):.2f}",
+        "communicator_mb": f"{rows[0]['communicator_mb']:.0f}",
+        "own_steps": span([own / usual for usual, own in zip(*steps.values(), strict=False)]),
+        "slowest_step": f"{max(max(row['step_wall_ms']) for row in rows):.1f}",
+    }
+
+
+def few_queries() -> dict[str, str]:
+    """Return the table of few queries over many keys."""
+    rows = load("few_queries_h100")["results"]
+    names = "SDPA cudnn", "SDPA flash", "canon auto"
+    lines = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        found = {row["contender"]: 1e3 * median(row["gpu_ms"]) for row in rows if row["shape"] == shape and "gpu_ms" in row}
+        if all(name in found for name in (*names, "copy")):
+            queries, keys = shape.split()[1][1:], tokens(int(shape.split(":")[1]))
+            lines.append([f"{queries} and {keys}", *(f"{found[name]:.1f}" for name in (*names, "copy"))])
+    return {"few": table(("GPU us, queries and keys", "cuDNN", "torch flash", "Canon", "a copy"), lines)}
+
+
+PARTS = (schedules, two_gpus, few_queries, packs, host, plans, training, messages)
 
 
 def _ring_wall(rank: int, checked: bool) -> str:

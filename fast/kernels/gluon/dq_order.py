@@ -53,6 +53,7 @@ UNEVEN = 1.2  # alternate if the longest work tile costs more than this times th
 MAX_SHARE = 0.08
 MIN_VISITS_ALTERNATING = {64: 8, 128: 12}
 MIN_VISITS = {64: 8, 128: 24}
+MIN_VISITS_OF_MORE_KEYS = 256  # paper/data/schedules_two_h100.json: at 128 visits split is faster, at 512 ordered
 LAG = 2.5
 
 
@@ -118,11 +119,13 @@ def ordered_dq_pays(
         return False
     each = query_heads // key_heads
     # Else many keys probably belong to other ranks, and "split" sends dk and dv during its dq kernel, which "fused" cannot.
-    # Then only the stricter test below counts.
+    # Then only the stricter tests below count.
     if mask.keys <= mask.queries:
         costs, bytes_per_head = tile_costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
         if found := alternation(costs, rows, columns, each, key_heads, bytes_per_head, mask.queries):
             return visited > MIN_VISITS_ALTERNATING[width] * tiles and found[1] < MAX_SHARE
+    elif visited <= MIN_VISITS_OF_MORE_KEYS * tiles:
+        return False
     lag = LAG * min(tiles, sms / key_heads)  # of the last CTA of a head, in tiles
     return visited > MIN_VISITS[width] * tiles and visited * query_heads / sms > 10 * lag
 
