@@ -1,7 +1,7 @@
 """Compute the numbers and the tables of the paper from the records.
 
 `values` returns every number by name. The numbers of an article have the first word of the article's name in front, as in
-"deterministic_model". A table is a header and rows of text.
+"backward_fused_total". A table is a header and rows of text.
 """
 
 import re
