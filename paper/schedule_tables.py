@@ -338,7 +338,9 @@ def few_queries() -> dict[str, str]:
     names = "SDPA cudnn", "SDPA flash", "canon auto"
     lines = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
-        found = {row["contender"]: 1e3 * median(row["gpu_ms"]) for row in rows if row["shape"] == shape and "gpu_ms" in row}
+        found = {
+            row["contender"]: 1e3 * median(row["gpu_ms"]) for row in rows if row["shape"] == shape and "gpu_ms" in row
+        }
         if all(name in found for name in (*names, "copy")):
             queries, keys = shape.split()[1][1:], tokens(int(shape.split(":")[1]))
             lines.append([f"{queries} and {keys}", *(f"{found[name]:.1f}" for name in (*names, "copy"))])
