@@ -74,7 +74,7 @@ def test_the_six_lines_and_the_calls_of_which_function_run_as_printed(half, rank
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 32, heads, 16) for heads in (8, 4, 4))
     assert [call.split("(")[0] for call in CALLS] == [
-        f"attn.{name}" for name in ("attention", "magi_attention", "strided_attention", "zigzag_attention")
+        f"attn.{name}" for name in ("attention", "magi_attention", "zigzag_attention", "strided_attention")
     ]
 
     def program():
@@ -85,7 +85,7 @@ def test_the_six_lines_and_the_calls_of_which_function_run_as_printed(half, rank
             names |= {name: layout.shard(x, rank) for name, x in (("q", q), ("k", k), ("v", v))}
             expected = layout.shard(reference.attention(q, k, v, mask), rank)
             torch.testing.assert_close(eval(call, names), expected)
-        names = {"ends": ends, "ranks": ranks, "rank": rank, "q": q, "k": k, "v": v}
+        names = {"cu_seqlens": ends, "ranks": ranks, "rank": rank, "q": q, "k": k, "v": v}
         exec(START.replace("fast as attn", f"{half} as attn"), names)
         torch.testing.assert_close(names["whole"], reference.attention(q, k, v, documents))
 
