@@ -74,9 +74,11 @@ def one_mask(mask: Mask | Sequence[Mask]) -> tuple[Mask, int]:
 
     Raise TypeError or ValueError unless all are square and of one size.
     """
-    masks = mask if isinstance(mask, (tuple, list)) else [mask]
+    masks = [mask] if isinstance(mask, Mask) else mask
+    if not isinstance(masks, (tuple, list)):
+        raise TypeError(f"dispatch: mask must be a Mask, got {shown(mask)}")
     for place, each in enumerate(masks):
-        name = "mask" if masks is not mask else f"mask[{place}]"
+        name = "mask" if each is mask else f"mask[{place}]"
         if not isinstance(each, Mask):
             raise TypeError(f"dispatch: {name} must be a Mask, got {shown(each)}")
         if each.queries != each.keys:
