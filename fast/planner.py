@@ -34,10 +34,10 @@ FEWEST_TOGETHER, MOST_TOGETHER = 32, 256  # ranks in one scoring; scores behind 
 
 
 @cached_plan
-def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) -> Layout:
+def _dispatch(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) -> Layout:
     if not mask.queries:
         return Layout([[]] * ranks, 0)
-    chunks = _Chunks(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us)
+    chunks = _Chunks(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us)
     slacks = (Fraction(1), (1 + imbalance) / 2, imbalance)
     starts = [_greedy(chunks, slack) for slack in slacks] + [_zigzag(chunks), _contiguous(chunks)]
     assignment = min((_Assignment(chunks, slots) for slots in starts), key=_Assignment.score)
@@ -47,34 +47,35 @@ def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_
         if assignment.score() >= best:
             break
         best, slots = assignment.score(), assignment.slots.copy()
-    return Layout([chunks.tokens(numbers) for numbers in slots], mask.queries)
+    return Layout([chunks.tokens(numbers) for numbers in slots], mask.queries // sequences)
 
 
 class _Chunks:
-    """The chunks of a mask, filled up with empty ones to a multiple of the ranks.
+    """The chunks of a mask, or of each of its sequences, filled up with empty ones to a multiple of the ranks.
 
     Work, cells, needs and received keys are times in 1 / (cells_per_us * tokens_per_us) microseconds.
     """
 
-    def __init__(self, mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us):
-        self.count = -(-mask.queries // chunk)
+    def __init__(self, mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us):
+        n = mask.queries // sequences
+        self.count = -(-n // chunk)
         self.ranks, self.slots = ranks, -(-self.count // ranks)  # chunks of a rank
         self.cells_per_us = cells_per_us
         total = self.ranks * self.slots
-        edges = np.minimum(np.arange(total + 1) * chunk, mask.queries)
+        edges = np.minimum(np.arange(total + 1) * chunk, n)
         self.start, self.size = edges[:-1], np.diff(edges)
         self.small = self.size < chunk
         self.small_ones = int(self.small.sum())
-        real = slice(self.count)
         self.area = np.zeros(total, np.int64)
-        self.area[real], *needs = areas_and_needs(mask, edges[:-1][real], edges[1:][real])
-        own = np.arange(self.count), edges[:-1][real], edges[1:][real]
-        self._cut_into_cells(
-            *union_of_intervals(*(np.append(*x) for x in zip(needs, own, strict=True)), mask.keys), total
-        )
+        first = (np.arange(sequences)[:, None] * n + self.start[: self.count]).ravel()  # the chunks of all sequences
+        own = np.tile(np.arange(self.count), sequences), first, first + np.tile(self.size[: self.count], sequences)
+        area, piece, *keys = areas_and_needs(mask, *own[1:])
+        self.area[: self.count] = area.reshape(sequences, -1).sum(0)
+        needs = zip((piece % self.count, *keys), own, strict=True)
+        self._cut_into_cells(*union_of_intervals(*map(np.append, *zip(*needs, strict=True)), mask.keys), total)
         self.bound = max(-(-int(self.area.sum()) // ranks), int(self.area.max(initial=0)))
         self.allowed = int(self.bound * imbalance) * tokens_per_us
-        self.work, self.own = self.area * tokens_per_us, self.size * self.cells_per_us
+        self.work, self.own = self.area * tokens_per_us, self.size * sequences * self.cells_per_us
 
     def _cut_into_cells(self, owner, first, last, total):
         """Store each chunk's intervals of keys as (first, last) cells, filled up with empty ones."""

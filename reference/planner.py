@@ -8,6 +8,8 @@ own tokens:
     their chunks        0000111122223333444455     1        5+6+7+8     = 26       tokens 0 to 7 (of a)
                                                    3        13+14+1+2   = 30       tokens 0 to 15 (all of a and b)
 
+A batch with a mask for each sequence has one layout: areas, needs and received tokens are sums over its sequences.
+
 Aim, in whole numbers, so that every rank on any machine decides alike:
 
     1. minimise the peak, max over ranks of max(area / cells_per_us, received / tokens_per_us). A peak up to `allowed`
@@ -54,8 +56,8 @@ BATCH = 2
 
 
 @cached_plan
-def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) -> Layout:
-    chunks = chunks_of(mask, ranks, chunk)
+def _dispatch(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) -> Layout:
+    chunks = chunks_of(mask, sequences, ranks, chunk)
     aim = Aim(chunks, ranks, imbalance, cells_per_us, tokens_per_us)
     slacks = (Fraction(1), (1 + imbalance) / 2, imbalance)
     starts = [_greedy(chunks, ranks, int(aim.bound * slack)) for slack in slacks]
@@ -67,16 +69,20 @@ def _dispatch(mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_
         if aim.score(better) >= aim.score(best):
             break
         best, swaps = better, swaps - made
-    return Layout([tokens_of(held) for held in best], mask.queries)
+    return Layout([tokens_of(held) for held in best], mask.queries // sequences)
 
 
 # ---------------------------------------------------------------------- chunks
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens, the area of their rows, and their need. Sets of tokens are integers with one bit for each token."""
+    """Tokens, the area of their rows, and their need. Sets of tokens are integers with one bit for each token.
+
+    ``size``: the number of tokens in all sequences.
+    """
 
     number: int
     tokens: range
+    size: int
     area: int
     need: int
     small: bool  # empty, or the short last chunk
@@ -86,18 +92,20 @@ Held = list[Chunk]  # the chunks of one rank, ascending
 Assignment = list[Held]  # by rank
 
 
-def chunks_of(mask: Mask, ranks: int, chunk: int) -> Held:
-    """Return the chunks of the sequence, plus empty ones up to a multiple of the ranks."""
-    n = mask.queries
+def chunks_of(mask: Mask, sequences: int, ranks: int, chunk: int) -> Held:
+    """Return the chunks of a sequence, plus empty ones up to a multiple of the ranks."""
+    n = mask.queries // sequences
     count = -(-n // chunk)
     pieces = [range(start, min(start + chunk, n)) for start in range(0, -(-count // ranks) * ranks * chunk, chunk)]
-    return [chunk_of(mask, number, piece, chunk) for number, piece in enumerate(pieces)]
+    return [chunk_of(mask, sequences, number, piece, chunk) for number, piece in enumerate(pieces)]
 
 
-def chunk_of(mask: Mask, number: int, tokens: range, chunk: int) -> Chunk:
-    """Return the chunk of ``tokens``, small if they are fewer than ``chunk``."""
-    need = reduce(or_, map(_bits, [tokens, *mask.needed_keys([tokens])]), 0)
-    return Chunk(number, tokens, mask.crop(queries=tokens).area if tokens else 0, need, len(tokens) < chunk)
+def chunk_of(mask: Mask, sequences: int, number: int, tokens: range, chunk: int) -> Chunk:
+    """Return the chunk of ``tokens`` in all sequences, small if they are fewer than ``chunk``."""
+    n = mask.queries // sequences
+    rows = [range(tokens.start + i * n, tokens.stop + i * n) for i in range(sequences if tokens else 0)]
+    area, need = sum(mask.crop(queries=each).area for each in rows), [*rows, *mask.needed_keys(rows)]
+    return Chunk(number, tokens, sum(map(len, rows)), area, reduce(or_, map(_bits, need), 0), len(tokens) < chunk)
 
 
 def _bits(tokens: range) -> int:
@@ -115,8 +123,8 @@ def area_of(held: Held) -> int:
 
 
 def size_of(held: Held) -> int:
-    """Return the number of tokens."""
-    return sum(len(chunk.tokens) for chunk in held)
+    """Return the number of tokens, in all sequences."""
+    return sum(chunk.size for chunk in held)
 
 
 def need_of(held: Iterable[Chunk]) -> int:
@@ -272,7 +280,7 @@ def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
         give, take = mine[x], theirs[y]
         if _has_two_small(mine, give, take) or _has_two_small(theirs, take, give):
             continue
-        area, size = take.area - give.area, len(take.tokens) - len(give.tokens)
+        area, size = take.area - give.area, take.size - give.size
         here = (rest_of_mine[x] | take.need).bit_count() - sizes[0] - size
         there = (rest_of_theirs[y] | give.need).bit_count() - sizes[1] + size
         new = worth(aim.cost(areas[0] + area, here), aim.cost(areas[1] - area, there), here + there)

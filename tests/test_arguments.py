@@ -92,6 +92,7 @@ def masks_of(*lengths):
     return [Mask.causal(n) for n in lengths]
 
 
+TWO = dict(q=X.expand(2, -1, -1, -1), k=KV.expand(2, -1, -1, -1), v=KV.expand(2, -1, -1, -1))  # sequences
 SPARSE, META = X.to_sparse(), X.to("meta")
 WRONG = [  # functions, changed arguments, and a part of the error
     ((*ATTEND, "attention_forward"), dict(mask=zeros(24, 24)), "mask must be a canon.Mask"),
@@ -119,7 +120,13 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (ATTEND, dict(sink=zeros(4, device="meta")), "sink is on the meta device"),
     (DISTRIBUTED, dict(reduce_dtype="float32"), "reduce_dtype must be"),
     (DISTRIBUTED, dict(reduce_dtype=torch.int32), "reduce_dtype must be"),
-    (DISTRIBUTED, dict(mask=masks_of(24, 24)), "one Mask serves the whole batch here, so pack"),
+    (DISTRIBUTED, dict(mask=masks_of(24, 24)), "mask holds 2 Masks for a batch of 1: pass one for each sequence"),
+    (DISTRIBUTED, dict(q=X[0], k=KV[0], v=KV[0], mask=masks_of(24)), "pass one Mask"),
+    (DISTRIBUTED, TWO | dict(mask=masks_of(24, 9)), "mask[1] is 9 x 9, the layout has 24 tokens"),
+    (DISTRIBUTED, TWO | dict(mask=[CAUSAL, None]), "mask[1] must be a canon.Mask, got NoneType"),
+    (("strided_attention", "magi_attention"),
+     TWO | dict(mask=[CAUSAL, Mask.full(24)], layout=CONTIGUOUS, rank_invariant=True),
+     "rank_invariant=True takes different masks for sequences of a multiple of 128 tokens, got 24"),
     (PLACED, dict(mask=Mask.causal(9), layout=CONTIGUOUS), "the mask is 9 x 9, the layout has 24 tokens"),
     (PLACED, dict(layout="zigzag"), "layout must be a canon.Layout"),
     (PLACED, dict(layout=Layout.contiguous(24, 5)), "the layout is for 5 ranks, the group has 3"),
@@ -170,7 +177,11 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (("dispatch",), dict(tokens_per_us=0), "tokens_per_us must be"),
     (("dispatch",), dict(tokens_per_us=2**58), "only the ratio of the two rates matters"),
     (("dispatch",), dict(swaps_per_chunk=-1), "swaps_per_chunk must be a whole number >= 0, got -1"),
-    (("dispatch",), dict(mask=Mask([], 3, 4)), "the mask is 3 x 4, not square"),
+    (("dispatch",), dict(mask=Mask([], 3, 4)), "mask is 3 x 4, not square"),
+    (("dispatch",), dict(mask=[CAUSAL, Mask([], 3, 4)]), "mask[1] is 3 x 4, not square"),
+    (("dispatch",), dict(mask=[CAUSAL, Mask.causal(9)]), "masks of one size: mask[0] has 24 tokens, mask[1] 9"),
+    (("dispatch",), dict(mask=[]), "mask holds no Mask"),
+    (("prepare",), dict(mask=masks_of(24)), "one Mask serves the whole batch here, so pack"),
     (("dispatch",), dict(rank_invariant=None), "rank_invariant must be True or False, got None"),
     (("dispatch",), dict(rank_invariant=True, chunk=200), "multiple of 128 tokens, got 200: call dispatch(..., chunk=256"),
     *((("dispatch",), {name: wrong}, f"{name} must be a whole number") for wrong in ("4", 4.0, True, [4], float("nan"))

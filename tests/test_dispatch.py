@@ -13,6 +13,7 @@ from canon.bench import plans
 from canon.bench.packs import sampled_packs
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache
+from canon.reference import planner
 
 sizes = st.sampled_from([1, 7, 40, 61])
 masks_and_layouts = sizes.flatmap(lambda n: st.tuples(square_masks(n), layouts(n)))
@@ -59,6 +60,30 @@ def test_both_halves_make_the_same_plan_with_evenly_divided_chunks(mask, ranks, 
     for ranges in layout.ranges_per_rank:
         assert [r.start for r in ranges] == sorted(r.start for r in ranges)
         assert all(r.start % chunk == 0 and (r.stop % chunk == 0 or r.stop == n) for r in ranges)
+
+
+@given(
+    st.lists(square_masks(61), min_size=2, max_size=4, unique=True),
+    st.sampled_from([1, 2, 3, 5]),
+    st.sampled_from([3, 8, 12]),
+    st.sampled_from([(10**6, 1), (1, 10)]),
+)
+def test_the_plan_of_a_batch_adds_areas_and_received_keys_over_its_sequences(masks, ranks, chunk, rates):
+    options = dict(chunk=chunk, cells_per_us=rates[0], tokens_per_us=rates[1])
+    layout = reference.dispatch(masks, ranks, **options)
+    assert layout == fast.dispatch(masks, ranks, **options)
+    reports = [reference.plan_report(mask, layout) for mask in masks]
+    chunks = planner.chunks_of(Mask.concat(masks), len(masks), ranks, chunk)
+    for rank, ranges in enumerate(layout.ranges_per_rank):
+        held = [x for x in chunks if any(x.tokens and x.tokens.start in piece for piece in ranges)]
+        assert planner.area_of(held) == sum(report.areas[rank] for report in reports)
+        assert planner.received_by(held) == sum(report.received[rank] for report in reports)
+
+
+def test_the_plan_of_a_batch_is_balanced(half):
+    """Causal rows balance rows that see all later tokens, so neighbouring chunks stay together."""
+    masks = [Mask.causal(1024), Mask.window(1024, 0, None)]
+    assert half.dispatch(masks, 4, chunk=32) == Layout.contiguous(1024, 4)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from invariant_worlds import attended, different
+from sharded import CALLS, assert_agrees, attending, layout_of, on_this_rank
 
-from canon import Mask, fast
+from canon import Layout, Mask, fast
 from canon.runtime import packing
+from canon.testing import process_groups
 from canon.testing.judge import Attended
 
 N = 21
@@ -61,3 +64,37 @@ def test_sequences_are_packed_without_a_copy():
     assert [x.data_ptr() for x in seen[:3]] == [x.data_ptr() for x in (q, k, v)]
     assert out.is_contiguous()
     assert lse.stride() == (N, len(MASKS) * N, 1)
+
+
+# --- several ranks: one layout for all sequences
+
+UNEVEN = Layout([[range(17, N), range(2)], [range(2, 16)], [], [range(16, 17)]], N)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_ranks_take_a_mask_for_each_sequence(half, call):
+    layout, tensors = layout_of(call, N, 4, UNEVEN), batch(MASKS)
+    attend = attending(half, call, MASKS, layout)
+    for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 4):
+        assert_agrees(got, tuple(MASKS), *tensors)
+
+
+@pytest.mark.parametrize("masks", [MASKS[1:2] * 2, MASKS[:0]], ids=["equal", "none"])
+@pytest.mark.parametrize("call", ["striped", "strided", "magi"])
+def test_equal_masks_on_ranks_have_the_bits_of_one_mask(half, call, masks):
+    layout, tensors = layout_of(call, N, 3, Layout.contiguous(N, 3)), [x[: len(masks)] for x in batch(MASKS[1:2] * 2)]
+    one, several = (
+        process_groups.threads(lambda mask=mask: on_this_rank(attending(half, call, mask, None), layout, tensors), 3)[0]
+        for mask in ((masks or [None])[0], masks)
+    )
+    assert not different(one, several)
+
+
+@pytest.mark.parametrize(("function", "ranks"), [("strided_attention", 3), ("magi_attention", 2)])
+def test_rank_invariant_keeps_the_bits_of_each_sequence_on_one_rank(half, function, ranks):
+    masks = [Mask.causal(384), Mask.documents([0, 100, 384]), Mask.window(384, 140, 20)]
+    tensors = batch(masks)
+    got = attended(half, function, masks, Layout.zigzag(384, ranks, 128), tensors)
+    for i, mask in enumerate(masks):
+        one = attended(half, "attention", mask, Layout.contiguous(384, 1), [x[i : i + 1] for x in tensors])
+        assert not different(one, Attended(*(x[i : i + 1] for x in got)))

@@ -77,14 +77,18 @@ def invariant(half, tensors, name):
     train(lambda *x: getattr(half, name)(*x, mask(), layout, rank_invariant=True), layout, tensors)
 
 
-def distributed(half, tensors, call):
+def distributed(half, tensors, call, masks=lambda: mask()):
     layout = layout_of(call, N, 2, PLACED)
-    train(attending(half, call, mask(), layout), layout, tensors)
+    train(attending(half, call, masks(), layout), layout, tensors)
 
 
 OPERATIONS = {function.__name__: function for function in (parts, plans, casts, moves, decode, batch, sink)}
 OPERATIONS |= {f"invariant {x}": functools.partial(invariant, name=f"{x}_attention") for x in ("strided", "magi")}
 OPERATIONS |= {call: functools.partial(distributed, call=call) for call in CALLS}
+OPERATIONS |= {
+    f"{call}, of each": functools.partial(distributed, call=call, masks=lambda: [mask(), mask(200)])
+    for call in ("striped", "strided", "magi")
+}
 
 
 def repeated(half, operation, tensors, watched):

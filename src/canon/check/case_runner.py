@@ -210,7 +210,7 @@ def _unequal_ranks(mine: Results) -> list[str]:
 def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list[str]:
     if not (case.distributed and dict(case.options).get("rank_invariant") and hasattr(module, "attention")):
         return []
-    one = call(module, on_one_rank(case), x, Layout.contiguous(x.mask.queries, 1), 0)
+    one = call(module, on_one_rank(case), x, Layout.contiguous(x.q.shape[-3], 1), 0)
     where = _different_rows(*(Attended(*part[:5]) for part in (one, first)))  # the check adds dsink over the ranks
     return [f"other bits than attention(..., rank_invariant=True) on one rank, in {where}"] if where else []
 

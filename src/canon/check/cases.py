@@ -23,7 +23,7 @@ from canon import reference
 from canon.reference import Layout, Mask
 from canon.testing.judge import Masks
 
-LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
+LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {  # only "planned" takes a tuple of masks
     "contiguous": lambda mask, ranks: Layout.contiguous(mask.keys, ranks),
     "zigzag": lambda mask, ranks: Layout.zigzag(mask.keys, ranks),
     "striped": lambda mask, ranks: Layout.striped(mask.keys, ranks),
@@ -46,6 +46,7 @@ STRIDED = {  # variant: mask, layout, options
     "one_by_one": ("full", "striped", {}),
     "sink": ("documents", "zigzag", {"sink": True, "head_stride": 2}),
     "branches": ("tree", "zigzag", {"head_stride": 2}),
+    "of_each": ("sequences", "zigzag", {"head_stride": 1}),
 }
 MAGI = {
     "": ("documents", "planned", {}),
@@ -55,6 +56,7 @@ MAGI = {
     "three_stages": ("full", "zigzag", {"stages": 3}),
     "sink": ("documents", "planned", {"sink": True, "stages": 2}),
     "branches": ("tree", "planned", {"stages": 2}),
+    "of_each": ("sequences", "planned", {"stages": 2}),
 }
 PREPARED = {  # function: layout
     "ring_attention": "zigzag", "striped_attention": "striped", "strided_attention": "contiguous",
@@ -85,9 +87,10 @@ CAST_PLANS = {  # mask: layout, stages
 VOCABULARY = {"Band", "Mask", "Layout", "backend", "own_communicators", "warm_up"}
 
 
-def interleaving(mask: Mask, ranks: int) -> dict[str, Any]:
+def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
     """Return arguments of `dispatch` with which chunks of few tokens interleave."""
-    return dict(chunk=max(1, mask.queries // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000)
+    tokens = (mask[0] if isinstance(mask, tuple) else mask).queries
+    return dict(chunk=max(1, tokens // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class Case:
         return dict(self.options).get("sink", False)
 
     def layout_of(self, mask: Masks, ranks: int) -> Layout:
-        one = mask[0] if isinstance(mask, tuple) else mask
+        one = mask[0] if isinstance(mask, tuple) and self.layout != "planned" else mask
         return LAYOUTS[self.layout or "contiguous"](one, ranks if self.distributed else 1)
 
 
@@ -229,8 +232,9 @@ def _add_rings(add: Callable[..., None]) -> None:
     add("ring_attention", "documents", "contiguous", "head_parallel")
     add("ring_attention", "causal", "zigzag", variant="plain")
     for function, layout in FIXED_LAYOUTS.items():
-        for mask in ("documents", "causal", "block_causal"):
+        for mask in ("documents", "causal", "block_causal", "sequences"):
             add(function, mask, layout)
+    add("ring_attention", "sequences", "contiguous", variant="sink", sink=True)
     for function, layout in (("ring_attention", "contiguous"), *FIXED_LAYOUTS.items()):
         add(function, "documents", layout, variant="sink", sink=True)
 
@@ -252,6 +256,7 @@ def _add_exchanges(add: Callable[..., None]) -> None:
         add("dispatch", mask)
         add("cast_plan", mask, layout, stages=stages)
         add("plan_report", mask, layout)
+    add("dispatch", "sequences")
     for layout, mask in zip(LAYOUTS, ("documents", "window", "block_causal", "causal"), strict=True):
         add("Layout", mask, layout)
 

@@ -18,8 +18,8 @@ imports from canon, are skipped. NotImplementedError declines a case.
   tensors   q (b, t, h, d), k (b, t, g, d) and v (b, t, g, dv), or packed, without b. A rank passes its own t tokens.
             h is a multiple of g. Some cases have dv != d, and tensors that are not contiguous.
   mask      a canon.Mask over the whole sequence. mask.dense() returns it as booleans [queries, keys]. Without a mask,
-            or with None, attention is causal. attention and decode_attention also get a tuple of b Masks, one for each
-            sequence. decode_attention gets the columns of its own keys; None means that all of them are seen.
+            or with None, attention is causal. All of these functions also get a tuple of b Masks, one for each sequence.
+            decode_attention gets the columns of its own keys; None means that all of them are seen.
   layout    a canon.Layout. layout.positions(r) returns the tokens of rank r: row i of its q, k and v is token
             positions(r)[i] of the sequence.
   ranks     the default process group of torch.distributed. All ranks make the same call.

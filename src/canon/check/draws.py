@@ -33,7 +33,7 @@ WEIGHTS = {
 }  # fmt: skip
 RANKS = (3, 6, 5, 4, 3, 2, 2, 3)  # weights of 1 to 8 ranks
 RANK_INVARIANT = {"attention", "strided_attention", "magi_attention"}
-FOR_EACH_SEQUENCE = {"attention", "attention_forward", "attention_backward", "decode_attention"}
+FOR_EACH_SEQUENCE = {*ATTEND, "attention_forward", "attention_backward", "decode_attention", "dispatch"}
 TILED_TOKENS = 420  # tokens of a draw with rank_invariant, or more on a GPU: four tiles of 128
 LARGE = (1e2, 1e4, 5e5)  # factors of scores: the largest come near 1e7, the limit of `canon.fast`
 WORK = 48  # largest `_work` of an interpreted case: about half a second
@@ -117,8 +117,11 @@ def _work(case: Drawn) -> int:
     if not case.distributed or not case.dtype or case.function in REPLICATED:
         return 0
     mask, layout = evaluated(case.mask), evaluated(case.layout)
-    bands = sum(len(layout.local_mask(mask, rank, range(case.ranks)).bands) for rank in range(case.ranks))
-    return (bands // 2 + case.ranks**2 + mask.area // 8192) * case.shape.heads[0] * (case.shape.batch or 1)
+    masks = mask if isinstance(mask, tuple) else (mask,) * (case.shape.batch or 1)
+    of_rank = lambda mask, rank: len(layout.local_mask(mask, rank, range(case.ranks)).bands)
+    bands = sum(of_rank(each, rank) for each in masks for rank in range(case.ranks))
+    work = bands // 2 + len(masks) * case.ranks**2 + sum(each.area for each in masks) // 8192
+    return work * case.shape.heads[0]
 
 
 def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, most_ranks: int) -> Drawn:
@@ -144,7 +147,7 @@ def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, mo
     method, variant, used, options = _options(draw, function, shape, dtype, invariant)
     if prepared:
         method, variant, options = "auto", prepared, {}
-    elif function in FOR_EACH_SEQUENCE and variant != "plain" and draw.random() < 0.15:
+    elif function in FOR_EACH_SEQUENCE and not (invariant and layout) and variant != "plain" and draw.random() < 0.15:
         sizes = evaluated(mask).queries, evaluated(mask).keys
         mask, shape = f"({mask}, {_ranges(draw, *sizes)})", replace(shape, batch=2)
     elif variant == "plain" and function in REPLICATED:

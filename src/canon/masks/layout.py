@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from canon.masks.arguments import plain_tensor, shown, whole
+from canon.masks.arguments import list_of, plain_tensor, shown, whole
 from canon.masks.band import Band, IntervalIndex, joined, picked
 from canon.masks.mask import Mask
 from canon.masks.mask_inputs import Ints, RangesPerRank, checked_ranges, document_ends
@@ -117,6 +117,23 @@ class Layout(metaclass=OpaqueMeta):
         """Return the layout in which rank r holds the tokens r, r + ``ranks``, r + 2 ``ranks``, ..."""
         n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
         return cls([[range(r, n, ranks)] for r in range(ranks)], n)
+
+    @classmethod
+    def concat(cls, layouts: Sequence["Layout"]) -> "Layout":
+        """Return the layout of independent sequences, one after another: a rank holds its tokens of each.
+
+        Raises ValueError if there is no layout, or their numbers of ranks or their steps differ.
+        """
+        layouts, tokens = list_of("layouts", layouts, cls), 0
+        if len({layout.ranks for layout in layouts}) != 1:
+            numbers = ", ".join(str(layout.ranks) for layout in layouts)
+            raise ValueError(f"concat needs layouts of one number of ranks, got {numbers or 'no layout'}")
+        held: list[list[range]] = [[] for _ in range(layouts[0].ranks)]
+        for layout in layouts:
+            for own, ranges in zip(held, layout.ranges_per_rank, strict=True):
+                own += [range(tokens + r.start, tokens + r.stop, r.step) for r in ranges]
+            tokens += layout.tokens
+        return cls(held, tokens)
 
     # content
     def __repr__(self) -> str:

@@ -6,27 +6,32 @@ Attention.forward                 an autograd Function (`autograd.py`); a traced
 algorithm.forward(call, q, k, v)  the algorithm of a half
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canon.masks.layout import Layout
+from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
+from canon.runtime.agreement import refused_together
 from canon.runtime.autograd import Attention, check_differentiation
-from canon.runtime.call import Algorithm, call_of
-from canon.runtime.checks import autocast_dtype, batched, cast, check_sink, kind_of_sink
+from canon.runtime.call import Algorithm, call_of, check_size, default_layout, mask_and_layout
+from canon.runtime.checks import autocast_dtype, batched, cast, check_mask_type, check_sink, kind_of_sink
+from canon.runtime.group import place_in
 from canon.runtime.operators import call_operator, is_traced
+from canon.runtime.packing import attend_packed, check_masks, differ, refuse_compilation, repeated
 from canon.runtime.sink_weights import weighted
 
 
 def attend(
-    algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout | None,
+    algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask] | None, layout: Layout | None,
     sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return out, or with ``return_lse`` (out, lse), as a differentiable function of q, k, v and the sink.
 
-    Args: q, k, v with a batch axis, or packed without it; ``options``, the other arguments of the public function by name.
+    Args: q, k, v with a batch axis, or packed without it; ``mask``, one for all or a sequence of them; ``options``, the
+    other arguments of the public function by name.
     Raises NotImplementedError under torch.func transforms and forward-mode differentiation. A second derivative raises
     RuntimeError when it is computed. Arguments that do not fit raise as in `call_of`.
     """
@@ -34,6 +39,8 @@ def attend(
         q, k, v = (cast(x, dtype) for x in (q, k, v))
         with torch.autocast(q.device.type, enabled=False):
             return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
+    if isinstance(mask, (tuple, list)):
+        return _attend_each(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
     if is_traced():
         check_sink(q, sink)
         out, lse = call_operator(algorithm, q, k, v, mask, layout, group, options)
@@ -53,3 +60,37 @@ def attend(
         under_sink = weighted if torch.compiler.is_compiling() else algorithm.half.under_sink
         out = under_sink(out, lse, sink)
     return (out, lse) if return_lse else out
+
+
+def _attend_each(
+    algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], layout: Layout | None,
+    sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the results of `attend` with a mask for each sequence, on several ranks (`packing.py`)."""
+    refuse_compilation()
+    checked, rank, ranks = place_in(algorithm.function, group)
+    with refused_together(algorithm.function, checked, ranks):
+        invariant = options.get("rank_invariant") is True
+        layout = _layout_of_each(q, k, v, masks, layout, algorithm, invariant, rank, ranks)
+    attend_one = lambda q, k, v, mask: attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
+    return attend_packed(attend_one, q, k, v, masks) if masks else attend_one(q, k, v, None)
+
+
+def _layout_of_each(
+    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], layout: Layout | None, algorithm: Algorithm,
+    rank_invariant: bool, rank: int, ranks: int,
+) -> Layout:  # fmt: skip
+    """Return the layout of the packed batch, or of one sequence if the masks are equal. Raise if a mask does not fit it."""
+    check_masks(q, k, v, masks, lambda q, k, mask, name: check_mask_type(mask, name))
+    default = default_layout(algorithm, rank_invariant)
+    _, layout = mask_and_layout(q, k, masks[0] if masks else None, layout, default, rank, ranks)
+    for place, mask in enumerate(masks):
+        check_size(mask, layout, f"mask[{place}]")
+    if not masks or not differ(masks):
+        return layout
+    if rank_invariant and layout.tokens % TILE:
+        raise ValueError(
+            f"{algorithm.function}: rank_invariant=True takes different masks for sequences of a multiple of {TILE} tokens, "
+            f"got {layout.tokens}: pad them"
+        )
+    return repeated(layout, len(masks))

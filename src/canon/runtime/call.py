@@ -345,14 +345,19 @@ def mask_and_layout(
     tokens = mask.queries if mask is not None else layout.tokens if layout is not None else ranks * q.shape[-3]
     layout = cached(default, tokens, ranks) if layout is None else layout
     mask = cached(Mask.causal, tokens) if mask is None else mask
-    if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
-        raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
+    check_size(mask, layout)
     if layout.ranks != ranks:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
     if q.shape[-3] != layout.size(rank):
         hint = transpose_hint((q, layout.size(rank)))
         raise ValueError(f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}")
     return mask, layout
+
+
+def check_size(mask: Mask, layout: Layout, name: str = "the mask") -> None:
+    """Raise ValueError unless the mask is over the layout's tokens."""
+    if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
+        raise ValueError(f"{name} is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
 
 
 def _reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:

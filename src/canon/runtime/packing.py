@@ -2,6 +2,8 @@
 
 q (b, t, h, d) is read as (1, b t, h, d), and all other tensors alike: views if the strides allow it. If the masks are equal,
 nothing is packed.
+
+Several ranks pack alike: the layout of one sequence is repeated, so a rank's tokens of all sequences follow each other.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.checks import check_gradients, check_mask, check_tensors
@@ -17,15 +20,17 @@ from canon.runtime.checks import check_gradients, check_mask, check_tensors
 
 def attend_each(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any) -> Any:
     """Return the result of ``attend(q, k, v, mask, **options)``, out or (out, lse), with a mask for each sequence."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "a compiled call of attention takes one Mask: build Mask.concat(masks) outside, and flatten batch and tokens"
-        )
-    mask = _one_mask(q, k, v, masks)
-    if mask is not None:
-        return attend(q, k, v, mask, **options)
+    refuse_compilation()
+    check_masks(q, k, v, masks)
+    return attend_packed(attend, q, k, v, masks, **options)
+
+
+def attend_packed(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any) -> Any:
+    """Return the result of `attend_each` without checks."""
+    if not differ(masks):
+        return attend(q, k, v, masks[0], **options)
     b, t = q.shape[:2]
-    result = attend(*map(_packed, (q, k, v)), _block_diagonal(tuple(masks)), **options)
+    result = attend(*map(_packed, (q, k, v)), block_diagonal(tuple(masks)), **options)
     if isinstance(result, Tensor):
         return _unpacked(result, b, t)
     out, lse = result
@@ -47,20 +52,22 @@ def differentiate_each(
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
     """Return dq, dk and dv as `attention_backward`, here ``differentiate``, with a mask for each sequence."""
-    mask = _one_mask(q, k, v, masks)
-    if mask is not None:
-        return differentiate(dout, q, k, v, out, lse, mask, dlse=dlse, delta=delta, **options)
+    check_masks(q, k, v, masks)
+    if not differ(masks):
+        return differentiate(dout, q, k, v, out, lse, masks[0], dlse=dlse, delta=delta, **options)
     check_gradients(dout, q, v, out, lse, dlse, delta)
     tokens_first = map(_packed, (dout, q, k, v, out))
     dlse, delta = (None if x is None else _packed_statistic(x) for x in (dlse, delta))
-    mask = _block_diagonal(tuple(masks))
+    mask = block_diagonal(tuple(masks))
     grads = differentiate(*tokens_first, _packed_statistic(lse), mask, dlse=dlse, delta=delta, **options)
     b, sizes = q.shape[0], (q.shape[1], k.shape[1], k.shape[1])
     return tuple(None if x is None else _unpacked(x, b, size) for x, size in zip(grads, sizes, strict=True))
 
 
-def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
-    """Raise TypeError or ValueError unless each sequence has a mask that fits."""
+def check_masks(
+    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], check: Callable[..., None] = check_mask
+) -> None:
+    """Raise TypeError or ValueError unless each sequence has a mask that fits: ``check(q, k, mask, name)`` raises otherwise."""
     check_tensors(q, k, v)
     if q.ndim == 3:
         raise ValueError(
@@ -71,18 +78,33 @@ def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
             f"mask holds {len(masks)} Masks for a batch of {q.shape[0]}: pass one for each sequence, or one Mask for all"
         )
     for place, mask in enumerate(masks):
-        check_mask(q, k, mask, f"mask[{place}]")
+        check(q, k, mask, f"mask[{place}]")
 
 
-def _one_mask(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> Mask | None:
-    """Return the mask of all sequences if it is one mask, else None."""
-    check_masks(q, k, v, masks)
-    return masks[0] if len(set(masks)) == 1 else None
+def refuse_compilation() -> None:
+    """Raise NotImplementedError in a compiled call."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "a compiled call of attention takes one Mask: build Mask.concat(masks), and Layout.concat of the layouts, "
+            "outside, and flatten batch and tokens"
+        )
+
+
+def differ(masks: Sequence[Mask]) -> bool:
+    """Return whether the sequences have different masks, or there is no sequence."""
+    return len(set(masks)) != 1
 
 
 @cached_plan
-def _block_diagonal(masks: tuple[Mask, ...]) -> Mask:
+def block_diagonal(masks: tuple[Mask, ...]) -> Mask:
+    """Return `Mask.concat`."""
     return Mask.concat(masks)
+
+
+@cached_plan
+def repeated(layout: Layout, times: int) -> Layout:
+    """Return the layout of ``times`` sequences, one after another."""
+    return Layout.concat([layout] * times)
 
 
 def _packed(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Checks of the arguments of `dispatch`, `cast_plan`, `group_cast` and `group_reduce`, and their defaults."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
@@ -13,6 +14,7 @@ from canon.masks.cast_plan import CastPlan
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.runtime.group import place_in
+from canon.runtime.packing import block_diagonal, differ
 
 USUAL_CHUNK = 1024  # tokens
 FEWEST_CHUNKS, MOST_CHUNKS = 8, 32  # of a rank
@@ -67,8 +69,32 @@ def default_chunk(tokens: int, ranks: int) -> int:
     return unit * max(1, most // unit, least)
 
 
+def one_mask(mask: Mask | Sequence[Mask]) -> tuple[Mask, int]:
+    """Return the mask that `dispatch` plans, and its number of sequences: masks that differ become one block-diagonal mask.
+
+    Raise TypeError or ValueError unless all are square and of one size.
+    """
+    masks = [mask] if isinstance(mask, Mask) else mask
+    if not isinstance(masks, (tuple, list)):
+        raise TypeError(f"dispatch: mask must be a Mask, got {shown(mask)}")
+    for place, each in enumerate(masks):
+        name = "mask" if each is mask else f"mask[{place}]"
+        if not isinstance(each, Mask):
+            raise TypeError(f"dispatch: {name} must be a Mask, got {shown(each)}")
+        if each.queries != each.keys:
+            raise ValueError(f"dispatch needs a key for each query: {name} is {each.queries} x {each.keys}, not square")
+        if each.queries != masks[0].queries:
+            raise ValueError(
+                f"dispatch needs masks of one size: mask[0] has {masks[0].queries} tokens, {name} {each.queries}"
+            )
+    if not masks:
+        raise ValueError("dispatch: mask holds no Mask: pass one for each sequence, or one Mask for all")
+    return (block_diagonal(tuple(masks)), len(masks)) if differ(masks) else (masks[0], 1)
+
+
 def checked_dispatch(
     mask: Mask,
+    sequences: int,
     ranks: int,
     chunk: int | None,
     imbalance: float,
@@ -79,12 +105,10 @@ def checked_dispatch(
 ) -> tuple[int, int, Fraction, int, int, int]:
     """Return (ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) as ints and one fraction.
 
+    ``mask``, ``sequences``: of `one_mask`.
+
     Warn if an explicit chunk leaves a rank empty although a shorter one would not.
     """
-    if not isinstance(mask, Mask):
-        raise TypeError(f"dispatch: mask must be a Mask, got {shown(mask)}")
-    if mask.queries != mask.keys:
-        raise ValueError(f"dispatch needs a key for each query: the mask is {mask.queries} x {mask.keys}, not square")
     ranks, swaps = whole("ranks", ranks, 1), whole("swaps_per_chunk", swaps_per_chunk, 0)
     cells_per_us, tokens_per_us = whole("cells_per_us", cells_per_us, 1), whole("tokens_per_us", tokens_per_us, 1)
     if isinstance(imbalance, bool) or not isinstance(imbalance, Real):
@@ -100,11 +124,8 @@ def checked_dispatch(
         )
     if not isinstance(rank_invariant, bool):
         raise TypeError(f"dispatch: rank_invariant must be True or False, got {shown(rank_invariant)}")
-    tokens, together, default = (
-        mask.queries,
-        checked_chunk(chunk, mask.queries, ranks),
-        default_chunk(mask.queries, ranks),
-    )
+    tokens = mask.queries // sequences
+    together, default = checked_chunk(chunk, tokens, ranks), default_chunk(tokens, ranks)
     if rank_invariant:
         if chunk is not None and chunk % TILE:
             raise ValueError(

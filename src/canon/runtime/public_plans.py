@@ -24,6 +24,7 @@ from canon.runtime.plan_arguments import (
     check_rows,
     checked_chunk,
     checked_dispatch,
+    one_mask,
     stages_of,
 )
 from canon.runtime.prepared_plans import Preparation, PreparedPlans
@@ -31,10 +32,10 @@ from canon.runtime.profiling import recorded
 
 
 def dispatch(planned: Callable[..., Layout]):
-    """Return `dispatch` of a half. ``planned`` takes checked numbers, with the chunk filled in."""
+    """Return `dispatch` of a half. ``planned`` takes the mask of `one_mask`, and checked numbers with the chunk filled in."""
 
     def dispatch(
-        mask: Mask,
+        mask: Mask | Sequence[Mask],
         ranks: int,
         *,
         chunk: int | None = None,
@@ -50,7 +51,8 @@ def dispatch(planned: Callable[..., Layout]):
         bound of computing. Among plans below that, it minimises time x traffic.
 
         Args:
-            mask: over the whole sequence, with as many queries as keys.
+            mask: over the whole sequence, with as many queries as keys. A tuple or a list holds a mask for each sequence:
+                the layout serves all, and balances the sum of their areas.
             ranks: the number of ranks.
             chunk: the tokens that stay together; the last chunk may be short. All ranks get equally many chunks, or one
                 less, and token counts differ by at most one chunk. None is 1024, less for 8 chunks a rank, or more for at
@@ -72,11 +74,12 @@ def dispatch(planned: Callable[..., Layout]):
 
         Source: Tao and Huang, MagiAttention (2025): the problem and the chunks.
         """
+        one, sequences = one_mask(mask)
         checked = checked_dispatch(
-            mask, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk, rank_invariant
+            one, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk, rank_invariant
         )
         with recorded("dispatch"):
-            return planned(mask, *checked)
+            return planned(one, sequences, *checked)
 
     return bound(dispatch, planned)
 

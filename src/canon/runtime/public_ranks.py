@@ -4,8 +4,8 @@ These arguments are common to all of them:
 
     q, k, v           this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or all three without the batch axis. h is
                       a multiple of g
-    mask              over the whole sequence; None is causal
-    layout            the tokens of each rank; None is contiguous (zigzag and striped have their own)
+    mask              over the whole sequence; None is causal. A tuple or a list of b Masks holds one for each sequence
+    layout            the tokens of each rank, for all sequences; None is contiguous (zigzag and striped have their own)
     scale             factor of the scores; None is 1 / sqrt(d)
     sink              a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the
                       sum over its own tokens: add the gradients of all ranks, as for every replicated parameter
@@ -23,6 +23,8 @@ All ranks must call the function and its backward pass, with equal masks, layout
 options and requires_grad. The sequence is as long as the mask; without a mask, as the layout; without both, W t tokens.
 A ValueError or TypeError is raised on every rank, if the arguments of one rank do not fit together or differ between ranks.
 """
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -43,7 +45,7 @@ def ring_attention(algorithm: Algorithm):
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b t g d"],
         v: Float[Tensor, "*b t g dv"],
-        mask: Mask | None = None,
+        mask: Mask | Sequence[Mask] | None = None,
         layout: Layout | None = None,
         *,
         scale: float | None = None,
@@ -72,7 +74,7 @@ def zigzag_attention(algorithm: Algorithm):
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b t g d"],
         v: Float[Tensor, "*b t g dv"],
-        mask: Mask | None = None,
+        mask: Mask | Sequence[Mask] | None = None,
         *,
         scale: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
@@ -99,7 +101,7 @@ def striped_attention(algorithm: Algorithm):
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b t g d"],
         v: Float[Tensor, "*b t g dv"],
-        mask: Mask | None = None,
+        mask: Mask | Sequence[Mask] | None = None,
         *,
         scale: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
@@ -126,7 +128,7 @@ def strided_attention(algorithm: Algorithm):
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b t g d"],
         v: Float[Tensor, "*b t g dv"],
-        mask: Mask | None = None,
+        mask: Mask | Sequence[Mask] | None = None,
         layout: Layout | None = None,
         *,
         head_stride: int | None = None,
@@ -184,7 +186,7 @@ def magi_attention(algorithm: Algorithm):
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b t g d"],
         v: Float[Tensor, "*b t g dv"],
-        mask: Mask | None = None,
+        mask: Mask | Sequence[Mask] | None = None,
         layout: Layout | None = None,
         *,
         casts: int | None = None,
