@@ -26,21 +26,21 @@ from canon.testing import process_groups
 
 def train(runs: Sequence[Run], ranks: int = 1) -> list[dict[str, Any]]:
     """Return the results of the runs, one after the other: in this process, or on processes over gloo."""
-    return _on(ranks, [partial(swap_it_in.train, run) for run in runs])
+    return on_ranks(ranks, [partial(swap_it_in.train, run) for run in runs])
 
 
 def train_with_faults(run: Run, ranks: int) -> dict[str, dict[str, Any]]:
     """Return the results of the run with each of the `FAULTS`, by name."""
-    return dict(zip(FAULTS, _on(ranks, [partial(_train_with, fault, run) for fault in FAULTS]), strict=True))
+    return dict(zip(FAULTS, on_ranks(ranks, [partial(_train_with, fault, run) for fault in FAULTS]), strict=True))
 
 
 def first_steps(runs: Sequence[Run], ranks: int = 1) -> list[dict[str, Tensor]]:
     """Return parts of the first training step of each run: full tensors, in the order of their computation."""
-    return _on(ranks, [partial(_first_step, run) for run in runs])
+    return on_ranks(ranks, [partial(_first_step, run) for run in runs])
 
 
-def _on(ranks: int, programs: list[Callable[[], Any]]) -> list[Any]:
-    """Return the results of rank 0. Each rank has the text of this process, although a file may have changed."""
+def on_ranks(ranks: int, programs: list[Callable[[], Any]]) -> list[Any]:
+    """Return the results of the programs on rank 0. Each rank has the text of this process, also if a file changed."""
     program = partial(_results, programs, swap_it_in.texts())
     return program() if ranks == 1 else process_groups.processes(program, ranks, timeout=600)[0]
 

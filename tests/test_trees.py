@@ -1,12 +1,17 @@
 """A packed tree follows the rules of its docstring, and computes each sequence as it is alone."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from canon import Mask, reference
+from canon.testing import process_groups
+from canon.training import linear_sequence_loss, sequence_loss
 from canon.trees import Tree, pack
 
 # Equal sequences, beginnings of others, one token, no token, other roots.
@@ -90,24 +95,46 @@ def test_trees_of_at_most_max_tokens_hold_the_sequences_in_order(sequences, m, m
 
 
 class Model(nn.Module):
-    """Return the losses of the tokens of one sequence, and leaves q, k, v of its attention."""
+    """Return the last hidden states of the tokens of one sequence, and q, k, v of its attention."""
 
     def __init__(self):
         super().__init__()
         self.token, self.position = nn.Embedding(9, 16), nn.Embedding(9, 16)
         self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 9)
 
-    def forward(self, ids, positions, labels, mask, attention=reference.attention):
+    def forward(self, ids, positions, attention):
         x = self.token(ids) + self.position(positions)
         q, k, v = leaves = self.qkv(x).unflatten(1, (6, 8)).split(2, dim=1)
-        logits = self.head(x + attention(q, k, v, mask).flatten(1))
-        return nn.functional.cross_entropy(logits, labels, reduction="none"), leaves
+        return x + attention(q, k, v).flatten(1), leaves
+
+    def losses(self, ids, positions, labels, mask):
+        """Return the losses of all tokens on one rank, and q, k, v."""
+        hidden, leaves = self(ids, positions, partial(reference.attention, mask=mask))
+        return nn.functional.cross_entropy(self.head(hidden), labels, reduction="none"), leaves
+
+    def mean(self, loss, ids, positions, labels, weights, attention):
+        """Return a loss of `canon.training` over all ranks."""
+        hidden, _ = self(ids, positions, attention)
+        if loss is sequence_loss:
+            return loss(self.head(hidden), labels, weights=weights)
+        return loss(hidden, self.head.weight, labels, linear_bias=self.head.bias, weights=weights, chunk=3)
+
+
+def new_model():
+    torch.manual_seed(0)
+    return Model().double()
 
 
 def alone(model, sequence):
     ids = torch.tensor(sequence, dtype=torch.int64)
     labels = torch.cat([ids[1:], ids.new_full((min(1, len(ids)),), -100)])
-    return model(ids, torch.arange(len(ids)), labels, Mask.causal(len(ids)))
+    return model.losses(ids, torch.arange(len(ids)), labels, Mask.causal(len(ids)))
+
+
+def mean_of(separate, mean):
+    """Return the mean over all tokens, or over the sequences' means. ``separate``: the losses of each sequence."""
+    long = [losses[:-1] for losses in separate if len(losses) > 1]
+    return torch.cat(long).mean() if mean == "tokens" else torch.stack([each.mean() for each in long]).mean()
 
 
 def same_numbers(found, expected):
@@ -118,17 +145,15 @@ def same_numbers(found, expected):
 @pytest.mark.parametrize("multiple_of", [1, 2, 4])
 def test_a_tree_has_the_losses_and_gradients_of_separate_sequences(multiple_of, mean):
     """Gradients of q, k and v: at a token of one sequence those of the sequence, at a shared token their sum."""
-    torch.manual_seed(0)
-    model, tree = Model().double(), pack(HARD, multiple_of)
+    model, tree = new_model(), pack(HARD, multiple_of)
     parameters = [*model.parameters()]
-    losses, tensors = model(tree.token_ids, tree.position_ids, tree.labels, tree.mask)
+    losses, tensors = model.losses(tree.token_ids, tree.position_ids, tree.labels, tree.mask)
     weights = tree.weights if mean == "tokens" else tree.sequence_weights
     loss = (losses * weights).sum() / weights.sum()
     separate = [alone(model, sequence) for sequence in HARD]
     for found, (expected, _) in zip(tree.unpack(losses), separate, strict=True):
         same_numbers(found, expected)
-    long = [losses[:-1] for losses, _ in separate if len(losses) > 1]
-    expected = torch.cat(long).mean() if mean == "tokens" else torch.stack([each.mean() for each in long]).mean()
+    expected = mean_of([losses for losses, _ in separate], mean)
     same_numbers(loss, expected)
     same_numbers(*(torch.autograd.grad(x, parameters, retain_graph=True) for x in (loss, expected)))
 
@@ -142,6 +167,35 @@ def test_a_tree_has_the_losses_and_gradients_of_separate_sequences(multiple_of, 
         ):
             total[at] += part
         same_numbers(found, total)
+
+
+def compare_on_ranks(model, tree, expected):
+    """Each rank computes its part of the tree. ``expected``: loss and gradients for each of the two weights."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layout = reference.dispatch(tree.mask, ranks)
+    attention = partial(reference.magi_attention, mask=tree.mask, layout=layout)
+    *inputs, of_tokens, of_sequences = (
+        layout.shard(x, rank, 0)
+        for x in (tree.token_ids, tree.position_ids, tree.labels, tree.weights, tree.sequence_weights)
+    )
+    for weights, (value, right) in zip((of_tokens, of_sequences), expected, strict=True):
+        for loss in (sequence_loss, linear_sequence_loss):
+            found = model.mean(loss, *inputs, weights, attention)
+            gradients = torch.autograd.grad(found, [*model.parameters()])
+            for x in gradients:
+                dist.all_reduce(x)
+            same_numbers(found.detach(), value)
+            same_numbers([x / ranks for x in gradients], right)  # DDP and FSDP2 average over ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("multiple_of", [1, 2, 4])
+def test_both_losses_with_the_weights_of_a_tree_are_the_means_of_separate_sequences(multiple_of, ranks):
+    model, expected = new_model(), []
+    for mean in ("tokens", "sequences"):
+        loss = mean_of([alone(model, sequence)[0] for sequence in HARD], mean)
+        expected.append((loss.detach(), list(torch.autograd.grad(loss, [*model.parameters()]))))
+    process_groups.threads(partial(compare_on_ranks, model, pack(HARD, multiple_of), expected), ranks)
 
 
 def test_gradients_of_unpacked_rows_are_sums():

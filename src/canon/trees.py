@@ -7,6 +7,9 @@ tree = canon.trees.pack(sequences)
 logits = model(tree.token_ids[None], tree.position_ids[None])     with attention under tree.mask
 loss = canon.training.sequence_loss(logits[0], tree.labels, weights=tree.weights)
 
+This loss is the mean over all tokens of all sequences. With `sequence_weights` it is the mean over the sequences' means.
+`linear_sequence_loss` takes the same weights. `Layout.shard` gives a rank its part of each tensor.
+
 Attention gives each token the output that it has in its sequence alone, up to rounding. The gradient of a token of one
 sequence equals that of the sequence alone. The gradient of a shared token is the sum over the sequences that share it, in an
 order that mask and layout fix. So a weighted loss has the gradients of the separate sequences.
