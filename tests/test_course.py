@@ -10,6 +10,7 @@ from pathlib import Path
 import course
 import jupytext
 import my_attention
+import nbformat
 import pytest
 from my_attention import ROWS
 from programs import printed
@@ -109,6 +110,7 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
         text = (folder / f"{notebook}.ipynb").read_text()
         assert "your turn" not in text
         assert "<summary>Solution</summary>" in text
+        assert f"`.venv/bin/jupyter lab {folder}` opens" in nbformat.reads(text, 4).cells[0].source
     program = "import runpy, my_attention; runpy.run_path('cell.py'); print(my_attention.merged.__code__.co_filename)"
     kept = folder / "my_functions" / "merged.py"
     empty = course.with_hole(CELLS["zigzag"][1])
