@@ -11,9 +11,9 @@ A hole stands between two comments in the cell of a function. Its sentence names
 In the course the hole raises NotImplementedError with this sentence. The solution is folded below the cell.
 """
 
+import argparse
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import jupytext
@@ -26,6 +26,10 @@ HOLE = re.compile(
     r"^(?P<indent> *)# your turn: (?P<sentence>.*(?:\n(?P=indent)# .*)*)\n"
     r"(?P<solution>(?:.*\n)*?)(?P=indent)# your turn ends(?=\n|$)",
     re.MULTILINE,
+)
+OPEN = (
+    "In `{root}`, the command `.venv/bin/jupyter lab {folder}` opens these notebooks. In `{folder}`, the command "
+    "`{root}/.venv/bin/canon check my_attention` checks all functions."
 )
 FOLDED = "<details><summary>Solution</summary>\n\n```python\n{}\n```\n\n</details>"
 
@@ -55,8 +59,11 @@ def unprofiled(source: str) -> str:
     return re.sub(r"named_steps\((.*)\):", r"\1:", source)
 
 
-def for_students(notebook: NotebookNode) -> NotebookNode:
-    """Return the notebook with holes, and with folded solutions."""
+def for_students(notebook: NotebookNode, folder: Path) -> NotebookNode:
+    """Return the notebook with holes, with folded solutions, and with the command that opens it in its first cell."""
+    root = HERE.parent
+    place = folder.relative_to(root) if folder.is_relative_to(root) else folder
+    notebook.cells[0].source += f"\n\n{OPEN.format(root=root, folder=place)}"
     cells = []
     for cell in notebook.cells:
         cells.append(cell)
@@ -82,8 +89,10 @@ def write(folder: Path) -> None:
     for twin in sorted(HERE.glob("*.md")):
         notebook = folder / f"{twin.stem}.ipynb"
         if not notebook.exists():
-            nbformat.write(for_students(jupytext.read(twin)), notebook)
+            nbformat.write(for_students(jupytext.read(twin), folder), notebook)
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]).resolve())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write it; `make course` has build/course")
+    write(parser.parse_args().folder.resolve())

@@ -215,15 +215,18 @@ __all__ = [
 def mine(function: Callable) -> Callable:
     """Put ``function`` in the place of the one with its name, and return it. It may use all names of this module.
 
-    Keep its source in the folder `my_functions`, if this exists and the function is written.
+    If the folder `my_functions` exists, keep the source of a written function there, and print whether it was kept.
     """
     plain = getattr(function, "fn", function)  # of a Triton kernel
     name = plain.__name__
     if name not in ROWS:
         raise NameError(f"my_attention has no place for {name!r}: expected one of {', '.join(ROWS)}")
     source = getsource(plain)
-    if FOLDER.is_dir() and "raise NotImplementedError" not in source:
-        (FOLDER / f"{name}.py").write_text(source.replace("@mine\n", "", 1))
+    if FOLDER.is_dir():
+        path, empty = FOLDER / f"{name}.py", "raise NotImplementedError" in source
+        if not empty:
+            path.write_text(source.replace("@mine\n", "", 1))
+        print(f"{name}: {'not kept, it raises NotImplementedError' if empty else f'kept in {path}'}")
     PLANS.clear()  # calls with an older layout
     globals()[name] = _here(function)
     return globals()[name]

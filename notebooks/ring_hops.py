@@ -1,4 +1,4 @@
-"""Record the messages of a ring of `canon.reference`, with their tensors."""
+"""Record the messages of a ring of `canon.reference`, with their tensors, and the dtypes of its parts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 
@@ -35,3 +36,17 @@ def recorded_hops(ring: ModuleType) -> Iterator[list[SentHop]]:
 
     with mock.patch.object(ring, "Hop", RecordedHop):
         yield hops
+
+
+@contextmanager
+def merged_dtypes(ring: ModuleType) -> Iterator[set[torch.dtype]]:
+    """Yield a set of the dtypes of every out and lse that a ring merges inside the block, on all ranks."""
+    dtypes: set[torch.dtype] = set()
+    merged = ring.merged
+
+    def recorded(*parts: Tensor) -> tuple[Tensor, Tensor]:
+        dtypes.update(part.dtype for part in parts)
+        return merged(*parts)
+
+    with mock.patch.object(ring, "merged", recorded):
+        yield dtypes

@@ -92,7 +92,7 @@ def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     def weighted(part, part_lse):
         visible = part_lse != -torch.inf
         weight = torch.exp(part_lse - whole.masked_fill(~visible, 0)).masked_fill(~visible, 0)
-        weight, visible = (x.transpose(-1, -2)[..., None] for x in (weight, visible))  # (b, t, h, 1)
+        weight, visible = (x.transpose(-1, -2)[..., None] for x in (weight, visible))  # (..., t, h, 1)
         return weight * part.to(lse.dtype).masked_fill(~visible, 0)
 
     return (weighted(out, lse) + weighted(other_out, other_lse)).to(out.dtype), whole

@@ -10,6 +10,7 @@ from pathlib import Path
 import course
 import jupytext
 import my_attention
+import nbformat
 import pytest
 from my_attention import ROWS
 from programs import printed
@@ -109,10 +110,14 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
         text = (folder / f"{notebook}.ipynb").read_text()
         assert "your turn" not in text
         assert "<summary>Solution</summary>" in text
+        assert f"`.venv/bin/jupyter lab {folder}` opens" in nbformat.reads(text, 4).cells[0].source
     program = "import runpy, my_attention; runpy.run_path('cell.py'); print(my_attention.merged.__code__.co_filename)"
-    (folder / "cell.py").write_text("from my_attention import mine\n" + CELLS["merged"][1])
-    printed(f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}")
     kept = folder / "my_functions" / "merged.py"
+    empty = course.with_hole(CELLS["zigzag"][1])
+    (folder / "cell.py").write_text(f"from my_attention import mine\n{CELLS['merged'][1]}\n{empty}")
+    output = printed(f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}")
+    assert f"merged: kept in {kept}\nzigzag: not kept, it raises NotImplementedError\n" in output
+    assert [path.name for path in kept.parent.iterdir()] == ["merged.py"]
     assert lines_of(kept.read_text())[1:] == lines_of(CELLS["merged"][1])[2:]
     kept.write_text(kept.read_text().replace("logaddexp", "maximum"))
     program = "import my_attention; my_attention.check('--only merge/')"
