@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from canon import reference
-from canon.reference import Layout, Mask
+from canon.reference import Layout
 from canon.testing.judge import Masks
 
 LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {  # only "planned" takes a tuple of masks
