@@ -67,6 +67,14 @@ def test_sequences_are_packed_without_a_copy():
     assert lse.stride() == (N, len(MASKS) * N, 1)
 
 
+@pytest.mark.parametrize("function", ["attention", "ring_attention"])
+def test_autocast_casts_tensors_before_they_are_checked(half, function):
+    q, k, v, *_ = (x.float() for x in batch(MASKS))
+    attend = getattr(half, function)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attend(q, k.bfloat16(), v, MASKS), attend(*(x.bfloat16() for x in (q, k, v)), MASKS))
+
+
 # --- several ranks: one layout for all sequences
 
 UNEVEN = Layout([[range(17, N), range(2)], [range(2, 16)], [], [range(16, 17)]], N)
