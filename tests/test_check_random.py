@@ -72,7 +72,8 @@ def test_all_kinds_are_drawn():
     assert any((case.shape.scale or 0) > 1e5 for case in attended), "scores near the limit of canon.fast"
     assert any(case.shape.widths[0] % 2 and case.shape.widths[0] != case.shape.widths[1] for case in attended)
     masks = [draws.evaluated(case.mask) for case in cases]
-    assert any(isinstance(mask, tuple) for mask in masks), "a mask for each sequence"
+    several = {case.function for case, mask in zip(cases, masks, strict=True) if isinstance(mask, tuple)}
+    assert several == draws.FOR_EACH_SEQUENCE, "a mask for each sequence"
     cases = [case for case, mask in zip(cases, masks, strict=True) if not isinstance(mask, tuple)]
     masks = [mask for mask in masks if not isinstance(mask, tuple)]
     assert {0, 1} <= {mask.queries for mask in masks}

@@ -40,6 +40,16 @@ def test_zigzag_documents_divides_each_document_as_zigzag_does(lengths, ranks):
     assert layout == Layout.zigzag_documents(torch.tensor(ends), ranks)
 
 
+@given(st.sampled_from(sorted(KINDS)), st.lists(st.integers(0, 20), min_size=1, max_size=4), st.integers(1, 5))
+def test_concat_gives_a_rank_its_tokens_of_each_sequence(kind, lengths, ranks):
+    layouts = [KINDS[kind](n, ranks) for n in lengths]
+    whole = Layout.concat(layouts)
+    assert (whole.tokens, whole.ranks) == (sum(lengths), ranks)
+    for rank in range(ranks):
+        of_each = [sum(lengths[:i]) + layout.positions(rank) for i, layout in enumerate(layouts)]
+        assert torch.equal(whole.positions(rank), torch.cat(of_each))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_zigzag_documents_is_the_order_of_ring_flash_attention(ranks):
     """Its documents are multiples of 2 W tokens, cut by `torch.chunk`."""

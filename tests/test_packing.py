@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from invariant_worlds import attended, different
 from sharded import CALLS, assert_agrees, attending, layout_of, on_this_rank
 
@@ -66,6 +67,14 @@ def test_sequences_are_packed_without_a_copy():
     assert lse.stride() == (N, len(MASKS) * N, 1)
 
 
+@pytest.mark.parametrize("function", ["attention", "ring_attention"])
+def test_autocast_casts_tensors_before_they_are_checked(half, function):
+    q, k, v, *_ = (x.float() for x in batch(MASKS))
+    attend = getattr(half, function)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attend(q, k.bfloat16(), v, MASKS), attend(*(x.bfloat16() for x in (q, k, v)), MASKS))
+
+
 # --- several ranks: one layout for all sequences
 
 UNEVEN = Layout([[range(17, N), range(2)], [range(2, 16)], [], [range(16, 17)]], N)
@@ -88,6 +97,19 @@ def test_equal_masks_on_ranks_have_the_bits_of_one_mask(half, call, masks):
         for mask in ((masks or [None])[0], masks)
     )
     assert not different(one, several)
+
+
+def test_a_batch_on_ranks_is_one_long_sequence(half):
+    layout, masks = Layout.zigzag(N, 2), [MASKS[0], MASKS[3]]
+    q, k, v, *_ = batch(masks)
+
+    def program():
+        shards = [layout.shard(x, dist.get_rank()) for x in (q, k, v)]
+        long = [x.flatten(0, 1) for x in shards]
+        one = half.magi_attention(*long, Mask.concat(masks), Layout.concat([layout] * 2))
+        return torch.equal(half.magi_attention(*shards, masks, layout), one.unflatten(0, (2, -1)))
+
+    assert process_groups.threads(program, 2) == [True, True]
 
 
 @pytest.mark.parametrize(("function", "ranks"), [("strided_attention", 3), ("magi_attention", 2)])

@@ -87,6 +87,15 @@ def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, kind
 
 
 @pytest.mark.usefixtures("_replays")
+@pytest.mark.parametrize("function", ["ring", "strided", "magi keeps"])
+def test_calls_with_a_mask_for_each_sequence_replay_too(function):
+    tensors = [whole(MASK, b=2, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
+    masks = [MASK, Mask.window(N, 12, 3)]
+    call = RANKS, tensors, FUNCTIONS[function], masks, LAYOUTS["uneven"], "qkv"
+    assert_a_replay_has_the_bits_of_steps_as_written(*call)
+
+
+@pytest.mark.usefixtures("_replays")
 @pytest.mark.parametrize("function", ["ring", "strided", "magi"])
 @pytest.mark.parametrize(("mask", "kind"), [("causal", "zigzag"), ("window", "zigzag"), ("documents", "uneven")])
 def test_steps_of_the_hopper_kernels_replay_too(function, mask, kind):

@@ -20,7 +20,7 @@ from canon.runtime.call import Algorithm, call_of, check_size, default_layout, m
 from canon.runtime.checks import autocast_dtype, batched, cast, check_mask_type, check_sink, kind_of_sink
 from canon.runtime.group import place_in
 from canon.runtime.operators import call_operator, is_traced
-from canon.runtime.packing import attend_packed, check_masks, differ, refuse_compilation, repeated
+from canon.runtime.packing import attend_each, attend_packed, check_masks, differ, refuse_compilation, repeated
 from canon.runtime.sink_weights import weighted
 
 
@@ -66,13 +66,15 @@ def _attend_each(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], layout: Layout | None,
     sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the results of `attend` with a mask for each sequence, on several ranks (`packing.py`)."""
+    """Return the results of `attend` with a mask for each sequence (`packing.py`)."""
+    attend_one = lambda q, k, v, mask: attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
+    if algorithm.is_local:
+        return attend_each(attend_one, q, k, v, masks)
     refuse_compilation()
     checked, rank, ranks = place_in(algorithm.function, group)
     with refused_together(algorithm.function, checked, ranks):
         invariant = options.get("rank_invariant") is True
         layout = _layout_of_each(q, k, v, masks, layout, algorithm, invariant, rank, ranks)
-    attend_one = lambda q, k, v, mask: attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
     return attend_packed(attend_one, q, k, v, masks) if masks else attend_one(q, k, v, None)
 
 

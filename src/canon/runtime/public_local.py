@@ -72,12 +72,9 @@ def attention(algorithm: Algorithm, notes: str = ""):
         Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
         """
         options = {"scale": scale, "backward": backward, "rank_invariant": rank_invariant}
-        if isinstance(mask, (tuple, list)):
-            return attend_each(bound_attention, q, k, v, mask, **options, sink=sink, return_lse=return_lse)
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options)
 
-    bound_attention = bound(attention, algorithm.forward, notes)
-    return bound_attention
+    return bound(attention, algorithm.forward, notes)
 
 
 def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
