@@ -65,6 +65,14 @@ def attention(q, k, v, mask=None, **options):
     {masks}
     return reference.attention(q, k, v, mask, **options)
 
+def zigzag_attention(q, k, v, mask=None, **options):
+    {shared}
+    return reference.zigzag_attention(q, k, v, mask, **options)
+
+def dispatch(mask, ranks, **options):
+    {planned}
+    return reference.dispatch(mask, ranks, **options)
+
 from canon.reference import magi_attention, ring_attention, strided_attention, striped_attention
 """
 WRONG_GENERATION = {  # fault: (case, message, wrong line)
@@ -76,6 +84,9 @@ WRONG_GENERATION = {  # fault: (case, message, wrong line)
         {"after": "out = (out[0] * (1 + 2**-23 * (dist.get_rank() == 2)), out[1])"}),
     "all sequences have the mask of the first": (
         "attention/sequences/float32", "out is off by", {"masks": "mask = mask[0]"}),
+    "sequences on ranks have the masks in another order": (
+        "zigzag_attention/zigzag/sequences/*", "out is off by", {"shared": "mask = mask[::-1]"}),
+    "the plan is that of the first mask": ("dispatch/sequences", "rows are wrong", {"planned": "mask = mask[0]"}),
     "plans cannot be made": ("prepare*ring_attention", "KeyError: 'ring_attention'", {"plans": "{}[function]"}),
 }  # fmt: skip
 
