@@ -93,7 +93,7 @@ def test_compilations_are_collected_once_without_a_launch_and_compiled_into_the_
     cache = tmp_path / "cache"
     found = json.loads(printed(COLLECT, TRITON_CACHE_DIR=str(cache)))
     assert found["progress"] == list(range(1, found["cases"] + 1)), "progress, case by case"
-    assert set(found["names"]) == {"forward_kernel", "merge_kernel"}
+    assert set(found["names"]) == {"forward_kernel", "merge_kernel", "parts_kernel", "merge_parts_kernel"}
     assert found["again"] == len(found["names"]), "each compilation is collected once, also if several cases need it"
     assert found["compiled"] == [True] * found["names"].count("merge_kernel")
     assert list(cache.rglob("merge_kernel.cubin"))

@@ -28,7 +28,7 @@ FILES = (*SHARED, "tiles", "backward", "local", "group_collectives", "ring")  # 
 
 # fault: (case, file, text, replacement of the first occurrence)
 FAULTS = {
-    "a hop is dropped": (RING, "ring", "range(call.ranks):", "range(call.ranks - 1):"),
+    "a hop is dropped": (RING, "ring", "range(call.ranks)):", "range(call.ranks - 1)):"),
     "K is stale: the first hop's is used in every hop": (
         RING, "ring", "held = hop.wait() if hop else held", "hop and hop.wait()"),
     "the merge skips a rescale": (
