@@ -20,7 +20,7 @@ TIMES = re.compile(r"(_|^)(ms|us|seconds)(_by_rank)?$")  # keys of single times
 PROFILER = "Nsight Compute"
 TEXTS = {  # name of a record, or of several: commit that holds the kernel or the record, date, GPUs, what made it
     "check_runs_cut_off_eight_h200.txt": ("3ce3ee2", "2026-11-22", "8 H200", "canon check"),
-    "tests_cpu.txt": ("8f337b3", "2026-11-24", "none", "make test"),
+    "tests_cpu.txt": ("9cdf157", "2026-11-25", "none", "make test"),
     "tests_h200.txt": ("28cf8d8", "2026-11-24", "1 and 2 H200", "pytest --gpu tests"),
     "sanitizer_h200.txt": ("6112dcf", "2026-11-23", "1 H200", "compute-sanitizer"),
     "forward_plain_h100.txt": ("c01975e", "2026-11-25", "1 H100", "canon bench tune"),
