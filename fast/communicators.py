@@ -1,7 +1,7 @@
 """Own communicators: messages of attention that never queue behind other messages of the group, such as those of DDP.
 
-    default              gathers, group casts, hops      the communicator of the group
-                         reductions                      a second one (only NCCL)
+    default              gathers, group casts, hops             the communicator of the group
+                         reductions                             a second one (only NCCL)
     own_communicators    gathers, group casts, hops of keys                 one of their own
                          reductions, group reduces, hops of sums            another one
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.fast.device import check_inputs
-from canon.fast.local import attend_into, attention_forward, merge_into
+from canon.fast.local import attention_forward, forward_into, merge_into
 from canon.fast.messages import transport_for
 from canon.masks.mask import Mask
 from canon.runtime import public_local
@@ -36,7 +36,7 @@ def decode(
         for target, source in zip(parts[rank], result, strict=True):
             target.copy_(source)
     else:
-        attend_into(q, k, v, mask, scale, *parts[rank])
+        forward_into(q, k, v, mask, scale, *parts[rank], whole=True)
     (out, lse), *others = parts
     if others and out.numel():
         transport_for(group, q.device).all_gather(buffer).wait()

@@ -65,7 +65,7 @@ def local_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     plan = call.plan
     out, lse = empty_result(q, v, q.dtype)
-    attend_into(*plan.aligned(q, k, v), plan.mask, call.scale, out, lse, kind=call)
+    forward_into(*plan.aligned(q, k, v), plan.mask, call.scale, out, lse, kind=call, whole=True)
     if not plan.strides:
         plan.strides = _strides(q, k, v, out, lse)
     return out, lse
@@ -117,35 +117,26 @@ def empty_result(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def forward_into(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor, kind: Hashable = None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor, *, whole: bool = False,
+    kind: Hashable = None,
+) -> None:  # fmt: skip
     """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise RuntimeError for unusable devices.
 
-    ``kind``: as in `replayed`.
+    ``whole``: as in `forward_for`. ``kind``: as in `replayed`.
     """
-    replayed(_forward, (q, k, v, out, lse), mask, scale, kind=kind)
+    replayed(_forward, (q, k, v, out, lse), mask, scale, whole, kind=kind)
 
 
-def attend_into(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor, kind: Hashable = None
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, scale: float, whole: bool
 ) -> None:
-    """Write the results of a whole call, as `forward_into` writes those of a step."""
-    replayed(_attend, (q, k, v, out, lse), mask, scale, kind=kind)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, scale: float) -> None:
     check_device(q)
-    kernels_for(q, v).forward(q, k, v, mask, scale, out, lse)
+    forward_for(q, v, mask, whole)(q, k, v, mask, scale, out, lse)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, scale: float) -> None:
-    check_device(q)
-    forward_for(q, v, mask)(q, k, v, mask, scale, out, lse)
-
-
-def forward_for(q: Tensor, v: Tensor, mask: AnyMask) -> Callable[..., None]:
-    """Return the launch function of a whole call: few queries over many keys are computed in parts (`key_parts`)."""
-    if has_parts(mask) and chosen_backend() in (None, "triton"):
+def forward_for(q: Tensor, v: Tensor, mask: AnyMask, whole: bool = True) -> Callable[..., None]:
+    """Return the launch function. In ``whole`` calls, few queries over many keys are computed in parts (`key_parts`)."""
+    if whole and has_parts(mask) and chosen_backend() in (None, "triton"):
         return forward_in_parts
     return kernels_for(q, v).forward
 
@@ -154,7 +145,7 @@ def _attention_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     out, lse = empty_result(q, v, out_dtype)
-    attend_into(q, k, v, mask, scale, out, lse)
+    forward_into(q, k, v, mask, scale, out, lse, whole=True)
     return out, lse
 
 

@@ -22,7 +22,6 @@ import torch
 
 from canon.fast.active_queries import ActiveQueries, active_queries_of, query_indices, visible_keys
 from canon.fast.backward import plan_gradients
-from canon.fast.device import kernels_for
 from canon.fast.group_collectives import cast_plan, rows_returned, rows_sent
 from canon.fast.kernels.device_plans import META
 from canon.fast.kernels.launcher import Gpu, gpu_of, meta_stands_for
@@ -71,8 +70,7 @@ def _launch(part: _Part, given: Preparation) -> None:
     q, k, v = new(mask.queries, heads, d), new(mask.keys, part.key_heads, d), new(mask.keys, part.key_heads, dv)
     out, lse = empty_result(q, v, q.dtype)
     if part.forward:
-        forward = forward_for(q, v, mask) if given.layout is None else kernels_for(q, v).forward
-        forward(q, k, v, mask, 1.0, out, lse)
+        forward_for(q, v, mask, whole=given.layout is None)(q, k, v, mask, 1.0, out, lse)
     if part.backward and given.requires_grad:
         plan_gradients(q, k, v, out, lse, mask, given.backward)
 

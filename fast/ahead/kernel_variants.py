@@ -196,9 +196,7 @@ def collect(model: Model, device: str, progress: Callable[[int], None] = lambda 
 def steps(model: Model) -> list[Callable[[Model, str], None]]:
     """Return the groups of launches that the model's functions need, each once."""
     chosen = dict.fromkeys(step for function in model.functions for step in FUNCTIONS[function])
-    if (
-        set(model.functions) <= RINGS and 1 not in model.ranks
-    ):  # the results are sums of parts, unless one step has all keys
+    if set(model.functions) <= RINGS and 1 not in model.ranks:  # a result is a sum of parts, or one step has all keys
         chosen = {whole_forward if step is whole_passes else step: None for step in chosen}
     if not model.has_sink:
         chosen.pop(sinks, None)

@@ -19,6 +19,7 @@ from canon.fast.kernels import key_parts
 from canon.fast.kernels.key_parts import WORD, part_table
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.blocks import (
+    LN2,
     full_tile_source,
     head_pointer,
     kernel,
@@ -176,7 +177,7 @@ def merge_parts_kernel(
     target = out + (batch * out_strides[0] + query * out_strides[1] + head * out_strides[2])[:, None]
     target += tl.arange(0, DV_PAD)[None, :] * out_strides[3]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_width)
-    natural = tl.where(fully_masked, float("-inf"), (top_or_zero + tl.log2(total)) * 0.6931471805599453)
+    natural = tl.where(fully_masked, float("-inf"), (top_or_zero + tl.log2(total)) * LN2)
     tl.store(lse + batch * lse_stride_b + head * lse_stride_h + query, natural, mask=valid)
 
 
