@@ -50,6 +50,12 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
                     attend = partial(fast.strided_attention, mask=mask, layout=layout, head_stride=stride, **options)
                     found.append(Schedule(f"strided {kind} {stride}{name}", layout, attend))
     planned = fast.dispatch(mask, ranks)
+    strided = partial(fast.strided_attention, mask=mask, layout=layouts["zigzag"])
+    magi = partial(fast.magi_attention, mask=mask, layout=planned)
+    found += [
+        Schedule("strided zigzag, no options", layouts["zigzag"], strided),
+        Schedule("magi, no options", planned, magi),
+    ]
     for stages in (0, 1, 2):
         for kept in (False, True):
             attend = partial(fast.magi_attention, mask=mask, layout=planned, stages=stages, keep_kv=kept)
