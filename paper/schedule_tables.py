@@ -286,41 +286,33 @@ def messages() -> dict[str, str]:
     }
 
 
-TWO_H100 = {  # record: schedule in it, name on the page
-    "schedules_two_h100": (
-        ("ring zigzag", "ring, zigzag"),
-        ("strided zigzag 2", "strided, zigzag, 2 key heads at a time"),
-        ("strided zigzag 8", "strided, zigzag, 8"),
-        ("strided zigzag 8, rank invariant", "strided, zigzag, 8, rank invariant"),
-        ("magi, 0 stages", "magi, one group cast"),
-        ("magi, 1 stages", "magi, own keys first"),
-        ("magi, rank invariant", "magi, rank invariant"),
-        ("one GPU", "one GPU, the whole sequence"),
-    ),
-    "schedules_peers_two_h100": (
-        ("ring zigzag", "ring, zigzag"),
-        ("magi, 0 stages", "magi, one group cast"),
-        ("magi, 1 stages", "magi, own keys first"),
-        ("ring-flash-attn zigzag", "ring-flash-attn on flash-attn-4, zigzag"),
-        ("torch cudnn allgather", "torch `context_parallel`, cuDNN, all-gather"),
-    ),
-}
+TWO_H100 = (  # schedule in the record, name on the page
+    ("ring zigzag", "ring, zigzag"),
+    ("strided zigzag 2", "strided, zigzag, 2 key heads at a time"),
+    ("strided zigzag 4", "strided, zigzag, 4"),
+    ("strided zigzag 8", "strided, zigzag, 8"),
+    ("strided zigzag, no options", "strided, zigzag, without options: 8"),
+    ("strided zigzag 8, rank invariant", "strided, zigzag, 8, rank invariant"),
+    ("magi, 0 stages", "magi, one group cast"),
+    ("magi, 0 stages, keys kept", "magi, one group cast, keys kept"),
+    ("magi, 1 stages", "magi, own keys first"),
+    ("ring-flash-attn zigzag", "ring-flash-attn on flash-attn-4, zigzag"),
+    ("torch cudnn allgather", "torch `context_parallel`, cuDNN, all-gather"),
+)
 
 
 def two_gpus() -> dict[str, str]:
     """Return tables of wall and GPU time on two H100, and of steps with own communicators."""
 
-    def times(record: str, name: str, n: int) -> str:
-        row = schedule(record, name, n)
+    def times(name: str, n: int) -> str:
+        row = schedule("schedules_two_h100", name, n)
         return f"{median(row['both_wall_ms']):.2f} / {median(row['both_ms']):.2f}"
 
     lengths = 8192, 32768
     header = ("wall / GPU ms, both passes", *(f"{tokens(n)} tokens" for n in lengths))
-    found = {
-        name: table(header, [[label, *(times(record, schedule, n) for n in lengths)] for schedule, label in rows])
-        for name, (record, rows) in zip(("two_h100", "two_h100_peers"), TWO_H100.items(), strict=True)
-    }
-    wall = lambda name, n: median(schedule("schedules_peers_two_h100", name, n)["both_wall_ms"])
+    rows = [[label, *(times(schedule, n) for n in lengths)] for schedule, label in TWO_H100]
+    found = {"two_h100": table(header, rows)}
+    wall = lambda name, n: median(schedule("schedules_two_h100", name, n)["both_wall_ms"])
     rows = load("communicators_two_h100")["results"]
     steps = {own: [median(row["step_wall_ms"]) for row in rows if row["own"] is own] for own in (False, True)}
     return found | {

@@ -17,10 +17,7 @@ from canon.masks.head_groups import default_stride, gathered_bytes
 from canon.masks.layout import Layout
 
 DATA = Path(__file__).parents[1] / "paper" / "data"
-# On two H100s one step took the ordered backward, which "auto" no longer takes there (`dq_order.MIN_VISITS_OF_MORE_KEYS`).
-OTHER_METHODS = {"schedules_two_h100.json", "schedules_peers_two_h100.json"}
-FILES = {path.name for path in DATA.glob("*.json") if path.name.startswith(("schedules_", "packs_"))}
-NAMES = sorted(FILES - OTHER_METHODS)
+NAMES = sorted(path.name for path in DATA.glob("*.json") if path.name.startswith(("schedules_", "packs_")))
 CLOCKS = "both_ms", "both_wall_ms"
 
 

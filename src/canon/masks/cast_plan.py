@@ -23,7 +23,7 @@ from canon.masks.mask import Mask
 from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import cached_plan
 
-MANY_CELLS = 1 << 27  # visible cells of a rank, see `own_keys_come_first`
+MANY_CELLS = 1 << 29  # visible cells of a rank, see `own_keys_come_first`
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +192,15 @@ def planned_casts(
 def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
     """Return whether magi attention by default computes on own keys while its one cast is in flight.
 
-    It does if both hold: a rank has at least 2^27 visible cells, and receives at least half as many tokens as it holds.
+    It does if both hold: a rank has at least 2^29 visible cells, and receives at least half as many tokens as it holds.
     Both are means over the ranks. An additional step costs launches, a merge, and shorter kernels; it hides the cast:
 
         recorded                               one step / own keys first   cells of a rank    received / held
         packs, 8,192 tokens a rank                     0.78 to 1.01        2^23 to 2^25       0.1 to 1.2
         causal, 8,192 tokens on 2 ranks                0.85 to 0.92        2^24               0.75
         causal, 4,096 tokens a rank, 4 and 8 ranks     0.99 to 1.00        2^25 and 2^26      2.25 and 5.25
-        causal, 32,768 tokens and more on 2 ranks      1.00 to 1.02        2^28 and 2^32      0.75
-        causal, 16,384 tokens a rank and more          1.00 to 1.01        2^29 to 2^33       2.25 and 5.25
+        causal, 16,384 tokens a rank, 2 ranks          0.96 to 1.01        2^28               0.75
+        causal, 16,384 tokens a rank and more          1.00 to 1.02        2^29 to 2^33       0.75 to 5.25
 
     The first column divides the times of both passes. No record has many cells and little to receive: there a merge of all
     queries would take longer than the hidden cast. Records: paper/data, compared in `tests/test_defaults.py`.
