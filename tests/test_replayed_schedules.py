@@ -103,3 +103,33 @@ def test_steps_of_the_hopper_kernels_replay_too(function, mask, kind):
     tensors = [whole(mask, b=2, h=2, d=64, dv=64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
     with backend("gluon"), simulated_kernels.simulated():
         assert_a_replay_has_the_bits_of_steps_as_written(2, tensors, GLUON_FUNCTIONS[function], mask, layout, "qkv")
+
+
+def attention(q, k, v, mask, _, scale):
+    return fast.attention(q, k, v, mask, scale=scale)
+
+
+NEGATIVE = Mask.causal(70), whole(Mask.causal(70), h=1, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=1)
+
+
+@pytest.mark.usefixtures("_replays")
+@pytest.mark.parametrize("function", ["attention", "ring", "strided", "magi"])
+def test_no_scale_excludes_replay(function):
+    (mask, tensors), ranks = NEGATIVE, 1 if function == "attention" else 2
+    attend = {"attention": attention, **GLUON_FUNCTIONS}[function]
+
+    def program():
+        for scale in (-0.2, 0.0):
+            train(functools.partial(attend, scale=scale), mask, Layout.contiguous(70, ranks), "qkv", tensors)
+        return [x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)]
+
+    with backend("gluon"), simulated_kernels.simulated():
+        assert set().union(*process_groups.threads(program, ranks)) == {""}
+
+
+@pytest.mark.usefixtures("_replays")
+def test_a_negative_scale_replays_with_the_same_bits():
+    mask, tensors = NEGATIVE
+    call = functools.partial(attention, scale=-0.2), mask, Layout.contiguous(70, 1), "qkv"
+    with backend("gluon"), simulated_kernels.simulated():
+        assert_a_replay_has_the_bits_of_steps_as_written(1, [tensors, tensors], *call)

@@ -1,5 +1,6 @@
 """Tile schedules of the Hopper kernels: every tile is in the schedule once, in the order that the kernels rely on."""
 
+import heapq
 import itertools
 
 import numpy as np
@@ -245,6 +246,18 @@ def test_short_work_tiles_come_last_only_where_that_evens_the_ends(tokens, heads
     assert sorted(orders[0]) == sorted(orders[1])
     assert (orders[0] != orders[1]) == (gain > 0)
     assert times[0] <= times[1] * (1 - gain)
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 131, 133, 1000])
+@pytest.mark.parametrize(
+    "draw", [np.ones, np.random.default_rng(1).random, np.random.default_rng(2).standard_exponential]
+)
+def test_the_first_free_multiprocessor_claims_the_next_tile(tiles, draw):
+    cost = draw(tiles)
+    ends = [0.0] * dq_order.SMS
+    for one in cost:
+        heapq.heapreplace(ends, ends[0] + one)
+    assert tile_scheduler._time(cost) == max(ends)
 
 
 def test_regions_follow_one_another_if_a_head_does_not_fit_the_cache():

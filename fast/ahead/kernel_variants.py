@@ -34,6 +34,7 @@ from canon.fast import backward
 from canon.fast.device import AVAILABLE, chosen_backend, computing_with, kernels_for
 from canon.fast.group_collectives import as_heads
 from canon.fast.kernels.gluon import config as gluon_config
+from canon.fast.kernels.triton.launch import signed
 from canon.fast.kernels.triton.parts import forward_in_parts
 from canon.fast.kernels.triton.rows import (
     add_rows,
@@ -254,6 +255,8 @@ def forward_parts(model: Model, device: str) -> None:
 
 def _forward(model: Model, device: str, dtype: torch.dtype) -> None:
     for x in all_inputs(model, device):
+        if model.backend != "cuda":
+            signed(x.q, -1.0)
         for choice in forward_choices(x):
             with choice():
                 forward_into(x.q, x.k, x.v, x.mask, 1.0, x.out.to(dtype), x.statistic())

@@ -103,11 +103,11 @@ class PlacedMask:
         own, visited = self.placement(transposed), self.placement(not transposed)
         tiles = tiles[self.owned(tiles[:, 0], transposed)]
         down = own.shift[np.searchsorted(own.start, tiles[:, 0], "right") - 1]
-        tile, span = _expanded(tiles[:, 2], tiles[:, 4])
+        tile, span = expanded(tiles[:, 2], tiles[:, 4])
         is_full = (span >= tiles[tile, 3]).astype(np.int64)
         first = spans[span, 0].astype(np.int64)
         last = first + spans[span, 1] * np.array(widths)[is_full]
-        part, piece = _expanded(
+        part, piece = expanded(
             np.searchsorted(visited.end, first, "right"), np.searchsorted(visited.start, last, "left")
         )
         begin, end = np.maximum(first[part], visited.start[piece]), np.minimum(last[part], visited.end[piece])
@@ -173,7 +173,7 @@ def counted(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _expanded(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def expanded(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (i, n) for n = starts[i], ..., stops[i] - 1 and every i, as two arrays."""
     i, place = counted(np.maximum(0, stops - starts))
     return i, place + starts[i]

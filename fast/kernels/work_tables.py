@@ -87,8 +87,9 @@ def visits(mask: AnyMask, rows: int, columns: int, transposed: bool = False, box
 
 @cached_plan
 def band_array(mask: AnyMask) -> np.ndarray:
-    """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi."""
-    return np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands)).reshape(-1, 6)
+    """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi. Columns are contiguous."""
+    numbers = np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands))
+    return np.asfortranarray(numbers.reshape(-1, 6))
 
 
 @cached_plan
@@ -106,13 +107,10 @@ def _corners(queries: np.ndarray, keys: np.ndarray, diagonals: np.ndarray) -> np
     return triangles(diagonals) - triangles(diagonals - queries) - triangles(diagonals - keys)
 
 
-_TRANSPOSED = np.array([1, 1, 1, 1, -1, -1])
-
-
 class _Cut(NamedTuple):
     """Rows cut into tiles, and a piece for each band and tile: rows ``first:last``, of which some see ``begin:end``."""
 
-    bands: np.ndarray
+    bands: np.ndarray  # (6, n)
     starts: np.ndarray  # of each tile
     stops: np.ndarray
     band: np.ndarray  # of each piece, as below
@@ -151,14 +149,15 @@ def _own_part(mask: PlacedMask, cut: _Cut, transposed: bool) -> _Cut:
 def _bands_and_size(mask: AnyMask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
+    q_start, q_stop, k_start, k_stop, lo, hi = bands = band_array(mask).T
     if transposed:
-        return band_array(mask)[:, [2, 3, 0, 1, 5, 4]] * [1, 1, 1, 1, -1, -1], mask.keys
-    return band_array(mask), mask.queries
+        return np.stack([k_start, k_stop, q_start, q_stop, -hi, -lo]), mask.keys
+    return bands, mask.queries
 
 
 def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
     """First rows of tiles that restart where bands begin or end, if a whole tile fits before."""
-    ends = np.sort(np.append(bands[:, :2].ravel(), [0, size]))
+    ends = np.sort(np.append(bands[:2], [0, size]))
     following = np.searchsorted(ends, np.minimum(ends + rows, size)).tolist()  # from a cut, the next one
     last, cuts = following[0], [0]
     while last != cuts[-1]:  # 50 ns for each cut
@@ -172,10 +171,10 @@ def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
 def _cut(bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: int, boxes: int) -> _Cut:
     """Return the cut into tiles that begin at ``starts``. Visits count tiles of ``ratio`` times ``small`` columns."""
     stops = np.append(starts[1:], size)[: len(starts)]
-    first_tile = np.searchsorted(starts, bands[:, 0], "right") - 1
-    band, place = counted(np.searchsorted(starts, bands[:, 1], "left") - first_tile)
+    first_tile = np.searchsorted(starts, bands[0], "right") - 1
+    band, place = counted(np.searchsorted(starts, bands[1], "left") - first_tile)
     tile = first_tile[band] + place
-    row_start, row_stop, start, stop, lo, hi = bands[band].T
+    row_start, row_stop, start, stop, lo, hi = bands.take(band, 1)
     first, last = np.maximum(row_start, starts[tile]), np.minimum(row_stop, stops[tile])
     begin, end = np.maximum(start, first + lo), np.minimum(stop, last + hi)
     if boxes:
@@ -187,7 +186,7 @@ def _cut(bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: in
 def _table(cut: _Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return tiles and spans, as in `WorkTable`. A piece has three spans at most: partial, full, partial."""
     bands, starts, stops, band, tile, first, last, begin, end, _ = cut
-    _, _, start, stop, lo, hi = bands[band].T
+    _, _, start, stop, lo, hi = bands.take(band, 1)
     all_begin, all_end = (
         np.maximum(start, last - 1 + lo),
         np.minimum(stop, first + hi + 1),
@@ -210,9 +209,10 @@ def _table(cut: _Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[
     # By tile, partial before full, then by column (below 2**31).
     order = np.argsort((2 * tile[piece] + is_full << 31) + column, kind="stable")
     is_full, piece = is_full[order], piece[order]
-    spans = np.zeros((len(order), SPAN_FIELDS), np.int32)
+    own = np.zeros((bands.shape[1] + 1, SPAN_FIELDS), np.int32)  # the last row is of full spans, without a band
+    own[:-1, 2:] = bands.T
+    spans = own.take(np.where(is_full, -1, band[piece]), 0)
     spans[:, 0], spans[:, 1] = column[order], number[kept[order]]
-    spans[:, 2:] = np.where(is_full[:, None], 0, bands[band[piece]])
     if boxes:
         spans[:, 3] = np.where(is_full, 0, last[piece])
 

@@ -36,7 +36,7 @@ from canon.fast.kernels.launcher import (
 )
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, whole_of
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.kernels.triton.launch import base2_scale, head_bytes
+from canon.fast.kernels.triton.launch import head_bytes, signed
 from canon.fast.kernels.triton.rows import copy_statistic, copy_tokens, mask_statistic, zero_rows
 from canon.fast.kernels.work_tables import area, visits
 from canon.masks.plan_cache import cached_plan
@@ -74,8 +74,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
         zero_rows(even_out[:, rows])
         mask_statistic(even_lse[..., rows])
     if plan.work_tiles:
-        scale, sign = base2_scale(scale, q.dtype)
-        q = q if sign == 1 else q * sign  # NaN stays NaN
+        q, scale = signed(q, scale)
         tiles = (
             box(q, 64 // pack, pack, d),
             box(k, config.columns, 1, d),

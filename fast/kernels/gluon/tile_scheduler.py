@@ -9,7 +9,6 @@ Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile 
 Graham, Bounds on multiprocessing timing anomalies (1969): longest processing time first.
 """
 
-from heapq import heapreplace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +38,7 @@ from canon.fast.kernels.gluon.tile_queue import (
     WORK_TILES_END,
 )
 from canon.fast.kernels.gluon.tile_queue import WORK_TILE as _WORK_TILE
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, counted
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, expanded
 from canon.fast.kernels.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
 from canon.fast.kernels.work_tables import band_array
 from canon.masks.plan_cache import cached_plan
@@ -222,11 +221,18 @@ def _latest(cost: np.ndarray) -> float:
 
 
 def _time(cost: np.ndarray) -> float:
-    """Return when the last of SMS multiprocessors ends that claim tiles of these costs in this order."""
-    ends = [0.0] * SMS
-    for one in cost.tolist():
-        heapreplace(ends, ends[0] + one)
-    return max(ends)
+    """Return when the last of SMS multiprocessors ends that claim tiles of these costs in this order.
+
+    In each round, the first ones to end claim a tile each, until one of these tiles ends before the next one to end.
+    """
+    ends = np.zeros(SMS)  # ascending
+    while len(cost):
+        after = ends[: len(cost)] + cost[:SMS]
+        claimed = len(after) - np.count_nonzero(ends[1 : len(after)] > np.minimum.accumulate(after)[:-1])
+        ends[:claimed] = after[:claimed]
+        ends.sort()
+        cost = cost[claimed:]
+    return float(ends[-1])
 
 
 # ------------------------------------------------------------------ spans
@@ -237,11 +243,8 @@ def _full_first(spans: np.ndarray, begin: np.ndarray, active: np.ndarray) -> np.
 
 
 def _repeated(begin: np.ndarray, end: np.ndarray, repeat: int) -> np.ndarray:
-    """Return the numbers begin:end of each tile, ``repeat`` times, in the order of ``begin``."""
-    by_begin = np.argsort(begin, kind="stable")
-    owner, place = counted(repeat * (end - begin)[by_begin])
-    owner = by_begin[owner]
-    return begin[owner] + place % (end - begin)[owner]
+    """Return the numbers begin:end of each tile, ``repeat`` times, in the order of ``begin``. No two ranges overlap."""
+    return expanded(np.sort(begin).repeat(repeat), np.sort(end).repeat(repeat))[1]
 
 
 def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) -> tuple[np.ndarray, int]:

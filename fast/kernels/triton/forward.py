@@ -11,7 +11,9 @@ import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
     LN2,
+    ROW_NUMBERS,
     TILE_NUMBERS,
+    cta_rows,
     cta_work_tile,
     full_tile_source,
     kernel,
@@ -129,3 +131,27 @@ def forward_kernel(
     store_rows(rows_of(out, batch, head, out_strides, BM, DV_PAD, ALIGN), first, valid, acc, DV, DV_PAD, ALIGN)
     natural = tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * LN2)
     tl.store(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, natural, mask=valid)
+
+
+@kernel("sign", *ROW_NUMBERS)
+def sign_kernel(
+    q,
+    result,
+    sign,
+    tokens,
+    heads,
+    batch_heads,
+    q_strides,
+    result_strides,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Write result (b, t, h, d) = sign * q: the forward kernel needs a positive scale. ``sign`` is -1 or 0."""
+    first, batch, head = cta_rows(heads, batch_heads, BM)
+    valid = first + tl.arange(0, BM) < tokens
+    x = load_rows(rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN)
+    target = rows_of(result, batch, head, result_strides, BM, D_PAD, ALIGN)
+    store_rows(target, first, valid, x.to(ACC) * sign, D, D_PAD, ALIGN)

@@ -39,7 +39,7 @@ from canon.fast.kernels.triton import blocks
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
 from canon.fast.kernels.triton.dq import dq_kernel
-from canon.fast.kernels.triton.forward import forward_kernel
+from canon.fast.kernels.triton.forward import forward_kernel, sign_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
 from canon.fast.kernels.triton.softmax_stats import delta_kernel
 from canon.fast.kernels.work_tables import WorkTable, work_table
@@ -64,8 +64,7 @@ RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t), with the same 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
-    scale, sign = base2_scale(scale, q.dtype)
-    q = q if sign == 1 else q * sign  # NaN stays NaN
+    q, scale = signed(q, scale)
     q, k, v = map(addressable, (q, k, v))
     config, table = plan("forward", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
@@ -84,6 +83,17 @@ def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
     if abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150):
         return LOG2E, 0
     return abs(scale) * LOG2E, -1 if scale < 0 else 1
+
+
+def signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return q (b, t, h, d) times the sign of `base2_scale`, and the scale. NaN stays NaN."""
+    scale, sign = base2_scale(scale, q.dtype)
+    if sign == 1:
+        return q, scale
+    q, result = addressable(q), q.new_empty(q.shape)
+    options = row_options(q, result, accumulate=accumulate_dtype(q.dtype))
+    run_rows(sign_kernel, q.shape, (q, result, sign), (q, result), options)
+    return result, scale
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:

@@ -201,8 +201,7 @@ def sum_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tupl
     config = replace(config, tma=config.tma and describable and table.loads_all)
     outs = torch.empty(table.parts, b * t * h, dv, dtype=accumulate_dtype(q.dtype), device=q.device)
     lses = torch.empty(table.parts, b * t * h, dtype=outs.dtype, device=q.device)
-    scale, sign = launch.base2_scale(scale, q.dtype)
-    q = q if sign == 1 else q * sign  # NaN stays NaN
+    q, scale = launch.signed(q, scale)
     options = {"GROUP": h // g, **launch.mma_options(config, q, v, k)}
     options = {name: value for name, value in options.items() if not name.startswith("PARTIAL")}
     tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses)
