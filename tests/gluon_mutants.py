@@ -56,6 +56,7 @@ KERNELS = {
     ),
     "forward, plain": Kernel(forward_plain.forward_plain_kernel, Config(128, 64, 2, plain=True)),
     "dq": Kernel(dq.dq_kernel, Config(128, 64, 2)),
+    "dq, one V": Kernel(dq.dq_kernel, Config(128, 64, 2, v_stages=1)),
     "dkdv": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 4, 2),
@@ -88,6 +89,7 @@ KERNELS = {
 
 FENCE = "makes mbarrier.init visible to the async proxy; in the simulator, new barriers are visible at once"
 HELD_BACK = "the previous wait of the loader implies it: the buffer of that wait is released later in the same step"
+ONE_V = "the wait for V, just before, implies it: the same MMAs read dO and the only buffer of V"
 FOR_THE_ASSEMBLER = "complete already: it keeps the assembler from waiting for dP before the exponentials"
 SURVIVORS = {
     "forward": {
@@ -98,8 +100,8 @@ SURVIVORS = {
     },
     "dq": {
         "dq_kernel: fence_async_shared() is left out": FENCE,
-        "load_tiles: mbarrier.wait(v.free.index(slot), parity ^ 1) is left out": HELD_BACK,
-        "differentiate: mbarrier.wait(buffers.v.full.index(slot), parity) is left out": FOR_THE_ASSEMBLER,
+        "load_tiles: mbarrier.wait(v.free.index(v_slot), t // V_STAGES & 1 ^ 1) is left out": HELD_BACK,
+        "differentiate: mbarrier.wait(buffers.v.full.index(v_slot), t // V_STAGES & 1) is left out": FOR_THE_ASSEMBLER,
     },
     "dkdv": {
         "dkdv_kernel: fence_async_shared() is left out": FENCE,
@@ -108,6 +110,9 @@ SURVIVORS = {
     "dkdv_hdim256": {
         "dkdv_hdim256_kernel: fence_async_shared() is left out": FENCE,
     },
+}
+SURVIVORS["dq, one V"] = {mutant: why for mutant, why in SURVIVORS["dq"].items() if why != HELD_BACK} | {
+    "load_tiles: mbarrier.wait(dout.free.index(w), done & 1 ^ 1) is left out": ONE_V
 }
 for forwards in ("forward, ping-pong", "forward by three", "forward, stale maximum"):
     SURVIVORS[forwards] = SURVIVORS["forward"]

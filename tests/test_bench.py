@@ -166,6 +166,13 @@ def test_the_hopper_kernels_are_tuned_alike():
     with simulated_kernels.simulated():
         _, row = tune.tune(shape, torch.bfloat16, CPU, "dq", [hopper_config.Config(128, 128, 4, 2)], "gluon")
     assert row["failed"] == "dq does not read buffers"
+    with simulated_kernels.simulated():
+        _, row = tune.tune(shape, torch.bfloat16, CPU, "dq", [hopper_config.Config(128, 64, 2, v_stages=1)], "gluon")
+        _, other = tune.tune(
+            shape, torch.bfloat16, CPU, "dkdv", [hopper_config.Config(128, 64, 2, v_stages=1)], "gluon"
+        )
+    assert row["tflops"] > 0
+    assert other["failed"] == "dkdv does not read v_stages"
     with pytest.raises(ValueError, match='not torch.float32: use backend\\("triton"\\)'):
         tune.candidates(options_of("tune", "--backend", "gluon", "--dtype", "float32"))
 

@@ -22,6 +22,7 @@ class Config:
     ping_pong: bool = False  # "forward": exponentials overlap MMAs of another warpgroup
     stale_maximum: bool = False  # "forward": P uses a stale row maximum, verified afterwards
     plain: bool = False  # "forward": the kernel of `forward_plain`
+    v_stages: int = 0  # "dq": buffers in the ring of V; 0 for ``stages``
 
     @property
     def math_registers(self) -> int:
@@ -40,7 +41,7 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("dq", (64, 64)): Config(128, 128, 4),
     ("dq", (128, 128)): Config(128, 128, 2),
     ("dq", (256, 128)): Config(128, 64, 2),
-    ("dq", (256, 256)): Config(128, 32, 2),
+    ("dq", (256, 256)): Config(128, 64, 2, v_stages=1),
     ("dkdv", (64, 64)): Config(128, 128, 3),
     ("dkdv", (128, 128)): Config(128, 64, 3, 2),
     ("dkdv_hdim256", (256, 128)): Config(64, 64, 2, 2),
@@ -72,6 +73,7 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     """Return the bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
     c = config
     need = 1024 + tile_bytes(kernel, c.rows * c.buffers, c.columns, c.stages, d, dv)
+    need -= (c.stages - (c.v_stages or c.stages)) * c.columns * 2 * dv
     exchanged = {"fused": 4 * c.rows * c.columns + 8 * c.columns * d, "dkdv_hdim256": 2 * c.stages * c.rows * c.columns}
     return need + exchanged.get(kernel, 0)
 

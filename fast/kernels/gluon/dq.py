@@ -5,8 +5,13 @@
                   wait for S:     P = exp(scale S - lse)     while dP runs
                   wait for dP:    dQ += (P * (dP - delta)) K
 
-Each of two warpgroups owns half of the rows. Bits repeat. Rows that see no key get 0. Sources: FlashAttention-2 (Tri Dao,
-2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton, pull request 177.
+Each of two warpgroups owns half of the rows. Bits repeat. Rows that see no key get 0.
+
+V is free after dP, K only at the end of the tile. So V may have fewer buffers (``v_stages``). At D = 256 it has one, K has two,
+and tiles have 64 keys. Buffers for two V would leave tiles of 32 keys: S and dP would read each Q and dO twice as often, and
+shared memory, not the tensor cores, would limit the kernel.
+
+Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton, pull request 177.
 """
 
 from triton.experimental import gluon
@@ -56,6 +61,7 @@ def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
     TOKENS: gl.constexpr = q.tiles.shape[2]
     STAGES: gl.constexpr = k.tiles.shape[0]
+    V_STAGES: gl.constexpr = v.tiles.shape[0]
     BN: gl.constexpr = k.tiles.shape[2]
     t, done = 0, 0  # tiles visited, work tiles done
     work_tile = first_work_tile()
@@ -64,17 +70,16 @@ def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
         span, span_end, column, left = first_tile(work, work_tile)
         fresh = True
         while span < span_end:
-            slot = t % STAGES
-            parity = t // STAGES & 1
-            mbarrier.wait(k.free.index(slot), parity ^ 1)
+            slot, v_slot = t % STAGES, t % V_STAGES
+            mbarrier.wait(k.free.index(slot), (t // STAGES & 1) ^ 1)
             load_box(k_desc, batch, column, head // GROUP, k.full.index(slot), k.tiles.index(slot))
             if fresh:
                 for w in gl.static_range(2):
                     mbarrier.wait(q.free.index(w), (done & 1) ^ 1)
                     publish(buffers.published.index(w), work_tile)
                     load_box(q_desc, batch, first + w * TOKENS, head, q.full.index(w), q.tiles.index(w))
-            mbarrier.wait(v.free.index(slot), parity ^ 1)
-            load_box(v_desc, batch, column, head // GROUP, v.full.index(slot), v.tiles.index(slot))
+            mbarrier.wait(v.free.index(v_slot), (t // V_STAGES & 1) ^ 1)
+            load_box(v_desc, batch, column, head // GROUP, v.full.index(v_slot), v.tiles.index(v_slot))
             if fresh:
                 for w in gl.static_range(2):
                     mbarrier.wait(dout.free.index(w), (done & 1) ^ 1)
@@ -100,11 +105,13 @@ def load_statistics(stats, padded, batch_head, first, stop, M: gl.constexpr, BN:
 
 
 @gluon.jit
-def issue_scores(q, dout, k, v, zeros, buffers, slot, parity):
-    """Issue S = Q K^T and dP = dO V^T; wait for S only. Return both."""
-    mbarrier.wait(buffers.k.full.index(slot), parity)
+def issue_scores(q, dout, k, v, zeros, buffers, t):
+    """Issue S = Q K^T and dP = dO V^T of tile t; wait for S only. Return both."""
+    STAGES: gl.constexpr = buffers.k.tiles.shape[0]
+    V_STAGES: gl.constexpr = buffers.v.tiles.shape[0]
+    mbarrier.wait(buffers.k.full.index(t % STAGES), t // STAGES & 1)
     s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(buffers.v.full.index(slot), parity)
+    mbarrier.wait(buffers.v.full.index(t % V_STAGES), t // V_STAGES & 1)
     dp = hopper.warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
     return hopper.warpgroup_mma_wait(1, deps=[s, dp])
 
@@ -119,6 +126,7 @@ def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, 
     DV_PAD: gl.constexpr = buffers.v.tiles.shape[4]
     M: gl.constexpr = TOKENS * PACK
     STAGES: gl.constexpr = buffers.k.tiles.shape[0]
+    V_STAGES: gl.constexpr = buffers.v.tiles.shape[0]
     BN: gl.constexpr = buffers.k.tiles.shape[2]
     scale_log2 = scale * LOG2E
     zeros = gl.zeros([M, BN], gl.float32, mma_layout(BN))
@@ -136,21 +144,21 @@ def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, 
             column, stop = columns_of(work, span, BN)
             partial = is_partial(work, span)
             for j in range(column, stop, BN):
-                slot = t % STAGES
-                parity = t // STAGES & 1
+                slot, v_slot = t % STAGES, t % V_STAGES
                 is_last = (span + SPAN == span_end) & (j + BN == stop)
                 now = unhoisted_index(W, t)
                 q = buffers.q.tiles.index(now).reshape([M, D_PAD])
                 dout = buffers.dout.tiles.index(now).reshape([M, DV_PAD])
                 k = buffers.k.tiles.index(slot).reshape([BN, D_PAD])
-                v = buffers.v.tiles.index(slot).reshape([BN, DV_PAD])
-                s, dp = issue_scores(q, dout, k, v, zeros, buffers, slot, parity)
+                v = buffers.v.tiles.index(unhoisted_index(v_slot, t)).reshape([BN, DV_PAD])
+                s, dp = issue_scores(q, dout, k, v, zeros, buffers, t)
                 if is_last:
                     mbarrier.arrive(buffers.q.free.index(W), count=1)
                 p = gl.exp2(s * scale_log2 - lse)
-                mbarrier.wait(buffers.v.full.index(slot), parity)  # complete already: keeps the wait for dP behind P
+                # Complete already: keeps the wait for dP behind P.
+                mbarrier.wait(buffers.v.full.index(v_slot), t // V_STAGES & 1)
                 dp = hopper.warpgroup_mma_wait(0, deps=[dp])
-                mbarrier.arrive(buffers.v.free.index(slot), count=1)
+                mbarrier.arrive(buffers.v.free.index(v_slot), count=1)
                 if is_last:
                     mbarrier.arrive(buffers.dout.free.index(W), count=1)
                 ds = p * (dp + minus_delta)
@@ -192,6 +200,7 @@ def dq_kernel(
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dq (b, t, h, d) of the work tiles, batch stride t times token stride. ``stats``: (b, h, 2, padded)."""
@@ -200,11 +209,11 @@ def dq_kernel(
     dout = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, DV_PAD], dout_desc.layout)
     published = allocate_published(2)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [V_STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
     q = Ring(q, make_barriers(2, 1), make_barriers(2, 1))
     dout = Ring(dout, make_barriers(2, 1), make_barriers(2, 1))
     k = Ring(k, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
-    v = Ring(v, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
+    v = Ring(v, make_barriers(V_STAGES, 1), make_barriers(V_STAGES, 2))
     buffers = Buffers(q, dout, published, k, v)
     fence_async_shared()
     descriptors = (q_desc, dout_desc, k_desc, v_desc)

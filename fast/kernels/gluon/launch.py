@@ -338,6 +338,8 @@ def constants(kernel, config: Config) -> dict:
         stated["ROWS"] = config.rows
     if kernel not in (dq_kernel, forward_plain_kernel):  # these have one buffer for owned tiles
         stated["BUFFERS"] = config.buffers
+    if kernel is dq_kernel:
+        stated["V_STAGES"] = config.v_stages or config.stages
     return {**stated, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
 
 

@@ -95,7 +95,8 @@ def _hopper_grid(kernel: str, table: Config, shape: Shape) -> list[Config]:
 
 
 def _hopper_unread(kernel: str, candidate: Any) -> list[str]:
-    names = {"forward": (), "dq": ("buffers", "ping_pong", "stale_maximum")}.get(kernel, ("ping_pong", "stale_maximum"))
+    flags = "ping_pong", "stale_maximum"
+    names = {"forward": ("v_stages",), "dq": ("buffers", *flags)}.get(kernel, (*flags, "v_stages"))
     return [name for name in names if getattr(candidate, name) != getattr(hopper_config.Config, name)]
 
 
