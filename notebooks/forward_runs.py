@@ -45,7 +45,7 @@ def run(
 
 @contextmanager
 def without(line: str) -> Iterator[None]:
-    """Leave out a line of the functions of `forward_plain`, wherever it stands. Raise ValueError if none has it."""
+    """Leave out all occurrences of a line in the functions of `forward_plain`. Raise ValueError if there is none."""
     changed = {}
     for name, function in vars(forward_plain).items():
         if isinstance(function, GluonJITFunction) and function.fn.__module__ == forward_plain.__name__:
@@ -75,7 +75,7 @@ def fault_without(line: str, q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def explained(fault: Fault) -> str:
-    """Return the message of a fault of the plain kernel, with its source in place of line numbers."""
+    """Return the message of a fault of the plain kernel. It shows lines of the source instead of their numbers."""
 
     def source(found: re.Match) -> str:
         frames = _FRAME.findall(found[0])
