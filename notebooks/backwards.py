@@ -7,6 +7,8 @@ import matplotlib.pyplot as plt
 from drawing import INK, PALE, RANKS
 from matplotlib.patches import Rectangle
 
+OTHER = "#6a6a6a"  # colour of steps without a tile
+
 
 def _bare(ax):
     ax.tick_params(length=0)
@@ -138,7 +140,7 @@ def events(steps, waits, title):
     _, ax = plt.subplots(figsize=(0.215 * len(steps) + 1, 0.21 * bottom + 0.8))
     place = {step.number: tops[step.lane] + rows[step.lane].index(step.text) for step in steps}
     for step in steps:
-        y, colour = place[step.number], RANKS[step.tile or 0]
+        y, colour = place[step.number], OTHER if step.tile is None else RANKS[step.tile]
         if step.begun is not None:
             ax.plot([step.begun + 1, step.number], [y + 0.5, y + 0.5], color=colour, linewidth=1.6, zorder=0)
         ended = {"facecolor": "white", "edgecolor": colour, "linewidth": 1} if step.kind == "end" else {}

@@ -82,7 +82,7 @@ def write(folder: Path) -> None:
     (folder / "my_functions").mkdir(parents=True, exist_ok=True)
     for module in HERE.glob("*.py"):
         shutil.copy(module, folder)
-    for name in ("fast", "paper", "reference"):  # the notebooks link to their files
+    for name in ("fast", "paper", "reference", "tests"):  # the notebooks link to their files
         link = folder.parent / name
         if not link.is_symlink():
             link.symlink_to(HERE.parent / name)

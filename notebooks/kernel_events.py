@@ -1,8 +1,8 @@
-"""Name the events of a simulated backward kernel, and number them for a figure.
+"""Name the events of a simulated Gluon kernel, and number them for a figure.
 
     log = []
     simulated_passes(..., "split", log=log)
-    steps, waits = steps_of(backward_events(log), LANES["split"])
+    steps, waits = steps_of(backward_events(log), "split")
 
 Names are those of the mathematics (S, dP, dV, dK, dQ). They are read from the line of the kernel's source of each event. The
 number of a step is its place in the order of the run. It is not a time: the simulator has no clock.
@@ -17,20 +17,23 @@ from canon.simulator import Event
 
 NAMES = {
     "q": "Q", "dout": "dO", "k": "K", "v": "V", "s": "S", "p": "exp", "dp": "dP",
-    "acc_v": "dV", "acc_k": "dK", "dq": "dQ", "acc": "dQ",
+    "acc_v": "dV", "acc_k": "dK", "dq": "dQ", "acc": "dQ", "o": "O",
 }  # fmt: skip
 LANES = {  # partition of the kernel: the name of its lane
+    "forward": {"load_tiles [0]": "loader", "attend [1]": "warpgroup 0", "attend [2]": "warpgroup 1"},
     "split": {"load_tiles [0]": "loader", "differentiate [1]": "warpgroup 0", "differentiate [2]": "warpgroup 1"},
     "fused": {"load_tiles [2]": "loader", "differentiate [0]": "warpgroup 0", "differentiate [1]": "warpgroup 1"},
 }
-_SOURCE = re.compile(r"(\w+) = |.*\bfetch\((\w+)_desc|.*tma_load\((\w+)_desc")
+_SOURCE = re.compile(r"(\w+) = |.*\b(?:load_box|tma_load)\((\w+)_desc")
+_HELD = {"forward": ("Q",), "split": ("K", "V"), "fused": ("K", "V")}  # loaded once for a work tile
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a run: an operation starts, ("start"), has ended ("end"), or a warpgroup computes exponentials ("exp").
+    """A step of a run: an operation starts ("start"), has ended ("end"), or a warpgroup computes exponentials ("exp").
 
-    ``tile`` counts the tiles of queries, None for K and V. ``begun`` is the number of the start, for an end.
+    ``tile`` counts the visited tiles. It is None for tensors that are loaded once, and for a discarded product. ``begun`` is
+    the number of the start, for an end.
     """
 
     lane: str
@@ -67,19 +70,19 @@ def total(events: Sequence[Event], kind: str) -> int:
     return sum(event.size for event in events if event.kind == kind)
 
 
-def steps_of(events: Sequence[Event], lanes: dict[str, str]) -> tuple[list[Step], list[tuple[Place, Place]]]:
-    """Return the steps of the partitions in ``lanes``, and the waits between lanes.
+def steps_of(events: Sequence[Event], kernel: str) -> tuple[list[Step], list[tuple[Place, Place]]]:
+    """Return the steps of the partitions in ``LANES[kernel]``, and the waits between lanes.
 
     A wait is (lane and next step of the partition that arrives last at the barrier, lane and next step of the waiting one).
     Waits for data that had already arrived, and waits after the last step, are left out.
     """
-    steps, waits = [], []
+    lanes, steps, waits = LANES[kernel], [], []
     counts, starts = Counter(), {}
     published, last = {}, {}
     for place, event in enumerate(event for event in events if event.partition in lanes):
         lane, name, landed = lanes[event.partition], name_of(event), event.kind == "done" and event.of.kind == "load"
         if name and event.kind in ("load", "wgmma", "exp2"):
-            tile = None if name in ("K", "V") else counts[lane, event.kind, name]
+            tile = _tile(event, name, counts[lane, event.kind, name], kernel)
             counts[lane, event.kind, name] += 1
             starts[event] = step = Step(lane, len(steps), "exp" if event.kind == "exp2" else "start", name, tile)
             steps.append(step)
@@ -94,3 +97,28 @@ def steps_of(events: Sequence[Event], lanes: dict[str, str]) -> tuple[list[Step]
         if not landed:
             last[lane] = place
     return steps, [(source, wait) for source, wait in waits if wait[1] < len(steps)]
+
+
+def _tile(event: Event, name: str, count: int, kernel: str) -> int | None:
+    """Return the visited tile of a step, which is number ``count`` of its name in its lane."""
+    if event.kind == "load" and name in _HELD[kernel]:
+        return None
+    if event.kernel == "forward_kernel" and name == "O":  # a tile late; the first one is discarded
+        return count - 1 if count else None
+    return count
+
+
+def in_flight(steps: Sequence[Step]) -> dict[str, dict[str, list[str]]]:
+    """Return for each warpgroup the MMAs in flight at each of its exponentials: its own, and those of the other one.
+
+    ``in_flight(steps)["warpgroup 0"]["own"]`` lists for each tile the names, such as "S 1, O 0".
+    """
+    ends = {(step.lane, step.begun): step.number for step in steps if step.kind == "end"}
+    starts = [step for step in steps if step.kind == "start" and step.lane != "loader"]
+    found: dict[str, dict[str, list[str]]] = {}
+    for exp in (step for step in steps if step.kind == "exp"):
+        flying = [x for x in starts if x.number < exp.number < ends[x.lane, x.number]]
+        for whose, same in (("own", True), ("other", False)):
+            names = [x.text if x.tile is None else f"{x.text} {x.tile}" for x in flying if (x.lane == exp.lane) == same]
+            found.setdefault(exp.lane, {}).setdefault(whose, []).append(", ".join(names))
+    return found

@@ -111,6 +111,8 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
         assert "your turn" not in text
         assert "<summary>Solution</summary>" in text
         assert f"`.venv/bin/jupyter lab {folder}` opens" in nbformat.reads(text, 4).cells[0].source
+    links = {link for twin in FOLDER.glob("*.md") for link in re.findall(r"\]\((\.\./[^)#]+)", twin.read_text())}
+    assert not [link for link in links if not (folder / link).exists()]
     program = "import runpy, my_attention; runpy.run_path('cell.py'); print(my_attention.merged.__code__.co_filename)"
     kept = folder / "my_functions" / "merged.py"
     empty = course.with_hole(CELLS["zigzag"][1])

@@ -58,8 +58,10 @@ def test_notebooks_have_few_code_cells_and_pictures_have_an_alternative_text(nam
 
 @pytest.mark.parametrize("name", NAMES)
 def test_code_on_the_page_is_an_excerpt_of_the_source(name):
-    """A block "py" or "cpp" shows lines of one file, without their common indentation. A line "..." leaves lines out."""
-    blocks = re.findall(r"^```(?:py|cpp)\n(.*?)^```", (FOLDER / f"{name}.md").read_text(), re.MULTILINE | re.DOTALL)
+    """A block "py", "cpp" or "text" shows lines of one file, without their indentation. A line "..." leaves lines out."""
+    blocks = re.findall(
+        r"^```(?:py|cpp|text)\n(.*?)^```", (FOLDER / f"{name}.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     for part in (part for block in blocks for part in re.split(r"^\.\.\.\n", block, flags=re.MULTILINE)):
         assert part == textwrap.dedent(part)
         assert any(unindented(part) in source for source in SOURCES), part

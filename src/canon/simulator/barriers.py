@@ -100,9 +100,11 @@ class NamedBarrier:
             raise Fault(f"{self.come} threads have come to {self.name} for {threads}, at {Place()}")
         join(self.clock, me.released())
         before = self.rounds
+        me.program.note("arrive", 0, (self.name, before))
         if self.come == threads:
             self.rounds, self.come, self.present = self.rounds + 1, 0, []
             self.settled = self.clock.copy()
         if stay:
             me.block(lambda: self.rounds > before, lambda: f"{self.name} ({self.come} of {threads} threads have come)")
+            me.program.note("wait", 0, (self.name, before))
             join(me.clock, self.settled)
