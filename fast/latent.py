@@ -115,7 +115,7 @@ class _Projection:
         rows = by_head.view(b * tokens, heads * (nope + value))
         if self.dup_weight is not None:
             self.dup_weight += _product(rows.mT, self.latent)
-        return _product(rows, self.up_weight).view(b, tokens, 1, -1), dk[..., nope:].sum(2, keepdim=True)
+        return _product(rows, self.up_weight).view(b, tokens, 1, self.sizes.rank), dk[..., nope:].sum(2, keepdim=True)
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:

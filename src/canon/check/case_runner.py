@@ -270,7 +270,7 @@ def _gather_objects(mine: Any) -> list[Any]:
 
 
 def _assembled(part: Results, layout: Layout) -> Results:
-    """Join the shards of all ranks, and add their parts of dsink and dup_weight. `Layout.unshard` is under test: it is not used."""
+    """Join the shards of all ranks, and add those of dsink and dup_weight. `Layout.unshard` is under test: it is not used."""
 
     def assemble(name: str, local: Tensor | None) -> Tensor | None:
         if local is None:
