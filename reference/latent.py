@@ -9,15 +9,15 @@ together. Head i projects c. The rows of ``up_weight`` are Wk_0, Wv_0, Wk_1, Wv_
     K and V     h (d + dv)       40,960
     c and r     rank + rope         576, 71 times fewer
 
-The schedule is that of `ring_attention`, with c and r in place of K and V. Forward: start the next hop, project, attend, merge.
-Backward: project again. The gradients dK and dV of a step stay on the rank, and become
+The schedule is that of `ring_attention`: c and r travel instead of K and V. Forward, in each step: start the next hop, project,
+attend, merge. Backward: project again. The gradients dK and dV of a step stay on the rank, and become
 
     dc = sum over heads of dK_i[nope] Wk_i + dV_i Wv_i                        dr = sum over heads of dK_i[rope]
     dWk_i = sum over steps and tokens of dK_i[nope]^T c                       dWv_i = the same sum of dV_i^T c
 
-dc and dr join the sums that follow the latents, in reduce_dtype. dWk and dWv do not travel: a rank's gradient of ``up_weight``
-is the share of its own queries. Add those of all ranks, as for every replicated parameter. DistributedDataParallel divides
-their sum by the number of ranks, so multiply the loss by that number. All sums have a fixed order.
+dc and dr join the sums that follow the latents, in reduce_dtype. dWk and dWv do not travel. A rank's gradient of ``up_weight``
+is the share of its own queries: add those of all ranks, as for every replicated parameter. DistributedDataParallel divides
+their sum by the number of ranks, as `canon.training.sequence_loss` expects. All sums have a fixed order.
 
 Hidden tokens may hold NaN. They would reach dWk and dWv, which sum over tokens, so they are 0 from `read` on.
 
