@@ -8,6 +8,7 @@ from canon.fast.ahead.kernel_variants import warm_up
 from canon.fast.communicators import own_communicators
 from canon.fast.decode import decode_attention
 from canon.fast.device import backend
+from canon.fast.latent import latent_attention
 from canon.fast.local import attention, attention_backward, attention_forward, merge
 from canon.fast.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
 from canon.fast.preparation import prepare
@@ -30,6 +31,7 @@ __all__ = [
     "dispatch",
     "group_cast",
     "group_reduce",
+    "latent_attention",
     "magi_attention",
     "merge",
     "own_communicators",

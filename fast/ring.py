@@ -30,9 +30,11 @@ call. On GPUs, a repeated call does not wait for the bytes of other ranks: it co
 latest (`canon.runtime.agreement`; its cost is in paper/records.md). Autograd keeps q, k, v, out and lse of the
 own tokens.
 
-`PLANS` caches one `_Ring` for each kind of call: the places of the blocks in a buffer, and each step's active queries and
+`PLANS` caches one `Ring` for each kind of call: the places of the blocks in a buffer, and each step's active queries and
 visible keys. The launches of a step are recorded as one sequence in the forward pass, and as up to three in the backward
 pass: dk and dv; their addition; dq (`replay/recordings.py`).
+
+`latent.py` runs the same ring with keys that are projected from latents.
 
 Cost, with N = b t g (d + dv) elements of K and V per rank. Forward: W - 1 messages, (W - 1) N elements of the inputs' dtype.
 Backward: the same again, and W - 1 messages, (W - 1) N elements of reduce_dtype.
@@ -46,6 +48,7 @@ Backward: the same again, and W - 1 messages, (W - 1) N elements of reduce_dtype
 Sources: as `canon.reference.ring`.
 """
 
+from collections.abc import Iterator
 from itertools import chain, cycle, repeat
 
 import torch
@@ -69,13 +72,16 @@ from canon.runtime.checks import accumulate_dtype
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
 
-class _Ring:
-    """The shared part of all calls of one kind: where the ranks' tensors lie in a buffer, and each step's visible cells."""
+class Ring:
+    """The shared part of all calls of one kind: where the ranks' tensors lie in a buffer, and each step's visible cells.
 
-    def __init__(self, call: Call, k: Tensor, v: Tensor):
+    ``k`` and ``v``: the two tensors that travel. ``step``: the class of the steps.
+    """
+
+    def __init__(self, call: Call, k: Tensor, v: Tensor, step: "type[RingStep]"):
         self.call = call
         self.blocks = Blocks(call.layout, k.shape[0], (k.shape[2:], v.shape[2:]))
-        self.steps = [_Step(self, step) for step in range(call.ranks)]
+        self.steps = [step(self, number) for number in range(call.ranks)]
 
     @property
     def nbytes(self) -> int:
@@ -83,13 +89,13 @@ class _Ring:
         return 1000 + 500 * self.call.ranks + sum(step.active.nbytes for step in self.steps)
 
 
-class _Step(Step):
+class RingStep(Step):
     """A step of one kind of call, with the keys of rank ``owner``.
 
     ``visible``: the keys from the first to the last that a query sees; in step 0 all.
     """
 
-    def __init__(self, ring: _Ring, number: int):
+    def __init__(self, ring: Ring, number: int):
         self.ring, self.number, self.owner = ring, number, (ring.call.rank - number) % ring.call.ranks
         mask = ring.call.local_mask(self.owner)
         self.visible, cells = visible_keys(mask) if number else (slice(0, mask.keys), mask)
@@ -102,16 +108,17 @@ class _Step(Step):
         return self.ring.blocks.zero_outside(grads, self.owner, self.visible)
 
 
-def _ring_of(call: Call, k: Tensor, v: Tensor) -> _Ring:
-    return PLANS.find((_Ring, call), lambda: _Ring(call, k, v))
+def ring_of(call: Call, k: Tensor, v: Tensor, step: type[RingStep] = RingStep) -> Ring:
+    """Return the ring of this kind of call."""
+    return PLANS.find((Ring, call), lambda: Ring(call, k, v, step))
 
 
 def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
         return forward_part(q, k, v, call.local_mask(0), scale=call.scale, out_dtype=q.dtype)
-    ring = _ring_of(call, k, v)
-    keys = receiving(call.ranks, _KeyRing(ring, k, v).fetch)
+    ring = ring_of(call, k, v)
+    keys = receiving(call.ranks, KeyRing(ring, k, v).fetch)
     return run_forward(ring.steps, keys, q, v)
 
 
@@ -125,20 +132,15 @@ def ring_backward(
     """
     if call.ranks == 1:
         return gradients(dout, q, k, v, out, lse, dlse, call.local_mask(0), call.scale, call.backward, needs_grad)
-    ring = _ring_of(call, k, v)
+    ring = ring_of(call, k, v)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
-    keys = receiving(call.ranks, _KeyRing(ring, k, v).fetch)
-    state = _Backward(ring, inputs, v, needs_grad)
+    keys = receiving(call.ranks, KeyRing(ring, k, v).fetch)
+    state = RingBackward(ring, inputs, v, needs_grad)
     received = run_backward(state.parts, keys, inputs, state.dq, state.grads, state.send)
-    dq = None if state.dq is None else state.dq.to(q.dtype)
-    if state.own is None:
-        return dq, None, None
-    own = state.own if state.own.dtype is q.dtype else torch.empty_like(state.own, dtype=q.dtype)
-    torch.add(state.own, received[0][: own.numel()], out=own)
-    return dq, *ring.blocks.views(own, call.rank)
+    return state.results(received, q.dtype)
 
 
-class _Backward:
+class RingBackward:
     """The state of one backward pass: running dq, this rank's own dk and dv, and the ring of the sums of dk and dv.
 
     ``own`` holds dk and dv of this rank's keys from its own queries. The last hop brings the sum of the other ranks'
@@ -146,28 +148,56 @@ class _Backward:
     the keys of that step. Then this rank's part is added.
     """
 
-    def __init__(self, ring: _Ring, inputs: QueryInputs, v: Tensor, needs_grad: tuple[bool, bool, bool]):
-        call, new = ring.call, {"dtype": accumulate_dtype(v.dtype), "device": v.device}
+    def __init__(self, ring: Ring, inputs: QueryInputs, v: Tensor, needs_grad: tuple[bool, bool, bool]):
+        self.ring, call, new = ring, ring.call, {"dtype": accumulate_dtype(v.dtype), "device": v.device}
         self.dq = torch.empty(inputs.q.shape, **new) if needs_grad[0] else None
         self.own, self.sums, self.grads = None, None, repeat(None)
         if any(needs_grad[1:]):
             self.own = torch.empty(ring.blocks.elements[call.rank], **new)
-            self.sums = BlockRing(call, ring.blocks, call.reduce_dtype, v.device, of_sums=True)
-            self.grads = chain([self.own], cycle(reversed(self.sums.buffers)))
-        key = _StepBackward, ring, needs_grad[0], self.own is None, kinds_of(inputs.dout, inputs.q, inputs.lse)
-        make = lambda: tuple(_StepBackward(step, inputs, v, self.dq, self.own) for step in ring.steps)
+            if call.ranks > 1:
+                self.sums = BlockRing(call, ring.blocks, call.reduce_dtype, v.device, of_sums=True)
+            self.grads = self.written()
+        key = type(self), ring, needs_grad[0], self.own is None, kinds_of(inputs.dout, inputs.q, inputs.lse)
+        make = lambda: tuple(self.part(step, inputs, v) for step in ring.steps)
         self.parts = PLANS.find((*key, chosen_backend()), make)
 
-    def send(self, number: int, sums: Tensor | None, room: Tensor | None) -> Pending | None:
+    def written(self) -> Iterator[Tensor]:
+        """Return the tensors to which the kernels of each step write dk and dv."""
+        return chain([self.own], cycle(reversed(self.sums.buffers)))
+
+    def part(self, step: RingStep, inputs: QueryInputs, v: Tensor) -> StepBackward:
+        """Return the backward pass of a step."""
+        return _StepBackward(step, inputs, v, self.dq, self.own)
+
+    def send(self, number: int, written: Tensor | None, room: Tensor | None) -> Pending | None:
         """Add this rank's part to the received sums, and start to send them to the next rank."""
-        if number == 0 or self.sums is None:
+        if self.own is None:
             return None
+        self.add(number, written, room)
+        if number == 0:
+            return None
+        following = self.parts[number + 1 - len(self.parts)]
+        return self.sums.hop(number % 2, self.parts[number].step.owner, following.step.owner)
+
+    def add(self, number: int, written: Tensor, room: Tensor | None) -> None:
+        """Add this rank's part of a step to the received sums, ``written``. Kernels have written that of steps 0 and 1."""
         part = self.parts[number]
         if number > 1 and part.step.has_work:
-            replayed(_add_part, (sums, room), part, kind=part)
+            replayed(_add_part, (written, room), part, kind=part)
         elif number == 1 and not part.step.has_work:
-            sums.zero_()
-        return self.sums.hop(number % 2, part.step.owner, self.parts[number + 1 - len(self.parts)].step.owner)
+            written.zero_()
+
+    def results(self, received: list[Tensor] | None, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """Return dq and the gradients of the own block. ``received``: the sums of the other ranks, None for one rank."""
+        dq = None if self.dq is None else self.dq.to(dtype)
+        if self.own is None:
+            return dq, None, None
+        own = self.own if self.own.dtype is dtype else torch.empty_like(self.own, dtype=dtype)
+        if received is None:
+            own.copy_(self.own)
+        else:
+            torch.add(self.own, received[0][: own.numel()], out=own)
+        return dq, *self.ring.blocks.views(own, self.ring.call.rank)
 
 
 class _StepBackward(StepBackward):
@@ -177,7 +207,7 @@ class _StepBackward(StepBackward):
     steps the kernel writes into scratch, and `_add_part` adds that to the received sums.
     """
 
-    def __init__(self, step: _Step, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None):
+    def __init__(self, step: RingStep, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None):
         super().__init__(step, inputs, v, dq, adds_dq=step.number > 0)
         self.has_part = own is not None and step.number > 1
         if self.has_part:
@@ -200,10 +230,10 @@ def _add_part(sums: Tensor, room: Tensor, part: _StepBackward) -> None:
         add_to_rows(total, rows, mine)
 
 
-class _KeyRing:
+class KeyRing:
     """K and V of all ranks, one block in each step: first the own block, then that of the previous rank, and so on."""
 
-    def __init__(self, ring: _Ring, k: Tensor, v: Tensor):
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor):
         self.steps, self.blocks = ring.steps, BlockRing(ring.call, ring.blocks, k.dtype, k.device)
         for target, source in zip(ring.blocks.views(self.blocks.buffers[0], ring.call.rank), (k, v), strict=True):
             target.copy_(source)

@@ -1,10 +1,10 @@
-"""Attention sinks in two kernels, one for each pass; `canon.reference.sinks` derives them.
+"""Attention sinks in two kernels, one for each pass; `canon.reference.local` derives them.
 
 Both run after the kernels over the keys, from recorded launches (`replay/recordings.py`). PyTorch reduces dlse (b, h, t) to
 dsink, in a fixed order, if the sink needs a gradient. If only the sink needs one, dout of the keys is neither computed nor
 stored.
 
-Memory and rounding: as `canon.reference.sinks`. Sources: the same.
+Memory and rounding: as `canon.reference.local`. Sources: the same.
 """
 
 from typing import Any

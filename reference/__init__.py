@@ -4,6 +4,7 @@ from canon.masks.band import Band
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.reference.decode import decode_attention
+from canon.reference.latent import latent_attention
 from canon.reference.local import attention, attention_backward, attention_forward, merge
 from canon.reference.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
 from canon.reference.preparation import prepare
@@ -22,6 +23,7 @@ __all__ = [
     "dispatch",
     "group_cast",
     "group_reduce",
+    "latent_attention",
     "magi_attention",
     "merge",
     "plan_report",

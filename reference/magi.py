@@ -57,10 +57,9 @@ from torch import Tensor
 from canon.masks.cast_plan import CastPlan
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
-from canon.reference.local import merged, tiled_forward
+from canon.reference.local import REFERENCE, merged, tiled_forward
 from canon.reference.owner_computes import owner_backward, owner_forward
 from canon.reference.planner import dispatch
-from canon.reference.sinks import REFERENCE
 from canon.runtime import public_ranks
 from canon.runtime.call import Algorithm, Call
 from canon.runtime.checks import accumulate_dtype

@@ -40,16 +40,16 @@ Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-fl
 mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from canon.masks.layout import Layout
+from canon.masks.mask import Mask
 from canon.reference.backward import make_delta, tiled_backward
-from canon.reference.local import merged, tiled_forward
-from canon.reference.sinks import REFERENCE
+from canon.reference.local import REFERENCE, merged, tiled_forward
 from canon.runtime import public_ranks
 from canon.runtime.call import Algorithm, Call
 from canon.runtime.checks import accumulate_dtype
@@ -58,17 +58,36 @@ from canon.runtime.profiling import named_steps
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
 
-def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+class HeldKeys:
+    """K and V of a step are the tensors that travel. `latent.ProjectedKeys` makes them of other tensors."""
+
+    def width(self, v: Tensor) -> int:
+        """Return the width of V."""
+        return v.shape[-1]
+
+    def read(self, mask: Mask, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """Return K and V (b, tokens, g, width) of a step, from the tensors that this rank holds."""
+        return k, v
+
+    def gradients(self, dk: Tensor, dv: Tensor) -> list[Tensor]:
+        """Return the gradients of the tensors that this rank holds, from those of the last K and V."""
+        return [dk, dv]
+
+
+HELD = HeldKeys()
+
+
+def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, keys: HeldKeys = HELD) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, _ = q.shape
-    out = q.new_zeros(b, t, h, v.shape[-1], dtype=accumulate)
+    out = q.new_zeros(b, t, h, keys.width(v), dtype=accumulate)
     lse = q.new_full((b, h, t), -torch.inf, dtype=accumulate)
     held = [k.contiguous(), v.contiguous()]
     for step in named_steps(range(call.ranks)):
         owner = (call.rank - step) % call.ranks  # of the keys that this rank holds now
-        hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
-        part = tiled_forward(q, *held, call.local_mask(owner), scale=call.scale, out_dtype=accumulate)
+        hop, mask = Hop(held, step + 1, call) if step + 1 < call.ranks else None, call.local_mask(owner)
+        part = tiled_forward(q, *keys.read(mask, *held), mask, scale=call.scale, out_dtype=accumulate)
         out, lse = merged(out, lse, *part)
         held = hop.wait() if hop else held
     return out.to(q.dtype), lse
@@ -76,7 +95,7 @@ def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
 
 def ring_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: HeldKeys = HELD,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens in the dtype of q.
 
@@ -90,13 +109,15 @@ def ring_backward(
     own_part: list = [None, None]  # dk and dv of this rank's keys from its own queries: set at step 0
     for step in named_steps(range(call.ranks)):
         owner = (call.rank - step) % call.ranks
-        hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
+        hop, mask = Hop(held, step + 1, call) if step + 1 < call.ranks else None, call.local_mask(owner)
         dq_part, *part = tiled_backward(
-            dout, q, *held, lse, delta, call.local_mask(owner),
+            dout, q, *keys.read(mask, *held), lse, delta, mask,
             scale=call.scale, method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
         )  # fmt: skip
         if dq is not None:
             dq += dq_part
+        if keys_need_grad:
+            part = keys.gradients(*part)
         if gradient_hop:  # brings the sum of ranks owner + 1, ..., rank - 1
             part = _plus_received(part, gradient_hop)
         if step == 0:

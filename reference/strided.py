@@ -51,10 +51,9 @@ from torch import Tensor
 from canon.masks.head_groups import Steps, strided_steps
 from canon.masks.mask import Mask
 from canon.reference.backward import make_delta, tiled_backward
-from canon.reference.local import tiled_forward
+from canon.reference.local import REFERENCE, tiled_forward
 from canon.reference.owner_computes import owner_backward, owner_forward, query_heads
 from canon.reference.ring import ring_backward
-from canon.reference.sinks import REFERENCE
 from canon.runtime import public_ranks
 from canon.runtime.call import Algorithm, Call
 from canon.runtime.checks import accumulate_dtype

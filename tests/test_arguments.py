@@ -22,7 +22,18 @@ DISTRIBUTED = (*RINGS, "strided_attention", "magi_attention")
 ATTEND = ("attention", *DISTRIBUTED)
 LOSSES = ("sequence_loss", "linear_sequence_loss")
 MOVES = ("unshard", "redistribute", *LOSSES)
-OTHERS = ("merge", "decode_attention", "group_cast", "group_reduce", "dispatch", "cast_plan", "plan_report", "prepare")
+LATENT = ("latent_attention",)
+OTHERS = (
+    *LATENT,
+    "merge",
+    "decode_attention",
+    "group_cast",
+    "group_reduce",
+    "dispatch",
+    "cast_plan",
+    "plan_report",
+    "prepare",
+)
 CALLED_ALONE = (*LOCAL, "merge", "dispatch", "cast_plan", "plan_report", "prepare")
 RANKS, T, HALF = 3, 8, torch.float16
 CAUSAL, CONTIGUOUS = Mask.causal(T * RANKS), Layout.contiguous(T * RANKS, RANKS)
@@ -32,6 +43,7 @@ def zeros(*shape, **options):
     return torch.zeros(*shape, **options)
 
 
+WEIGHT = zeros(4 * (12 + 16), 6)
 X, KV, LSE = zeros(1, T, 4, 16), zeros(1, T, 2, 16), zeros(1, 4, T)
 SHAPES = {"heads": (4, 2), "widths": (16, 16), "dtype": torch.float32}
 
@@ -42,6 +54,7 @@ def right(half, function):
     qkv = {"q": X, "k": KV, "v": KV}
     return {
         "attention_forward": {**qkv, "mask": Mask.causal(T)},
+        "latent_attention": {"q": X, "latent": zeros(1, T, 6), "k_rope": zeros(1, T, 4), "up_weight": WEIGHT},
         "attention_backward": {"dout": X, **qkv, "out": X, "lse": LSE, "mask": Mask.causal(T)},
         "merge": {"out": X, "lse": LSE, "other_out": X, "other_lse": LSE},
         "decode_attention": {"q": X[:, :3], "k": KV, "v": KV},
@@ -131,6 +144,18 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (PLACED, dict(layout="zigzag"), "layout must be a canon.Layout"),
     (PLACED, dict(layout=Layout.contiguous(24, 5)), "the layout is for 5 ranks, the group has 3"),
     (PLACED, dict(layout=Layout([[range(7)], [range(7, 15)], [range(15, 24)]], 24)), "tokens, q holds 8"),
+    (LATENT, dict(latent=None), "latent must be a torch.Tensor, got NoneType"),
+    (LATENT, dict(up_weight=None), "up_weight must be a torch.Tensor, got NoneType"),
+    (LATENT, dict(latent=KV), "expected q (b, t, h, d), latent (b, t, rank) and k_rope (b, t, rope)"),
+    (LATENT, dict(k_rope=zeros(1, 5, 4)), "their tokens, got q (1, 8, 4, 16), latent (1, 8, 6), k_rope (1, 5, 4), up"),
+    (LATENT, dict(k_rope=zeros(1, T, 16)), "q must be wider than k_rope"),
+    (LATENT, dict(up_weight=WEIGHT.mT), "up_weight must be (h * (d - rope + dv), rank)"),
+    (LATENT, dict(up_weight=zeros(4 * 12, 6)), "up_weight must be (h * (d - rope + dv), rank)"),
+    (LATENT, dict(up_weight=zeros(113, 6)), "up_weight must be (h * (d - rope + dv), rank)"),
+    (LATENT, dict(up_weight=WEIGHT.half()), "must share one dtype of float64, float32, float16, bfloat16, got torch.float32"),
+    (LATENT, dict(layout="zigzag"), "layout must be a canon.Layout"),
+    (LATENT, dict(mask=masks_of(24, 24)), "mask holds 2 Masks for a batch of 1"),
+    (LATENT, dict(sink=zeros(3)), "sink must be (4,)"),
     (("attention",), dict(mask=Mask.causal(5)), "mask is 5 queries x 5 keys"),
     (("attention",), dict(k=KV[:, :5], v=KV[:, :5]), "as many queries as keys, got 8, 5"),
     (LOCAL, dict(mask=masks_of(8, 8)), "mask holds 2 Masks for a batch of 1: pass one for each sequence"),
@@ -249,6 +274,9 @@ DIFFERENT = [  # arguments of one rank that are right in themselves, and the fie
     (("magi_attention",), dict(stages=2), "stages"),
     (("magi_attention",), dict(own_keys_first=True), "stages"),
     (("magi_attention",), dict(keep_kv=True), "keep_kv"),
+    (LATENT, dict(k_rope=zeros(1, T, 2)), "heads and width of k_rope"),
+    (LATENT, dict(up_weight=zeros(4 * 20, 6)), "shape of up_weight"),
+    (LATENT, dict(up_weight=WEIGHT.clone().requires_grad_()), "requires_grad of q, latent, k_rope, up_weight"),
     (("decode_attention",), dict(q=X[:, :2]), "shape of q"),
     (("decode_attention",), dict(scale=0.5), "scale"),
     (("decode_attention",), dict(k=KV[:, :, :1], v=KV[:, :, :1]), "heads and width of k"),
@@ -320,7 +348,7 @@ def disagreements(name, functions):
 @pytest.mark.parametrize("name", HALVES)
 def test_a_disagreement_of_the_ranks_is_named(name):
     """In threads for each function, and in processes over gloo for two of them."""
-    functions = (*DISTRIBUTED, "decode_attention", "redistribute", *LOSSES)
+    functions = (*DISTRIBUTED, *LATENT, "decode_attention", "redistribute", *LOSSES)
     assert process_groups.threads(functools.partial(disagreements, name, functions), RANKS) == [[]] * RANKS
     program = functools.partial(disagreements, name, ("ring_attention", "magi_attention"))
     assert process_groups.processes(program, RANKS) == [[]] * RANKS

@@ -87,7 +87,7 @@ def test_the_reference_agrees_with_itself(run):
     assert "cases agree." in printed.out
     tried = {result["case"].split("/")[0] for result in record["results"]}
     assert tried >= {"attention", "attention_forward", "attention_backward", "merge", "ring_attention",
-                     "zigzag_attention", "striped_attention", "strided_attention", "magi_attention",
+                     "zigzag_attention", "striped_attention", "strided_attention", "magi_attention", "latent_attention",
                      "dispatch", "cast_plan", "plan_report", "group_cast", "group_reduce", "Layout",
                      "decode_attention", "prepare"}  # fmt: skip
     assert record["untried"] == [], "no public function without a case"

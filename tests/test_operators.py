@@ -21,6 +21,7 @@ OPTIONS = {
     "ring_attention": [SUMS],
     "zigzag_attention": [SUMS],
     "striped_attention": [SUMS],
+    "latent_attention": [(None, "", None, "auto", [True] * 4)],
     "strided_attention": [
         (*SUMS, False, 2, 1, None, None, "scatter"),
         (*SUMS, False, None, None, None, None, "scatter"),
@@ -37,6 +38,14 @@ OPTIONS = {
 both_halves = pytest.mark.parametrize("half", HALVES)
 
 
+def tensors_of(function):
+    """Return the tensors of a function, with a batch axis. Latents have the axis of one head."""
+    if function != "latent_attention":
+        return inputs()
+    q, k, v = inputs()
+    return q, *(x.detach()[:, :, :1].requires_grad_() for x in (k, v)), q.new_ones(4 * (4 + 8), 16).requires_grad_()
+
+
 @both_halves
 @pytest.mark.parametrize("function", OPTIONS)
 def test_opcheck_accepts_every_operator(half, function):
@@ -44,8 +53,9 @@ def test_opcheck_accepts_every_operator(half, function):
     assert operators.OPTIONS.keys() == OPTIONS.keys()
     for options in OPTIONS[function]:
         layout, has_layout = Layout.contiguous(24, 1), function != "attention"
-        torch.library.opcheck(operator, (*inputs(), MASK, True, layout, has_layout, half, None, *options))
-        packed = [x.detach()[0].requires_grad_() for x in inputs()]
+        tensors = tensors_of(function)
+        torch.library.opcheck(operator, (*tensors, MASK, True, layout, has_layout, half, None, *options))
+        packed = [x.detach()[0].requires_grad_() if x.ndim == 4 else x for x in tensors]
         torch.library.opcheck(operator, (*packed, MASK, False, layout, False, half, None, *options))
 
 

@@ -43,6 +43,31 @@ def padded(valid):
 # --- one process
 
 
+def test_latent_attention_takes_the_tensors_of_deepseek_v3(half, monkeypatch):
+    """q with its rotary part last, the normalised latent, the rotary part of K, and ``kv_b_proj.weight``."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=12)
+    widths = dict(qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, head_dim=4)
+    config = deepseek.DeepseekV3Config(**sizes, **widths, attn_implementation="eager")
+    layer, seen = deepseek.DeepseekV3Attention(config, 0).double(), {}
+
+    def eager(module, *states, scaling, **options):
+        seen.update(states=states[:2], scaling=scaling, out=attend(module, *states, scaling=scaling, **options))
+        return seen["out"]
+
+    attend = deepseek.eager_attention_forward
+    monkeypatch.setattr(deepseek, "eager_attention_forward", eager)
+    layer.kv_b_proj.register_forward_pre_hook(lambda _, given: seen.update(latent=given[0].squeeze(1)))
+    hidden = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rotary = deepseek.DeepseekV3RotaryEmbedding(config)(hidden, torch.arange(9)[None])
+    layer(hidden, rotary, torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None])
+    q, k = (x.transpose(1, 2) for x in seen["states"])
+    given = q, seen["latent"], k[:, :, 0, 8:], layer.kv_b_proj.weight
+    out = half.latent_attention(*given, scale=seen["scaling"])
+    torch.testing.assert_close(out, seen["out"][0], rtol=0, atol=1e-6)  # eager's softmax is float32
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_as_with_eager_attention(name):
     assert_close(whole_step(tiny(name, "canon"), batch_of()), eager(name))

@@ -26,6 +26,7 @@ from canon.fast.ahead.compilation import Outcome, are_stamped, compile_ahead
 from canon.fast.ahead.kernel_variants import Model, collect, identities, precision_of, steps
 from canon.fast.kernels.triton.launch import INTERPRETED
 from canon.runtime.call import Call
+from canon.runtime.latent_arguments import sizes_of
 
 _lock = threading.Lock()  # ranks may be threads
 _compiled: set[tuple] = set()  # `identities`
@@ -46,9 +47,12 @@ def compile_for(call: Call) -> None:
 
 def model_of(call: Call) -> Model:
     """Return the model of a call."""
-    (_, _, h, d), (_, _, g, _), (_, _, _, dv) = call.shapes
+    (_, _, h, d), (_, _, g, _), (_, _, _, dv), *weights = call.shapes
+    function = call.function
+    if weights:  # the kernels of a ring over the projected K and V
+        function, g, dv = "ring_attention", h, sizes_of(call.shapes[0], call.shapes[2], weights[0]).value
     return Model(
-        call.dtype, d, dv, (h, g), (call.function,), call.settings, call.backward, (call.ranks,), call.reduce_dtype,
+        call.dtype, d, dv, (h, g), (function,), call.settings, call.backward, (call.ranks,), call.reduce_dtype,
         torch.are_deterministic_algorithms_enabled(), precision_of(call.dtype), call.sink is not None,
     )  # fmt: skip
 

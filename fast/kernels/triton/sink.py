@@ -4,7 +4,7 @@
     r = rowsum(dout * out_keys)                  dout_keys = a dout          dlse = a (1 - a) r
 
 a and a (1 - a) are computed from e = exp(-|lse - sink|): no overflow, no cancellation. Rows with lse -inf get 0. Source:
-`canon.reference.sinks`.
+`canon.reference.local`.
 """
 
 import triton

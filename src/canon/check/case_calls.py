@@ -10,11 +10,12 @@ from torch import Tensor
 
 from canon import reference
 from canon.check.cases import DTYPES, REPLICATED, TAKE_A_LAYOUT, Case
-from canon.check.inputs import Inputs, placed
+from canon.check.inputs import Inputs, latents_of, placed
 from canon.masks.layout import mask_between
 from canon.reference import Layout
 from canon.runtime.checks import accumulate_dtype
 from canon.testing.judge import Attended, AttendedWithSink, Results, results_of
+from canon.testing.latent_judge import AttendedLatent
 
 DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}  # arguments with these values are not passed
 
@@ -116,5 +117,22 @@ def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     return Attended(*module.merge(*parts))
 
 
+def _latent(module, case, q, k, v, dout, dlse, x, layout) -> Any:
+    """Return the results of latent attention. The gradients of tokens have the axis of one head."""
+    latent, k_rope, up_weight = latents_of(q, k, v)
+    forward = case.used.startswith("forward")
+    leaves = [t.detach().requires_grad_(not forward) for t in (q, latent.squeeze(-2), k_rope.squeeze(-2), up_weight)]
+    options = {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
+    options = {name: value for name, value in options.items() if value != DEFAULTS[name]}
+    results = module.latent_attention(*leaves, x.mask, layout, **options)
+    out, lse = results if case.returns_lse else (results, None)
+    if forward:
+        return AttendedLatent(out, lse)
+    outputs, grads = ((out, lse), (dout, dlse)) if case.used == "both" else (out, dout)
+    dq, dlatent, dk_rope, dup_weight = torch.autograd.grad(outputs, leaves, grads)
+    lse = None if lse is None else lse.detach()
+    return AttendedLatent(out.detach(), lse, dq, dlatent.unsqueeze(-2), dk_rope.unsqueeze(-2), dup_weight)
+
+
 _CALLS = {"attention_forward": _forward, "attention_backward": _backward, "merge": _merge,
-          "decode_attention": _decode, "prepare": _prepare}  # fmt: skip
+          "decode_attention": _decode, "latent_attention": _latent, "prepare": _prepare}  # fmt: skip

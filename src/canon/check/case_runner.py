@@ -24,7 +24,7 @@ from canon import reference
 from canon.check.case_calls import call, on_one_rank
 from canon.check.cases import DTYPES, EXCHANGES, REPLICATED, Case, declined_by
 from canon.check.exchanges import answers, compared, rows_that_differ, tables
-from canon.check.inputs import FromDocuments, Inputs
+from canon.check.inputs import FromDocuments, Inputs, with_projected_keys
 from canon.check.places import explained, worst_places
 from canon.check.planted_values import everywhere
 from canon.check.random_source import RandomSource
@@ -140,6 +140,7 @@ class CaseRunner:
         spread = expected.spread if module.__name__.startswith("canon.") else everywhere(exact)
         verdict = agreement(first, *judged_by, spread if case.planted else None)
         reference_verdict = agreement(of_reference, *judged_by)
+        x = with_projected_keys(x) if case.function == "latent_attention" else x
         faults = _wrong_dtypes(case, first, exact) + explained(verdict.faults, first, exact, x) + [*verdict.faults]
         faults += worst_places(verdict.faults, first, exact, layout if case.distributed else None)
         faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
@@ -269,12 +270,12 @@ def _gather_objects(mine: Any) -> list[Any]:
 
 
 def _assembled(part: Results, layout: Layout) -> Results:
-    """Join the shards of all ranks, and add their parts of dsink. `Layout.unshard` is under test, so it is not used."""
+    """Join the shards of all ranks, and add those of dsink and dup_weight. `Layout.unshard` is under test: it is not used."""
 
     def assemble(name: str, local: Tensor | None) -> Tensor | None:
         if local is None:
             return None
-        if name == "dsink":
+        if name in ("dsink", "dup_weight"):
             parts = [torch.empty_like(local) for _ in range(layout.ranks)]
             dist.all_gather(parts, local)
             return torch.stack(parts).double().sum(0).to(local.dtype)

@@ -37,7 +37,7 @@ EXCHANGES = PLANS | {"group_cast", "group_reduce", "Layout"}  # cases without at
 FIXED_LAYOUTS = {"zigzag_attention": "zigzag", "striped_attention": "striped"}
 REPLICATED = {"decode_attention"}  # all ranks hold the queries, and return the same bits
 ATTEND = ("attention", "ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention")
-DISTRIBUTED = {*ATTEND[1:], "prepare"} | REPLICATED | EXCHANGES
+DISTRIBUTED = {*ATTEND[1:], "latent_attention", "prepare"} | REPLICATED | EXCHANGES
 STRIDED = {  # variant: mask, layout, options
     "": ("documents", "contiguous", {}),
     "split_last": ("documents", "zigzag", {"head_stride": 2, "backward_last_stride": 1}),
@@ -58,6 +58,10 @@ MAGI = {
     "branches": ("tree", "planned", {"stages": 2}),
     "of_each": ("sequences", "planned", {"stages": 2}),
 }
+LATENT = (  # mask, layout, method
+    ("documents", "zigzag", "auto"), ("causal", "zigzag", "auto"), ("window", "striped", "auto"),
+    ("full", "contiguous", "auto"), ("sequences", "contiguous", "head_parallel"),
+)  # fmt: skip
 PREPARED = {  # function: layout
     "ring_attention": "zigzag", "striped_attention": "striped", "strided_attention": "contiguous",
     "magi_attention": "planned",
@@ -189,6 +193,8 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
 
     _add_local(add)
     _add_rings(add)
+    for mask, layout, method in LATENT:
+        add("latent_attention", mask, layout, method)
     _add_decode(add)
     for function, layout in PREPARED.items():
         add("prepare", "documents", layout, variant=function)

@@ -13,6 +13,7 @@ imports from canon, are skipped. NotImplementedError declines a case.
   ring_attention(q, k, v, mask, layout)     on all ranks; also strided_attention and magi_attention
   zigzag_attention(q, k, v, mask)           on all ranks, with the layout canon.Layout.zigzag(mask.queries, ranks)
   striped_attention(q, k, v, mask)          on all ranks, with the layout canon.Layout.striped(mask.queries, ranks)
+  latent_attention(q, latent, k_rope, up_weight, mask, layout)    on all ranks, with the tensors of canon.reference
   decode_attention(q, k, v, mask)           on all ranks: each has all queries and its own keys, and returns the same bits
 
   tensors   q (b, t, h, d), k (b, t, g, d) and v (b, t, g, dv), or packed, without b. A rank passes its own t tokens.
@@ -131,7 +132,7 @@ def limited(cases: Sequence[Case], words: frozenset[str], even: bool) -> list[Ca
 
 def _adapted(case: Case, words: frozenset[str]) -> Case | None:
     masks = {"causal"} if "no-mask" in words else words & set(MASKS)
-    attends = case.function in {*ATTEND, "prepare"} | REPLICATED
+    attends = case.function in {*ATTEND, "latent_attention", "prepare"} | REPLICATED
     if (masks and case.mask not in masks) or ("forward" in words and case.function == "attention_backward"):
         return None
     if "finite" in words and case.planted:

@@ -1,10 +1,11 @@
 """Make the inputs of a case from documents, and the expected results. Cases with equal masks and dtypes share both."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from canon.check.documents import Documents, projected
 from canon.check.planted_values import hide, plant, spread
 from canon.reference import Layout, Mask
 from canon.testing.judge import AttendedWithSink, Results, oracle, orders
+from canon.testing.latent_judge import keys_of, latent_oracle, latent_orders
 from canon.testing.roundings import sink_roundings
 
 LAST = 5  # queries of `decode_attention`
@@ -57,6 +59,20 @@ class Inputs:
     mask: Masks
     scale: float | None
     sink: Tensor
+
+
+def latents_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return latent and k_rope, as a head of k and of v, and the weight of the projection, for `latent_attention`."""
+    h, d, rank = q.shape[-2], q.shape[-1], k.shape[-1]
+    rope = d // 4
+    weight = torch.randn(h * (d - rope + v.shape[-1]), rank, generator=torch.Generator().manual_seed(2)) * rank**-0.5
+    return k[..., :1, :], v[..., :1, :rope], weight.to(q.device, q.dtype)
+
+
+def with_projected_keys(x: Inputs) -> Inputs:
+    """Return the inputs of `latent_attention` with K and V in float64, as the oracle projects them."""
+    k, v = keys_of(*(t.double() for t in latents_of(x.q, x.k, x.v)), x.q.shape[-2], x.q.shape[-1])
+    return replace(x, k=k, v=v)
 
 
 @lru_cache(maxsize=12)
@@ -132,6 +148,13 @@ def _mask(name: str, documents: Documents) -> Masks:
 
 
 @lru_cache(maxsize=12)
+def _expected_latent(given: tuple, with_lse: bool) -> "Expected":
+    x = _inputs(*given)
+    arguments = x.q, *latents_of(x.q, x.k, x.v), x.dout, x.mask, x.scale, x.dlse if with_lse else None
+    return Expected(latent_oracle(*arguments), latent_orders(*arguments))
+
+
+@lru_cache(maxsize=12)
 def _expected(given: tuple, wide: bool, with_lse: bool, with_sink: bool) -> "Expected":
     x = _inputs(*given)
     tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t for t in (x.q, x.k, x.v, x.dout)]
@@ -148,8 +171,8 @@ def _expected(given: tuple, wide: bool, with_lse: bool, with_sink: bool) -> "Exp
 class Expected:
     """The oracle's result, honest results, and optional distances from `roundings` and places from `spread`."""
 
-    exact: Results
-    honest: list[Results]
+    exact: Any
+    honest: list[Any]
     roundings: Results | None = None
     spread: Results | None = None
 
@@ -171,4 +194,6 @@ class FromDocuments:
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
         with_lse = case.variant != "plain" and case.used in {"both", "lse"}
+        if case.function == "latent_attention":
+            return _expected_latent(self._given(case, device), with_lse)
         return _expected(self._given(case, device), case.function == "merge", with_lse, case.has_sink)

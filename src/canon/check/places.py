@@ -23,8 +23,11 @@ def _named(faults: Sequence[str], got: Results) -> list[str]:
 
 
 def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
-    """Describe the worst token of a tensor (b, t, h, width), lse (b, h, t), or dsink (h,)."""
+    """Describe the worst token of a tensor (b, t, h, width) or lse (b, h, t), the worst head of dsink, or row of dup_weight."""
     got, exact = got.to(exact.device).double(), exact.double()
+    if name == "dup_weight":
+        row = int((got - exact).norm(dim=-1).nan_to_num(torch.inf).argmax())
+        return f"dup_weight is worst in row {row} of {len(exact)}"
     if name == "dsink":
         return f"dsink is worst at head {int((got - exact).abs().nan_to_num(torch.inf).argmax())}"
     same = (got == exact) | ~(got.isfinite() | exact.isfinite())

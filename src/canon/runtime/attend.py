@@ -16,46 +16,48 @@ from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.runtime.agreement import refused_together
 from canon.runtime.autograd import Attention, check_differentiation
-from canon.runtime.call import Algorithm, call_of, check_size, default_layout, mask_and_layout
+from canon.runtime.call import Algorithm, call_of, check_size, default_layout, mask_and_layout, tensors_of
 from canon.runtime.checks import autocast_dtype, batched, cast, check_mask_type, check_sink, kind_of_sink
 from canon.runtime.group import place_in
 from canon.runtime.operators import call_operator, is_traced
-from canon.runtime.packing import attend_each, attend_packed, check_masks, differ, refuse_compilation, repeated
+from canon.runtime.packing import attend_each, attend_packed, check_each_mask, differ, refuse_compilation, repeated
 from canon.runtime.sink_weights import weighted
 
 
 def attend(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask] | None, layout: Layout | None,
-    sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any = None,
+    sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any = None, weight: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out, or with ``return_lse`` (out, lse), as a differentiable function of q, k, v and the sink.
+    """Return out, or with ``return_lse`` (out, lse), as a differentiable function of q, k, v, the weight and the sink.
 
     Args: q, k, v with a batch axis, or packed without it; ``mask``, one for all or a sequence of them; ``options``, the
-    other arguments of the public function by name.
+    other arguments of the public function by name; ``weight``, the fourth tensor of a function that has one.
     Raises NotImplementedError under torch.func transforms and forward-mode differentiation. A second derivative raises
     RuntimeError when it is computed. Arguments that do not fit raise as in `call_of`.
     """
     if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(q)) is not None:
-        q, k, v = (cast(x, dtype) for x in (q, k, v))
+        q, k, v, weight = (cast(x, dtype) for x in (q, k, v, weight))
         with torch.autocast(q.device.type, enabled=False):
-            return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
+            return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group, weight)
     if isinstance(mask, (tuple, list)):
-        return _attend_each(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
+        return _attend_each(algorithm, q, k, v, mask, layout, sink, return_lse, options, group, weight)
     if is_traced():
         check_sink(q, sink)
-        out, lse = call_operator(algorithm, q, k, v, mask, layout, group, options)
+        out, lse = call_operator(algorithm, q, k, v, mask, layout, group, options, weight)
     else:
-        call = call_of(algorithm, q, k, v, mask, layout, group, options, None if sink is None else kind_of_sink(sink))
+        kind = None if sink is None else kind_of_sink(sink)
+        call = call_of(algorithm, q, k, v, mask, layout, group, options, kind, weight)
+        weights = () if weight is None else (weight,)
         if call.ranks > 1:
             grads = torch.is_grad_enabled()
-            call.agree("forward", tuple([grads and x.requires_grad for x in (q, k, v)]))
+            call.agree("forward", tuple([grads and x.requires_grad for x in (q, k, v, *weights)]))
         if sink is not None:
             check_sink(q, sink)  # the ranks agree on its kind: a wrong sink raises on all of them
-        check_differentiation(q, k, v)
+        check_differentiation(q, k, v, weight)
         if q.ndim == 3:
-            out, lse = (x.squeeze(0) for x in Attention.apply(*batched(q, k, v), call))
+            out, lse = (x.squeeze(0) for x in Attention.apply(*batched(q, k, v), call, *weights))
         else:
-            out, lse = Attention.apply(q, k, v, call)
+            out, lse = Attention.apply(q, k, v, call, *weights)
     if sink is not None:
         under_sink = weighted if torch.compiler.is_compiling() else algorithm.half.under_sink
         out = under_sink(out, lse, sink)
@@ -64,26 +66,29 @@ def attend(
 
 def _attend_each(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], layout: Layout | None,
-    sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any,
+    sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any, weight: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the results of `attend` with a mask for each sequence (`packing.py`)."""
-    attend_one = lambda q, k, v, mask: attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
+    attend_one = lambda q, k, v, mask: attend(
+        algorithm, q, k, v, mask, layout, sink, return_lse, options, group, weight
+    )
     if algorithm.is_local:
         return attend_each(attend_one, q, k, v, masks)
     refuse_compilation()
     checked, rank, ranks = place_in(algorithm.function, group)
     with refused_together(algorithm.function, checked, ranks):
         invariant = options.get("rank_invariant") is True
-        layout = _layout_of_each(q, k, v, masks, layout, algorithm, invariant, rank, ranks)
+        algorithm.check(*tensors_of(algorithm, q, k, v, weight))
+        layout = _layout_of_each(q, k, masks, layout, algorithm, invariant, rank, ranks)
     return attend_packed(attend_one, q, k, v, masks) if masks else attend_one(q, k, v, None)
 
 
 def _layout_of_each(
-    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], layout: Layout | None, algorithm: Algorithm,
+    q: Tensor, k: Tensor, masks: Sequence[Mask], layout: Layout | None, algorithm: Algorithm,
     rank_invariant: bool, rank: int, ranks: int,
 ) -> Layout:  # fmt: skip
     """Return the layout of the packed batch, or of one sequence if the masks are equal. Raise if a mask does not fit it."""
-    check_masks(q, k, v, masks, lambda q, k, mask, name: check_mask_type(mask, name))
+    check_each_mask(q, k, masks, lambda q, k, mask, name: check_mask_type(mask, name))
     default = default_layout(algorithm, rank_invariant)
     _, layout = mask_and_layout(q, k, masks[0] if masks else None, layout, default, rank, ranks)
     for place, mask in enumerate(masks):

@@ -24,31 +24,32 @@ NO_SECOND_DERIVATIVE = "canon does not support second derivatives of attention: 
 _NOTHING = nullcontext()
 
 
-def check_differentiation(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_differentiation(*tensors: Tensor | None) -> None:
     """Raise NotImplementedError under torch.func transforms and forward-mode differentiation."""
     if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise NotImplementedError(NO_TRANSFORMS)
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+    given = (x for x in tensors if x is not None)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
         raise NotImplementedError(NO_FORWARD_MODE)
 
 
 class Attention(torch.autograd.Function):
-    """Both passes of a `Call`: (q, k, v, call) -> (out, lse), with a batch axis."""
+    """Both passes of a `Call`: (q, k, v, call, weight, if any) -> (out, lse), with a batch axis."""
 
     @staticmethod
-    def forward(ctx, q, k, v, call):
+    def forward(ctx, q, k, v, call, *weights):
         with surroundings(q, call, "forward"):
-            out, lse, *others = call.algorithm.forward(call, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse, *others)
+            out, lse, *others = call.algorithm.forward(call, q, k, v, *weights)
+        ctx.save_for_backward(q, k, v, out, lse, *weights, *others)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        needs_grad = ctx.needs_input_grad[:3]
+        needs_grad = ctx.needs_input_grad[:3] + ctx.needs_input_grad[4:]
         if (dout is None and dlse is None) or True not in needs_grad:
-            return None, None, None, None
+            return (None,) * len(ctx.needs_input_grad)
         saved, call = ctx.saved_tensors, ctx.call
         q, out = saved[0], saved[3]
         if dout is None:
@@ -59,7 +60,8 @@ class Attention(torch.autograd.Function):
         restored = call.algorithm.half.restored(call.settings)  # this thread may have other settings
         with torch.no_grad() if create_graph else _NOTHING, surroundings(q, call, "backward"), restored:
             grads = call.algorithm.backward(call, needs_grad, dout, dlse, *saved)
-        return *(undifferentiable(NO_SECOND_DERIVATIVE, *grads) if create_graph else grads), None
+        dq, dk, dv, *dweights = undifferentiable(NO_SECOND_DERIVATIVE, *grads) if create_graph else grads
+        return dq, dk, dv, None, *dweights
 
 
 def surroundings(q: Tensor, call: Call, name: str) -> AbstractContextManager:

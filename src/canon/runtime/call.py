@@ -80,9 +80,12 @@ class Algorithm:
 
     ``others`` are tensors that are saved for the backward pass. Gradients that are not in ``needs_grad`` may be None. dlse
     is None if nothing depends on lse; dout is never None. Both run without autocast: inputs are cast before.
+    `latent_attention` has a fourth tensor: ``forward(call, q, k, v, weight)``. In ``backward`` it is the first of ``others``,
+    and its gradient is the last.
 
     ``plan(call)`` returns the state that all calls of one kind share, such as the steps of a schedule. It is made once, as
     `Call.plan`. ``layout``: the constructor of the function's own layout. ``kept_rows(call)``: the first sizes of ``others``.
+    ``tensors``: their public names. ``check`` raises TypeError or ValueError unless they fit together.
     """
 
     half: Half
@@ -92,6 +95,8 @@ class Algorithm:
     plan: Callable[["Call"], Any] | None = None
     layout: Callable[[int, int], Layout] | None = None
     kept_rows: Callable[["Call"], list[int]] | None = None
+    tensors: tuple[str, ...] = ("q", "k", "v")
+    check: Callable[..., None] = check_tensors
 
     def __post_init__(self):
         ALGORITHMS[self.half.name, self.function] = self
@@ -103,7 +108,7 @@ class Algorithm:
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, layout: Layout | None = None,
-        *, group: Group = None, **options: Any,
+        *, group: Group = None, weight: Tensor | None = None, **options: Any,
     ) -> "Call":  # fmt: skip
         """Return a call with its defaults, after checks on this rank alone: `forward` then needs no agreement.
 
@@ -111,7 +116,7 @@ class Algorithm:
         """
         if unknown := sorted(options.keys() - DEFAULTS[self.function].keys()):
             raise TypeError(f"{self.function} has no option {', '.join(unknown)}")
-        return call_of(self, q, k, v, mask, layout, group, DEFAULTS[self.function] | options)
+        return call_of(self, q, k, v, mask, layout, group, DEFAULTS[self.function] | options, weight=weight)
 
 
 _RING = {"scale": None, "reduce_dtype": None, "backward": "auto"}
@@ -121,6 +126,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ring_attention": _RING,
     "zigzag_attention": _RING,
     "striped_attention": _RING,
+    "latent_attention": _RING,
     "strided_attention": _RING
     | {
         "rank_invariant": False,
@@ -142,7 +148,8 @@ class Call:
 
     One object serves all calls of its kind: the same arguments, and q, k, v of the same shapes, strides, dtypes and alignment.
     So it can be the key of everything that depends on the kind of a call. ``layout`` is None for `attention`.
-    ``options``: the function's other options. ``settings``: see `Half`. ``shapes``: of q, k, v, with a batch axis.
+    ``options``: the function's other options. ``settings``: see `Half`. ``shapes``: of q, k, v, with a batch axis, and of the
+    weight, if the function has one.
     """
 
     algorithm: Algorithm
@@ -156,7 +163,7 @@ class Call:
     backward: str
     options: dict[str, Any]
     settings: Any
-    shapes: tuple[torch.Size, torch.Size, torch.Size]
+    shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
     device: torch.device
     sink: str | None = None
@@ -200,14 +207,18 @@ class Call:
     @cached_property
     def fields(self) -> Fields:
         """(name, value) of everything that must be equal on all ranks."""
-        q, k, v = self.shapes
+        names, shapes = self.algorithm.tensors, self.shapes
         return (
             ("function", self.function),
             ("mask", self.mask),
             ("layout", self.layout),
             ("dtype", self.dtype),
             ("device", self.device.type),
-            *((f"batch, heads and width of {name}", (x[0], *x[2:])) for name, x in zip("qkv", (q, k, v), strict=True)),
+            *(
+                (f"batch, heads and width of {name}", (x[0], *x[2:]))
+                for name, x in zip(names[:3], shapes, strict=False)
+            ),
+            *((f"shape of {name}", tuple(x)) for name, x in zip(names[3:], shapes[3:], strict=True)),
             ("scale", self.scale),
             ("reduce_dtype", self.reduce_dtype),
             ("backward", self.backward),
@@ -224,7 +235,8 @@ class Call:
         """Compare this call between all ranks at the start of its pass ``name``. Raises like `GroupState.agree`."""
         found = self._digests.get((name, needs_grad))
         if found is None:
-            fields = (("pass", name), *self.fields, ("requires_grad of q, k, v", needs_grad))
+            names = ", ".join(self.algorithm.tensors)
+            fields = (("pass", name), *self.fields, (f"requires_grad of {names}", needs_grad))
             found = self._digests[name, needs_grad] = f"{self.function} ({name})", fields, digest_of(fields)
         title, fields, digest = found
         self.state.agree(title, fields, wait=self.device.type == "cpu", digest=digest)
@@ -232,27 +244,28 @@ class Call:
 
 def call_of(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Any, layout: Any, group: Any,
-    options: dict[str, Any], sink: str | None = None,
+    options: dict[str, Any], sink: str | None = None, weight: Any = None,
 ) -> Call:  # fmt: skip
     """Return the call with its defaults filled in. A repeated call is found by its key and not checked again.
 
-    Args: ``options``, all options by name, in one order for each function; ``sink``, the kind of the sink, if any.
+    Args: ``options``, all options by name, in one order for each function; ``sink``, the kind of the sink, if any; ``weight``,
+    the fourth tensor of a function that has one.
     Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together.
     """
     group, rank, ranks = (None, 0, 1) if algorithm.is_local else place_in(algorithm.function, group)
-    key = _key(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink)
+    key = _key(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink, weight)
     if key is None:  # perhaps numbers of NumPy
         options = {name: x.item() if isinstance(x, np.number) else x for name, x in options.items()}
-        key = _key(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink)
+        key = _key(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink, weight)
     if key is not None and (call := PLANS.get(key)) is not None:
         return call
     with refused_together(algorithm.function, group, ranks):
-        call = _checked(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink, key)
+        call = _checked(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink, weight, key)
     algorithm.half.compile_for(call)
     # Calls with equal arguments share one object, however the arguments were passed.
     filled = call.options | {"scale": call.scale, "reduce_dtype": call.reduce_dtype, "backward": call.backward}
     resolved = {name: filled.get(name) for name in options}
-    same = _key(algorithm, q, k, v, call.mask, call.layout, group, rank, ranks, resolved, sink)
+    same = _key(algorithm, q, k, v, call.mask, call.layout, group, rank, ranks, resolved, sink, weight)
     if same is not None:
         call = PLANS.find(same, lambda: call)
     return call if key is None else PLANS.put(key, call)
@@ -260,7 +273,7 @@ def call_of(
 
 def _key(
     algorithm: Algorithm, q: Any, k: Any, v: Any, mask: Any, layout: Any, group: Any, rank: int, ranks: int,
-    options: dict[str, Any], sink: str | None,
+    options: dict[str, Any], sink: str | None, weight: Any,
 ) -> tuple | None:  # fmt: skip
     """Return a key of calls that need the same checks and the same kernels, None for arguments of unusual types."""
     values = tuple(options.values())
@@ -277,9 +290,16 @@ def _key(
             type(k), k.shape, k.stride(), k.dtype, k.device, k.data_ptr() & 15,
             type(v), v.shape, v.stride(), v.dtype, v.device, v.data_ptr() & 15,
         )  # fmt: skip
+        if weight is not None:
+            key += type(weight), kinds_of(weight)
     except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without strides or memory (torch.func)
         return None
     return *key, algorithm.half.settings(key)
+
+
+def tensors_of(algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, weight: Any) -> tuple:
+    """Return q, k, v, and the weight if the function has one."""
+    return (q, k, v, weight)[: len(algorithm.tensors)]
 
 
 def kinds_of(*tensors: Tensor) -> Hashable:
@@ -289,10 +309,10 @@ def kinds_of(*tensors: Tensor) -> Hashable:
 
 def _checked(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Any, layout: Any, group: Any, rank: int, ranks: int,
-    options: dict[str, Any], sink: str | None, key: tuple | None,
+    options: dict[str, Any], sink: str | None, weight: Any, key: tuple | None,
 ) -> Call:  # fmt: skip
     """Check the arguments on this rank, and fill in their defaults."""
-    check_tensors(q, k, v)
+    algorithm.check(*tensors_of(algorithm, q, k, v, weight))
     algorithm.half.check_device(q)
     own = {name: value for name, value in options.items() if name not in ("scale", "reduce_dtype", "backward")}
     check_method("backward", options["backward"])
@@ -312,7 +332,7 @@ def _checked(
         if invariant:
             check_tiled(algorithm.function, layout)
     hash(tuple(own.values()))  # raises TypeError for an option that is a list
-    shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in (q, k, v))
+    shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in tensors_of(algorithm, q, k, v, weight))
     if own.get("head_stride", 1) is None:
         (b, _, g, d), dv = shapes[1], v.shape[-1]
         own["head_stride"] = default_stride(g, gathered_bytes(layout, b * (d + dv) * k.element_size()))

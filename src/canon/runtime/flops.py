@@ -4,6 +4,9 @@
     forward     2 cells b h (d + dv)
     backward    2 cells b h (d + dv) for the scores and dout v^T, 2 cells b h d for dq, 2 cells b h (d + dv) for dk and dv
 
+`latent_attention` also projects the tokens that this rank's queries see, by up_weight (rows, rank): 2 b tokens rows rank FLOPs
+more forward. Backward has as many more for K and V, for the gradient of the latents, and for that of up_weight.
+
 Unneeded gradients count 0. The repeated scores of ``backward="split"`` count 0, as in torch's formula of
 `scaled_dot_product_attention`. With ``rank_invariant=True``, dk and dv are computed, but not counted, by the owner of the keys.
 
@@ -26,6 +29,7 @@ from canon.masks.mask import Mask
 from canon.runtime.call import ALGORITHMS, default_layout, mask_and_layout
 from canon.runtime.checks import batched, default_mask
 from canon.runtime.group import group_named
+from canon.runtime.latent_arguments import sizes_of
 
 Named = Callable[[str, tuple, dict[str, Any]], dict[str, Any]]
 
@@ -50,30 +54,47 @@ def register_formulas(functions: Iterable[str], named: Named) -> None:
 def _forward(
     named: Named, function: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any, **keywords: Any
 ) -> int:
-    cells = _cells(function, q, k, named(function, rest, keywords))
-    return 2 * cells * (q.shape[-1] + v.shape[-1])
+    options = named(function, rest, keywords)
+    cells, tokens = _visible(function, q, k, options)
+    return 2 * cells * (q.shape[-1] + _value_width(q, v, options)) + _projection(q, tokens, options)
 
 
 def _backward(
     named: Named, function: str, needs_grad: list[bool], dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
-    v: Tensor, out: Tensor, lse: Tensor, kept: list[Tensor], *rest: Any, out_val: Any, **keywords: Any,
+    v: Tensor, *rest: Any, out_val: Any, **keywords: Any,
 ) -> int:  # fmt: skip
-    cells = _cells(function, q, k, named(function, rest, keywords))
-    d, both = q.shape[-1], q.shape[-1] + v.shape[-1]
-    return 2 * cells * (both + d * needs_grad[0] + both * any(needs_grad[1:]))
+    weights = 1 if function == "latent_attention" else 0
+    options = named(function, (*rest[:weights], *rest[weights + 3 :]), keywords)  # without out, lse and kept
+    cells, tokens = _visible(function, q, k, options)
+    d, both = q.shape[-1], q.shape[-1] + _value_width(q, v, options)
+    projections = 1 + any(needs_grad[1:3]) + any(needs_grad[3:])
+    return 2 * cells * (both + d * needs_grad[0] + both * any(needs_grad[1:])) + projections * _projection(
+        q, tokens, options
+    )
 
 
-def _cells(function: str, q: Tensor, k: Tensor, options: dict[str, Any]) -> int:
-    """Return the visible cells of this rank's queries, over all sequences and query heads."""
+def _value_width(q: Tensor, v: Tensor, options: dict[str, Any]) -> int:
+    weight = options.get("up_weight")
+    return v.shape[-1] if weight is None else sizes_of(q.shape, v.shape, weight.shape).value
+
+
+def _projection(q: Tensor, tokens: int, options: dict[str, Any]) -> int:
+    """Return the FLOPs of one projection of these tokens of each sequence, 0 for a function without one."""
+    weight = options.get("up_weight")
+    return 0 if weight is None else 2 * batched(q)[0].shape[0] * tokens * weight.numel()
+
+
+def _visible(function: str, q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[int, int]:
+    """Return the visible cells of this rank's queries, over all sequences and query heads, and the keys that they see."""
     mask: Mask | None = options["mask"] if options["has_mask"] else None
     layout: Layout | None = options["layout"] if options["has_layout"] else None
     (q, k), algorithm = batched(q, k), ALGORITHMS[options["half"], function]
     if algorithm.is_local:
-        area = default_mask(q, k, mask).area
+        local = default_mask(q, k, mask)
     else:
         group = group_named(options["group"])
         rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         default = default_layout(algorithm, options.get("rank_invariant", False))
         mask, layout = mask_and_layout(q, k, mask, layout, default, rank, ranks)
-        area = layout.local_mask(mask, rank, range(ranks)).area
-    return area * q.shape[0] * q.shape[2]
+        local = layout.local_mask(mask, rank, range(ranks))
+    return local.area * q.shape[0] * q.shape[2], sum(map(len, local.needed_keys([range(local.queries)])))

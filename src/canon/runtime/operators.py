@@ -3,9 +3,9 @@
     canon::ring_attention             q, k, v, mask, layout, options -> out, lse
     canon::ring_attention_backward    the gradients of out and lse, and all of that -> the needed ones of dq, dk, dv
 
-There is a pair for each differentiable function, for both halves. Eager calls do not use them, because an operator costs
-about 10 us more than an autograd Function. Both run the same `Algorithm`. An operator finds its `Call` when it runs, not when
-it is traced.
+There is a pair for each differentiable function, for both halves. `canon::latent_attention` has the tensors q, latent, k_rope,
+up_weight. Eager calls do not use operators, because one costs about 10 us more than an autograd Function. Both run the same
+`Algorithm`. An operator finds its `Call` when it runs, not when it is traced.
 
 A mask or a layout is an input of the compiled graph (`opaque`), so one graph serves all masks. Both are made outside of the
 compiled region. A group travels as its name. Results own their memory and are contiguous, as the fake implementations say.
@@ -29,10 +29,12 @@ from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.opaque import registered
 from canon.runtime.autograd import NO_SECOND_DERIVATIVE, check_differentiation, surroundings
-from canon.runtime.call import ALGORITHMS, Algorithm, Call, Half, call_of
+from canon.runtime.call import ALGORITHMS, Algorithm, Call, Half, call_of, tensors_of
 from canon.runtime.checks import accumulate_dtype, batched, check_mask_type
 from canon.runtime.flops import register_formulas
 from canon.runtime.group import group_named, name_of
+from canon.runtime.latent_arguments import NAMES as LATENT_NAMES
+from canon.runtime.latent_arguments import sizes_of
 
 MASK, LAYOUT = registered(Mask), registered(Layout, ("unshard", "redistribute"))
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object
@@ -44,9 +46,11 @@ OPTIONS = {
     "ring_attention": RANKS,
     "zigzag_attention": RANKS,
     "striped_attention": RANKS,
+    "latent_attention": RANKS,
     "strided_attention": f"{RANKS}, bool rank_invariant, int? head_stride, {STRIDES}, str backward_schedule",
     "magi_attention": f"{RANKS}, bool rank_invariant, int? casts, bool? own_keys_first, int? stages, bool keep_kv",
 }
+TENSORS = {"latent_attention": LATENT_NAMES}  # of other functions: q, k, v
 BODIES: dict[str, Callable] = {}  # by name of the operator; a dispatch mode can call them
 
 
@@ -57,25 +61,25 @@ def is_traced() -> bool:
 
 def call_operator(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Any, group: Any,
-    options: dict[str, Any],
+    options: dict[str, Any], weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse) from the operator of a public function. Its body checks the arguments."""
     if not EXPORTS and torch.compiler._is_exporting_flag:  # in torch.compile, `is_exporting` of old versions is True
         raise RuntimeError("torch.export of canon needs torch >= 2.13: older versions do not take masks as constants")
-    compiling, half = torch.compiler.is_compiling(), algorithm.half
+    compiling, half, tensors = torch.compiler.is_compiling(), algorithm.half, tensors_of(algorithm, q, k, v, weight)
     if not compiling:
         register_formulas(OPTIONS, _options_by_name)
-        check_differentiation(q, k, v)
+        check_differentiation(*tensors)
     if mask is not None:
         check_mask_type(mask)
     if not algorithm.is_local:
-        needs_grad = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
+        needs_grad = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
         options = options | {"needs_grad": needs_grad, "group": name_of(group)}
     settings = _settings_at_compilation(half.name) if compiling else half.settings(None)
     operator = getattr(torch.ops.canon, algorithm.function).default
     mask, has_mask = (NO_MASK, False) if mask is None else (mask, True)
     layout, has_layout = (layout, True) if isinstance(layout, Layout) else (NO_LAYOUT, False)
-    out, lse, *_ = operator(q, k, v, mask, has_mask, layout, has_layout, half.name, settings, **options)
+    out, lse, *_ = operator(*tensors, mask, has_mask, layout, has_layout, half.name, settings, **options)
     return out, lse
 
 
@@ -96,7 +100,8 @@ def _call(function: str, pass_name: str, tensors: Sequence[Tensor], options: Seq
     group, needs_grad = group_named(named.pop("group", "")), named.pop("needs_grad", ())
     _check_settings(algorithm.half, settings)
     with algorithm.half.restored(settings):
-        call = call_of(algorithm, *tensors, mask, layout, group, named)
+        q, k, v, *weights = tensors
+        call = call_of(algorithm, q, k, v, mask, layout, group, named, weight=weights[0] if weights else None)
         if call.ranks > 1:
             call.agree(pass_name, tuple(needs_grad))
         with surroundings(tensors[0], call, pass_name):
@@ -117,34 +122,48 @@ def _names(function: str) -> list[str]:
     return [option.split()[1] for option in OPTIONS[function].split(", ")]
 
 
+def _tensors(function: str) -> tuple[str, ...]:
+    return TENSORS.get(function, ("q", "k", "v"))
+
+
 def _options_by_name(function: str, values: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator after q, k and v by name."""
-    names = ("mask", "has_mask", "layout", "has_layout", "half", "settings", *_names(function))
+    """Return the arguments of an operator after its first three tensors by name."""
+    names = (*_tensors(function)[3:], "mask", "has_mask", "layout", "has_layout", "half", "settings", *_names(function))
     return dict(zip(names, values, strict=False)) | keywords
 
 
-def _forward(function: str, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    with _call(function, "forward", (q, k, v), options) as call:
-        out, lse, *kept = call.algorithm.forward(call, *batched(q, k, v))
+def _forward(function: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    weights, options = _parted(function, rest)
+    with _call(function, "forward", (q, k, v, *weights), options) as call:
+        out, lse, *kept = call.algorithm.forward(call, *batched(q, k, v), *weights)
     results = [out.squeeze(0), lse.squeeze(0)] if q.ndim == 3 else [out, lse]
     if function == "magi_attention":
         results.append(kept[0] if len(kept) == 1 else torch.cat([_rows(k, v, 0), *kept]))
     return tuple(map(_alone, results))
 
 
+def _parted(function: str, rest: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Any]]:
+    """Return the weights of a function, and its other arguments after q, k and v."""
+    number = len(_tensors(function)) - 3
+    return rest[:number], rest[number:]
+
+
 def _backward(
     function: str, needs_grad: list[bool], dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, kept: list[Tensor], *options: Any,
+    *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
+    weights, (out, lse, kept, *options) = _parted(function, rest)
     saved = dout, dlse, q, k, v, out, lse
     if q.ndim == 3:
         saved = [None if x is None else x.unsqueeze(0) for x in saved]
-    with _call(function, "backward", (q, k, v), options) as call:
+    with _call(function, "backward", (q, k, v, *weights), options) as call:
+        saved = *saved, *weights
         if call.options.get("keep_kv") and call.algorithm.kept_rows:
             saved = *saved, *kept[0].split(call.algorithm.kept_rows(call))
         grads = call.algorithm.backward(call, tuple(needs_grad), *saved)
-    grads = [x.squeeze(0) if q.ndim == 3 else x for x, needed in zip(grads, needs_grad, strict=True) if needed]
-    return list(map(_alone, grads))
+    if q.ndim == 3:
+        grads = *(None if x is None else x.squeeze(0) for x in grads[:3]), *grads[3:]
+    return [_alone(x) for x, needed in zip(grads, needs_grad, strict=True) if needed]
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -159,14 +178,16 @@ def _rows(k: Tensor, v: Tensor, count: int | torch.SymInt) -> Tensor:
     return k.new_empty(count, b, g, d + v.shape[-1])
 
 
-def _fake_forward(function: str, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
+def _fake_forward(function: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    weights, options = _parted(function, rest)
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
         raise ValueError(
             "expected q, k, v all (b, t, heads, width) or all packed (t, heads, width), "
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     *batch, t, h, _ = q.shape
-    results = q.new_empty(*batch, t, h, v.shape[-1]), q.new_empty(*batch, h, t, dtype=accumulate_dtype(q.dtype))
+    width = sizes_of(q.shape, v.shape, weights[0].shape).value if weights else v.shape[-1]
+    results = q.new_empty(*batch, t, h, width), q.new_empty(*batch, h, t, dtype=accumulate_dtype(q.dtype))
     if function != "magi_attention":
         return results
     keep_kv = options[-1]
@@ -176,23 +197,25 @@ def _fake_forward(function: str, q: Tensor, k: Tensor, v: Tensor, *options: Any)
 def _fake_backward(
     needs_grad: list[bool], dout: Tensor, dlse: Tensor | None, *tensors_and_options: Any
 ) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x, needed in zip(tensors_and_options[:3], needs_grad, strict=True) if needed]
+    tensors = tensors_and_options[: len(needs_grad)]
+    return [x.new_empty(x.shape) for x, needed in zip(tensors, needs_grad, strict=True) if needed]
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:3], *output)
-    ctx.options = inputs[3:]
+def _save(number: int, ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs[:number], *output)
+    ctx.options = inputs[number:]
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(function: str, ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple:
-    q, k, v, out, lse, *kept = ctx.saved_tensors
-    needs_grad, options = list(ctx.needs_input_grad[:3]), ctx.options
+    number, options = len(_tensors(function)), ctx.options
+    tensors, (out, lse, *kept) = ctx.saved_tensors[:number], ctx.saved_tensors[number:]
+    needs_grad = list(ctx.needs_input_grad[:number])
     if dout is None and dlse is None:
-        return (None,) * (3 + len(options))
+        return (None,) * (number + len(options))
     dout = torch.zeros_like(out) if dout is None else dout
     operator = getattr(torch.ops.canon, f"{function}_backward").default
-    grads = iter(operator(needs_grad, dout, dlse, q, k, v, out, lse, kept, *options))
+    grads = iter(operator(needs_grad, dout, dlse, *tensors, out, lse, kept, *options))
     return *(next(grads) if needed else None for needed in needs_grad), *(None for _ in options)
 
 
@@ -203,12 +226,13 @@ def _refuse(ctx: Any, *_: Any) -> None:
 def _define(function: str, options: str) -> None:
     """Register the operators of a function, their fake implementations and their autograd formulas."""
     options = f"{MASK} mask, bool has_mask, {LAYOUT} layout, bool has_layout, str half, str? settings, {options}"
-    tensors, results = "Tensor q, Tensor k, Tensor v", ["Tensor out", "Tensor lse"]
+    names = _tensors(function)
+    tensors, results = ", ".join(f"Tensor {name}" for name in names), ["Tensor out", "Tensor lse"]
     if function == "magi_attention":
         results.append("Tensor kept")
     forward = _operator(function, f"({tensors}, {options}) -> ({', '.join(results)})", partial(_forward, function))
     forward.register_fake(partial(_fake_forward, function))
-    forward.register_autograd(partial(_differentiate, function), setup_context=_save)
+    forward.register_autograd(partial(_differentiate, function), setup_context=partial(_save, len(names)))
     of_results = "bool[] needs_input_grad, Tensor dout, Tensor? dlse"
     schema = f"({of_results}, {tensors}, Tensor out, Tensor lse, Tensor[] kept, {options}) -> Tensor[]"
     backward = _operator(f"{function}_backward", schema, partial(_backward, function))

@@ -64,11 +64,14 @@ def differentiate_each(
     return tuple(None if x is None else _unpacked(x, b, size) for x, size in zip(grads, sizes, strict=True))
 
 
-def check_masks(
-    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], check: Callable[..., None] = check_mask
-) -> None:
-    """Raise TypeError or ValueError unless each sequence has a mask that fits: ``check(q, k, mask, name)`` raises otherwise."""
+def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
+    """Raise TypeError or ValueError unless q, k and v fit together and each sequence has a mask that fits."""
     check_tensors(q, k, v)
+    check_each_mask(q, k, masks, check_mask)
+
+
+def check_each_mask(q: Tensor, k: Tensor, masks: Sequence[Mask], check: Callable[..., None]) -> None:
+    """Raise TypeError or ValueError unless each sequence has a mask that fits: ``check(q, k, mask, name)`` raises otherwise."""
     if q.ndim == 3:
         raise ValueError(
             "mask is a sequence of Masks, but q, k, v are packed (t, heads, width): pass one Mask, as Mask.concat(masks)"

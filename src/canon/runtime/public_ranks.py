@@ -36,6 +36,7 @@ from canon.runtime.attend import attend
 from canon.runtime.binding import bound
 from canon.runtime.call import Algorithm
 from canon.runtime.group import Group
+from canon.runtime.latent_arguments import with_head
 
 
 def ring_attention(algorithm: Algorithm):
@@ -119,6 +120,51 @@ def striped_attention(algorithm: Algorithm):
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options, group)
 
     return bound(striped_attention, algorithm.forward)
+
+
+def latent_attention(algorithm: Algorithm):
+    """Return `latent_attention` of a half."""
+
+    def latent_attention(
+        q: Float[Tensor, "*b t h d"],
+        latent: Float[Tensor, "*b t rank"],
+        k_rope: Float[Tensor, "*b t rope"],
+        up_weight: Float[Tensor, "rows rank"],
+        mask: Mask | Sequence[Mask] | None = None,
+        layout: Layout | None = None,
+        *,
+        scale: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        group: Group = None,
+        reduce_dtype: torch.dtype | None = None,
+        backward: str = "auto",
+        return_lse: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        """Return multi-head latent attention. Latents travel round a ring; each rank projects them to K and V. A collective.
+
+        A token sends rank + rope values instead of h (d + dv): 576 instead of 40,960 in DeepSeek-V3, 71 times fewer. The price
+        is that every rank projects all tokens that it receives. It pays where messages of K and V would take longer than
+        attention: `canon.reference.latent` has bytes, FLOPs and limits.
+
+        Args:
+            q: queries. Their last ``rope`` columns have the rotary embedding.
+            latent: the compressed keys and values of a token, as `torch.nn.Linear` reads them: after their normalisation.
+            k_rope: the part of K that all heads share, with the rotary embedding.
+            up_weight: the weight of the projection, (h * (d - rope + dv), rank), equal on all ranks: ``kv_b_proj.weight`` in
+                transformers. Each head has d - rope rows for K, then dv rows for V. K of a head ends with k_rope. A rank's
+                gradient of it is the sum over its own queries: add the gradients of all ranks.
+            scale: factor of the scores; None is 1 / sqrt(d).
+            reduce_dtype: dtype in which the gradients of latent and k_rope are sent; None is float32 (float64 for float64).
+
+        `canon.runtime.public_ranks` lists the others. All tensors of tokens may be without b.
+        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
+        Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
+        """
+        options = {"scale": scale, "reduce_dtype": reduce_dtype, "backward": backward}
+        tokens = with_head(latent), with_head(k_rope)
+        return attend(algorithm, q, *tokens, mask, layout, sink, return_lse, options, group, up_weight)
+
+    return bound(latent_attention, algorithm.forward)
 
 
 def strided_attention(algorithm: Algorithm):

@@ -1,4 +1,4 @@
-"""The weight a = sigmoid(lse - sink) of attention under a sink, for torch.compile. `canon.reference.sinks` explains it."""
+"""The weight a = sigmoid(lse - sink) of attention under a sink, for torch.compile. `canon.reference.local` explains it."""
 
 import torch
 from torch import Tensor

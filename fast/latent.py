@@ -1,0 +1,163 @@
+"""Latent attention with overlap: cuBLAS projects the latents of a step while the next ones travel.
+
+Read `canon.reference.latent` first, and `ring.py` for the steps. The differences from the reference:
+
+    messages          latent and k_rope travel in one message, their gradients in another
+    projected tokens  from step 1 on those from the first to the last visible one. A fully masked step projects none
+    operands          dK and dV leave the kernels in float32. Then they are rounded to the inputs' dtype, as operands of both
+                      products. The products are added and stay in float32 (float64 for float64)
+
+A step i of the backward pass, between the kernel of dk, dv and the kernel of dq:
+
+    wait for the sums that step i - 1 sent    from step 2 on
+    project dK and dV to latent and k_rope    two products, and the sum of dK[rope] over the heads
+    add them to the sums, start the hop       from step 1 on
+
+cuBLAS repeats its bits on one stream. A step of t tokens needs this memory beyond that of the ring:
+
+    both passes   K and V                b t h (2 d - rope + dv)     of the inputs' dtype
+    backward      dK and dV              b t h (d + dv)              of float32
+                  operand                b t h (d - rope + dv)       of the inputs' dtype
+                  up_weight's gradient   h (d - rope + dv) rank      of float32, for all steps
+
+Source: as `canon.reference.latent`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canon.fast.backward import QueryInputs, make_delta
+from canon.fast.ring import KeyRing, Ring, RingBackward, RingStep, ring_of
+from canon.fast.schedule import StepBackward, receiving, run_backward, run_forward
+from canon.fast.sinks import FAST
+from canon.runtime import public_ranks
+from canon.runtime.call import Algorithm, Call
+from canon.runtime.checks import accumulate_dtype
+from canon.runtime.latent_arguments import NAMES, check_latent, sizes_of, visible_only
+
+__all__ = ["latent_attention"]
+
+
+class _Step(RingStep):
+    """A step whose keys are projected outside of its recorded launches."""
+
+    def keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [k, v]
+
+    def gradients(self, grads: Tensor) -> list[Tensor]:
+        return list(grads.split([self.call.shapes[0][-1], grads.shape[-1] - self.call.shapes[0][-1]], -1))
+
+
+def latent_forward(call: Call, q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
+    ring, projection = ring_of(call, latent, k_rope, _Step), _Projection(call, up_weight)
+    return run_forward(ring.steps, projection.keys(ring, latent, k_rope), q, projection.no_values(q))
+
+
+def latent_backward(
+    call: Call, needs_grad: tuple[bool, ...], dout: Tensor, dlse: Tensor | None,
+    q: Tensor, latent: Tensor, k_rope: Tensor, out: Tensor, lse: Tensor, up_weight: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. With dup_weight, the others are sent, too."""
+    ring, projection = ring_of(call, latent, k_rope, _Step), _Projection(call, up_weight, needs_grad[3])
+    inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
+    keys = projection.keys(ring, latent, k_rope)
+    state = _Backward(ring, inputs, projection, needs_grad)
+    received = run_backward(state.parts, keys, inputs, state.dq, state.grads, state.send)
+    dweight = projection.dup_weight
+    return *state.results(received, q.dtype), None if dweight is None else dweight.to(q.dtype)
+
+
+class _Projection:
+    """Both projections of one pass. ``dup_weight``: its sum over the steps so far, if it is needed."""
+
+    def __init__(self, call: Call, up_weight: Tensor, needs_grad: bool = False):
+        q, _, k_rope, weight = call.shapes
+        self.sizes, self.up_weight, self.dup_weight = sizes_of(q, k_rope, weight), up_weight, None
+        if needs_grad:
+            self.dup_weight = torch.zeros_like(up_weight, dtype=accumulate_dtype(up_weight.dtype))
+
+    def no_values(self, q: Tensor) -> Tensor:
+        """Return V (b, 0, h, dv) of no tokens, for its shape, dtype and device."""
+        return q.new_empty(q.shape[0], 0, q.shape[2], self.sizes.value)
+
+    def keys(self, ring: Ring, latent: Tensor, k_rope: Tensor) -> Iterator[tuple[int, Any]]:
+        """Start the messages of a pass. Return an iterator over (step, K and V), None and None for a step without work."""
+        if ring.call.ranks == 1:
+            return iter([(0, self._read(ring.steps[0], latent, k_rope))])
+        received = receiving(ring.call.ranks, KeyRing(ring, latent, k_rope).fetch)
+        views = lambda number, block: ring.blocks.views(block, ring.steps[number].owner)
+        return ((number, self._read(ring.steps[number], *views(number, *block))) for number, block in received)
+
+    def _read(self, step: _Step, latent: Tensor, k_rope: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if not step.has_work:
+            return None, None
+        latent, k_rope = (visible_only(x[:, step.visible], step.active.mask) for x in (latent, k_rope))
+        self.latent = latent.flatten(0, 2)  # for `gradients` of this step
+        b, tokens, _, _ = latent.shape
+        heads, nope, rope, value, _ = self.sizes
+        by_head = (self.latent @ self.up_weight.mT).view(b, tokens, heads, nope + value)
+        k = by_head.new_empty(b, tokens, heads, nope + rope)
+        k[..., :nope] = by_head[..., :nope]
+        k[..., nope:] = k_rope
+        return k, by_head[..., nope:]
+
+    def gradients(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of latent and k_rope of the last step (b, tokens, 1, width), and add to ``dup_weight``."""
+        b, tokens, heads, _ = dk.shape
+        _, nope, _, value, _ = self.sizes
+        by_head = self.up_weight.new_empty(b, tokens, heads, nope + value)
+        by_head[..., :nope] = dk[..., :nope]
+        by_head[..., nope:] = dv
+        rows = by_head.view(b * tokens, heads * (nope + value))
+        if self.dup_weight is not None:
+            self.dup_weight += _product(rows.mT, self.latent)
+        return _product(rows, self.up_weight).view(b, tokens, 1, self.sizes.rank), dk[..., nope:].sum(2, keepdim=True)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """Return x @ y in the accumulation dtype."""
+    wide = accumulate_dtype(x.dtype)
+    if x.dtype is wide:
+        return x @ y
+    return torch.mm(x, y, out_dtype=wide) if x.device.type == "cuda" else x.to(wide) @ y.to(wide)
+
+
+class _Backward(RingBackward):
+    """The state of one backward pass: as in the ring, for blocks of latent and k_rope."""
+
+    def __init__(self, ring: Ring, inputs: QueryInputs, projection: _Projection, needs_grad: tuple[bool, ...]):
+        self.projection, self.inputs = projection, inputs
+        super().__init__(ring, inputs, projection.no_values(inputs.q), needs_grad)
+
+    def part(self, step: _Step, inputs: QueryInputs, v: Tensor) -> StepBackward:
+        return StepBackward(step, inputs, v, self.dq, adds_dq=step.number > 0)
+
+    def written(self) -> Iterator[Tensor]:
+        """Allocate dK and dV of each step, (b, tokens, h, d + dv)."""
+        (b, _, h, d), dtype = self.inputs.q.shape, accumulate_dtype(self.inputs.q.dtype)
+        for step in self.ring.steps:
+            tokens = step.visible.stop - step.visible.start if step.has_work else 0
+            yield self.inputs.q.new_empty(b, tokens, h, d + self.projection.sizes.value, dtype=dtype)
+
+    def add(self, number: int, written: Tensor, room: Tensor | None) -> None:
+        step, blocks = self.parts[number].step, self.ring.blocks
+        sums = self.sums.buffers[number % 2] if number else self.own
+        if not step.has_work:
+            if number == 1:
+                sums.zero_()
+            return
+        mine = self.projection.gradients(*step.gradients(written))
+        if number > 1:
+            for total, part in zip(blocks.views(sums, step.owner), mine, strict=True):
+                total[:, step.visible] += part
+        else:
+            for target, part in zip(blocks.zero_outside(sums, step.owner, step.visible), mine, strict=True):
+                target.copy_(part)
+
+
+LATENT = Algorithm(FAST, "latent_attention", latent_forward, latent_backward, tensors=NAMES, check=check_latent)
+latent_attention = public_ranks.latent_attention(LATENT)

@@ -1,0 +1,103 @@
+"""Latent attention (MLA): latents travel round the ring, and each rank projects them to K and V after their arrival.
+
+A token has a latent c of ``rank`` values, and a part r of K of ``rope`` values with the rotary embedding, for all heads
+together. Head i projects c. The rows of ``up_weight`` are Wk_0, Wv_0, Wk_1, Wv_1, ...:
+
+    K_i = [c Wk_i^T | r]        V_i = c Wv_i^T        out_i = attention of q_i (d wide) over K_i (d) and V_i (dv)
+
+    values of a token            DeepSeek-V3: h = 128, d = 128 + 64, dv = 128, rank = 512, rope = 64
+    K and V     h (d + dv)       40,960
+    c and r     rank + rope         576, 71 times fewer
+
+The schedule is that of `ring_attention`: c and r travel instead of K and V. Forward, in each step: start the next hop, project,
+attend, merge. Backward: project again. The gradients dK and dV of a step stay on the rank, and become
+
+    dc = sum over heads of dK_i[nope] Wk_i + dV_i Wv_i                        dr = sum over heads of dK_i[rope]
+    dWk_i = sum over steps and tokens of dK_i[nope]^T c                       dWv_i = the same sum of dV_i^T c
+
+dc and dr join the sums that follow the latents, in reduce_dtype. dWk and dWv do not travel. A rank's gradient of ``up_weight``
+is the share of its own queries: add those of all ranks, as for every replicated parameter. DistributedDataParallel divides
+their sum by the number of ranks, as `canon.training.sequence_loss` expects. All sums have a fixed order.
+
+Hidden tokens may hold NaN. They would reach dWk and dWv, which sum over tokens, so they are 0 from `read` on.
+
+Cost of a rank for s tokens in equal shards of t on n ranks, elements of e bytes, E in reduce_dtype. R = h (d - rope + dv) rows:
+
+                       messages     bytes received               FLOPs, beyond those of attention
+    forward   c, r     2 (n - 1)    (n - 1) b t (rank + rope) e  2 b s rank R
+    backward  c, r     2 (n - 1)    the same                     6 b s rank R: again, dc, and dWk with dWv
+              dc, dr   2 (n - 1)    (n - 1) b t (rank + rope) E
+    memory: K and V of a step, b t h (d + dv); backward also dK and dV, in float32
+
+Price: every rank projects all tokens that it receives. A model that projects before `ring_attention` computes 1/n of that.
+Under a causal mask, the forward projections are 2 rank R / (t h (d + dv)) of attention's FLOPs: 820 / t for DeepSeek-V3.
+
+It pays where hops of K and V would take longer than attention. At F FLOP/s and B bytes/s, with e = 2, that is below about
+2 F / B - 820 tokens a rank. For 600 TFLOP/s these are 3,200 tokens at 300 GB/s, and 23,000 at 50 GB/s.
+
+Limits: those of the ring. The latent's normalisation and the rotary embedding are the caller's. To decode few queries, absorb
+Wk into q and Wv into the output instead: then keys of rank + rope values serve all heads.
+
+Source: DeepSeek-AI, DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model (2024), section 2.1.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from canon.masks.mask import Mask
+from canon.reference.local import REFERENCE
+from canon.reference.ring import HeldKeys, ring_backward, ring_forward
+from canon.runtime import public_ranks
+from canon.runtime.call import Algorithm, Call
+from canon.runtime.checks import accumulate_dtype
+from canon.runtime.latent_arguments import NAMES, check_latent, sizes_of, visible_only
+
+__all__ = ["latent_attention"]
+
+
+def latent_forward(call: Call, q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t). latent (b, t, 1, rank), k_rope (b, t, 1, rope)."""
+    return ring_forward(call, q, latent, k_rope, ProjectedKeys(call, up_weight))
+
+
+def latent_backward(
+    call: Call, needs_grad: tuple[bool, ...], dout: Tensor, dlse: Tensor | None,
+    q: Tensor, latent: Tensor, k_rope: Tensor, out: Tensor, lse: Tensor, up_weight: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. If one of the last three is needed, all are computed."""
+    keys, of_keys = ProjectedKeys(call, up_weight), any(needs_grad[1:])
+    needs_grad = needs_grad[0], of_keys, of_keys
+    grads = ring_backward(call, needs_grad, dout, dlse, q, latent, k_rope, out, lse, keys)
+    return *grads, keys.dup_weight.to(q.dtype) if of_keys else None
+
+
+class ProjectedKeys(HeldKeys):
+    """K and V of a step are projected from the latents that this rank holds. ``dup_weight``: the sum over the steps so far."""
+
+    def __init__(self, call: Call, up_weight: Tensor):
+        q, _, k_rope, weight = call.shapes
+        self.sizes, self.up_weight = sizes_of(q, k_rope, weight), up_weight
+        self.dup_weight = torch.zeros_like(up_weight, dtype=accumulate_dtype(up_weight.dtype))
+
+    def width(self, v: Tensor) -> int:
+        return self.sizes.value
+
+    def read(self, mask: Mask, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        self.latent, k_rope = (visible_only(x, mask) for x in (k, v))
+        heads, nope, _, value, _ = self.sizes
+        by_head = (self.latent[:, :, 0] @ self.up_weight.mT).unflatten(-1, (heads, nope + value))
+        k_nope, v = by_head.split([nope, value], -1)
+        return torch.cat([k_nope, k_rope.expand(-1, -1, heads, -1)], -1), v
+
+    def gradients(self, dk: Tensor, dv: Tensor) -> list[Tensor]:
+        dk_nope, dk_rope = dk.split([self.sizes.nope, self.sizes.rope], -1)
+        projected = torch.cat([dk_nope, dv], -1).flatten(2)  # (b, t, rows), as the projection has returned them
+        latent, weight = (x.to(projected.dtype) for x in (self.latent[:, :, 0], self.up_weight))
+        self.dup_weight += projected.flatten(0, 1).mT @ latent.flatten(0, 1)
+        return [(projected @ weight).unsqueeze(2), dk_rope.sum(2, keepdim=True)]
+
+
+LATENT = Algorithm(REFERENCE, "latent_attention", latent_forward, latent_backward, tensors=NAMES, check=check_latent)
+latent_attention = public_ranks.latent_attention(LATENT)

@@ -1,0 +1,87 @@
+"""The arguments of `latent_attention`. Inside canon, latent and k_rope have an axis of one head: (b, t, 1, width)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+from canon.runtime.checks import DTYPES, check_tensor
+
+NAMES = "q", "latent", "k_rope", "up_weight"
+
+
+class LatentSizes(NamedTuple):
+    """The number of heads, and widths: of K without and with its shared part ``rope``, of V, and of the latent (``rank``)."""
+
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    rank: int
+
+
+def sizes_of(q: torch.Size, k_rope: torch.Size, up_weight: torch.Size) -> LatentSizes:
+    """Return the sizes that these shapes of valid arguments give."""
+    heads, nope = q[-2], q[-1] - k_rope[-1]
+    return LatentSizes(heads, nope, k_rope[-1], up_weight[0] // heads - nope, up_weight[1])
+
+
+def with_head(x: Tensor) -> Tensor:
+    """Return (*b, t, width) as (*b, t, 1, width), and anything else unchanged, for `check_latent` to refuse."""
+    return x.unsqueeze(-2) if isinstance(x, Tensor) and x.ndim else x
+
+
+def check_latent(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> None:
+    """Raise TypeError or ValueError unless the tensors fit together; ``latent`` and ``k_rope`` have the axis of a head."""
+    tensors = q, latent, k_rope, up_weight
+    for name, x in zip(NAMES, tensors, strict=True):
+        check_tensor(name, x)
+    if not q.ndim == latent.ndim == k_rope.ndim or q.ndim not in (3, 4):
+        wrong = "expected q (b, t, h, d), latent (b, t, rank) and k_rope (b, t, rope), or all three without b"
+    elif q.shape[:-3] != latent.shape[:-3] or latent.shape[:-1] != k_rope.shape[:-1]:
+        wrong = "q, latent and k_rope must share the batch, and latent and k_rope their tokens"
+    elif 0 in (q.shape[-2], k_rope.shape[-1], latent.shape[-1]) or q.shape[-1] <= k_rope.shape[-1]:
+        wrong = "q must be wider than k_rope, and no width may be 0"
+    elif up_weight.ndim != 2 or up_weight.shape[1] != latent.shape[-1] or _value_width(*tensors) < 1:
+        wrong = "up_weight must be (h * (d - rope + dv), rank), the weight of a torch.nn.Linear from latents to K and V"
+    elif len({x.dtype for x in tensors}) > 1 or q.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        given = ", ".join(str(x.dtype) for x in tensors)
+        raise ValueError(f"{', '.join(NAMES)} must share one dtype of {names}, got {given}: cast them")
+    elif len({x.device for x in tensors}) > 1:
+        given = ", ".join(str(x.device) for x in tensors)
+        raise ValueError(f"{', '.join(NAMES)} must be on one device, got {given}: move them")
+    else:
+        return
+    of_token = (tuple(x.shape[:-2] + x.shape[-1:]) for x in (latent, k_rope))
+    shapes = zip(NAMES, (tuple(q.shape), *of_token, tuple(up_weight.shape)), strict=True)
+    raise ValueError(f"{wrong}, got {', '.join(f'{name} {shape}' for name, shape in shapes)}")
+
+
+def _value_width(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> int:
+    """Return the width of V, or 0 if the rows of the weight do not divide by the heads."""
+    rows, heads = up_weight.shape[0], q.shape[-2]
+    return 0 if rows % heads else rows // heads - (q.shape[-1] - k_rope.shape[-1])
+
+
+@cached_plan
+def hidden_keys(mask: Mask) -> tuple[range, ...]:
+    """Return the keys that no query sees."""
+    edges = [
+        0,
+        *(edge for keys in mask.needed_keys([range(mask.queries)]) for edge in (keys.start, keys.stop)),
+        mask.keys,
+    ]
+    return tuple(range(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1])
+
+
+def visible_only(x: Tensor, mask: Mask) -> Tensor:
+    """Return x (b, keys, 1, width) with 0 at keys that no query sees: a NaN there would reach the gradient of a weight."""
+    hidden = hidden_keys(mask)
+    if hidden:
+        x = x.clone()
+        for keys in hidden:
+            x[:, keys.start : keys.stop] = 0
+    return x

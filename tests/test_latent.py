@@ -1,0 +1,249 @@
+"""Latent attention equals dense attention after projection, sends latents alone, and differentiates all inputs."""
+
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from interpreted_replay import EVERYWHERE
+from torch.nn.functional import linear
+from torch.utils.flop_counter import FlopCounterMode
+
+from canon import Layout, Mask, fast, reference
+from canon.fast.replay import recordings
+from canon.masks.plan_cache import PLANS
+from canon.runtime.latent_arguments import hidden_keys
+from canon.testing import process_groups
+from canon.testing.judge import agreement
+from canon.testing.latent_judge import AttendedLatent, latent_oracle, latent_orders
+
+H, NOPE, ROPE, DV, RANK = 4, 6, 3, 5, 7
+N = 23
+MASKS = {
+    "causal": Mask.causal(N),
+    "packed": Mask.documents([0, 4, 5, N]),
+    "window": Mask.window(N, 4, 2),
+    "tree": Mask.tree([-1, 0, 0, -1], [5, 6, 7, 3], [0, 5, 11, 20]),
+}
+UNEVEN = {  # by number of ranks
+    1: Layout.contiguous(N, 1),
+    2: Layout([[range(0, 20)], [range(20, N)]], N),
+    4: Layout([[range(3, 9), range(0, 2)], [], [range(9, N)], [range(2, 3)]], N),
+}
+
+
+def whole(tokens=N, b=2, dtype=torch.float64, seed=0):
+    """Return q, latent, k_rope, up_weight, dout and dlse of the whole sequence, equal on every rank."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = (
+        (b, tokens, H, NOPE + ROPE),
+        (b, tokens, RANK),
+        (b, tokens, ROPE),
+        (H * (NOPE + DV), RANK),
+        (b, tokens, H, DV),
+    )
+    tensors = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+    return *tensors, torch.randn(b, H, tokens, generator=draw, dtype=torch.float64)
+
+
+def shards(half, mask, layout, tensors, **options):
+    """Return out, lse and all gradients of the whole sequence, from this rank's shards. Add up_weight's over the ranks."""
+    rank = dist.get_rank() if layout.ranks > 1 else 0
+    *tokens, weight, dout, dlse = tensors
+    leaves = [*(layout.shard(x, rank).detach().requires_grad_() for x in tokens), weight.detach().requires_grad_()]
+    out, lse = half.latent_attention(*leaves, mask, layout, return_lse=True, **options)
+    dout, dlse = layout.shard(dout, rank), layout.shard(dlse.to(lse.dtype), rank, 2)
+    *grads, dweight = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    if layout.ranks > 1:
+        dist.all_reduce(dweight)
+    full = [layout.unshard(x.detach(), dim=2 if x is lse else 1) for x in (out, lse, *grads)]
+    return AttendedLatent(*full[:3], *(x.unsqueeze(2) for x in full[3:]), dweight)
+
+
+def judged(mask, tensors):
+    """Return the results of the oracle, and honest ones."""
+    q, latent, k_rope, weight, dout, dlse = tensors
+    arguments = q, latent.unsqueeze(2), k_rope.unsqueeze(2), weight, dout, mask, None, dlse
+    return latent_oracle(*arguments), latent_orders(*arguments)
+
+
+@cache
+def expected(mask, dtype):
+    return judged(mask, whole(dtype=dtype))
+
+
+def assert_agrees(half, mask, layout, dtype=torch.float64, **options):
+    """Fail unless the judge accepts the results of all ranks: 1e-12 in float64."""
+    got, *_ = process_groups.threads(partial(shards, half, mask, layout, whole(dtype=dtype), **options), layout.ranks)
+    verdict = agreement(got, *expected(mask, dtype))
+    assert verdict.agrees, str(verdict)
+
+
+def test_the_oracle_is_dense_attention_after_a_linear_layer():
+    mask, (q, latent, k_rope, weight, dout, dlse) = MASKS["causal"], whole()
+    leaves = [x.requires_grad_() for x in (q, latent, k_rope, weight)]
+    k_nope, v = linear(latent, weight).view(2, N, H, NOPE + DV).split([NOPE, DV], -1)
+    k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, H, -1)], -1)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (NOPE + ROPE) ** -0.5
+    scores = scores.masked_fill(~mask.dense(), -torch.inf)
+    results = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v), scores.logsumexp(-1)
+    grads = torch.autograd.grad(results, leaves, (dout, dlse))
+    exact, _ = judged(mask, (*leaves, dout, dlse))
+    for mine, theirs in zip(exact, (*results, *grads), strict=True):
+        torch.testing.assert_close(mine.view(theirs.shape), theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_reference_equals_the_oracle_on_uneven_and_empty_shards(name):
+    for layout in (*UNEVEN.values(), Layout.zigzag(N, 2), Layout.striped(N, 4)):
+        assert_agrees(reference, MASKS[name], layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("packed", UNEVEN[4]), ("window", Layout.zigzag(N, 2)), ("causal", UNEVEN[1])]
+)
+def test_the_kernels_equal_the_oracle(name, layout):
+    assert_agrees(fast, MASKS[name], layout)
+
+
+def test_16_bits_agree(half):
+    assert_agrees(half, MASKS["window"], Layout.zigzag(N, 2), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("reduce_dtype", "size"), [(None, 4), (torch.bfloat16, 2)])
+def test_ranks_exchange_latents_and_their_gradients_alone(half, reduce_dtype, size, sent):
+    """A rank sends both twice in each pass, and their gradients twice: in float32 by default."""
+    layout, tensors = Layout.contiguous(6, 3), whole(6, 1, torch.float16)
+
+    def program():
+        leaves = [layout.shard(x, dist.get_rank()).detach().requires_grad_() for x in tensors[:3]]
+        half.latent_attention(*leaves, tensors[3], None, layout, reduce_dtype=reduce_dtype).sum().backward()
+
+    process_groups.threads(program, 3)
+    digest = 8  # bytes that compare the call, in each pass
+    assert sum(x for x in sent if x != digest) == 2 * 2 * (RANK + ROPE) * (2 + 2 + size)  # two hops of two tokens
+
+
+def test_hidden_tokens_may_hold_nan(half):
+    """They change nothing, in the gradient of up_weight neither: it sums over all tokens."""
+    mask, layout = Mask.ranges([(0, N)], [(2, 15)], ["full"], queries=N, keys=N), Layout.zigzag(N, 2)
+    assert hidden_keys(mask) == (range(0, 2), range(15, N))
+    tensors = whole()
+    expected = process_groups.threads(partial(shards, reference, mask, layout, tensors), 2)[0]
+    for x in tensors[1:3]:
+        x[:, :2] = x[:, 15:] = torch.nan
+    found = process_groups.threads(partial(shards, half, mask, layout, tensors), 2)[0]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("needed", [{"q"}, {"up_weight"}, {"k_rope"}, {"latent", "q"}])
+def test_only_the_needed_gradients_are_returned(half, needed):
+    names, tensors, mask = ("q", "latent", "k_rope", "up_weight"), whole(9, 1), Mask.causal(9)
+    expected, _ = judged(mask, (*tensors[:5], torch.zeros(1, H, 9, dtype=torch.float64)))
+    leaves = {name: x.requires_grad_(name in needed) for name, x in zip(names, tensors, strict=False)}
+    half.latent_attention(**leaves, mask=mask).backward(tensors[4])
+    for (name, x), true in zip(leaves.items(), expected[2:], strict=True):
+        assert (x.grad is None) == (name not in needed)
+        if name in needed:
+            torch.testing.assert_close(x.grad, true.view(x.shape), rtol=0, atol=1e-12)
+
+
+def test_packed_tensors_autocast_a_sink_and_a_mask_for_each_sequence(half):
+    q, latent, k_rope, weight, *_ = whole(9)
+    masks = Mask.causal(9), Mask.window(9, 2, 0)
+    sink = torch.linspace(-1, 1, H, dtype=torch.float64)
+    out, lse = half.latent_attention(q, latent, k_rope, weight, masks, return_lse=True)
+    for row, mask in enumerate(masks):
+        one, one_lse = half.latent_attention(q[row], latent[row], k_rope[row], weight, mask, return_lse=True)
+        torch.testing.assert_close((out[row], lse[row]), (one, one_lse), rtol=0, atol=1e-12)
+    under = half.latent_attention(q, latent, k_rope, weight, masks, sink=sink)
+    torch.testing.assert_close(under, out * torch.sigmoid(lse - sink[:, None]).transpose(1, 2)[..., None])
+    narrow = [x.float() for x in (q, latent, k_rope, weight)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert half.latent_attention(*narrow).dtype == torch.bfloat16
+
+
+def test_equal_calls_give_equal_bits(half):
+    program = partial(shards, half, Mask.causal(9), Layout.striped(9, 2), whole(9, 1, dtype=torch.float32))
+    first, second = (process_groups.threads(program, 2)[0] for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_repeated_call_replays_its_kernels(monkeypatch):
+    PLANS.clear()
+    monkeypatch.setattr(recordings, "REPLAYED", EVERYWHERE)
+    layout = Layout([[range(9)], [range(9, 12)]], 12)
+    run = lambda half, seed: shards(half, Mask.causal(12), layout, whole(12, 1, seed=seed))
+    _, found, exact = process_groups.threads(lambda: [run(fast, 0), run(fast, 1), run(reference, 1)], 2)[0]
+    for mine, theirs in zip(found, exact, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    passes = [x for x, _ in PLANS.plans.values() if isinstance(x, recordings.PreparedPass)]
+    assert len(passes) > 4
+    assert not [x.reason for x in passes if x.reason]
+    PLANS.clear()
+
+
+def test_flops_count_visible_cells_and_projected_tokens(half):
+    mask, (q, latent, k_rope, weight, dout, _) = Mask.causal(8), whole(8)
+    leaves = [x.requires_grad_() for x in (q, latent, k_rope, weight)]
+    with FlopCounterMode(display=False) as counter:
+        half.latent_attention(*leaves, mask).backward(dout)
+    d, cells, projection = NOPE + ROPE, 2 * H * mask.area, 2 * 2 * 8 * weight.numel()
+    assert counter.get_total_flops() == 2 * cells * (4 * d + 3 * DV - DV) + 2 * cells * DV + 4 * projection
+
+
+# --- planted faults that `canon check` must find
+
+FAULTY = """
+import torch
+from canon.reference import latent as page
+from canon.reference.local import under_sink
+from canon.reference.ring import ring_backward, ring_forward
+from canon.runtime import public_ranks
+from canon.runtime.call import Algorithm, Half
+
+class Keys(page.ProjectedKeys):
+    {fault}
+
+def forward(call, q, latent, k_rope, weight):
+    return ring_forward(call, q, latent, k_rope, Keys(call, weight))
+
+def backward(call, needs_grad, dout, dlse, q, latent, k_rope, out, lse, weight):
+    keys = Keys(call, weight)
+    return *ring_backward(call, needs_grad[:3], dout, dlse, q, latent, k_rope, out, lse, keys), keys.dup_weight.to(q.dtype)
+
+given = {{"tensors": page.NAMES, "check": page.check_latent}}
+FAULTY = Algorithm(Half("faulty", under_sink), "latent_attention", forward, backward, **given)
+latent_attention = public_ranks.latent_attention(FAULTY)
+"""
+FAULTS = {  # fault: (a tensor that is off, the wrong method)
+    "no fault": ("", "pass"),
+    "the latent of another owner": ("out is off by", """
+    def read(self, mask, k, v):
+        self.first = getattr(self, "first", k)
+        own = self.first[:, : k.shape[1]]
+        return super().read(mask, torch.cat([own, k[:, own.shape[1] :]], 1), v)"""),
+    "k_rope's gradient of one head": ("dk_rope is off by", """
+    def gradients(self, dk, dv):
+        dk[:, :, 1:, self.sizes.nope :] = 0
+        return super().gradients(dk, dv)"""),
+    "gradients that travel in bfloat16": ("dlatent is off by", """
+    def gradients(self, dk, dv):
+        return [x.bfloat16().to(x.dtype) for x in super().gradients(dk, dv)]"""),
+    "up_weight's gradient of the last step": ("dup_weight is off by", """
+    def gradients(self, dk, dv):
+        self.dup_weight.zero_()
+        return super().gradients(dk, dv)"""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_check_finds_a_planted_fault(fault, run, write_module):
+    message, method = FAULTS[fault]
+    write_module("faulty_latents", FAULTY.format(fault=method))
+    words = "--tokens", 60, "--ranks", 2, "--dtype", "float32", "--only", "latent_attention/*/documents"
+    status, printed, _ = run("faulty_latents", *words)
+    assert status == bool(message), printed.out
+    assert message in printed.out
+    assert "the reference itself" not in printed.out
