@@ -69,7 +69,7 @@ def _attend_each(
     """Return the results of `attend` with a mask for each sequence (`packing.py`)."""
     attend_one = lambda q, k, v, mask: attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
     if algorithm.is_local:
-        return attend_each(attend_one, q, k, v, masks)
+        return attend_each(attend_one, q, k, v, masks, on_tiles=options["rank_invariant"] is True)
     refuse_compilation()
     checked, rank, ranks = place_in(algorithm.function, group)
     with refused_together(algorithm.function, checked, ranks):
