@@ -33,7 +33,9 @@ from canon.check.case_runner import CaseRunner
 from canon.testing.compile import SHARED_LIMIT, _target
 from canon.check.random_source import RandomSource
 
-(arch, count, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions, invariant) = json.loads(sys.argv[1])
+arguments = json.loads(sys.argv[1])
+(arch, count, backend, dtype, heads, widths, method, reduce_dtype,
+ least_ranks, functions, invariant) = arguments
 draw = Random(0)
 key_parts.FEWEST_KEYS = 64
 local.check_device = backward.check_device = lambda x: None
@@ -126,7 +128,6 @@ def ran(program, *arguments, **environment):
         (80, "triton", "float32", (3, 1), (48, 32), "auto", "bfloat16", 1, ALL),
         (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL),
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 1, INVARIANT),
-        (80, "triton", "bfloat16", (4, 2), (64, 64), "auto", None, 1, INVARIANT),
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3]),
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4]),
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[4:]),
@@ -137,7 +138,7 @@ def test_200_random_calls_need_no_other_variant(
 ):
     model = backend, dtype, heads, widths, method, reduce_dtype, least_ranks
     invariant = functions == INVARIANT
-    found = ran(RANDOM_CALLS, arch, 50 if invariant else 200, *model, functions, invariant)
+    found = ran(RANDOM_CALLS, arch, 25 if invariant else 200, *model, functions, invariant)
     assert found["kinds"] == sorted(functions), "the draws reach all functions"
     assert found["seen"] > 0.4 * found["warmed"], "the calls need a good part of the set"
 

@@ -15,8 +15,8 @@
                                                                    few queries if no query sees some of the loaded keys
     addresses                       multiples of 16 bytes          -
 
-Every scale needs the same variants. Calls with rank_invariant=True need others (KEY_ORDER). These compile when first used: other strides and addresses, and
-several sequences of 2^31 elements each.
+Every scale needs the same variants. Calls with rank_invariant=True need others (KEY_ORDER). These compile when first used:
+other strides and addresses, and several sequences of 2^31 elements each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -88,13 +88,13 @@ class Model:
 
     @property
     def result_dtypes(self) -> set[torch.dtype]:
-        """The dtypes of whole results and of parts."""
-        return {self.dtype, self.accumulate}
+        """The dtypes of whole results and of parts. With ``rank_invariant`` there are no parts."""
+        return {self.dtype} if self.rank_invariant else {self.dtype, self.accumulate}
 
     @property
     def key_grad_dtypes(self) -> set[torch.dtype]:
         """The dtypes of dk and dv, of results, parts and messages."""
-        return self.result_dtypes | {self.reduce_dtype or self.accumulate}
+        return self.result_dtypes | (set() if self.rank_invariant else {self.reduce_dtype or self.accumulate})
 
 
 def warm_up(
@@ -210,6 +210,8 @@ def steps(model: Model) -> list[Callable[[Model, str], None]]:
     chosen = dict.fromkeys(step for function in model.functions for step in FUNCTIONS[function])
     if set(model.functions) <= RINGS and 1 not in model.ranks:  # a result is a sum of parts, or one step has all keys
         chosen = {whole_forward if step is whole_passes else step: None for step in chosen}
+    if model.rank_invariant:
+        chosen = {step: None for step in chosen if step not in OF_PARTS}
     if not model.has_sink:
         chosen.pop(sinks, None)
     return list(chosen)
@@ -274,7 +276,7 @@ def _forward(model: Model, device: str, dtype: torch.dtype) -> None:
 
 def few_queries(model: Model, device: str) -> None:
     """Launch the kernels of parts of the keys. Keys that no query sees exclude descriptors."""
-    if model.backend in (None, "triton") and not model.rank_invariant:
+    if model.backend in (None, "triton"):
         x = Inputs(model, device)
         for mask, dtype in product((x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), model.result_dtypes):
             forward_in_parts(x.q, x.k, x.v, mask, 1.0, x.out.to(dtype), x.statistic())
@@ -341,7 +343,7 @@ def active_rows(model: Model, device: str) -> None:
 def sinks(model: Model, device: str) -> None:
     """Launch the kernels of a sink, in both dtypes."""
     x, lse = Inputs(model, device), Inputs(model, device).statistic()
-    for dtype in model.result_dtypes:
+    for dtype in {model.dtype, model.accumulate}:
         sink = torch.zeros(model.heads[0], dtype=dtype, device=device)
         apply_sink(x.out, lse, sink, torch.empty_like(x.out))
         for dout_keys in (None, torch.empty_like(x.out)):
@@ -430,6 +432,7 @@ def _replaced(module: ModuleType, name: str, function: Callable) -> Iterator[Non
         setattr(module, name, original)
 
 
+OF_PARTS = {forward_parts, few_queries, merges, active_rows, rank_sums}  # never with rank_invariant
 RINGS = {"ring_attention", "zigzag_attention", "striped_attention"}
 RING = whole_passes, forward_parts, backward_parts, masked_rows, merges, active_rows, sinks
 FUNCTIONS = {
