@@ -45,7 +45,7 @@ from canon.fast.kernels.triton import launch as portable
 from canon.fast.replay.recordings import replayed
 from canon.masks.plan_cache import cached_plan
 from canon.runtime import public_local
-from canon.runtime.checks import accumulate_dtype, batched
+from canon.runtime.checks import accumulate_dtype
 
 __all__ = ["attention_backward"]
 
@@ -182,19 +182,9 @@ def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> T
     return delta
 
 
-def rank_invariant_method(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, method: str, device: torch.device | None = None
-) -> str:
-    """Return ``method``, for "auto" the choice of "split" or "head_parallel" by all heads and the mask of the sequence.
-
-    Only shapes and dtypes of q, k and v are read. ``device``: by default that of q.
-    """
-    if method != "auto":
-        return method
-    device = device or q.device
-    if device.type == "cpu" or not q.shape[-4:-3].numel():
-        return "split"
-    return portable.choose_method(*batched(q, k, v), mask, multiprocessor_count(device))
+def rank_invariant_method(method: str) -> str:
+    """Return ``method``, for "auto" "split": a choice by mask or heads would let them change the bits of dk and dv."""
+    return "split" if method == "auto" else method
 
 
 def automatic(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int | None = None) -> str:

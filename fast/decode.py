@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.fast.device import check_inputs
-from canon.fast.local import attention_forward, forward_into, merge_into
+from canon.fast.local import attention, attention_forward, forward_into, merge_into
 from canon.fast.messages import transport_for
 from canon.masks.mask import Mask
 from canon.runtime import public_local
@@ -46,7 +46,7 @@ def decode(
 
 
 # torch.compile breaks its graph here: it does not trace plans.
-decode_attention = torch.compiler.disable(public_local.decode_attention(decode, check_inputs))
+decode_attention = torch.compiler.disable(public_local.decode_attention(decode, attention, check_inputs))
 
 
 def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

@@ -47,9 +47,8 @@ class LocalPlan:
     def __init__(self, call: Call):
         self.mask, self.method, self.strides = call.mask, call.backward, ()
         if call.options["rank_invariant"]:
-            q, k, v = (torch.empty(shape, dtype=call.dtype, device="meta") for shape in call.shapes)
             self.mask = in_place(call.mask)
-            self.method = rank_invariant_method(q, k, v, call.mask, call.backward, call.device)
+            self.method = rank_invariant_method(call.backward)
 
     @property
     def nbytes(self) -> int:

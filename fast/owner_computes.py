@@ -79,7 +79,7 @@ def owner_backward(
     """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent for."""
     q, k, v, dout = *map(aligned, (q, k, v)), canonical(dout.to(q.dtype))
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
-    method = rank_invariant_method(q, k, v, call.mask, call.backward)
+    method = rank_invariant_method(call.backward)
     needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
     new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))

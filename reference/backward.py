@@ -39,7 +39,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.masks.mask import Mask
-from canon.reference.tiles import over_visible, read, read_keys, visible_tiles
+from canon.reference.tiles import in_whole_tiles, mask_in_whole_tiles, over_visible, read, read_keys, visible_tiles
 from canon.runtime import public_local
 from canon.runtime.checks import accumulate_dtype
 
@@ -49,12 +49,13 @@ __all__ = ["attention_backward"]
 def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None,
     mask: Mask, *, scale: float, method: str, grad_dtype: torch.dtype, needs_grad: tuple[bool, bool, bool],
+    whole_tiles: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk and dv as `attention_backward`, for a batch and without checks."""
+    """Return dq, dk and dv as `attention_backward`, for a batch and without checks. ``whole_tiles``: as `tiled_backward`."""
     if delta is None:
         delta = make_delta(dout, out, dlse)
     options = {"scale": scale, "method": method, "grad_dtype": grad_dtype, "needs_grad": needs_grad}
-    return tiled_backward(dout, q, k, v, lse, delta, mask, **options)
+    return tiled_backward(dout, q, k, v, lse, delta, mask, whole_tiles=whole_tiles, **options)
 
 
 attention_backward = public_local.attention_backward(gradients)
@@ -80,8 +81,16 @@ def tiled_backward(
     method: str,
     grad_dtype: torch.dtype,
     needs_grad: tuple[bool, bool, bool] = (True, True, True),
+    whole_tiles: bool = False,
 ) -> tuple[Float[Tensor, "b t h d"] | None, Float[Tensor, "b s g d"] | None, Float[Tensor, "b s g dv"] | None]:
-    """Return dq, dk and dv as `attention_backward`, without checks: the step of every backward pass."""
+    """Return dq, dk and dv as `attention_backward`, without checks: the step of every backward pass.
+
+    ``whole_tiles``: as for `tiled_forward`.
+    """
+    sizes = q.shape[1], k.shape[1], k.shape[1]
+    if whole_tiles:
+        dout, q, k, v = map(in_whole_tiles, (dout, q, k, v))
+        lse, delta, mask = in_whole_tiles(lse, 2, -torch.inf), in_whole_tiles(delta, 2), mask_in_whole_tiles(mask)
     heads_first = (x.transpose(1, 2) for x in (q, k, v, dout))
     tiles = _Backward(mask, scale, *heads_first, lse, delta)
     walk = {"fused": tiles.fused, "head_parallel": tiles.head_parallel}.get(method, tiles.split)
@@ -92,7 +101,8 @@ def tiled_backward(
     else:
         grads = walk()
     return tuple(
-        x.transpose(1, 2).to(grad_dtype) if needed else None for x, needed in zip(grads, needs_grad, strict=True)
+        x.transpose(1, 2)[:, :size].to(grad_dtype) if needed else None
+        for x, size, needed in zip(grads, sizes, needs_grad, strict=True)
     )
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.masks.mask import Mask
-from canon.reference.local import attention_forward, merged
+from canon.reference.local import attention, attention_forward, merged
 from canon.runtime import public_local
 from canon.runtime.checks import accumulate_dtype
 from canon.runtime.sink_weights import weighted
@@ -49,7 +49,7 @@ def decode(
     return (out if sink is None else weighted(out, lse, sink)).to(q.dtype), lse
 
 
-decode_attention = public_local.decode_attention(decode)
+decode_attention = public_local.decode_attention(decode, attention)
 
 
 def _parts_of_ranks(

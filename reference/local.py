@@ -50,7 +50,7 @@ from torch.autograd.function import once_differentiable
 
 from canon.masks.mask import Mask
 from canon.reference.backward import attention_backward, gradients
-from canon.reference.tiles import over_visible, read, read_keys, visible_tiles
+from canon.reference.tiles import in_whole_tiles, mask_in_whole_tiles, over_visible, read, read_keys, visible_tiles
 from canon.runtime import public_local
 from canon.runtime.call import Algorithm, Call, Half
 from canon.runtime.checks import accumulate_dtype
@@ -68,8 +68,15 @@ def tiled_forward(
     *,
     scale: float,
     out_dtype: torch.dtype,
+    whole_tiles: bool = False,
 ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h t"]]:
-    """Return out and lse as `attention_forward`, without checks: the step of every forward pass."""
+    """Return out and lse as `attention_forward`, without checks: the step of every forward pass.
+
+    ``whole_tiles``: compute all tiles with 128 x 128 tokens, so that the bits of a query do not depend on other tokens.
+    """
+    tokens = q.shape[1]
+    if whole_tiles:
+        q, k, v, mask = *map(in_whole_tiles, (q, k, v)), mask_in_whole_tiles(mask)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first: (b, heads, tokens, width)
     share, accumulate = q.shape[1] // k.shape[1], accumulate_dtype(q.dtype)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=accumulate)
@@ -91,12 +98,13 @@ def tiled_forward(
         out[:, :, queries] = weighted / total.masked_fill(~some, 1)[..., None]
         lse[:, :, queries] = torch.where(some, highest + torch.log(total.masked_fill(~some, 1)), -torch.inf)
     out = out.transpose(1, 2).to(out_dtype)
-    return out, lse
+    return out[:, :tokens], lse[:, :, :tokens]
 
 
 def local_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
-    return tiled_forward(q, k, v, call.mask, scale=call.scale, out_dtype=q.dtype)
+    options = {"out_dtype": q.dtype, "whole_tiles": call.options["rank_invariant"]}
+    return tiled_forward(q, k, v, call.mask, scale=call.scale, **options)
 
 
 def local_backward(
@@ -105,6 +113,7 @@ def local_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv in the dtype of q. Unneeded ones are None."""
     options = {"scale": call.scale, "method": call.backward, "grad_dtype": q.dtype, "needs_grad": needs_grad}
+    options["whole_tiles"] = call.options["rank_invariant"]
     return gradients(dout, q, k, v, out, lse, dlse, None, call.mask, **options)
 
 

@@ -78,7 +78,7 @@ def owner_forward(
         parts = [
             tiled_forward(
                 q[:, rows, own], k_full, v_full, call.mask.crop(queries=tokens),
-                scale=call.scale, out_dtype=q.dtype,
+                scale=call.scale, out_dtype=q.dtype, whole_tiles=True,
             )
             for rows, tokens in _own_pieces(call)
         ]  # fmt: skip
@@ -131,6 +131,7 @@ def _query_gradient(
         tiled_backward(
             dout[:, rows], q[:, rows], k_full, v_full, lse[:, :, rows], delta[:, :, rows], call.mask.crop(queries=tokens),
             scale=call.scale, method=call.backward, grad_dtype=q.dtype, needs_grad=(True, False, False),
+            whole_tiles=True,
         )[0]
         for rows, tokens in _own_pieces(call)
     ]  # fmt: skip
@@ -145,6 +146,7 @@ def _key_gradients(call: Call, queries_full: Sequence[tuple[Tensor, Tensor]], k:
         tiled_backward(
             dout, q, k[:, rows], v[:, rows], *statistics, call.mask.crop(keys=tokens),
             scale=call.scale, method=call.backward, grad_dtype=k.dtype, needs_grad=(False, True, True),
+            whole_tiles=True,
         )[1:]
         for rows, tokens in _own_pieces(call)
     ]  # fmt: skip

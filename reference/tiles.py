@@ -41,6 +41,18 @@ def visible_tiles(mask: Mask, device: torch.device, by_keys: bool = False) -> It
         yield slice(outer.start, outer.stop), strip
 
 
+def in_whole_tiles(x: Tensor, dim: int = 1, value: float = 0.0) -> Tensor:
+    """Return x with ``value`` behind its tokens up to a multiple of 128. A product of other sizes may add in another order."""
+    missing = -x.shape[dim] % TILE
+    return torch.cat([x, x.new_full((*x.shape[:dim], missing, *x.shape[dim + 1 :]), value)], dim) if missing else x
+
+
+def mask_in_whole_tiles(mask: Mask) -> Mask:
+    """Return the mask with hidden queries and keys behind its own, up to multiples of 128."""
+    missing = -mask.queries % TILE, -mask.keys % TILE
+    return Mask.concat([mask, Mask([], *missing)]) if any(missing) else mask
+
+
 def read(x: Tensor, tokens: slice) -> Tensor:
     """Return these tokens of ``x`` (b, heads, tokens, width) in the accumulation dtype, contiguous: strides may change bits."""
     return x[:, :, tokens].to(accumulate_dtype(x.dtype)).contiguous()

@@ -33,7 +33,9 @@ from canon.check.case_runner import CaseRunner
 from canon.testing.compile import SHARED_LIMIT, _target
 from canon.check.random_source import RandomSource
 
-arch, count, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions = json.loads(sys.argv[1])
+arguments = json.loads(sys.argv[1])
+(arch, count, backend, dtype, heads, widths, method, reduce_dtype,
+ least_ranks, functions, invariant) = arguments
 draw = Random(0)
 key_parts.FEWEST_KEYS = 64
 local.check_device = backward.check_device = lambda x: None
@@ -51,14 +53,15 @@ def cases():
     while True:
         case = draws.drawn(0, index := index + 1, "model", 4)
         usual = dict(case.options).get("reduce_dtype", dtype) in (dtype, "float32", reduce_dtype)
-        usual = usual and not (dict(case.options).get("rank_invariant") and method == "fused")
+        usual = usual and dict(case.options).get("rank_invariant", False) == invariant
         usual = usual and case.used not in ("sum", "lse") and (case.ranks > 1 or least_ranks == 1)
         if case.function in functions and usual and (case.variant != "plain" or method == "auto"):
             scale = draw.choice([case.shape.scale, -0.5, 0.0])
             yield replace(case, method=method, shape=replace(case.shape, scale=scale))
 
 with _target(arch), fast.backend(backend), recorded_jobs() as jobs:
-    model = kernel_variants._checked_model(getattr(torch, dtype), *widths, heads, functions, None, method, None)
+    number = getattr(torch, dtype)
+    model = kernel_variants._checked_model(number, *widths, heads, functions, None, method, None, None, invariant)
     reduced = None if reduce_dtype is None else getattr(torch, reduce_dtype)
     kernel_variants.collect(replace(model, ranks=tuple(range(least_ranks, 5)), reduce_dtype=reduced), "cpu")
     warmed, seen, kinds = set(jobs), set(), set()
@@ -98,6 +101,7 @@ index = done = 0
 while done < count:
     case = draws.drawn(1, index := index + 1, "model", 4)
     usual = not ahead or dict(case.options).get("reduce_dtype", dtype) in (dtype, "float32")
+    usual = usual and not dict(case.options).get("rank_invariant")
     if case.function in functions and case.used not in ("sum", "lse") and usual:
         runner = CaseRunner("canon.fast", (replace(case, method="auto"),), RandomSource(), "cuda", Path())
         process_groups.threads(runner.rehearse, case.ranks)
@@ -107,6 +111,8 @@ print(json.dumps(dict(warmed=warmed, compiled=compiled)))
 """
 DISTRIBUTED = ("ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention")
 ALL = ("attention", "attention_forward", "attention_backward", "merge", *DISTRIBUTED)
+
+INVARIANT = ("attention", *DISTRIBUTED[3:])  # with rank_invariant=True
 
 
 def ran(program, *arguments, **environment):
@@ -122,6 +128,7 @@ def ran(program, *arguments, **environment):
         (90, "triton", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL),
         (80, "triton", "float32", (3, 1), (48, 32), "auto", "bfloat16", 1, ALL),
         (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL),
+        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 1, INVARIANT),
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3]),
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4]),
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[4:]),
@@ -131,7 +138,8 @@ def test_200_random_calls_need_no_other_variant(
     arch, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions
 ):
     model = backend, dtype, heads, widths, method, reduce_dtype, least_ranks
-    found = ran(RANDOM_CALLS, arch, 200, *model, functions)
+    invariant = functions == INVARIANT
+    found = ran(RANDOM_CALLS, arch, 25 if invariant else 200, *model, functions, invariant)
     assert found["kinds"] == sorted(functions), "the draws reach all functions"
     assert found["seen"] > 0.4 * found["warmed"], "the calls need a good part of the set"
 

@@ -26,7 +26,7 @@ from canon.fast.kernels.triton.config import Config, forced
 from canon.fast.tile_exchanges import TileCast, TileGather
 from canon.runtime.rank_invariance import pieces_of
 
-SIZES = [(128, 128, 128), (64, 64, 32), (128, 64, 16), (32, 128, 128)]  # rows, columns, columns of partial tiles
+SIZES = [(128, 128), (64, 64), (128, 64), (32, 128)]  # rows, columns
 
 
 @st.composite
@@ -57,8 +57,8 @@ def dense(mask):
     return cells
 
 
-def as_tokens(mask, table, widths, transposed):
-    """Return {first token: [(visited tokens, whether full, band in tokens)]} for the tiles of a table, in order."""
+def as_tokens(mask, table, width, transposed):
+    """Return {first token: [(visited tokens, their bands in tokens)]} for the tiles of a table, in order."""
 
     def token(row, keys):
         for start, tokens in mask.key_pieces if keys else mask.query_pieces:
@@ -66,22 +66,20 @@ def as_tokens(mask, table, widths, transposed):
                 return tokens.start + row - start
         raise AssertionError(f"row {row} holds no token")
 
+    def bands(span):
+        _, _, first, stop, *_ = span
+        return table.spans[first : first - stop, 2:].tolist() if stop < 0 else [span[2:]] if stop else []
+
     found = {}
-    for start, stop, partial, full, end in table.tiles.tolist():
+    for start, stop, first_span, _, end in table.tiles.tolist():
         visits = []
-        for number, (column, count, *band) in enumerate(table.spans[partial:end].tolist(), partial):
-            width = widths[number >= full]
-            for row in range(column, column + count * width, width):
+        for span in table.spans[first_span:end].tolist():
+            for row in range(span[0], span[0] + span[1] * width, width):
                 first = token(row, not transposed)
                 down, right = token(start, transposed) - start, first - row
                 moves = (down, down, right, right, right - down, right - down)
-                visits.append(
-                    (
-                        first,
-                        number >= full,
-                        [x + y for x, y in zip(band, moves, strict=True)] if number < full else None,
-                    )
-                )
+                moved = [[x + y for x, y in zip(band, moves, strict=True)] for band in bands(span)]
+                visits.append((first, moved))
         found[token(start, transposed)] = (stop - start, visits)
     return found
 
@@ -89,10 +87,10 @@ def as_tokens(mask, table, widths, transposed):
 @given(placed(), st.sampled_from(SIZES))
 def test_own_tiles_visit_what_they_visit_on_one_rank(case, sizes):
     mask, transposed = case
-    rows, columns, small = sizes
-    whole, own = (tiles.host_table(x, rows, columns, small, transposed) for x in (in_place(mask.whole), mask))
-    expected = as_tokens(in_place(mask.whole), whole, (small, columns), transposed)
-    got = as_tokens(mask, own, (small, columns), transposed)
+    rows, columns = sizes
+    whole, own = (tiles.host_table(x, rows, columns, columns, transposed) for x in (in_place(mask.whole), mask))
+    expected = as_tokens(in_place(mask.whole), whole, columns, transposed)
+    got = as_tokens(mask, own, columns, transposed)
     held = {token for _, tokens in (mask.key_pieces if transposed else mask.query_pieces) for token in tokens}
     assert set(got) == set(expected) & held
     for token, visited in got.items():
@@ -144,7 +142,7 @@ def test_every_rank_chooses_as_one_rank(exchange):
     whole = in_place(mask)
     expected = hopper_launch.forward_config(q, q, whole), hopper_launch.packing(whole, 128, 128, 8)
     assert (expected[0][0].rows, expected[0][0].stale_maximum) == (128, True), (
-        "with ranks alone: 192 rows, or no stale maximum"
+        "in other calls 192 rows, or no stale maximum"
     )
     for rank in range(4):
         call = SimpleNamespace(layout=layout, mask=mask, rank=rank, ranks=4, group=None)
@@ -153,14 +151,10 @@ def test_every_rank_chooses_as_one_rank(exchange):
             assert (hopper_launch.forward_config(q, q, own), hopper_launch.packing(own, 128, 128, 8)) == expected
 
 
-def test_auto_is_chosen_by_all_heads_and_the_whole_mask(monkeypatch):
-    seen = []
-    monkeypatch.setattr(backward, "multiprocessor_count", lambda device: 132)
-    monkeypatch.setattr(launch, "choose_method", lambda q, k, v, mask, sms: seen.append((k.shape[2], mask)) or "split")
-    on_gpu = torch.empty(1, 64, 8, 16, device="meta")
-    mask = Mask.causal(4096)
-    assert backward.rank_invariant_method(on_gpu, on_gpu, on_gpu, mask, "auto") == "split"
-    assert seen == [(8, mask)]
+def test_auto_is_split_whatever_the_mask_and_the_heads():
+    """ "head_parallel" adds the heads of a group in another order."""
+    assert backward.rank_invariant_method("auto") == "split"
+    assert backward.rank_invariant_method("head_parallel") == "head_parallel"
 
 
 # --- planted faults ---
@@ -180,9 +174,8 @@ def test_keys_in_the_order_of_the_buffer_change_bits(monkeypatch):
 
     def by_row(self, *arguments):
         table, spans = moved(self, *arguments)
-        for _, _, partial, full, end in table:
-            for part in (slice(partial, full), slice(full, end)):
-                spans[part] = spans[part][np.argsort(spans[part, 0])]
+        for _, _, first, _, end in table:
+            spans[first:end] = spans[first:end][np.argsort(spans[first:end, 0])]
         return table, spans
 
     assert not zigzag_bits()
@@ -190,16 +183,13 @@ def test_keys_in_the_order_of_the_buffer_change_bits(monkeypatch):
     assert {"out", "dq", "dk"} & set(zigzag_bits(Mask.window(N, 139, 20)))  # another mask: tables are cached
 
 
-NARROW = Config(64, 64, partial_columns=32)
-
-
-def test_full_tiles_that_straddle_pieces_change_results(monkeypatch):
-    """Queries 128 to 191 see keys 32 to 159, which two ranks hold: two tiles of 64, if tiles begin at multiples of 32."""
-    with forced(forward=NARROW, dq=NARROW, dkdv=NARROW):
-        assert not zigzag_bits(Mask.window(N, 169, 60))
-        table = tiles._table
-        monkeypatch.setattr(tiles, "_table", lambda *arguments, boxes: table(*arguments, boxes=arguments[3]))
-        assert zigzag_bits(Mask.window(N, 170, 60))
+def test_tiles_that_straddle_pieces_change_results(monkeypatch):
+    """Queries 192 to 255 see keys from 53 on. If tiles begin at multiples of 32, two ranks hold the tile 96:160."""
+    narrow, cut = Config(64, 64), tiles._cut
+    with forced(forward=narrow, dq=narrow, dkdv=narrow):
+        assert not zigzag_bits(Mask.window(N, 138, 60))
+        monkeypatch.setattr(tiles, "_cut", lambda *arguments, boxes: cut(*arguments, boxes=32))
+        assert zigzag_bits(Mask.window(N, 139, 60))
 
 
 @pytest.mark.parametrize("_", [pytest.param(None, marks=HOPPER_ONLY, id="hopper")])

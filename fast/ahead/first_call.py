@@ -54,6 +54,7 @@ def model_of(call: Call) -> Model:
     return Model(
         call.dtype, d, dv, (h, g), (function,), call.settings, call.backward, (call.ranks,), call.reduce_dtype,
         torch.are_deterministic_algorithms_enabled(), precision_of(call.dtype), call.sink is not None,
+        call.options.get("rank_invariant", False),
     )  # fmt: skip
 
 

@@ -15,8 +15,8 @@
                                                                    few queries if no query sees some of the loaded keys
     addresses                       multiples of 16 bytes          -
 
-Every scale and rank_invariant=True need the same variants. These compile when first used: other strides and addresses, and
-several sequences of 2^31 elements each.
+Every scale needs the same variants. Calls with rank_invariant=True need others (KEY_ORDER). These compile when first used:
+other strides and addresses, and several sequences of 2^31 elements each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +34,7 @@ from canon.fast import backward
 from canon.fast.device import AVAILABLE, chosen_backend, computing_with, kernels_for
 from canon.fast.group_collectives import as_heads
 from canon.fast.kernels.gluon import config as gluon_config
+from canon.fast.kernels.placed_mask import in_place
 from canon.fast.kernels.triton.launch import signed
 from canon.fast.kernels.triton.parts import forward_in_parts
 from canon.fast.kernels.triton.rows import (
@@ -75,6 +76,12 @@ class Model:
     deterministic: bool = False  # torch.use_deterministic_algorithms
     precision: str = "none"  # torch.backends.cuda.matmul.fp32_precision
     has_sink: bool = True
+    rank_invariant: bool = False
+
+    @property
+    def method(self) -> str:
+        """The backward method, for the masks of `Inputs`."""
+        return backward.rank_invariant_method(self.backward) if self.rank_invariant else self.backward
 
     @property
     def accumulate(self) -> torch.dtype:
@@ -82,13 +89,13 @@ class Model:
 
     @property
     def result_dtypes(self) -> set[torch.dtype]:
-        """The dtypes of whole results and of parts."""
-        return {self.dtype, self.accumulate}
+        """The dtypes of whole results and of parts. With ``rank_invariant`` there are no parts."""
+        return {self.dtype} if self.rank_invariant else {self.dtype, self.accumulate}
 
     @property
     def key_grad_dtypes(self) -> set[torch.dtype]:
         """The dtypes of dk and dv, of results, parts and messages."""
-        return self.result_dtypes | {self.reduce_dtype or self.accumulate}
+        return self.result_dtypes | (set() if self.rank_invariant else {self.reduce_dtype or self.accumulate})
 
 
 def warm_up(
@@ -102,6 +109,7 @@ def warm_up(
     backward: str = "auto",
     ranks: int | None = None,
     reduce_dtype: torch.dtype | None = None,
+    rank_invariant: bool = False,
     processes: int | None = None,
     progress: bool = True,
 ) -> int:
@@ -120,6 +128,7 @@ def warm_up(
         backward: the option of the functions.
         ranks: of the group; None is the world size, or 1, 2, 4 and 8 without a process group.
         reduce_dtype: the option of the functions, besides None.
+        rank_invariant: compile for calls with this option, not for those without it.
         processes: compiling processes; None is one per core.
         progress: show a progress bar on the standard error stream.
 
@@ -127,7 +136,8 @@ def warm_up(
         ValueError: an argument is not as described.
         RuntimeError: a kernel does not compile, or no kernel supports the model; the message gives the cause.
     """
-    model = _checked_model(dtype, d, d if dv is None else dv, heads, functions, backend, backward, ranks, reduce_dtype)
+    widths = d, d if dv is None else dv
+    model = _checked_model(dtype, *widths, heads, functions, backend, backward, ranks, reduce_dtype, rank_invariant)
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be at least 1 or None, got {processes}")
     if not torch.cuda.is_available():
@@ -146,7 +156,9 @@ def warm_up(
     return outcome.compiled
 
 
-def _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks, reduce_dtype=None) -> Model:
+def _checked_model(
+    dtype, d, dv, heads, functions, backend, backward, ranks, reduce_dtype=None, rank_invariant=False
+) -> Model:
     """Return the model. Raise ValueError if an argument of `warm_up` is not as described."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
@@ -170,7 +182,7 @@ def _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks, red
         ranks = dist.get_world_size()
     return Model(
         dtype, d, dv, sizes, functions, backend or chosen_backend(), backward, (1, 2, 4, 8) if ranks is None else (ranks,),
-        reduce_dtype, torch.are_deterministic_algorithms_enabled(), precision_of(dtype),
+        reduce_dtype, torch.are_deterministic_algorithms_enabled(), precision_of(dtype), rank_invariant=rank_invariant,
     )  # fmt: skip
 
 
@@ -199,6 +211,8 @@ def steps(model: Model) -> list[Callable[[Model, str], None]]:
     chosen = dict.fromkeys(step for function in model.functions for step in FUNCTIONS[function])
     if set(model.functions) <= RINGS and 1 not in model.ranks:  # a result is a sum of parts, or one step has all keys
         chosen = {whole_forward if step is whole_passes else step: None for step in chosen}
+    if model.rank_invariant:
+        chosen = {step: None for step in chosen if step not in OF_PARTS}
     if not model.has_sink:
         chosen.pop(sinks, None)
     return list(chosen)
@@ -220,7 +234,8 @@ class Inputs:
         shapes = (queries, h, d), (keys, g, d), (keys, g, dv), (queries, h, dv)
         self.q, self.k, self.v, self.out = (torch.zeros(1, *x, dtype=model.dtype, device=device) for x in shapes)
         self.model = model
-        self.mask = Mask([Band(0, queries, 0, keys)], queries, keys)
+        mask = Mask([Band(0, queries, 0, keys)], queries, keys)
+        self.mask = in_place(mask) if model.rank_invariant else mask
         self.indices = torch.arange(queries, device=device)
 
     def statistic(self) -> Tensor:
@@ -240,7 +255,7 @@ def whole_passes(model: Model, device: str) -> None:
         lse = x.statistic()
         for dlse, method, choice, needed in product((None, lse), methods(x), dq_choices(x), NEEDED):
             with method(), choice():
-                backward.gradients(x.out, x.q, x.k, x.v, x.out, lse, dlse, x.mask, 1.0, model.backward, needed)
+                backward.gradients(x.out, x.q, x.k, x.v, x.out, lse, dlse, x.mask, 1.0, model.method, needed)
 
 
 def whole_forward(model: Model, device: str) -> None:
@@ -283,7 +298,7 @@ def backward_parts(model: Model, device: str) -> None:
             dtypes = dtype, own, own  # of dq, and of dk and dv
             grads = (y.to(z) if wanted else None for y, z, wanted in zip((x.q, x.k, x.v), dtypes, needed, strict=True))
             with method(), choice():
-                backward.begin_backward(rows, x.k, x.v, x.mask, 1.0, model.backward, *grads)()
+                backward.begin_backward(rows, x.k, x.v, x.mask, 1.0, model.method, *grads)()
 
 
 def masked_rows(model: Model, device: str) -> None:
@@ -331,7 +346,7 @@ def active_rows(model: Model, device: str) -> None:
 def sinks(model: Model, device: str) -> None:
     """Launch the kernels of a sink, in both dtypes."""
     x, lse = Inputs(model, device), Inputs(model, device).statistic()
-    for dtype in model.result_dtypes:
+    for dtype in {model.dtype, model.accumulate}:
         sink = torch.zeros(model.heads[0], dtype=dtype, device=device)
         apply_sink(x.out, lse, sink, torch.empty_like(x.out))
         for dout_keys in (None, torch.empty_like(x.out)):
@@ -368,6 +383,8 @@ def forward_choices(x: Inputs) -> list[Choice]:
     kernels = kernels_for(x.q, x.v)
     if not packs_heads(kernels):
         return [nullcontext]
+    if x.model.rank_invariant:
+        return [partial(_gluon_choice, kernels, pack) for pack in packs(x)]
     chosen, *pads = gluon_config.choose("forward", x.q.shape[3], x.v.shape[3])
     configs = [chosen, *gluon_config.LONG_TABLE.get(("forward", tuple(pads)), {}).values()]
     return [partial(_gluon_choice, kernels, pack, config) for config in configs for pack in packs(x)]
@@ -400,7 +417,7 @@ def _gluon_choice(kernels: ModuleType, pack: int, config: gluon_config.Config | 
 
 def methods(x: Inputs) -> list[Choice]:
     """Return contexts that force each method that "auto" may choose; another method stays."""
-    if x.model.backward != "auto":
+    if x.model.method != "auto":
         return [nullcontext]
     names = ["split"] + ["head_parallel"] * (x.q.shape[2] > x.k.shape[2])
     if packs_heads(kernels_for(x.q, x.v, "fused")) and gluon_config.padded_to("fused", x.q.shape[3], x.v.shape[3]):
@@ -418,6 +435,7 @@ def _replaced(module: ModuleType, name: str, function: Callable) -> Iterator[Non
         setattr(module, name, original)
 
 
+OF_PARTS = {forward_parts, few_queries, merges, active_rows, rank_sums}  # never with rank_invariant
 RINGS = {"ring_attention", "zigzag_attention", "striped_attention"}
 RING = whole_passes, forward_parts, backward_parts, masked_rows, merges, active_rows, sinks
 FUNCTIONS = {

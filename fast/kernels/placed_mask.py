@@ -4,7 +4,7 @@ The work table of the whole mask fixes the bits of a result. A rank takes the ti
 coordinates to its buffers:
 
     whole sequence    tile of queries 256:384 visits keys 0:256 (full), 256:384 (partial)
-    buffer of keys    rows 0:128 hold tokens 128:384, rows 128:256 of the next rank hold tokens 0:128
+    buffer of keys    rows 0:256 hold tokens 128:384, rows 256:384 of the next rank hold tokens 0:128
     moved table       visits rows 256:384, 0:128 (full), then rows 128:256 (partial): still in sequence order
 
 Pieces begin at multiples of 128, in the sequence and in buffers, and tile sides divide 128: no tile holds two pieces.
@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from canon.fast.kernels.index_ranges import expanded
+from canon.fast.kernels.key_order import moved_chains
 from canon.fast.kernels.launcher import tma_loadable
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
@@ -94,35 +96,33 @@ class PlacedMask:
         return inside
 
     def moved(
-        self, tiles: np.ndarray, spans: np.ndarray, widths: tuple[int, int], transposed: bool
+        self, tiles: np.ndarray, spans: np.ndarray, columns: int, transposed: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the own tiles and their spans of a work table of ``whole``, in rows of the buffers.
+        """Return the own tiles and their spans of an `ordered_table` of ``whole``, in rows of the buffers.
 
-        ``widths``: columns of a partial and of a full tile. Raises RuntimeError if a buffer lacks visited tokens.
+        Raises RuntimeError if a buffer lacks visited tokens.
         """
         own, visited = self.placement(transposed), self.placement(not transposed)
         tiles = tiles[self.owned(tiles[:, 0], transposed)]
         down = own.shift[np.searchsorted(own.start, tiles[:, 0], "right") - 1]
         tile, span = expanded(tiles[:, 2], tiles[:, 4])
-        is_full = (span >= tiles[tile, 3]).astype(np.int64)
         first = spans[span, 0].astype(np.int64)
-        last = first + spans[span, 1] * np.array(widths)[is_full]
+        last = first + spans[span, 1] * columns
         part, piece = expanded(
             np.searchsorted(visited.end, first, "right"), np.searchsorted(visited.start, last, "left")
         )
         begin, end = np.maximum(first[part], visited.start[piece]), np.minimum(last[part], visited.end[piece])
         if (end - begin).sum() != (last - first).sum():
             raise RuntimeError("a buffer lacks tokens that its tiles visit")
-        tile, is_full, right = tile[part], is_full[part], visited.shift[piece]
+        tile, right = tile[part], visited.shift[piece]
         made = spans[span[part]].astype(np.int64)
-        made[:, 0], made[:, 1] = begin + right, (end - begin) // np.array(widths)[is_full]
+        made[:, 0], made[:, 1] = begin + right, (end - begin) // columns
         moves = np.stack([down[tile], down[tile], right, right, right - down[tile], right - down[tile]], 1)
-        made[:, 2:] = np.where(is_full[:, None], 0, made[:, 2:] + moves)
+        made[:, 2:] += np.where(made[:, 3:4] > 0, moves, 0)
+        chains = moved_chains(made, spans, moves)
         stops = np.cumsum(np.bincount(tile, minlength=len(tiles)))
-        starts = np.append(0, stops)[: len(tiles)]
-        partial = np.bincount(tile[is_full == 0], minlength=len(tiles))
         rows = tiles[:, :2] + down[:, None]
-        return np.stack([*rows.T, starts, starts + partial, stops], 1), made
+        return np.stack([*rows.T, np.append(0, stops)[: len(tiles)], stops, stops], 1), np.concatenate([made, chains])
 
     def untouched(self, keys: bool, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the ranges of rows of a buffer without a token that the whole mask touches.
@@ -165,18 +165,6 @@ def canonical(x: Tensor) -> Tensor:
     if x.data_ptr() % 16 or not x.is_contiguous():
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
     return x.reshape(-1).view(x.shape)  # an axis of length 1 may have any stride
-
-
-def counted(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (i, place) for place = 0, ..., counts[i] - 1 and every i, as two arrays."""
-    i = np.repeat(np.arange(len(counts)), counts)
-    return i, np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def expanded(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (i, n) for n = starts[i], ..., stops[i] - 1 and every i, as two arrays."""
-    i, place = counted(np.maximum(0, stops - starts))
-    return i, place + starts[i]
 
 
 def _kept(pieces: Iterable[Piece], rows: range) -> tuple[Piece, ...]:

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canon.fast.kernels.device_plans import device_plan
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, counted
+from canon.fast.kernels.index_ranges import counted
+from canon.fast.kernels.key_order import SPAN_FIELDS, Cut, everywhere_banded, ordered_table
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
 from canon.masks.plan_cache import cached_part, cached_plan
 from canon.runtime.rank_invariance import TILE
 
 TILE_FIELDS = 5  # row start, row stop, first partial span, first full span, end of the spans
-SPAN_FIELDS = 8  # first column, number of tiles; the band's row start, stop, column start, stop, lo, hi
 
 
 class WorkTable(NamedTuple):
@@ -35,7 +36,7 @@ class WorkTable(NamedTuple):
     tiles: (n, 5), longest first: start, stop, partial, full, end: rows start:stop, partial spans spans[partial:full],
         full spans spans[full:end]. Each row is in one tile, fully masked rows included.
     spans: (m, 8): first column, number of tiles (``columns`` wide if full, else ``small``), and the band in the table's
-        orientation (zeros if full).
+        orientation: row start, stop, column start, stop, lo, hi; zeros if full. `key_order` has those of a `PlacedMask`.
     visits: tiles that a kernel computes; a partial tile counts by its share of ``columns``. Of a `PlacedMask`: of all ranks.
     """
 
@@ -45,30 +46,31 @@ class WorkTable(NamedTuple):
 
 
 @device_plan
-def work_table(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool) -> WorkTable:
-    """Return `host_table` without boxes, as int32."""
-    tiles, spans, visited = host_table(mask, rows, columns, small, transposed)
+def work_table(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool, chained: bool) -> WorkTable:
+    """Return `host_table` without boxes, as int32. All spans of a `PlacedMask` have a band."""
+    tiles, spans, visited = host_table(mask, rows, columns, small, transposed, chained=chained)
+    spans = everywhere_banded(spans) if isinstance(mask, PlacedMask) else spans
     return WorkTable(tiles.astype(np.int32), spans.astype(np.int32), visited)
 
 
 def host_table(
-    mask: AnyMask, rows: int, columns: int, small: int, transposed: bool = False, boxes: int = 0
+    mask: AnyMask, rows: int, columns: int, small: int, transposed: bool = False, boxes: int = 0, chained: bool = True
 ) -> WorkTable:
     """Return the table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x queries if ``transposed``.
 
-    A `PlacedMask` has the own tiles of the whole mask's table, whose tiles and spans begin at multiples of their sizes.
+    A `PlacedMask` has the own tiles of the whole mask's `ordered_table`. Its tiles and spans begin at multiples of their sizes.
 
     Args:
-        small: columns of partial tiles, a divisor of ``columns``.
+        small: columns of partial tiles, a divisor of ``columns``; of a `PlacedMask`, ``columns``.
         boxes: spans begin at multiples of it, for kernels that load boxes of this many columns; else 0. A tile with
             fewer than ``rows`` rows then has partial spans only, which mask the rows behind its end.
+        chained: as in `ordered_table`, for a `PlacedMask`.
 
     Raises ValueError if the mask is too large for 32-bit coordinates.
     """
     if isinstance(mask, PlacedMask):
-        cut = _own_part(mask, _even_cut(mask.whole, rows, columns, small, transposed), transposed)
-        tiles, spans = _table(cut, rows, columns, small, boxes=columns)
-        tiles, spans = mask.moved(tiles, spans, (small, columns), transposed)
+        cut = _own_part(mask, _even_cut(mask.whole, rows, columns, transposed), transposed)
+        tiles, spans = mask.moved(*ordered_table(cut, rows, columns, chained), columns, transposed)
     else:
         cut = _best_cut(mask, rows, columns, small, transposed, boxes)
         tiles, spans = _table(cut, rows, columns, small, boxes)
@@ -79,7 +81,7 @@ def host_table(
 def visits(mask: AnyMask, rows: int, columns: int, transposed: bool = False, boxes: int = 0) -> tuple[float, int]:
     """Return the ``visits`` and number of tiles of `work_table` without the table. A `PlacedMask` counts as a whole."""
     if isinstance(mask, PlacedMask):
-        cut = _even_cut(mask.whole, rows, columns, columns, transposed)
+        cut = _even_cut(mask.whole, rows, columns, transposed)
     else:
         cut = _best_cut(mask, rows, columns, columns, transposed, boxes)
     return cut.visits, len(cut.starts)
@@ -107,23 +109,8 @@ def _corners(queries: np.ndarray, keys: np.ndarray, diagonals: np.ndarray) -> np
     return triangles(diagonals) - triangles(diagonals - queries) - triangles(diagonals - keys)
 
 
-class _Cut(NamedTuple):
-    """Rows cut into tiles, and a piece for each band and tile: rows ``first:last``, of which some see ``begin:end``."""
-
-    bands: np.ndarray  # (6, n)
-    starts: np.ndarray  # of each tile
-    stops: np.ndarray
-    band: np.ndarray  # of each piece, as below
-    tile: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-    visits: float
-
-
 @cached_part  # `visits` and the table share a cut
-def _best_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> _Cut:
+def _best_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> Cut:
     """Return the cheaper cut: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
     bands, size = _bands_and_size(mask, rows, columns, transposed)
     even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
@@ -132,15 +119,15 @@ def _best_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bo
     return min(cuts, key=lambda cut: len(cut.starts) + cut.visits)
 
 
-def _even_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool) -> _Cut:
+def _even_cut(mask: AnyMask, rows: int, columns: int, transposed: bool) -> Cut:
     """Return the cut at multiples of ``rows``, spans at multiples of ``columns``. Raises ValueError unless both divide 128."""
     if TILE % rows or TILE % columns:
         raise ValueError(f"rank_invariant=True needs tiles with sides that divide {TILE}, got {rows} x {columns}")
     bands, size = _bands_and_size(mask, rows, columns, transposed)
-    return _cut(bands, size, np.arange(0, size, rows), columns // small, small, boxes=columns)
+    return _cut(bands, size, np.arange(0, size, rows), 1, columns, boxes=columns)
 
 
-def _own_part(mask: PlacedMask, cut: _Cut, transposed: bool) -> _Cut:
+def _own_part(mask: PlacedMask, cut: Cut, transposed: bool) -> Cut:
     own = mask.owned(cut.starts, transposed)[cut.tile]
     kept = {name: getattr(cut, name)[own] for name in ("band", "tile", "first", "last", "begin", "end")}
     return cut._replace(**kept)
@@ -168,7 +155,7 @@ def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
     return cuts[owner] + rows * place
 
 
-def _cut(bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: int, boxes: int) -> _Cut:
+def _cut(bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: int, boxes: int) -> Cut:
     """Return the cut into tiles that begin at ``starts``. Visits count tiles of ``ratio`` times ``small`` columns."""
     stops = np.append(starts[1:], size)[: len(starts)]
     first_tile = np.searchsorted(starts, bands[0], "right") - 1
@@ -180,10 +167,10 @@ def _cut(bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: in
     if boxes:
         begin = begin // boxes * boxes
     number = float((-((begin - end) // small)).sum()) / ratio
-    return _Cut(bands, starts, stops, band, tile, first, last, begin, end, number)
+    return Cut(bands, starts, stops, band, tile, first, last, begin, end, number)
 
 
-def _table(cut: _Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[np.ndarray, np.ndarray]:
+def _table(cut: Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return tiles and spans, as in `WorkTable`. A piece has three spans at most: partial, full, partial."""
     bands, starts, stops, band, tile, first, last, begin, end, _ = cut
     _, _, start, stop, lo, hi = bands.take(band, 1)
@@ -196,8 +183,6 @@ def _table(cut: _Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[
         whole &= last - first == rows
     ratio, count = columns // small, -((begin - end) // small)  # in small tiles from here on
     full_from = -((begin - all_begin) // small)
-    if boxes == columns:  # full tiles begin at multiples of ``columns``, too
-        full_from = -(-full_from // ratio) * ratio
     full = np.where(whole, np.maximum(0, (all_end - begin - full_from * small) // columns), 0)
     full_from = np.where(full > 0, full_from, count)
     full_to = full_from + full * ratio

@@ -138,7 +138,7 @@ def plan(kernel: str, q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, Work
     """Return the configuration and the work table of a kernel."""
     config = choose(kernel, q.shape[-1], v.shape[-1], gpu_of(q.device))
     transposed = kernel == "dkdv"
-    return config, work_table(mask, config.rows, config.columns, config.columns, transposed, q.device)
+    return config, work_table(mask, config.rows, config.columns, config.columns, transposed, False, q.device)
 
 
 def run(

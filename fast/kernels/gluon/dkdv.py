@@ -184,6 +184,7 @@ def differentiate(
     D: gl.constexpr,
     DV: gl.constexpr,
     FUSED: gl.constexpr,
+    KEY_ORDER: gl.constexpr,
 ):
     """Compute dk and dv of the keys of warpgroup W for every work tile. ``exchange`` is used if FUSED."""
     STAGES: gl.constexpr = buffers.q.tiles.shape[0]
@@ -219,7 +220,7 @@ def differentiate(
                 p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
                 if partial:  # P, not S: lse of a query that sees no key here may be NaN
                     row = gl.load(work + work_tile) + W * N  # reloaded to save registers
-                    p = mask_hidden(p, work, span, row, i, 0.0, 1)
+                    p = mask_hidden(p, work, span, row, i, 0.0, 1, KEY_ORDER)
                 p_operand = gl.convert_layout(p.to(q.dtype), operand_layout(DV_PAD))
                 acc_v = hopper.warpgroup_mma(p_operand, dout, acc_v, is_async=True)
                 dp, acc_v = hopper.warpgroup_mma_wait(1, deps=[dp, acc_v])
@@ -302,6 +303,7 @@ def dkdv_kernel(
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
+    KEY_ORDER: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of the work tiles; o owners of HEADS query heads.
@@ -317,8 +319,8 @@ def dkdv_kernel(
         fence_async_shared()
         gl.warp_specialize(  # loader and adder share a warpgroup: 240 registers are left for the others
             [
-                (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED)),
-                (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED)),
+                (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED, KEY_ORDER)),
+                (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED, KEY_ORDER)),
                 (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
                 (add_dq, (dq_desc, buffers, exchange, work, counter + 1, dq_tiles, HEADS, ORDERED)),
             ],
@@ -330,8 +332,8 @@ def dkdv_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
-                (differentiate, (buffers, buffers, result, work, scale, 0, D, DV, FUSED)),
-                (differentiate, (buffers, buffers, result, work, scale, 1, D, DV, FUSED)),
+                (differentiate, (buffers, buffers, result, work, scale, 0, D, DV, FUSED, KEY_ORDER)),
+                (differentiate, (buffers, buffers, result, work, scale, 1, D, DV, FUSED, KEY_ORDER)),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],

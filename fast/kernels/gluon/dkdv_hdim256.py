@@ -28,7 +28,7 @@ from canon.fast.kernels.triton.blocks import LOG2E
 
 
 @gluon.jit
-def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, DV: gl.constexpr):
+def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, DV: gl.constexpr, KEY_ORDER: gl.constexpr):
     """Compute P and dv of every work tile, and share P."""
     STAGES: gl.constexpr = buffers.q.tiles.shape[0]
     BN: gl.constexpr = buffers.q.tiles.shape[2]
@@ -60,7 +60,7 @@ def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, DV: gl.const
                 mbarrier.arrive(buffers.q.free.index(slot), count=1)
                 p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
                 if partial:
-                    p = mask_hidden(p, work, span, row, i, 0.0, 1)
+                    p = mask_hidden(p, work, span, row, i, 0.0, 1, KEY_ORDER)
                 p = p.to(q.dtype)
                 shared_p.index(slot).store(p)
                 mbarrier.arrive(p_full.index(slot), count=1)
@@ -148,6 +148,7 @@ def dkdv_hdim256_kernel(
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
+    KEY_ORDER: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dk (b, s, o, d) and dv (b, s, o, dv): see `dkdv_kernel`."""
@@ -159,7 +160,7 @@ def dkdv_hdim256_kernel(
     gl.warp_specialize(
         [
             (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, False)),
-            (compute_dv, (buffers, p, p_full, dv, v_strides, work, scale, DV)),
+            (compute_dv, (buffers, p, p_full, dv, v_strides, work, scale, DV, KEY_ORDER)),
             (compute_dk, (buffers, p, p_full, dk, k_strides, work, scale, D)),
         ],
         [4, 4],

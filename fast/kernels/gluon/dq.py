@@ -117,7 +117,9 @@ def issue_scores(q, dout, k, v, zeros, buffers, t):
 
 
 @gluon.jit
-def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, D: gl.constexpr):
+def differentiate(
+    buffers, stats, padded, result, work, scale, W: gl.constexpr, D: gl.constexpr, KEY_ORDER: gl.constexpr
+):
     """Compute dq of the rows of warpgroup W for every work tile."""
     dq, tokens, stride_t, stride_h = result
     TOKENS: gl.constexpr = buffers.q.tiles.shape[2]
@@ -163,7 +165,7 @@ def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, 
                     mbarrier.arrive(buffers.dout.free.index(W), count=1)
                 ds = p * (dp + minus_delta)
                 if partial:  # dS, not P: dP of a hidden cell may be NaN, and 0 * NaN is NaN
-                    ds = mask_hidden(ds, work, span, first, j, 0.0, PACK)
+                    ds = mask_hidden(ds, work, span, first, j, 0.0, PACK, KEY_ORDER)
                 ds = gl.convert_layout(ds.to(q.dtype), operand_layout(D_PAD))
                 acc = hopper.warpgroup_mma(ds, k, acc, is_async=True)
                 acc = hopper.warpgroup_mma_wait(0, deps=[acc])
@@ -201,6 +203,7 @@ def dq_kernel(
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
+    KEY_ORDER: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dq (b, t, h, d) of the work tiles, batch stride t times token stride. ``stats``: (b, h, 2, padded)."""
@@ -221,8 +224,8 @@ def dq_kernel(
     gl.warp_specialize(
         [
             (load_tiles, (descriptors, work, counter, buffers, GROUP)),
-            (differentiate, (buffers, stats, padded, result, work, scale, 0, D)),
-            (differentiate, (buffers, stats, padded, result, work, scale, 1, D)),
+            (differentiate, (buffers, stats, padded, result, work, scale, 0, D, KEY_ORDER)),
+            (differentiate, (buffers, stats, padded, result, work, scale, 1, D, KEY_ORDER)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

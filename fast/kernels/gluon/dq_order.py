@@ -27,7 +27,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from canon.fast.kernels.placed_mask import counted
+from canon.fast.kernels.index_ranges import counted
 from canon.fast.kernels.tile_costs import L2_BYTES, TileCosts, divisors, largest_divisor, tile_costs
 from canon.fast.kernels.work_tables import visits
 from canon.masks.mask import Mask

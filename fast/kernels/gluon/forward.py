@@ -203,7 +203,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     release_operands(wg, ring, tile, is_last)
 
     if partial:
-        s = mask_hidden(s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK)
+        s = mask_hidden(s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.KEY_ORDER)
     m = row_maximum(s) * wg.scale_log2
     if not FIRST:
         m = gl.where(m > limit, m, state.m)
@@ -288,6 +288,7 @@ def forward_kernel(
     BUFFERS: gl.constexpr,
     PING_PONG: gl.constexpr,
     STALE_MAXIMUM: gl.constexpr,
+    KEY_ORDER: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in ``work``.
@@ -306,8 +307,8 @@ def forward_kernel(
     fence_async_shared()  # TMA sees the initialised mbarriers
     buffers = Buffers(q, k, v, published)
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
-    wg0 = Warpgroup(buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
-    wg1 = Warpgroup(buffers, output, work, scale_log2, 1, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
+    wg0 = Warpgroup(buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, DV)
+    wg1 = Warpgroup(buffers, output, work, scale_log2, 1, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, DV)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
@@ -319,7 +320,7 @@ def forward_kernel(
             [MATH_REGISTERS, MATH_REGISTERS],
         )
     else:
-        wg2 = Warpgroup(buffers, output, work, scale_log2, 2, WARPGROUPS, PING_PONG, STALE_MAXIMUM, DV)
+        wg2 = Warpgroup(buffers, output, work, scale_log2, 2, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, DV)
         gl.warp_specialize(
             [
                 (load_tiles, (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS)),

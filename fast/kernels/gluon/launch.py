@@ -82,7 +82,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
         )
         strides = even_out.stride(1), even_out.stride(2)
         work, counter = queue(plan, q)
-        options = {"GROUP": group, "DV": v.shape[-1], "D_PAD": d, "DV_PAD": dv}
+        options = {
+            "GROUP": group,
+            "DV": v.shape[-1],
+            "D_PAD": d,
+            "DV_PAD": dv,
+            "KEY_ORDER": isinstance(mask, PlacedMask),
+        }
         if config.plain:
             arguments = (*tiles, even_out, even_lse, work, scale, q.shape[1], *strides)
             run(forward_plain_kernel, plan.work_tiles, q, config, arguments, **options)
@@ -110,6 +116,7 @@ def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMa
         strides = even.stride(1), even.stride(2)
         arguments = (*tiles, stats, stats.shape[3], even, *queue(plan, q), scale, q.shape[1], *strides)
         options = {"GROUP": group, "D": q.shape[-1], "D_PAD": d, "DV_PAD": dv, "PACK": pack}
+        options["KEY_ORDER"] = isinstance(mask, PlacedMask)
         run(dq_kernel, plan.work_tiles, q, config, arguments, **options)
     copy_back(dq, even)
 
@@ -156,7 +163,7 @@ def dkdv(
         strides = portable.kernel_strides(own_dk)[:3], portable.kernel_strides(own_dv)[:3]
         written = (own_dk, own_dv, *queue(plan, q, semaphores), scale, *strides, stats.shape[3], q.shape[2])
         options = {"HEADS": each, "GROUP": q.shape[2] // k.shape[2]}
-        options |= {"D": d, "DV": dv_width, "D_PAD": d_pad, "DV_PAD": dv_pad}
+        options |= {"D": d, "DV": dv_width, "D_PAD": d_pad, "DV_PAD": dv_pad, "KEY_ORDER": isinstance(mask, PlacedMask)}
         if kernel == "dkdv_hdim256":
             run(dkdv_hdim256_kernel, plan.work_tiles, q, config, (*queries, *keys, stats_box, *written), **options)
         else:
@@ -175,7 +182,7 @@ def forward_config(q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, int, in
     """Return the configuration of the forward kernel and the padded widths."""
     widths = q.shape[-1], v.shape[-1]
     if isinstance(mask, PlacedMask):
-        return choose("forward", *widths, tiles_seen(mask.whole, 1, 0), most_rows=TILE)
+        return choose("forward", *widths, seen=float("inf"), most_rows=TILE)
     return choose("forward", *widths, tiles_seen(mask, q.shape[0] * q.shape[2], resident_ctas(q)))
 
 
@@ -185,7 +192,7 @@ def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, config: Config) -
     pack = 1 if config.plain else packing(mask, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
     # a stale maximum is good once all rows have seen many keys, which partial tiles do not give
-    full_first = config.stale_maximum
+    full_first = config.stale_maximum and not isinstance(mask, PlacedMask)
     ctas = resident_ctas(q)
     traversal = Traversal(config.rows, config.columns, False, heads, pack, 1, read, full_first=full_first, ctas=ctas)
     return group, pack, tile_schedule(mask, traversal, q.device)

@@ -12,7 +12,9 @@ Second case: a key may weigh more than half, so O's divisor counts these P as ro
 w then moves O by w (1 - w) e times its v's difference to the mean of the others. lse uses l.
 
 K and Q stay until the sums are verified, which delays loads. So launches whose queries see few tiles have no stale maximum,
-nor has a work tile's first tile (`forward.step`).
+except with rank_invariant=True, nor has a work tile's first tile (`forward.step`).
+
+A row's m, l and excess follow from its own scores alone. A vote of other rows repeats the tile with the row's m as it is.
 
 In bfloat16 a row's sum over a tile is at most 2^34, and over a sequence of 2^30 keys 2^58. So values up to 1e21 give a
 finite o.
@@ -24,7 +26,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from canon.fast.kernels.gluon.forward_pipeline import issue_output, issue_scores, release_operands
-from canon.fast.kernels.gluon.layouts import per_row_layout
+from canon.fast.kernels.gluon.layouts import lane_sum_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import add_rounding_excess, any_above
 from canon.fast.kernels.gluon.softmax import (
@@ -91,7 +93,7 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(wg.v.free.index(ring.previous), count=1)
         if PARTIAL:
-            s = mask_hidden(s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK)
+            s = mask_hidden(s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK, wg.KEY_ORDER)
         p, sums = exponentials(s, gl.maximum(m, LOWEST), wg, True)
         if not P_AFTER_O:
             mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
@@ -115,7 +117,7 @@ def repeat_tile(state, wg, ring, tile, sums, partial):
     """Add the tile at which `try_tiles` stopped, with the row maximum in rows where a lane's sum was too large."""
     s = hopper.warpgroup_mma_wait(0, deps=[issue_scores(wg, ring, tile, False)])
     if partial:
-        s = mask_hidden(s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK)
+        s = mask_hidden(s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.KEY_ORDER)
     raised = gl.convert_layout(gl.max(sums, 1) > largest_sum(wg.q.tiles.dtype), per_row_layout(wg.BN))
     m = gl.where(raised, gl.maximum(state.m, row_maximum(s) * wg.scale_log2), state.m)
     m_finite = finite_or_zero(m)
@@ -123,5 +125,9 @@ def repeat_tile(state, wg, ring, tile, sums, partial):
     p, sums = exponentials(s, m_finite, wg, True)
     l, excess = rescale_sums(state.l, shrink), rescale_sums(state.excess, shrink)
     o = rescale_output(state.o, shrink)
-    excess = add_rounding_excess(excess, p, sums, sum_so_far(l, wg.q.tiles), wg.INDEX)
+    limit = sum_so_far(l, wg.q.tiles)
+    if wg.KEY_ORDER:  # the bits of a row may not depend on where in a work tile its keys begin: as in a first tile
+        unseen = gl.convert_layout(state.m == float("-inf"), gl.SliceLayout(1, lane_sum_layout()))
+        limit = gl.where(gl.expand_dims(unseen, 1), float("inf"), limit)
+    excess = add_rounding_excess(excess, p, sums, limit, wg.INDEX)
     return SoftmaxState(o, p, m, l + sums, excess, state.shrink)

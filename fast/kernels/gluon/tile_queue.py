@@ -4,7 +4,8 @@ One int32 tensor ``work`` (a single pointer saves registers) holds the schedule 
 
     header        8 numbers: the end of the work tiles, six zeros, start of the tickets
     work tiles    8 numbers each: FIRST_TOKEN to FIRST_COLUMN below; HEAD is the first one if heads are packed
-    spans         8 numbers each: COLUMN to HI below; ROW_START to HI are the band, and ROW_STOP is 0 in a full span
+    spans         8 numbers each: COLUMN to HI below; ROW_START to HI are the band, and ROW_STOP is 0 in a full span. In a
+                  chained one (`key_order`) ROW_START is the offset of its bands, and ROW_STOP minus their number
     tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's ticket, own ticket
 
 A work tile or span is identified by its offset in ``work``. The first work tile is 8, and 0 means none.
@@ -128,7 +129,7 @@ def ticket_of(work, span):
 @gluon.jit
 def is_partial(work, span):
     """Return whether a span needs its band's mask."""
-    return gl.load(work + span + ROW_STOP) > 0
+    return gl.load(work + span + ROW_STOP) != 0
 
 
 # ------------------------------------------------------------------ iterate over the tiles of a work tile

@@ -30,6 +30,7 @@ from canon.fast.kernels.gluon.tile_queue import (
     FIRST_SPAN,
     FIRST_TOKEN,
     HEAD,
+    ROW_START,
     ROW_STOP,
     SPANS_END,
     STOP_TOKEN,
@@ -38,7 +39,8 @@ from canon.fast.kernels.gluon.tile_queue import (
     WORK_TILES_END,
 )
 from canon.fast.kernels.gluon.tile_queue import WORK_TILE as _WORK_TILE
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, expanded
+from canon.fast.kernels.index_ranges import expanded
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
 from canon.fast.kernels.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
 from canon.fast.kernels.work_tables import band_array
 from canon.masks.plan_cache import cached_plan
@@ -118,6 +120,7 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
     """Return the tile schedule of a mask."""
     costs = tile_costs(mask, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
     tiles, spans, _ = costs
+    spans, chains = np.split(spans, [tiles[:, 4].max(initial=0)])
     first, begin, end, active = tiles[:, 0], tiles[:, 2], tiles[:, 4], costs.active
     groups, order = _order(costs, t, mask.queries)
     loaded = [
@@ -140,6 +143,9 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
             tickets[source if t.ordered else []],
         )
     heads = np.arange(0, t.heads.groups * t.heads.group, t.pack).reshape(-1, groups * t.heads.group // t.pack)
+    if len(chains):
+        spans, chained = np.concatenate([spans, chains]), np.flatnonzero(spans[:, ROW_STOP] < 0)
+        spans[chained, ROW_START] += len(spans) - len(costs.spans)
     work, number = _serialised(
         tiles[:, :2], spans, begin, end, order if heads.size else order[:0], heads, t.heads, tickets
     )
@@ -266,6 +272,9 @@ def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) ->
     work_tiles[...] = each
     work_tiles[..., BATCH_HEAD] = heads[:, None, :]
     work_tiles[..., BATCH], work_tiles[..., HEAD] = np.divmod(heads[:, None, :], max(1, shape.number))
+    spans = spans.copy()
+    chained = spans[:, ROW_STOP] < 0
+    spans[chained, ROW_START] = first_span + WORK_TILE * spans[chained, ROW_START]
     work[first_span:first_ticket], work[first_ticket:] = spans.ravel(), tickets.ravel()
     return work, number
 

@@ -178,3 +178,24 @@ def visible_mask(left, right, COLUMNS: tl.constexpr):
     """Return a bool mask (rows, COLUMNS): left <= column < right."""
     column = tl.arange(0, COLUMNS)[None, :]
     return (column >= left[:, None]) & (column < right[:, None])
+
+
+@triton.jit
+def chained_stop(span, COLUMNS: tl.constexpr):
+    """Return the column behind a chained span's tile (`key_order`), or the first column of another span."""
+    return tl.load(span) + tl.where(tl.load(span + 3) < 0, COLUMNS, 0)
+
+
+@triton.jit
+def visible_in_chain(spans, span, rows, first, COLUMNS: tl.constexpr):
+    """Return a bool mask (rows, COLUMNS) of the cells in any band of a chained span, and the columns that a band touches."""
+    columns = first + tl.arange(0, COLUMNS)
+    touched = columns < 0
+    visible = (rows < 0)[:, None] & touched[None, :]
+    band = spans + tl.load(span + 2) * 8
+    for _ in range(-tl.load(span + 3)):
+        left, right = visible_columns(band, rows)
+        visible = visible | visible_mask(left - first, right - first, COLUMNS)
+        touched = touched | ((columns >= tl.load(band + 4)) & (columns < tl.load(band + 5)))
+        band += 8
+    return visible, touched

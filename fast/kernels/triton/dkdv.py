@@ -21,6 +21,7 @@ from canon.fast.kernels.triton.blocks import (
     TILE_NUMBERS,
     accumulate_mma,
     base2,
+    chained_stop,
     cta_rows,
     cta_work_tile,
     full_tile_source,
@@ -35,6 +36,7 @@ from canon.fast.kernels.triton.blocks import (
     store_rows,
     tile_offsets,
     visible_columns,
+    visible_in_chain,
     visible_mask,
 )
 
@@ -124,6 +126,7 @@ def dkdv_kernel(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    KEY_ORDER: tl.constexpr,
     PARTIAL_STAGES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -167,7 +170,25 @@ def dkdv_kernel(
         span = spans + index * 8
         left, right = visible_columns(span, rows)
         begin, query_start, query_stop = tl.load(span), tl.load(span + 4), tl.load(span + 5)
-        for step in tl.range(tl.load(span + 1) * HEADS, num_stages=PARTIAL_STAGES):
+        steps = tl.load(span + 1) * HEADS
+        if KEY_ORDER:  # never FUSED
+            chained_steps = (chained_stop(span, PARTIAL_BN) - begin) // PARTIAL_BN * HEADS
+            steps -= chained_steps
+            for head in range(chained_steps):
+                visible, touched = visible_in_chain(spans, span, rows, begin, PARTIAL_BN)
+                q_at = q_head + row_start(head, q_strides[2], ALIGN)
+                dout_at = dout_head + row_start(head, dout_strides[2], ALIGN)
+                q_tile = load_rows((q_at, q_offset, q_strides), begin, touched, D, D_PAD, ALIGN)
+                dout_tile = load_rows((dout_at, dout_offset, dout_strides), begin, touched, DV, DV_PAD, ALIGN)
+                lse_at = statistic_pointers(lse_head, begin, head, statistic_stride_h, PARTIAL_BN)
+                delta_at = statistic_pointers(delta_head, begin, head, statistic_stride_h, PARTIAL_BN)
+                lse_row = tl.load(lse_at, mask=touched, other=0.0)
+                delta_row = tl.load(delta_at, mask=touched, other=0.0)
+                visited = q_tile, dout_tile, lse_row, delta_row
+                dk_acc, dv_acc, _ = dkdv_step(
+                    visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, visible, MAKE_DK, MAKE_DV, PRECISION
+                )
+        for step in tl.range(steps, num_stages=PARTIAL_STAGES):
             i, head = begin + step // HEADS * PARTIAL_BN, step % HEADS
             queries = i + tl.arange(0, PARTIAL_BN)
             in_band = (queries >= query_start) & (queries < query_stop)

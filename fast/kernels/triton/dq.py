@@ -15,6 +15,7 @@ from canon.fast.kernels.triton.blocks import (
     LOG2E,
     TILE_NUMBERS,
     base2,
+    chained_stop,
     cta_work_tile,
     full_tile_source,
     kernel,
@@ -24,6 +25,7 @@ from canon.fast.kernels.triton.blocks import (
     statistic_head_pointer,
     store_rows,
     visible_columns,
+    visible_in_chain,
     visible_mask,
 )
 
@@ -79,6 +81,7 @@ def dq_kernel(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    KEY_ORDER: tl.constexpr,
     PARTIAL_STAGES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -86,7 +89,7 @@ def dq_kernel(
 ):
     """Write dq (b, t, h, d), with the loops of the forward kernel. Fully masked rows get 0."""
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
-    first, stop = tl.load(tile), tl.load(tile + 1)
+    first, end_row = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale_acc = tl.full((), scale, ACC)
     scale_log2 = scale_acc * LOG2E
@@ -95,7 +98,7 @@ def dq_kernel(
     k_source = full_tile_source(k_tiles, batch, head // GROUP, k_strides, BN, D_PAD, ALIGN, TMA)
     v_source = full_tile_source(v_tiles, batch, head // GROUP, v_strides, BN, DV_PAD, ALIGN, TMA)
     rows = first + tl.arange(0, BM)
-    valid = rows < stop
+    valid = rows < end_row
     q_tile = load_rows(rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN)
     dout_rows = rows_of(dout, batch, head, dout_strides, BM, DV_PAD, ALIGN)
     dout_tile = load_rows(dout_rows, first, valid, DV, DV_PAD, ALIGN)
@@ -110,7 +113,17 @@ def dq_kernel(
         span = spans + index * 8
         left, right = visible_columns(span, rows)
         begin, key_start, key_stop = tl.load(span), tl.load(span + 4), tl.load(span + 5)
-        for j in tl.range(begin, begin + tl.load(span + 1) * PARTIAL_BN, PARTIAL_BN, num_stages=PARTIAL_STAGES):
+        stop = begin + tl.load(span + 1) * PARTIAL_BN
+        if KEY_ORDER:
+            for j in range(begin, chained_stop(span, PARTIAL_BN), PARTIAL_BN):
+                visible, touched = visible_in_chain(spans, span, rows, j, PARTIAL_BN)
+                k_tile = load_rows(k_rows, j, touched, D, D_PAD, ALIGN)
+                v_tile = load_rows(v_rows, j, touched, DV, DV_PAD, ALIGN)
+                acc = dq_step(
+                    q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, visible, PRECISION, TMA
+                )
+            begin = chained_stop(span, PARTIAL_BN)
+        for j in tl.range(begin, stop, PARTIAL_BN, num_stages=PARTIAL_STAGES):
             keys = j + tl.arange(0, PARTIAL_BN)
             in_band = (keys >= key_start) & (keys < key_stop)
             k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)

@@ -13,6 +13,7 @@ from canon.fast.kernels.triton.blocks import (
     LN2,
     ROW_NUMBERS,
     TILE_NUMBERS,
+    chained_stop,
     cta_rows,
     cta_work_tile,
     full_tile_source,
@@ -23,6 +24,7 @@ from canon.fast.kernels.triton.blocks import (
     statistic_head_pointer,
     store_rows,
     visible_columns,
+    visible_in_chain,
     visible_mask,
 )
 
@@ -80,6 +82,7 @@ def forward_kernel(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    KEY_ORDER: tl.constexpr,
     PARTIAL_STAGES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -87,10 +90,10 @@ def forward_kernel(
 ):
     """Write out (b, t, h, dv) and natural lse (b, h, t). Fully masked rows get 0 and -inf.
 
-    TMA: ``k_tiles`` and ``v_tiles`` are tensor descriptors.
+    TMA: ``k_tiles`` and ``v_tiles`` are tensor descriptors. KEY_ORDER: spans in key order, all of them partial (`key_order`).
     """
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
-    first, stop = tl.load(tile), tl.load(tile + 1)
+    first, end_row = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale = tl.full((), scale_log2, ACC)
     k_rows = rows_of(k, batch, head // GROUP, k_strides, PARTIAL_BN, D_PAD, ALIGN)
@@ -98,7 +101,7 @@ def forward_kernel(
     k_source = full_tile_source(k_tiles, batch, head // GROUP, k_strides, BN, D_PAD, ALIGN, TMA)
     v_source = full_tile_source(v_tiles, batch, head // GROUP, v_strides, BN, DV_PAD, ALIGN, TMA)
     rows = first + tl.arange(0, BM)
-    valid = rows < stop
+    valid = rows < end_row
     q_tile = load_rows(rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN)
     m = tl.full([BM], float("-inf"), ACC)
     l = tl.zeros([BM], ACC)
@@ -108,7 +111,15 @@ def forward_kernel(
         span = spans + index * 8
         left, right = visible_columns(span, rows)
         begin, key_start, key_stop = tl.load(span), tl.load(span + 4), tl.load(span + 5)
-        for j in tl.range(begin, begin + tl.load(span + 1) * PARTIAL_BN, PARTIAL_BN, num_stages=PARTIAL_STAGES):
+        stop = begin + tl.load(span + 1) * PARTIAL_BN
+        if KEY_ORDER:
+            for j in range(begin, chained_stop(span, PARTIAL_BN), PARTIAL_BN):
+                visible, touched = visible_in_chain(spans, span, rows, j, PARTIAL_BN)
+                k_tile = load_rows(k_rows, j, touched, D, D_PAD, ALIGN)
+                v_tile = load_rows(v_rows, j, touched, DV, DV_PAD, ALIGN)
+                m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION)
+            begin = chained_stop(span, PARTIAL_BN)
+        for j in tl.range(begin, stop, PARTIAL_BN, num_stages=PARTIAL_STAGES):
             keys = j + tl.arange(0, PARTIAL_BN)
             in_band = (keys >= key_start) & (keys < key_stop)  # others may be NaN: load 0
             k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)

@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from canon.fast.kernels.launcher import is_cpu, launch, tma_loadable
-from canon.fast.kernels.placed_mask import AnyMask
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
 from canon.fast.kernels.tile_costs import L2_BYTES, largest_divisor, needs_more_owners
 from canon.fast.kernels.triton import blocks
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
@@ -70,7 +70,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
-    options = {"GROUP": group, **mma_options(config, q, v, k, out)}
+    options = {"GROUP": group, "KEY_ORDER": isinstance(mask, PlacedMask), **mma_options(config, q, v, k, out)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     run(forward_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, out, lse), options)
 
@@ -133,7 +133,7 @@ def dq(
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), dout, lse, delta, dq)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
-    options = {"GROUP": group, **mma_options(config, q, v, k, dout, dq)}
+    options = {"GROUP": group, "KEY_ORDER": isinstance(mask, PlacedMask), **mma_options(config, q, v, k, dout, dq)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     run(dq_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, dout, lse, dq), options)
 
@@ -166,7 +166,7 @@ def dkdv(
     tensors = (q, k, v, dout, tile_source(q, config), tile_source(dout, config), lse, delta, dq_or_any, dk, dv)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), dk.shape[2])
     options: dict = {"FUSED": dq is not None, "GROUP": q.shape[2] // k.shape[2], "HEADS": heads}
-    options |= mma_options(config, q, v, k, dout, dq_or_any, dk, dv)
+    options |= {"KEY_ORDER": isinstance(mask, PlacedMask), **mma_options(config, q, v, k, dout, dq_or_any, dk, dv)}
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
     strided = (q, k, v, dout, lse, dq_or_any, dk, dv)
     for make_dk, make_dv in [(True, False), (False, True)] if config.apart else [(True, True)]:
@@ -338,8 +338,10 @@ def plan(kernel: str, q: Tensor, v: Tensor, mask: AnyMask, *visited: Tensor) -> 
     if config.tma and not describable:  # only if `forced`
         config = replace(config, tma=False)
     transposed = kernel in ("dkdv", "fused")
+    if isinstance(mask, PlacedMask):  # widths of tiles may not depend on how much of a tile the rows see
+        config = replace(config, partial_columns=0)
     partial = config.partial_columns or config.columns
-    return config, work_table(mask, config.rows, config.columns, partial, transposed, q.device)
+    return config, work_table(mask, config.rows, config.columns, partial, transposed, True, q.device)
 
 
 def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:

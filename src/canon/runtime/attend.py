@@ -73,7 +73,7 @@ def _attend_each(
         algorithm, q, k, v, mask, layout, sink, return_lse, options, group, weight
     )
     if algorithm.is_local:
-        return attend_each(attend_one, q, k, v, masks)
+        return attend_each(attend_one, q, k, v, masks, on_tiles=options["rank_invariant"] is True)
     refuse_compilation()
     checked, rank, ranks = place_in(algorithm.function, group)
     with refused_together(algorithm.function, checked, ranks):

@@ -12,17 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.masks.layout import Layout
+from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.runtime.checks import check_gradients, check_mask, check_tensors
 
 
-def attend_each(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any) -> Any:
-    """Return the result of ``attend(q, k, v, mask, **options)``, out or (out, lse), with a mask for each sequence."""
+def attend_each(
+    attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], on_tiles: bool = False, **options: Any
+) -> Any:
+    """Return the result of ``attend(q, k, v, mask, **options)``, out or (out, lse), with a mask for each sequence.
+
+    ``on_tiles``: each sequence must begin on a tile. Those of other lengths are not packed, but computed in turn.
+    """
     refuse_compilation()
     check_masks(q, k, v, masks)
-    return attend_packed(attend, q, k, v, masks, **options)
+    if not (on_tiles and masks and differ(masks) and (q.shape[1] % TILE or k.shape[1] % TILE)):
+        return attend_packed(attend, q, k, v, masks, **options)
+    results = [attend(*(x[i : i + 1] for x in (q, k, v)), mask, **options) for i, mask in enumerate(masks)]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
 def attend_packed(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any) -> Any:

@@ -27,8 +27,10 @@ from canon.runtime.checks import (
     kind_of_sink,
     under_autocast,
 )
+from canon.runtime.divided_keys import keys_of_all_ranks
 from canon.runtime.group import Group, place_in
 from canon.runtime.packing import attend_each, check_masks, differentiate_each
+from canon.runtime.rank_invariance import check_rank_invariant
 
 
 def attention(algorithm: Algorithm, notes: str = ""):
@@ -195,8 +197,15 @@ def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
     return bound(merge, merged)
 
 
-def decode_attention(decode: Callable[..., tuple[Tensor, Tensor]], check_device: Callable[[Tensor], None] = any_device):
-    """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank, ranks)``, after the checks."""
+def decode_attention(
+    decode: Callable[..., tuple[Tensor, Tensor]],
+    attention: Callable[..., Any],
+    check_device: Callable[[Tensor], None] = any_device,
+):
+    """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank, ranks)``, after the checks.
+
+    ``attention``: the function of the half, for ``rank_invariant``.
+    """
 
     @under_autocast("q", "k", "v")
     def decode_attention(
@@ -207,6 +216,7 @@ def decode_attention(decode: Callable[..., tuple[Tensor, Tensor]], check_device:
         *,
         scale: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
+        rank_invariant: bool = False,
         group: Group = None,
         return_lse: bool = False,
     ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
@@ -221,6 +231,9 @@ def decode_attention(decode: Callable[..., tuple[Tensor, Tensor]], check_device:
             mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each sequence. None: all are seen.
             scale: factor of the scores; None is 1 / sqrt(d).
             sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. It is applied after the last merge.
+            rank_invariant: return the bits that `attention` with this option returns for these queries, on any number of
+                ranks. The keys of all ranks follow each other, and those of each rank begin at a multiple of 128. On several
+                ranks K and V travel, not parts of the sum.
             group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this
                 process is the only rank.
             return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.
@@ -229,8 +242,11 @@ def decode_attention(decode: Callable[..., tuple[Tensor, Tensor]], check_device:
         fit together, or dtypes, scales or shapes except s differ between ranks.
         Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
-        given, rank, ranks, mask, scale = _agreed(q, k, v, mask, scale, sink, group, check_device)
+        given, rank, ranks, mask, scale = _agreed(q, k, v, mask, scale, sink, rank_invariant, group, check_device)
         with torch.no_grad(), named_failures("decode_attention", given, ranks):
+            if rank_invariant:
+                k, v, mask = keys_of_all_ranks("decode_attention", k, v, mask, given, ranks)
+                return attention(q, k, v, mask, scale=scale, sink=sink, rank_invariant=True, return_lse=return_lse)
             out, lse = decode(*batched(q, k, v), mask, scale, sink, given, rank, ranks)
         if q.ndim == 3:
             out, lse = out.squeeze(0), lse.squeeze(0)
@@ -246,6 +262,7 @@ def _agreed(
     mask: Mask | Sequence[Mask] | None,
     scale: Any,
     sink: Tensor | None,
+    rank_invariant: Any,
     group: Group,
     check_device: Callable[[Tensor], None],
 ) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], float]:
@@ -263,6 +280,7 @@ def _agreed(
             check_mask(q, k, mask)
         scale = default_scale(q, scale)
         check_sink(q, sink)
+        check_rank_invariant(name, rank_invariant)
     if ranks > 1:
         fields = (
             ("function", name),
@@ -273,6 +291,7 @@ def _agreed(
             ("batch, heads and width of v", (*v.shape[:-3], *v.shape[-2:])),
             ("scale", scale),
             ("sink", kind_of_sink(sink)),
+            ("rank_invariant", rank_invariant),
         )
         group_state(group).agree(name, fields, wait=q.device.type == "cpu")
     return group, rank, ranks, mask, scale

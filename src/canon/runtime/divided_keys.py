@@ -1,0 +1,75 @@
+"""Bring the keys of all ranks to every rank, in order: for ``decode_attention(..., rank_invariant=True)``.
+
+A sum over the keys of one rank, merged with others, has other bits than the sum over all keys in order. So K, V and masks
+travel, and each rank computes the call of one rank.
+
+Cost of a rank: three all-gathers, of n x 2 numbers, of all bands (7 numbers each) and of K and V, padded to the longest.
+The host waits for the first two.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canon.masks.band import Band
+from canon.masks.layout import TILE
+from canon.masks.mask import Mask
+
+Masks = Mask | Sequence[Mask]
+
+
+def keys_of_all_ranks(
+    function: str, k: Tensor, v: Tensor, mask: Masks, group: dist.ProcessGroup | None, ranks: int
+) -> tuple[Tensor, Tensor, Masks]:
+    """Return k (*b, s, g, d), v (*b, s, g, dv) and the mask over the keys of all ranks, which follow each other.
+
+    ``mask``: of this rank's keys, or one for each sequence on every rank. Raises ValueError, on every rank, if the keys of a
+    rank do not begin at a multiple of 128.
+    """
+    if ranks == 1:
+        return k, v, mask
+    masks = mask if isinstance(mask, (tuple, list)) else (mask,)
+    bands = torch.tensor([(place, *band) for place, one in enumerate(masks) for band in one.bands], dtype=torch.int64)
+    bands = bands.reshape(-1, 7).to(k.device)
+    sizes = torch.stack(_gathered(torch.tensor([k.shape[-3], len(bands)], device=k.device), group, ranks)).tolist()
+    starts = _starts(function, [keys for keys, _ in sizes])
+    every_band = _gathered(_padded(bands, 0, max(number for _, number in sizes)), group, ranks)
+    found: list[list[Band]] = [[] for _ in masks]
+    for (_, number), start, numbers in zip(sizes, starts, every_band, strict=False):
+        for place, q_start, q_stop, k_start, k_stop, lo, hi in numbers[:number].tolist():
+            found[place].append(Band(q_start, q_stop, k_start, k_stop, lo, hi).shift(keys=start))
+    whole = [Mask.of_disjoint(own, one.queries, starts[-1]) for own, one in zip(found, masks, strict=True)]
+    both = torch.cat([k.flatten(-2), v.flatten(-2)], -1)
+    parts = _gathered(_padded(both, both.ndim - 2, max(keys for keys, _ in sizes)), group, ranks)
+    both = torch.cat([x.narrow(-2, 0, keys) for x, (keys, _) in zip(parts, sizes, strict=True)], -2)
+    k_whole, v_whole = both.split([k.shape[-2] * k.shape[-1], v.shape[-2] * v.shape[-1]], -1)
+    k_whole, v_whole = k_whole.unflatten(-1, k.shape[-2:]), v_whole.unflatten(-1, v.shape[-2:])
+    return k_whole.contiguous(), v_whole.contiguous(), whole[0] if isinstance(mask, Mask) else whole
+
+
+def _starts(function: str, sizes: list[int]) -> list[int]:
+    """Return the first key of each rank, and the number of all keys."""
+    starts = [0]
+    for rank, keys in enumerate(sizes):
+        if keys and starts[-1] % TILE:
+            raise ValueError(
+                f"{function}: rank_invariant=True needs keys that begin at a multiple of {TILE} on each rank; those of rank "
+                f"{rank} begin at {starts[-1]}: give every rank but the last a multiple of {TILE} keys"
+            )
+        starts.append(starts[-1] + keys)
+    return starts
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup | None, ranks: int) -> list[Tensor]:
+    received = [torch.empty_like(x) for _ in range(ranks)]
+    dist.all_gather(received, x.contiguous(), group=group)
+    return received
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return x with zeros behind it up to ``size`` along ``dim``, contiguous."""
+    padded = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return padded

@@ -1,0 +1,94 @@
+"""With rank_invariant=True a decoded query has the bits of the whole forward pass, on any number of ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from invariant_worlds import bits
+from sharded import DEVICE
+
+from canon import Mask
+from canon.testing import process_groups
+
+N = 300
+
+
+def inputs(dtype=torch.float32, b=1, h=4, g=2, d=16, dv=20):
+    draw = torch.Generator().manual_seed(0)
+    shapes = (N, h, d), (N, g, d), (N, g, dv)
+    return [torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes]
+
+
+def same(one, other):
+    return all(torch.equal(bits(x), bits(y)) for x, y in zip(one, other, strict=True))
+
+
+def decoded(half, ends, q, k, v, mask=None, **options):
+    """Return out and lse of each rank. ``mask`` is over the keys of all ranks, which end at ``ends``."""
+
+    def program():
+        torch.set_num_threads(1)
+        held = range(*[0, *ends][dist.get_rank() :][:2])
+        own = [x.narrow(-3, held.start, len(held)) for x in (k, v)]
+        masks = [x.crop(keys=held) for x in mask] if isinstance(mask, list) else mask and mask.crop(keys=held)
+        return half.decode_attention(q, *own, masks, rank_invariant=True, return_lse=True, **options)
+
+    return process_groups.threads(program, len(ends))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_decoded_one_by_one_have_the_bits_of_the_whole_forward(half, dtype):
+    q, k, v = inputs(dtype)
+    sink = torch.randn(4, device=DEVICE)
+    out, lse = half.attention(q, k, v, sink=sink, rank_invariant=True, return_lse=True)
+    for i in (0, 127, 128, 254, 299):
+        keys = (q[:, i : i + 1], k[:, : i + 1], v[:, : i + 1])
+        got = half.decode_attention(*keys, sink=sink, rank_invariant=True, return_lse=True)
+        assert same(got, (out[:, i : i + 1], lse[:, :, i : i + 1])), i
+
+
+@pytest.mark.parametrize("ends", [(256, 256, 300), (128, 256, 300), (300, 300)], ids=str)
+def test_ranks_that_divide_the_keys_have_the_bits_of_one(half, ends):
+    """A rank may have no keys. Query 290 sees a window, which begins inside a tile."""
+    q, k, v = inputs()
+    whole, rows = Mask.window(N, 150, 0), range(290, 294)
+    out, lse = half.attention(q, k, v, whole, rank_invariant=True, return_lse=True)
+    expected = out[:, rows.start : rows.stop], lse[:, :, rows.start : rows.stop]
+    mask = whole.crop(queries=rows)
+    assert all(same(expected, got) for got in decoded(half, ends, q[:, rows.start : rows.stop], k, v, mask))
+
+
+def test_a_mask_for_each_sequence_a_pack_and_no_mask(half):
+    q, k, v = inputs(b=2)
+    rows = slice(290, 294)
+    masks = [Mask.causal(4, N), Mask.full(4, N)]
+    one = half.attention(q[:, rows], k, v, masks, rank_invariant=True, return_lse=True)
+    assert all(same(one, got) for got in decoded(half, (128, 300), q[:, rows], k, v, masks))
+    packed = [x[1] for x in (q[:, rows], k, v)]
+    assert all(same([x[1] for x in one], got) for got in decoded(half, (128, 300), *packed))
+
+
+def test_without_the_option_the_bits_depend_on_the_ranks(half):
+    q, k, v = inputs()
+    one = half.decode_attention(q[:, -1:], k, v)
+
+    def program():
+        torch.set_num_threads(1)
+        held = (slice(0, 128), slice(128, N))[dist.get_rank()]
+        return half.decode_attention(q[:, -1:], k[:, held], v[:, held])
+
+    assert not torch.equal(one, process_groups.threads(program, 2)[0])
+
+
+def test_keys_that_begin_inside_a_tile_raise_on_every_rank(half):
+    q, k, v = inputs()
+    messages = []
+
+    def program():
+        held = (slice(0, 100), slice(100, N))[dist.get_rank()]
+        with pytest.raises(ValueError, match="those of rank 1 begin at 100: give every rank but the last") as error:
+            half.decode_attention(q[:, :1], k[:, held], v[:, held], rank_invariant=True)
+        messages.append(str(error.value))
+        return half.decode_attention(q[:, :1], k[:, :128], v[:, :128], rank_invariant=True)
+
+    process_groups.threads(program, 2)
+    assert len(messages) == 2
