@@ -150,7 +150,9 @@ class RingBackward:
 
     def __init__(self, ring: Ring, inputs: QueryInputs, v: Tensor, needs_grad: tuple[bool, bool, bool]):
         self.ring, call, new = ring, ring.call, {"dtype": accumulate_dtype(v.dtype), "device": v.device}
-        self.dq = torch.empty(inputs.q.shape, **new) if needs_grad[0] else None
+        adds_dq = any(step.has_work for step in ring.steps[1:])  # else the kernel of step 0 writes the result
+        of_dq = new if adds_dq else new | {"dtype": v.dtype}
+        self.dq = torch.empty(inputs.q.shape, **of_dq) if needs_grad[0] else None
         self.own, self.sums, self.grads = None, None, repeat(None)
         if any(needs_grad[1:]):
             self.own = torch.empty(ring.blocks.elements[call.rank], **new)
@@ -235,8 +237,8 @@ class KeyRing:
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor):
         self.steps, self.blocks = ring.steps, BlockRing(ring.call, ring.blocks, k.dtype, k.device)
-        for target, source in zip(ring.blocks.views(self.blocks.buffers[0], ring.call.rank), (k, v), strict=True):
-            target.copy_(source)
+        own = ring.blocks.views(self.blocks.buffers[0], ring.call.rank)
+        torch._foreach_copy_(own, (k, v))  # one kernel
 
     def fetch(self, step: int) -> Pending:
         """Start to receive the block of this step, and to send that of the step before."""
