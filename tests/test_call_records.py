@@ -75,7 +75,7 @@ def test_every_function_is_recorded_in_both_passes_and_then_left_alone(half, tmp
 
     def bodies():
         algorithms = [(x.forward, x.backward, x.half.under_sink) for x in ALGORITHMS.values()]
-        functions = [inspect.unwrap(getattr(half, name)) for name in call_records.RESULTS]
+        functions = [inspect.unwrap(getattr(half, name)) for name in call_records.PLAIN]
         return algorithms, [[cell.cell_contents for cell in function.__closure__] for function in functions]
 
     before = bodies()

@@ -6,7 +6,7 @@
     difference(Path("run_a"), Path("run_b"))       or `canon diff run_a run_b`
 
 A line holds one pass of one call: its number, its arguments, and digests of its inputs and results. A backward pass has a line
-of its own, with the number of its forward pass. Calls that a function of Canon makes itself are part of its line.
+of its own, with the number of its forward pass. Calls inside of a recorded call have no line.
 
 While a recording lasts, it takes the place of the implementations behind the public functions. Without a recording nothing
 changes, so nothing is slower. Each digest waits for the GPU and copies the tensor to the host.
@@ -29,13 +29,13 @@ from canon.runtime.call import ALGORITHMS
 from canon.testing.bit_patterns import digest
 
 DIGITS = 16
-RESULTS = {  # of the functions that are not differentiable
-    "attention_forward": ("out", "lse"),
-    "attention_backward": ("dq", "dk", "dv"),
-    "merge": ("out", "lse"),
-    "decode_attention": ("out", "lse"),
-    "group_cast": ("received",),
-    "group_reduce": ("into",),
+PLAIN = {  # the functions that are not differentiable: the name of the implementation that each encloses, and its results
+    "attention_forward": ("forward", ("out", "lse")),
+    "attention_backward": ("gradients", ("dq", "dk", "dv")),
+    "merge": ("merged", ("out", "lse")),
+    "decode_attention": ("decode", ("out", "lse")),
+    "group_cast": ("cast", ("received",)),
+    "group_reduce": ("reduce", ("into",)),
 }
 LEFT_OUT = {"group", "rank", "ranks", "sizes", "_"}  # arguments that may differ between runs and ranks
 SAVED = ("dout", "dlse", "q", "k", "v", "out", "lse")  # arguments of a backward pass
@@ -100,8 +100,8 @@ class _Recording:
         for half in {algorithm.half for algorithm in ALGORITHMS.values()}:
             self._replace(half, "under_sink", self._plain("sink", half.under_sink, ("out under the sink",)))
         for half in halves:
-            for name, results in RESULTS.items():
-                self._replace_inside(inspect.unwrap(getattr(half, name)), name, results)
+            for name, (enclosed, results) in PLAIN.items():
+                self._replace_inside(inspect.unwrap(getattr(half, name)), name, enclosed, results)
 
     def end(self) -> None:
         """Give the implementations their places back, and close the files."""
@@ -115,10 +115,9 @@ class _Recording:
         object.__setattr__(owner, name, value)  # algorithms and halves are frozen
         self.undo.append(lambda: object.__setattr__(owner, name, before))
 
-    def _replace_inside(self, function: Any, name: str, results: tuple[str, ...]) -> None:
+    def _replace_inside(self, function: Any, name: str, enclosed: str, results: tuple[str, ...]) -> None:
         """Replace the implementation that a public function of `public_local` or `public_plans` encloses."""
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
-        (cell,) = (cell for key, cell in cells.items() if key != "check_device" and not key.startswith("bound"))
+        cell = function.__closure__[function.__code__.co_freevars.index(enclosed)]
         before = cell.cell_contents
         cell.cell_contents = self._plain(name, before, results)
 
