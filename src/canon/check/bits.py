@@ -2,7 +2,7 @@
 
     pool of tokens:    384 others | the sequence | 100 others
 
-The sequence alone, causal, in one call of `attention` is the base. Each row computes its queries in another way: in chunks,
+The sequence alone, causal, in one call of `attention` is the base. Each row computes its queries again: in chunks,
 on ranks, beside other documents, branches, sequences or heads. A column is a dtype, a head width and a kernel backend. A cell
 names the first token and head with other bits.
 """

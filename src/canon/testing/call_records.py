@@ -164,9 +164,9 @@ _active: list[_Recording] = []
 def record_calls(path: str | Path) -> Iterator[None]:
     """Record all calls inside the block, of both halves and both passes, into the folder ``path``: a file for each rank.
 
-    Compiled functions are recorded, too. Of a sink the forward pass is recorded. Raises FileExistsError at the first call if
-    the folder holds a record of this rank, and RuntimeError if another recording is active or a call is captured into a CUDA
-    graph.
+    Compiled functions are recorded, too. Of a sink the forward pass is recorded. A call raises FileExistsError if the folder
+    holds a record of its rank from another time, and RuntimeError while it is captured into a CUDA graph. Raises RuntimeError if
+    a recording into another folder is active.
     """
     folder = Path(path)
     with _lock:
