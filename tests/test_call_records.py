@@ -130,6 +130,13 @@ def test_a_recording_keeps_the_results_and_the_errors(tmp_path):
         recorded(tmp_path / "a", local_steps, reference)
 
 
+def test_a_captured_call_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a captured CUDA graph has no results to record"):
+        recorded(tmp_path / "a", local_steps, reference)
+
+
 # --- comparison
 
 

@@ -165,8 +165,8 @@ def record_calls(path: str | Path) -> Iterator[None]:
     """Record all calls inside the block, of both halves and both passes, into the folder ``path``: a file for each rank.
 
     Compiled functions are recorded, too. Of a sink the forward pass is recorded. A call raises FileExistsError if the folder
-    holds a record of its rank from another time, and RuntimeError while it is captured into a CUDA graph. Raises RuntimeError if
-    a recording into another folder is active.
+    holds a record of its rank from another time, and RuntimeError while it is captured into a CUDA graph. Raises RuntimeError
+    if a recording into another folder is active.
     """
     folder = Path(path)
     with _lock:
