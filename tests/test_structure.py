@@ -30,7 +30,7 @@ ROOMS = {
     "simulator": set(),
     "show": {"masks"},
     "testing": {"masks", "runtime", "reference", "fast", "simulator"},
-    "check": {"masks", "runtime", "reference", "fast", "testing"},
+    "check": {"masks", "runtime", "reference", "fast", "testing", "trees"},
     "bench": {"masks", "runtime", "reference", "fast", "testing"},
 }
 OUTSIDE = {

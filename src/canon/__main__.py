@@ -1,4 +1,4 @@
-"""Run the command line: ``canon check``, ``bench``, ``show`` and ``warm``, or ``python -m canon``."""
+"""Run the command line: ``canon check``, ``diff``, ``bench``, ``show`` and ``warm``, or ``python -m canon``."""
 
 import argparse
 import os
@@ -22,6 +22,7 @@ bits both times. Functions with the option rank_invariant must give the same bit
   canon check --template > my_attention.py     write a module to start from
   canon check my_attention --only zigzag       check your own module, only cases with "zigzag" in their name
   canon check --digest                         print short digests, to compare the bits of two machines
+  canon check --bits                           compare the bits of chunks, ranks, documents, branches and batches
   canon check --random 1000 --seed 7           check random masks, layouts, shapes and options
 """
 EPILOG = """\
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     if not torch.cuda.is_available():  # Triton reads the variable when canon.fast defines its kernels
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from canon import show_command, warm_command
+    from canon import diff_command, show_command, warm_command
     from canon.bench import bench_command
     from canon.check import check_command
     from canon.check.contract import CONVENTIONS
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     epilog = EPILOG.format(conventions=CONVENTIONS)
     command = commands.add_parser("check", help=purpose, description=DESCRIPTION, epilog=epilog, formatter_class=raw)
     check_command.add_arguments(command)
+    purpose = "name the first call and tensor in which two recorded runs part"
+    diff = commands.add_parser("diff", help=purpose, description=diff_command.__doc__, formatter_class=raw)
+    diff_command.add_arguments(diff)
     purpose = "measure the speed of kernels and schedules, after checking their results"
     bench = commands.add_parser("bench", help=purpose, description=bench_command.__doc__, formatter_class=raw)
     bench_command.add_arguments(bench)
@@ -66,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
     except SystemExit as ended:  # argparse has printed the help or the error
         return int(ended.code or 0)
-    modules = {"check": check_command, "bench": bench_command, "show": show_command, "warm": warm_command}
-    run = modules[arguments.command].run
+    modules = {"check": check_command, "diff": diff_command, "bench": bench_command}
+    run = (modules | {"show": show_command, "warm": warm_command})[arguments.command].run
     try:
         return run(arguments)
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from canon import reference
-from canon.check import check_report, contract, random_check, rank_digests, warming
+from canon.check import bits, check_report, contract, random_check, rank_digests, warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import DTYPES, Case, Coverage, accepts, all_cases, covered, declined_by
 from canon.check.documents import Documents
@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--digest", action="store_true",
         help="print the digests of the calls with rank_invariant=True alone, one line for each input, and stop: equal "
              "code, documents, versions and GPU models give equal lines")  # fmt: skip
+    add("--bits", action="store_true",
+        help="compare the bits of calls with rank_invariant=True instead: prefill in chunks, decoding, ranks, layouts, other "
+             "documents, branches, sequences and heads, all with one whole call")  # fmt: skip
     add("--template", action="store_true", help="print a module to start from and stop")
     add("--resume", action="store_true",
         help="skip the cases that the record holds, if the code and the arguments are the same")  # fmt: skip
@@ -139,6 +142,8 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             raise _Misuse(f"--backend chooses kernels of canon.fast; {arguments.module} has no backends")
         if arguments.backend == "cuda" and placement.device == "cpu":
             raise _Misuse("--backend cuda needs a GPU: its kernels do not run on a CPU")
+        if arguments.bits:
+            return _bits(arguments, console, placement, module)
         if arguments.runs < 1:
             raise _Misuse(f"--runs must be at least 1, got {arguments.runs}")
         return (_fixed if arguments.random is None else _random)(arguments, console, placement, module)
@@ -244,6 +249,13 @@ def _random(arguments: argparse.Namespace, console: Console, placement: _Placeme
         console.print("[bold red]Interrupted; the record holds the finished cases.")
         return INTERRUPTED
     return DISAGREES if wrong else AGREES
+
+
+def _bits(arguments: argparse.Namespace, console: Console, placement: _Placement, module: Any) -> int:
+    names = ("random", "seed", "first", "list", "digest", "features", "resume")
+    if useless := [f"--{name}" for name in names if getattr(arguments, name) not in (None, False)]:
+        raise _Misuse(f"--bits has its own rows and runs them once: leave {', '.join(useless)} out")
+    return DISAGREES if bits.run(arguments, console, placement.device, module) else AGREES
 
 
 def _placement(world: str, ranks: int | None) -> _Placement:

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor
 
 from canon import reference
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import SHAPES, Case, parameters_of
 from canon.reference import Layout
 from canon.testing import process_groups
+from canon.testing.bit_patterns import digest
 from canon.testing.judge import Attended
 
 DIGITS = 12
@@ -101,11 +101,6 @@ class DigestRunner(CaseRunner):
         torch.autograd.backward((out, lse), (dout, dlse))
         tensors = zip((out, lse, q.grad, k.grad, v.grad), (0, 1, 0, 0, 0), strict=True)
         return tuple(digest(layout.unshard(y.detach(), dim=dim + (not packed))) for y, dim in tensors)
-
-
-def digest(x: Tensor) -> str:
-    """Return a digest of the bits of a tensor."""
-    return hashlib.sha256(x.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
