@@ -8,7 +8,7 @@ from benching import CEILINGS, CPU, no_clock  # noqa: F401 (a fixture)
 
 from canon.bench import kernels, peers, shapes
 
-NUMBERS = {"KEYS": "16", "LEFT": "9", "MEAN": "15", "NUMBER": "7", "TOKENS": "13", "A+B": "25+15", "A+BxC": "16+3x8"}
+NUMBERS = {"KEYS": "16", "LEFT": "9", "MEAN": "15", "NUMBER": "7", "TOKENS": "13", "A+B": "25+15", "A+BxC": "16+2x12"}
 MASKS = [
     ":".join(NUMBERS.get(word, word) for word in mask.split(":")) for mask in shapes.MASKS.split(", ")
 ]  # every kind
