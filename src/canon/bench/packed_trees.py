@@ -1,4 +1,4 @@
-"""`canon bench trees`: measure both passes over branches that share a trunk, on one GPU, beside peers.
+"""`canon bench trees`: measure both passes over branches that share a trunk, on one GPU, with peers.
 
     canon auto                      one call with `Mask.tree`
     FlexAttention                   compiled, with the BlockMask of the same mask; also with the kernels of flash-attn-4
