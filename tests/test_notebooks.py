@@ -12,7 +12,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
-TAUGHT = ("00_", "01_", "02_", "03_", "04_", "05_", "06_", "07_", "08_", "09_", "10_")  # a takeaway, exercises and their time
+TAUGHT = (
+    "00_",
+    "01_",
+    "02_",
+    "03_",
+    "04_",
+    "05_",
+    "06_",
+    "07_",
+    "08_",
+    "09_",
+    "10_",
+)  # a takeaway, exercises and their time
 SHOWN = [*(ROOT / "reference").glob("*.py"), *(ROOT / "fast").rglob("*.*"), *(ROOT / "src/canon/masks").glob("*.py")]
 SHOWN += FOLDER.glob("*.py")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
