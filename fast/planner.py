@@ -5,7 +5,7 @@
   away, are differences of two entries.
 - Swaps of one rank with some others are scored at once. The first with a gain swaps; the others are scored again. Without a
   gain, the next scoring takes twice as many, up to `MOST_TOGETHER`. Lower bounds exclude most swaps before keys that two
-  chunks share are counted.
+  chunks share are counted. Chunks with many intervals have prefix sums of their own, over the keys that only they need.
 - Two ranks are skipped if unchanged since their last comparison. Two within their limits are also skipped, if they share no
   key or a lower bound of the traffic shows no gain.
 
@@ -29,6 +29,9 @@ FAR = np.iinfo(np.int64).max
 # Area of a free slot: s + (m - s) / RESERVE, with s the smallest area and m the mean to come.
 RESERVE = 8
 BATCH = 2  # swaps of a batch, for each rank
+
+FEW_INTERVALS = 8  # of a chunk: up to so many, two chunks are compared interval by interval
+LARGEST_TABLE = 1 << 25  # chunks x cells
 
 FEWEST_TOGETHER, MOST_TOGETHER = 32, 256  # ranks in one scoring; scores behind the first gain are wasted
 
@@ -88,6 +91,11 @@ class _Chunks:
         ends = (x[owner, place].tolist() for x in (self.first, self.last))
         for number, *interval in zip(owner.tolist(), *ends, strict=True):
             self.intervals[number].append(tuple(interval))
+        self.needs = np.zeros((0, 0), bool)  # (chunks, cells), if chunks have many intervals
+        if self.first.shape[1] > FEW_INTERVALS and total * len(self.cells) <= LARGEST_TABLE:
+            begin, end = np.zeros((2, total, len(edges)), np.int64)
+            begin[owner, np.searchsorted(edges, first)] = end[owner, np.searchsorted(edges, last)] = 1
+            self.needs = (begin - end).cumsum(1)[:, :-1] > 0
         self.need_of_all = int(self.cells.sum())
         self.need = self.between(np.append(0, np.cumsum(self.cells)), np.arange(total))
 
@@ -205,7 +213,10 @@ def _greedy(chunks: _Chunks, slack: Fraction) -> np.ndarray:
         elif chunks.small_ones:
             room &= (whole < slots - 1) | (small_free & (complete < may_be))
         load_then = load + area + (free - 1) * reserve
-        added = sum(missing[:, last] - missing[:, first] for first, last in chunks.intervals[number])
+        if len(chunks.needs):
+            added = chunks.between(missing, number)
+        else:
+            added = sum(missing[:, last] - missing[:, first] for first, last in chunks.intervals[number])
         added = np.where(room & (load_then <= limit), added, FAR)
         if (fewest := added.min()) < FAR:
             room = added == fewest
@@ -235,6 +246,8 @@ class _Assignment:
         self.settled = np.zeros((chunks.ranks,) * 2, bool)  # pairs unchanged since they had no gain
         self.missing, self.once = np.zeros((2, chunks.ranks, len(chunks.cells) + 1), np.int64)
         self.sole_needs = np.zeros(slots.size, np.int64)  # for each chunk: keys that only it needs on its rank
+        # for each chunk: prefix sums over the keys that only it needs on its rank
+        self.sole = np.zeros((len(chunks.needs), chunks.needs.shape[1] + 1), np.int64)
         for first in range(0, chunks.ranks, 8):  # a few at a time: their tables fit into the cache
             self._update(np.arange(first, min(first + 8, chunks.ranks)))
 
@@ -249,6 +262,8 @@ class _Assignment:
         np.cumsum(chunks.cells * (needed_by == 0), axis=1, out=missing[:, 1:])
         np.cumsum(chunks.cells * (needed_by == 1), axis=1, out=once[:, 1:])
         self.missing[ranks], self.once[ranks] = missing, once
+        if len(self.sole):
+            self.sole[held, 1:] = (chunks.needs[held] * (chunks.cells * (needed_by == 1))[:, None]).cumsum(2)
         self.sole_needs[held] = (once.take(last) - once.take(first)).sum(2)
         self.load[ranks], self.has_small[ranks] = chunks.work.take(held).sum(1), chunks.small.take(held).any(1)
         self.received[ranks] = chunks.need_of_all - missing[:, -1] - chunks.own.take(held).sum(1)
@@ -329,12 +344,19 @@ class _Assignment:
     def _shared(self, rank, others, mine, theirs):
         """Return the keys shared by the chunks of each pair, here and there, where no other chunk needs them."""
         first, last = self.chunks.first, self.chunks.last
+        if len(self.sole):
+            return self._sole_and_needed(mine, theirs), self._sole_and_needed(theirs, mine)
         first = np.maximum(first[mine][:, :, None], first[theirs][:, None])
         last = np.maximum(np.minimum(last[mine][:, :, None], last[theirs][:, None]), first)
         here, there = self.once[rank], self.once.reshape(-1)
         offset = (others * self.once.shape[1])[:, None, None]
         shared = here.take(last) - here.take(first), there.take(last + offset) - there.take(first + offset)
         return tuple(keys.sum((1, 2)) for keys in shared)
+
+    def _sole_and_needed(self, chunks, others):
+        """Return the keys that only a chunk needs on its rank, and that the other chunk of the pair needs, too."""
+        sole, offset = self.sole.reshape(-1), (chunks * self.sole.shape[1])[:, None]
+        return (sole.take(self.chunks.last[others] + offset) - sole.take(self.chunks.first[others] + offset)).sum(1)
 
 
 def _gains(peak, change, peak_now):

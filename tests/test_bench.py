@@ -23,9 +23,16 @@ def test_shapes_and_masks_are_read():
     assert (narrow.n, narrow.keys, narrow.mask.area) == (64, 24, 64 * 24)
     assert shapes.shape_of("1,4096,4,2,16,pack:2").mask == Mask.documents(sampled_packs(4096, 3)[2])
     assert shapes.shape_of("1,40,4,2,16,prefix:9").mask == Mask.prefix(40, 9)
+    assert shapes.shape_of("1,8,4,2,16,tree:4+2x2").mask == Mask.tree([-1, 0, 0], [4, 2, 2])
     assert shapes.shape_of("1,6,4,2,16,blocks:3+1+2").mask == Mask.block_causal([0, 0, 0, 1, 2, 2])
     wrong = [("1,2,3", "causal"), ("1,64,4,2,16", "triangle"), ("1,64,4,2,16", "window"), ("x,1,1,1,1", "full")]
-    wrong += [("1,64,4,2,16", "pack"), ("1,64,4,2,16", "prefix:65"), ("1,64,4,2,16", "blocks:60+5")]
+    wrong += [
+        ("1,64,4,2,16", "pack"),
+        ("1,64,4,2,16", "prefix:65"),
+        ("1,64,4,2,16", "blocks:60+5"),
+        ("1,64,4,2,16", "tree:60+2x3"),
+        ("1,64,4,2,16", "tree:60+4x"),
+    ]
     wrong += [("1,64,4,3,16", "full"), ("1,64,4,2,16", None), ("1,64,4,2,16,full", "causal"), ("1,0,1,1,16", "full")]
     for text, mask in wrong:
         with pytest.raises(ValueError, match="expected"):
@@ -58,7 +65,7 @@ def test_an_option_of_another_command_is_refused():
         bench_command._check_owners(options_of(what))  # what is given by default belongs to all
     with pytest.raises(ValueError, match="belongs to tune"):
         bench_command._check_owners(options_of("kernels", "--config", "64,64,4,1"))
-    with pytest.raises(ValueError, match="belongs to kernels and few and layers and schedules"):
+    with pytest.raises(ValueError, match="belongs to kernels and few and trees and layers and schedules"):
         bench_command._check_owners(options_of("plans", "--rounds", "3"))
 
 

@@ -1,7 +1,9 @@
 """Both halves make equal plans. They are balanced, move few keys, and list exactly the tokens that move."""
 
 from contextlib import nullcontext
+from random import Random
 
+import numpy as np
 import pytest
 import torch
 from band_strategies import layouts, square_masks
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from canon import Layout, Mask, fast, reference
 from canon.bench import plans
 from canon.bench.packs import sampled_packs
+from canon.fast import planner as fast_planner
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache
 from canon.reference import planner
@@ -94,6 +97,36 @@ def test_both_halves_make_the_same_plan_of_a_deep_tree(ranks, chunk, rates):
     """A chunk of it needs many intervals of keys."""
     mask = plans.tree(1000, 30, 100)
     assert reference.dispatch(mask, ranks, chunk=chunk, **rates) == fast.dispatch(mask, ranks, chunk=chunk, **rates)
+
+
+def nested_tree(tokens, nodes):
+    """Return a random tree whose path goes up few nodes at a time: its end has many ancestors, with others between them."""
+    draw, parents, path = Random(0), [], [-1]
+    for node in range(nodes):
+        path = path[: max(1, len(path) - draw.choice([0, 0, 1, 3]))]
+        parents.append(path[-1])
+        path.append(node)
+    return Mask.tree(parents, [tokens // nodes] * nodes)
+
+
+@pytest.mark.parametrize(("ranks", "chunk"), [(3, 13), (6, 8)])
+def test_both_halves_make_the_same_plan_where_chunks_need_many_intervals(ranks, chunk, monkeypatch):
+    """With a table of the keys that only one chunk needs, and without it, where it would be too large."""
+    right, starts, tables, mask = fast_planner._greedy, [], [], nested_tree(400, 200)
+
+    def greedy(chunks, slack):
+        tables.append(len(chunks.needs))
+        starts.append(right(chunks, slack).tolist())
+        return np.array(starts[-1])
+
+    monkeypatch.setattr(fast_planner, "_greedy", greedy)
+    expected = reference.dispatch(mask, ranks, chunk=chunk)
+    for largest in (fast_planner.LARGEST_TABLE, 0):
+        monkeypatch.setattr(fast_planner, "LARGEST_TABLE", largest)
+        plan_cache.PLANS.clear()  # its plans do not depend on LARGEST_TABLE
+        assert fast.dispatch(mask, ranks, chunk=chunk) == expected
+    assert [size > 0 for size in tables] == [True] * 3 + [False] * 3, "more intervals than FEW_INTERVALS"
+    assert starts[:3] == starts[3:]
 
 
 def test_one_causal_document_becomes_zigzag(half):

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
-TAUGHT = tuple(f"{number:02}_" for number in range(11))  # a takeaway, exercises and their time
+TAUGHT = tuple(f"{number:02}_" for number in range(12))  # a takeaway, exercises and their time
 SHOWN = [*(ROOT / "reference").glob("*.py"), *(ROOT / "fast").rglob("*.*"), *(ROOT / "src/canon/masks").glob("*.py")]
 SHOWN += FOLDER.glob("*.py")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))

@@ -8,7 +8,7 @@ from benching import CEILINGS, CPU, no_clock  # noqa: F401 (a fixture)
 
 from canon.bench import kernels, peers, shapes
 
-NUMBERS = {"KEYS": "16", "LEFT": "9", "MEAN": "15", "NUMBER": "7", "TOKENS": "13", "A+B": "25+15"}
+NUMBERS = {"KEYS": "16", "LEFT": "9", "MEAN": "15", "NUMBER": "7", "TOKENS": "13", "A+B": "25+15", "A+BxC": "16+2x12"}
 MASKS = [
     ":".join(NUMBERS.get(word, word) for word in mask.split(":")) for mask in shapes.MASKS.split(", ")
 ]  # every kind
@@ -21,7 +21,7 @@ def names(text, only=""):
 @pytest.fixture
 def flash4(monkeypatch):
     """Pretend that flash-attn-4 is installed."""
-    monkeypatch.setattr(peers, "_flash4_module", lambda: (SimpleNamespace(), "4.0.0b36"))
+    monkeypatch.setattr(peers, "flash4_module", lambda: (SimpleNamespace(), "4.0.0b36"))
 
 
 @pytest.fixture
@@ -51,18 +51,18 @@ def test_who_can_do_a_mask_is_asked():
 
 
 def test_a_peer_that_is_not_installed_is_recorded_and_does_not_fail(monkeypatch):
-    peers._flash4_module.cache_clear()
+    peers.flash4_module.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "flash_attn", None)
     assert peers.installed()["flash-attn-4"].startswith("not installed")
     assert not any("flash-attn" in name for name in names("1,64,4,2,16,causal"))
-    peers._flash4_module.cache_clear()
+    peers.flash4_module.cache_clear()
 
 
 def test_a_peer_that_fails_says_why_and_stops_nobody(monkeypatch):
     def broken(*_):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(peers, "_flex", broken)
+    monkeypatch.setattr(peers, "flex", broken)
     shape = shapes.shape_of("1,40,2,2,16,causal")
     (rows,) = kernels.measure([shape], torch.float32, CPU, "", 1, CEILINGS)
     told = {row["contender"]: row for row in rows}

@@ -246,9 +246,10 @@ assert not any(name == "triton" or name.startswith(("triton.", "canon.fast")) fo
     printed(program)
 
 
-def is_twin_of(node):
-    """Return whether the decorator is ``twin_of(reference.name)``."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "twin_of"
+def documented_elsewhere(node):
+    """Return whether the decorator is ``twin_of(reference.name)`` or ``overload``."""
+    name = node.func if isinstance(node, ast.Call) else node
+    return isinstance(name, ast.Name) and name.id in ("twin_of", "overload")
 
 
 def test_nothing_imports_tests_or_a_half_by_its_folder_name():
@@ -283,7 +284,7 @@ def test_every_module_and_every_public_name_has_a_docstring():
                 for part, inner in public_definitions(node)
                 if part not in ("forward", "backward")
             ]  # of autograd Functions
-        named = [x for x in named if not any(map(is_twin_of, getattr(x[1], "decorator_list", ())))]
+        named = [x for x in named if not any(map(documented_elsewhere, getattr(x[1], "decorator_list", ())))]
         missing += [f"{module}: {name}" for name, node in named if not ast.get_docstring(node)]
     assert not missing
 

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import overload
 
 import numpy as np
 import torch
@@ -71,6 +72,10 @@ class Tree:
         return list(taken.split([sum(self.lengths[node] for node in path) for path in self.paths], dim))
 
 
+@overload
+def pack(sequences: Iterable[Ints], multiple_of: int = 1, max_tokens: None = None) -> Tree: ...
+@overload
+def pack(sequences: Iterable[Ints], multiple_of: int = 1, *, max_tokens: int) -> list[Tree]: ...
 def pack(sequences: Iterable[Ints], multiple_of: int = 1, max_tokens: int | None = None) -> Tree | list[Tree]:
     """Return the tree of token ids, or with ``max_tokens`` a list of trees of at most so many positions.
 

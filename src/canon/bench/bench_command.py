@@ -2,6 +2,7 @@
 
     canon bench kernels      one GPU: forward, every backward, peers
     canon bench few          one GPU: few queries over many keys, with a cold L2 cache
+    canon bench trees        one GPU: branches that share a trunk
     canon bench layers       one GPU: checkpointed layers, their time and memory
     canon bench host         one GPU: wall and host time of eager calls
     canon bench masks        one GPU, or none: plans of a new mask
@@ -28,17 +29,18 @@ from typing import Any
 import torch
 
 from canon.bench import kernels, plans
+from canon.bench.peers import installed
 from canon.bench.shapes import MASKS, SWEEP_TOKENS, Shape, shapes_of
 from canon.testing import process_groups, record
 
 SEVERAL_GPUS = {"schedules": "schedules", "communicators": "communicator_time"}  # modules
 # The commands of each option. An option of another command is an error.
 OWNERS = {
-    "shape": ("kernels", "few", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
-    "mask": ("kernels", "few", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
-    "only": ("kernels", "few", "layers", "tune", "schedules", "communicators", "host"),
-    "dtype": ("kernels", "few", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
-    "rounds": ("kernels", "few", "layers", "schedules", "host", "masks", "beside"),
+    "shape": ("kernels", "few", "trees", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
+    "mask": ("kernels", "few", "trees", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
+    "only": ("kernels", "few", "trees", "layers", "tune", "schedules", "communicators", "host"),
+    "dtype": ("kernels", "few", "trees", "layers", "tune", "schedules", "communicators", "host", "masks", "beside"),
+    "rounds": ("kernels", "few", "trees", "layers", "schedules", "host", "masks", "beside"),
     "config": ("tune", "few"),
     "backend": ("kernels", "tune"),
     "ranks": ("plans", *SEVERAL_GPUS),
@@ -52,6 +54,7 @@ DISAGREES, MISUSED = 1, 2
 # Benches of one shape after another: the module, and its rows from (module, inputs, options).
 BENCHES: dict[str, tuple[str, Callable[[ModuleType, tuple, argparse.Namespace], list[dict]]]] = {
     "few": ("few_queries", lambda m, x, o: m.measure(*x, o.rounds, o.only, m.candidates(o))),
+    "trees": ("packed_trees", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
     "layers": ("layers", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
     "host": ("host_time", lambda m, x, o: m.host(*x, o.rounds, o.only)),
     "masks": ("mask_time", lambda m, x, o: m.masks(*x, o.rounds)),
@@ -135,6 +138,8 @@ def _prepared(options: argparse.Namespace) -> Batches:
     found = shapes_of(options.shape or [], options.mask or [], module.SHAPES)
     if options.what == "masks" and any(not shape.mask_name.startswith("documents:") for shape in found):
         raise ValueError("masks needs packed documents: documents:MEAN")
+    if options.what == "trees" and any(not shape.mask_name.startswith("tree:") for shape in found):
+        raise ValueError("trees needs trees: tree:TRUNK+BRANCHESxTOKENS")
     if options.what == "tune":
         options.backend = options.backend or "triton"
     if options.what in OWNERS["config"]:
@@ -146,7 +151,7 @@ def _by_shape(options: argparse.Namespace, module: ModuleType, found: list[Shape
     device = _device() if torch.cuda.is_available() else None
     for shape in found:
         rows = BENCHES[options.what][1](module, (shape, getattr(torch, options.dtype), device), options)
-        yield rows, module.tables(rows), {}
+        yield rows, module.tables(rows), {"peers": installed()} if options.what in ("few", "trees") else {}
         if device is not None:
             torch.cuda.empty_cache()
 

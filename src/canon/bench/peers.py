@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.bench.shapes import Shape, asked_for, blocks, packed
+from canon.bench.shapes import Shape, asked_for, blocks, packed, tree
 from canon.testing.judge import Agreement, Attended, agreement
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -94,7 +94,7 @@ def attended(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> Attended
 
 def installed() -> dict[str, str]:
     """Return the version of each peer outside torch, or why it is absent."""
-    return {FLASH4: _flash4_module()[1]}
+    return {FLASH4: flash4_module()[1]}
 
 
 def _canon(shape: Shape, chosen: str | None) -> Iterator[Contender]:
@@ -160,7 +160,7 @@ def _torch(shape: Shape, device: torch.device) -> Iterator[Contender]:
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
             name = f"SDPA {backend.split('_')[0].lower()}"
             yield Contender(name, partial(_sdpa_by, backend, shape), name)
-    yield Contender("FlexAttention", partial(_flex, shape, device), "FlexAttention")
+    yield Contender("FlexAttention", partial(flex, shape, device), "FlexAttention")
 
 
 def _sdpa_by(backend: str, shape: Shape) -> Attend:
@@ -251,7 +251,8 @@ def _cu_seqlens(shape: Shape, device: torch.device) -> tuple[Tensor, int]:
     return torch.tensor(ends, dtype=torch.int32, device=device), longest
 
 
-def _flex(shape: Shape, device: torch.device) -> Attend:
+def flex(shape: Shape, device: torch.device, kernel_options: dict[str, Any] | None = None) -> Attend:
+    """Return compiled FlexAttention with the BlockMask of the shape's mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # a function is compiled for eight shapes, and then no more
@@ -263,7 +264,9 @@ def _flex(shape: Shape, device: torch.device) -> Attend:
 
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(q, k, v, block_mask=block_mask, enable_gqa=shape.h != shape.g).transpose(1, 2)
+        grouped = shape.h != shape.g
+        out = compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped, kernel_options=kernel_options)
+        return out.transpose(1, 2)
 
     return attend
 
@@ -285,6 +288,11 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     if kind == "prefix":
         end = int(number)
         return lambda b, h, i, j: (i >= j) | (j < end)
+    if sizes := tree(shape.n, shape.mask_name):
+        trunk, branches, tokens = sizes
+        ends = torch.tensor([shape.n] * trunk + [trunk + (1 + i // tokens) * tokens for i in range(branches * tokens)])
+        ends = ends.to(device)  # behind the last query that sees a key
+        return lambda b, h, i, j: (i >= j) & (i < ends[j])
     if (of_blocks := blocks(shape.n, shape.mask_name)) is not None:
         block = torch.tensor(of_blocks, device=device)
         return lambda b, h, i, j: block[i] >= block[j]
@@ -292,7 +300,8 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
 
 
 @functools.cache
-def _flash4_module() -> tuple[Any, str]:
+def flash4_module() -> tuple[Any, str]:
+    """Return the module, or None, and its version, or why it is absent."""
     try:
         module = importlib.import_module("flash_attn.cute")
     except ModuleNotFoundError as error:
@@ -306,8 +315,8 @@ def _flash4_module() -> tuple[Any, str]:
 
 
 def _flash4(shape: Shape, device: torch.device) -> list[Contender]:
-    module, _ = _flash4_module()
-    if module is None or shape.mask_name.partition(":")[0] in ("prefix", "blocks"):  # it has no such masks
+    module, _ = flash4_module()
+    if module is None or shape.mask_name.partition(":")[0] in ("prefix", "blocks", "tree"):  # it has no such masks
         return []
     make = partial(_flash4_packed if packed(shape.n, shape.mask_name) else _flash4_dense, module, shape, device)
     names = {FLASH4: False, f"{FLASH4} deterministic": True}  # the same forward pass
@@ -321,7 +330,7 @@ def _flash4_dense(module, shape: Shape, device: torch.device, deterministic: boo
         options["window_size"] = (int(number), 0)
     elif kind not in ("causal", "full"):
         raise ValueError(f"mask {shape.mask_name!r} has no arguments for {FLASH4}")
-    return lambda q, k, v: _first(module.flash_attn_func(q, k, v, **options))
+    return lambda q, k, v: first(module.flash_attn_func(q, k, v, **options))
 
 
 def _flash4_packed(module, shape: Shape, device: torch.device, deterministic: bool) -> Attend:
@@ -331,11 +340,11 @@ def _flash4_packed(module, shape: Shape, device: torch.device, deterministic: bo
 
     def attend(q, k, v):
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        return _first(module.flash_attn_varlen_func(q, k, v, **options)).unflatten(0, (shape.b, shape.n))
+        return first(module.flash_attn_varlen_func(q, k, v, **options)).unflatten(0, (shape.b, shape.n))
 
     return attend
 
 
-def _first(result) -> Tensor:
-    """out: some versions return (out, lse)."""
+def first(result) -> Tensor:
+    """Return out: some versions of flash-attn-4 return (out, lse)."""
     return result[0] if isinstance(result, tuple) else result

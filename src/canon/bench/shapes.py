@@ -5,6 +5,7 @@
 2,1024,8,1,256,prefix:768           the first 768 tokens see each other, the rest is causal
 1,1000,8,1,256,blocks:600+300+100   a token sees its block and those before it
 1,32768,64,8,128,pack:0             packed documents of the lengths that MagiAttention publishes (`packs`)
+1,40960,32,8,128,tree:8192+32x1024  a trunk of 8192 tokens and 32 branches of 1024
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ AUTO = [
     (64, 8192), (8, 8192), (32, 16384), (16, 32768), (8, 65536), (8, 131072),
 ]  # fmt: skip
 PARTIAL = ["1,16384,32,8,128", "1,16384,32,32,64", "1,16384,16,16,256"]
-MASKS = "causal, full, full:KEYS, window:LEFT, prefix:TOKENS, blocks:A+B, documents:MEAN, pack:NUMBER"
+MASKS = "causal, full, full:KEYS, window:LEFT, prefix:TOKENS, blocks:A+B, documents:MEAN, pack:NUMBER, tree:A+BxC"
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,16 @@ def blocks(n: int, name: str) -> list[int] | None:
     return [block for block, length in enumerate(lengths) for _ in range(int(length))]
 
 
+def tree(n: int, name: str) -> tuple[int, int, int] | None:
+    """Return trunk, branches and tokens of a branch for ``tree:A+BxC``, and None for another mask or number of tokens."""
+    kind, _, text = name.partition(":")
+    numbers = text.replace("x", "+", 1).split("+")
+    if kind != "tree" or len(numbers) != 3 or not all(x.isdigit() and int(x) for x in numbers):
+        return None
+    trunk, branches, tokens = map(int, numbers)
+    return (trunk, branches, tokens) if trunk + branches * tokens == n else None
+
+
 def mask_of(n: int, name: str) -> Mask:
     """Return the mask of n queries with one of the names in `MASKS`. Raises ValueError."""
     kind, _, number = name.partition(":")
@@ -104,9 +115,12 @@ def mask_of(n: int, name: str) -> Mask:
         return Mask.prefix(n, int(number))
     if (of_blocks := blocks(n, name)) is not None:
         return Mask.block_causal(of_blocks)
+    if sizes := tree(n, name):
+        trunk, branches, tokens = sizes
+        return Mask.tree([-1] + [0] * branches, [trunk] + [tokens] * branches)
     if cu_seqlens := packed(n, name):
         return Mask.documents(cu_seqlens)
-    raise ValueError(f"mask {name!r}: expected one of {MASKS}; a prefix or blocks of {n} tokens")
+    raise ValueError(f"mask {name!r}: expected one of {MASKS}; a prefix, blocks or a tree of {n} tokens")
 
 
 def shape_of(text: str, mask_name: str | None = None) -> Shape:
