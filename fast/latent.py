@@ -13,7 +13,8 @@ A step i of the backward pass, between the kernel of dk, dv and the kernel of dq
     project dK and dV to latent and k_rope    two products, and the sum of dK[rope] over the heads
     add them to the sums, start the hop       from step 1 on
 
-cuBLAS repeats its bits on one stream. A step of t tokens needs this memory beyond that of the ring:
+cuBLAS repeats its bits on one stream. `torch.use_deterministic_algorithms` asks for CUBLAS_WORKSPACE_CONFIG, as for each matrix
+product of PyTorch. A step of t tokens needs this memory beyond that of the ring:
 
     both passes   K and V                b t h (2 d - rope + dv)     of the inputs' dtype
     backward      dK and dV              b t h (d + dv)              of float32

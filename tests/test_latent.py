@@ -99,9 +99,18 @@ def test_the_reference_equals_the_oracle_on_uneven_and_empty_shards(name):
         assert_agrees(reference, MASKS[name], layout)
 
 
+@pytest.fixture
+def _nan_in_new_memory():
+    """Let deterministic algorithms fill new memory with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize(
     ("name", "layout"), [("packed", UNEVEN[4]), ("window", Layout.zigzag(N, 2)), ("causal", UNEVEN[1])]
 )
+@pytest.mark.usefixtures("_nan_in_new_memory")
 def test_the_kernels_equal_the_oracle(name, layout):
     assert_agrees(fast, MASKS[name], layout)
 
