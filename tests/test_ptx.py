@@ -14,6 +14,7 @@ from canon.fast.kernels.gluon.ptx import (
     add_rounding_excess_ptx,
     compare_ptx,
     declare_registers_ptx,
+    keep_between_ptx,
     rescale_rows_ptx,
     round_and_keep_ptx,
     transpose_words_ptx,
@@ -32,6 +33,8 @@ def halves(x: np.ndarray, kind: str) -> np.ndarray:
 
 def literal(name: str) -> np.ndarray:
     """Return a literal operand for each lane."""
+    if name.startswith("0f"):
+        return np.full(32, int(name[2:], 16), np.uint32).view(np.float32)
     return np.full(32, int(name, 16), np.uint32) if name.startswith("0x") else np.full(32, float(name))
 
 
@@ -70,6 +73,19 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 registers[target] = x[0] if kept.all() else np.where(kept, x[0], registers[target])
             case ["and", _]:
                 registers[target] = (x[0].astype(np.uint32) & x[1].astype(np.uint32)).astype(np.uint32)
+            case ["bmsk", "clamp", _]:
+                first, width = (number.astype(np.int64) & 0xFFFFFFFF for number in x)
+                ends = np.minimum(np.stack([first, first + width]), 32).astype(np.uint64)
+                ones = (np.uint64(1) << ends) - np.uint64(1)
+                registers[target] = (ones[1] & ~ones[0]).astype(np.uint32)
+            case ["max" | "min" as which, "s32"]:
+                registers[target] = (np.maximum if which == "max" else np.minimum)(x[0], x[1]).astype(np.int64)
+            case ["sub", "s32"]:
+                registers[target] = x[0] - x[1]
+            case ["mad", "lo", _]:
+                registers[target] = x[0] * x[1].astype(np.int64) + x[2]
+            case ["shr", _]:
+                registers[target] = x[0] >> x[1].astype(np.int64)
             case ["shl", _]:
                 registers[target] = x[0] << x[1].astype(np.uint32)
             case ["or", "pred"]:
@@ -115,6 +131,24 @@ def test_four_lanes_exchange_their_words():
     for i in range(4):
         for row in range(2):
             np.testing.assert_array_equal(after[f"${2 * i + row}"], word(row, LANES % 4, LANES // 4 * 4 + i))
+
+
+@pytest.mark.parametrize(("literal", "hidden"), [("0fFF800000", -np.inf), ("0f00000000", 0.0)])
+@pytest.mark.parametrize("columns", [32, 64, 128])
+def test_columns_outside_the_bounds_of_a_row_are_hidden(columns, literal, hidden):
+    number = columns // 2  # elements of a thread, of rows 0 and 1 in pairs
+    draw = np.random.default_rng(0)
+    j = np.arange(number)[:, None] // 4 * 8 + LANES % 4 * 2 + np.arange(number)[:, None] % 2
+    row = np.arange(number) // 2 % 2
+    for _ in range(40):
+        x = np.where(draw.random((number, 32)) < 0.3, np.nan, 1.0)
+        left, right = draw.integers(-20, columns + 20, (2, 2, 32)) * draw.choice([1, 1, 1000], (2, 2, 32))
+        operands = {f"${i}": x[i] for i in range(number)}
+        operands |= {f"${2 * number + i}": left[row[i]] for i in range(number)}
+        operands |= {f"${3 * number + i}": right[row[i]] for i in range(number)}
+        after = run(keep_between_ptx(number, literal), operands)
+        expected = np.where((left[row] <= j) & (j < right[row]), x, hidden)
+        np.testing.assert_array_equal([after[f"${i}"] for i in range(number)], expected)
 
 
 @pytest.mark.parametrize("growing", [[], [(3, 0)], [(17, 1)], [(0, 0), (31, 1)]])

@@ -120,6 +120,55 @@ def keep_where_nonzero(x, p):
     )
 
 
+# ------------------------------------------------------------------ masks
+@gluon.constexpr_function
+def keep_between_ptx(number, hidden):
+    """Return PTX that replaces those of ``number`` elements of two rows whose column is outside the row's bounds.
+
+    A lane holds columns 8 i + c + e of a row, with e = 0 and 1, and c = 2 (lane % 4). A word has bit 2 i + e for each of them.
+    With row after row, the assembler copies 7 bits to predicates at a time (R2P), and an element needs one instruction. But
+    these predicates need another register, which narrow tiles of wide heads do not have. They alternate rows.
+    """
+    lines = [
+        "{ .reg .pred keep; .reg .b32 c, bit, end, rest, word_<2>; mov.u32 c, %laneid; and.b32 c, c, 3; shl.b32 c, c, 1;"
+    ]
+    for row in (0, 1):
+        for bound, at in ((f"word_{row}", 2 * number + 2 * row), ("end", 3 * number + 2 * row)):
+            lines.append(f"sub.s32 {bound}, ${at}, c; max.s32 {bound}, {bound}, 0; and.b32 rest, {bound}, 7;")
+            lines.append(f"min.s32 rest, rest, 2; shr.s32 {bound}, {bound}, 3; mad.lo.s32 {bound}, {bound}, 2, rest;")
+        lines.append(f"max.s32 end, end, word_{row}; sub.s32 end, end, word_{row};")
+        lines.append(f"bmsk.clamp.b32 word_{row}, word_{row}, end;")
+    rows = number == 64
+    for at in range(number):
+        row, i = (at // (number // 2), at % (number // 2)) if rows else (at % 2, at // 2)
+        x = 4 * (i // 2) + 2 * row + i % 2
+        lines.append(
+            f"and.b32 bit, word_{row}, {1 << i:#x}; setp.ne.s32 keep, bit, 0; selp.f32 ${x}, ${x}, {hidden}, keep;"
+        )
+    return " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def keep_between_constraints(number):
+    """Return constraints for ``number`` results, as many inputs in the same registers, and as many of both bounds."""
+    return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["r"] * 2 * number)
+
+
+@gluon.jit
+def keep_between(x, left, right, HIDDEN: gl.constexpr):
+    """Return the accumulator x (at most 128 columns) with HIDDEN, 0 or -inf, except in columns ``left`` <= j < ``right``.
+
+    ``left``, ``right``: one column, a number for each row.
+    """
+    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
+    BITS: gl.constexpr = "0fFF800000" if HIDDEN < 0.0 else "0f00000000"
+    left, _ = gl.broadcast(left, x)
+    right, _ = gl.broadcast(right, x)
+    return gl.inline_asm_elementwise(
+        keep_between_ptx(N, BITS), keep_between_constraints(N), [x, left, right], dtype=gl.float32, is_pure=True, pack=N
+    )
+
+
 # ------------------------------------------------------------------ transpose within a quad
 @gluon.constexpr_function
 def transpose_words_ptx():

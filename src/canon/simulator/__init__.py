@@ -106,6 +106,7 @@ _PTX_STAND_INS: dict[str, Callable] = {
     "declare_registers": lambda p, warpgroup: None,
     "round_and_keep": lambda p, like, warpgroup: p.to(like.dtype),
     "any_above": language.any_above,
+    "keep_between": language.keep_between,
 }
 
 

@@ -230,6 +230,12 @@ def transpose_words(x):
     return Tensor(data.reshape(x.data.shape), x.dtype, x.taint)
 
 
+def keep_between(x, left, right, hidden):
+    """Return x with ``hidden`` except in columns ``left`` <= j < ``right``."""
+    j = expand_dims(arange(0, x.shape[1]), 0)
+    return where((j >= left) & (j < right), x, hidden)
+
+
 def any_above(x, limit, warpgroup):
     """Vote in a warpgroup: return 1 if any x exceeds the limit."""
     above = x > limit
