@@ -17,24 +17,26 @@ def mask_hidden(x, work, span, first, column, hidden, PACK: gl.constexpr, KEY_OR
     KEY_ORDER: the span may be a chained one (`key_order`).
     """
     if KEY_ORDER:
-        bands = gl.load(work + span + ROW_STOP)
-        if bands < 0:
-            x = _hide_outside_chain(x, work, gl.load(work + span + ROW_START), -bands, first, column, hidden, PACK)
-        else:
-            x = _hide_outside_band(x, work, span, first, column, hidden, PACK)
+        return _hide_outside_bands(x, work, span, first, column, hidden, PACK)
     else:
-        x = _hide_outside_band(x, work, span, first, column, hidden, PACK)
-    return x
+        left, right, zero = _visible_columns(x, work, span, first, column, PACK)
+        return _hide(x, left, right, zero, hidden, False)
 
 
 @gluon.jit
-def _hide_outside_band(x, work, band, first, column, hidden, PACK: gl.constexpr):
-    left, right, zero = _visible_columns(x, work, band, first, column, PACK)
-    j = gl.expand_dims(gl.arange(0, x.shape[1], per_column_layout(x.shape[1])), 0)
-    # Only bits 1 and 2 of a column depend on the lane, so no register holds a column number.
-    lane = (j & 6) ^ zero
-    left, right = gl.expand_dims(left, 1) - lane, gl.expand_dims(right, 1) - lane
-    return gl.where(((j & ~6) >= left) & ((j & ~6) < right), x, hidden)
+def _hide_outside_bands(x, work, span, first, column, hidden, PACK: gl.constexpr):
+    """Hide the cells outside all bands of a span, which come in the order of their keys: gap after gap."""
+    number = gl.load(work + span + ROW_STOP)
+    band = gl.where(number < 0, gl.load(work + span + ROW_START), span)
+    reach = gl.zeros([x.shape[0]], gl.int32, per_row_layout(x.shape[1]))
+    for at in range(band, band + SPAN * gl.maximum(-number, 1), SPAN):
+        left, right, zero = _visible_columns(x, work, at, first, column, PACK)
+        sees = right > gl.maximum(left, 0)
+        x = _hide(x, reach, gl.where(sees, left, reach), zero, hidden, True)
+        reach = gl.where(sees, right, reach)
+    return _hide(
+        x, reach, gl.full_like(reach, x.shape[1]), opaque_zero(gl.load(work + band + COLUMN_STOP)), hidden, True
+    )
 
 
 @gluon.jit
@@ -51,21 +53,11 @@ def _visible_columns(x, work, band, first, column, PACK: gl.constexpr):
 
 
 @gluon.jit
-def _hide_outside_chain(x, work, band, bands, first, column, hidden, PACK: gl.constexpr):
-    """Hide the cells that no band has of the ``bands`` from the offset ``band`` on. Two words hold a row's visible columns."""
-    low = gl.zeros([x.shape[0]], gl.int64, per_row_layout(x.shape[1]))
-    high = low
-    for at in range(band, band + bands * SPAN, SPAN):
-        left, right, _ = _visible_columns(x, work, at, first, column, PACK)
-        low |= _bits_from(left) & ~_bits_from(gl.maximum(left, right))
-        high |= _bits_from(left - 64) & ~_bits_from(gl.maximum(left, right) - 64)
+def _hide(x, left, right, zero, hidden, INSIDE: gl.constexpr):
+    """Return x with ``hidden`` in the columns left <= j < right of each row, or in all others unless INSIDE."""
     j = gl.expand_dims(gl.arange(0, x.shape[1], per_column_layout(x.shape[1])), 0)
-    word = gl.where(j < 64, gl.expand_dims(low, 1), gl.expand_dims(high, 1))
-    return gl.where((word >> (j & 63).to(gl.int64)) & 1 != 0, x, hidden)
-
-
-@gluon.jit
-def _bits_from(first):
-    """Return int64 words with the bits from ``first`` on. A shift by 64 is undefined."""
-    ones = gl.full_like(first, -1).to(gl.int64)
-    return gl.where(first >= 64, 0, ones << gl.minimum(gl.maximum(first, 0), 63).to(gl.int64))
+    # Only bits 1 and 2 of a column depend on the lane, so no register holds a column number.
+    lane = (j & 6) ^ zero
+    left, right = gl.expand_dims(left, 1) - lane, gl.expand_dims(right, 1) - lane
+    between = ((j & ~6) >= left) & ((j & ~6) < right)
+    return gl.where(between, hidden, x) if INSIDE else gl.where(between, x, hidden)
