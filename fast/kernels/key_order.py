@@ -3,9 +3,9 @@
     bands of a tile of rows        a: keys 0:300        b: keys 260:600, a window        (tiles of 128 keys)
     spans                          a: 0:256 | a and b, chained: 256:384 | b: 384:640
 
-Where bands of a tile of rows meet in a tile of keys, one *chained* span has them all, in the order in which a row sees them.
-Its fields 2 and 3 are the index of its first band among the spans and minus the number of its bands; the bands follow all
-visited spans. So neither bands nor other rows change what a row adds, or when.
+If several bands of a tile of rows share a tile of keys, one *chained* span has them all, in the order of their keys in each
+row. Its field 2 is the index of its first band among the spans, and field 3 is minus the number of its bands. The bands follow
+all visited spans. So neither bands nor other rows change what a row adds, or when.
 """
 
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Runs(NamedTuple):
 def ordered_table(cut: Cut, rows: int, columns: int, chained: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return tiles and spans, as in `WorkTable`, in key order. All spans of a tile count as partial; full ones have no band.
 
-    ``cut``: pieces begin at multiples of ``columns``. Without ``chained``, bands that meet in a tile visit it in turn.
+    ``cut``: pieces begin at multiples of ``columns``. Without ``chained``, a tile is visited once for each of its bands.
     """
     piece, begin, stop, shared = _segments(cut, columns)
     alone = _classified(cut, rows, columns, piece[~shared], begin[~shared], stop[~shared])
